@@ -1,0 +1,95 @@
+"""What every device offers: the same few verbs for Vulkan, the NumPy fallback and, later, the NPU.
+
+    device.store(decl, value)    a tensor that outlives plans (weights, state, io), by name
+    program = device.compile(plan)    everything that costs: allocation, pipelines, descriptors, recording
+    ticket = program.submit(times)    starts it; several times in a row with one call
+    device.wait(ticket)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from hybrid.spec.plan import Plan, TensorDecl
+from hybrid.spec.tensor import Tensor
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a device did since it was opened. Gates compare differences of these."""
+
+    submits: int = 0
+    dispatches: int = 0
+    barriers: int = 0
+    allocations: int = 0
+    descriptor_writes: int = 0
+    pipelines: int = 0
+    recordings: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+    def minus(self, other: Counters) -> Counters:
+        return Counters(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
+    def copy(self) -> Counters:
+        return self.minus(Counters())
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Device time of one step of the last submit, in seconds from the pass's start."""
+
+    name: str
+    op: str
+    layer: int | None
+    start: float
+    duration: float
+
+
+class Program(Protocol):
+    plan: Plan
+
+    def submit(self, times: int = 1) -> int:
+        """Start the plan `times` times in a row, in one submit; returns a ticket that grows from call to call."""
+        ...
+
+    def times(self) -> Sequence[StepTime]:
+        """Times of the last finished submit; empty unless compiled with profile=True."""
+        ...
+
+
+class Device(Protocol):
+    name: str
+    """What ran, as users see it: `cpu`, `vulkan:0 (NVIDIA H200)`."""
+    counters: Counters
+
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Callable[[], Tensor]] = ()) -> None:
+        """Allocate a weight, state or io tensor and fill it: with `value`, with the rows of `parts` one after
+        another (each made when it is needed), or with zeros."""
+        ...
+
+    def write(self, name: str, value: Tensor, row: int = 0) -> None:
+        """Overwrite rows of a stored tensor, starting at `row` of its first axis."""
+        ...
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Copy of rows start..stop of a stored tensor. Waits for everything submitted."""
+        ...
+
+    def reserve(self, arena_bytes: int) -> None:
+        """Make room for the activations of every plan that will be compiled (plans share one arena)."""
+        ...
+
+    def compile(self, plan: Plan, profile: bool = False) -> Program: ...
+
+    def wait(self, ticket: int | None = None) -> None:
+        """Until that submit, or everything submitted, has finished."""
+        ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held, by purpose: weights, state, io, activations, staging."""
+        ...
+
+    def close(self) -> None: ...
