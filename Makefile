@@ -1,0 +1,52 @@
+# `make generate` writes text with the embedded model; `make test` runs everything that CI runs.
+# Both set up what is missing first (tools/setup.sh says what it does and why).
+VENV   ?= .venv
+PYTHON ?= python3
+PY     := $(VENV)/bin/python
+PROMPT ?= def read_file(path):
+TOKENS ?= 96
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: help generate test lint check conformance docs spirv doctor clean
+
+help:
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+generate: $(VENV)/.ready ## text from the embedded model (PROMPT="...", TOKENS=96)
+	@$(PY) -m hybrid.generate --device "$$(cat $(VENV)/.device)" --prompt '$(subst ','\'',$(PROMPT))' --max-tokens $(TOKENS) --stats
+
+test: $(VENV)/.ready-test lint check conformance ## everything that CI runs
+
+lint: $(VENV)/.ready-test ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) tools/lines.py
+
+check: $(VENV)/.ready-test ## specs valid, generated docs and SPIR-V up to date
+	$(PY) -m hybrid.spec check
+	$(PY) -m hybrid.spec docs --check
+	$(PY) -m kernels.vulkan.build --check
+
+conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole models; saboteurs
+	HYBRID_REQUIRE_VULKAN=$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1) \
+	HYBRID_VULKAN_VALIDATION=$$(cat $(VENV)/.validation) \
+	$(PY) -m pytest -n $(JOBS) --dist worksteal
+
+docs: $(VENV)/.ready ## renew the generated pages
+	$(PY) -m hybrid.spec docs
+
+spirv: $(VENV)/.ready-test ## rebuild kernels/vulkan/spirv from the shaders
+	$(PY) -m kernels.vulkan.build
+
+doctor: $(VENV)/.ready ## what this machine has, and what to do about what it lacks
+	@$(PY) -m hybrid.doctor
+
+$(VENV)/.ready: pyproject.toml tools/setup.sh
+	@VENV=$(VENV) PYTHON=$(PYTHON) sh tools/setup.sh run
+
+$(VENV)/.ready-test: pyproject.toml tools/setup.sh
+	@VENV=$(VENV) PYTHON=$(PYTHON) sh tools/setup.sh test
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

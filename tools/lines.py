@@ -1,0 +1,28 @@
+"""Prints the project's size by folder and refuses files that grew beyond one idea (over LIMIT lines)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+LIMIT = 450
+SUFFIXES = {".py", ".slang", ".cc", ".hpp", ".sh"}
+
+
+def main() -> int:
+    names = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+    counts = {n: len(Path(n).read_text().splitlines()) for n in names if Path(n).suffix in SUFFIXES and Path(n).exists()}
+    folders: Counter[str] = Counter()
+    for name, lines in counts.items():
+        folders["/".join(Path(name).parts[:2]) if "/" in name and "kernels" in name else Path(name).parts[0]] += lines
+    print("lines: " + ", ".join(f"{f} {n}" for f, n in sorted(folders.items())) + f", total {sum(counts.values())}")
+    long = {n: c for n, c in counts.items() if c > LIMIT}
+    for name, lines in sorted(long.items()):
+        print(f"{name}: {lines} lines, more than {LIMIT}: split it by ideas", file=sys.stderr)
+    return bool(long)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+#!/bin/sh
+# Set-up for `make generate` (setup.sh run) and `make test` (setup.sh test): a virtual environment with the
+# package, and a Vulkan driver. Where no driver answers, Debian's CPU driver is installed if that is allowed;
+# otherwise the one command to run is printed and the NumPy device `cpu` is used.
+set -eu
+want=${1:-run}
+venv=${VENV:-.venv}
+python=${PYTHON:-python3}
+py=$venv/bin/python
+
+if [ ! -x "$py" ]; then
+    echo "setup: virtual environment $venv"
+    "$python" -m venv "$venv" || {
+        echo "setup: '$python -m venv' failed; on Debian: apt-get install python3-venv" >&2
+        exit 1
+    }
+fi
+extras=$([ "$want" = test ] && echo "[test,kernels]" || echo "")
+echo "setup: installing the package$extras"
+"$py" -m pip install -q --disable-pip-version-check -e ".$extras"
+
+driver() { "$py" -c 'import sys; from kernels.vulkan.instance import list_devices; sys.exit(not list_devices())' 2>/dev/null; }
+layer() { ls /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json >/dev/null 2>&1; }
+
+packages=""
+driver || packages="mesa-vulkan-drivers libvulkan1"
+if [ "$want" = test ]; then
+    layer || packages="$packages vulkan-validationlayers"
+    command -v g++ >/dev/null || packages="$packages g++"
+fi
+if [ -n "$packages" ]; then
+    root=$([ "$(id -u)" = 0 ] && echo "" || echo "sudo -n")
+    command="apt-get install -y --no-install-recommends $packages"
+    if command -v apt-get >/dev/null && { [ -z "$root" ] || $root true 2>/dev/null; }; then
+        echo "setup: installing Debian packages: $packages"
+        { $root apt-get update -qq && DEBIAN_FRONTEND=noninteractive $root $command -qq; } >"$venv/apt.log" 2>&1 ||
+            { echo "setup: that failed ($venv/apt.log); run it by hand: $command" >&2; }
+    else
+        echo "setup: this needs your administrator: $command" >&2
+    fi
+fi
+if driver; then echo vulkan >"$venv/.device"; else
+    echo cpu >"$venv/.device"
+    echo "setup: no Vulkan driver answers: continuing on the NumPy device 'cpu'" >&2
+fi
+if layer; then echo 1 >"$venv/.validation"; else echo "" >"$venv/.validation"; fi
+touch "$venv/.ready"
+if [ "$want" = test ]; then touch "$venv/.ready-test"; fi
