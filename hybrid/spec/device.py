@@ -74,8 +74,9 @@ class Device(Protocol):
         """Overwrite rows of a stored tensor, starting at `row` of its first axis."""
         ...
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Copy of rows start..stop of a stored tensor. Waits for everything submitted."""
+    def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
+        """Copy of rows start..stop of a stored tensor, after everything submitted; io tensors after `ticket` only,
+        while later submits run."""
         ...
 
     def reserve(self, arena_bytes: int) -> None:

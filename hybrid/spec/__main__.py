@@ -1,0 +1,121 @@
+"""python -m hybrid.spec check | list | show OP | schema | docs"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybrid.spec import docs
+from hybrid.spec.errors import SpecError
+from hybrid.spec.op import SPECS_DIR, OpSpec, load_op, load_ops
+
+EXIT = "exit status: 0 fine, 1 a spec is wrong or a generated file is stale, 2 wrong usage"
+
+
+def parser() -> argparse.ArgumentParser:
+    about = "The operation specs in specs/ops."
+    p = argparse.ArgumentParser(prog="python -m hybrid.spec", description=about, epilog=EXIT)
+    sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    c = sub.add_parser("check", help="read specs and report what is wrong, a line for each file", epilog=EXIT)
+    c.add_argument("files", nargs="*", metavar="FILE", help="TOML files or operation names (default: all of specs/ops)")
+    c.add_argument("--json", action="store_true", help="print {file: error or null} instead")
+
+    c = sub.add_parser("list", help="one line for each operation")
+    c.add_argument("--json", action="store_true", help="print a list of objects instead")
+
+    c = sub.add_parser("show", help="everything that one spec says, with the cost of each workload")
+    c.add_argument("op", metavar="OP", help="an operation's name, or the path of a TOML file")
+    c.add_argument("--json", action="store_true", help="print the spec as JSON instead")
+
+    sub.add_parser("schema", help="the JSON schema of a spec file, for editors")
+
+    c = sub.add_parser("docs", help="write docs/ops.md and docs/support.md", epilog=EXIT)
+    c.add_argument("--check", action="store_true", help="write nothing; fail if they do not match the specs")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status. Errors are one line each on stderr."""
+    args = parser().parse_args(argv)
+    try:
+        return {"check": _check, "list": _list, "show": _show, "schema": _schema, "docs": _docs}[args.command](args)
+    except SpecError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    names: list[str | Path] = list(args.files) or sorted((SPECS_DIR / "ops").glob("*.toml"))
+    if not names:
+        raise SpecError(f"{SPECS_DIR / 'ops'}: holds no operation specs (*.toml)")
+    errors: dict[str, str | None] = {}
+    good: list[OpSpec] = []
+    for name in names:
+        try:
+            good.append(load_op(name))
+            errors[good[-1].file] = None
+        except SpecError as e:
+            errors[str(name)] = str(e)
+    bad = [e for e in errors.values() if e is not None]
+    if args.json:
+        print(json.dumps(errors, indent=2))
+    else:
+        for line in bad:
+            print(f"error: {line}", file=sys.stderr)
+        print(f"{len(good)} operation specs are sound, {sum(len(o.workload) for o in good)} workloads fit"
+              + (f"; {len(bad)} are wrong" if bad else ""))  # fmt: skip
+    return 1 if bad else 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    ops = load_ops()
+    if args.json:
+        print(json.dumps([{"name": o.name, "kind": o.op.kind, "members": list(o.op.members), "summary": o.op.summary,
+                           "backends": {n: b.status for n, b in o.backends.items()}, "workloads": len(o.workload),
+                           "dtype_choices": len(o.dtype_choices()), "digest": o.digest} for o in ops.values()],
+                         indent=2))  # fmt: skip
+        return 0
+    width = max(map(len, ops))
+    for o in ops.values():
+        where = " ".join(n for n, b in o.backends.items() if b.status == "supported")
+        print(f"{o.name:{width}}  {o.op.kind:6}  {where:18}  {o.op.summary}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    o = load_op(args.op)
+    if args.json:
+        data: dict[str, Any] = o.model_dump(mode="json", by_alias=True, exclude_none=True)
+        for w, entry in zip(o.workload, data["workload"], strict=True):
+            entry["flops"] = o.flops(w.bind, w.attrs)
+            entry["bytes"] = o.nbytes(w.bind, w.dtypes, w.attrs)
+        print(json.dumps(data | {"digest": o.digest}, indent=2))
+        return 0
+    print(docs.plain(o))
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    print(json.dumps(OpSpec.model_json_schema(by_alias=True), indent=2))
+    return 0
+
+
+def _docs(args: argparse.Namespace) -> int:
+    if args.check:
+        docs.check(load_ops())
+        print("docs/ops.md and docs/support.md match the specs")
+        return 0
+    written = docs.write(load_ops())
+    print(f"wrote {', '.join(written)}" if written else "docs/ops.md and docs/support.md were up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""docs/ops.md and docs/support.md, generated from the operation specs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hybrid.spec.errors import SpecError
+from hybrid.spec.fields import (
+    EDGE_VALUES,
+    FEATURES,
+    LAYOUTS,
+    SCALES,
+    Attribute,
+    Backend,
+    BackendName,
+    TensorSpec,
+    Tolerance,
+    Workload,
+)
+from hybrid.spec.load import ROOT
+from hybrid.spec.op import OpSpec
+
+COMMAND = "python -m hybrid.spec docs"
+_HEADER = f"<!-- Generated from specs/ops by `{COMMAND}`; do not edit. -->\n"
+_BACKENDS: tuple[BackendName, ...] = ("oracle", "cpu", "vulkan", "npu")
+
+
+def generate(ops: Mapping[str, OpSpec]) -> dict[str, str]:
+    """Text of each generated file, by its path inside the project."""
+    return {"docs/ops.md": reference(ops), "docs/support.md": support(ops)}
+
+
+def write(ops: Mapping[str, OpSpec], root: Path = ROOT) -> list[str]:
+    """Write the files that differ; returns their paths."""
+    stale = [name for name, text in generate(ops).items() if _read(root / name) != text]
+    for name in stale:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(generate(ops)[name], encoding="utf-8")
+    return stale
+
+
+def check(ops: Mapping[str, OpSpec], root: Path = ROOT) -> None:
+    """Raises SpecError when a generated file is not what the specs say."""
+    stale = [name for name, text in generate(ops).items() if _read(root / name) != text]
+    if stale:
+        raise SpecError(f"{', '.join(stale)}: does not match specs/ops; renew with `{COMMAND}`")
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def reference(ops: Mapping[str, OpSpec]) -> str:
+    """docs/ops.md: every operation in full."""
+    parts = [
+        _HEADER,
+        "# Operations\n",
+        "Rows are flat: row r of a batch has a sequence slot and a position. An operation's token axis (T, or O for "
+        "output rows) is bounded by a live count that the device reads when it runs; rows beyond it may hold anything. "
+        "State is device memory that outlives a pass. Which backend runs what: [support.md](support.md).\n",
+        _table("operation, what it computes", [(f"[{n}](#{n})", _cell(o.op.summary)) for n, o in ops.items()]),
+    ]
+    parts += [_operation(o) for o in ops.values()]
+    parts += [
+        "## Terms\n",
+        "The tolerance `scaled_bound` is `|e| <= c_out*u_out*|ref| + c*sqrt(reduction)*u_acc*scale` for every element: "
+        "u is 2^-24 for f32 and 2^-11 for f16; u_acc that of the accumulation type. `codes` judges int8 activations: "
+        "the same bound before quantisation plus half a code step, one code off allowed within `tie` of a "
+        "half-integer, the stored sum exact. `choice`: the oracle's index, or one whose score is within `tie` of the best. NMSE is "
+        "reported and is never the gate.\n",
+        *(_table(f"{what}, is", [(f"`{k}`", v) for k, v in known.items()])
+          for what, known in (("scale", SCALES), ("layout", LAYOUTS), ("edge value", EDGE_VALUES))),
+    ]
+    return "\n".join(parts)
+
+
+def _operation(o: OpSpec) -> str:
+    members = f" Region of {', '.join(o.op.members)}: its oracle is their composition." if o.op.members else ""
+    control = "".join(f" Sets the control word `{word}`." for word in o.op.writes_control)
+    parts = [f"## {o.name}\n", f"{o.op.summary}.{members}{control}\n", f"Source: {o.op.source}.\n"]
+    parts.append(_table("tensor, , shape, dtype, role, notes", [_tensor(o, n, t) for n, t in o.tensors.items()]))
+    parts.append(_table("axis, role, range, multiple of, summed over", [
+        (n, a.role, f"{a.min}..{a.max}", f"{a.multiple_of}" if a.multiple_of > 1 else "", "yes" if a.reduction else "")
+        for n, a in o.axes.items()]))  # fmt: skip
+    if o.attributes:
+        parts.append(_table("attribute, type, range, default, ", [_attribute(n, a) for n, a in o.attributes.items()]))
+    parts += [_rules(o), _numerics(o)]
+    parts.append(f"Cost: `{o.cost.flops}` operations, `{o.cost.bytes}` bytes.\n")
+    parts.append("Edge cases: " + ", ".join(f"`{c}`" for c in o.edge.cases) + ".\n")
+    rows = [_workload(o, w) for w in o.workload]
+    parts.append(_table("workload, axes, dtypes, operations, bytes, operations/byte", rows))
+    return "\n".join(p for p in parts if p)
+
+
+def _attribute(name: str, a: Attribute) -> tuple[str, ...]:
+    limits = [f"{word} {b}" for word, b in ((">=", a.min), ("<=", a.max)) if b is not None]
+    limits += [" or ".join(map(str, a.values))] if a.values else []
+    return name, a.type, ", ".join(limits), "required" if a.default is None else str(a.default), _cell(a.summary)
+
+
+def _rules(o: OpSpec) -> str:
+    rules = [f"- `{e}`" for e in o.constraints.exprs]
+    rules += [f"- rows of ({', '.join(g)}) are pairwise different" for g in o.constraints.distinct]
+    for r in o.dtype_rules:
+        when = " and ".join(f"{t} is {'/'.join(d)}" for t, d in r.when.items())
+        rules.append(f"- when {when}: " + " and ".join(f"{t} is {'/'.join(d)}" for t, d in r.require.items()))
+    return "Constraints:\n" + "\n".join(rules) + "\n" if rules else ""
+
+
+def _numerics(o: OpSpec) -> str:
+    n = o.numerics
+    line = (f"Numerics: accumulation {n.accumulate}; integer part {n.integer_part.replace('_', ' ')}; determinism "
+            f"{n.determinism.replace('_', ' ')}; non-finite values: {n.nonfinite}.\n")  # fmt: skip
+    tolerances = [(d, "results of this dtype", t) for d, t in o.tolerance.items()]
+    tolerances += [(d, name, t) for name, spec in o.tensors.items() for d, t in spec.tolerance.items()]
+    rows = [(d, who, _tolerance(t), f"{t.nmse_max:g}" if t.nmse_max else "") for d, who, t in tolerances]
+    return line + "\n" + _table("tolerance, of, metric, largest usual NMSE", rows)
+
+
+def _workload(o: OpSpec, w: Workload) -> tuple[str, ...]:
+    flops, size = o.flops(w.bind, w.attrs), o.nbytes(w.bind, w.dtypes, w.attrs)
+    shape = " ".join(f"{k}={v}" for k, v in w.bind.items())
+    chosen = ", ".join(f"{t} {d}" for t, d in w.dtypes.items())
+    return w.id, shape, chosen, quantity(flops), quantity(size), f"{flops / size:.3g}" if size else ""
+
+
+def _tensor(o: OpSpec, name: str, t: TensorSpec) -> tuple[str, ...]:
+    kind = {"inputs": "in", "outputs": "out"}.get(o.section(name), o.section(name))
+    notes = [t.summary] if t.summary else []
+    notes += [t.aliasing.replace("_", " ").replace(":", " ")] if t.aliasing != "none" else []
+    notes += [f"verified given {', '.join(t.given)}"] if t.given else []
+    layouts: dict[str, list[str]] = {}
+    for backend, layout in t.layout.items():
+        layouts.setdefault(layout, []).append(backend)
+    notes += [f"layout {layout} on {', '.join(where)}" for layout, where in layouts.items()]
+    dtype = f"as {t.same}" if t.same else " ".join(t.dtype)
+    return name, kind, f"[{', '.join(map(str, t.shape))}]", dtype, t.role, _cell("; ".join(notes))
+
+
+def _tolerance(t: Tolerance) -> str:
+    if t.metric in ("exact", "choice"):
+        return t.metric + (f", tie {t.tie:g}" if t.tie is not None else "")
+    tie = f", tie {t.tie:g}" if t.tie is not None else ""
+    out = f", c_out {t.c_out:g}" if t.c_out != 1 else ""
+    return f"{t.metric}: c {t.c:g}, reduction {t.reduction}, scale {t.scale}{out}{tie}"
+
+
+def support(ops: Mapping[str, OpSpec]) -> str:
+    """docs/support.md: operation x dtype x backend, then what each backend asks of a device."""
+    rows: list[tuple[str, ...]] = []
+    for o in ops.values():
+        varied = [n for n, t in o.tensors.items() if t.same is None and len(t.dtype) > 1]
+        for name in varied or [next(iter(o.outputs or o.state))]:
+            for dtype in o.tensors[name].dtype:
+                cells = tuple(_support(o, b, name, dtype) for b in _BACKENDS)
+                rows.append((f"[{o.name}](ops.md#{o.name})", name, dtype, *cells))
+    needs = []
+    for o in ops.values():
+        for b in _BACKENDS:
+            spec = o.backends[b]
+            if spec.requires or spec.requires_for or spec.limits or spec.static:
+                needs.append((o.name, b, ", ".join(spec.requires) or "-", _needs(spec), _limits(spec)))
+    return "\n".join([
+        _HEADER,
+        "# What runs where\n",
+        "yes: supported, and every such case is in the conformance suite; planned: declared, not written; no: refused, "
+        "with the reason below. `oracle` is the NumPy float64 definition, `cpu` the same code in float32. For the "
+        "dtypes of several tensors together the rules of [ops.md](ops.md) apply (int8 activations need q8_0 or q4_0 weights).\n",
+        _table(", ".join(("operation", "tensor", "dtype", *_BACKENDS)), rows),
+        _refusals(ops),
+        "## What a device must have\n",
+        _table("operation, backend, always, by dtype, limits", needs),
+        _table("feature, is", [(f, text) for f, text in FEATURES.items() if any(f in _all(o) for o in ops.values())]),
+    ])  # fmt: skip
+
+
+def _support(o: OpSpec, backend: BackendName, tensor: str, dtype: str) -> str:
+    b = o.backends[backend]
+    if b.reason is not None:
+        return "no"
+    possible = any(c[tensor] == dtype for c in o.dtype_choices(backend))
+    return ("yes" if b.status == "supported" else b.status) if possible else "no"
+
+
+def _refusals(ops: Mapping[str, OpSpec]) -> str:
+    backends = [(o.name, n, b) for o in ops.values() for n, b in o.backends.items()]
+    lines = [f"- {op}, {name}: {b.reason}" for op, name, b in backends if b.reason is not None]
+    return "Refused:\n" + "\n".join(lines) + "\n" if lines else "Nothing is refused.\n"
+
+
+def _needs(b: Backend) -> str:
+    return "; ".join(f"{d}: {', '.join(f)}" for d, f in b.requires_for.items()) or "-"
+
+
+def _limits(b: Backend) -> str:
+    static = [f"known when built: {', '.join(b.static)}"] if b.static else []
+    return "; ".join([*(f"`{e}`" for e in b.limits), *static]) or "-"
+
+
+def _all(o: OpSpec) -> set[str]:
+    return {f for name in o.backends for f in o.requirements(name)}
+
+
+def quantity(n: float) -> str:
+    """1234567 -> 1.23 M"""
+    for unit in ("", " k", " M", " G"):
+        if n < 1000:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g} T"
+
+
+def _cell(text: str) -> str:
+    # * and _ are formulas' here, | would end the cell
+    return "".join(f"\\{c}" if c in "|*_" else c for c in text)
+
+
+def _table(head: str, rows: Sequence[tuple[str, ...]]) -> str:
+    columns = tuple(head.split(", "))
+    lines = [columns, tuple("-" for _ in columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def plain(o: OpSpec) -> str:
+    """The reference of one operation for a terminal: the same tables, aligned."""
+    out: list[str] = []
+    block: list[list[str]] = []
+    for line in [*_operation(o).replace("\\", "").splitlines(), ""]:
+        if line.startswith("|"):
+            block.append([c.strip() for c in line.strip("|").split(" | ")])
+            continue
+        if block:
+            widths = [max(map(len, column)) for column in zip(*block, strict=True)]
+            rows = [r for r in block if set(r) != {"-"}]
+            out += ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+            block = []
+        out.append(line.removeprefix("## "))
+    status = "  ".join(f"{n}: {b.status}" for n, b in o.backends.items())
+    return "\n".join(out).rstrip() + f"\n\nBackends: {status}"

@@ -1,0 +1,28 @@
+"""Errors of declarations: one line that names the file, the key and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SpecError(ValueError):
+    """A declaration, or a use of one, is wrong. The message is one line: `file: key: what is wrong, and the fix`."""
+
+
+class FieldError(ValueError):
+    """Raised by validators that know which key is at fault; the loader puts file and key in front of the message."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+        self.message = message
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the closest known name, else `; known: a, b, c`."""
+    names = [str(n) for n in known]
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(names)}" if names else "; none is declared"

@@ -1,0 +1,266 @@
+"""The expression language of the specs: arithmetic over named integers, read by a whitelist walker, never evaluated
+as Python.
+
+    (HQ + 2*HK)*D              shapes
+    HQ % HK == 0 and D >= 16   constraints
+    2*T*N*K + bytes(w)*N*K     costs; bytes(NAME) is the bytes per element of tensor NAME
+
+Numbers are ints and floats; + - * / // % and ** (a literal exponent of at most 8); comparisons, `and`, `or`;
+min, max, ceil_div, sqrt, log2, select(condition, a, b). Text, depth, size and results are bounded, so that a spec
+from a stranger can neither run code nor hang the reader.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+MAX_TEXT, MAX_DEPTH, MAX_NODES, MAX_EXPONENT = 300, 24, 200, 8
+LIMIT = 2**127  # larger results are mistakes, not sizes
+
+_ALLOWED = re.compile(r"[A-Za-z0-9_+\-*/%().,<>=! ]*")
+_ARITHMETIC: dict[type[ast.AST], tuple[str, Callable[[Any, Any], Any]]] = {
+    ast.Add: ("+", operator.add), ast.Sub: ("-", operator.sub), ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv), ast.FloorDiv: ("//", operator.floordiv), ast.Mod: ("%", operator.mod),
+    ast.Pow: ("**", operator.pow),
+}  # fmt: skip
+_COMPARE: dict[type[ast.AST], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
+# name -> (fewest arguments, most arguments, function)
+_FUNCTIONS: dict[str, tuple[int, int, Callable[..., Any]]] = {
+    "min": (2, 8, min),
+    "max": (2, 8, max),
+    "ceil_div": (2, 2, lambda a, b: -(-a // b)),
+    "sqrt": (1, 1, math.sqrt),
+    "log2": (1, 1, math.log2),
+}
+RESERVED = frozenset({*_FUNCTIONS, "select", "bytes", "and", "or"})
+
+
+class ExprError(ValueError):
+    """An expression that the language refuses, or that has no value for these names. Names the text."""
+
+
+class Expr:
+    """A parsed expression. Immutable; equal when the text is equal.
+
+    names: the names it reads; tensors: those inside bytes(...); truth: it is a condition, not a number.
+    """
+
+    __slots__ = ("_tree", "names", "tensors", "text", "truth")
+
+    text: str
+    names: frozenset[str]
+    tensors: frozenset[str]
+    truth: bool
+    _tree: ast.expr
+
+    def __init__(self, text: str | int | float) -> None:
+        text = str(text).strip()
+        tree, names, tensors, truth = _parse(text)
+        for key, value in (("text", text), ("names", names), ("tensors", tensors), ("truth", truth), ("_tree", tree)):
+            object.__setattr__(self, key, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("an Expr cannot be changed")
+
+    def eval(self, env: Mapping[str, int | float], bytes: Callable[[str], float] | None = None) -> int | float | bool:
+        """The value with names bound by `env`; `bytes` gives the bytes per element of a tensor.
+
+        Raises ExprError for a missing name, a division by zero, a root or logarithm out of its domain, or a result
+        beyond 2**127.
+        """
+        try:
+            return _value(self._tree, env, bytes)
+        except ExprError as e:
+            raise ExprError(f"{self.text!r}: {e}") from None
+        except (ArithmeticError, ValueError, TypeError) as e:
+            raise ExprError(f"{self.text!r}: {e} (with {_shown(env, self.names)})") from None
+
+    def __repr__(self) -> str:
+        return f"Expr({self.text!r})"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Expr) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema  # only pydantic calls this
+
+        return core_schema.no_info_plain_validator_function(
+            cls._validate, serialization=core_schema.to_string_ser_schema()
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"type": ["string", "number"], "maxLength": MAX_TEXT, "description": "an expression of hybrid.spec.expr"}
+
+    @classmethod
+    def _validate(cls, value: object) -> Expr:
+        if isinstance(value, Expr):
+            return value
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ExprError(f"expected an expression (text or number), not {value!r}")
+        return cls(value)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> tuple[ast.expr, frozenset[str], frozenset[str], bool]:
+    def refuse(reason: str) -> ExprError:
+        return ExprError(f"{text if len(text) <= 60 else text[:57] + '...'!r}: {reason}")
+
+    if not text:
+        raise refuse("the expression is empty")
+    if len(text) > MAX_TEXT:
+        raise refuse(f"{len(text)} characters; an expression has at most {MAX_TEXT}")
+    bad = _ALLOWED.sub("", text)
+    if bad:
+        raise refuse(f"character {bad[0]!r} is not part of the expression language")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise refuse("not a complete expression") from None
+    names: set[str] = set()
+    tensors: set[str] = set()
+    if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
+        raise refuse(f"more than {MAX_NODES} terms")
+    try:
+        truth = _kind(tree, 0, names, tensors)
+    except ExprError as e:
+        raise refuse(str(e)) from None
+    return tree, frozenset(names), frozenset(tensors), truth
+
+
+def _kind(node: ast.expr, depth: int, names: set[str], tensors: set[str]) -> bool:
+    """Walk one node of the whitelist; True for a condition, False for a number. Collects the names."""
+    if depth > MAX_DEPTH:
+        raise ExprError(f"nested deeper than {MAX_DEPTH}")
+
+    def number(child: ast.expr) -> None:
+        if _kind(child, depth + 1, names, tensors):
+            raise ExprError("a condition stands where a number is needed; select(condition, a, b) makes one")
+
+    def condition(child: ast.expr) -> None:
+        if not _kind(child, depth + 1, names, tensors):
+            raise ExprError("a number stands where a condition is needed; compare it with something")
+
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, bool) or not isinstance(node.value, (int, float)):
+            raise ExprError(f"{node.value!r} is not a number")
+        if not abs(node.value) <= LIMIT:
+            raise ExprError("a number beyond 2**127")
+        return False
+    if isinstance(node, ast.Name):
+        if node.id in RESERVED:
+            raise ExprError(f"{node.id} is a function: write {node.id}(...)")
+        names.add(node.id)
+        return False
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        number(node.operand)
+        return False
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        if isinstance(node.op, ast.Pow):
+            exponent = node.right.value if isinstance(node.right, ast.Constant) else None
+            if type(exponent) is not int or exponent > MAX_EXPONENT:
+                raise ExprError(f"the exponent of ** must be written as a whole number of at most {MAX_EXPONENT}")
+        number(node.left)
+        number(node.right)
+        return False
+    if isinstance(node, ast.Compare) and all(type(op) in _COMPARE for op in node.ops):
+        for child in (node.left, *node.comparators):
+            number(child)
+        return True
+    if isinstance(node, ast.BoolOp):
+        for child in node.values:
+            condition(child)
+        return True
+    if isinstance(node, ast.Call):
+        _call(node, names, tensors, number, condition)
+        return False
+    what = {ast.Attribute: "attribute access (.)", ast.Subscript: "indexing", ast.Lambda: "lambda",
+            ast.IfExp: "if/else (use select(condition, a, b))", ast.Tuple: "a list of values"}  # fmt: skip
+    raise ExprError(f"{what.get(type(node), type(node).__name__)} is not part of the expression language")
+
+
+def _call(node: ast.Call, names: set[str], tensors: set[str], number: Callable[[ast.expr], None],
+          condition: Callable[[ast.expr], None]) -> None:  # fmt: skip
+    known = ", ".join(sorted([*_FUNCTIONS, "select", "bytes"]))
+    if not isinstance(node.func, ast.Name):
+        raise ExprError(f"only the functions {known} can be called")
+    name = node.func.id
+    if node.keywords or any(isinstance(a, ast.Starred) for a in node.args):
+        raise ExprError(f"{name}() takes plain arguments only")
+    if name == "bytes":
+        if len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
+            raise ExprError("bytes() takes one tensor name: bytes(w)")
+        tensors.add(node.args[0].id)
+        return
+    if name == "select":
+        if len(node.args) != 3:
+            raise ExprError("select() takes a condition and two numbers")
+        condition(node.args[0])
+        number(node.args[1])
+        number(node.args[2])
+        return
+    if name not in _FUNCTIONS:
+        raise ExprError(f"unknown function {name}(); known: {known}")
+    fewest, most, _ = _FUNCTIONS[name]
+    if not fewest <= len(node.args) <= most:
+        raise ExprError(f"{name}() takes {fewest if fewest == most else f'{fewest} to {most}'} arguments, "
+                        f"not {len(node.args)}")  # fmt: skip
+    for argument in node.args:
+        number(argument)
+
+
+def _value(node: ast.expr, env: Mapping[str, Any], bytes: Callable[[str], float] | None) -> Any:
+    """Value of a node that _kind has accepted."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        if node.id not in env:
+            raise ExprError(f"no value for {node.id}")
+        return env[node.id]
+    if isinstance(node, ast.UnaryOp):
+        value = _value(node.operand, env, bytes)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, env, bytes), _value(node.right, env, bytes)
+        return _bounded(_ARITHMETIC[type(node.op)][1](left, right))
+    if isinstance(node, ast.Compare):
+        values = [_value(v, env, bytes) for v in (node.left, *node.comparators)]
+        return all(_COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, values, values[1:], strict=False))
+    if isinstance(node, ast.BoolOp):
+        test = all if isinstance(node.op, ast.And) else any
+        return test(_value(v, env, bytes) for v in node.values)
+    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    if node.func.id == "bytes":
+        assert isinstance(node.args[0], ast.Name)
+        if bytes is None:
+            raise ExprError(f"bytes({node.args[0].id}) needs the tensors' dtypes")
+        return bytes(node.args[0].id)
+    if node.func.id == "select":
+        return _value(node.args[1 if _value(node.args[0], env, bytes) else 2], env, bytes)
+    return _bounded(_FUNCTIONS[node.func.id][2](*(_value(a, env, bytes) for a in node.args)))
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, complex) or not abs(value) <= LIMIT:
+        raise ExprError("the result is not a number below 2**127")
+    return value
+
+
+def _shown(env: Mapping[str, Any], names: frozenset[str]) -> str:
+    return ", ".join(f"{n} = {env[n]}" for n in sorted(names) if n in env) or "no names"

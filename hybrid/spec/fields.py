@@ -1,0 +1,283 @@
+"""The tables an operation's TOML is made of. op.py puts them together and checks them against one another."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from hybrid.spec.dtypes import DTYPES
+from hybrid.spec.errors import FieldError, nearest
+from hybrid.spec.expr import RESERVED, Expr
+from hybrid.spec.load import Model
+
+BackendName = Literal["oracle", "cpu", "vulkan", "npu"]
+AxisRole = Literal[
+    "tokens", "outs", "rows", "hidden", "inner", "features", "ffn", "vocab", "q_heads", "kv_heads", "head_dim", "slots",
+    "blocks", "block_size", "table", "context",
+]  # fmt: skip
+Scalar = int | float | str
+
+SCALES: dict[str, str] = {
+    "abs": "what the operation makes of absolute values (|x| @ |w|.T for a matrix product)",
+    "ref": "the reference value itself",
+    "head_max": "the largest |reference| of the element's head",
+}
+EDGE_VALUES: dict[str, str] = {
+    "all_zero": "every element 0",
+    "one_hot": "one element of a row set, the rest 0",
+    "large": "magnitudes of 1e4",
+    "tiny": "magnitudes of 1e-20",
+    "equal": "every element the same",
+    "half_codes": "values half-way between two int8 codes",
+    "max_scale_block": "a block with the largest scale its type can store",
+    "negative_scale_block": "blocks whose stored scale is negative",
+    "outlier": "one element of a block 1e4 times the others",
+    "first": "index 0 everywhere",
+    "last": "the largest index everywhere",
+    "repeated": "the same index in every row",
+    "reversed": "descending indices",
+    "shuffled": "indices in no order",
+    "mixed_slots": "rows of several sequences, interleaved",
+    "empty_cache": "position 0: a row sees only itself",
+    "full_cache": "the last position the block table covers",
+    "block_edge": "positions on both sides of a block's end",
+    "window_edge": "positions window-1, window and window+1",
+    "ring": "a block table that uses each block again, as sliding layers do",
+    "saturated": "gates of +-30, where tanh is 1 to the last bit",
+    "two_best": "two equal largest logits: the lower id wins",
+    "all_equal": "all logits equal",
+    "neg_inf": "-infinity in all but a few logits",
+    "nan": "NaN in some logits: never chosen",
+    "nothing_left": "every candidate NaN or -infinity: id 0",
+    "greedy": "temperature 0",
+    "every_filter": "temperature, top-k, top-p and min-p at once",
+    "top_k_one": "top-k 1: the same choice as greedy",
+}
+FEATURES: dict[str, str] = {
+    "shaderInt8": "8-bit integer arithmetic",
+    "shaderInt16": "16-bit integer arithmetic",
+    "shaderInt64": "64-bit integer arithmetic",
+    "shaderFloat16": "half-precision arithmetic",
+    "storageBuffer8BitAccess": "8-bit elements in storage buffers",
+    "storageBuffer16BitAccess": "16-bit elements in storage buffers",
+    "shaderIntegerDotProduct": "packed 4x8-bit dot products",
+    "subgroup arithmetic": "reductions over a subgroup",
+    "subgroup shuffle": "exchange of values inside a subgroup",
+    "cooperativeMatrix": "matrix units (VK_KHR_cooperative_matrix)",
+    "aie2": "an XDNA1 or XDNA2 NPU",
+}
+LAYOUTS: dict[str, str] = {
+    "rows": "row-major",
+    "parts": "row-major, one dense array for each part of the storage type (codes, scales), each aligned",
+    "blocks": "blocks of positions, addressed through a block table",
+    "k_tiled": "tiles of the inner axis, contiguous for the NPU's DMA",
+    "contiguous": "one contiguous stretch per sequence, made by a gather step",
+}
+
+
+def _known(table: dict[str, str] | dict[str, object], what: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in table:
+            raise ValueError(f"unknown {what} {value!r}{nearest(value, table)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _dtype(value: str) -> str:
+    if value not in DTYPES and not value.startswith("same:"):
+        raise ValueError(f"unknown dtype {value!r}{nearest(value, [*DTYPES, 'same:NAME'])}")
+    return value
+
+
+def _listed(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _name(value: str) -> str:
+    if not value.isidentifier() or not value.isascii() or value in RESERVED:
+        reserved = ", ".join(sorted(RESERVED))
+        raise ValueError(f"{value!r} cannot be a name: use letters, digits and _, and none of {reserved}")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+DTypeName = Annotated[str, AfterValidator(_dtype)]
+DTypeList = Annotated[tuple[DTypeName, ...], BeforeValidator(_listed), Field(min_length=1)]
+Feature = Annotated[str, _known(FEATURES, "feature")]
+Layout = Annotated[str, _known(LAYOUTS, "layout")]
+
+
+class Head(Model):
+    name: Name
+    kind: Literal["op", "region"] = "op"
+    members: tuple[str, ...] = ()
+    """Operations that a region is made of, in order; its oracle is their composition."""
+    summary: str
+    source: str
+    """Where the definition comes from."""
+    writes_control: tuple[Literal["rows", "outs", "context"], ...] = ()
+    """Words of the plan's `control` tensor that the operation sets."""
+
+
+class Axis(Model):
+    role: AxisRole
+    min: int = Field(1, ge=1)
+    max: int = Field(ge=1)
+    multiple_of: int = Field(1, ge=1)
+    reduction: bool = False
+    """Sums run over it."""
+
+    def model_post_init(self, context: object) -> None:
+        if self.max < self.min:
+            raise FieldError("max", f"{self.max} is below min = {self.min}")
+
+
+class Domain(Model):
+    """What values a tensor holds: the property tests draw them, and a caller must keep to them."""
+
+    dist: Literal["normal", "uniform", "integers", "permutation", "rope", "sampling", "zeros"]
+    scale: float | None = None
+    """normal: the standard deviation."""
+    low: Expr | None = None
+    """uniform, integers, permutation: the lowest value."""
+    high: Expr | None = None
+    """uniform: the highest value; integers, permutation: one more than the highest."""
+
+    def model_post_init(self, context: object) -> None:
+        need = {"normal": ("scale",), "uniform": ("low", "high"), "integers": ("low", "high"),
+                "permutation": ("low", "high")}.get(self.dist, ())  # fmt: skip
+        for key in ("scale", "low", "high"):
+            if (key in need) != (getattr(self, key) is not None):
+                what = "is missing; it is needed" if key in need else "has no meaning; remove it"
+                raise FieldError(key, f"{what} for dist = {self.dist!r}")
+
+
+class Tolerance(Model):
+    """How near to the oracle's float64 result an output must be.
+
+    scaled_bound  |e| <= c_out*u_out*|ref| + c*sqrt(reduction)*u_acc*scale for every element, u = 2^-24 for f32,
+                  2^-11 for f16; u_acc is that of numerics.accumulate
+    codes         int8 activations: the scaled bound of the value before it is quantised, plus half a code step; a code
+                  may be one off where the value is within `tie` codes of a half-integer; the stored sum is exact
+    choice        a chosen index: equal to the oracle's, or one whose score is within `tie` of the best
+    exact         equal
+    """
+
+    metric: Literal["scaled_bound", "codes", "choice", "exact"]
+    scale: Literal["abs", "ref", "head_max"] | None = None
+    reduction: Expr = Expr(1)
+    c: float = Field(0.0, ge=0)
+    c_out: float = Field(1.0, ge=1)
+    """2 where both sides are rounded to the storage type (state), or where the device may round towards zero."""
+    tie: float | None = Field(None, ge=0)
+    nmse_max: float | None = Field(None, gt=0)
+    """A summary that is reported; never the gate."""
+
+    def model_post_init(self, context: object) -> None:
+        if self.metric in ("scaled_bound", "codes") and self.scale is None:
+            raise FieldError("scale", f"is missing; metric = {self.metric!r} needs one of {', '.join(SCALES)}")
+        if self.metric in ("codes", "choice") and self.tie is None:
+            raise FieldError("tie", f"is missing; metric = {self.metric!r} needs it")
+
+
+class TensorSpec(Model):
+    shape: tuple[Expr, ...] = Field(min_length=1)
+    dtype: DTypeList
+    """Storage types it may have, or `same:NAME`."""
+    role: Literal["activation", "weight", "index", "table", "cache"] = "activation"
+    summary: str = ""
+    domain: Domain | None = None
+    layout: dict[BackendName, Layout] = Field(default_factory=dict)
+    aliasing: str = "none"
+    """none | may_alias:NAME | in_place:NAME"""
+    given: tuple[str, ...] = ()
+    """Verified from the device's own value of these earlier outputs, so that a rounding there is not counted twice."""
+    tolerance: dict[str, Tolerance] = Field(default_factory=dict)
+    """By dtype; goes before the operation's [tolerance] table."""
+
+    @property
+    def same(self) -> str | None:
+        """The tensor whose dtype this one shares."""
+        return self.dtype[0][5:] if self.dtype[0].startswith("same:") else None
+
+    @property
+    def aliases(self) -> str | None:
+        return self.aliasing.partition(":")[2] or None
+
+
+class Attribute(Model):
+    type: Literal["int", "float", "str"]
+    summary: str = ""
+    values: tuple[Scalar, ...] | None = None
+    min: Expr | None = None
+    max: Expr | None = None
+    default: Scalar | None = None
+    """Absent: every step must give it."""
+
+
+class Constraints(Model):
+    exprs: tuple[Expr, ...] = ()
+    distinct: tuple[tuple[str, ...], ...] = ()
+    """Groups of index tensors whose rows, read together, are pairwise different."""
+
+
+class DTypeRule(Model):
+    """When every tensor of `when` has one of its dtypes, those of `require` must have one of theirs."""
+
+    when: dict[str, DTypeList]
+    require: dict[str, DTypeList]
+
+
+class Numerics(Model):
+    accumulate: Literal["f32", "none"]
+    """Type of sums; none: nothing is added up."""
+    integer_part: Literal["none", "bit_exact"] = "none"
+    """bit_exact: integer dot products are compared for equality."""
+    determinism: Literal["bitwise", "run_to_run", "none"]
+    """bitwise: the same bits on every device; run_to_run: the same bits each time on one device, whatever the other
+    rows of the batch are."""
+    nonfinite: Literal["forbid", "propagate", "ignore"]
+    """forbid: finite inputs are demanded and outputs are finite; propagate: an output is non-finite exactly where the
+    oracle's is; ignore: NaN and -infinity are valid inputs that are never chosen."""
+
+
+class Cost(Model):
+    flops: Expr
+    bytes: Expr
+
+
+class Edge(Model):
+    cases: tuple[str, ...] = Field(min_length=1)
+    """AXIS=SIZE (an expression that may use `tile`, or `prime`), ATTRIBUTE=VALUE, or TENSOR=KIND (see EDGE_VALUES)."""
+
+
+class Workload(Model):
+    id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    bind: dict[str, int]
+    attrs: dict[str, Scalar] = Field(default_factory=dict)
+    dtypes: dict[str, DTypeName] = Field(default_factory=dict)
+    """Tensors not named take the first dtype that fits."""
+    tags: tuple[Literal["decode", "prefill", "batch", "perf", "demo"], ...] = ()
+
+
+class Backend(Model):
+    status: Annotated[str, Field(pattern=r"^(supported|planned|refused:.+)$")]
+    """supported | planned | refused:REASON"""
+    requires: tuple[Feature, ...] = ()
+    """Device features without which no case runs."""
+    requires_for: dict[DTypeName, tuple[Feature, ...]] = Field(default_factory=dict)
+    """Further features when any tensor has this dtype."""
+    limits: tuple[Expr, ...] = ()
+    """Conditions on axes and attributes beyond the operation's own constraints."""
+    dtypes: dict[str, DTypeList] = Field(default_factory=dict)
+    """Narrower dtypes than the operation allows, by tensor."""
+    static: tuple[str, ...] = ()
+    """Axes that must be known when the kernel is built."""
+    tile: dict[str, int] = Field(default_factory=dict)
+    """Axis sizes the kernel works in: edge shapes are taken around them."""
+
+    @property
+    def reason(self) -> str | None:
+        return self.status.partition(":")[2] or None

@@ -1,0 +1,148 @@
+"""TOML files read into pydantic models; every error becomes one line with file, key and fix."""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hybrid.spec.errors import FieldError, SpecError, nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Where `specs/` and `docs/` lie."""
+
+
+class Model(BaseModel):
+    """Base of every declaration: frozen, unknown keys refused, no conversion of types (TOML has its own)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def load_toml(path: Path | str, model: type[M]) -> M:
+    """`path` as an instance of `model`; the path as users know it is in the validation context's `file`.
+
+    Raises SpecError: `specs/ops/linear.toml: outputs.y.shape[1]: what is wrong; did you mean 'N'?`
+    """
+    path = Path(path)
+    file = shown_path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecError(f"{file}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise SpecError(f"{file}: cannot be read: {e}") from None
+    except tomllib.TOMLDecodeError as e:
+        raise SpecError(f"{file}: not valid TOML: {e}") from None
+    return validate(file, data, model)
+
+
+def validate(file: str, data: dict[str, Any], model: type[M]) -> M:
+    """Parsed TOML as an instance of `model`; `file` goes in front of errors (SpecError)."""
+    try:
+        return model.model_validate(_tuples(data), context={"file": file})
+    except ValidationError as e:
+        raise SpecError(one_line(file, e, model)) from None
+
+
+def shown_path(path: Path) -> str:
+    """Relative to the project where it lies inside it."""
+    try:
+        return path.resolve().relative_to(ROOT).as_posix()
+    except ValueError:
+        return str(path)
+
+
+def one_line(file: str, error: ValidationError, model: type[BaseModel]) -> str:
+    """The first problem of a ValidationError. An unknown key comes first: it explains the missing one beside it."""
+    problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    key, text = _problem(dict(problems[0]), model)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return " ".join(f"{file}: {key + ': ' if key else ''}{text}{more}".split())
+
+
+def _problem(e: dict[str, Any], model: type[BaseModel]) -> tuple[str, str]:
+    loc = tuple(p for p in e["loc"] if p != "[key]")
+    context, value, kind = e.get("ctx", {}), e["input"], e["type"]
+    if kind == "extra_forbidden":
+        return key_path(loc), f"unknown key{nearest(loc[-1], _keys(model, loc[:-1]))}"
+    if kind == "missing":
+        return key_path(loc), "is missing; every table of this kind needs it"
+    if isinstance(context.get("error"), FieldError):
+        inner = context["error"]
+        base = key_path(loc)
+        return f"{base}.{inner.key}" if base and inner.key else base or inner.key, inner.message
+    if kind == "value_error":
+        return key_path(loc), str(context["error"])
+    if kind == "literal_error":
+        choices = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        wanted = f"is not one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
+        return key_path(loc), f"{value!r} {wanted}{_close(value, choices)}"
+    if kind in ("model_type", "dict_type"):
+        return key_path(loc), f"expected a table, not {_toml(value)}"
+    return key_path(loc), f"{e['msg'][0].lower()}{e['msg'][1:].replace('tuple', 'list')}, not {_toml(value)}"
+
+
+def _close(value: object, choices: list[str]) -> str:
+    hint = nearest(value, choices)
+    return hint if hint.startswith("; did") else ""
+
+
+def _toml(value: object) -> str:
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def key_path(loc: tuple[str | int, ...]) -> str:
+    """('outputs', 'y', 'shape', 1) -> outputs.y.shape[1]"""
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _keys(model: Any, loc: tuple[str | int, ...]) -> list[str]:
+    """Keys that the table at `loc` may have."""
+    at: Any = model
+    for part in loc:
+        at = _bare(at)
+        if isinstance(at, type) and issubclass(at, BaseModel):
+            fields = {f.alias or n: f for n, f in at.model_fields.items()}
+            if part not in fields:
+                return []
+            at = fields[str(part)].annotation
+        else:
+            at = typing.get_args(at)[-1 if typing.get_origin(at) is dict else 0]
+    at = _bare(at)
+    if isinstance(at, type) and issubclass(at, BaseModel):
+        return [f.alias or n for n, f in at.model_fields.items()]
+    return []
+
+
+def _bare(annotation: Any) -> Any:
+    """Without Optional and Annotated."""
+    while True:
+        origin = typing.get_origin(annotation)
+        if origin in (typing.Union, types.UnionType):
+            annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+        elif origin is typing.Annotated:
+            annotation = typing.get_args(annotation)[0]
+        else:
+            return annotation
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _tuples(v) for k, v in value.items()}
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,355 @@
+"""An operation's declaration, and what the planner, the backends and the tests ask of it.
+
+    op = load_op("linear")
+    bind = op.solve({"x": (4, 256), "w": (768, 256)})    # {'T': 4, 'K': 256, 'N': 768}
+    op.bind_shapes(bind)["y"]                            # (4, 768)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
+
+from hybrid.spec.dtypes import DTYPES
+from hybrid.spec.errors import SpecError, nearest
+from hybrid.spec.expr import Expr, ExprError
+from hybrid.spec.fields import (
+    Attribute,
+    Axis,
+    Backend,
+    BackendName,
+    Constraints,
+    Cost,
+    DTypeRule,
+    Edge,
+    Head,
+    Name,
+    Numerics,
+    Scalar,
+    TensorSpec,
+    Tolerance,
+    Workload,
+)
+from hybrid.spec.load import ROOT, Model, load_toml
+from hybrid.spec.opcheck import check_declaration
+from hybrid.spec.solve import Size, solve
+
+SPECS_DIR = ROOT / "specs"
+
+
+class OpSpec(Model):
+    """One file of specs/ops. Immutable, checked against itself when it is made."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    op: Head
+    axes: dict[Name, Axis] = Field(min_length=1)
+    inputs: dict[Name, TensorSpec]
+    outputs: dict[Name, TensorSpec] = Field(default_factory=dict)
+    state: dict[Name, TensorSpec] = Field(default_factory=dict)
+    """Device memory that outlives a pass and is changed in place."""
+    scratch: dict[Name, TensorSpec] = Field(default_factory=dict)
+    """Intermediate results, given by the caller like outputs."""
+    attributes: dict[Name, Attribute] = Field(default_factory=dict)
+    constraints: Constraints = Constraints()
+    dtype_rules: tuple[DTypeRule, ...] = ()
+    numerics: Numerics
+    tolerance: dict[str, Tolerance]
+    cost: Cost
+    edge: Edge
+    workload: tuple[Workload, ...] = Field(min_length=1)
+    backends: dict[BackendName, Backend]
+
+    _file: str = PrivateAttr("")
+
+    def model_post_init(self, context: Any) -> None:
+        self._file = (context or {}).get("file", f"specs/ops/{self.op.name}.toml")
+        check_declaration(self)
+
+    @field_validator("attributes", mode="after")
+    @classmethod
+    def _attributes(cls, value: dict[str, Attribute], info: ValidationInfo) -> dict[str, Attribute]:
+        for name, a in value.items():
+            for key, v in [("default", a.default)] + [(f"values[{i}]", v) for i, v in enumerate(a.values or ())]:
+                if v is not None and not _typed(v, a.type):
+                    raise ValueError(f"{name}.{key}: {v!r} is not of type {a.type}")
+        return value
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    @property
+    def file(self) -> str:
+        """For messages: specs/ops/linear.toml."""
+        return self._file
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """All tensors: inputs, outputs, state, scratch, each in the file's order."""
+        return MappingProxyType({**self.inputs, **self.outputs, **self.state, **self.scratch})
+
+    @property
+    def token_axis(self) -> str | None:
+        """The axis bounded by a live count when a plan runs: O for operations on output rows, else T; None: neither."""
+        for role in ("outs", "tokens"):
+            for name, axis in self.axes.items():
+                if axis.role == role:
+                    return name
+        return None
+
+    @cached_property
+    def digest(self) -> str:
+        """Content hash of the declaration, for binding measurements and artefacts to it."""
+        return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()
+
+    def bind_shapes(self, bind: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor for bound axes. Raises SpecError for an unknown or missing axis."""
+        return {name: self.shape(name, bind) for name in self.tensors}
+
+    def shape(self, tensor: str, bind: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of one tensor; only the axes it uses need be bound."""
+        dims = []
+        for i, dim in enumerate(self._tensor(tensor).shape):
+            value = self._eval(f"{self.section(tensor)}.{tensor}.shape[{i}]", dim, bind)
+            if value != int(value) or value < 0:
+                raise self._error(f"{tensor}.shape[{i}]", f"{dim} = {value} is not a size")
+            dims.append(int(value))
+        return tuple(dims)
+
+    def section(self, tensor: str) -> str:
+        """inputs, outputs, state or scratch."""
+        sections = ("inputs", "outputs", "state", "scratch")
+        return next((s for s in sections if tensor in getattr(self, s)), "tensors")
+
+    def solve(self, shapes: Mapping[str, tuple[int, ...]], bind: Mapping[str, int] | None = None) -> dict[str, int]:
+        """The axes that make the declared shapes equal to concrete ones, for the tensors given.
+
+        `bind` fixes axes that the shapes leave open. Every given shape is checked. Raises SpecError naming the two
+        tensors that disagree, or an axis of a given tensor that nothing determines.
+        """
+        sizes: list[Size] = []
+        for name, shape in shapes.items():
+            dims = self._tensor(name).shape
+            where = f"{self.section(name)}.{name}"
+            if len(dims) != len(shape):
+                raise self._error(f"{where}.shape", f"has {len(dims)} axes ({_dims(dims)}), got shape {tuple(shape)}")
+            sizes += [Size(f"{where}.shape[{i}]", d, int(n)) for i, (d, n) in enumerate(zip(dims, shape, strict=True))]
+        self._known_axes(bind or {})
+        return solve(self.file, sizes, bind or {})
+
+    def check(
+        self,
+        bind: Mapping[str, int],
+        attrs: Mapping[str, Scalar] | None = None,
+        dtypes: Mapping[str, str] | None = None,
+        backend: str | None = None,
+    ) -> None:
+        """That bound axes, attributes and dtypes (and the limits of `backend`) fit the declaration; else SpecError.
+
+        Attributes not given take their default. dtypes may name some of the tensors only.
+        """
+        self._known_axes(bind)
+        for name, axis in self.axes.items():
+            if name not in bind:
+                raise self._error(f"axes.{name}", "is not bound")
+            n = bind[name]
+            if not axis.min <= n <= axis.max:
+                raise self._error(f"axes.{name}", f"{name} = {n} is outside {axis.min}..{axis.max}")
+            if n % axis.multiple_of:
+                raise self._error(f"axes.{name}", f"{name} = {n} is not a multiple of {axis.multiple_of}")
+        env = {**bind, **self.attrs(bind, attrs)}
+        limits = [(f"constraints.exprs[{i}]", e) for i, e in enumerate(self.constraints.exprs)]
+        if backend is not None:
+            limits += [(f"backends.{backend}.limits[{i}]", e) for i, e in enumerate(self._backend(backend).limits)]
+        for key, expr in limits:
+            if not self._eval(key, expr, env):
+                given = ", ".join(f"{n} = {env[n]}" for n in sorted(expr.names))
+                raise self._error(key, f"{expr} does not hold for {given}")
+        if dtypes is not None:
+            self.check_dtypes(dtypes, backend)
+            for name, dtype in dtypes.items():
+                block, shape = DTYPES[dtype].block, self.shape(name, bind)
+                if shape[-1] % block:
+                    key = f"{self.section(name)}.{name}.dtype"
+                    raise self._error(key, f"{dtype} needs rows of a multiple of {block} elements, not shape {shape}")
+
+    def attrs(self, bind: Mapping[str, int], attrs: Mapping[str, Scalar] | None = None) -> dict[str, Scalar]:
+        """Attributes with defaults filled in, each checked for type, values and range. Raises SpecError."""
+        given = dict(attrs or {})
+        for name in given:
+            if name not in self.attributes:
+                raise self._error("attributes", f"no attribute {name!r}{nearest(name, self.attributes)}")
+        out: dict[str, Scalar] = {}
+        for name, a in self.attributes.items():
+            value = given.get(name, a.default)
+            key = f"attributes.{name}"
+            if value is None:
+                raise self._error(key, "has no default and is not given")
+            if not _typed(value, a.type):
+                raise self._error(key, f"{value!r} is not of type {a.type}")
+            if a.values is not None and value not in a.values:
+                raise self._error(key, f"{value!r} is not one of {', '.join(map(repr, a.values))}")
+            out[name] = value
+        for name, a in self.attributes.items():
+            for bound, sign, word in ((a.min, 1, "below"), (a.max, -1, "above")):
+                if bound is None:
+                    continue
+                limit = self._eval(f"attributes.{name}", bound, {**bind, **out})
+                if not sign * float(out[name]) >= sign * limit:
+                    raise self._error(f"attributes.{name}", f"{out[name]} is {word} {limit}")
+        return out
+
+    def check_dtypes(self, dtypes: Mapping[str, str], backend: str | None = None) -> None:
+        """That the dtypes of some or all tensors are allowed together. Raises SpecError naming the rule broken."""
+        for name, dtype in dtypes.items():
+            spec, key = self._tensor(name), f"{self.section(name)}.{name}.dtype"
+            if spec.same is not None:
+                other = dtypes.get(spec.same, dtype)
+                if dtype != other:
+                    raise self._error(key, f"{name} is {dtype} but must be {other}, as {spec.same} is")
+                spec = self._tensor(spec.same)
+            if dtype not in spec.dtype:
+                raise self._error(key, f"{dtype} is not allowed; allowed: {', '.join(spec.dtype)}")
+            narrow = self._backend(backend).dtypes.get(name) if backend else None
+            if narrow is not None and dtype not in narrow:
+                key = f"backends.{backend}.dtypes.{name}"
+                raise self._error(key, f"{dtype} is not allowed; allowed: {', '.join(narrow)}")
+        for i, rule in enumerate(self.dtype_rules):
+            if all(dtypes.get(t) in allowed for t, allowed in rule.when.items()):
+                for tensor, allowed in rule.require.items():
+                    if tensor in dtypes and dtypes[tensor] not in allowed:
+                        why = " and ".join(f"{t} is {dtypes[t]}" for t in rule.when)
+                        what = f"{tensor} must be {' or '.join(allowed)} when {why}, not {dtypes[tensor]}"
+                        raise self._error(f"dtype_rules[{i}]", what)
+
+    def dtype_choices(self, backend: str | None = None) -> tuple[Mapping[str, str], ...]:
+        """Every valid assignment of dtypes to all tensors (of `backend`, where it supports fewer)."""
+        return tuple(self._choices(backend)) if backend else self._every_choice
+
+    def dtypes(self, given: Mapping[str, str] | None = None) -> Mapping[str, str]:
+        """The first valid assignment that agrees with `given`. Raises SpecError when there is none."""
+        given = dict(given or {})
+        self.check_dtypes(given)
+        for choice in self._every_choice:
+            if all(choice[t] == d for t, d in given.items()):
+                return choice
+        raise self._error("dtype_rules", f"no assignment of dtypes agrees with {given}")
+
+    def tolerance_of(self, tensor: str, dtype: str) -> Tolerance:
+        """How an output, state or scratch tensor of `dtype` is judged. Raises SpecError where none is declared."""
+        own = self._tensor(tensor).tolerance
+        if dtype in own:
+            return own[dtype]
+        if dtype not in self.tolerance:
+            raise self._error("tolerance", f"none for {dtype}{nearest(dtype, self.tolerance)}")
+        return self.tolerance[dtype]
+
+    def flops(self, bind: Mapping[str, int], attrs: Mapping[str, Scalar] | None = None) -> int:
+        """Arithmetic operations of one call (a multiply-add counts as 2)."""
+        return math.ceil(self._eval("cost.flops", self.cost.flops, {**bind, **self.attrs(bind, attrs)}))
+
+    def nbytes(
+        self, bind: Mapping[str, int], dtypes: Mapping[str, str], attrs: Mapping[str, Scalar] | None = None
+    ) -> int:
+        """Bytes that must move to and from device memory in one call, each tensor touched once."""
+        full = self.dtypes(dtypes)
+        env = {**bind, **self.attrs(bind, attrs)}
+        return math.ceil(self._eval("cost.bytes", self.cost.bytes, env, lambda t: DTYPES[full[t]].bits / 8))
+
+    def requirements(self, backend: str, dtypes: Mapping[str, str] | None = None) -> tuple[str, ...]:
+        """Device features needed on `backend`: for these dtypes, or for any."""
+        b = self._backend(backend)
+        used = set(self.dtypes(dtypes).values()) if dtypes is not None else set(b.requires_for)
+        extra = [f for d, features in b.requires_for.items() if d in used for f in features]
+        return tuple(dict.fromkeys([*b.requires, *extra]))
+
+    @cached_property
+    def _every_choice(self) -> tuple[Mapping[str, str], ...]:
+        return tuple(self._choices(None))
+
+    def _choices(self, backend: str | None) -> Iterator[Mapping[str, str]]:
+        free = [n for n, t in self.tensors.items() if t.same is None]
+        narrow = self._backend(backend).dtypes if backend else {}
+        lists = [[d for d in self.tensors[n].dtype if d in narrow.get(n, (d,))] for n in free]
+        for values in itertools.product(*lists):
+            chosen = dict(zip(free, values, strict=True))
+            full = {n: chosen[t.same or n] for n, t in self.tensors.items()}
+            try:
+                self.check_dtypes(full, backend)
+            except SpecError:
+                continue  # a combination that a rule excludes is not a choice
+            yield MappingProxyType(full)
+
+    def _eval(self, key: str, expr: Expr, env: Mapping[str, Any], size: Any = None) -> Any:
+        try:
+            return expr.eval(env, size)
+        except ExprError as e:
+            raise self._error(key, str(e)) from None
+
+    def _known_axes(self, bind: Mapping[str, int]) -> None:
+        for name in bind:
+            if name not in self.axes:
+                raise self._error("axes", f"no axis {name!r}{nearest(name, self.axes)}")
+
+    def _tensor(self, name: str) -> TensorSpec:
+        if name not in self.tensors:
+            raise self._error("tensors", f"no tensor {name!r}{nearest(name, self.tensors)}")
+        return self.tensors[name]
+
+    def _backend(self, name: str) -> Backend:
+        if name not in self.backends:
+            raise self._error("backends", f"no backend {name!r}{nearest(name, self.backends)}")
+        return self.backends[name]
+
+    def _error(self, key: str, message: str) -> SpecError:
+        return SpecError(f"{self.file}: {key}: {message}")
+
+
+def _typed(value: Scalar, kind: str) -> bool:
+    if kind == "str" or isinstance(value, (str, bool)):
+        return kind == "str" and isinstance(value, str)
+    return isinstance(value, int) if kind == "int" else math.isfinite(value)
+
+
+def _dims(dims: tuple[Expr, ...]) -> str:
+    return ", ".join(map(str, dims))
+
+
+@lru_cache(maxsize=256)
+def _load(path: Path) -> OpSpec:
+    spec = load_toml(path, OpSpec)
+    if spec.name != path.stem:
+        raise SpecError(f"{spec.file}: op.name: {spec.name!r} must be the file's name, {path.stem!r}")
+    for i, member in enumerate(spec.op.members):
+        if not path.with_name(f"{member}.toml").exists():
+            known = [p.stem for p in path.parent.glob("*.toml") if p.stem != spec.name]
+            raise SpecError(f"{spec.file}: op.members[{i}]: no operation {member!r}{nearest(member, sorted(known))}")
+    return spec
+
+
+def load_op(name_or_path: str | Path) -> OpSpec:
+    """An operation by name (`linear`) or by the path of its TOML file. Cached. Raises SpecError."""
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        path = SPECS_DIR / "ops" / f"{name_or_path}.toml"
+        if not path.exists():
+            known = sorted(p.stem for p in path.parent.glob("*.toml"))
+            raise SpecError(f"specs/ops: no operation {str(name_or_path)!r}{nearest(name_or_path, known)}")
+    return _load(path.resolve())
+
+
+def load_ops(directory: Path | None = None) -> dict[str, OpSpec]:
+    """Every operation of a directory (default: specs/ops), by name. Cached. Raises SpecError; none is an error."""
+    folder = (directory or SPECS_DIR / "ops").resolve()
+    files = sorted(folder.glob("*.toml"))
+    if not files:
+        raise SpecError(f"{folder}: holds no operation specs (*.toml)")
+    return {p.stem: _load(p) for p in files}

@@ -1,0 +1,155 @@
+"""Schedules: a model family as data. Which operation runs in which layers and phases, on which device, with what
+activation precision. A schedule names things; hybrid.planner binds it to a checkpoint and checks every edge."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from hybrid.spec.dtypes import ACTIVATION_TYPES, DTYPES
+from hybrid.spec.expr import Expr
+from hybrid.spec.load import ROOT, Model, load_toml
+
+SCHEDULES = ROOT / "specs" / "schedules"
+
+Phase = Literal["prefill", "decode"]
+When = Literal["first", "last", "local", "global", "any"]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Head(Model):
+    """[schedule]: what this file describes."""
+
+    name: Text
+    family: Text
+    """Architecture it serves: `general.architecture` of GGUF files."""
+    summary: Text
+    source: str = ""
+    residual: Text = "x"
+    """Activation of the residual stream: `<residual>.0` before the layers, `<residual>.{l+1}` after layer l."""
+
+
+class Profile(Model):
+    """Dtypes that a precision profile gives to the inputs of matrices and to the KV cache beside them."""
+
+    act: Literal["f32", "f16", "q8_act"]
+    kv: Literal["f32", "f16"]
+
+
+class Precision(Model):
+    quantised: Profile
+    unquantised: Profile
+
+    @model_validator(mode="after")
+    def _validate_unquantised(self) -> Precision:
+        if self.unquantised.act == "q8_act":
+            raise ValueError("unquantised.act cannot be q8_act: only q8_0 and q4_0 weights take int8 activations")
+        return self
+
+
+class Declared(Model):
+    """A tensor that outlives a pass, or that the host reads and writes."""
+
+    kind: Literal["io", "state", "weight"]
+    dtype: Text
+    """A storage type, or `kv:WEIGHT` = the profile's KV type for that weight's type."""
+    shape: tuple[Expr, ...]
+
+    @field_validator("dtype")
+    @classmethod
+    def _validate_dtype(cls, value: str) -> str:
+        if value not in DTYPES and not value.startswith("kv:"):
+            raise ValueError(f"unknown dtype {value!r}: use one of {', '.join(DTYPES)} or kv:WEIGHT")
+        return value
+
+
+class StepSpec(Model):
+    """One operation of the figure."""
+
+    name: Text
+    op: Text
+    args: dict[str, str] = {}
+    """Operation's tensor name -> tensor; one that is not written has the tensor of its own name."""
+    attrs: dict[str, Expr] = {}
+    act: dict[str, str] = {}
+    """Matrix input -> f32, f16, q8_act, or auto:ARG = what the profile gives for the dtype of weight ARG."""
+    axes: dict[str, Expr] = {}
+    """Axes of the operation that are not the family's of the same letter."""
+    device: Text = "main"
+    extent: Literal["rows", "outs"] = "rows"
+    phase: Phase | None = None
+    """Only in this phase; None: in both."""
+    when: When = "any"
+    """Only in these layers."""
+
+    @field_validator("act")
+    @classmethod
+    def _validate_act(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, dtype in value.items():
+            if dtype not in ACTIVATION_TYPES and not re.fullmatch(r"auto:\w+", dtype):
+                raise ValueError(f"{name} = {dtype!r}: use one of {', '.join(ACTIVATION_TYPES)} or auto:WEIGHT_ARGUMENT")
+        return value
+
+
+class Schedule(Model):
+    """A whole schedule file."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    schedule: Head
+    axes: dict[str, Expr]
+    devices: dict[str, tuple[str, ...]]
+    precision: dict[Literal["auto", "exact", "fast"], Precision]
+    values: dict[str, dict[When, str]] = {}
+    fused: dict[str, tuple[str, ...]] = {}
+    choice: dict[str, tuple[str, ...]] = {}
+    tensors: dict[str, Declared]
+    before: tuple[StepSpec, ...] = ()
+    layer: tuple[StepSpec, ...]
+    after: tuple[StepSpec, ...] = ()
+
+    @field_validator("devices")
+    @classmethod
+    def _validate_devices(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        for name, chain in value.items():
+            bad = [d for d in chain if not re.fullmatch(r"cpu|vulkan(:(\d+|gpu))?", d)]
+            if not chain or bad:
+                raise ValueError(f"{name} = {list(chain)}: a chain of cpu, vulkan, vulkan:gpu, vulkan:NUMBER")
+        if "auto" not in value:
+            raise ValueError('needs the chain "auto"')
+        return value
+
+    @model_validator(mode="after")
+    def _validate_whole(self) -> Schedule:
+        missing = {"auto", "exact", "fast"} - set(self.precision)
+        if missing:
+            raise ValueError(f"[precision] lacks the profiles {sorted(missing)}")
+        names = [s.name for group in (self.before, self.layer, self.after) for s in group if s.phase is None]
+        twice = {n for n in names if names.count(n) > 1}
+        if twice and any(s.when == "any" for s in self.layer if s.name in twice):
+            raise ValueError(f"step names appear twice: {sorted(twice)}")
+        return self
+
+    def chain(self, device: str) -> tuple[str, ...]:
+        """Devices to try, in order, for a --device choice: a chain's name, or one device such as vulkan:1."""
+        if device in self.devices:
+            return self.devices[device]
+        if re.fullmatch(r"vulkan:\d+", device):
+            return (device,)
+        raise ValueError(f"unknown device {device!r}: use {', '.join(self.devices)} or vulkan:NUMBER")
+
+
+def load_schedule(path: str | Path) -> Schedule:
+    """Read a schedule file; SpecError (one line) names the file, the key and the fix."""
+    return load_toml(Path(path), Schedule)
+
+
+def find_schedule(family: str) -> Schedule:
+    """The shipped schedule for a checkpoint's architecture."""
+    path = SCHEDULES / f"{family}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in SCHEDULES.glob("*.toml")))
+        raise ValueError(f"no schedule for the architecture {family!r}; specs/schedules has {known}")
+    return load_schedule(path)
