@@ -1,0 +1,99 @@
+"""QK-norm, RoPE and KV append; attention over the block-addressed cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kernels.oracle.norm import rms
+from kernels.oracle.quant import Real, row_blocks
+
+_SCORES = 1 << 22  # scores held at once
+
+
+def rotate(x: np.ndarray, rope: np.ndarray) -> np.ndarray:
+    """Half-split RoPE: x [T, heads, D], rope [T, D] (D/2 cosines, then D/2 sines); element i pairs with i + D/2."""
+    cos, sin = np.split(rope[:, None, :], 2, axis=-1)
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def qk_norm_rope_append(
+    *,
+    qkv: np.ndarray,
+    w_q_norm: np.ndarray,
+    w_k_norm: np.ndarray,
+    rope: np.ndarray,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    block_table: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    eps: float,
+    real: Real = np.float64,
+) -> tuple[np.ndarray]:
+    """q[T,HQ*D]: per-head rms * weight, then RoPE. k likewise and v as it is go into the caches [B,BS,HK,D]:
+    position p of slot s at block block_table[s, p // BS], row p % BS."""
+    _, block_size, kv_heads, d = k_cache.shape
+    heads = qkv.astype(real, copy=False).reshape(len(qkv), -1, d)
+    q, k, v = np.split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], axis=1)
+    angles = rope[positions].astype(real, copy=False)
+    block, row = block_table[slots, positions // block_size], positions % block_size
+    k_cache[block, row] = rotate(rms(k, eps) * w_k_norm.astype(real, copy=False), angles)
+    v_cache[block, row] = v
+    q = rotate(rms(q, eps) * w_q_norm.astype(real, copy=False), angles)
+    return (q.reshape(len(qkv), -1),)
+
+
+def attention(
+    *,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    block_table: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    scale: float,
+    window: int,
+    real: Real = np.float64,
+) -> tuple[np.ndarray]:
+    """o[T,HQ*D] = softmax(scale * q.k) v over the positions j <= pos (and pos - j < window if window > 0) of the
+    row's slot; query head h reads kv head h // (HQ/HK)."""
+    o = np.empty(q.shape, real)
+    heads = q.shape[1] // k_cache.shape[3]
+    for slot in np.unique(slots):
+        members = np.flatnonzero(slots == slot)
+        members = members[np.argsort(positions[members], kind="stable")]  # neighbours share their keys
+        for a, b in row_blocks(len(members), heads * (int(positions[members].max()) + 1), _SCORES):
+            chunk = members[a:b]
+            pos = positions[chunk]
+            keys = np.arange(max(0, int(pos.min()) - window + 1) if window > 0 else 0, int(pos.max()) + 1)
+            visible = keys <= pos[:, None]
+            if window > 0:
+                visible &= pos[:, None] - keys < window
+            seen = visible.any(axis=0)  # what no row sees may hold anything
+            visible, keys = visible[:, seen], keys[seen]
+            o[chunk] = _one_slot(q[chunk], k_cache, v_cache, block_table[slot], keys, visible, scale, real)
+    return (o,)
+
+
+def _one_slot(
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    blocks: np.ndarray,
+    keys: np.ndarray,
+    visible: np.ndarray,
+    scale: float,
+    real: Real,
+) -> np.ndarray:
+    """Rows q [n, HQ*D] against positions `keys` [J] of one sequence; `visible` bool [n, J]."""
+    _, block_size, kv_heads, d = k_cache.shape
+    n, where = len(q), (blocks[keys // block_size], keys % block_size)
+    k = k_cache[where].astype(real, copy=False).transpose(1, 2, 0)  # [HK, D, J]
+    v = v_cache[where].astype(real, copy=False).swapaxes(0, 1)  # [HK, J, D]
+    grouped = q.astype(real, copy=False).reshape(n, kv_heads, -1, d).transpose(1, 2, 0, 3)  # [HK, G, n, D]
+    s = np.matmul(grouped, k[:, None]) * real(scale)
+    s[:, :, ~visible] = -np.inf
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    o = np.matmul(p, v[:, None]) / p.sum(axis=-1, keepdims=True)
+    return o.transpose(2, 0, 1, 3).reshape(n, -1)

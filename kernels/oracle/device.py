@@ -1,0 +1,320 @@
+"""The device `cpu`: a plan run by the oracle's functions in float32, for machines with nothing better.
+
+Weights of matrices are dequantised to float32 once while they fit the memory budget, and in blocks of rows at
+every use above it. Everything happens inside submit(); tickets exist for the protocol's sake.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hybrid.spec.device import Counters, StepTime
+from hybrid.spec.plan import ALIGN, CONTROL, Plan, Step, TensorDecl
+from hybrid.spec.tensor import Tensor
+from kernels.oracle import ORACLE, encoded
+from kernels.oracle.memory import Guarded, aligned, available_bytes, place
+from kernels.oracle.quant import Value, argument, copy_rows, dequantise
+
+# Weights that BLAS reads whole: worth keeping as float32. (Embedding reads a few rows of the same tensor.)
+_MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "w_down"), "logits": ("w",)}
+
+
+class CpuDevice:
+    """hybrid.spec.device.Device on NumPy.
+
+    memory_budget: bytes for float32 copies of weights (default: half of the memory available now).
+    overrides: functions that replace the oracle's, by operation (mutation tests).
+    guard: bytes of a pattern around every tensor; activations then get memory of their own (no shared arena).
+    ops: operation specs by name (default: the shipped ones)."""
+
+    def __init__(
+        self,
+        *,
+        memory_budget: int | None = None,
+        overrides: Mapping[str, Callable[..., tuple[np.ndarray, ...]]] | None = None,
+        guard: int = 0,
+        ops: Mapping[str, Any] | None = None,
+    ) -> None:
+        if ops is None:
+            from hybrid.spec import load_ops
+
+            ops = load_ops()
+        self.name = "cpu"
+        self.counters = Counters()
+        self.ops = ops
+        self.functions = {**ORACLE, **(overrides or {})}
+        self.guard = guard
+        self.generation = 0
+        """Grows whenever memory moves: programs then look their tensors up again."""
+        self._budget = available_bytes() // 2 if memory_budget is None else memory_budget
+        self._decls: dict[str, TensorDecl] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._guarded: dict[str, Guarded] = {}
+        self._float: dict[str, np.ndarray] = {}
+        self._arena = aligned(0)
+        self._programs: weakref.WeakSet[CpuProgram] = weakref.WeakSet()
+        self._open = True
+
+    # --- tensors
+
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Callable[[], Tensor]] = ()) -> None:
+        """See Device.store. A weight given whole is kept by reference (it may be a memory-mapped file)."""
+        self.check_open()
+        if value is None and len(parts) == 1:
+            value = parts[0]()
+            parts = ()
+        if value is not None and (value.dtype, value.shape) != (decl.dtype, decl.shape):
+            raise ValueError(f"{decl.name} is declared {decl.dtype} {decl.shape}, got {value.dtype} {value.shape}")
+        if decl.kind == "weight" and value is not None and not self.guard:
+            tensor = value
+        else:
+            made = self.allocate(decl)
+            tensor = made.tensor
+            if self.guard:
+                self._guarded[decl.name] = made
+            if value is not None or parts:
+                copy_rows(decl.name, tensor, [value] if value is not None else (make() for make in parts))
+        self._decls[decl.name], self._tensors[decl.name] = decl, tensor
+        self._float.pop(decl.name, None)
+        self.counters.bytes_up += tensor.nbytes if value is not None or parts else 0
+        self.generation += 1
+
+    def write(self, name: str, value: Tensor, row: int = 0) -> None:
+        target, stop = self.stored(name), row + value.shape[0]
+        same = (value.dtype, value.shape[1:]) == (target.dtype, target.shape[1:])
+        if not same or not 0 <= row <= stop <= target.shape[0]:
+            raise ValueError(
+                f"{name} is {target.dtype} {target.shape}: cannot write {value.dtype} {value.shape} at row {row}"
+            )
+        if self._decls[name].kind == "weight":  # kept by reference: the owner's numbers stay as they are
+            target = Tensor(target.dtype, target.shape, tuple(p.copy() for p in target.parts))
+            self._tensors[name] = target
+            self._float.pop(name, None)
+            self.generation += 1
+        for to, part in zip(target.parts, value.parts, strict=True):
+            to[row:stop] = part
+        self.counters.bytes_up += value.nbytes
+
+    def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
+        self.wait(ticket)
+        view = self.stored(name).rows(start, self.stored(name).shape[0] if stop is None else stop)
+        self.counters.bytes_down += view.nbytes
+        return Tensor(view.dtype, view.shape, tuple(p.copy() for p in view.parts))
+
+    def reserve(self, arena_bytes: int) -> None:
+        self.check_open()
+        if not self.guard and arena_bytes > self._arena.size:
+            self._arena = aligned(arena_bytes)
+            self.counters.allocations += 1
+            self.generation += 1
+
+    # --- plans
+
+    def compile(self, plan: Plan, profile: bool = False) -> CpuProgram:
+        """Check a plan against the stored tensors and prepare it. ValueError names the step and what is wrong."""
+        self.check_open()
+        self.reserve(plan.arena_bytes)
+        program = CpuProgram(self, plan, profile)
+        self._programs.add(program)
+        self.counters.recordings += 1
+        return program
+
+    def wait(self, ticket: int | None = None) -> None:
+        self.check_open()
+        if ticket is not None and ticket > self.counters.submits:
+            raise ValueError(f"no such ticket: {ticket}; the last submit was {self.counters.submits}")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose; `dequantised` are the float32 copies of weights."""
+        self.check_open()
+        held = dict.fromkeys(("weights", "state", "io"), 0)
+        for name, tensor in self._tensors.items():
+            kind = self._decls[name].kind
+            held["weights" if kind == "weight" else kind] += tensor.nbytes
+        activations = sum(g.room.nbytes for p in self._programs for g in p.guarded.values())
+        copies = sum(a.nbytes for a in self._float.values())
+        return {**held, "activations": self._arena.size + activations, "staging": 0, "dequantised": copies}
+
+    def __enter__(self) -> CpuDevice:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop everything; any later call raises."""
+        self._tensors.clear()
+        self._guarded.clear()
+        self._float.clear()
+        self._programs.clear()
+        self._arena = aligned(0)
+        self._open = False
+
+    # --- for tests
+
+    def poison(self, byte: int, names: Sequence[str] = ()) -> None:
+        """Fill all activations and the stored tensors `names` with a byte."""
+        self.check_open()
+        self._arena.fill(byte)
+        tensors = [self.stored(n) for n in names] + [g.tensor for p in self._programs for g in p.guarded.values()]
+        for part in (p for t in tensors for p in t.parts):
+            part.view(np.uint8).fill(byte)
+
+    def check_guards(self) -> list[str]:
+        """Names of the tensors whose guard bands were written to; always empty with guard=0."""
+        self.check_open()
+        activations = {f"{p.plan.name}:{name}": g for p in self._programs for name, g in p.guarded.items()}
+        return [name for name, g in {**self._guarded, **activations}.items() if not g.intact()]
+
+    # --- for programs
+
+    def check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("this cpu device is closed")
+
+    def view(self, decl: TensorDecl) -> Tensor:
+        """The memory of a plan's declaration: a prefix of the stored tensor, or its place in the arena."""
+        if decl.kind == "activation":
+            if decl.offset % ALIGN or decl.offset + decl.nbytes > self._arena.size:
+                raise ValueError(
+                    f"activation {decl.name} at byte {decl.offset} needs {decl.nbytes} bytes, aligned to {ALIGN}; "
+                    f"the arena has {self._arena.size}: set Plan.arena_bytes and TensorDecl.offset"
+                )
+            return place(decl.dtype, decl.shape, self._arena, decl.offset)
+        stored = self.stored(decl.name)
+        same = (decl.dtype, decl.shape[1:]) == (stored.dtype, stored.shape[1:])
+        if not same or decl.shape[0] > stored.shape[0]:
+            raise ValueError(
+                f"the plan declares {decl.name} as {decl.dtype} {decl.shape}, "
+                f"stored is {stored.dtype} {stored.shape}: only the first axis may be smaller"
+            )
+        return stored.rows(0, decl.shape[0])
+
+    def weight(self, name: str) -> Value:
+        """A matrix as float32 if the budget allows, else as it is stored."""
+        tensor = self.stored(name)
+        if name not in self._float:
+            cost = 0 if tensor.dtype == "f32" else 4 * int(np.prod(tensor.shape, dtype=np.int64))
+            if cost > self._budget - sum(a.nbytes for a in self._float.values()):
+                return tensor
+            if not cost:
+                return tensor.array
+            self._float[name] = dequantise(tensor, np.float32)
+            self.counters.allocations += 1
+        return self._float[name]
+
+    def stored(self, name: str) -> Tensor:
+        self.check_open()
+        if name not in self._tensors:
+            raise ValueError(f"no tensor {name!r} is stored on the cpu device: store() it first")
+        return self._tensors[name]
+
+    def allocate(self, decl: TensorDecl) -> Guarded:
+        self.counters.allocations += 1
+        return Guarded(decl, self.guard)
+
+
+class CpuProgram:
+    """A plan whose tensors have been looked up."""
+
+    def __init__(self, device: CpuDevice, plan: Plan, profile: bool) -> None:
+        self.plan = plan
+        self.device = device
+        self.profile = profile
+        self.guarded: dict[str, Guarded] = {}
+        """Activations in memory of their own, where the device has guard bands."""
+        if device.guard:
+            used = dict.fromkeys(plan.tensors[name] for step in plan.steps for name in step.args.values())
+            self.guarded = {d.name: device.allocate(d) for d in used if d.kind == "activation"}
+        self._times: list[StepTime] = []
+        self._bind()
+
+    def _bind(self) -> None:
+        self._control = self.device.stored("control").array
+        self._steps = [_Bound(self, step) for step in self.plan.steps]
+        self._generation = self.device.generation
+
+    def tensor(self, name: str) -> Tensor:
+        return self.guarded[name].tensor if name in self.guarded else self.device.view(self.plan.tensors[name])
+
+    def submit(self, times: int = 1) -> int:
+        self.device.check_open()
+        if self._generation != self.device.generation:
+            self._bind()
+        for _ in range(times):
+            self._pass()
+        self.device.counters.submits += 1
+        return self.device.counters.submits
+
+    def _pass(self) -> None:
+        marks, begin = [], time.perf_counter()
+        with np.errstate(all="ignore"):  # infinities and NaN are results here, as on every device
+            for bound in self._steps:
+                start = time.perf_counter()
+                bound.run(self._control)
+                marks.append((start, time.perf_counter()))
+        if self.profile:
+            self._times = [
+                StepTime(s.name, s.op, s.layer, a - begin, b - a)
+                for s, (a, b) in zip(self.plan.steps, marks, strict=True)
+            ]
+
+    def times(self) -> Sequence[StepTime]:
+        return tuple(self._times)
+
+
+class _Bound:
+    """One step with its function and arrays. `live` arguments are cut to the live rows at each run."""
+
+    def __init__(self, program: CpuProgram, step: Step) -> None:
+        self.device, self.step = program.device, step
+        if step.op not in self.device.functions or step.op not in self.device.ops:
+            raise ValueError(f"step {step.name}: the cpu device has no operation {step.op!r}")
+        spec = self.device.ops[step.op]
+        self.function = self.device.functions[step.op]
+        self.axis = "O" if step.extent == "outs" else "T"
+        self.sets_context = "context" in spec.op.writes_control
+        self.bucket = step.bind.get(self.axis)  # None: an operation on weights alone
+        shapes = {**spec.inputs, **spec.outputs, **spec.state, **spec.scratch}
+        self.live = {n for n, t in shapes.items() if t.shape and str(t.shape[0]) == self.axis}
+        given, wanted = set(step.args), set(shapes)
+        if given - wanted or wanted - given:
+            raise ValueError(
+                f"step {step.name} ({step.op}): missing arguments {sorted(wanted - given)}, "
+                f"unknown {sorted(given - wanted)}"
+            )
+        try:
+            tensors = {n: program.tensor(step.args[n]) for n in shapes}
+            self.matrices = {n: argument(self.device.weight(step.args[n])) for n in _MATRICES.get(step.op, ())}
+        except ValueError as error:
+            raise ValueError(f"step {step.name}: {error}") from None
+        self.inputs = {n: tensors[n] for n in (*spec.inputs, *spec.state) if n not in self.matrices}
+        self.outputs = {n: tensors[n] for n in spec.outputs}
+        self.scratch = {n: tensors[n] for n in spec.scratch}
+        self.dtypes = {n: t.dtype for n, t in self.outputs.items()}
+        self.kept = {f"{n}_dtype": t.dtype for n, t in self.scratch.items()}
+
+    def run(self, control: np.ndarray) -> None:
+        live = int(control[CONTROL[self.step.extent]])
+        if self.bucket is not None and live > self.bucket:
+            raise ValueError(f"step {self.step.name}: {live} live {self.step.extent} in a plan for {self.bucket}")
+        if self.bucket is not None and live == 0:
+            return
+        inputs = {n: argument(self._cut(n, t, live)) for n, t in self.inputs.items()}
+        scratch = {n: self._cut(n, t, live) for n, t in self.scratch.items()}
+        raw = self.function(**inputs, **self.matrices, **scratch, **self.kept, **self.step.attrs, real=np.float32)
+        results = encoded(f"step {self.step.name}", raw, self.dtypes)
+        for name, result in results.items():
+            target = self._cut(name, self.outputs[name], live)
+            copy_rows(f"step {self.step.name}, output {name}", target, [result])
+        if self.sets_context:
+            control[CONTROL["context"]] = int(results["positions"].array.max()) + 1
+        self.device.counters.dispatches += 1
+
+    def _cut(self, name: str, tensor: Tensor, live: int) -> Tensor:
+        return tensor.rows(0, live) if name in self.live else tensor

@@ -1,0 +1,37 @@
+"""GeGLU and the feed-forward region."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybrid.spec.tensor import Tensor
+from kernels.oracle.linear import linear
+from kernels.oracle.quant import Real, Value, argument, copy_rows, encode
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    real = x.dtype.type
+    return real(0.5) * x * (1 + np.tanh(real(np.sqrt(2 / np.pi)) * (x + real(0.044715) * x * x * x)))
+
+
+def geglu(*, gate_up: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]:
+    """h[T,F] = gelu_tanh(gate) * up of gate_up[T,2F] (gate first)."""
+    gate, up = np.split(gate_up.astype(real, copy=False), 2, axis=-1)
+    return (gelu_tanh(gate) * up,)
+
+
+def fused_ffn(
+    *,
+    x: Value,
+    w_gate_up: Value,
+    w_down: Value,
+    h_dtype: str = "f32",
+    h: Tensor | None = None,
+    real: Real = np.float64,
+) -> tuple[np.ndarray]:
+    """y[T,H] = geglu(x @ w_gate_up[2F,H].T) @ w_down[H,F].T; the middle is rounded to `h_dtype` (and kept in `h`)."""
+    mid = encode(geglu(gate_up=linear(x=x, w=w_gate_up, real=real)[0], real=real)[0], h_dtype)
+    if h is not None:
+        copy_rows("h", h, [mid])
+    return linear(x=argument(mid), w=w_down, real=real)

@@ -1,0 +1,31 @@
+"""RMSNorm, alone and after the residual add."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kernels.oracle.quant import Real
+
+
+def rms(x: np.ndarray, eps: float) -> np.ndarray:
+    """x / sqrt(mean(x^2) + eps) over the last axis."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps))
+
+
+def rmsnorm(*, x: np.ndarray, w: np.ndarray, eps: float, real: Real = np.float64) -> tuple[np.ndarray]:
+    """y[T,H] = rms(x[T,H]) * w[H]."""
+    return (rms(x.astype(real, copy=False), eps) * w.astype(real, copy=False),)
+
+
+def add_rmsnorm(
+    *,
+    a: np.ndarray,
+    residual: np.ndarray,
+    w_post: np.ndarray,
+    w_next: np.ndarray,
+    eps: float,
+    real: Real = np.float64,
+) -> tuple[np.ndarray, np.ndarray]:
+    """sum[T,H] = residual + rms(a) * w_post; y[T,H] = rms(sum) * w_next."""
+    total = residual.astype(real, copy=False) + rmsnorm(x=a, w=w_post, eps=eps, real=real)[0]
+    return total, rmsnorm(x=total, w=w_next, eps=eps, real=real)[0]
