@@ -1,0 +1,298 @@
+"""Slang shaders to SPIR-V, ahead of time: `python -m kernels.vulkan.build [--check] [--only PREFIX] [--out DIR]`.
+
+Every shader has a sidecar `shaders/<shader>.toml` that lists its kernels and the cross product of their defines.
+The SPIR-V is committed beside `manifest.json`, which binds each module to the digest of its sources (includes
+followed) and to the compiler. The compiler is the one in the PyPI package `slangpy` (extra `kernels`): only people
+who change shaders need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kernels.vulkan.spirv import inspect, strip_source
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).resolve().parent
+SHADERS, SPIRV = HERE / "shaders", HERE / "spirv"
+OPTIONS = ("-target", "spirv", "-profile", "spirv_1_5", "-stage", "compute", "-O3")
+FORMAT = "2"  # of what is written: a new value makes everything be compiled again
+RENEW = "python -m kernels.vulkan.build"
+KEYS = {"name", "source", "entry", "defines", "constants", "bindings", "push"}
+
+
+class BuildError(RuntimeError):
+    """A sidecar or a shader is wrong; the message names the file and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One module to build: a kernel of a sidecar with its defines chosen."""
+
+    module: str
+    source: Path
+    entry: str
+    defines: tuple[tuple[str, str], ...]
+    constants: Mapping[str, int]
+    bindings: int
+    push: int
+
+    def arguments(self) -> list[str]:
+        """Compiler arguments. A define W = q4_0 arrives as W=q4_0 and, for #ifdef, as W_q4_0=1."""
+        out = ["-entry", self.entry, *OPTIONS]
+        for key, value in self.defines:
+            out += [f"-D{key}={value}", f"-D{key}_{value}=1"]
+        return out
+
+
+# --- what there is to build ------------------------------------------------------------------------------------------
+
+
+def _kernels(sidecar: Path) -> list[dict[str, Any]]:
+    try:
+        data = tomllib.loads(sidecar.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise BuildError(f"{sidecar}: {error}") from None
+    if set(data) != {"kernel"}:
+        raise BuildError(f"{sidecar}: only [[kernel]] tables belong here, found {sorted(data)}")
+    for kernel in data["kernel"]:
+        wrong = sorted(set(kernel) - KEYS) or sorted({"name", "source", "bindings"} - set(kernel))
+        if wrong:
+            raise BuildError(f"{sidecar}: kernel {kernel.get('name')!r}: unknown or missing keys {wrong}; known: "
+                             f"{', '.join(sorted(KEYS))}")
+    return data["kernel"]
+
+
+def variants(source_dir: Path = SHADERS, only: str = "") -> list[Variant]:
+    """Every module of a shader folder whose name starts with `only`, sorted; duplicate names are an error."""
+    found: dict[str, Variant] = {}
+    for sidecar in sorted(source_dir.glob("*.toml")):
+        for kernel in _kernels(sidecar):
+            defines = {key: [str(v) for v in values] for key, values in kernel.get("defines", {}).items()}
+            for choice in itertools.product(*defines.values()):
+                chosen = dict(zip(defines, choice, strict=True))
+                try:
+                    module = kernel["name"].format(**chosen)
+                except KeyError as error:
+                    raise BuildError(f"{sidecar}: name {kernel['name']!r} uses {error}, which defines lacks") from None
+                if module in found:
+                    raise BuildError(f"{sidecar}: module {module} is declared twice; put every define into the name")
+                source = source_dir / kernel["source"]
+                if not source.is_file():
+                    raise BuildError(f"{sidecar}: no such source {source}")
+                found[module] = Variant(module, source, kernel.get("entry", "main"), tuple(chosen.items()),
+                                        dict(kernel.get("constants", {})), kernel["bindings"], kernel.get("push", 0))
+    return [v for name, v in sorted(found.items()) if name.startswith(only)]
+
+
+def sources(path: Path, seen: dict[Path, bytes] | None = None) -> dict[Path, bytes]:
+    """The file and everything it includes, by path."""
+    seen = {} if seen is None else seen
+    if path not in seen:
+        seen[path] = path.read_bytes()
+        for name in re.findall(rb'^\s*#\s*include\s+"([^"]+)"', seen[path], re.MULTILINE):
+            child = path.parent / name.decode()
+            if not child.is_file():
+                raise BuildError(f"{path}: included file {child} does not exist")
+            sources(child, seen)
+    return seen
+
+
+def digest(variant: Variant) -> str:
+    """sha256 over names and texts of all sources and the compiler's arguments."""
+    h = hashlib.sha256(json.dumps([FORMAT, *variant.arguments()]).encode())
+    for path, text in sorted(sources(variant.source).items(), key=lambda item: item[0].name):
+        h.update(path.name.encode() + b"\0" + hashlib.sha256(text).digest())
+    return h.hexdigest()
+
+
+# --- the compiler ----------------------------------------------------------------------------------------------------
+
+
+class Slang:
+    """libslang-compiler.so of the slangpy package through its C API."""
+
+    def __init__(self) -> None:
+        spec = importlib.util.find_spec("slangpy")
+        if spec is None or spec.origin is None:
+            raise BuildError("the shader compiler is not installed; do: pip install 'hybrid-kernels[kernels]'")
+        found = sorted(Path(spec.origin).parent.glob("libslang-compiler.so*"))
+        if not found:
+            raise BuildError(f"no libslang-compiler.so in {Path(spec.origin).parent}; reinstall slangpy")
+        self.lib = ctypes.CDLL(str(found[0]))
+        self.lib.spCreateSession.restype = ctypes.c_void_p
+        self.lib.spCreateCompileRequest.restype = ctypes.c_void_p
+        self.lib.spGetDiagnosticOutput.restype = ctypes.c_char_p
+        self.lib.spGetEntryPointCode.restype = ctypes.c_void_p
+        self.session = ctypes.c_void_p(self.lib.spCreateSession(None))
+        self.version = f"slangpy {importlib.metadata.version('slangpy')} ({found[0].name.split('.so.')[-1]})"
+
+    def compile(self, source: Path, arguments: list[str], module: str) -> bytes:
+        """SPIR-V of one entry point; a BuildError carries the compiler's diagnostics."""
+        request = ctypes.c_void_p(self.lib.spCreateCompileRequest(self.session))
+        try:
+            # Without -o the compiler keeps no code for the entry point.
+            with tempfile.TemporaryDirectory() as scratch:
+                words = [str(source), *arguments, "-I", str(source.parent), "-o", f"{scratch}/module.spv"]
+                argv = (ctypes.c_char_p * len(words))(*[w.encode() for w in words])
+                failed = self.lib.spProcessCommandLineArguments(request, argv, len(words))
+                failed = failed or self.lib.spCompile(request)
+            text = (self.lib.spGetDiagnosticOutput(request) or b"").decode(errors="replace").strip()
+            if failed:
+                raise BuildError(f"{module} ({source}) does not compile:\n{text}")
+            size = ctypes.c_size_t()
+            code = self.lib.spGetEntryPointCode(request, 0, ctypes.byref(size))
+            if not code or not size.value:
+                raise BuildError(f"{module}: the compiler made no code for its entry point\n{text}")
+            return strip_source(ctypes.string_at(code, size.value))
+        finally:
+            self.lib.spDestroyCompileRequest(request)
+
+
+@functools.cache
+def compiler() -> Slang:
+    """The process's compiler: its session takes a while to make."""
+    return Slang()
+
+
+def compile_variant(variant: Variant) -> tuple[bytes, dict[str, Any]]:
+    """SPIR-V of a variant and its manifest entry; the sidecar's bindings and push size are checked against the code."""
+    slang = compiler()
+    code = slang.compile(variant.source, variant.arguments(), variant.module)
+    info = inspect(code)
+    if info.bindings and max(info.bindings) >= variant.bindings:
+        raise BuildError(f"{variant.module}: the shader uses binding {max(info.bindings)}, its sidecar says bindings = "
+                         f"{variant.bindings}")
+    if info.push > variant.push:
+        raise BuildError(f"{variant.module}: the shader reads {info.push} bytes of push constants, its sidecar says "
+                         f"push = {variant.push}")
+    unknown = sorted(set(info.spec_ids) - set(variant.constants.values()))
+    if unknown:
+        raise BuildError(f"{variant.module}: specialisation constants with ids {unknown} are not in the sidecar's "
+                         "constants")
+    entry = {"source": variant.source.name, "digest": digest(variant), "compiler": slang.version,
+             "spirv": hashlib.sha256(code).hexdigest(), "defines": dict(variant.defines),
+             "constants": dict(variant.constants), "bindings": variant.bindings, "push": variant.push}
+    return code, entry
+
+
+# --- the folder of built modules -------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / "manifest.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _locked(folder: Path) -> Iterator[None]:
+    # Two builds of different parts may run at once: each merges its own entries under the lock.
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", force: bool = False) -> list[str]:
+    """Compile what changed, write `<module>.spv` and merge manifest.json; returns the names that were compiled.
+
+    Modules whose sidecar entry is gone are removed (within `only`). `source_dir` may be a mutated copy of shaders/.
+    """
+    source_dir, out_dir = Path(source_dir), Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    wanted = variants(source_dir, only)
+    old, fresh = read_manifest(out_dir), {}
+    for v in wanted:
+        entry, path = old.get(v.module), out_dir / f"{v.module}.spv"
+        declared = {"constants": dict(v.constants), "bindings": v.bindings, "push": v.push}
+        if (not force and entry and path.exists() and entry["digest"] == digest(v)
+                and entry["compiler"] == compiler().version and declared.items() <= entry.items()):
+            continue
+        code, fresh[v.module] = compile_variant(v)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_bytes(code)
+        temporary.replace(path)
+    for _ in _locked(out_dir):
+        merged = {**read_manifest(out_dir), **fresh}
+        for name in [n for n in merged if n.startswith(only)]:
+            if name not in {v.module for v in wanted}:
+                del merged[name]
+                (out_dir / f"{name}.spv").unlink(missing_ok=True)
+        # One line per module: merges and diffs stay readable.
+        lines = [f"{json.dumps(k)}: {json.dumps(merged[k], sort_keys=True)}" for k in sorted(merged)]
+        temporary = out_dir / f"manifest.{os.getpid()}.tmp"
+        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        temporary.replace(out_dir / "manifest.json")
+    return list(fresh)
+
+
+def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "") -> list[str]:
+    """Rebuild in memory and compare with the committed files; returns one line per difference."""
+    manifest, problems = read_manifest(out_dir), []
+    wanted = variants(source_dir, only)
+    for v in wanted:
+        path = out_dir / f"{v.module}.spv"
+        if v.module not in manifest or not path.exists():
+            problems.append(f"{v.module}: not built")
+            continue
+        code, entry = compile_variant(v)
+        if manifest[v.module]["compiler"] != entry["compiler"]:
+            problems.append(f"{v.module}: built by {manifest[v.module]['compiler']}, this is {entry['compiler']}")
+        elif manifest[v.module] != entry:
+            problems.append(f"{v.module}: the sources or the sidecar changed since it was built")
+        elif path.read_bytes() != code:
+            problems.append(f"{v.module}: {path.name} is not what its sources compile to")
+    names = {v.module for v in wanted}
+    stray = {p.stem for p in out_dir.glob("*.spv")} | set(manifest)
+    problems += [f"{n}: built, but no sidecar declares it" for n in sorted(stray - names) if n.startswith(only)]
+    return problems
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=RENEW, description="Compile the Slang shaders to SPIR-V.")
+    parser.add_argument("--check", action="store_true", help="rebuild in memory and compare; exit 1 on a difference")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="only modules whose name starts so")
+    parser.add_argument("--out", type=Path, default=SPIRV, metavar="DIR", help="where the SPIR-V lies")
+    parser.add_argument("--source", type=Path, default=SHADERS, metavar="DIR", help="where the shaders lie")
+    parser.add_argument("--force", action="store_true", help="compile even what is up to date")
+    args = parser.parse_args(argv)
+    try:
+        if args.check:
+            problems = check(args.source, args.out, args.only)
+            for line in problems:
+                print(line)
+            if problems:
+                print(f"renew with: {RENEW}")
+            return bool(problems)
+        done = build(args.source, args.out, args.only, args.force)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    total = len(variants(args.source, args.only))
+    print(f"{len(done)} of {total} modules compiled" + (f": {', '.join(done)}" if done else ", all up to date"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

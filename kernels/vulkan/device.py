@@ -1,0 +1,256 @@
+"""The Vulkan device: named tensors in sub-allocated memory, and plans compiled into command buffers.
+
+    with open_device("vulkan") as device:
+        device.store(decl, value); program = device.compile(plan); device.wait(program.submit())
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hybrid.spec.plan import Plan, TensorDecl
+from kernels.vulkan.api import DeviceLost, VulkanError, VulkanUnavailable, lib
+from kernels.vulkan.instance import DeviceInfo, list_devices
+from kernels.vulkan.kernel import Kernel, KernelCache
+from kernels.vulkan.memory import Memory, Slice, align_up
+from kernels.vulkan.program import Program
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.store import Storage
+from kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes, rows_of, split_rows
+from kernels.vulkan.timeline import Queue, default_timeout
+from kernels.vulkan.transfer import CHUNK_BYTES, Transfer
+
+__all__ = ["DeviceInfo", "VulkanDevice", "VulkanUnavailable", "list_devices", "open_device"]
+
+Binding = Callable[[Recorder, Any, Mapping[str, DeviceTensor]], None]
+_open_devices: weakref.WeakSet[VulkanDevice] = weakref.WeakSet()
+
+
+def open_device(selector: str = "auto", **options: Any) -> VulkanDevice:
+    """Open a Vulkan device: `auto` or `vulkan` (real GPUs before CPU drivers), `gpu` (a real one only), `vulkan:N`.
+
+    Options are VulkanDevice's. Raises VulkanUnavailable with what to install or to choose.
+    """
+    return VulkanDevice(selector, **options)
+
+
+class VulkanDevice(Storage):
+    """hybrid.spec.device.Device on Vulkan; also what bindings see as `rec.device`.
+
+    selector: as in open_device. spirv: another folder of built kernels. bindings: other bindings by operation.
+    max_range: a lower limit (bytes) on one storage buffer, above which weights are split. guard: bytes of a pattern
+    around every tensor (activations included) for check_guards(). budget: bytes of device memory at most.
+    validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that a wait may take.
+    """
+
+    def __init__(self, selector: str = "auto", *, spirv: Path | None = None, bindings: Mapping[str, Binding] | None = None,
+                 max_range: int | None = None, guard: int = 0, budget: int | None = None,
+                 validation: bool | str | None = None, timeout: float | None = None,
+                 staging: int = CHUNK_BYTES) -> None:
+        self._queue: Queue | None = None
+        self._closing = ExitStack()  # everything made here, freed in reverse order
+        q = Queue(selector, validation, default_timeout() if timeout is None else timeout)
+        self._closing.callback(q.close)
+        self._queue, self.handle = q, q.handle
+        self.name, self.info, self.report, self.counters = q.info.label, q.info, q.report, q.counters
+        self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
+        self.max_range = min(self.report.limits.max_storage_range, max_range or sys.maxsize)
+        self.max_groups = self.report.limits.groups
+        self._bindings = bindings
+        self.programs: set[Program] = set()
+        self._arena: Slice | None = None
+        self._scratch: list[Slice] = []
+        self.command_buffer, self.free_command, self.barrier_all = q.command_buffer, q.free_command, q.barrier_all
+        self.submit_info, self.submit_command_info, self.wait_ticket = q.submit_info, q.submit_now, q.wait_ticket
+        try:
+            memory = Memory(q.info.handle, self.handle, self.report.limits, self.counters, self.report.has("memory_budget"),
+                            budget)
+            self._closing.callback(memory.close)
+            super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
+            self._kernels = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters)
+            self._closing.callback(self._kernels.close)
+        except BaseException:
+            self.close()
+            raise
+        _open_devices.add(self)
+
+    # --- what bindings ask -------------------------------------------------------------------------------------------
+
+    def kernel(self, name: str, **constants: int) -> Kernel:
+        """A kernel of the SPIR-V folder; built on first use and kept."""
+        return self._kernels.get(name, constants)
+
+    def has(self, feature: str) -> bool:
+        """`cooperative_matrix`, or any feature or extension of the report, present and switched on."""
+        return self.report.has(feature)
+
+    # --- plans -------------------------------------------------------------------------------------------------------
+
+    def reserve(self, arena_bytes: int) -> None:
+        """Make the arena of activations at least this large; before plans are compiled into it."""
+        if self._arena is not None:
+            if arena_bytes <= self._arena.size:
+                return
+            if self.programs:
+                raise VulkanError(f"the arena of {self._arena.size} bytes is in use by compiled plans; reserve "
+                                  f"{arena_bytes} bytes before compiling")
+            self.memory_pool.release(self._arena, "activations")
+            self._arena = None
+        if arena_bytes:
+            self._arena = self.memory_pool.allocate(arena_bytes, "activations")
+
+    def scratch(self, nbytes: int) -> Slice:
+        """Memory for steps' temporaries, shared by all programs; grows by a new allocation when a plan needs more."""
+        fitting = [s for s in self._scratch if s.size >= nbytes]
+        if not fitting:
+            fitting = [self.memory_pool.allocate(nbytes, "scratch")]
+            self._scratch += fitting
+        return fitting[0]
+
+    def compile(self, plan: Plan, profile: bool = False) -> Program:
+        """Everything that costs: pipelines, descriptors, recording. With `profile`, times() has each step's time."""
+        if profile and not self.timestamp_bits:
+            raise VulkanError(f"{self.name} has no timestamps on its queue; run without profiling")
+        self.reserve(0 if self.guard else plan.arena_bytes)
+        recorder = Recorder(self, self.tensor("control").parts[0])
+        owned: list[str] = []
+        try:
+            tensors = {name: self._bind(plan, decl, owned) for name, decl in plan.tensors.items()}
+            for index, step in enumerate(plan.steps):
+                recorder.begin_step(index)
+                self._binding(step.op)(recorder, step, {arg: tensors[name] for arg, name in step.args.items()})
+        except BaseException:
+            for name in owned:
+                self.drop(name)
+            raise
+        program = Program(self, plan, recorder, profile, owned)
+        self._kernels.save()
+        return program
+
+    def _binding(self, op: str) -> Binding:
+        if self._bindings is None:
+            from kernels.vulkan.ops import BINDINGS  # bindings import the recorder: not at module level
+            self._bindings = BINDINGS
+        if op not in self._bindings:
+            raise VulkanError(f"the Vulkan backend has no binding for operation {op!r}; it has: "
+                              f"{', '.join(sorted(self._bindings))}")
+        return self._bindings[op]
+
+    def _bind(self, plan: Plan, decl: TensorDecl, owned: list[str]) -> DeviceTensor:
+        """The device tensor of a declaration: the rows it names of a stored one, or its place in the arena."""
+        if decl.kind != "activation":
+            stored = self.tensor(decl.name)
+            if stored.dtype != decl.dtype or (decl.kind == "weight" and stored.shape != decl.shape):
+                raise ValueError(f"plan {plan.name} declares {decl.name} as {decl.dtype}{list(decl.shape)}; stored is "
+                                 f"{stored.dtype}{list(stored.shape)}")
+            return stored.prefix(decl.shape)
+        if self.guard:  # every activation in memory of its own, so that a write past its end is seen
+            name = f"{plan.name}:{decl.name}"
+            while name in self._tensors:
+                name += "'"
+            owned.append(name)
+            return self.add(TensorDecl(name, decl.dtype, decl.shape, "activation"), "device")
+        split_rows(decl, self.max_range)  # raises for one that could not be bound
+        if self._arena is None or decl.offset + decl.nbytes > plan.arena_bytes:
+            raise ValueError(f"plan {plan.name}: {decl.name} at byte {decl.offset} lies outside its arena of "
+                             f"{plan.arena_bytes} bytes")
+        at, parts = decl.offset, []
+        for size in part_bytes(decl.dtype, decl.shape):
+            parts.append(self._arena.sub(at, size))
+            at += align_up(size)
+        return DeviceTensor(decl.name, decl.dtype, decl.shape, (Chunk(0, rows_of(decl.shape), tuple(parts)),))
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def submit(self, info: Any) -> int:
+        """Submit prepared commands (Program.submit does), after the uploads that are waiting."""
+        if self.transfer.pending:
+            self.transfer.flush()
+        return self.submit_command_info(info)
+
+    def submit_command(self, command: Any) -> int:
+        return self.submit_command_info(self.submit_info(command))
+
+    def wait(self, ticket: int | None = None) -> None:
+        """Until that submit, or everything submitted (waiting uploads included), has finished."""
+        if self._queue is None:
+            return
+        if ticket is None:
+            self.transfer.flush()
+            ticket = self._queue.ticket
+        self.wait_ticket(ticket)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by purpose; `scratch` and `programs` (grids) beside the protocol's."""
+        names = ("weights", "state", "io", "activations", "staging", "scratch", "programs")
+        return {name: self.memory_pool.held.get(name, 0) for name in names}
+
+    def poison(self, byte: int, names: Sequence[str] = ()) -> None:
+        """Fill all activations, scratch memory and the stored tensors `names` with a byte."""
+        self.wait()
+        pieces = [*self._scratch, *([self._arena] if self._arena else [])]
+        pieces += self.slices(names)
+        pieces += [piece for program in self.programs for piece in self.slices(program.guarded)]
+        for piece in pieces:
+            self.fill(piece, byte)
+        self.wait()
+
+    def reset(self) -> None:
+        """Free every program, tensor and arena; kernels stay. For tests that use one device for many cases."""
+        self.wait()
+        for program in list(self.programs):
+            program.close()
+        for name in list(self._tensors):
+            self.drop(name)
+        for piece in self._scratch:
+            self.memory_pool.release(piece, "scratch")
+        if self._arena is not None:
+            self.memory_pool.release(self._arena, "activations")
+        self._arena, self._scratch = None, []
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def check_validation(self) -> None:
+        """Raise with what the validation layer has reported so far (device opened with validation)."""
+        if self._queue is not None:
+            self._queue.check_validation()
+
+    def close(self) -> None:
+        """Free every Vulkan object, in order; then raise if the validation layer had something to say."""
+        q, self._queue = self._queue, None
+        if q is None:
+            return
+        if not q.lost:
+            lib.vkDeviceWaitIdle(q.handle)
+        for program in list(self.programs):
+            program.close()
+        self._closing.close()
+        self.handle = None
+        _open_devices.discard(self)
+        q.check_validation()
+
+    def __enter__(self) -> VulkanDevice:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_queue", None) is not None and not sys.is_finalizing():
+            self.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    # Drivers and layers have their own exit handlers: nothing of ours may outlive them.
+    for device in list(_open_devices):
+        try:
+            device.close()
+        except (DeviceLost, VulkanError) as error:
+            print(f"closing {device.name}: {error}", file=sys.stderr)

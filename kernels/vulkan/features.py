@@ -1,0 +1,190 @@
+"""What a physical device offers against what the kernels need: the report of `hybrid.doctor`, and the features to
+switch on when the device is opened. Everything is queried; nothing is assumed from a vendor's name except the subgroup
+size that is wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.vulkan.api import VulkanUnavailable, ffi, lib, vk
+
+API = (1, 3)
+WANTED_SUBGROUP = 32
+# (structure, field, required, why)
+_FEATURES = (
+    ("11", "storageBuffer16BitAccess", True, "f16 and bf16 tensors, fp16 block scales"),
+    ("11", "uniformAndStorageBuffer16BitAccess", True, "declared by the compiler for every 16-bit buffer"),
+    ("12", "storageBuffer8BitAccess", True, "int8 codes and q4_0 nibbles"),
+    ("12", "uniformAndStorageBuffer8BitAccess", True, "declared by the compiler for every 8-bit buffer"),
+    ("12", "shaderFloat16", True, "f16 arithmetic and conversions"),
+    ("12", "shaderInt8", True, "int8 activations"),
+    ("12", "scalarBlockLayout", True, "tightly packed structures"),
+    ("12", "timelineSemaphore", True, "tickets of submits"),
+    ("12", "vulkanMemoryModel", False, "cooperative matrices"),
+    ("12", "vulkanMemoryModelDeviceScope", False, "device-wide atomics"),
+    ("12", "shaderSubgroupExtendedTypes", False, "subgroup operations on 8- and 16-bit types"),
+    ("13", "shaderIntegerDotProduct", True, "4x8 packed dot products of W4A8 and W8A8"),
+    ("13", "maintenance4", True, "workgroup sizes set by specialisation constants"),
+    ("13", "subgroupSizeControl", False, "a chosen subgroup size where the device has several"),
+    ("13", "computeFullSubgroups", False, "no partly filled subgroups"),
+    ("13", "synchronization2", False, "finer barriers"),
+    ("10", "shaderInt16", False, "16-bit integer arithmetic"),
+    ("10", "shaderInt64", False, "64-bit addresses and products"),
+    ("coop", "cooperativeMatrix", False, "matrix units for prefill"),
+    ("exec", "pipelineExecutableInfo", False, "compiler statistics of a pipeline"),
+)
+_EXTENSIONS = (
+    ("VK_KHR_cooperative_matrix", "matrix units for prefill"),
+    ("VK_EXT_memory_budget", "how much memory other processes have left"),
+    ("VK_EXT_external_memory_host", "sharing host memory with another device without a copy"),
+    ("VK_KHR_pipeline_executable_properties", "compiler statistics of a pipeline"),
+    ("VK_EXT_calibrated_timestamps", "device and host times on one axis"),
+)
+_SHORT = {"cooperative_matrix": "VK_KHR_cooperative_matrix", "memory_budget": "VK_EXT_memory_budget",
+          "external_memory_host": "VK_EXT_external_memory_host",
+          "pipeline_executable_properties": "VK_KHR_pipeline_executable_properties",
+          "calibrated_timestamps": "VK_EXT_calibrated_timestamps"}
+_SUBGROUP_OPS = {"BASIC": 1, "VOTE": 2, "ARITHMETIC": 4, "BALLOT": 8, "SHUFFLE": 16}
+# SPIR-V capability -> the feature that allows it (capabilities that Vulkan 1.3 always has are left out)
+CAPABILITIES = {9: "shaderFloat16", 39: "shaderInt8", 22: "shaderInt16", 11: "shaderInt64",
+                4433: "storageBuffer16BitAccess", 4434: "uniformAndStorageBuffer16BitAccess",
+                4448: "storageBuffer8BitAccess", 4449: "uniformAndStorageBuffer8BitAccess",
+                6016: "shaderIntegerDotProduct", 6017: "shaderIntegerDotProduct", 6018: "shaderIntegerDotProduct",
+                6019: "shaderIntegerDotProduct", 5345: "vulkanMemoryModel", 5346: "vulkanMemoryModelDeviceScope",
+                6022: "cooperativeMatrix", 61: "subgroup basic", 62: "subgroup vote", 63: "subgroup arithmetic",
+                64: "subgroup ballot", 65: "subgroup shuffle"}
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One line of the report."""
+
+    name: str
+    present: bool
+    required: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes in bytes, times in nanoseconds per tick."""
+
+    max_storage_range: int
+    max_buffer: int
+    max_allocation: int
+    max_allocations: int
+    shared_bytes: int
+    workgroup: tuple[int, int, int]
+    invocations: int
+    groups: tuple[int, int, int]
+    push_bytes: int
+    offset_alignment: int
+    subgroup: int
+    min_subgroup: int
+    max_subgroup: int
+    timestamp_period: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that was asked of one physical device."""
+
+    features: tuple[Feature, ...]
+    extensions: tuple[Feature, ...]
+    limits: Limits
+    driver: str
+    uuid: str
+
+    @property
+    def missing(self) -> tuple[Feature, ...]:
+        return tuple(f for f in self.features if f.required and not f.present)
+
+    def has(self, name: str) -> bool:
+        """Is a feature or an extension (`cooperative_matrix`, or its full name) present and switched on?"""
+        known = {f.name: f.present for f in (*self.features, *self.extensions)}
+        if name == "cooperative_matrix":
+            return known["cooperativeMatrix"] and known["VK_KHR_cooperative_matrix"] and known["vulkanMemoryModel"]
+        key = _SHORT.get(name, name)
+        if key not in known:
+            raise KeyError(f"no Vulkan feature {name!r} is ever asked about; known: {', '.join([*_SHORT, *known])}")
+        return known[key]
+
+    def demand(self, device: str) -> None:
+        """Raise VulkanUnavailable when a required feature is missing."""
+        if self.missing:
+            lines = "; ".join(f"{f.name} ({f.why})" for f in self.missing)
+            raise VulkanUnavailable(f"{device} ({self.driver}) lacks what the kernels need: {lines}. A newer driver may "
+                                    "have it; otherwise choose another device (--device cpu needs no Vulkan)")
+
+
+def _feature_chain(extensions: set[str]) -> dict[str, Any]:
+    chain: dict[str, Any] = {"11": vk.VkPhysicalDeviceVulkan11Features()}
+    chain["12"] = vk.VkPhysicalDeviceVulkan12Features(pNext=chain["11"])
+    chain["13"] = last = vk.VkPhysicalDeviceVulkan13Features(pNext=chain["12"])
+    # A structure of an extension that the device lacks must not be in the chain.
+    if "VK_KHR_cooperative_matrix" in extensions:
+        chain["coop"] = last = vk.VkPhysicalDeviceCooperativeMatrixFeaturesKHR(pNext=last)
+    if "VK_KHR_pipeline_executable_properties" in extensions:
+        chain["exec"] = last = vk.VkPhysicalDevicePipelineExecutablePropertiesFeaturesKHR(pNext=last)
+    chain["all"] = vk.VkPhysicalDeviceFeatures2(pNext=last)
+    chain["10"] = chain["all"].features
+    return chain
+
+
+def device_extensions(physical: Any) -> set[str]:
+    return {e.extensionName for e in vk.vkEnumerateDeviceExtensionProperties(physical, None)}
+
+
+def query(physical: Any) -> Report:
+    """Ask a physical device (VkPhysicalDevice) for everything above."""
+    extensions = device_extensions(physical)
+    chain = _feature_chain(extensions)
+    lib.vkGetPhysicalDeviceFeatures2(physical, ffi.addressof(chain["all"]))
+    p11 = vk.VkPhysicalDeviceVulkan11Properties()
+    p12 = vk.VkPhysicalDeviceVulkan12Properties(pNext=p11)
+    p13 = vk.VkPhysicalDeviceVulkan13Properties(pNext=p12)
+    p2 = vk.VkPhysicalDeviceProperties2(pNext=p13)
+    lib.vkGetPhysicalDeviceProperties2(physical, ffi.addressof(p2))
+    api = p2.properties.apiVersion >> 22, p2.properties.apiVersion >> 12 & 0x3FF
+    present = [Feature(f"Vulkan {API[0]}.{API[1]}", api >= API, True, "the core that everything is written to")]
+    for source, name, required, why in _FEATURES:
+        here = source in chain and api >= API and bool(getattr(chain[source], name))
+        present.append(Feature(name, here, required, why))
+    for name, bit in _SUBGROUP_OPS.items():
+        here = bool(p11.subgroupSupportedOperations & bit and p11.subgroupSupportedStages & vk.VK_SHADER_STAGE_COMPUTE_BIT)
+        present.append(Feature(f"subgroup {name.lower()}", here, True, "reductions across a subgroup"))
+    choice = bool(p13.requiredSubgroupSizeStages & vk.VK_SHADER_STAGE_COMPUTE_BIT)
+    present.append(Feature("required subgroup size", choice, False, "a chosen subgroup size in compute kernels"))
+    lim = p2.properties.limits
+    limits = Limits(
+        max_storage_range=lim.maxStorageBufferRange, max_buffer=p13.maxBufferSize,
+        max_allocation=p11.maxMemoryAllocationSize, max_allocations=lim.maxMemoryAllocationCount,
+        shared_bytes=lim.maxComputeSharedMemorySize, workgroup=tuple(lim.maxComputeWorkGroupSize),
+        invocations=lim.maxComputeWorkGroupInvocations, groups=tuple(lim.maxComputeWorkGroupCount),
+        push_bytes=lim.maxPushConstantsSize, offset_alignment=lim.minStorageBufferOffsetAlignment,
+        subgroup=p11.subgroupSize, min_subgroup=p13.minSubgroupSize or p11.subgroupSize,
+        max_subgroup=p13.maxSubgroupSize or p11.subgroupSize, timestamp_period=lim.timestampPeriod)
+    driver = " ".join(ffi.string(getattr(p12, f)).decode() for f in ("driverName", "driverInfo"))
+    uuid = bytes(p2.properties.pipelineCacheUUID).hex()
+    offered = tuple(Feature(name, name in extensions, False, why) for name, why in _EXTENSIONS)
+    return Report(tuple(present), offered, limits, driver, uuid)
+
+
+def enabled_chain(report: Report) -> tuple[Any, list[str], Any]:
+    """(VkPhysicalDeviceFeatures2 with everything known and present switched on, extensions, what to keep alive)."""
+    extensions = [f.name for f in report.extensions if f.present]
+    chain = _feature_chain(set(extensions))
+    there = {f.name: f.present for f in report.features}
+    for source, name, _, _ in _FEATURES:
+        if there[name]:
+            setattr(chain[source], name, 1)
+    return chain["all"], extensions, chain
+
+
+def choose_subgroup(report: Report) -> int:
+    """The size that kernels are specialised for: 32 where the device allows a choice, else what it has."""
+    limits = report.limits
+    if not (report.has("subgroupSizeControl") and report.has("required subgroup size")):
+        return limits.subgroup
+    return min(max(WANTED_SUBGROUP, limits.min_subgroup), limits.max_subgroup)

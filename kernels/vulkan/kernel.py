@@ -1,0 +1,206 @@
+"""Kernels: a SPIR-V module with its specialisation constants, as a compute pipeline. Built once per device and kept;
+the driver's compiled code is cached on disk between processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
+from kernels.vulkan.features import CAPABILITIES, Report
+from kernels.vulkan.spirv import ModuleInfo, inspect
+
+log = logging.getLogger("hybrid.vulkan")
+_FULL_SUBGROUPS = 2  # VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT, which the package does not name
+SPIRV = Path(__file__).resolve().parent / "spirv"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """A pipeline and what a dispatch of it must supply."""
+
+    name: str
+    bindings: int
+    push: int
+    local_size: tuple[int, int, int]
+    pipeline: Any = None
+    layout: Any = None
+    set_layout: Any = None
+
+
+def cache_path(uuid: str, driver: str) -> Path:
+    """Where compiled pipelines of this driver are kept: $XDG_CACHE_HOME/hybrid-kernels/."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "hybrid-kernels" / f"vulkan-{uuid}-{hashlib.sha256(driver.encode()).hexdigest()[:12]}.bin"
+
+
+def read_cache(path: Path) -> bytes:
+    """Contents of a cache file, or b'' (said in the log) if it is damaged: drivers do not check what they are given."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        log.warning("pipeline cache %s cannot be read (%s); pipelines are built anew", path, error)
+        return b""
+    if len(data) < 32 or hashlib.sha256(data[32:]).digest() != data[:32]:
+        log.warning("pipeline cache %s is damaged; pipelines are built anew and it is written again", path)
+        return b""
+    return data[32:]
+
+
+def write_cache(path: Path, data: bytes) -> None:
+    """Replace a cache file as a whole; a folder that cannot be written costs time, not results (said in the log)."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(hashlib.sha256(data).digest() + data)
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("pipeline cache %s cannot be written (%s)", path, error)
+
+
+class KernelCache:
+    """Modules of a SPIR-V folder, pipelines by (module, constants), layouts by binding count."""
+
+    def __init__(self, device: Any, report: Report, subgroup_size: int, folder: Path | None, counters: Any) -> None:
+        self.device, self.report, self.subgroup_size, self.counters = device, report, subgroup_size, counters
+        self.folder = folder or SPIRV
+        path = self.folder / "manifest.json"
+        if not path.exists():
+            raise VulkanError(f"{path} does not exist: build the shaders with python -m kernels.vulkan.build")
+        self.manifest: dict[str, dict[str, Any]] = json.loads(path.read_text())
+        self.kernels: dict[tuple[str, tuple[tuple[str, int], ...]], Kernel] = {}
+        self.modules: dict[str, tuple[bytes, Any]] = {}
+        self.set_layouts: dict[int, Any] = {}
+        self.layouts: dict[tuple[int, int], Any] = {}
+        self.path = cache_path(report.uuid, report.driver)
+        self.unsaved = False
+        self.cache = self._open_cache()
+
+    def _open_cache(self) -> Any:
+        data = read_cache(self.path)
+        out = ffi.new("VkPipelineCache *")
+        keep = ffi.new("char[]", data) if data else ffi.NULL
+        info = vk.VkPipelineCacheCreateInfo(initialDataSize=len(data), pInitialData=keep)
+        check(lib.vkCreatePipelineCache(self.device, ffi.addressof(info), ffi.NULL, out), "creating the pipeline cache")
+        return out[0]
+
+    def get(self, name: str, constants: Mapping[str, int]) -> Kernel:
+        """The kernel `name` with these specialisation constants (others keep the shader's defaults)."""
+        key = (name, tuple(sorted(constants.items())))
+        if key not in self.kernels:
+            self.kernels[key] = self._build(name, constants)
+        return self.kernels[key]
+
+    def _build(self, name: str, constants: Mapping[str, int]) -> Kernel:
+        entry = self.manifest.get(name)
+        if entry is None:
+            near = [n for n in self.manifest if n.split(".")[0] == name.split(".")[0]]
+            raise VulkanError(f"no SPIR-V module {name!r} in {self.folder} (nearest: {', '.join(near[:8]) or 'none'}); "
+                              "declare it in the shader's .toml and run python -m kernels.vulkan.build")
+        unknown = sorted(set(constants) - set(entry["constants"]))
+        if unknown:
+            raise VulkanError(f"{name} has no specialisation constants {unknown}; known: {sorted(entry['constants'])}")
+        ids = {entry["constants"][k]: int(v) & 0xFFFFFFFF for k, v in constants.items()}
+        code, module = self._module(name, entry["spirv"])
+        info = inspect(code, ids)
+        self._fits(name, constants, info, entry)
+        layout = self._layout(entry["bindings"], entry["push"])
+        pipeline = self._pipeline(name, module, ids, info, layout)
+        self.counters.pipelines += 1
+        self.unsaved = True
+        return Kernel(name, entry["bindings"], entry["push"], info.local_size, pipeline, layout,
+                      self.set_layouts[entry["bindings"]])
+
+    def _fits(self, name: str, constants: Mapping[str, int], info: ModuleInfo, entry: Mapping[str, Any]) -> None:
+        limits, x = self.report.limits, info.local_size
+        over = []
+        if info.shared_bytes > limits.shared_bytes:
+            over.append(f"{info.shared_bytes} bytes of shared memory (limit {limits.shared_bytes})")
+        if x[0] * x[1] * x[2] > limits.invocations or any(a > b for a, b in zip(x, limits.workgroup, strict=True)):
+            over.append(f"a workgroup of {x} (limit {limits.invocations} in all, {limits.workgroup})")
+        if entry["push"] > limits.push_bytes:
+            over.append(f"{entry['push']} bytes of push constants (limit {limits.push_bytes})")
+        present = {f.name: f.present for f in self.report.features}
+        over += [f"the feature {f}" for c, f in CAPABILITIES.items() if c in info.capabilities and not present[f]]
+        if over:
+            raise VulkanError(f"{name} {dict(constants)} does not fit this device: it needs {', '.join(over)}")
+
+    def _module(self, name: str, digest: str) -> tuple[bytes, Any]:
+        if name not in self.modules:
+            code = (self.folder / f"{name}.spv").read_bytes()
+            if hashlib.sha256(code).hexdigest() != digest:
+                raise VulkanError(f"{self.folder / name}.spv is not the module that manifest.json describes; run python -m "
+                                  "kernels.vulkan.build")
+            words = ffi.new("char[]", code)
+            info = vk.VkShaderModuleCreateInfo(codeSize=len(code))
+            info.pCode = ffi.cast("uint32_t *", words)
+            out = ffi.new("VkShaderModule *")
+            check(lib.vkCreateShaderModule(self.device, ffi.addressof(info), ffi.NULL, out), f"loading {name}")
+            self.modules[name] = code, out[0]
+        return self.modules[name]
+
+    def _layout(self, bindings: int, push: int) -> Any:
+        stage = vk.VK_SHADER_STAGE_COMPUTE_BIT
+        if bindings not in self.set_layouts:
+            slots = [vk.VkDescriptorSetLayoutBinding(binding=i, descriptorType=vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER,
+                                                     descriptorCount=1, stageFlags=stage) for i in range(bindings)]
+            info = vk.VkDescriptorSetLayoutCreateInfo(bindingCount=bindings, pBindings=slots)
+            self.set_layouts[bindings] = vk.vkCreateDescriptorSetLayout(self.device, info, None)
+        if (bindings, push) not in self.layouts:
+            ranges = [vk.VkPushConstantRange(stageFlags=stage, offset=0, size=push)] if push else []
+            info = vk.VkPipelineLayoutCreateInfo(setLayoutCount=1, pSetLayouts=[self.set_layouts[bindings]],
+                                                 pushConstantRangeCount=len(ranges), pPushConstantRanges=ranges)
+            self.layouts[bindings, push] = vk.vkCreatePipelineLayout(self.device, info, None)
+        return self.layouts[bindings, push]
+
+    def _pipeline(self, name: str, module: Any, ids: Mapping[int, int], info: ModuleInfo, layout: Any) -> Any:
+        data = ffi.new("uint32_t[]", list(ids.values()) or [0])
+        entries = ffi.new("VkSpecializationMapEntry[]", max(1, len(ids)))
+        for i, constant in enumerate(ids):
+            entries[i].constantID, entries[i].offset, entries[i].size = constant, 4 * i, 4
+        special = ffi.new("VkSpecializationInfo *", {"mapEntryCount": len(ids), "pMapEntries": entries,
+                                                     "dataSize": 4 * len(ids), "pData": data})
+        flags, chain = 0, None
+        if self.report.has("subgroupSizeControl") and self.report.has("required subgroup size"):
+            chain = vk.VkPipelineShaderStageRequiredSubgroupSizeCreateInfo(requiredSubgroupSize=self.subgroup_size)
+            if self.report.has("computeFullSubgroups") and info.local_size[0] % self.subgroup_size == 0:
+                flags = _FULL_SUBGROUPS
+        stage = vk.VkPipelineShaderStageCreateInfo(pNext=chain, flags=flags, stage=vk.VK_SHADER_STAGE_COMPUTE_BIT,
+                                                   module=module, pName="main", pSpecializationInfo=special)
+        create = vk.VkComputePipelineCreateInfo(stage=stage, layout=layout)
+        out = ffi.new("VkPipeline *")
+        check(lib.vkCreateComputePipelines(self.device, self.cache, 1, ffi.addressof(create), ffi.NULL, out),
+              f"building the pipeline {name}")
+        return out[0]
+
+    def save(self) -> None:
+        """Write the pipeline cache if pipelines were built since it was read."""
+        if not self.unsaved:
+            return
+        size = ffi.new("size_t *")
+        check(lib.vkGetPipelineCacheData(self.device, self.cache, size, ffi.NULL), "reading the pipeline cache")
+        data = ffi.new("char[]", max(1, size[0]))
+        check(lib.vkGetPipelineCacheData(self.device, self.cache, size, data), "reading the pipeline cache")
+        write_cache(self.path, bytes(ffi.buffer(data, size[0])))
+        self.unsaved = False
+
+    def close(self) -> None:
+        """Destroy everything. What was built is already saved: compile() does that."""
+        for kernel in self.kernels.values():
+            vk.vkDestroyPipeline(self.device, kernel.pipeline, None)
+        for _, module in self.modules.values():
+            vk.vkDestroyShaderModule(self.device, module, None)
+        for layout in self.layouts.values():
+            vk.vkDestroyPipelineLayout(self.device, layout, None)
+        for layout in self.set_layouts.values():
+            vk.vkDestroyDescriptorSetLayout(self.device, layout, None)
+        vk.vkDestroyPipelineCache(self.device, self.cache, None)
+        self.kernels, self.modules, self.layouts, self.set_layouts = {}, {}, {}, {}

@@ -1,0 +1,230 @@
+"""Device memory: few large blocks, each one VkDeviceMemory under one VkBuffer, and slices of them.
+
+Pools: `device` (weights, state, activations), `shared` (mapped and, where there is such memory, on the device: io that
+kernels read and the host writes), `read` (mapped and cached: what the host reads back). A device whose memory is all
+mapped (CPU drivers, integrated GPUs) has mapped `device` blocks too.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hybrid.spec.device import Counters
+from hybrid.spec.plan import ALIGN
+from kernels.vulkan.api import OutOfDeviceMemory, check, ffi, lib, vk
+from kernels.vulkan.features import Limits
+
+MIB = 1 << 20
+BLOCK_BYTES = {"device": 128 * MIB, "shared": 16 * MIB, "read": 16 * MIB}
+_LOCAL, _VISIBLE, _COHERENT, _CACHED = 1, 2, 4, 8
+# Property flags in the order of preference; coherent only, so that nothing is ever flushed.
+_PREFERENCE = {
+    "device": (_LOCAL,),
+    "shared": (_LOCAL | _VISIBLE | _COHERENT, _VISIBLE | _COHERENT),
+    "read": (_VISIBLE | _COHERENT | _CACHED, _VISIBLE | _COHERENT),
+}
+
+
+def align_up(n: int, to: int = ALIGN) -> int:
+    return -(-n // to) * to
+
+
+class FreeList:
+    """Offsets of one block: first fit in address order, neighbours merged when freed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.holes: list[tuple[int, int]] = [(0, size)] if size else []  # (offset, size), sorted
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset (a multiple of ALIGN) of a range of at least nbytes, or None."""
+        nbytes = align_up(max(nbytes, 1))
+        for i, (offset, size) in enumerate(self.holes):
+            if size >= nbytes:
+                self.holes[i : i + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+                return offset
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Free a range that take() returned."""
+        nbytes = align_up(max(nbytes, 1))
+        insort(self.holes, (offset, nbytes))
+        merged: list[tuple[int, int]] = []
+        for start, size in self.holes:
+            if merged and start < sum(merged[-1]):
+                raise ValueError(f"range {offset}+{nbytes} was freed twice")
+            if merged and start == sum(merged[-1]):
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self.holes = merged
+
+    @property
+    def empty(self) -> bool:
+        return self.holes == [(0, self.size)]
+
+
+class Buffer:
+    """A VkBuffer over one block of memory; `view` is its mapping as bytes, or None."""
+
+    __slots__ = ("free", "handle", "memory", "pool", "size", "view")
+
+    def __init__(self, size: int, pool: str, handle: Any = None, memory: Any = None, view: np.ndarray | None = None):
+        self.size, self.pool, self.handle, self.memory, self.view = size, pool, handle, memory, view
+        self.free = FreeList(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A range of a buffer: what kernels bind and hazards are tracked by."""
+
+    buffer: Buffer
+    offset: int
+    size: int
+
+    def sub(self, offset: int, size: int) -> Slice:
+        """A part of this slice; `offset` counts from its start and must be a multiple of ALIGN to be bound."""
+        if offset < 0 or size < 0 or offset + size > align_up(self.size):
+            raise ValueError(f"slice of {self.size} bytes has no range {offset}+{size}")
+        return Slice(self.buffer, self.offset + offset, size)
+
+    def overlaps(self, other: Slice) -> bool:
+        return (self.buffer is other.buffer and self.offset < other.offset + other.size
+                and other.offset < self.offset + self.size)
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """The mapped bytes; only for slices of mapped buffers."""
+        if self.buffer.view is None:
+            raise TypeError("this memory is not mapped")
+        return self.buffer.view[self.offset : self.offset + self.size]
+
+
+class Memory:
+    """Allocates slices by pool and purpose, within a budget."""
+
+    def __init__(self, physical: Any, device: Any, limits: Limits, counters: Counters, budget_extension: bool,
+                 budget: int | None = None) -> None:
+        self.physical, self.device, self.limits, self.counters = physical, device, limits, counters
+        self.budget_extension, self.budget = budget_extension, budget
+        self.properties = vk.vkGetPhysicalDeviceMemoryProperties(physical)
+        self.blocks: dict[str, list[Buffer]] = {pool: [] for pool in _PREFERENCE}
+        self.held: dict[str, int] = {}
+        self.types = {pool: self._type(pool) for pool in _PREFERENCE}
+
+    def _type(self, pool: str) -> int:
+        # Buffers of one usage have the same memoryTypeBits (a guarantee of the specification): ask once, with a small one.
+        probe = self._buffer(256)
+        bits = vk.vkGetBufferMemoryRequirements(self.device, probe).memoryTypeBits
+        vk.vkDestroyBuffer(self.device, probe, None)
+        for want in _PREFERENCE[pool]:
+            for i in range(self.properties.memoryTypeCount):
+                if bits >> i & 1 and self.properties.memoryTypes[i].propertyFlags & want == want:
+                    return i
+        raise OutOfDeviceMemory(f"the device has no memory type for the {pool} pool")
+
+    def flags(self, pool: str) -> int:
+        return self.properties.memoryTypes[self.types[pool]].propertyFlags
+
+    def heap(self, pool: str) -> int:
+        return self.properties.memoryTypes[self.types[pool]].heapIndex
+
+    def available(self, pool: str) -> int:
+        """Bytes that may still be allocated in a pool's heap, over all processes where the driver says so."""
+        heap = self.heap(pool)
+        own = sum(b.size for p, blocks in self.blocks.items() if self.heap(p) == heap for b in blocks)
+        if self.budget_extension:
+            budget = vk.VkPhysicalDeviceMemoryBudgetPropertiesEXT()
+            info = vk.VkPhysicalDeviceMemoryProperties2(pNext=budget)
+            lib.vkGetPhysicalDeviceMemoryProperties2(self.physical, ffi.addressof(info))
+            left = budget.heapBudget[heap] - budget.heapUsage[heap]
+        else:
+            left = self.properties.memoryHeaps[heap].size - own
+        if self.budget is not None:
+            left = min(left, self.budget - sum(b.size for blocks in self.blocks.values() for b in blocks))
+        return max(0, left)
+
+    def allocate(self, nbytes: int, purpose: str, pool: str = "device") -> Slice:
+        """A slice at an offset that is a multiple of ALIGN. Raises OutOfDeviceMemory naming purpose and sizes."""
+        for block in self.blocks[pool]:
+            offset = block.free.take(nbytes)
+            if offset is not None:
+                break
+        else:
+            block = self._block(nbytes, purpose, pool)
+            offset = block.free.take(nbytes)
+            assert offset is not None, "a new block holds what it was made for"
+        self.counters.allocations += 1
+        self.held[purpose] = self.held.get(purpose, 0) + align_up(nbytes)
+        return Slice(block, offset, nbytes)
+
+    def release(self, piece: Slice, purpose: str) -> None:
+        """Free a slice that allocate() returned; an empty block goes back to the driver."""
+        block = piece.buffer
+        block.free.give(piece.offset, piece.size)
+        self.held[purpose] -= align_up(piece.size)
+        if block.free.empty and (len(self.blocks[block.pool]) > 1 or block.size > BLOCK_BYTES[block.pool]):
+            self.blocks[block.pool].remove(block)
+            self._destroy(block)
+
+    def _block(self, nbytes: int, purpose: str, pool: str) -> Buffer:
+        wanted, available = align_up(max(nbytes, 1)), self.available(pool)
+        size = BLOCK_BYTES[pool]
+        # Large tensors get a block of their own, small ones share; near the budget a block is as small as its tensor.
+        size = wanted if wanted > size // 2 or size > available // 2 else size
+        limit = min(self.limits.max_buffer, self.limits.max_allocation)
+        if size > available or size > limit:
+            what = f"{wanted / MIB:.1f} MiB for {purpose}"
+            if size > limit:
+                raise OutOfDeviceMemory(f"{what} is more than one allocation of this device may hold "
+                                        f"({limit / MIB:.0f} MiB)")
+            held = ", ".join(f"{k} {v / MIB:.1f}" for k, v in self.held.items() if v) or "nothing"
+            raise OutOfDeviceMemory(f"out of device memory: {what} requested, {available / MIB:.1f} MiB available (held, "
+                                    f"MiB: {held}); use a smaller context, a smaller weight type or another device")
+        try:
+            return self._create(size, pool)
+        except OutOfDeviceMemory:
+            raise OutOfDeviceMemory(f"out of device memory: the driver refused {size / MIB:.1f} MiB for {purpose} although "
+                                    f"{available / MIB:.1f} MiB were reported as available") from None
+
+    def _buffer(self, size: int) -> Any:
+        usage = (vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
+                 | vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT | vk.VK_BUFFER_USAGE_TRANSFER_DST_BIT)
+        out = ffi.new("VkBuffer *")
+        info = vk.VkBufferCreateInfo(size=size, usage=usage, sharingMode=vk.VK_SHARING_MODE_EXCLUSIVE)
+        check(lib.vkCreateBuffer(self.device, ffi.addressof(info), ffi.NULL, out), f"creating a buffer of {size} bytes")
+        return out[0]
+
+    def _create(self, size: int, pool: str) -> Buffer:
+        handle = self._buffer(size)
+        need = vk.vkGetBufferMemoryRequirements(self.device, handle)
+        info = vk.VkMemoryAllocateInfo(allocationSize=need.size, memoryTypeIndex=self.types[pool])
+        out = ffi.new("VkDeviceMemory *")
+        try:
+            check(lib.vkAllocateMemory(self.device, ffi.addressof(info), ffi.NULL, out), f"allocating {size} bytes")
+        except Exception:
+            vk.vkDestroyBuffer(self.device, handle, None)
+            raise
+        vk.vkBindBufferMemory(self.device, handle, out[0], 0)
+        view = None
+        if self.flags(pool) & (_VISIBLE | _COHERENT) == _VISIBLE | _COHERENT:
+            mapped = ffi.new("void **")
+            check(lib.vkMapMemory(self.device, out[0], 0, need.size, 0, mapped), f"mapping {size} bytes")
+            view = np.frombuffer(ffi.buffer(mapped[0], size), np.uint8)
+        block = Buffer(size, pool, handle, out[0], view)
+        self.blocks[pool].append(block)
+        return block
+
+    def _destroy(self, block: Buffer) -> None:
+        vk.vkDestroyBuffer(self.device, block.handle, None)
+        vk.vkFreeMemory(self.device, block.memory, None)
+        block.handle = block.view = None
+
+    def close(self) -> None:
+        for blocks in self.blocks.values():
+            while blocks:
+                self._destroy(blocks.pop())

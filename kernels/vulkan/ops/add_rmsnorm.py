@@ -1,0 +1,21 @@
+"""add_rmsnorm: residual add and the next norm, one workgroup per row."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+from hybrid.spec.plan import Step
+from kernels.vulkan.ops.rmsnorm import workgroup
+from kernels.vulkan.recorder import Live, Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """sum[T,H] = residual + rms(a) * w_post and y[T,H] = rms(sum) * w_next, for the live rows; y f32, f16 or q8_act."""
+    rows, hidden = step.bind["T"], step.bind["H"]
+    y = t["y"]
+    kernel = rec.kernel(f"add_rmsnorm.{y.dtype}.{workgroup(hidden)}", SUBGROUP=rec.device.subgroup_size)
+    push = struct.pack("<IIff", rows, hidden // 4, hidden, step.attrs["eps"])
+    reads = [p for name in ("a", "residual", "w_post", "w_next") for p in t[name].parts]
+    rec.dispatch(kernel, reads, [*t["sum"].parts, *y.parts], push, (Live(step.extent, cap=rows),))

@@ -1,0 +1,79 @@
+"""attention: flash attention over the paged cache in two dispatches, partial sums and their merge.
+
+Few rows (decode): one row and kv head per tile, its context cut into stretches so that the device is full.
+Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and takes its context in one stretch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybrid.spec.plan import Step
+from kernels.vulkan.api import VulkanError
+from kernels.vulkan.cache import cache_layout
+from kernels.vulkan.recorder import Live, Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+WIDTH = 32  # threads of a workgroup of attention.slang: WIDTH / subgroup size tiles
+COMBINE = 64 * 4  # elements per workgroup of attention_combine.slang
+DECODE_ROWS = 32  # plans of at most so many rows are cut into stretches
+MIN_SPLIT = 128  # positions of a stretch, at least
+MAX_SPLITS = 64
+MAX_PARTS = 1024  # rows * stretches, at most: bounds the scratch memory
+QUERIES = {1: (2, 4, 8), 2: (2, 4, 8), 4: (2, 4), 8: (2,), 16: (2,)}  # built variants, by units per lane
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Which kernel, and what a tile covers: rows * heads (of one kv head) <= queries."""
+
+    units: int
+    queries: int
+    rows: int
+    heads: int
+    splits: int
+
+
+def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int) -> Tiling:
+    """`ratio` query heads per kv head, `span` positions that a row can see at most."""
+    units = next((u for u in QUERIES if u * subgroup * 4 >= head_dim), 0)
+    if not units:
+        raise VulkanError(f"attention takes head_dim up to {max(QUERIES) * subgroup * 4} on a device with subgroups of "
+                          f"{subgroup}, not {head_dim}")
+    # A CPU driver compiles a lane's unrolled registers slowly and gains little from more of them.
+    fit = [q for q in QUERIES[units] if q * units <= (8 if subgroup < 16 else 16)] or [QUERIES[units][0]]
+    if rows > DECODE_ROWS:
+        queries = fit[-1]
+        heads = min(ratio, queries)
+        return Tiling(units, queries, queries // heads, heads, 1)
+    queries = next((q for q in fit if q >= ratio), fit[-1])
+    splits = min(-(-span // MIN_SPLIT), MAX_SPLITS, MAX_PARTS // rows)
+    return Tiling(units, queries, 1, min(ratio, queries), max(1, splits))
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """o[T,HQ*D] = softmax(scale q.k) v over what each live row may see; o f32, f16 or q8_act."""
+    rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
+    window, o = int(step.attrs["window"]), t["o"]
+    cache = cache_layout(step, t)
+    subgroup = rec.device.subgroup_size
+    span = min(window, cache.context) if window else cache.context
+    tile = tiling(rows, heads // kv_heads, d, span, subgroup)
+
+    parts = rows * heads * tile.splits
+    part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
+    kernel = rec.kernel(f"attention.{cache.dtype}.{tile.queries}x{tile.units}", SUBGROUP=subgroup)
+    push = struct.pack("<9If4I", rows, heads, kv_heads, d // 4, cache.block_shift, cache.table_width, cache.slots,
+                       cache.blocks, window, step.attrs["scale"], tile.rows, tile.heads, tile.splits, MIN_SPLIT)
+    head_tiles = -(-(heads // kv_heads) // tile.heads)
+    stretches = Live("context", per=MIN_SPLIT, cap=tile.splits * MIN_SPLIT) if tile.splits > 1 else 1
+    names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
+    grid = (Live(step.extent, per=tile.rows * (WIDTH // subgroup), cap=rows), kv_heads * head_tiles, stretches)
+    rec.dispatch(kernel, [p for name in names for p in t[name].parts], [part_o, part_ml], push, grid)
+
+    kernel = rec.kernel(f"attention_combine.{o.dtype}", SUBGROUP=subgroup)
+    push = struct.pack("<6I", rows, heads, d // 4, window, tile.splits, MIN_SPLIT)
+    rec.dispatch(kernel, [part_o, part_ml, *t["positions"].parts], [*o.parts], push,
+                 (-(-heads * d // COMBINE), Live(step.extent, cap=rows)))

@@ -1,0 +1,26 @@
+"""Binding of fused_ffn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid.spec.plan import Step
+from kernels.vulkan.ops._linear import ffn_up, geglu, linear
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """y f32 [T,H] = down(h), h [T,F] = gelu_tanh(gate(x)) * up(x) in the scratch tensor of the step.
+
+    Two dispatches where gate and up lie in one chunk and h has the activation type of x; otherwise gate and up go
+    through a temporary f32 [T,2F].
+    """
+    x, w, h, rows = t["x"], t["w_gate_up"], t["h"], step.bind["T"]
+    if len(w.chunks) == 1 and x.dtype == h.dtype:
+        ffn_up(rec, x, w.chunks[0], w.dtype, h, rows=rows, extent=step.extent)
+    else:
+        gate_up = rec.scratch(4 * rows * w.shape[0])
+        linear(rec, x, w, gate_up, rows=rows, extent=step.extent)
+        geglu(rec, gate_up, h, rows=rows)
+    linear(rec, h, t["w_down"], t["y"].parts[0], rows=rows, extent=step.extent)

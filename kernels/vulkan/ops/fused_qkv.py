@@ -1,0 +1,15 @@
+"""Binding of fused_qkv."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid.spec.plan import Step
+from kernels.vulkan.ops._linear import linear
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """qkv f32 [T,(HQ+2*HK)*D] = x [T,H] @ w.T: one product over the rows of q, k and v."""
+    linear(rec, t["x"], t["w"], t["qkv"].parts[0], rows=step.bind["T"], extent=step.extent)

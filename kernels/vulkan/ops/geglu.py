@@ -1,0 +1,15 @@
+"""Binding of geglu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid.spec.plan import Step
+from kernels.vulkan.ops._linear import geglu
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """h [T,F] = gelu_tanh(gate) * up of gate_up f32 [T,2F]."""
+    geglu(rec, t["gate_up"].parts[0], t["h"], rows=step.bind["T"])

@@ -1,0 +1,15 @@
+"""Binding of linear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid.spec.plan import Step
+from kernels.vulkan.ops._linear import linear
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """y f32 [T,N] = x [T,K] @ w [N,K].T: one dispatch per chunk of w."""
+    linear(rec, t["x"], t["w"], t["y"].parts[0], rows=step.bind["T"], extent=step.extent)

@@ -1,0 +1,17 @@
+"""Binding of quantize_act."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+from hybrid.spec.plan import Step
+from kernels.vulkan.recorder import Live, Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """y q8_act [T,K] = x f32 [T,K]."""
+    rows, k = step.bind["T"], step.bind["K"]
+    rec.dispatch(rec.kernel("quantize_act"), reads=[t["x"].parts[0]], writes=t["y"].parts,
+                 push=struct.pack("<2I", rows, k), grid=(-(-k // 256), Live("rows", cap=rows), 1))

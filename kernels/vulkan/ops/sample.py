@@ -1,0 +1,27 @@
+"""sample: the next token of each output row, one workgroup per row."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+from hybrid.spec.plan import Step
+from kernels.vulkan.api import VulkanError
+from kernels.vulkan.recorder import Live, Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+SMALL_VOCAB = 16384  # up to this one a workgroup has 256 threads, above it 1024
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """next_token, next_position [S] and history [S,C] from logits[O,V]; ids >= valid are never chosen."""
+    outs, vocab = t["logits"].shape
+    valid = int(step.attrs["valid"])
+    if not 0 < valid <= vocab:
+        raise VulkanError(f"step {step.name}: valid must be 1..{vocab} (the rows of the vocabulary), not {valid}")
+    kernel = rec.kernel(f"sample.{256 if vocab <= SMALL_VOCAB else 1024}", SUBGROUP=rec.device.subgroup_size)
+    slots, context = t["history"].shape
+    push = struct.pack("<6I", outs, t["slots"].shape[0], slots, vocab, valid, context)
+    names = ("logits", "out_rows", "slots", "positions", "params")
+    writes = [p for name in ("next_token", "next_position", "history") for p in t[name].parts]
+    rec.dispatch(kernel, [p for name in names for p in t[name].parts], writes, push, (Live("outs", cap=outs),))

@@ -1,0 +1,218 @@
+"""A compiled plan: one command buffer, recorded once, submitted again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybrid.spec.device import StepTime
+from hybrid.spec.plan import Plan
+from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
+from kernels.vulkan.memory import Slice, align_up
+from kernels.vulkan.recorder import GRID_WORDS, Barrier, Dispatch, Recorder
+
+if TYPE_CHECKING:
+    from kernels.vulkan.device import VulkanDevice
+
+_COMPUTE, _INDIRECT = 0x800, 0x2  # pipeline stages
+_SHADER_READ, _SHADER_WRITE, _INDIRECT_READ = 0x20, 0x40, 0x1  # accesses
+
+
+class Program:
+    """Made by VulkanDevice.compile. `dispatches` and `barriers` count one run of the plan."""
+
+    def __init__(self, device: VulkanDevice, plan: Plan, recorder: Recorder, profile: bool,
+                 guarded: Sequence[str] = ()) -> None:
+        self.device, self.plan = device, plan
+        self.guarded = tuple(guarded)  # activations with memory of their own, on devices with guards
+        self.owned: list[tuple[Slice, str]] = []  # other memory of this program alone, with its purpose
+        self.recording = recorder.finish()
+        self.dispatches = len(self.recording.dispatches)
+        self.barriers = sum(b is not None for b in self.recording.barriers)
+        self.pool: Any = None
+        self.queries: Any = None
+        self.command: Any = None
+        self.ticket = 0
+        self._submits: dict[int, Any] = {}
+        device.programs.add(self)
+        try:
+            self._places = self._place(recorder)
+            self._sets = self._descriptor_sets()
+            if profile:
+                info = vk.VkQueryPoolCreateInfo(queryType=vk.VK_QUERY_TYPE_TIMESTAMP, queryCount=len(plan.steps) + 1)
+                self.queries = vk.vkCreateQueryPool(device.handle, info, None)
+            self.command = device.command_buffer()
+            self._record()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- memory and descriptors --------------------------------------------------------------------------------------
+
+    def _place(self, recorder: Recorder) -> dict[int, Slice]:
+        """Real memory for the recorder's placeholders, by the identity of their buffers."""
+        places: dict[int, Slice] = {}
+        if self.recording.scratch_bytes:
+            places[id(recorder.scratch_buffer)] = self.device.scratch(self.recording.scratch_bytes)
+        if self.recording.table:
+            data = np.array(self.recording.table, np.uint32).view(np.uint8)
+            table = self.device.memory_pool.allocate(data.nbytes, "programs")
+            grids = self.device.memory_pool.allocate(recorder.grid_slice.size, "programs")
+            self.owned += [(table, "programs"), (grids, "programs")]
+            self.device.put(table, data)
+            places[id(recorder.table_buffer)], places[id(recorder.grid_buffer)] = table, grids
+            self._grids = grids
+        return places
+
+    def _real(self, piece: Slice) -> tuple[Any, int, int]:
+        """(VkBuffer, offset, range) to bind. The range is whole 16-byte words: slices are padded to more than that."""
+        base = self._places.get(id(piece.buffer))
+        buffer, offset = (piece.buffer, piece.offset) if base is None else (base.buffer, base.offset + piece.offset)
+        return buffer.handle, offset, min(align_up(piece.size, 16), buffer.size - offset)
+
+    def _descriptor_sets(self) -> list[Any]:
+        """One set for each distinct list of slices, all written here and never again."""
+        keys: dict[tuple[Any, ...], list[Dispatch]] = {}
+        for d in self.recording.dispatches:
+            keys.setdefault((d.kernel.bindings, *((id(s.buffer), s.offset, s.size) for s in d.slices)), []).append(d)
+        if not keys:
+            raise VulkanError(f"plan {self.plan.name} records no dispatch")
+        total = sum(key[0] for key in keys)
+        size = vk.VkDescriptorPoolSize(type=vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, descriptorCount=total)
+        info = vk.VkDescriptorPoolCreateInfo(maxSets=len(keys), poolSizeCount=1, pPoolSizes=[size])
+        handle = self.device.handle
+        self.pool = vk.vkCreateDescriptorPool(handle, info, None)
+        layouts = ffi.new("VkDescriptorSetLayout[]", [users[0].kernel.set_layout for users in keys.values()])
+        allocate = vk.VkDescriptorSetAllocateInfo(descriptorPool=self.pool, descriptorSetCount=len(keys))
+        allocate.pSetLayouts = layouts
+        sets = ffi.new("VkDescriptorSet[]", len(keys))
+        check(lib.vkAllocateDescriptorSets(handle, ffi.addressof(allocate), sets), "allocating descriptor sets")
+        buffers = ffi.new("VkDescriptorBufferInfo[]", total)
+        writes = ffi.new("VkWriteDescriptorSet[]", len(keys))
+        at, by_dispatch = 0, {}
+        for i, (key, users) in enumerate(keys.items()):
+            w = writes[i]
+            w.sType, w.dstSet = vk.VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET, sets[i]
+            w.descriptorType, w.descriptorCount = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, key[0]
+            w.pBufferInfo = buffers + at
+            for piece in users[0].slices:
+                buffers[at].buffer, buffers[at].offset, buffers[at].range = self._bindable(piece, users[0])
+                at += 1
+            by_dispatch.update({id(d): sets[i] for d in users})
+        lib.vkUpdateDescriptorSets(handle, len(keys), writes, 0, ffi.NULL)
+        self.device.counters.descriptor_writes += total
+        return [by_dispatch[id(d)] for d in self.recording.dispatches]
+
+    def _bindable(self, piece: Slice, user: Dispatch) -> tuple[Any, int, int]:
+        buffer, offset, size = self._real(piece)
+        step = self.plan.steps[user.step].name
+        if offset % self.device.report.limits.offset_alignment:
+            raise VulkanError(f"step {step}: {user.kernel.name} is bound at byte {offset}, which this device cannot bind "
+                              f"(alignment {self.device.report.limits.offset_alignment})")
+        if piece.size > self.device.max_range or size < 1:
+            raise VulkanError(f"step {step}: {user.kernel.name} is bound to {piece.size} bytes; this device binds 1 to "
+                              f"{self.device.max_range}")
+        return buffer, offset, size
+
+    # --- recording ---------------------------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        device, command = self.device, self.command
+        begin = vk.VkCommandBufferBeginInfo(flags=vk.VK_COMMAND_BUFFER_USAGE_SIMULTANEOUS_USE_BIT)
+        check(lib.vkBeginCommandBuffer(command, ffi.addressof(begin)), "recording")
+        device.barrier_all(command)  # after whatever was submitted before, this plan's own last run included
+        if self.queries is not None:
+            lib.vkCmdResetQueryPool(command, self.queries, 0, len(self.plan.steps) + 1)
+            self._stamp(0)
+        barrier = ffi.new("VkMemoryBarrier *")
+        barrier.sType = vk.VK_STRUCTURE_TYPE_MEMORY_BARRIER
+        sets = ffi.new("VkDescriptorSet[1]")
+        pipeline, bound, step = None, None, 0
+        for d, before, descriptors in zip(self.recording.dispatches, self.recording.barriers, self._sets, strict=True):
+            while step < d.step:
+                step += 1
+                self._stamp(step)
+            if before is not None:
+                self._barrier(before, barrier)
+            if d.kernel.pipeline != pipeline:
+                lib.vkCmdBindPipeline(command, vk.VK_PIPELINE_BIND_POINT_COMPUTE, d.kernel.pipeline)
+                pipeline = d.kernel.pipeline
+            if (descriptors, d.kernel.layout) != bound:
+                sets[0] = descriptors
+                lib.vkCmdBindDescriptorSets(command, vk.VK_PIPELINE_BIND_POINT_COMPUTE, d.kernel.layout, 0, 1, sets, 0,
+                                            ffi.NULL)
+                bound = descriptors, d.kernel.layout
+            if d.push:
+                lib.vkCmdPushConstants(command, d.kernel.layout, vk.VK_SHADER_STAGE_COMPUTE_BIT, 0, len(d.push),
+                                       ffi.from_buffer(d.push))
+            if d.entry is None:
+                lib.vkCmdDispatch(command, *d.grid)
+            else:
+                lib.vkCmdDispatchIndirect(command, self._grids.buffer.handle,
+                                          self._grids.offset + 4 * GRID_WORDS * d.entry)
+        while step < len(self.plan.steps):
+            step += 1
+            self._stamp(step)
+        device.barrier_all(command)
+        check(lib.vkEndCommandBuffer(command), "recording")
+        device.counters.recordings += 1
+
+    def _barrier(self, wanted: Barrier, barrier: Any) -> None:
+        source = _COMPUTE | (_INDIRECT if wanted.from_indirect else 0)
+        target = _COMPUTE | (_INDIRECT if wanted.to_indirect else 0)
+        barrier.srcAccessMask = _SHADER_WRITE
+        barrier.dstAccessMask = _SHADER_READ | _SHADER_WRITE | (_INDIRECT_READ if wanted.to_indirect else 0)
+        lib.vkCmdPipelineBarrier(self.command, source, target, 0, 1, barrier, 0, ffi.NULL, 0, ffi.NULL)
+
+    def _stamp(self, query: int) -> None:
+        if self.queries is not None:
+            lib.vkCmdWriteTimestamp(self.command, vk.VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, self.queries, query)
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def submit(self, times: int = 1) -> int:
+        """Start the plan `times` times in a row; returns the ticket to wait for. Allocates and records nothing."""
+        if self.command is None:
+            raise VulkanError(f"program {self.plan.name} is closed")
+        info = self._submits.get(times)
+        if info is None:
+            info = self._submits[times] = self.device.submit_info(self.command, times)
+        self.ticket = self.device.submit(info)
+        counters = self.device.counters
+        counters.dispatches += times * self.dispatches
+        counters.barriers += times * self.barriers
+        return self.ticket
+
+    def times(self) -> list[StepTime]:
+        """Device time of each step of the last run, from timestamps; waits for it. Empty without profile=True."""
+        if self.queries is None or not self.ticket:
+            return []
+        self.device.wait(self.ticket)
+        n = len(self.plan.steps) + 1
+        data = np.zeros(n, np.uint64)
+        flags = vk.VK_QUERY_RESULT_64_BIT | vk.VK_QUERY_RESULT_WAIT_BIT
+        check(lib.vkGetQueryPoolResults(self.device.handle, self.queries, 0, n, data.nbytes, ffi.from_buffer(data), 8,
+                                        flags), "reading timestamps")
+        valid = np.uint64((1 << self.device.timestamp_bits) - 1)
+        ticks = ((data - data[0]) & valid).astype(np.float64) * self.device.report.limits.timestamp_period * 1e-9
+        return [StepTime(s.name, s.op, s.layer, float(ticks[i]), float(max(0.0, ticks[i + 1] - ticks[i])))
+                for i, s in enumerate(self.plan.steps)]
+
+    def close(self) -> None:
+        """Free the command buffer, descriptors and this program's own memory. Waits for its last submit."""
+        if self.command is not None:
+            self.device.wait(self.ticket)
+            self.device.free_command(self.command)
+        if self.pool is not None:
+            vk.vkDestroyDescriptorPool(self.device.handle, self.pool, None)
+        if self.queries is not None:
+            vk.vkDestroyQueryPool(self.device.handle, self.queries, None)
+        for piece, purpose in self.owned:
+            self.device.memory_pool.release(piece, purpose)
+        for name in self.guarded:
+            self.device.drop(name)
+        self.command = self.pool = self.queries = None
+        self.owned, self.guarded = [], ()
+        self.device.programs.discard(self)

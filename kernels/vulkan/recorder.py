@@ -1,0 +1,198 @@
+"""Recording a plan: bindings append dispatches, hazards between their slices become barriers, and grids that depend on
+a live count become indirect dispatches whose sizes one small kernel computes on the device.
+
+Nothing here calls Vulkan: a recording is data, which program.py turns into a command buffer.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid.spec.plan import CONTROL
+from kernels.vulkan.api import VulkanError
+from kernels.vulkan.kernel import Kernel
+from kernels.vulkan.memory import Buffer, Slice, align_up
+
+GRID_WORDS, TABLE_WORDS = 4, 8  # u32 words of one entry: computed grid, and what it is computed from
+_FIXED = 0xFF  # control word of a table entry's axis that does not depend on a live count
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A grid element of ceil(live / per) groups, where live is the control word `extent` when the plan runs.
+
+    `cap` bounds the live count (the bucket's rows, the cache's length): at most ceil(cap / per) groups are started.
+    """
+
+    extent: str
+    per: int = 1
+    cap: int = 1
+
+    def __post_init__(self) -> None:
+        if self.extent not in CONTROL:
+            raise ValueError(f"no live count {self.extent!r}; known: {', '.join(CONTROL)}")
+        if not (0 < self.per < 1 << 24 and self.cap > 0):
+            raise ValueError(f"per and cap must be positive, got per={self.per}, cap={self.cap}")
+
+    @property
+    def most(self) -> int:
+        return -(-self.cap // self.per)
+
+
+GridAxis = int | Live
+
+
+@dataclass(slots=True)
+class Dispatch:
+    """One dispatch as data. `grid` is direct; else `entry` names the indirect grid."""
+
+    kernel: Kernel
+    reads: tuple[Slice, ...]
+    writes: tuple[Slice, ...]
+    push: bytes
+    grid: tuple[int, int, int]
+    entry: int | None
+    step: int
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """In binding order."""
+        return self.reads + self.writes
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """A global memory barrier before a dispatch. Compute to compute always; the indirect stage where it is involved."""
+
+    from_indirect: bool = False
+    to_indirect: bool = False
+
+
+@dataclass(slots=True)
+class Recording:
+    """A finished recording: dispatches in order, the barrier before each, and what the placeholders need."""
+
+    dispatches: list[Dispatch]
+    barriers: list[Barrier | None]
+    table: list[int]
+    scratch_bytes: int
+
+
+class Recorder:
+    """What bindings record into. `device` offers kernel(name, **constants), subgroup_size, max_range, has(feature)."""
+
+    def __init__(self, device: Any, control: Slice) -> None:
+        self.device = device
+        self.control = control
+        # Placeholders: real memory is known only when everything is recorded.
+        self.scratch_buffer = Buffer(0, "scratch")
+        self.grid_buffer = Buffer(0, "grids")
+        self.table_buffer = Buffer(0, "table")
+        self.step = 0
+        self._dispatches: list[Dispatch] = []
+        self._entries: dict[tuple[GridAxis, ...], int] = {}
+        self._scratch_used = self._scratch_most = 0
+
+    def begin_step(self, index: int) -> None:
+        """Later dispatches belong to step `index`; scratch of earlier steps may be used again."""
+        self.step, self._scratch_used = index, 0
+
+    def kernel(self, name: str, **constants: int) -> Kernel:
+        """A kernel of the manifest with its specialisation constants."""
+        return self.device.kernel(name, **constants)
+
+    def scratch(self, nbytes: int) -> Slice:
+        """Temporary device memory of this step, undefined at first; steps reuse it."""
+        piece = Slice(self.scratch_buffer, self._scratch_used, nbytes)
+        self._scratch_used += align_up(nbytes)
+        self._scratch_most = max(self._scratch_most, self._scratch_used)
+        return piece
+
+    def dispatch(self, kernel: Kernel, reads: Sequence[Slice], writes: Sequence[Slice], push: bytes = b"",
+                 grid: Sequence[GridAxis] = (1, 1, 1)) -> None:
+        """Append a dispatch. Bindings: control, then reads, then writes (a buffer read and written is a write)."""
+        bound = 1 + len(reads) + len(writes)
+        if bound != kernel.bindings:
+            raise VulkanError(f"{kernel.name} has {kernel.bindings} bindings (control included), {bound} were given")
+        if len(push) != kernel.push:
+            raise VulkanError(f"{kernel.name} takes {kernel.push} bytes of push constants, {len(push)} were given")
+        axes: tuple[GridAxis, ...] = (*grid, *(1,) * (3 - len(grid)))
+        if any(isinstance(a, int) and a < 1 for a in axes):
+            raise VulkanError(f"{kernel.name}: grid {tuple(grid)} has an axis of no groups")
+        most = tuple(a if isinstance(a, int) else a.most for a in axes)
+        limit = self.device.max_groups
+        if any(m > n for m, n in zip(most, limit, strict=True)):
+            raise VulkanError(f"{kernel.name}: grid of up to {most} groups is over this device's limit {tuple(limit)}")
+        # A live axis of at most one group needs no indirection: kernels guard their rows against control themselves.
+        fixed = tuple(1 if isinstance(a, Live) and a.most == 1 else a for a in axes)
+        entry = None
+        if any(isinstance(a, Live) for a in fixed):
+            entry = self._entries.setdefault(fixed, len(self._entries))
+        self._dispatches.append(Dispatch(kernel, (self.control, *reads), tuple(writes), bytes(push),
+                                         (most[0], most[1], most[2]), entry, self.step))
+
+    def finish(self) -> Recording:
+        """Insert the grid kernel where grids must be computed, and the barriers."""
+        dispatches = self._with_grids()
+        return Recording(dispatches, hazards(dispatches, self.grid_slice), self._table(), self._scratch_most)
+
+    @property
+    def grid_slice(self) -> Slice:
+        return Slice(self.grid_buffer, 0, 4 * GRID_WORDS * len(self._entries))
+
+    @property
+    def _table_slice(self) -> Slice:
+        return Slice(self.table_buffer, 0, 4 * TABLE_WORDS * len(self._entries))
+
+    def _table(self) -> list[int]:
+        words: list[int] = []
+        for axes in self._entries:
+            for axis in axes:
+                if isinstance(axis, Live):
+                    words += [CONTROL[axis.extent] | axis.per << 8, axis.most]
+                else:
+                    words += [_FIXED, axis]
+            words += [0, 0]
+        return words
+
+    def _with_grids(self) -> list[Dispatch]:
+        """The grid kernel runs at the start and after each step that writes control, where indirect grids follow."""
+        out: list[Dispatch] = []
+        stale = True
+        for d in self._dispatches:
+            if d.entry is not None and stale:
+                count = len(self._entries)
+                out.append(Dispatch(self.kernel("grid"), (self.control, self._table_slice), (self.grid_slice,),
+                                    struct.pack("<II", 0, count), (-(-count // 64), 1, 1), None, d.step))
+                stale = False
+            out.append(d)
+            stale = stale or any(w.overlaps(self.control) for w in d.writes)
+        return out
+
+
+def hazards(dispatches: Sequence[Dispatch], grids: Slice) -> list[Barrier | None]:
+    """The barrier that each dispatch needs before it, or None: it touches a range that something since the last barrier
+    has written, or it writes a range that something has read. `grids` holds the indirect dispatches' sizes."""
+    out: list[Barrier | None] = []
+    reads: list[Slice] = []
+    writes: list[Slice] = []
+    indirect_read = False
+    for d in dispatches:
+        gets = (*d.reads, grids) if d.entry is not None else d.reads
+        clash = _overlap(d.writes, reads) or _overlap(d.writes, writes) or _overlap(gets, writes)
+        if clash:
+            out.append(Barrier(from_indirect=indirect_read, to_indirect=_overlap((grids,), writes)))
+            reads, writes, indirect_read = [], [], False
+        else:
+            out.append(None)
+        reads += gets
+        writes += d.writes
+        indirect_read = indirect_read or d.entry is not None
+    return out
+
+
+def _overlap(some: Sequence[Slice], others: Sequence[Slice]) -> bool:
+    return any(a.overlaps(b) for a in some for b in others)

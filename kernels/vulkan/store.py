@@ -1,0 +1,174 @@
+"""Named tensors of a Vulkan device: stored, written, read, freed, and guarded in tests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hybrid.spec.device import Counters
+from hybrid.spec.plan import TensorDecl
+from hybrid.spec.tensor import Tensor
+from kernels.vulkan.memory import Memory, Slice, align_up
+from kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, part_bytes, rows_of, split_rows
+from kernels.vulkan.transfer import Transfer
+
+GUARD_BYTE = 0xA5
+# io tensors that only the host reads: cached host memory, which kernels write to but do not read.
+HOST_READ = ("history",)
+
+
+class Storage(ABC):
+    """The memory half of VulkanDevice."""
+
+    counters: Counters
+
+    def __init__(self, memory: Memory, transfer: Transfer, max_range: int, guard: int) -> None:
+        self.memory_pool, self.transfer, self.max_range, self.guard = memory, transfer, max_range, guard
+        self._tensors: dict[str, DeviceTensor] = {}
+        self._kinds: dict[str, str] = {}
+        self._allocations: dict[str, list[tuple[Slice, str]]] = {}
+        self._guards: dict[str, list[Slice]] = {}
+
+    @abstractmethod
+    def wait(self, ticket: int | None = None) -> None:
+        """Until that submit, or everything submitted, has finished."""
+
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Callable[[], Tensor]] = ()) -> None:
+        """Allocate a weight, state or io tensor; fill it with `value`, with the rows of `parts`, or with zeros."""
+        if decl.name in self._tensors:
+            raise ValueError(f"tensor {decl.name} is already stored on this device")
+        if decl.kind == "activation":
+            raise ValueError(f"{decl.name} is an activation: it lives in the arena (reserve), not in a stored tensor")
+        pool = "device"
+        if decl.kind == "io" and decl.dtype != "f32":  # computed numbers stay in device memory and are copied out
+            pool = "read" if decl.name in HOST_READ else "shared"
+        self.add(decl, pool)
+        try:
+            row = 0
+            for make in (lambda: value,) if value is not None else parts:
+                piece = make()
+                assert piece is not None
+                self._put_rows(decl.name, piece, row, fresh=True)
+                row += rows_of(piece.shape)
+            if row == 0:
+                for chunk in self._tensors[decl.name].chunks:
+                    for part in chunk.parts:
+                        self.fill(part, 0)
+            elif row != rows_of(decl.shape):
+                raise ValueError(f"{decl.name} has {rows_of(decl.shape)} rows, its parts gave {row}")
+        except BaseException:
+            self.drop(decl.name)
+            raise
+
+    def write(self, name: str, value: Tensor, row: int = 0) -> None:
+        """Overwrite rows from `row` on. io: at once (a plan that is running may see it); state and weights: in order
+        with submits."""
+        self._put_rows(name, value, row)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
+        """Copy of rows start..stop, after everything submitted (or only after `ticket`, for mapped io)."""
+        tensor = self.tensor(name)
+        rows = rows_of(tensor.shape)
+        stop = rows if stop is None else stop
+        if not 0 <= start <= stop <= rows:
+            raise ValueError(f"{name} has {rows} rows; there are no rows {start}..{stop}")
+        out = Tensor.empty(tensor.dtype, (stop - start, *tensor.shape[1:]) if tensor.shape else ())
+        self.wait(ticket)
+        for piece, host in tensor.spans(start, out):
+            if piece.buffer.view is not None:
+                host[:] = piece.bytes
+            else:
+                self.transfer.download(piece, host)
+            self.counters.bytes_down += host.size
+        return out
+
+    def tensor(self, name: str) -> DeviceTensor:
+        """A stored tensor by name."""
+        if name not in self._tensors:
+            raise KeyError(f"no tensor {name!r} is stored on this device")
+        return self._tensors[name]
+
+    def drop(self, name: str) -> None:
+        """Free a stored tensor. Waits; programs that use it must not run again."""
+        self.wait()
+        self._tensors.pop(name, None)
+        self._kinds.pop(name, None)
+        self._guards.pop(name, None)
+        for piece, purpose in self._allocations.pop(name, []):
+            self.memory_pool.release(piece, purpose)
+
+    def add(self, decl: TensorDecl, pool: str) -> DeviceTensor:
+        """Memory for a tensor under its name, contents undefined. Slices for every chunk and part, each with guard bytes around it if the device was opened with them."""
+        purpose, chunks = PURPOSE[decl.kind], []
+        held = self._allocations.setdefault(decl.name, [])
+        for row, rows in split_rows(decl, self.max_range):
+            parts = []
+            shape = (rows, *decl.shape[1:]) if decl.shape else ()
+            for size in part_bytes(decl.dtype, shape):
+                front = align_up(self.guard)
+                body = align_up(size + self.guard) if self.guard else size
+                whole = self.memory_pool.allocate(front + body, purpose, pool)
+                held.append((whole, purpose))
+                if self.guard:
+                    around = [Slice(whole.buffer, whole.offset, front),
+                              Slice(whole.buffer, whole.offset + front + size, whole.size - front - size)]
+                    for piece in around:
+                        self.put(piece, np.full(piece.size, GUARD_BYTE, np.uint8))
+                    self._guards.setdefault(decl.name, []).extend(around)
+                parts.append(Slice(whole.buffer, whole.offset + front, size))
+            chunks.append(Chunk(row, rows, tuple(parts)))
+        self._kinds[decl.name] = decl.kind
+        self._tensors[decl.name] = DeviceTensor(decl.name, decl.dtype, decl.shape, tuple(chunks))
+        return self._tensors[decl.name]
+
+    def _put_rows(self, name: str, value: Tensor, row: int, fresh: bool = False) -> None:
+        tensor = self.tensor(name)
+        if value.dtype != tensor.dtype or value.shape[1:] != tensor.shape[1:]:
+            raise ValueError(f"{name} is {tensor.dtype}{list(tensor.shape)}; {value.dtype}{list(value.shape)} cannot be "
+                             "written into its rows")
+        if row < 0 or row + rows_of(value.shape) > rows_of(tensor.shape):
+            raise ValueError(f"{name} has {rows_of(tensor.shape)} rows; {rows_of(value.shape)} from row {row} on do not fit")
+        if not all(p.flags.c_contiguous for p in value.parts):
+            value = Tensor(value.dtype, value.shape, tuple(p.copy() for p in value.parts))
+        direct = fresh or self._kinds[name] == "io"
+        for piece, host in tensor.spans(row, value):
+            if direct:
+                self.put(piece, host)
+            else:
+                self.transfer.upload(piece, host)
+            self.counters.bytes_up += host.size
+
+    def put(self, target: Slice, data: np.ndarray) -> None:
+        """Bytes into device memory: straight into mapped memory, else through staging in queue order."""
+        if target.buffer.view is not None:
+            target.bytes[:] = data
+        else:
+            self.transfer.upload(target, data)
+
+    def fill(self, target: Slice, byte: int) -> None:
+        if target.buffer.view is not None:
+            target.bytes[:] = byte
+        else:
+            self.transfer.fill(target, byte)
+
+    def slices(self, names: Sequence[str]) -> list[Slice]:
+        """All slices of tensors by name."""
+        return [p for name in names for c in self.tensor(name).chunks for p in c.parts]
+
+    def check_guards(self) -> list[str]:
+        """Names of the tensors around which a guard byte has changed; waits for everything submitted."""
+        self.wait()
+        damaged = []
+        for name, pieces in self._guards.items():
+            for piece in pieces:
+                data = np.empty(piece.size, np.uint8)
+                if piece.buffer.view is not None:
+                    data[:] = piece.bytes
+                else:
+                    self.transfer.download(piece, data)
+                if (data != GUARD_BYTE).any():
+                    damaged.append(name)
+                    break
+        return damaged

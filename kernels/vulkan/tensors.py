@@ -1,0 +1,98 @@
+"""Named tensors in device memory: how a declaration's parts and rows lie in slices, and the copies in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid.spec.dtypes import DTYPES
+from hybrid.spec.plan import TensorDecl
+from hybrid.spec.tensor import Tensor
+from kernels.vulkan.api import VulkanError
+from kernels.vulkan.memory import Slice
+
+PURPOSE = {"weight": "weights", "state": "state", "io": "io", "activation": "activations"}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows row..row+rows of a tensor: one slice for each part of its storage type."""
+
+    row: int
+    rows: int
+    parts: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTensor:
+    """A tensor as bindings see it. One chunk, except for weights larger than a device's storage-buffer range."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def parts(self) -> tuple[Slice, ...]:
+        """The slices of a tensor that is not split."""
+        if len(self.chunks) != 1:
+            raise VulkanError(f"{self.name} {self.shape} is split into {len(self.chunks)} chunks of rows on this device; "
+                              "its binding must go through .chunks")
+        return self.chunks[0].parts
+
+    def prefix(self, shape: tuple[int, ...]) -> DeviceTensor:
+        """The first rows of this tensor, as a smaller bucket declares it: same trailing axes, fewer rows."""
+        if shape == self.shape:
+            return self
+        if not shape or shape[1:] != self.shape[1:] or shape[0] > self.shape[0]:
+            raise ValueError(f"{self.name} is stored with shape {self.shape}; a plan may declare its first rows, not "
+                             f"{shape}")
+        parts = tuple(Slice(s.buffer, s.offset, n) for s, n in
+                      zip(self.parts, part_bytes(self.dtype, shape), strict=True))
+        return DeviceTensor(self.name, self.dtype, shape, (Chunk(0, shape[0], parts),))
+
+    def spans(self, row: int, value: Tensor) -> Iterator[tuple[Slice, np.ndarray]]:
+        """(device bytes, host bytes) of the rows row.. that `value` covers, chunk by chunk, part by part.
+
+        The host arrays are views of `value` where it is contiguous: write from them, or read into them.
+        """
+        stop = row + rows_of(value.shape)
+        for chunk in self.chunks:
+            first, last = max(row, chunk.row), min(stop, chunk.row + chunk.rows)
+            if first >= last:
+                continue
+            for piece, array in zip(chunk.parts, value.parts, strict=True):
+                if not array.flags.c_contiguous:
+                    raise ValueError(f"{self.name}: the host array must be contiguous")
+                per = array.nbytes // max(1, rows_of(value.shape))
+                host = array.reshape(-1).view(np.uint8)[(first - row) * per : (last - row) * per]
+                start = piece.offset + (first - chunk.row) * per
+                yield Slice(piece.buffer, start, host.size), host
+
+
+def rows_of(shape: tuple[int, ...]) -> int:
+    return shape[0] if shape else 1
+
+
+def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
+    """Bytes of each part, without padding."""
+    t = DTYPES[dtype]
+    return [int(np.prod(t.part_shape(p, shape), dtype=np.int64)) * p.dtype.itemsize for p in t.parts]
+
+
+def split_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int]]:
+    """(first row, rows) of the chunks of a tensor, each within `max_range` bytes per part. Only weights may be split."""
+    rows, sizes = rows_of(decl.shape), part_bytes(decl.dtype, decl.shape)
+    if max(sizes) <= max_range:
+        return [(0, rows)]
+    if decl.kind != "weight":
+        raise VulkanError(f"{decl.name} ({decl.kind} {decl.dtype}{list(decl.shape)}) takes {max(sizes)} bytes, more than a "
+                          f"storage buffer of this device may have ({max_range}); use a smaller context or fewer rows")
+    most = max_range * rows // max(sizes)
+    if most < 1:
+        raise VulkanError(f"{decl.name}: one row is larger than a storage buffer of this device may be ({max_range} bytes)")
+    # Whole tiles in all but the last chunk.
+    most -= most % 64 if most >= 64 else most % 16 if most >= 16 else 0
+    return [(row, min(most, rows - row)) for row in range(0, rows, most)]

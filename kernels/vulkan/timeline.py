@@ -1,0 +1,158 @@
+"""The logical device: queue, command buffers, timeline of submits. What is under the tensors and plans of device.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from hybrid.spec.device import Counters
+from kernels.vulkan.api import VulkanError, VulkanUnavailable, check, ffi, lib, vk
+from kernels.vulkan.features import choose_subgroup, enabled_chain, query
+from kernels.vulkan.instance import Instance, select, validation_mode
+
+TIMEOUT_S = 600.0
+_POLL_NS = 200_000_000  # waits return to Python now and then, so that Ctrl-C is seen
+_ALL_STAGES, _ALL_READS, _ALL_WRITES = 0x10000, 0x8000, 0x10000
+
+
+class Queue:
+    """One compute queue of one device. Every submit gets the next ticket of a timeline semaphore.
+
+    The attributes are the device's: `info`, `report` (features and limits), `subgroup_size`, `counters`, and
+    `validation_messages` (what the validation layer said, if it is on).
+    """
+
+    def __init__(self, selector: str, validation: bool | str | None, timeout: float) -> None:
+        self.counters = Counters()
+        self.validation_messages: list[str] = []
+        self.timeout = timeout
+        self.handle: Any = None
+        self.pool: Any = None
+        self.timeline: Any = None
+        self.lost = False
+        self.validation = validation_mode(validation)
+        self.instance = Instance(self.validation, self.validation_messages.append)
+        try:
+            self.info = select(self.instance.devices(), selector)
+            self.report = query(self.info.handle)
+            self.report.demand(self.info.label)
+            self.subgroup_size = choose_subgroup(self.report)
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        families = vk.vkGetPhysicalDeviceQueueFamilyProperties(self.info.handle)
+        compute = [i for i, f in enumerate(families) if f.queueFlags & vk.VK_QUEUE_COMPUTE_BIT]
+        if not compute:
+            raise VulkanUnavailable(f"{self.info.label} has no queue that computes; choose another device")
+        # The first compute family is the general one: on every driver it also copies and takes timestamps.
+        family = compute[0]
+        self.timestamp_bits = families[family].timestampValidBits
+        features, extensions, keep = enabled_chain(self.report)
+        wanted = vk.VkDeviceQueueCreateInfo(queueFamilyIndex=family, queueCount=1, pQueuePriorities=[1.0])
+        info = vk.VkDeviceCreateInfo(pNext=features, queueCreateInfoCount=1, pQueueCreateInfos=[wanted],
+                                     enabledExtensionCount=len(extensions), ppEnabledExtensionNames=extensions)
+        out = ffi.new("VkDevice *")
+        check(lib.vkCreateDevice(self.info.handle, ffi.addressof(info), ffi.NULL, out), f"opening {self.info.label}")
+        del keep
+        self.handle = out[0]
+        self.queue = vk.vkGetDeviceQueue(self.handle, family, 0)
+        self.pool = vk.vkCreateCommandPool(self.handle, vk.VkCommandPoolCreateInfo(
+            queueFamilyIndex=family, flags=vk.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT), None)
+        kind = vk.VkSemaphoreTypeCreateInfo(semaphoreType=vk.VK_SEMAPHORE_TYPE_TIMELINE, initialValue=0)
+        self.timeline = vk.vkCreateSemaphore(self.handle, vk.VkSemaphoreCreateInfo(pNext=kind), None)
+        self.ticket = 0
+        # Prepared once: a submit or a wait then only changes a number.
+        self._semaphore = ffi.new("VkSemaphore[1]", [self.timeline])
+        self._value = ffi.new("uint64_t[1]")
+        self._signal = ffi.new("VkTimelineSemaphoreSubmitInfo *", {
+            "sType": vk.VK_STRUCTURE_TYPE_TIMELINE_SEMAPHORE_SUBMIT_INFO, "signalSemaphoreValueCount": 1,
+            "pSignalSemaphoreValues": self._value})
+        self._awaited = ffi.new("uint64_t[1]")
+        self._wait = ffi.new("VkSemaphoreWaitInfo *", {
+            "sType": vk.VK_STRUCTURE_TYPE_SEMAPHORE_WAIT_INFO, "semaphoreCount": 1, "pSemaphores": self._semaphore,
+            "pValues": self._awaited})
+        self._barrier = ffi.new("VkMemoryBarrier *", {
+            "sType": vk.VK_STRUCTURE_TYPE_MEMORY_BARRIER, "srcAccessMask": _ALL_WRITES,
+            "dstAccessMask": _ALL_READS | _ALL_WRITES})
+
+    def command_buffer(self) -> Any:
+        info = vk.VkCommandBufferAllocateInfo(commandPool=self.pool, level=vk.VK_COMMAND_BUFFER_LEVEL_PRIMARY,
+                                              commandBufferCount=1)
+        out = ffi.new("VkCommandBuffer *")
+        check(lib.vkAllocateCommandBuffers(self.handle, ffi.addressof(info), out), "allocating a command buffer")
+        return out[0]
+
+    def free_command(self, command: Any) -> None:
+        lib.vkFreeCommandBuffers(self.handle, self.pool, 1, ffi.new("VkCommandBuffer[1]", [command]))
+
+    def barrier_all(self, command: Any) -> None:
+        """Everything before (host and copies included) is done and visible to everything after, the host included."""
+        host = vk.VK_PIPELINE_STAGE_HOST_BIT
+        lib.vkCmdPipelineBarrier(command, _ALL_STAGES, _ALL_STAGES | host, 0, 1, self._barrier, 0, ffi.NULL, 0, ffi.NULL)
+
+    def submit_info(self, command: Any, times: int = 1) -> Any:
+        """What submit() takes: the same command buffer `times` times, then the ticket."""
+        if times < 1:
+            raise ValueError(f"a plan is submitted 1 or more times, not {times}")
+        commands = ffi.new("VkCommandBuffer[]", [command] * times)
+        info = ffi.new("VkSubmitInfo *", {
+            "sType": vk.VK_STRUCTURE_TYPE_SUBMIT_INFO, "pNext": self._signal, "commandBufferCount": times,
+            "pCommandBuffers": commands, "signalSemaphoreCount": 1, "pSignalSemaphores": self._semaphore})
+        return info, commands  # the struct points into the array: they live together
+
+    def submit_now(self, info: Any) -> int:
+        """vkQueueSubmit; returns its ticket."""
+        if self.handle is None:
+            raise VulkanError("the device is closed")
+        self._value[0] = self.ticket + 1
+        self._check(lib.vkQueueSubmit(self.queue, 1, info[0], ffi.NULL), "submitting")
+        self.ticket += 1
+        self.counters.submits += 1
+        return self.ticket
+
+    def wait_ticket(self, ticket: int) -> None:
+        """Until that submit has finished. Raises DeviceLost, or VulkanError after `timeout` seconds."""
+        if ticket <= 0 or self.handle is None:
+            return
+        self._awaited[0] = ticket
+        result = lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)
+        if result == vk.VK_TIMEOUT:
+            end = time.monotonic() + self.timeout
+            while result == vk.VK_TIMEOUT:
+                if time.monotonic() > end:
+                    raise VulkanError(f"submit {ticket} has not finished after {self.timeout:.0f} s on {self.info.label}: a "
+                                      "kernel hangs, or the work is too large for this device (HYBRID_VULKAN_TIMEOUT "
+                                      "sets the seconds)")
+                result = lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)
+        self._check(result, f"waiting for submit {ticket}")
+
+    def _check(self, result: int, doing: str) -> None:
+        self.lost = self.lost or result == vk.VK_ERROR_DEVICE_LOST
+        check(result, doing)
+
+    def check_validation(self) -> None:
+        """Raise with what the validation layer has reported so far, if anything."""
+        if self.validation_messages:
+            found = list(dict.fromkeys(self.validation_messages))
+            self.validation_messages.clear()
+            raise VulkanError(f"the Vulkan validation layer reported {len(found)} problems:\n" + "\n".join(found))
+
+    def close(self) -> None:
+        """Destroy the queue's objects, the device and the instance; harmless when called again."""
+        if self.handle is not None:
+            if self.timeline is not None:
+                vk.vkDestroySemaphore(self.handle, self.timeline, None)
+            if self.pool is not None:
+                vk.vkDestroyCommandPool(self.handle, self.pool, None)
+            vk.vkDestroyDevice(self.handle, None)
+            self.handle = self.pool = self.timeline = None
+        self.instance.close()
+
+
+def default_timeout() -> float:
+    """Seconds that a wait may take: HYBRID_VULKAN_TIMEOUT, or ten minutes (a long prefill on a CPU driver)."""
+    return float(os.environ.get("HYBRID_VULKAN_TIMEOUT", TIMEOUT_S))

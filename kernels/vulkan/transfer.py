@@ -1,0 +1,127 @@
+"""Copies between host arrays and device memory through a ring of mapped chunks, in queue order.
+
+Uploads are packed into a chunk and submitted together: when it is full, and before anything else is submitted. The
+chunks are used in turn, so that the host fills one while the device copies from another.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.vulkan.api import vk
+from kernels.vulkan.memory import MIB, Memory, Slice, align_up
+
+if TYPE_CHECKING:
+    from kernels.vulkan.device import VulkanDevice
+
+CHUNK_BYTES = 8 * MIB
+SLOTS = 3
+
+
+class _Slot:
+    __slots__ = ("command", "copies", "staging", "ticket", "used")
+
+    def __init__(self, command: Any, staging: Slice) -> None:
+        self.command, self.staging = command, staging
+        self.ticket, self.used = 0, 0
+        self.copies: list[tuple[Any, int, int, int]] = []  # destination, its offset, staging offset, bytes
+
+
+class Transfer:
+    """One per device. `chunk` is the size of a staging chunk in bytes."""
+
+    def __init__(self, device: VulkanDevice, memory: Memory, chunk: int = CHUNK_BYTES) -> None:
+        self.device, self.memory, self.chunk = device, memory, chunk
+        self.slots: list[_Slot] = []
+        self.turn = 0
+        self.pending = False
+
+    def _slot(self) -> _Slot:
+        """The chunk in turn, free for the host. Made when first needed: mapped devices hardly need any."""
+        if not self.slots:
+            for _ in range(SLOTS):
+                staging = self.memory.allocate(self.chunk, "staging", "read")
+                self.slots.append(_Slot(self.device.command_buffer(), staging))
+        slot = self.slots[self.turn]
+        if not slot.copies:
+            self.device.wait_ticket(slot.ticket)
+        return slot
+
+    def upload(self, target: Slice, data: np.ndarray) -> None:
+        """Write bytes (u8 array) to the start of `target`; in force for everything submitted later."""
+        done = 0
+        while done < data.size:
+            slot = self._slot()
+            n = min(data.size - done, self.chunk - slot.used)
+            if n == 0:
+                self.flush()
+                continue
+            start = slot.staging.offset + slot.used
+            slot.staging.bytes[slot.used : slot.used + n] = data[done : done + n]
+            slot.copies.append((target.buffer, target.offset + done, start, n))
+            slot.used = min(self.chunk, align_up(slot.used + n))
+            self.pending = True
+            done += n
+
+    def flush(self) -> None:
+        """Submit the uploads that are waiting."""
+        if not self.pending:
+            return
+        slot = self.slots[self.turn]
+        self._begin(slot)
+        for buffer, offset, start, n in slot.copies:
+            region = vk.VkBufferCopy(srcOffset=start, dstOffset=offset, size=n)
+            vk.vkCmdCopyBuffer(slot.command, slot.staging.buffer.handle, buffer.handle, 1, [region])
+        self._submit(slot)
+        slot.copies, slot.used, self.pending = [], 0, False
+        self.turn = (self.turn + 1) % SLOTS
+
+    def download(self, source: Slice, out: np.ndarray) -> None:
+        """Copy `source` into bytes (u8 array), after everything submitted so far."""
+        self.flush()
+        waiting: list[tuple[_Slot, int, int]] = []
+
+        def collect() -> None:
+            slot, start, n = waiting.pop(0)
+            self.device.wait_ticket(slot.ticket)
+            out[start : start + n] = slot.staging.bytes[:n]
+
+        for start in range(0, out.size, self.chunk):
+            if len(waiting) == SLOTS:
+                collect()
+            slot, n = self._slot(), min(self.chunk, out.size - start)
+            self._begin(slot)
+            region = vk.VkBufferCopy(srcOffset=source.offset + start, dstOffset=slot.staging.offset, size=n)
+            vk.vkCmdCopyBuffer(slot.command, source.buffer.handle, slot.staging.buffer.handle, 1, [region])
+            self._submit(slot)
+            waiting.append((slot, start, n))
+            self.turn = (self.turn + 1) % SLOTS
+        while waiting:
+            collect()
+
+    def fill(self, target: Slice, byte: int) -> None:
+        """Set every byte of `target`, in queue order."""
+        words = target.size // 4 * 4  # the command fills whole words
+        if words:
+            self.flush()
+            slot = self._slot()
+            self._begin(slot)
+            vk.vkCmdFillBuffer(slot.command, target.buffer.handle, target.offset, words, byte * 0x01010101)
+            self._submit(slot)
+            self.turn = (self.turn + 1) % SLOTS
+        if words < target.size:
+            tail = Slice(target.buffer, target.offset + words, target.size - words)
+            self.upload(tail, np.full(tail.size, byte, np.uint8))
+
+    def _begin(self, slot: _Slot) -> None:
+        vk.vkBeginCommandBuffer(slot.command, vk.VkCommandBufferBeginInfo(
+            flags=vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT))
+        self.device.barrier_all(slot.command)
+
+    def _submit(self, slot: _Slot) -> None:
+        self.device.barrier_all(slot.command)
+        vk.vkEndCommandBuffer(slot.command)
+        slot.ticket = self.device.submit_command(slot.command)
+        self.device.counters.recordings += 1
