@@ -1,0 +1,84 @@
+"""Metadata of a GGUF file that we write: everything that llama.cpp and our own reader need to load it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gguf import GGUFWriter
+
+from hybrid.checkpoint.base import Checkpoint
+from hybrid.checkpoint.families import FAMILIES
+from hybrid.checkpoint.gguf_file import padding_piece
+from hybrid.tokenizer import NORMAL, SPACE, UNUSED, USER_DEFINED, Tokenizer
+
+FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
+_QUANTIZATION_VERSION = 2
+_PADDING_SCORE = -10000.0
+
+
+def write_metadata(writer: GGUFWriter, source: Checkpoint, dtype: str) -> None:
+    """All keys of `source`: general, hyper-parameters, tokenizer, chat template, recommended sampling."""
+    writer.add_type("model")
+    writer.add_name(source.name)
+    writer.add_file_type(FILE_TYPES[dtype])
+    writer.add_quantization_version(_QUANTIZATION_VERSION)
+    family = next(f for f in FAMILIES if f.name == source.hparams.family)
+    for key, value in family.gguf_fields(source.hparams).items():
+        _add(writer, f"{family.gguf_architecture}.{key}", value)
+    sampling = source.generation
+    for key, number in (("temp", sampling.temperature), ("top_p", sampling.top_p)):
+        if number is not None:
+            writer.add_float32(f"general.sampling.{key}", number)
+    if sampling.top_k is not None:
+        writer.add_int32("general.sampling.top_k", sampling.top_k)
+    _write_tokenizer(writer, source.tokenizer, source.hparams.vocab, source.generation.eos_ids)
+    if source.chat_template:
+        writer.add_chat_template(source.chat_template)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _write_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_ids: tuple[int, ...]) -> None:
+    """The vocabulary, padded to the embedding's rows as other engines demand."""
+    v = tokenizer.vocabulary
+    pieces, scores, types = list(v.pieces), list(v.scores), list(v.types)
+    for index, piece in enumerate(pieces):
+        if types[index] == USER_DEFINED:
+            # GGUF's user-defined pieces match real spaces; SentencePiece's with real spaces match nothing: as
+            # normal pieces they keep doing so (text reaches the merges with U+2581).
+            types[index] = NORMAL if " " in piece else USER_DEFINED
+            pieces[index] = piece.replace(SPACE, " ")
+    for index in range(len(pieces), rows):
+        pieces.append(padding_piece(index))
+        scores.append(_PADDING_SCORE)
+        types.append(UNUSED)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([p.encode("utf-8", "surrogateescape") for p in pieces])
+    writer.add_token_scores([float(s) for s in scores])
+    writer.add_token_types([int(t) for t in types])
+    turn = tokenizer.token_id("<end_of_turn>")
+    ends = [i for i in (*eos_ids, turn) if i is not None and i != v.eos_id and i in tokenizer.eos_ids]
+    for add, token in (
+        (writer.add_bos_token_id, v.bos_id),
+        (writer.add_eos_token_id, v.eos_id),
+        (writer.add_eot_token_id, ends[0] if ends else None),
+        (writer.add_unk_token_id, v.unk_id),
+        (writer.add_pad_token_id, v.pad_id),
+    ):
+        if token is not None:
+            add(token)
+    writer.add_add_bos_token(v.bos_id is not None)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(v.add_space_prefix)
