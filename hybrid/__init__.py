@@ -1,0 +1,25 @@
+"""Gemma through declared, proved kernels.
+
+    import hybrid
+    with hybrid.load("model.gguf") as model:
+        for piece in model.generate("The asyncio module provides", max_tokens=64):
+            print(piece, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid.model import Model, load
+
+__all__ = ["Model", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    # Backends, NumPy and the file readers are imported by the first load, not by `import hybrid`.
+    if name in __all__:
+        from hybrid import model
+
+        return getattr(model, name)
+    raise AttributeError(f"module 'hybrid' has no attribute {name!r}")

@@ -1,0 +1,67 @@
+"""What a plan costs, by the declarations of its operations: arithmetic, bytes moved, memory held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybrid.spec.op import load_ops
+from hybrid.spec.plan import Plan, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one step, or a sum: operations, and bytes that must move to and from memory."""
+
+    flops: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.nbytes + other.nbytes)
+
+
+def step_cost(plan: Plan, step: Step, context: int | None = None) -> Cost:
+    """Cost of a step when the longest sequence has `context` positions (default: as many as its table covers)."""
+    op = load_ops()[step.op]
+    bind = dict(step.bind)
+    if context is not None and "MB" in bind and "BS" in bind:
+        bind["MB"] = max(1, min(bind["MB"], -(-context // bind["BS"])))
+    dtypes = {key: plan.tensors[name].dtype for key, name in step.args.items()}
+    return Cost(op.flops(bind, step.attrs), op.nbytes(bind, dtypes, step.attrs))
+
+
+def plan_cost(plan: Plan, context: int | None = None) -> Cost:
+    return sum((step_cost(plan, s, context) for s in plan.steps), Cost())
+
+
+def memory(plan: Plan) -> dict[str, int]:
+    """Bytes by purpose, every tensor of the plan once; activations share one arena."""
+    held = {"weights": 0, "tables": 0, "kv": 0, "state": 0, "io": 0}
+    for name, decl in plan.tensors.items():
+        if decl.kind == "activation":
+            continue
+        held[_purpose(name, decl.kind)] += decl.nbytes
+    return {**held, "activations": plan.arena_bytes}
+
+
+def _purpose(name: str, kind: str) -> str:
+    if kind == "weight":
+        return "tables" if name.startswith("rope.") else "weights"
+    if kind == "state":
+        return "kv" if name.startswith("kv.") else "state"
+    return kind
+
+
+def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
+    """Storage types in use: of matrices, of their inputs, of the KV cache."""
+    ops = load_ops()
+    weights, acts, kv = set(), set(), set()
+    for step in plan.steps:
+        op = ops[step.op]
+        names = {k: plan.tensors[n] for k, n in step.args.items()}
+        matrices = [k for k, d in names.items() if d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.")]
+        weights |= {names[k].dtype for k in matrices}
+        if matrices and "x" in op.inputs:
+            acts |= {names[k].dtype for k in ("x", "h") if k in names}
+        kv |= {d.dtype for d in names.values() if d.name.startswith("kv.")}
+    return {"weights": tuple(sorted(weights)), "activations": tuple(sorted(acts)), "kv": tuple(sorted(kv))}

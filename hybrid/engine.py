@@ -1,0 +1,317 @@
+"""Runs plans: weights, tables and cache on one device, prompts in chunks, one token per sequence and pass.
+
+After warm-up a pass is one submit. Tokens, positions and choices stay on the device; the host reads a token from
+`history` once its pass is done, while the next pass may already run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from hybrid.batch import Chunk, bucket_of, buckets, chunks
+from hybrid.checkpoint import Checkpoint
+from hybrid.kv import BlockTables, CacheShape, ContextExceeded
+from hybrid.planner import PrecisionName, Target, plan, segments
+from hybrid.rope import rope_table
+from hybrid.sampling import Sampling
+from hybrid.spec.device import Counters, Device, Program, StepTime
+from hybrid.spec.errors import SpecError
+from hybrid.spec.plan import CONTROL, CONTROL_WORDS, Plan, TensorDecl
+from hybrid.spec.schedule import Phase, Schedule, find_schedule
+from hybrid.spec.tensor import Tensor
+from hybrid.weights import stored_types, upload
+
+DEFAULT_CTX = 4096
+CHUNK = 512
+LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One timed submit: seconds on the host's clock, and the device's times of its steps (of its last repetition)."""
+
+    plan: str
+    begin: float
+    seconds: float
+    steps: tuple[StepTime, ...]
+
+
+class Engine:
+    """One checkpoint on one device, for up to `slots` sequences at a time.
+
+    ctx: positions per sequence (default: the model's, at most 4096). chunk: rows of a prefill pass.
+    weights: convert matrices to this type when loading. n_tokens: ids that may be chosen (default: the tokenizer's).
+    profile: time every step, at the cost of a wait after each pass (`trace`). Closes neither the checkpoint nor the device.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        schedule: Schedule | None = None,
+        *,
+        precision: PrecisionName = "auto",
+        kv: Literal["auto", "f32", "f16"] = "auto",
+        weights: str | None = None,
+        ctx: int | None = None,
+        slots: int = 1,
+        chunk: int = CHUNK,
+        n_tokens: int | None = None,
+        profile: bool = False,
+        progress: bool = False,
+    ) -> None:
+        hp = checkpoint.hparams
+        ctx = min(hp.context_length, DEFAULT_CTX) if ctx is None else ctx
+        if not 1 <= ctx <= hp.context_length:
+            raise ValueError(f"ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
+        most = max(min(chunk, ctx), slots)
+        self.device, self.checkpoint, self.profile = device, checkpoint, profile
+        self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(most, ctx), slots)
+        self.tables = BlockTables(self.cache)
+        self.target = Target(
+            schedule or find_schedule(hp.family), hp, stored_types(checkpoint, weights), self.cache,
+            min(hp.vocab, checkpoint.tokenizer.n_tokens if n_tokens is None else n_tokens), precision, kv, device.name.split(":")[0].split(" ")[0],
+        )
+        self.row_buckets = buckets(most)
+        self.out_buckets = buckets(slots)
+        self.logits_rows = _within(self.row_buckets, LOGITS_BYTES // (4 * hp.vocab))
+        self.hidden_rows = _within(self.row_buckets, HIDDEN_BYTES // (4 * hp.hidden * (hp.n_layers + 1)))
+        self.positions: dict[int, int] = {}
+        """Live slot -> position of its next token."""
+        self.prefilled = Counters()
+        """The device's counters after the last prefill: decoding is what came since."""
+        self.trace: list[Pass] = []
+        """With profile: every pass so far."""
+        self._programs: dict[tuple[object, ...], Program] = {}
+        self._decoding: tuple[int, ...] | None = None
+        self._stored: set[str] = set()
+        self._prepare(progress)
+
+    # ------------------------------------------------------------------------------------------------------ sequences
+    def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None) -> int:
+        """Reserve a slot and the cache for a sequence of at most `length` tokens (default: the context)."""
+        slot = self.tables.admit(self.cache.ctx if length is None else length, slot)
+        self._settle()
+        for group in self.tables.tables:
+            if f"block_table.{group}" in self._stored:
+                self.device.write(f"block_table.{group}", Tensor.of(self.tables.row(group, slot)), slot)
+        self.device.write("params", Tensor.of((sampling or Sampling()).words()), slot)
+        self.positions[slot] = 0
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Forget a sequence; its cache may be given to another."""
+        self.tables.release(slot)
+        del self.positions[slot]
+        self._decoding = None
+
+    # --------------------------------------------------------------------------------------------------------- passes
+    def submit_prefill(self, prompts: Mapping[int, Sequence[int]]) -> int:
+        """Run prompts {slot: ids} of admitted slots, after what they hold already; returns the last pass's ticket.
+
+        When it is done, `token(slot, n)` is the token chosen after the n ids so far.
+        """
+        self._check(prompts)
+        ticket = 0
+        for chunk in chunks(prompts, self.positions, self.row_buckets[-1]):
+            outs = bucket_of(len(chunk.out_rows), self.out_buckets) if len(chunk.out_rows) else 0
+            ticket = self._pass(chunk, self.program("prefill", bucket_of(len(chunk.tokens), self.row_buckets), outs))
+        for slot, ids in prompts.items():
+            self.positions[slot] += len(ids)
+        self.prefilled = self.counters.copy()
+        return ticket
+
+    def submit_decode(self, slots: Sequence[int], times: int = 1) -> int:
+        """One more token (or `times`) for each slot, in one submit; returns its ticket. Needs a finished prefill
+        of each slot to have been submitted, and room in its context."""
+        slots = tuple(slots)
+        for slot in slots:
+            if self.positions[slot] + times > self.cache.ctx:
+                raise ContextExceeded(f"slot {slot} has {self.positions[slot]} tokens of {self.cache.ctx}: "
+                                      f"no room for {times} more; load the model with a larger ctx")
+        bucket = bucket_of(len(slots), self.out_buckets)
+        if slots != self._decoding:
+            self._settle()
+            n, context = len(slots), max(self.positions[s] for s in slots) + 1
+            rows = np.arange(n, dtype=np.int32)
+            self._write_rows(n, n, context, slots=np.array(slots, np.int32), out_rows=rows)
+            self._decoding = slots
+        for slot in slots:
+            self.positions[slot] += times
+        return self._submit(self.program("decode", bucket, bucket), times)
+
+    def token(self, slot: int, position: int, ticket: int | None = None) -> int:
+        """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done."""
+        return int(self.device.read("history", slot, slot + 1, ticket).array[0, position])
+
+    def wait(self, ticket: int | None = None) -> None:
+        self.device.wait(ticket)
+
+    def stream(self, slot: int, ids: Sequence[int], most: int) -> Iterator[int]:
+        """Prompt one admitted slot and yield up to `most` tokens (fewer where the context ends). The pass after a
+        token is submitted before the token is read: dropping the iterator leaves one pass too many, which is harmless.
+        """
+        tickets = [self.submit_prefill({slot: ids})]
+        first = self.positions[slot]
+        most = min(most, self.cache.ctx - first)
+        for n in range(most):
+            if n + 1 < most:
+                tickets.append(self.submit_decode((slot,)))
+            yield self.token(slot, first + n, tickets[n])
+
+    # -------------------------------------------------------------------------------------------- blocking conveniences
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """Prompts {slot: ids}, admitting slots that are not; returns the first token chosen for each."""
+        for slot in prompts:
+            if slot not in self.positions:
+                self.admit(slot=slot)
+        self.wait(self.submit_prefill(prompts))
+        return {slot: self.token(slot, self.positions[slot]) for slot in prompts if self.positions[slot] < self.cache.ctx}
+
+    def decode(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, list[int]]:
+        """`steps` more tokens for each slot (default: all live ones), in one submit."""
+        slots = tuple(sorted(self.positions) if slots is None else slots)
+        start = {s: self.positions[s] + 1 for s in slots}
+        if any(start[s] + steps > self.cache.ctx for s in slots):
+            raise ContextExceeded(f"{steps} more tokens do not fit in the context of {self.cache.ctx}")
+        self.wait(self.submit_decode(slots, steps))
+        history = self.device.read("history").array
+        return {s: history[s, start[s]:start[s] + steps].tolist() for s in slots}
+
+    def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
+        """Teacher-forced logits, float32 [len(ids), vocab], by passes of at most `chunk` rows."""
+        rows = min(chunk or self.logits_rows, self.logits_rows)
+        decl = TensorDecl("logits", "f32", (self.logits_rows, self.target.hparams.vocab), "io")
+        return np.concatenate([p[0] for p in self._forced(ids, rows, [decl], capture=False)])
+
+    def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
+        """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
+        hp = self.target.hparams
+        rows = min(chunk or self.hidden_rows, self.hidden_rows)
+        decls = [TensorDecl(f"hidden.{i}", "f32", (self.hidden_rows, hp.hidden), "io") for i in range(hp.n_layers + 1)]
+        return np.concatenate([np.stack(p) for p in self._forced(ids, rows, decls, capture=True)], axis=1)
+
+    # -------------------------------------------------------------------------------------------------------- reports
+    @property
+    def counters(self) -> Counters:
+        return self.device.counters
+
+    def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True) -> Program:
+        """The compiled plan of a bucket, made at its first use."""
+        key = (phase, rows, outs, capture, sample)
+        if key not in self._programs:
+            self._programs[key] = self.device.compile(self.plan(phase, rows, outs, capture, sample), profile=self.profile)
+        return self._programs[key]
+
+    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True) -> Plan:
+        made = plan(self.target, rows, outs, phase, capture, sample)
+        devices = {s.device for s in segments(made)}
+        if devices != {self.target.device}:
+            raise SpecError(f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
+                            f"but this engine drives one device, {self.target.device}: use device = \"main\"")
+        return made
+
+    def warm_up(self, rows: int = 1) -> None:
+        """Compile what prompts of up to `rows` rows and decoding need, so that later passes only submit."""
+        for outs in (0, *self.out_buckets):
+            for size in self.row_buckets:
+                if outs <= size <= bucket_of(min(rows, self.row_buckets[-1]), self.row_buckets):
+                    self.program("prefill", size, outs)
+        for outs in self.out_buckets:
+            self.program("decode", outs, outs)
+
+    # ------------------------------------------------------------------------------------------------------- internals
+    def _prepare(self, progress: bool) -> None:
+        """Store everything that outlives a pass and reserve the activations of the largest plans."""
+        most, outs = self.row_buckets[-1], self.out_buckets[-1]
+        plans = [self.plan("prefill", most, outs), self.plan("decode", outs, outs),
+                 self.plan("prefill", self.logits_rows, self.logits_rows, sample=False),
+                 self.plan("prefill", self.hidden_rows, 0, capture=True)]
+        decls: dict[str, TensorDecl] = {}
+        for name, decl in (item for p in plans for item in p.tensors.items()):
+            if decl.kind != "activation" and name != "logits" and not name.startswith("hidden."):
+                decls[name] = max(decls.get(name, decl), decl, key=lambda d: d.shape)
+        weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
+        for name, decl in decls.items():
+            if name.startswith("rope."):
+                self.device.store(decl, Tensor.of(self._rope(name)))
+            elif decl.kind != "weight":
+                self.device.store(decl)
+        upload(self.checkpoint, self.device, weights, progress)
+        self._stored = set(decls)
+        self.device.reserve(max(p.arena_bytes for p in plans))
+
+    def _rope(self, name: str) -> np.ndarray:
+        hp = self.target.hparams
+        theta, factor = ((hp.rope_theta_global, hp.rope_factor) if name == "rope.global" else (hp.rope_theta_local, 1.0))
+        return rope_table(self.cache.ctx, hp.head_dim, theta, factor)
+
+    def _check(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        for slot, ids in prompts.items():
+            if slot not in self.positions:
+                raise ValueError(f"slot {slot} holds no sequence: admit it first")
+            if not len(ids):
+                raise ValueError(f"the prompt of slot {slot} is empty: it needs at least one token")
+            if self.positions[slot] + len(ids) > self.cache.ctx:
+                raise ContextExceeded(f"a prompt of {len(ids)} tokens does not fit in the context of {self.cache.ctx}: "
+                                      "shorten it or load the model with a larger ctx")
+            bad = [i for i in ids if not 0 <= i < self.target.hparams.vocab]
+            if bad:
+                raise ValueError(f"token id {bad[0]} is outside the vocabulary of {self.target.hparams.vocab}")
+
+    def _settle(self) -> None:
+        """The host may write io tensors only when no pass reads them."""
+        self.device.wait()
+
+    def _pass(self, chunk: Chunk, program: Program) -> int:
+        self._settle()
+        self._decoding = None
+        self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, tokens=chunk.tokens,
+                         positions=chunk.positions, slots=chunk.slots, out_rows=chunk.out_rows)
+        return self._submit(program)
+
+    def _submit(self, program: Program, times: int = 1) -> int:
+        begin = time.perf_counter()
+        ticket = program.submit(times)
+        if self.profile:
+            self.device.wait(ticket)
+            self.trace.append(Pass(program.plan.name, begin, time.perf_counter() - begin, tuple(program.times())))
+        return ticket
+
+    def _write_rows(self, rows: int, outs: int, context: int, **arrays: np.ndarray) -> None:
+        control = np.zeros(CONTROL_WORDS, np.uint32)
+        control[CONTROL["rows"]], control[CONTROL["outs"]], control[CONTROL["context"]] = rows, outs, context
+        self.device.write("control", Tensor.of(control))
+        for name, array in arrays.items():
+            if len(array):
+                self.device.write(name, Tensor.of(np.ascontiguousarray(array)))
+
+    def _forced(self, ids: Sequence[int], rows: int, decls: list[TensorDecl], capture: bool) -> Iterator[list[np.ndarray]]:
+        """Passes over one sequence; after each, the live rows of the result tensors."""
+        for decl in decls:
+            if decl.name not in self._stored:
+                self.device.store(decl)
+                self._stored.add(decl.name)
+        slot = self.admit(max(len(ids), 1))
+        try:
+            self._check({slot: ids})
+            for chunk in chunks({slot: ids}, self.positions, rows):
+                n = len(chunk.tokens)
+                size = bucket_of(n, self.row_buckets)
+                every = Chunk(chunk.tokens, chunk.positions, chunk.slots,
+                              np.arange(0 if capture else n, dtype=np.int32))
+                self.wait(self._pass(every, self.program("prefill", size, 0 if capture else size, capture, sample=False)))
+                yield [self.device.read(d.name, 0, n).array for d in decls]
+        finally:
+            self._settle()
+            self.release(slot)
+
+
+def _within(sizes: Sequence[int], most: int) -> int:
+    """The largest bucket of at most `most` rows, else the smallest."""
+    return max((s for s in sizes if s <= most), default=sizes[0])

@@ -1,0 +1,124 @@
+"""Block tables of the KV cache: which physical block holds a position of a sequence.
+
+Two groups of layers: `global` ones see the whole context and own a block for every stretch of it; `local` ones see a
+sliding window, so a short ring of blocks, assigned cyclically, serves any context. All table entries of a sequence
+are set when it is admitted: no token needs a host write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+BLOCK = 32  # positions per block
+MAX_SLOTS = 32
+
+
+class ContextExceeded(ValueError):
+    """A sequence does not fit in the context, or the cache has no room for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Sizes of the cache, from the context `ctx` (positions), the sliding `window` (positions, itself included;
+    0 = no local layers), the largest prefill `chunk` (rows of one sequence in one pass) and the number of `slots`."""
+
+    ctx: int
+    window: int
+    chunk: int
+    slots: int
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots}")
+        for key in ("ctx", "chunk", "block"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be positive, not {getattr(self, key)}")
+
+    @property
+    def table(self) -> int:
+        """Entries of a sequence's block table: blocks that cover the context."""
+        return -(-self.ctx // self.block)
+
+    @property
+    def ring(self) -> int:
+        """Blocks of a local layer's ring: those a stretch of window - 1 + chunk positions can touch."""
+        if self.window <= 0:
+            return 1
+        stretch = self.window - 1 + self.chunk
+        return min(self.table, (stretch + self.block - 2) // self.block + 1)
+
+    @property
+    def global_blocks(self) -> int:
+        return self.slots * self.table
+
+    @property
+    def local_blocks(self) -> int:
+        return self.slots * self.ring
+
+
+class BlockPool:
+    """Free physical blocks of one group, handed out lowest first."""
+
+    def __init__(self, blocks: int) -> None:
+        self.free = list(range(blocks - 1, -1, -1))
+
+    def take(self, n: int) -> list[int]:
+        if n > len(self.free):
+            raise ContextExceeded(f"the KV cache has {len(self.free)} free blocks, the sequence needs {n}")
+        return [self.free.pop() for _ in range(n)]
+
+    def give(self, blocks: list[int]) -> None:
+        self.free.extend(sorted(blocks, reverse=True))
+
+
+class BlockTables:
+    """Host copy of both block tables, int32 [slots, table]. A free slot's entries are 0 and must not be used."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self.tables = {g: np.zeros((shape.slots, shape.table), np.int32) for g in ("global", "local")}
+        self._pools = {"global": BlockPool(shape.global_blocks), "local": BlockPool(shape.local_blocks)}
+        self._owned: dict[int, dict[str, list[int]]] = {}
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        return tuple(sorted(self._owned))
+
+    def admit(self, length: int, slot: int | None = None) -> int:
+        """Give a sequence of at most `length` positions a slot and all its blocks; returns the slot."""
+        if not 1 <= length <= self.shape.ctx:
+            raise ContextExceeded(f"a sequence of {length} tokens does not fit in the context of {self.shape.ctx}: "
+                                  "shorten it or load the model with a larger ctx")
+        if slot is None:
+            slot = next((s for s in range(self.shape.slots) if s not in self._owned), None)
+            if slot is None:
+                raise ContextExceeded(f"all {self.shape.slots} slots are in use: free one or load with more slots")
+        if slot in self._owned or not 0 <= slot < self.shape.slots:
+            raise ValueError(f"slot {slot} is in use or outside 0..{self.shape.slots - 1}")
+        need = -(-length // self.shape.block)
+        blocks = {"global": self._pools["global"].take(need)}
+        try:
+            blocks["local"] = self._pools["local"].take(min(need, self.shape.ring))
+        except ContextExceeded:
+            self._pools["global"].give(blocks["global"])
+            raise
+        self._owned[slot] = blocks
+        for group, own in blocks.items():
+            self.tables[group][slot] = 0
+            self.tables[group][slot, :need] = np.resize(np.array(own, np.int32), need)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Return a sequence's blocks; its slot may be admitted again."""
+        blocks = self._owned.pop(slot, None)
+        if blocks is None:
+            raise ValueError(f"slot {slot} holds no sequence")
+        for group, own in blocks.items():
+            self._pools[group].give(own)
+
+    def row(self, group: str, slot: int) -> np.ndarray:
+        """The slot's table as int32 [1, table], to write to the device."""
+        return self.tables[group][slot:slot + 1].copy()

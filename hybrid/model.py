@@ -1,0 +1,197 @@
+"""The public face: a checkpoint on a device, with text in and text out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+
+from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.cost import plan_cost, precision_of
+from hybrid.devices import Opened, open_first
+from hybrid.engine import Engine
+from hybrid.hparams import HParams
+from hybrid.kv import ContextExceeded
+from hybrid.planner import PrecisionName
+from hybrid.sampling import Sampling
+from hybrid.spec.schedule import Schedule, find_schedule, load_schedule
+from hybrid.stats import Finish, Stats
+from hybrid.stops import StopFilter
+from hybrid.tokenizer import StreamDecoder
+
+
+def load(
+    path: str | os.PathLike[str],
+    device: str = "auto",
+    schedule: str | os.PathLike[str] | Schedule | None = None,
+    weights: str | None = None,
+    ctx: int | None = None,
+    kv: Literal["auto", "f32", "f16"] = "auto",
+    precision: PrecisionName = "auto",
+    *,
+    profile: bool = False,
+    progress: bool = False,
+) -> Model:
+    """Open a .gguf file or a Hugging Face directory and make it ready on a device.
+
+    device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, or another chain of the schedule. schedule: a file
+    (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, f16, bf16 or f32 converts matrices while
+    loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised weights: int8
+    activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv overrides the cache's.
+    profile: time every step. progress: a bar for slow loads.
+    Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
+    """
+    for name, value, known in (("kv", kv, ("auto", "f32", "f16")), ("precision", precision, ("auto", "exact", "fast"))):
+        if value not in known:
+            raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(known)}")
+    checkpoint = open_checkpoint(path)
+    try:
+        if schedule is None:
+            schedule = find_schedule(checkpoint.hparams.family)
+        elif not isinstance(schedule, Schedule):
+            schedule = load_schedule(schedule)
+        opened = open_first(schedule.chain(device))
+        try:
+            engine = Engine(checkpoint, opened.device, schedule, precision=precision, kv=kv, weights=weights, ctx=ctx,
+                            profile=profile, progress=progress)
+            engine.warm_up()
+        except BaseException:
+            opened.device.close()
+            raise
+    except BaseException:
+        checkpoint.close()
+        raise
+    return Model(checkpoint, opened, engine)
+
+
+class Model:
+    """Made by `load`. Not for use from several threads at once."""
+
+    def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine) -> None:
+        self.checkpoint = checkpoint
+        self.engine = engine
+        self.device = opened.device.name
+        """What runs it, for example `vulkan:0 (NVIDIA H200)` or `cpu`."""
+        self.passed_over = opened.passed_over
+        self.stats: Stats | None = None
+        """Of the last generation that ended."""
+        self._opened: Opened | None = opened
+
+    @property
+    def hparams(self) -> HParams:
+        return self.checkpoint.hparams
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return self.checkpoint.tokenizer.eos_ids
+
+    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids; with parse_special, control tokens such as <start_of_turn> are recognised in the text."""
+        return self.checkpoint.tokenizer.encode(text, bos=bos, parse_special=parse_special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD, control tokens print nothing."""
+        return self.checkpoint.tokenizer.decode(ids)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """float32 [len(ids), vocab]: teacher-forced, every row of the file's vocabulary, after soft-cap, unmasked."""
+        return self._engine().logits(ids)
+
+    def hidden_states(self, ids: Sequence[int]) -> np.ndarray:
+        """float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
+        return self._engine().hidden_states(ids)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Iterator[str]:
+        """Pieces of text as they come; joined they are `decode` of the generated ids, cut before a stop string.
+
+        Ids are used verbatim; text gets a begin-of-text token. Ends after max_tokens, at an end-of-text token (unless
+        ignore_eos), at a stop string, or at the context's end; `stats` says which. Raises at once for wrong arguments.
+        """
+        engine = self._engine()
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be positive, not {max_tokens}")
+        ids = self.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+        stops = StopFilter([stop] if isinstance(stop, str) else stop or ())
+        if len(ids) >= engine.cache.ctx:
+            raise ContextExceeded(f"a prompt of {len(ids)} tokens leaves no room in the context of {engine.cache.ctx}: "
+                                  "shorten it or load the model with a larger ctx")
+        return self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos)
+
+    def _generate(self, engine: Engine, ids: list[int], most: int, sampling: Sampling, stops: StopFilter,
+                  ignore_eos: bool) -> Iterator[str]:
+        text, out, finish = StreamDecoder(self.checkpoint.tokenizer), [], "cancelled"
+        slot = engine.admit(min(len(ids) + most, engine.cache.ctx), sampling)
+        begin = time.perf_counter()
+        first = begin
+        try:
+            for token in engine.stream(slot, ids, most):
+                if not out:
+                    first = time.perf_counter()
+                out.append(token)
+                if token in self.eos_ids and not ignore_eos:
+                    finish = "eos"
+                    break
+                piece = stops.push(text.push(token))
+                if piece:
+                    yield piece
+                if stops.stopped is not None:
+                    finish = "stop"
+                    break
+            else:
+                finish = "length" if len(out) == most else "context"
+            rest = stops.push(text.flush()) + stops.flush() if finish != "stop" else ""
+            if rest:
+                yield rest
+        finally:
+            end = time.perf_counter()
+            if self._opened is not None:  # closed in the middle: nothing to give back
+                engine.wait()
+                engine.release(slot)
+                self.stats = self._stats(engine, ids, out, finish, first - begin, end - begin)  # type: ignore[arg-type]
+
+    def _stats(self, engine: Engine, ids: list[int], out: list[int], finish: Finish, first: float, total: float) -> Stats:
+        plan = engine.program("decode", 1, 1).plan
+        done = engine.counters.minus(engine.prefilled)
+        passes = max(done.submits, 1)
+        counts = {f.name: getattr(done, f.name) / passes for f in fields(done) if f.name not in ("bytes_up", "bytes_down")}
+        mean = len(ids) + len(out) // 2
+        return Stats(self.device, self.passed_over, precision_of(plan), len(ids), len(out), finish, first, total,
+                     plan_cost(plan, mean).nbytes, counts, tuple(out))
+
+    def close(self) -> None:
+        """Free every device object and let go of the files; the model cannot be used afterwards."""
+        if self._opened is not None:
+            opened, self._opened = self._opened, None
+            opened.device.close()
+            self.checkpoint.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _engine(self) -> Engine:
+        if self._opened is None:
+            raise ValueError("this model is closed: load it again")
+        return self.engine

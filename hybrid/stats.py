@@ -1,0 +1,74 @@
+"""What a generation did, and how fast: speeds with the bytes behind them and, where known, the device's ceiling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from hybrid.spec.devicesheet import sheet_for
+
+Finish = Literal["eos", "stop", "length", "context", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Of one generation. Seconds are the host's clock; rates are per second."""
+
+    device: str
+    passed_over: tuple[str, ...]
+    """Devices of the chain that could not be used, and why."""
+    precision: Mapping[str, tuple[str, ...]]
+    """Storage types: weights, activations (matrix inputs), kv."""
+    prompt_tokens: int
+    tokens: int
+    """Generated, the end-of-text token included."""
+    finish: Finish
+    first_token_seconds: float
+    total_seconds: float
+    bytes_per_token: int
+    """Bytes that one decode pass must move, by the operations' declared cost at the sequence's mean length."""
+    per_pass: Mapping[str, float] = field(default_factory=dict)
+    """Submits, dispatches, allocations, ... per decode pass."""
+    ids: tuple[int, ...] = ()
+
+    @property
+    def prompt_per_second(self) -> float:
+        """Prompt tokens over the time to the first token."""
+        return self.prompt_tokens / self.first_token_seconds if self.first_token_seconds > 0 else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first over the time after the first; 0 when there is none."""
+        seconds = self.total_seconds - self.first_token_seconds
+        return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.tokens_per_second * self.bytes_per_token / 1e9
+
+    @property
+    def share_of_peak(self) -> float | None:
+        """Of the device's bandwidth, where a device sheet knows it."""
+        sheet = sheet_for(self.device)
+        peak = sheet.peak.bandwidth_gb_s if sheet else None
+        return self.gb_per_second / peak.value if peak else None
+
+    def line(self) -> str:
+        """The one line after a generation."""
+        peak = "" if self.share_of_peak is None else f" ({100 * self.share_of_peak:.1f} % of peak)"
+        return (f"{self.device} | prompt {self.prompt_tokens} tokens, {self.prompt_per_second:.1f} tok/s | "
+                f"generated {self.tokens}, {self.tokens_per_second:.1f} tok/s | "
+                f"first token {1000 * self.first_token_seconds:.0f} ms | {self.gb_per_second:.2f} GB/s{peak} | {self.finish}")
+
+    def details(self) -> list[str]:
+        """More lines, for --stats."""
+        types = "; ".join(f"{k} {', '.join(v)}" for k, v in self.precision.items())
+        counts = ", ".join(f"{k.replace('_', ' ')} {v:g}" for k, v in self.per_pass.items())
+        lines = [f"precision: {types}", f"per decode pass: {counts}; {self.bytes_per_token / 1e6:.2f} MB by declared cost"]
+        return lines + [f"passed over: {p}" for p in self.passed_over]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        rates = ("prompt_per_second", "tokens_per_second", "gb_per_second", "share_of_peak")
+        return {**asdict(self), **{r: getattr(self, r) for r in rates}}
