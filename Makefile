@@ -19,7 +19,6 @@ test: $(VENV)/.ready-test lint check conformance ## everything that CI runs
 
 lint: $(VENV)/.ready-test ## ruff and mypy
 	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) tools/lines.py
 

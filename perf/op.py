@@ -1,0 +1,177 @@
+"""Time one operation on the workloads that its spec names, and show each against the device's roofline.
+
+    python -m perf.op linear --device vulkan --workload gemma3-27b
+
+Method: the workload is first run and judged as a conformance case; one that fails is not timed. Then a plan holds the
+step several times over, each with weights and caches of its own so that together they exceed the last-level cache
+(`--footprint`), and is submitted until `--seconds` have passed. The time of a step is the median over submits of the
+device's timestamps; where the device has none (cpu), of the host clock around the call. Bytes and operations are the
+spec's cost expressions: every tensor touched once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from conformance.cases import Case
+from conformance.harness import run_case
+from conformance.inputs import make
+from hybrid.cli import Parser, run
+from hybrid.devices import open_first
+from hybrid.spec import OpSpec, load_op
+from hybrid.spec.device import Device
+from hybrid.spec.devicesheet import DeviceSheet, sheet_for
+from hybrid.spec.fields import Workload
+from hybrid.spec.plan import CONTROL, CONTROL_WORDS, Extent, Plan, Step, TensorDecl
+from hybrid.spec.schedule import find_schedule
+from hybrid.spec.tensor import Tensor
+
+MAX_COPIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One workload on one device: seconds per call, the spec's bytes and operations, and what bounds it."""
+
+    op: str
+    workload: str
+    device: str
+    dtypes: dict[str, str]
+    seconds: float
+    nbytes: int
+    flops: int
+    copies: int
+    share: float | None
+    """Time that the sheet's peak bandwidth or arithmetic rate allows, over the time measured; None: no sheet."""
+    bound: str | None
+
+    def line(self) -> str:
+        rate = f"{self.nbytes / self.seconds / 1e9:8.1f} GB/s {self.flops / self.seconds / 1e9:9.1f} GFLOP/s"
+        share = f"{100 * self.share:5.1f} % of {self.bound}" if self.share is not None else "no device sheet"
+        types = " ".join(sorted({d for d in self.dtypes.values() if d not in ("i32", "u32")}))
+        return f"{self.workload:36} {self.seconds * 1e6:10.1f} us {rate}  {share:22}  {types}"
+
+
+def workloads(spec: OpSpec, wanted: Sequence[str]) -> list[Workload]:
+    """The spec's workloads whose id begins with one of `wanted` (none given: those tagged demo)."""
+    if not wanted:
+        return [w for w in spec.workload if "demo" in w.tags] or list(spec.workload[:1])
+    found = [w for w in spec.workload if any(w.id.startswith(p) for p in wanted)]
+    if not found:
+        known = ", ".join(w.id for w in spec.workload)
+        raise ValueError(f"{spec.file} has no workload {' or '.join(wanted)}; it has {known}")
+    return found
+
+
+def case_of(spec: OpSpec, workload: Workload) -> Case:
+    """A full bucket of the workload's shapes."""
+    bind = workload.bind
+    attrs, style = spec.attrs(bind, workload.attrs), "full" if bind.get("T") == 1 else "ragged"
+    return Case(spec.name, bind, dict(spec.dtypes(workload.dtypes)), attrs, bind.get("T", 1), bind.get("O", 1), style=style)
+
+
+def plan_of(spec: OpSpec, case: Case, device: Device, footprint: int) -> tuple[Plan, int]:
+    """The step repeated over copies of its large tensors; everything stored on the device and filled."""
+    values = make(spec, case)
+    own = [n for n in spec.tensors if spec.tensors[n].role in ("weight", "cache")]
+    large = sum(TensorDecl(n, case.dtypes[n], spec.shape(n, case.bind), "weight").nbytes for n in own)
+    copies = max(1, min(MAX_COPIES, -(-footprint // large))) if large else 1
+    control = Tensor.empty("u32", (CONTROL_WORDS,))
+    control.array[CONTROL["rows"]], control.array[CONTROL["outs"]] = case.rows, case.outs
+    if "positions" in values:
+        control.array[CONTROL["context"]] = int(values["positions"].array.max()) + 1
+    decls = {"control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io")}
+    device.store(decls["control"], control)
+    steps = []
+    extent: Extent = "outs" if spec.token_axis and spec.axes[spec.token_axis].role == "outs" else "rows"
+    for i in range(copies):
+        args = {n: f"{n}.{i}" if n in own else n for n in spec.tensors}
+        for name, stored in args.items():
+            if stored not in decls:
+                kind = "weight" if spec.tensors[name].role == "weight" else "state"
+                decls[stored] = TensorDecl(stored, case.dtypes[name], spec.shape(name, case.bind), kind)  # type: ignore[arg-type]
+                device.store(decls[stored], values.get(name))
+        steps.append(Step(spec.name, f"{spec.name}.{i}", dict(case.bind), args, dict(case.attrs), device.name, extent))
+    return Plan(spec.name, case.bind.get("T", 1), case.bind.get("O", 1), tuple(steps), decls), copies
+
+
+def measure(device: Device, plan: Plan, copies: int, seconds: float) -> float:
+    """Median seconds of one step: device timestamps where there are any, else the host's clock around a submit."""
+    program = device.compile(plan, profile=True)
+    device.wait(program.submit())
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(samples) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        device.wait(program.submit())
+        host = time.perf_counter() - start
+        times = program.times()
+        spent = times[-1].start + times[-1].duration - times[0].start if times else host
+        samples.append(spent / copies)
+    return statistics.median(samples)
+
+
+def ceiling(sheet: DeviceSheet | None, nbytes: int, flops: int, dtypes: dict[str, str]) -> tuple[float, str] | None:
+    """The least time that the sheet allows, and which peak sets it."""
+    if sheet is None:
+        return None
+    peak = sheet.peak
+    rate = peak.int8_tops if "q8_act" in dtypes.values() and peak.int8_tops else peak.f32_tflops or peak.f16_tflops
+    floors = [(nbytes / (peak.bandwidth_gb_s.value * 1e9), "bandwidth")] if peak.bandwidth_gb_s else []
+    floors += [(flops / (rate.value * 1e12), "arithmetic")] if rate else []
+    return max(floors, default=None)
+
+
+def time_op(spec: OpSpec, workload: Workload, device: Device, footprint: int, seconds: float) -> Timing:
+    """Prove, then time. Raises conformance.compare.Disagreement for a workload that is computed wrongly."""
+    case = case_of(spec, workload)
+    run_case(spec, device, case)
+    device.reset()  # type: ignore[attr-defined]
+    plan, copies = plan_of(spec, case, device, footprint)
+    spent = measure(device, plan, copies, seconds)
+    nbytes, flops = spec.nbytes(case.bind, case.dtypes, case.attrs), spec.flops(case.bind, case.attrs)
+    floor = ceiling(sheet_for(device.name), nbytes, flops, dict(case.dtypes))
+    return Timing(spec.name, workload.id, device.name, dict(case.dtypes), spent, nbytes, flops, copies,
+                  floor[0] / spent if floor else None, floor[1] if floor else None)  # fmt: skip
+
+
+def timings(args: argparse.Namespace, device: Device) -> Iterator[Timing]:
+    spec = load_op(args.op)
+    for workload in workloads(spec, args.workload):
+        yield time_op(spec, workload, device, int(args.footprint * 1e6), args.seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m perf.op", description="Time an operation on its workloads, after proving each.")
+    parser.add_argument("op", help="operation, as in specs/ops")
+    parser.add_argument("--workload", action="append", default=[], metavar="ID",
+                        help="workloads whose id begins so (repeatable; default: those tagged demo)")  # fmt: skip
+    parser.add_argument("--device", default="vulkan", help="cpu, vulkan, vulkan:N or auto (default: vulkan)")
+    parser.add_argument("--footprint", type=float, default=256.0, metavar="MB",
+                        help="bytes of weights and caches to rotate through, in 1e6 (default: 256)")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=0.5, help="how long to repeat each workload (default: 0.5)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per workload")
+    args = parser.parse_args(argv)
+
+    def command() -> int:
+        opened = open_first(find_schedule("gemma3").chain(args.device))
+        try:
+            if not args.json:
+                print(f"{args.op} on {opened.device.name}; measured, device timestamps, median")
+            for t in timings(args, opened.device):
+                print(json.dumps(asdict(t)) if args.json else t.line(), flush=True)
+        finally:
+            opened.device.close()
+        return 0
+
+    return run(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
