@@ -33,11 +33,11 @@ def generate(ops: Mapping[str, OpSpec]) -> dict[str, str]:
 
 def write(ops: Mapping[str, OpSpec], root: Path = ROOT) -> list[str]:
     """Write the files that differ; returns their paths."""
-    stale = [name for name, text in generate(ops).items() if _read(root / name) != text]
-    for name in stale:
+    stale = {name: text for name, text in generate(ops).items() if _read(root / name) != text}
+    for name, text in stale.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(generate(ops)[name], encoding="utf-8")
-    return stale
+        (root / name).write_text(text, encoding="utf-8")
+    return list(stale)
 
 
 def check(ops: Mapping[str, OpSpec], root: Path = ROOT) -> None:
@@ -67,8 +67,8 @@ def reference(ops: Mapping[str, OpSpec]) -> str:
         "The tolerance `scaled_bound` is `|e| <= c_out*u_out*|ref| + c*sqrt(reduction)*u_acc*scale` for every element: "
         "u is 2^-24 for f32 and 2^-11 for f16; u_acc that of the accumulation type. `codes` judges int8 activations: "
         "the same bound before quantisation plus half a code step, one code off allowed within `tie` of a "
-        "half-integer, the stored sum exact. `choice`: the oracle's index, or one whose score is within `tie` of the best. NMSE is "
-        "reported and is never the gate.\n",
+        "half-integer, the stored sum exact. `choice`: the oracle's index, or one whose score is within `tie` of the "
+        "best. NMSE is reported and is never the gate.\n",
         *(_table(f"{what}, is", [(f"`{k}`", v) for k, v in known.items()])
           for what, known in (("scale", SCALES), ("layout", LAYOUTS), ("edge value", EDGE_VALUES))),
     ]
@@ -166,7 +166,8 @@ def support(ops: Mapping[str, OpSpec]) -> str:
         "# What runs where\n",
         "yes: supported, and every such case is in the conformance suite; planned: declared, not written; no: refused, "
         "with the reason below. `oracle` is the NumPy float64 definition, `cpu` the same code in float32. For the "
-        "dtypes of several tensors together the rules of [ops.md](ops.md) apply (int8 activations need q8_0 or q4_0 weights).\n",
+        "dtypes of several tensors together the rules of [ops.md](ops.md) apply (int8 activations need q8_0 or q4_0 "
+        "weights).\n",
         _table(", ".join(("operation", "tensor", "dtype", *_BACKENDS)), rows),
         _refusals(ops),
         "## What a device must have\n",

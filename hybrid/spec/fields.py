@@ -54,6 +54,7 @@ EDGE_VALUES: dict[str, str] = {
     "every_filter": "temperature, top-k, top-p and min-p at once",
     "top_k_one": "top-k 1: the same choice as greedy",
 }
+# Vulkan names are those of kernels/vulkan/features.py.
 FEATURES: dict[str, str] = {
     "shaderInt8": "8-bit integer arithmetic",
     "shaderInt16": "16-bit integer arithmetic",
@@ -61,8 +62,11 @@ FEATURES: dict[str, str] = {
     "shaderFloat16": "half-precision arithmetic",
     "storageBuffer8BitAccess": "8-bit elements in storage buffers",
     "storageBuffer16BitAccess": "16-bit elements in storage buffers",
+    "uniformAndStorageBuffer16BitAccess": "16-bit elements in any buffer",
     "shaderIntegerDotProduct": "packed 4x8-bit dot products",
+    "subgroup vote": "any and all over a subgroup",
     "subgroup arithmetic": "reductions over a subgroup",
+    "subgroup ballot": "bit masks of a subgroup's lanes",
     "subgroup shuffle": "exchange of values inside a subgroup",
     "cooperativeMatrix": "matrix units (VK_KHR_cooperative_matrix)",
     "aie2": "an XDNA1 or XDNA2 NPU",

@@ -232,7 +232,8 @@ class OpSpec(Model):
 
     def dtype_choices(self, backend: str | None = None) -> tuple[Mapping[str, str], ...]:
         """Every valid assignment of dtypes to all tensors (of `backend`, where it supports fewer)."""
-        return tuple(self._choices(backend)) if backend else self._every_choice
+        narrower = backend is not None and self._backend(backend).dtypes
+        return tuple(self._choices(backend)) if narrower else self._every_choice
 
     def dtypes(self, given: Mapping[str, str] | None = None) -> Mapping[str, str]:
         """The first valid assignment that agrees with `given`. Raises SpecError when there is none."""

@@ -71,12 +71,12 @@ class StepSpec(Model):
 
     name: Text
     op: Text
-    args: dict[str, str] = {}
+    args: dict[str, str] = Field(default_factory=dict)
     """Operation's tensor name -> tensor; one that is not written has the tensor of its own name."""
-    attrs: dict[str, Expr] = {}
-    act: dict[str, str] = {}
+    attrs: dict[str, Expr] = Field(default_factory=dict)
+    act: dict[str, str] = Field(default_factory=dict)
     """Matrix input -> f32, f16, q8_act, or auto:ARG = what the profile gives for the dtype of weight ARG."""
-    axes: dict[str, Expr] = {}
+    axes: dict[str, Expr] = Field(default_factory=dict)
     """Axes of the operation that are not the family's of the same letter."""
     device: Text = "main"
     extent: Literal["rows", "outs"] = "rows"
@@ -90,7 +90,9 @@ class StepSpec(Model):
     def _validate_act(cls, value: dict[str, str]) -> dict[str, str]:
         for name, dtype in value.items():
             if dtype not in ACTIVATION_TYPES and not re.fullmatch(r"auto:\w+", dtype):
-                raise ValueError(f"{name} = {dtype!r}: use one of {', '.join(ACTIVATION_TYPES)} or auto:WEIGHT_ARGUMENT")
+                raise ValueError(
+                    f"{name} = {dtype!r}: use one of {', '.join(ACTIVATION_TYPES)} or auto:WEIGHT_ARGUMENT"
+                )
         return value
 
 
@@ -102,9 +104,9 @@ class Schedule(Model):
     axes: dict[str, Expr]
     devices: dict[str, tuple[str, ...]]
     precision: dict[Literal["auto", "exact", "fast"], Precision]
-    values: dict[str, dict[When, str]] = {}
-    fused: dict[str, tuple[str, ...]] = {}
-    choice: dict[str, tuple[str, ...]] = {}
+    values: dict[str, dict[When, str]] = Field(default_factory=dict)
+    fused: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    choice: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     tensors: dict[str, Declared]
     before: tuple[StepSpec, ...] = ()
     layer: tuple[StepSpec, ...]

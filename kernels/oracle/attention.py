@@ -12,8 +12,9 @@ _SCORES = 1 << 22  # scores held at once
 
 def rotate(x: np.ndarray, rope: np.ndarray) -> np.ndarray:
     """Half-split RoPE: x [T, heads, D], rope [T, D] (D/2 cosines, then D/2 sines); element i pairs with i + D/2."""
-    cos, sin = np.split(rope[:, None, :], 2, axis=-1)
-    a, b = np.split(x, 2, axis=-1)
+    half = x.shape[-1] // 2
+    cos, sin = rope[:, None, :half], rope[:, None, half:]
+    a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
@@ -35,7 +36,7 @@ def qk_norm_rope_append(
     position p of slot s at block block_table[s, p // BS], row p % BS."""
     _, block_size, kv_heads, d = k_cache.shape
     heads = qkv.astype(real, copy=False).reshape(len(qkv), -1, d)
-    q, k, v = np.split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], axis=1)
+    q, k, v = heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
     angles = rope[positions].astype(real, copy=False)
     block, row = block_table[slots, positions // block_size], positions % block_size
     k_cache[block, row] = rotate(rms(k, eps) * w_k_norm.astype(real, copy=False), angles)

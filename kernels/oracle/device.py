@@ -148,12 +148,18 @@ class CpuDevice:
 
     def close(self) -> None:
         """Drop everything; any later call raises."""
+        self.reset()
+        self._open = False
+
+    def reset(self) -> None:
+        """Drop every program, tensor and arena. For tests that use one device for many cases."""
+        self._decls.clear()
         self._tensors.clear()
         self._guarded.clear()
         self._float.clear()
         self._programs.clear()
         self._arena = aligned(0)
-        self._open = False
+        self.generation += 1
 
     # --- for tests
 
@@ -297,7 +303,8 @@ class _Bound:
         self.outputs = {n: tensors[n] for n in spec.outputs}
         self.scratch = {n: tensors[n] for n in spec.scratch}
         self.dtypes = {n: t.dtype for n, t in self.outputs.items()}
-        self.kept = {f"{n}_dtype": t.dtype for n, t in self.scratch.items()}
+        self.label = f"step {step.name}"
+        self._prepared_for = -1
 
     def run(self, control: np.ndarray) -> None:
         live = int(control[CONTROL[self.step.extent]])
@@ -305,16 +312,26 @@ class _Bound:
             raise ValueError(f"step {self.step.name}: {live} live {self.step.extent} in a plan for {self.bucket}")
         if self.bucket is not None and live == 0:
             return
-        inputs = {n: argument(self._cut(n, t, live)) for n, t in self.inputs.items()}
-        scratch = {n: self._cut(n, t, live) for n, t in self.scratch.items()}
-        raw = self.function(**inputs, **self.matrices, **scratch, **self.kept, **self.step.attrs, real=np.float32)
-        results = encoded(f"step {self.step.name}", raw, self.dtypes)
+        if live != self._prepared_for:
+            self._prepare(live)
+        results = encoded(self.label, self.function(**self._given, real=np.float32), self.dtypes)
         for name, result in results.items():
-            target = self._cut(name, self.outputs[name], live)
-            copy_rows(f"step {self.step.name}, output {name}", target, [result])
+            copy_rows(self.label, self._targets[name], [result])
         if self.sets_context:
             control[CONTROL["context"]] = int(results["positions"].array.max()) + 1
         self.device.counters.dispatches += 1
+
+    def _prepare(self, live: int) -> None:
+        """Everything that depends on the live rows only: decoding reuses it from pass to pass."""
+        self._given = {
+            **{n: argument(self._cut(n, t, live)) for n, t in self.inputs.items()},
+            **{n: self._cut(n, t, live) for n, t in self.scratch.items()},
+            **{f"{n}_dtype": t.dtype for n, t in self.scratch.items()},
+            **self.matrices,
+            **self.step.attrs,
+        }
+        self._targets = {n: self._cut(n, t, live) for n, t in self.outputs.items()}
+        self._prepared_for = live
 
     def _cut(self, name: str, tensor: Tensor, live: int) -> Tensor:
         return tensor.rows(0, live) if name in self.live else tensor

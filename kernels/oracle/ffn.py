@@ -17,8 +17,9 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
 
 def geglu(*, gate_up: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]:
     """h[T,F] = gelu_tanh(gate) * up of gate_up[T,2F] (gate first)."""
-    gate, up = np.split(gate_up.astype(real, copy=False), 2, axis=-1)
-    return (gelu_tanh(gate) * up,)
+    f = gate_up.shape[-1] // 2
+    both = gate_up.astype(real, copy=False)
+    return (gelu_tanh(both[..., :f]) * both[..., f:],)
 
 
 def fused_ffn(

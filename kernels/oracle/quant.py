@@ -214,7 +214,7 @@ def _q8_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         inverse = np.where(amax == 0, np.float32(0), np.float32(127) / amax)
         scaled = np.clip(np.rint(x * inverse), -127, 127)
         scale = amax * _INV_127
-        codes = np.nan_to_num(scaled, nan=0.0).astype(np.int8)
+        codes = np.where(np.isnan(scaled), np.float32(0), scaled).astype(np.int8)
         sums = codes.sum(axis=1, keepdims=True, dtype=np.int32).astype(np.float32)
         return codes, np.concatenate([scale, scale * sums], axis=1)
 
