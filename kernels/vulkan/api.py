@@ -1,24 +1,23 @@
 """The `vulkan` package (cffi over the loader), its absence and its errors.
 
-`vk` has constructors and constants; `call` runs a driver function by name and turns a VkResult into an exception.
+`vk` has constructors, constants and wrapped functions; `lib` the driver's own, for what is called often.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-vk: Any
+vk: Any = None
+lib: Any = None
+ffi: Any = None
+MISSING = ""
 try:
-    import vulkan as vk
-    from vulkan._vulkan import lib
-
-    ffi: Any = vk.ffi
-    MISSING = ""
+    vk = importlib.import_module("vulkan")
+    lib, ffi = vk.lib, vk.ffi
 except ImportError as error:
-    vk, lib, ffi = None, None, None
     MISSING = f"the Python package 'vulkan' cannot be imported ({error}); do: pip install vulkan"
 except OSError:  # the package opens the loader when it is imported
-    vk, lib, ffi = None, None, None
     MISSING = "no Vulkan loader (libvulkan.so.1); on Debian do: apt-get install libvulkan1 mesa-vulkan-drivers"
 
 INSTALL = "on Debian: apt-get install mesa-vulkan-drivers libvulkan1 (or the driver of your GPU)"
@@ -64,8 +63,3 @@ def check(result: int, doing: str) -> None:
                          "it again, and look for the cause with HYBRID_VULKAN_VALIDATION=1")
     kind = OutOfDeviceMemory if name.startswith("VK_ERROR_OUT_OF") else VulkanError
     raise kind(f"{name} while {doing}")
-
-
-def strings(values: list[str]) -> list[Any]:
-    """C strings for an array of names; the list keeps them alive."""
-    return [ffi.new("char[]", v.encode()) for v in values]

@@ -17,11 +17,13 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,14 @@ def compile_variant(variant: Variant) -> tuple[bytes, dict[str, Any]]:
     return code, entry
 
 
+def compile_all(wanted: list[Variant]) -> list[tuple[bytes, dict[str, Any]]]:
+    """compile_variant of each, on every core where there are enough of them to pay for the processes."""
+    if len(wanted) < 16:
+        return [compile_variant(v) for v in wanted]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(compile_variant, wanted, chunksize=4))
+
+
 # --- the folder of built modules -------------------------------------------------------------------------------------
 
 
@@ -222,14 +232,17 @@ def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", for
     source_dir, out_dir = Path(source_dir), Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     wanted = variants(source_dir, only)
-    old, fresh = read_manifest(out_dir), {}
+    old, stale = read_manifest(out_dir), []
     for v in wanted:
         entry, path = old.get(v.module), out_dir / f"{v.module}.spv"
         declared = {"constants": dict(v.constants), "bindings": v.bindings, "push": v.push}
         if (not force and entry and path.exists() and entry["digest"] == digest(v)
                 and entry["compiler"] == compiler().version and declared.items() <= entry.items()):
             continue
-        code, fresh[v.module] = compile_variant(v)
+        stale.append(v)
+    fresh = {}
+    for v, (code, entry) in zip(stale, compile_all(stale), strict=True):
+        path, fresh[v.module] = out_dir / f"{v.module}.spv", entry
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_bytes(code)
         temporary.replace(path)
@@ -251,13 +264,11 @@ def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "") -> 
     """Rebuild in memory and compare with the committed files; returns one line per difference."""
     manifest, problems = read_manifest(out_dir), []
     wanted = variants(source_dir, only)
-    for v in wanted:
+    for v, (code, entry) in zip(wanted, compile_all(wanted), strict=True):
         path = out_dir / f"{v.module}.spv"
         if v.module not in manifest or not path.exists():
             problems.append(f"{v.module}: not built")
-            continue
-        code, entry = compile_variant(v)
-        if manifest[v.module]["compiler"] != entry["compiler"]:
+        elif manifest[v.module]["compiler"] != entry["compiler"]:
             problems.append(f"{v.module}: built by {manifest[v.module]['compiler']}, this is {entry['compiler']}")
         elif manifest[v.module] != entry:
             problems.append(f"{v.module}: the sources or the sidecar changed since it was built")

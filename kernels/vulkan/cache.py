@@ -14,10 +14,10 @@ KV_TYPES = ("f32", "f16")
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Position p of slot s lies in block table[s, p >> block_shift], line p mod the block size."""
+    """Position p of slot s lies in block table[s, p // block_size], line p % block_size."""
 
     dtype: str
-    block_shift: int
+    block_size: int
     table_width: int
     slots: int
     blocks: int
@@ -25,19 +25,18 @@ class CacheLayout:
     @property
     def context(self) -> int:
         """Positions that a sequence's block table covers."""
-        return self.table_width << self.block_shift
+        return self.table_width * self.block_size
 
 
 def cache_layout(step: Step, t: Mapping[str, DeviceTensor]) -> CacheLayout:
     """The layout of a step's k_cache, v_cache [B,BS,HK,D] and block_table [S,MB]; VulkanError where the kernels cannot
     address it."""
-    size, d, dtype = step.bind["BS"], step.bind["D"], t["k_cache"].dtype
-    if size < 1 or size & (size - 1):
-        raise VulkanError(f"step {step.name}: the Vulkan kernels need a block size that is a power of two, not BS = {size}")
+    d, dtype = step.bind["D"], t["k_cache"].dtype
     if d % 16:
         raise VulkanError(f"step {step.name}: the Vulkan kernels need a head_dim that is a multiple of 16, not D = {d}")
     if dtype not in KV_TYPES or t["v_cache"].dtype != dtype:
         raise VulkanError(f"step {step.name}: the KV cache must be {' or '.join(KV_TYPES)} (k and v alike), not "
                           f"{dtype} and {t['v_cache'].dtype}")
     slots, width = t["block_table"].shape
-    return CacheLayout(dtype, size.bit_length() - 1, width, slots, t["k_cache"].shape[0])
+    blocks, block_size = t["k_cache"].shape[:2]
+    return CacheLayout(dtype, block_size, width, slots, blocks)

@@ -46,12 +46,13 @@ class VulkanDevice(Storage):
     selector: as in open_device. spirv: another folder of built kernels. bindings: other bindings by operation.
     max_range: a lower limit (bytes) on one storage buffer, above which weights are split. guard: bytes of a pattern
     around every tensor (activations included) for check_guards(). budget: bytes of device memory at most.
-    validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that a wait may take.
+    validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that a wait may take. staging:
+    bytes of one staging chunk.
     """
 
-    def __init__(self, selector: str = "auto", *, spirv: Path | None = None, bindings: Mapping[str, Binding] | None = None,
-                 max_range: int | None = None, guard: int = 0, budget: int | None = None,
-                 validation: bool | str | None = None, timeout: float | None = None,
+    def __init__(self, selector: str = "auto", *, spirv: Path | None = None,
+                 bindings: Mapping[str, Binding] | None = None, max_range: int | None = None, guard: int = 0,
+                 budget: int | None = None, validation: bool | str | None = None, timeout: float | None = None,
                  staging: int = CHUNK_BYTES) -> None:
         self._queue: Queue | None = None
         self._closing = ExitStack()  # everything made here, freed in reverse order
@@ -69,8 +70,8 @@ class VulkanDevice(Storage):
         self.command_buffer, self.free_command, self.barrier_all = q.command_buffer, q.free_command, q.barrier_all
         self.submit_info, self.submit_command_info, self.wait_ticket = q.submit_info, q.submit_now, q.wait_ticket
         try:
-            memory = Memory(q.info.handle, self.handle, self.report.limits, self.counters, self.report.has("memory_budget"),
-                            budget)
+            memory = Memory(q.info.handle, self.handle, self.report.limits, self.counters,
+                            self.report.has("memory_budget"), budget)
             self._closing.callback(memory.close)
             super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
             self._kernels = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters)

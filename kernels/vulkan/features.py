@@ -83,6 +83,7 @@ class Limits:
     subgroup: int
     min_subgroup: int
     max_subgroup: int
+    workgroup_subgroups: int
     timestamp_period: float
 
 
@@ -95,6 +96,8 @@ class Report:
     limits: Limits
     driver: str
     uuid: str
+    heaps: tuple[tuple[int, bool], ...]
+    """(bytes, is device-local) of each memory heap."""
 
     @property
     def missing(self) -> tuple[Feature, ...]:
@@ -114,8 +117,8 @@ class Report:
         """Raise VulkanUnavailable when a required feature is missing."""
         if self.missing:
             lines = "; ".join(f"{f.name} ({f.why})" for f in self.missing)
-            raise VulkanUnavailable(f"{device} ({self.driver}) lacks what the kernels need: {lines}. A newer driver may "
-                                    "have it; otherwise choose another device (--device cpu needs no Vulkan)")
+            raise VulkanUnavailable(f"{device} ({self.driver}) lacks what the kernels need: {lines}. A newer driver "
+                                    "may have it; otherwise choose another device (--device cpu needs no Vulkan)")
 
 
 def _feature_chain(extensions: set[str]) -> dict[str, Any]:
@@ -151,10 +154,11 @@ def query(physical: Any) -> Report:
     for source, name, required, why in _FEATURES:
         here = source in chain and api >= API and bool(getattr(chain[source], name))
         present.append(Feature(name, here, required, why))
+    compute = vk.VK_SHADER_STAGE_COMPUTE_BIT
     for name, bit in _SUBGROUP_OPS.items():
-        here = bool(p11.subgroupSupportedOperations & bit and p11.subgroupSupportedStages & vk.VK_SHADER_STAGE_COMPUTE_BIT)
+        here = bool(p11.subgroupSupportedOperations & bit and p11.subgroupSupportedStages & compute)
         present.append(Feature(f"subgroup {name.lower()}", here, True, "reductions across a subgroup"))
-    choice = bool(p13.requiredSubgroupSizeStages & vk.VK_SHADER_STAGE_COMPUTE_BIT)
+    choice = bool(p13.requiredSubgroupSizeStages & compute)
     present.append(Feature("required subgroup size", choice, False, "a chosen subgroup size in compute kernels"))
     lim = p2.properties.limits
     limits = Limits(
@@ -164,11 +168,15 @@ def query(physical: Any) -> Report:
         invocations=lim.maxComputeWorkGroupInvocations, groups=tuple(lim.maxComputeWorkGroupCount),
         push_bytes=lim.maxPushConstantsSize, offset_alignment=lim.minStorageBufferOffsetAlignment,
         subgroup=p11.subgroupSize, min_subgroup=p13.minSubgroupSize or p11.subgroupSize,
-        max_subgroup=p13.maxSubgroupSize or p11.subgroupSize, timestamp_period=lim.timestampPeriod)
+        max_subgroup=p13.maxSubgroupSize or p11.subgroupSize, workgroup_subgroups=p13.maxComputeWorkgroupSubgroups,
+        timestamp_period=lim.timestampPeriod)
     driver = " ".join(ffi.string(getattr(p12, f)).decode() for f in ("driverName", "driverInfo"))
     uuid = bytes(p2.properties.pipelineCacheUUID).hex()
     offered = tuple(Feature(name, name in extensions, False, why) for name, why in _EXTENSIONS)
-    return Report(tuple(present), offered, limits, driver, uuid)
+    memory = vk.vkGetPhysicalDeviceMemoryProperties(physical)
+    heaps = tuple((memory.memoryHeaps[i].size, bool(memory.memoryHeaps[i].flags & vk.VK_MEMORY_HEAP_DEVICE_LOCAL_BIT))
+                  for i in range(memory.memoryHeapCount))
+    return Report(tuple(present), offered, limits, driver, uuid, heaps)
 
 
 def enabled_chain(report: Report) -> tuple[Any, list[str], Any]:
@@ -182,9 +190,15 @@ def enabled_chain(report: Report) -> tuple[Any, list[str], Any]:
     return chain["all"], extensions, chain
 
 
+def can_choose_subgroup(report: Report) -> bool:
+    """Has the device several subgroup sizes, and may a pipeline ask for one?"""
+    control = report.has("subgroupSizeControl") and report.has("required subgroup size")
+    return control and report.limits.min_subgroup < report.limits.max_subgroup
+
+
 def choose_subgroup(report: Report) -> int:
     """The size that kernels are specialised for: 32 where the device allows a choice, else what it has."""
     limits = report.limits
-    if not (report.has("subgroupSizeControl") and report.has("required subgroup size")):
+    if not can_choose_subgroup(report):
         return limits.subgroup
     return min(max(WANTED_SUBGROUP, limits.min_subgroup), limits.max_subgroup)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.vulkan.api import INSTALL, VulkanUnavailable, check, ffi, lib, require, vk
+from kernels.vulkan.features import Report, query
 
 LAYER = "VK_LAYER_KHRONOS_validation"
 KINDS = {1: "integrated", 2: "discrete", 3: "virtual", 4: "cpu", 0: "other"}
@@ -73,17 +74,17 @@ class Instance:
         self.messenger: Any = None
         layers = [LAYER] if validation else []
         if validation and LAYER not in {p.layerName for p in vk.vkEnumerateInstanceLayerProperties()}:
-            raise VulkanUnavailable(f"validation was asked for, but {LAYER} is not installed; on Debian: apt-get install "
-                                    "vulkan-validationlayers")
+            raise VulkanUnavailable(f"validation was asked for, but {LAYER} is not installed; on Debian: apt-get "
+                                    "install vulkan-validationlayers")
         app = vk.VkApplicationInfo(pApplicationName="hybrid-kernels", pEngineName="hybrid-kernels",
                                    apiVersion=vk.VK_MAKE_VERSION(1, 3, 0))
         chain = None
         if validation:
             chain = self._messenger_info(on_message or (lambda text: None))
             if validation == "sync":
-                chain = vk.VkValidationFeaturesEXT(
-                    pNext=chain, pEnabledValidationFeatures=[vk.VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT],
-                    enabledValidationFeatureCount=1)
+                more = [vk.VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT]
+                chain = vk.VkValidationFeaturesEXT(pNext=chain, pEnabledValidationFeatures=more,
+                                                   enabledValidationFeatureCount=1)
         info = vk.VkInstanceCreateInfo(
             pNext=chain, pApplicationInfo=app, enabledLayerCount=len(layers), ppEnabledLayerNames=layers,
             enabledExtensionCount=len(layers), ppEnabledExtensionNames=["VK_EXT_debug_utils"] if validation else [])
@@ -142,9 +143,14 @@ class Instance:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """Every Vulkan device of this machine in the order of preference. Raises VulkanUnavailable without a driver."""
+    """Every Vulkan device of this machine in the order of preference. Raises VulkanUnavailable without a loader."""
+    return [device for device, _ in survey()]
+
+
+def survey() -> list[tuple[DeviceInfo, Report]]:
+    """Every device with its features, extensions, limits and memory heaps: what `hybrid.doctor` prints."""
     instance = Instance()
     try:
-        return [DeviceInfo(d.index, d.name, d.kind) for d in instance.devices()]
+        return [(DeviceInfo(d.index, d.name, d.kind), query(d.handle)) for d in instance.devices()]
     finally:
         instance.close()

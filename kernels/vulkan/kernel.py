@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
-from kernels.vulkan.features import CAPABILITIES, Report
+from kernels.vulkan.features import CAPABILITIES, Report, can_choose_subgroup
 from kernels.vulkan.spirv import ModuleInfo, inspect
 
 log = logging.getLogger("hybrid.vulkan")
@@ -126,6 +126,8 @@ class KernelCache:
             over.append(f"{info.shared_bytes} bytes of shared memory (limit {limits.shared_bytes})")
         if x[0] * x[1] * x[2] > limits.invocations or any(a > b for a, b in zip(x, limits.workgroup, strict=True)):
             over.append(f"a workgroup of {x} (limit {limits.invocations} in all, {limits.workgroup})")
+        if can_choose_subgroup(self.report) and x[0] * x[1] * x[2] > self.subgroup_size * limits.workgroup_subgroups:
+            over.append(f"a workgroup of more than {limits.workgroup_subgroups} subgroups of {self.subgroup_size}")
         if entry["push"] > limits.push_bytes:
             over.append(f"{entry['push']} bytes of push constants (limit {limits.push_bytes})")
         present = {f.name: f.present for f in self.report.features}
@@ -137,8 +139,8 @@ class KernelCache:
         if name not in self.modules:
             code = (self.folder / f"{name}.spv").read_bytes()
             if hashlib.sha256(code).hexdigest() != digest:
-                raise VulkanError(f"{self.folder / name}.spv is not the module that manifest.json describes; run python -m "
-                                  "kernels.vulkan.build")
+                raise VulkanError(f"{self.folder / name}.spv is not the module that manifest.json describes; run "
+                                  "python -m kernels.vulkan.build")
             words = ffi.new("char[]", code)
             info = vk.VkShaderModuleCreateInfo(codeSize=len(code))
             info.pCode = ffi.cast("uint32_t *", words)
@@ -169,10 +171,10 @@ class KernelCache:
         special = ffi.new("VkSpecializationInfo *", {"mapEntryCount": len(ids), "pMapEntries": entries,
                                                      "dataSize": 4 * len(ids), "pData": data})
         flags, chain = 0, None
-        if self.report.has("subgroupSizeControl") and self.report.has("required subgroup size"):
+        if can_choose_subgroup(self.report):
             chain = vk.VkPipelineShaderStageRequiredSubgroupSizeCreateInfo(requiredSubgroupSize=self.subgroup_size)
-            if self.report.has("computeFullSubgroups") and info.local_size[0] % self.subgroup_size == 0:
-                flags = _FULL_SUBGROUPS
+        if self.report.has("computeFullSubgroups") and info.local_size[0] % self.subgroup_size == 0:
+            flags = _FULL_SUBGROUPS
         stage = vk.VkPipelineShaderStageCreateInfo(pNext=chain, flags=flags, stage=vk.VK_SHADER_STAGE_COMPUTE_BIT,
                                                    module=module, pName="main", pSpecializationInfo=special)
         create = vk.VkComputePipelineCreateInfo(stage=stage, layout=layout)

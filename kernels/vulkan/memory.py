@@ -117,7 +117,7 @@ class Memory:
         self.types = {pool: self._type(pool) for pool in _PREFERENCE}
 
     def _type(self, pool: str) -> int:
-        # Buffers of one usage have the same memoryTypeBits (a guarantee of the specification): ask once, with a small one.
+        # Buffers of one usage have the same memoryTypeBits (the specification guarantees it): a small one tells.
         probe = self._buffer(256)
         bits = vk.vkGetBufferMemoryRequirements(self.device, probe).memoryTypeBits
         vk.vkDestroyBuffer(self.device, probe, None)
@@ -183,13 +183,14 @@ class Memory:
                 raise OutOfDeviceMemory(f"{what} is more than one allocation of this device may hold "
                                         f"({limit / MIB:.0f} MiB)")
             held = ", ".join(f"{k} {v / MIB:.1f}" for k, v in self.held.items() if v) or "nothing"
-            raise OutOfDeviceMemory(f"out of device memory: {what} requested, {available / MIB:.1f} MiB available (held, "
-                                    f"MiB: {held}); use a smaller context, a smaller weight type or another device")
+            raise OutOfDeviceMemory(f"out of device memory: {what} requested, {available / MIB:.1f} MiB available "
+                                    f"(held, MiB: {held}); use a smaller context, a smaller weight type or another "
+                                    "device")
         try:
             return self._create(size, pool)
         except OutOfDeviceMemory:
-            raise OutOfDeviceMemory(f"out of device memory: the driver refused {size / MIB:.1f} MiB for {purpose} although "
-                                    f"{available / MIB:.1f} MiB were reported as available") from None
+            raise OutOfDeviceMemory(f"out of device memory: the driver refused {size / MIB:.1f} MiB for {purpose} "
+                                    f"although {available / MIB:.1f} MiB were reported as available") from None
 
     def _buffer(self, size: int) -> Any:
         usage = (vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT

@@ -67,10 +67,11 @@ class Program:
         return places
 
     def _real(self, piece: Slice) -> tuple[Any, int, int]:
-        """(VkBuffer, offset, range) to bind. The range is whole 16-byte words: slices are padded to more than that."""
+        """(VkBuffer, offset, range) to bind. The range is whole 16-byte words: slices are padded to more than that.
+        With guards it takes them in, for drivers drop what is written outside of the range."""
         base = self._places.get(id(piece.buffer))
         buffer, offset = (piece.buffer, piece.offset) if base is None else (base.buffer, base.offset + piece.offset)
-        return buffer.handle, offset, min(align_up(piece.size, 16), buffer.size - offset)
+        return buffer.handle, offset, min(align_up(piece.size + self.device.guard, 16), buffer.size - offset)
 
     def _descriptor_sets(self) -> list[Any]:
         """One set for each distinct list of slices, all written here and never again."""
@@ -109,8 +110,8 @@ class Program:
         buffer, offset, size = self._real(piece)
         step = self.plan.steps[user.step].name
         if offset % self.device.report.limits.offset_alignment:
-            raise VulkanError(f"step {step}: {user.kernel.name} is bound at byte {offset}, which this device cannot bind "
-                              f"(alignment {self.device.report.limits.offset_alignment})")
+            raise VulkanError(f"step {step}: {user.kernel.name} is bound at byte {offset}, which this device cannot "
+                              f"bind (alignment {self.device.report.limits.offset_alignment})")
         if piece.size > self.device.max_range or size < 1:
             raise VulkanError(f"step {step}: {user.kernel.name} is bound to {piece.size} bytes; this device binds 1 to "
                               f"{self.device.max_range}")

@@ -6,13 +6,14 @@ Specialisation constants may set the workgroup size and array lengths: they are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 _WORKGROUP, _PUSH = 4, 9  # storage classes
-_SPEC_OPS = {  # opcodes inside OpSpecConstantOp
+_SPEC_OPS: dict[int, Callable[..., Any]] = {  # opcodes inside OpSpecConstantOp
     128: lambda a, b: a + b, 130: lambda a, b: a - b, 132: lambda a, b: a * b, 134: lambda a, b: a // b,
     135: lambda a, b: a // b, 137: lambda a, b: a % b, 139: lambda a, b: a % b, 138: lambda a, b: a % b,
     194: lambda a, b: a >> b, 195: lambda a, b: a >> b, 196: lambda a, b: a << b, 197: lambda a, b: a | b,
@@ -56,8 +57,7 @@ def strip_source(code: bytes) -> bytes:
 
 class _Reader:
     def __init__(self, code: bytes, constants: Mapping[int, int]) -> None:
-        words = np.frombuffer(code, "<u4") if len(code) % 4 == 0 and len(code) >= 20 else ()
-        if len(words) == 0 or words[0] != 0x07230203:
+        if len(code) % 4 or len(code) < 20 or code[:4] != b"\x03\x02\x23\x07":
             raise SpirvError("not a SPIR-V module (wrong magic number or length)")
         self.types: dict[int, tuple[int, list[int]]] = {}
         self.values: dict[int, int] = {}
@@ -69,7 +69,7 @@ class _Reader:
         self.local: list[int] | None = None
         self.local_ids: list[int] | None = None
         self.constants = constants
-        ops, i = words.tolist(), 5
+        ops, i = np.frombuffer(code, "<u4").tolist(), 5
         while i < len(ops):
             count, op = ops[i] >> 16, ops[i] & 0xFFFF
             if not count or op == 54:  # functions follow the declarations

@@ -14,7 +14,8 @@ from kernels.vulkan.memory import Memory, Slice, align_up
 from kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, part_bytes, rows_of, split_rows
 from kernels.vulkan.transfer import Transfer
 
-GUARD_BYTE = 0xA5
+# As f32 and bf16 a huge number, as f16 no number: a kernel that reads its neighbour's bytes shows in its result too.
+GUARD_BYTE = 0x7F
 # io tensors that only the host reads: cached host memory, which kernels write to but do not read.
 HOST_READ = ("history",)
 
@@ -100,7 +101,7 @@ class Storage(ABC):
             self.memory_pool.release(piece, purpose)
 
     def add(self, decl: TensorDecl, pool: str) -> DeviceTensor:
-        """Memory for a tensor under its name, contents undefined. Slices for every chunk and part, each with guard bytes around it if the device was opened with them."""
+        """Memory for a tensor under its name, contents undefined; guard bytes around every part if asked for."""
         purpose, chunks = PURPOSE[decl.kind], []
         held = self._allocations.setdefault(decl.name, [])
         for row, rows in split_rows(decl, self.max_range):
@@ -126,10 +127,11 @@ class Storage(ABC):
     def _put_rows(self, name: str, value: Tensor, row: int, fresh: bool = False) -> None:
         tensor = self.tensor(name)
         if value.dtype != tensor.dtype or value.shape[1:] != tensor.shape[1:]:
-            raise ValueError(f"{name} is {tensor.dtype}{list(tensor.shape)}; {value.dtype}{list(value.shape)} cannot be "
-                             "written into its rows")
+            raise ValueError(f"{name} is {tensor.dtype}{list(tensor.shape)}; {value.dtype}{list(value.shape)} cannot "
+                             "be written into its rows")
         if row < 0 or row + rows_of(value.shape) > rows_of(tensor.shape):
-            raise ValueError(f"{name} has {rows_of(tensor.shape)} rows; {rows_of(value.shape)} from row {row} on do not fit")
+            raise ValueError(f"{name} has {rows_of(tensor.shape)} rows; {rows_of(value.shape)} from row {row} on do "
+                             "not fit")
         if not all(p.flags.c_contiguous for p in value.parts):
             value = Tensor(value.dtype, value.shape, tuple(p.copy() for p in value.parts))
         direct = fresh or self._kinds[name] == "io"

@@ -38,8 +38,8 @@ class DeviceTensor:
     def parts(self) -> tuple[Slice, ...]:
         """The slices of a tensor that is not split."""
         if len(self.chunks) != 1:
-            raise VulkanError(f"{self.name} {self.shape} is split into {len(self.chunks)} chunks of rows on this device; "
-                              "its binding must go through .chunks")
+            raise VulkanError(f"{self.name} {self.shape} is split into {len(self.chunks)} chunks of rows on this "
+                              "device; its binding must go through .chunks")
         return self.chunks[0].parts
 
     def prefix(self, shape: tuple[int, ...]) -> DeviceTensor:
@@ -83,16 +83,17 @@ def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
 
 
 def split_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int]]:
-    """(first row, rows) of the chunks of a tensor, each within `max_range` bytes per part. Only weights may be split."""
+    """(first row, rows) of a tensor's chunks, each within `max_range` bytes per part. Only weights may be split."""
     rows, sizes = rows_of(decl.shape), part_bytes(decl.dtype, decl.shape)
     if max(sizes) <= max_range:
         return [(0, rows)]
     if decl.kind != "weight":
-        raise VulkanError(f"{decl.name} ({decl.kind} {decl.dtype}{list(decl.shape)}) takes {max(sizes)} bytes, more than a "
-                          f"storage buffer of this device may have ({max_range}); use a smaller context or fewer rows")
+        raise VulkanError(f"{decl.name} ({decl.kind} {decl.dtype}{list(decl.shape)}) takes {max(sizes)} bytes, a "
+                          f"buffer of this device at most {max_range}; use a smaller context or fewer rows")
     most = max_range * rows // max(sizes)
     if most < 1:
-        raise VulkanError(f"{decl.name}: one row is larger than a storage buffer of this device may be ({max_range} bytes)")
+        raise VulkanError(f"{decl.name}: one row is larger than a storage buffer of this device may be ({max_range} "
+                          "bytes)")
     # Whole tiles in all but the last chunk.
     most -= most % 64 if most >= 64 else most % 16 if most >= 16 else 0
     return [(row, min(most, rows - row)) for row in range(0, rows, most)]

@@ -91,8 +91,8 @@ class Queue:
 
     def barrier_all(self, command: Any) -> None:
         """Everything before (host and copies included) is done and visible to everything after, the host included."""
-        host = vk.VK_PIPELINE_STAGE_HOST_BIT
-        lib.vkCmdPipelineBarrier(command, _ALL_STAGES, _ALL_STAGES | host, 0, 1, self._barrier, 0, ffi.NULL, 0, ffi.NULL)
+        to = _ALL_STAGES | vk.VK_PIPELINE_STAGE_HOST_BIT
+        lib.vkCmdPipelineBarrier(command, _ALL_STAGES, to, 0, 1, self._barrier, 0, ffi.NULL, 0, ffi.NULL)
 
     def submit_info(self, command: Any, times: int = 1) -> Any:
         """What submit() takes: the same command buffer `times` times, then the ticket."""
@@ -124,9 +124,9 @@ class Queue:
             end = time.monotonic() + self.timeout
             while result == vk.VK_TIMEOUT:
                 if time.monotonic() > end:
-                    raise VulkanError(f"submit {ticket} has not finished after {self.timeout:.0f} s on {self.info.label}: a "
-                                      "kernel hangs, or the work is too large for this device (HYBRID_VULKAN_TIMEOUT "
-                                      "sets the seconds)")
+                    raise VulkanError(f"submit {ticket} has not finished after {self.timeout:.0f} s on "
+                                      f"{self.info.label}: a kernel hangs, or the work is too large for this device "
+                                      "(HYBRID_VULKAN_TIMEOUT sets the seconds)")
                 result = lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)
         self._check(result, f"waiting for submit {ticket}")
 

@@ -65,7 +65,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     parts = rows * heads * tile.splits
     part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
     kernel = rec.kernel(f"attention.{cache.dtype}.{tile.queries}x{tile.units}", SUBGROUP=subgroup)
-    push = struct.pack("<9If4I", rows, heads, kv_heads, d // 4, cache.block_shift, cache.table_width, cache.slots,
+    push = struct.pack("<9If4I", rows, heads, kv_heads, d // 4, cache.block_size, cache.table_width, cache.slots,
                        cache.blocks, window, step.attrs["scale"], tile.rows, tile.heads, tile.splits, MIN_SPLIT)
     head_tiles = -(-(heads // kv_heads) // tile.heads)
     stretches = Live("context", per=MIN_SPLIT, cap=tile.splits * MIN_SPLIT) if tile.splits > 1 else 1

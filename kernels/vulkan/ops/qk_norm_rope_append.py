@@ -18,7 +18,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     cache = cache_layout(step, t)
     kernel = rec.kernel(f"qk_norm_rope_append.{cache.dtype}", SUBGROUP=rec.device.subgroup_size)
-    push = struct.pack("<9If", rows, heads, kv_heads, d // 8, t["rope"].shape[0], cache.block_shift, cache.table_width,
+    push = struct.pack("<9If", rows, heads, kv_heads, d // 8, t["rope"].shape[0], cache.block_size, cache.table_width,
                        cache.slots, cache.blocks, step.attrs["eps"])
     names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
     reads = [p for name in names for p in t[name].parts]

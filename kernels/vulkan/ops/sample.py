@@ -10,7 +10,8 @@ from kernels.vulkan.api import VulkanError
 from kernels.vulkan.recorder import Live, Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
-SMALL_VOCAB = 16384  # up to this one a workgroup has 256 threads, above it 1024
+SMALL_VOCAB = 16384  # up to this one a workgroup has 256 threads, above it 1024 where the device has room
+MAX_SUBGROUPS = 32  # of a workgroup, on every device known
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
@@ -19,7 +20,9 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     valid = int(step.attrs["valid"])
     if not 0 < valid <= vocab:
         raise VulkanError(f"step {step.name}: valid must be 1..{vocab} (the rows of the vocabulary), not {valid}")
-    kernel = rec.kernel(f"sample.{256 if vocab <= SMALL_VOCAB else 1024}", SUBGROUP=rec.device.subgroup_size)
+    subgroup = rec.device.subgroup_size
+    threads = 1024 if vocab > SMALL_VOCAB and subgroup * MAX_SUBGROUPS >= 1024 else 256
+    kernel = rec.kernel(f"sample.{threads}", SUBGROUP=subgroup)
     slots, context = t["history"].shape
     push = struct.pack("<6I", outs, t["slots"].shape[0], slots, vocab, valid, context)
     names = ("logits", "out_rows", "slots", "positions", "params")

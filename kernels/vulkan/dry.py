@@ -1,0 +1,62 @@
+"""A plan recorded on no device: how many dispatches and barriers each step takes. Needs the manifest, no driver."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from hybrid.spec.plan import Plan, TensorDecl
+from kernels.vulkan.kernel import SPIRV, Kernel
+from kernels.vulkan.memory import Buffer, Slice
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes, split_rows
+
+
+class DryDevice:
+    """What bindings ask of a device, answered from the manifest and given limits."""
+
+    def __init__(self, subgroup_size: int = 32, max_range: int = 2**32 - 1) -> None:
+        self.subgroup_size, self.max_range, self.max_groups = subgroup_size, max_range, (2**31 - 1, 65535, 65535)
+        self._manifest = json.loads((SPIRV / "manifest.json").read_text())
+
+    def has(self, feature: str) -> bool:
+        return False  # optional features only choose between kernels
+
+    def kernel(self, name: str, **constants: int) -> Kernel:
+        entry = self._manifest[name]
+        return Kernel(name, entry["bindings"], entry["push"], (0, 0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """By step name; the kernel that computes grids counts towards the step that it precedes."""
+
+    dispatches: dict[str, int]
+    barriers: dict[str, int]
+
+
+def count(plan: Plan, subgroup_size: int = 32, max_range: int = 2**32 - 1) -> Count:
+    """Record a plan and count. The subgroup size matters little, the range where weights are split."""
+    from kernels.vulkan.ops import BINDINGS
+
+    tensors = {name: _tensor(decl, max_range) for name, decl in plan.tensors.items()}
+    recorder = Recorder(DryDevice(subgroup_size, max_range), tensors["control"].parts[0])
+    for index, step in enumerate(plan.steps):
+        recorder.begin_step(index)
+        BINDINGS[step.op](recorder, step, {arg: tensors[name] for arg, name in step.args.items()})
+    recording = recorder.finish()
+    counts = Count(dict.fromkeys((s.name for s in plan.steps), 0), dict.fromkeys((s.name for s in plan.steps), 0))
+    for dispatch, barrier in zip(recording.dispatches, recording.barriers, strict=True):
+        counts.dispatches[plan.steps[dispatch.step].name] += 1
+        counts.barriers[plan.steps[dispatch.step].name] += barrier is not None
+    return counts
+
+
+def _tensor(decl: TensorDecl, max_range: int) -> DeviceTensor:
+    """A tensor in memory of its own that does not exist. Activations are never split."""
+    split = split_rows(decl, max_range) if decl.kind == "weight" else [(0, decl.shape[0] if decl.shape else 1)]
+    chunks = tuple(
+        Chunk(row, rows, tuple(Slice(Buffer(n, "dry"), 0, n) for n in part_bytes(decl.dtype, (rows, *decl.shape[1:]))))
+        for row, rows in split
+    )
+    return DeviceTensor(decl.name, decl.dtype, decl.shape, chunks)
