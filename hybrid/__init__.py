@@ -1,9 +1,9 @@
 """Gemma through declared, proved kernels.
 
-    import hybrid
-    with hybrid.load("model.gguf") as model:
-        for piece in model.generate("The asyncio module provides", max_tokens=64):
-            print(piece, end="", flush=True)
+import hybrid
+with hybrid.load("model.gguf") as model:
+    for piece in model.generate("The asyncio module provides", max_tokens=64):
+        print(piece, end="", flush=True)
 """
 
 from __future__ import annotations

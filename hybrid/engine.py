@@ -46,7 +46,8 @@ class Engine:
 
     ctx: positions per sequence (default: the model's, at most 4096). chunk: rows of a prefill pass.
     weights: convert matrices to this type when loading. n_tokens: ids that may be chosen (default: the tokenizer's).
-    profile: time every step, at the cost of a wait after each pass (`trace`). Closes neither the checkpoint nor the device.
+    profile: time every step, at the cost of a wait after each pass (`trace`).
+    Closes neither the checkpoint nor the device.
     """
 
     def __init__(
@@ -74,8 +75,14 @@ class Engine:
         self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(most, ctx), slots)
         self.tables = BlockTables(self.cache)
         self.target = Target(
-            schedule or find_schedule(hp.family), hp, stored_types(checkpoint, weights), self.cache,
-            min(hp.vocab, checkpoint.tokenizer.n_tokens if n_tokens is None else n_tokens), precision, kv, device.name.split(":")[0].split(" ")[0],
+            schedule or find_schedule(hp.family),
+            hp,
+            stored_types(checkpoint, weights),
+            self.cache,
+            min(hp.vocab, checkpoint.tokenizer.n_tokens if n_tokens is None else n_tokens),
+            precision,
+            kv,
+            device.name.split(":")[0].split(" ")[0],
         )
         self.row_buckets = buckets(most)
         self.out_buckets = buckets(slots)
@@ -132,8 +139,10 @@ class Engine:
         slots = tuple(slots)
         for slot in slots:
             if self.positions[slot] + times > self.cache.ctx:
-                raise ContextExceeded(f"slot {slot} has {self.positions[slot]} tokens of {self.cache.ctx}: "
-                                      f"no room for {times} more; load the model with a larger ctx")
+                raise ContextExceeded(
+                    f"slot {slot} has {self.positions[slot]} tokens of {self.cache.ctx}: "
+                    f"no room for {times} more; load the model with a larger ctx"
+                )
         bucket = bucket_of(len(slots), self.out_buckets)
         if slots != self._decoding:
             self._settle()
@@ -171,7 +180,9 @@ class Engine:
             if slot not in self.positions:
                 self.admit(slot=slot)
         self.wait(self.submit_prefill(prompts))
-        return {slot: self.token(slot, self.positions[slot]) for slot in prompts if self.positions[slot] < self.cache.ctx}
+        return {
+            slot: self.token(slot, self.positions[slot]) for slot in prompts if self.positions[slot] < self.cache.ctx
+        }
 
     def decode(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, list[int]]:
         """`steps` more tokens for each slot (default: all live ones), in one submit."""
@@ -181,7 +192,7 @@ class Engine:
             raise ContextExceeded(f"{steps} more tokens do not fit in the context of {self.cache.ctx}")
         self.wait(self.submit_decode(slots, steps))
         history = self.device.read("history").array
-        return {s: history[s, start[s]:start[s] + steps].tolist() for s in slots}
+        return {s: history[s, start[s] : start[s] + steps].tolist() for s in slots}
 
     def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Teacher-forced logits, float32 [len(ids), vocab], by passes of at most `chunk` rows."""
@@ -205,15 +216,19 @@ class Engine:
         """The compiled plan of a bucket, made at its first use."""
         key = (phase, rows, outs, capture, sample)
         if key not in self._programs:
-            self._programs[key] = self.device.compile(self.plan(phase, rows, outs, capture, sample), profile=self.profile)
+            self._programs[key] = self.device.compile(
+                self.plan(phase, rows, outs, capture, sample), profile=self.profile
+            )
         return self._programs[key]
 
     def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True) -> Plan:
         made = plan(self.target, rows, outs, phase, capture, sample)
         devices = {s.device for s in segments(made)}
         if devices != {self.target.device}:
-            raise SpecError(f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
-                            f"but this engine drives one device, {self.target.device}: use device = \"main\"")
+            raise SpecError(
+                f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
+                f'but this engine drives one device, {self.target.device}: use device = "main"'
+            )
         return made
 
     def warm_up(self, rows: int = 1) -> None:
@@ -229,9 +244,12 @@ class Engine:
     def _prepare(self, progress: bool) -> None:
         """Store everything that outlives a pass and reserve the activations of the largest plans."""
         most, outs = self.row_buckets[-1], self.out_buckets[-1]
-        plans = [self.plan("prefill", most, outs), self.plan("decode", outs, outs),
-                 self.plan("prefill", self.logits_rows, self.logits_rows, sample=False),
-                 self.plan("prefill", self.hidden_rows, 0, capture=True)]
+        plans = [
+            self.plan("prefill", most, outs),
+            self.plan("decode", outs, outs),
+            self.plan("prefill", self.logits_rows, self.logits_rows, sample=False),
+            self.plan("prefill", self.hidden_rows, 0, capture=True),
+        ]
         decls: dict[str, TensorDecl] = {}
         for name, decl in (item for p in plans for item in p.tensors.items()):
             if decl.kind != "activation" and name != "logits" and not name.startswith("hidden."):
@@ -248,7 +266,7 @@ class Engine:
 
     def _rope(self, name: str) -> np.ndarray:
         hp = self.target.hparams
-        theta, factor = ((hp.rope_theta_global, hp.rope_factor) if name == "rope.global" else (hp.rope_theta_local, 1.0))
+        theta, factor = (hp.rope_theta_global, hp.rope_factor) if name == "rope.global" else (hp.rope_theta_local, 1.0)
         return rope_table(self.cache.ctx, hp.head_dim, theta, factor)
 
     def _check(self, prompts: Mapping[int, Sequence[int]]) -> None:
@@ -258,8 +276,10 @@ class Engine:
             if not len(ids):
                 raise ValueError(f"the prompt of slot {slot} is empty: it needs at least one token")
             if self.positions[slot] + len(ids) > self.cache.ctx:
-                raise ContextExceeded(f"a prompt of {len(ids)} tokens does not fit in the context of {self.cache.ctx}: "
-                                      "shorten it or load the model with a larger ctx")
+                raise ContextExceeded(
+                    f"a prompt of {len(ids)} tokens does not fit in the context of {self.cache.ctx}: "
+                    "shorten it or load the model with a larger ctx"
+                )
             bad = [i for i in ids if not 0 <= i < self.target.hparams.vocab]
             if bad:
                 raise ValueError(f"token id {bad[0]} is outside the vocabulary of {self.target.hparams.vocab}")
@@ -271,8 +291,15 @@ class Engine:
     def _pass(self, chunk: Chunk, program: Program) -> int:
         self._settle()
         self._decoding = None
-        self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, tokens=chunk.tokens,
-                         positions=chunk.positions, slots=chunk.slots, out_rows=chunk.out_rows)
+        self._write_rows(
+            len(chunk.tokens),
+            len(chunk.out_rows),
+            chunk.context,
+            tokens=chunk.tokens,
+            positions=chunk.positions,
+            slots=chunk.slots,
+            out_rows=chunk.out_rows,
+        )
         return self._submit(program)
 
     def _submit(self, program: Program, times: int = 1) -> int:
@@ -291,7 +318,9 @@ class Engine:
             if len(array):
                 self.device.write(name, Tensor.of(np.ascontiguousarray(array)))
 
-    def _forced(self, ids: Sequence[int], rows: int, decls: list[TensorDecl], capture: bool) -> Iterator[list[np.ndarray]]:
+    def _forced(
+        self, ids: Sequence[int], rows: int, decls: list[TensorDecl], capture: bool
+    ) -> Iterator[list[np.ndarray]]:
         """Passes over one sequence; after each, the live rows of the result tensors."""
         for decl in decls:
             if decl.name not in self._stored:
@@ -303,9 +332,12 @@ class Engine:
             for chunk in chunks({slot: ids}, self.positions, rows):
                 n = len(chunk.tokens)
                 size = bucket_of(n, self.row_buckets)
-                every = Chunk(chunk.tokens, chunk.positions, chunk.slots,
-                              np.arange(0 if capture else n, dtype=np.int32))
-                self.wait(self._pass(every, self.program("prefill", size, 0 if capture else size, capture, sample=False)))
+                every = Chunk(
+                    chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32)
+                )
+                self.wait(
+                    self._pass(every, self.program("prefill", size, 0 if capture else size, capture, sample=False))
+                )
                 yield [self.device.read(d.name, 0, n).array for d in decls]
         finally:
             self._settle()

@@ -71,8 +71,12 @@ class Names:
         if when == "any" or layer is None:
             return True
         is_global = self.hparams.layer_is_global[layer]
-        return {"first": layer == 0, "last": layer == self.hparams.n_layers - 1,
-                "global": is_global, "local": not is_global}[when]
+        return {
+            "first": layer == 0,
+            "last": layer == self.hparams.n_layers - 1,
+            "global": is_global,
+            "local": not is_global,
+        }[when]
 
     def number(self, expr: Expr, layer: int | None, where: str) -> int | float:
         """An expression over hyper-parameters, axes and, inside a layer, [values]."""

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from hybrid.cli import Parser, run
 
@@ -14,34 +15,60 @@ DEFAULT_PROMPT = "def read_file(path):\n    "
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m hybrid.generate", description="Generate text from a checkpoint.",
-               epilog="Text goes to standard output, statistics and errors to standard error. "
-                      "Exit codes: 0, 1 error, 2 wrong usage, 130 interrupted.")
-    p.add_argument("model", nargs="?", type=Path, metavar="MODEL",
-                   help=".gguf file or Hugging Face directory (default: the embedded demonstration model)")
+    p = Parser(
+        prog="python -m hybrid.generate",
+        description="Generate text from a checkpoint.",
+        epilog="Text goes to standard output, statistics and errors to standard error. "
+        "Exit codes: 0, 1 error, 2 wrong usage, 130 interrupted.",
+    )
+    p.add_argument(
+        "model",
+        nargs="?",
+        type=Path,
+        metavar="MODEL",
+        help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
+    )
     p.add_argument("--prompt", "-p", help="text to continue; - reads standard input")
     p.add_argument("--max-tokens", "-n", type=int, default=64, metavar="N", help="stop after N tokens (64)")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (0)")
-    p.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K most likely tokens; 0 is off (0)")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose within this probability mass; 1 is off (1)")
-    p.add_argument("--min-p", type=float, default=0.0, metavar="P",
-                   help="drop tokens below this share of the most likely one's probability; 0 is off (0)")
+    p.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K most likely; 0 is off (0)")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose within this mass; 1 is off (1)")
+    p.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop tokens below this share of the most likely one's probability; 0 is off (0)",
+    )
     p.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     p.add_argument("--chat", action="store_true", help="the prompt is one user turn, in the model's chat format")
-    p.add_argument("--device", default="auto", metavar="NAME",
-                   help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
-    p.add_argument("--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)")
+    p.add_argument(
+        "--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)"
+    )
+    p.add_argument(
+        "--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)"
+    )
     p.add_argument("--weights", metavar="TYPE", help="convert matrices to f32, f16, bf16, q8_0 or q4_0 while loading")
-    p.add_argument("--precision", default="auto", metavar="NAME",
-                   help="auto (int8 activations for quantised weights, else float32), exact (float32), fast (auto)")
+    p.add_argument(
+        "--precision",
+        default="auto",
+        metavar="NAME",
+        help="auto (int8 activations for quantised weights, else float32), exact (float32), fast (auto)",
+    )
     p.add_argument("--kv", default="auto", metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
     p.add_argument("--ctx", type=int, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
-    p.add_argument("--stats", action="store_true", help="more statistics: precision, counts per pass, devices passed over")
-    p.add_argument("--trace", type=Path, metavar="FILE",
-                   help="write device times of every step as a Chrome trace (slower: waits after each pass)")
+    p.add_argument(
+        "--stats", action="store_true", help="more statistics: precision, counts per pass, devices passed over"
+    )
+    p.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write device times of every step as a Chrome trace (slower: waits after each pass)",
+    )
     return p
 
 
@@ -56,7 +83,9 @@ def _main(args: argparse.Namespace) -> int:
     path = args.model
     if path is None:
         if not EMBEDDED.is_file():
-            raise ValueError(f"the embedded model {EMBEDDED} is not there: name a .gguf file or a Hugging Face directory")
+            raise ValueError(
+                f"the embedded model {EMBEDDED} is not there: name a .gguf file or a Hugging Face directory"
+            )
         path = EMBEDDED
     if args.trace is not None and not args.trace.absolute().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: the folder {args.trace.absolute().parent} does not exist")
@@ -65,20 +94,38 @@ def _main(args: argparse.Namespace) -> int:
         text = sys.stdin.read()
     elif text is None:
         text = "Hello" if args.chat else DEFAULT_PROMPT
-    model = hybrid.load(path, args.device, args.schedule, args.weights, args.ctx, args.kv, args.precision,
-                        profile=args.trace is not None, progress=sys.stderr.isatty())
+    model = hybrid.load(
+        path,
+        args.device,
+        args.schedule,
+        args.weights,
+        args.ctx,
+        args.kv,
+        args.precision,
+        profile=args.trace is not None,
+        progress=sys.stderr.isatty(),
+    )
     with model:
         return _generate(model, text, args)
 
 
-def _generate(model, text: str, args: argparse.Namespace) -> int:  # type: ignore[no-untyped-def]
+def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
     prompt: str | list[int] = text
     if args.chat:
         from hybrid.chat import encode
 
         prompt = encode(model.checkpoint.tokenizer, [{"role": "user", "content": text}], model.checkpoint.chat_template)
-    pieces = model.generate(prompt, args.max_tokens, args.temperature, args.top_k, args.top_p, args.min_p, args.seed,
-                            args.stop, args.ignore_eos)
+    pieces = model.generate(
+        prompt,
+        args.max_tokens,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.seed,
+        args.stop,
+        args.ignore_eos,
+    )
     if not args.json and not args.chat:
         print(text, end="", flush=True)
     out, interrupted = [], False

@@ -90,8 +90,10 @@ class BlockTables:
     def admit(self, length: int, slot: int | None = None) -> int:
         """Give a sequence of at most `length` positions a slot and all its blocks; returns the slot."""
         if not 1 <= length <= self.shape.ctx:
-            raise ContextExceeded(f"a sequence of {length} tokens does not fit in the context of {self.shape.ctx}: "
-                                  "shorten it or load the model with a larger ctx")
+            raise ContextExceeded(
+                f"a sequence of {length} tokens does not fit in the context of {self.shape.ctx}: "
+                "shorten it or load the model with a larger ctx"
+            )
         if slot is None:
             slot = next((s for s in range(self.shape.slots) if s not in self._owned), None)
             if slot is None:
@@ -121,4 +123,4 @@ class BlockTables:
 
     def row(self, group: str, slot: int) -> np.ndarray:
         """The slot's table as int32 [1, table], to write to the device."""
-        return self.tables[group][slot:slot + 1].copy()
+        return self.tables[group][slot : slot + 1].copy()

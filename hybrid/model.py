@@ -42,7 +42,8 @@ def load(
     device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, or another chain of the schedule. schedule: a file
     (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, f16, bf16 or f32 converts matrices while
     loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised weights: int8
-    activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv overrides the cache's.
+    activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv overrides the
+    cache's type.
     profile: time every step. progress: a bar for slow loads.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
@@ -54,11 +55,20 @@ def load(
         if schedule is None:
             schedule = find_schedule(checkpoint.hparams.family)
         elif not isinstance(schedule, Schedule):
-            schedule = load_schedule(schedule)
+            schedule = load_schedule(os.fspath(schedule))
         opened = open_first(schedule.chain(device))
         try:
-            engine = Engine(checkpoint, opened.device, schedule, precision=precision, kv=kv, weights=weights, ctx=ctx,
-                            profile=profile, progress=progress)
+            engine = Engine(
+                checkpoint,
+                opened.device,
+                schedule,
+                precision=precision,
+                kv=kv,
+                weights=weights,
+                ctx=ctx,
+                profile=profile,
+                progress=progress,
+            )
             engine.warm_up()
         except BaseException:
             opened.device.close()
@@ -133,13 +143,18 @@ class Model:
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         stops = StopFilter([stop] if isinstance(stop, str) else stop or ())
         if len(ids) >= engine.cache.ctx:
-            raise ContextExceeded(f"a prompt of {len(ids)} tokens leaves no room in the context of {engine.cache.ctx}: "
-                                  "shorten it or load the model with a larger ctx")
+            raise ContextExceeded(
+                f"a prompt of {len(ids)} tokens leaves no room in the context of {engine.cache.ctx}: "
+                "shorten it or load the model with a larger ctx"
+            )
         return self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos)
 
-    def _generate(self, engine: Engine, ids: list[int], most: int, sampling: Sampling, stops: StopFilter,
-                  ignore_eos: bool) -> Iterator[str]:
-        text, out, finish = StreamDecoder(self.checkpoint.tokenizer), [], "cancelled"
+    def _generate(
+        self, engine: Engine, ids: list[int], most: int, sampling: Sampling, stops: StopFilter, ignore_eos: bool
+    ) -> Iterator[str]:
+        text = StreamDecoder(self.checkpoint.tokenizer)
+        out: list[int] = []
+        finish: Finish = "cancelled"
         slot = engine.admit(min(len(ids) + most, engine.cache.ctx), sampling)
         begin = time.perf_counter()
         first = begin
@@ -167,16 +182,31 @@ class Model:
             if self._opened is not None:  # closed in the middle: nothing to give back
                 engine.wait()
                 engine.release(slot)
-                self.stats = self._stats(engine, ids, out, finish, first - begin, end - begin)  # type: ignore[arg-type]
+                self.stats = self._stats(engine, ids, out, finish, first - begin, end - begin)
 
-    def _stats(self, engine: Engine, ids: list[int], out: list[int], finish: Finish, first: float, total: float) -> Stats:
+    def _stats(
+        self, engine: Engine, ids: list[int], out: list[int], finish: Finish, first: float, total: float
+    ) -> Stats:
         plan = engine.program("decode", 1, 1).plan
         done = engine.counters.minus(engine.prefilled)
         passes = max(done.submits, 1)
-        counts = {f.name: getattr(done, f.name) / passes for f in fields(done) if f.name not in ("bytes_up", "bytes_down")}
+        counts = {
+            f.name: getattr(done, f.name) / passes for f in fields(done) if f.name not in ("bytes_up", "bytes_down")
+        }
         mean = len(ids) + len(out) // 2
-        return Stats(self.device, self.passed_over, precision_of(plan), len(ids), len(out), finish, first, total,
-                     plan_cost(plan, mean).nbytes, counts, tuple(out))
+        return Stats(
+            self.device,
+            self.passed_over,
+            precision_of(plan),
+            len(ids),
+            len(out),
+            finish,
+            first,
+            total,
+            plan_cost(plan, mean).nbytes,
+            counts,
+            tuple(out),
+        )
 
     def close(self) -> None:
         """Free every device object and let go of the files; the model cannot be used afterwards."""
@@ -188,7 +218,9 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _engine(self) -> Engine:

@@ -54,10 +54,25 @@ def plan(target: Target, rows: int, outs: int, phase: Phase, capture: bool = Fal
 class _Planner:
     def __init__(self, target: Target, rows: int, outs: int, phase: Phase, capture: bool, sample: bool) -> None:
         self.target, self.rows, self.outs, self.phase, self.capture, self.sample = (
-            target, rows, outs, phase, capture, sample)
+            target,
+            rows,
+            outs,
+            phase,
+            capture,
+            sample,
+        )
         cache = target.cache
-        sizes = {"T": rows, "O": max(outs, 1), "S": cache.slots, "C": cache.ctx, "BS": cache.block, "MB": cache.table,
-                 "local_blocks": cache.local_blocks, "global_blocks": cache.global_blocks, "n_tokens": target.n_tokens}
+        sizes = {
+            "T": rows,
+            "O": max(outs, 1),
+            "S": cache.slots,
+            "C": cache.ctx,
+            "BS": cache.block,
+            "MB": cache.table,
+            "local_blocks": cache.local_blocks,
+            "global_blocks": cache.global_blocks,
+            "n_tokens": target.n_tokens,
+        }
         self.names = Names(target.schedule, target.hparams, sizes)
         self.ops = load_ops()
         self.drafts = [d for d in expand(self.names, phase) if self._wanted(d)]
@@ -87,8 +102,11 @@ class _Planner:
     def _args(self, draft: Draft) -> dict[str, str]:
         """Every tensor of the operation -> tensor of the plan; unwritten ones have their own name."""
         op = self.ops[draft.spec.op]
-        for kind, written, known in (("args", draft.args, op.tensors), ("act", draft.spec.act, op.tensors),
-                                     ("attrs", draft.spec.attrs, op.attributes)):
+        for kind, written, known in (
+            ("args", draft.args, op.tensors),
+            ("act", draft.spec.act, {**op.inputs, **op.scratch}),
+            ("attrs", draft.spec.attrs, op.attributes),
+        ):
             unknown = set(written) - set(known)
             if unknown:
                 key = min(unknown)
@@ -116,7 +134,8 @@ class _Planner:
         arg = text.removeprefix("auto:")
         info = self._weight(args.get(arg, ""))
         if info is None:
-            raise self._error(draft, f"act.{key} = {text!r}: {arg} is not a weight of the checkpoint")
+            shown = args.get(arg, "no argument of this step")
+            raise self._error(draft, f"act.{key} = {text!r}: {arg} is {shown}, not a weight of the checkpoint")
         return self.target.profile(info.dtype).act
 
     def _wanted_dtypes(self, edges: list[dict[str, str]]) -> dict[str, str]:
@@ -135,8 +154,10 @@ class _Planner:
                     raise self._error(draft, f"{key} cannot be {dtype}: {op.name} takes {', '.join(options)}")
                 other, first = wanted.setdefault(args[key], (dtype, draft))
                 if other != dtype:
-                    raise self._error(draft, f"reads {args[key]} as {dtype}, but {first.name} reads it as {other}: "
-                                             "give both the same act")
+                    raise self._error(
+                        draft,
+                        f"reads {args[key]} as {dtype}, but {first.name} reads it as {other}: give both the same act",
+                    )
         return {name: dtype for name, (dtype, _) in wanted.items()}
 
     # -------------------------------------------------------------------------------------------------------- steps
@@ -150,11 +171,23 @@ class _Planner:
             for key, shape in op.bind_shapes(bind).items():
                 if key in made:
                     self._write(index, draft, key, args[key], shape, wanted)
-            attrs = {k: self.names.number(e, draft.layer, f"{draft.name}.attrs.{k}") for k, e in draft.spec.attrs.items()}
+            attrs = {
+                k: self.names.number(e, draft.layer, f"{draft.name}.attrs.{k}") for k, e in draft.spec.attrs.items()
+            }
             attrs = {k: float(v) if op.attributes[k].type == "float" else v for k, v in attrs.items()}
-            step = Step(op.name, draft.name, bind, args, op.attrs(bind, attrs), self._device(draft), draft.spec.extent,
-                        draft.layer)
-            op.check(bind, step.attrs, {k: self.tensors[n].dtype for k, n in args.items()}, step.device.partition(":")[0])
+            step = Step(
+                op.name,
+                draft.name,
+                bind,
+                args,
+                op.attrs(bind, attrs),
+                self._device(draft),
+                draft.spec.extent,
+                draft.layer,
+            )
+            op.check(
+                bind, step.attrs, {k: self.tensors[n].dtype for k, n in args.items()}, step.device.partition(":")[0]
+            )
         except SpecError as e:
             raise self._error(draft, str(e)) from None
         return step
@@ -162,7 +195,9 @@ class _Planner:
     def _axes(self, draft: Draft, op: OpSpec) -> dict[str, int]:
         """Axes of the operation that the family or the step names: shapes must agree with them."""
         axes = {k: v for k, v in self.names.axes.items() if k in op.axes}
-        return axes | {k: int(self.names.number(e, draft.layer, f"{draft.name}.axes.{k}")) for k, e in draft.spec.axes.items()}
+        return axes | {
+            k: int(self.names.number(e, draft.layer, f"{draft.name}.axes.{k}")) for k, e in draft.spec.axes.items()
+        }
 
     def _device(self, draft: Draft) -> str:
         return self.target.device if draft.spec.device == "main" else draft.spec.device
@@ -182,8 +217,10 @@ class _Planner:
             self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight")
         else:
             known = [*self.tensors, *self.declared, *self.fused, *self.target.weights]
-            raise self._error(draft, f"{key} reads {name}, which no step has written and the checkpoint does not have"
-                                     f"{nearest(name, known)}")
+            raise self._error(
+                draft,
+                f"{key} reads {name}, which no step has written and the checkpoint does not have{nearest(name, known)}",
+            )
         return self.tensors[name]
 
     def _outlasting(self, name: str) -> TensorDecl:
@@ -200,7 +237,9 @@ class _Planner:
             self.tensors[name] = TensorDecl(name, dtype, self.names.shape(decl, layer, text), decl.kind)
         return self.tensors[name]
 
-    def _write(self, index: int, draft: Draft, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]) -> None:
+    def _write(
+        self, index: int, draft: Draft, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]
+    ) -> None:
         """Declare what an operation produces; its dtype is what its readers take."""
         if name in self.declared:
             return  # op.solve has checked its shape
@@ -210,8 +249,11 @@ class _Planner:
         options = spec.dtype
         dtype = wanted.get(name, options[0])
         if dtype not in options:
-            raise self._error(draft, f"{key} is {' or '.join(options)}, but {name} is read as {dtype}: "
-                                     "put a quantize_act step between them or change the reader's act")
+            raise self._error(
+                draft,
+                f"{key} is {' or '.join(options)}, but {name} is read as {dtype}: "
+                "put a quantize_act step between them or change the reader's act",
+            )
         host = name.startswith("hidden.") if self.capture else False
         host |= draft.spec.extent == "outs" and not self.sample
         self.tensors[name] = TensorDecl(name, dtype, shape, "io" if host else "activation")

@@ -18,10 +18,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("file", type=Path, metavar="FILE", help="schedule file, or the name of a shipped one such as gemma3")
     p.add_argument("--model", type=Path, required=True, metavar="M", help=".gguf file or Hugging Face directory")
     p.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="which plan to show (decode)")
-    p.add_argument("--rows", type=int, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)")
+    p.add_argument(
+        "--rows", type=int, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)"
+    )
     p.add_argument("--ctx", type=int, metavar="N", help="context to plan for (the model's, at most 4096)")
-    p.add_argument("--device", default="cpu", metavar="NAME",
-                   help="cpu or vulkan: whose limits are checked, whose dispatches are counted (cpu)")
+    p.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="cpu or vulkan: whose limits are checked, whose dispatches are counted (cpu)",
+    )
     p.add_argument("--weights", metavar="TYPE", help="as if matrices were converted to this type")
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="precision profile (auto)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -54,9 +60,14 @@ def _main(args: argparse.Namespace) -> int:
         }
         made = plan(target, args.rows, outs, args.phase)
     if args.command == "check":
-        summary = {"schedule": schedule.schedule.name, "model": str(args.model),
-                   **{k: {"steps": len(p.steps), "tensors": len(p.tensors), "segments": len(segments(p))}
-                      for k, p in checked.items()}}
+        summary = {
+            "schedule": schedule.schedule.name,
+            "model": str(args.model),
+            **{
+                k: {"steps": len(p.steps), "tensors": len(p.tensors), "segments": len(segments(p))}
+                for k, p in checked.items()
+            },
+        }
         steps = ", ".join(f"{k} {len(p.steps)} steps" for k, p in checked.items())
         print(json.dumps(summary) if args.json else f"{path}: fits {args.model}: {steps}; every edge agrees")
         return 0
@@ -65,7 +76,7 @@ def _main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _target(checkpoint, schedule, args: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
     from hybrid.engine import CHUNK, DEFAULT_CTX
     from hybrid.kv import CacheShape
     from hybrid.planner import Target
@@ -75,47 +86,92 @@ def _target(checkpoint, schedule, args: argparse.Namespace):  # type: ignore[no-
     ctx = args.ctx or min(hp.context_length, DEFAULT_CTX)
     slots = args.rows if args.phase == "decode" else 1
     cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(CHUNK, ctx), slots)
-    return Target(schedule, hp, stored_types(checkpoint, args.weights), cache, hp.vocab, args.precision,
-                  device=args.device.partition(":")[0])
+    return Target(
+        schedule,
+        hp,
+        stored_types(checkpoint, args.weights),
+        cache,
+        hp.vocab,
+        args.precision,
+        device=args.device.partition(":")[0],
+    )
 
 
-def _report(plan, target) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+def _report(plan: Any, target: Any) -> dict[str, Any]:
     """The plan as plain data."""
     from hybrid.cost import memory, plan_cost, precision_of, step_cost
-    from hybrid.dispatches import count
     from hybrid.planner import segments
 
-    dispatches = count(plan)
+    dispatches = _dispatches(plan, target.device)
     rows = []
     for step in plan.steps:
         args = {k: (n, plan.tensors[n].dtype, list(plan.tensors[n].shape)) for k, n in step.args.items()}
-        rows.append({"name": step.name, "op": step.op, "layer": step.layer, "device": step.device,
-                     **asdict(step_cost(plan, step)), "dispatches": dispatches.get(step.name), "args": args})
-    total, per_layer = plan_cost(plan), {}
+        rows.append(
+            {
+                "name": step.name,
+                "op": step.op,
+                "layer": step.layer,
+                "device": step.device,
+                **asdict(step_cost(plan, step)),
+                "dispatches": dispatches.get(step.name),
+                "args": args,
+            }
+        )
+    total = plan_cost(plan)
+    per_layer: dict[int, int] = {}
     for row in rows:
         if row["layer"] is not None and row["dispatches"] is not None:
             per_layer[row["layer"]] = per_layer.get(row["layer"], 0) + row["dispatches"]
-    return {"plan": plan.name, "rows": plan.rows, "outs": plan.outs, "ctx": target.cache.ctx,
-            "steps": rows, "segments": [{"device": s.device, "steps": len(s.steps)} for s in segments(plan)],
-            "precision": {k: list(v) for k, v in precision_of(plan).items()},
-            "flops": total.flops, "nbytes": total.nbytes, "memory": memory(plan),
-            "dispatches_per_layer": per_layer, "dispatches": sum(dispatches.values()) if dispatches else None}
+    return {
+        "plan": plan.name,
+        "rows": plan.rows,
+        "outs": plan.outs,
+        "ctx": target.cache.ctx,
+        "steps": rows,
+        "segments": [{"device": s.device, "steps": len(s.steps)} for s in segments(plan)],
+        "precision": {k: list(v) for k, v in precision_of(plan).items()},
+        "flops": total.flops,
+        "nbytes": total.nbytes,
+        "memory": memory(plan),
+        "dispatches_per_layer": per_layer,
+        "dispatches": sum(dispatches.values()) if dispatches else None,
+    }
+
+
+def _dispatches(plan: Any, device: str) -> dict[str, int]:
+    """Dispatches by step, for devices that can count without running."""
+    if device == "cpu":
+        return {s.name: 1 for s in plan.steps}
+    if device == "vulkan":
+        from kernels.vulkan.dry import count
+
+        return count(plan).dispatches
+    return {}
 
 
 def _text(report: dict[str, Any]) -> str:
     """A table for people: one line for each step."""
-    lines = [f"{report['plan']}: {report['rows']} rows, {report['outs']} outputs, context {report['ctx']}",
-             f"{'step':28} {'op':20} {'device':8} {'inputs -> outputs':60} {'Mflop':>10} {'MB':>9} {'disp':>5}"]
+    lines = [
+        f"{report['plan']}: {report['rows']} rows, {report['outs']} outputs, context {report['ctx']}",
+        f"{'step':28} {'op':20} {'device':8} {'inputs -> outputs':60} {'Mflop':>10} {'MB':>9} {'disp':>5}",
+    ]
     for s in report["steps"]:
         types = " ".join(f"{k}:{d}{shape}" for k, (_, d, shape) in s["args"].items() if len(shape) > 1)
         disp = "-" if s["dispatches"] is None else s["dispatches"]
-        lines.append(f"{s['name']:28} {s['op']:20} {s['device']:8} {types[:60]:60} {s['flops'] / 1e6:10.3f} "
-                     f"{s['nbytes'] / 1e6:9.3f} {disp:>5}")
+        lines.append(
+            f"{s['name']:28} {s['op']:20} {s['device']:8} {types[:60]:60} {s['flops'] / 1e6:10.3f} "
+            f"{s['nbytes'] / 1e6:9.3f} {disp:>5}"
+        )
     per_layer = sorted(set(report["dispatches_per_layer"].values()))
-    counts = f"{report['dispatches']} dispatches, {'/'.join(map(str, per_layer))} per layer" if report["dispatches"] else \
-        "dispatches: not counted for this device"
-    lines.append(f"total: {len(report['steps'])} steps in {len(report['segments'])} segment(s), "
-                 f"{report['flops'] / 1e9:.3f} Gflop, {report['nbytes'] / 1e6:.2f} MB; {counts}")
+    counts = (
+        f"{report['dispatches']} dispatches, {'/'.join(map(str, per_layer))} per layer"
+        if report["dispatches"]
+        else "dispatches: not counted for this device"
+    )
+    lines.append(
+        f"total: {len(report['steps'])} steps in {len(report['segments'])} segment(s), "
+        f"{report['flops'] / 1e9:.3f} Gflop, {report['nbytes'] / 1e6:.2f} MB; {counts}"
+    )
     lines.append("precision: " + "; ".join(f"{k} {', '.join(v)}" for k, v in report["precision"].items()))
     lines.append("memory: " + ", ".join(f"{k} {v / 1e6:.2f} MB" for k, v in report["memory"].items()))
     return "\n".join(lines)

@@ -57,15 +57,20 @@ class Stats:
     def line(self) -> str:
         """The one line after a generation."""
         peak = "" if self.share_of_peak is None else f" ({100 * self.share_of_peak:.1f} % of peak)"
-        return (f"{self.device} | prompt {self.prompt_tokens} tokens, {self.prompt_per_second:.1f} tok/s | "
-                f"generated {self.tokens}, {self.tokens_per_second:.1f} tok/s | "
-                f"first token {1000 * self.first_token_seconds:.0f} ms | {self.gb_per_second:.2f} GB/s{peak} | {self.finish}")
+        return (
+            f"{self.device} | prompt {self.prompt_tokens} tokens, {self.prompt_per_second:.1f} tok/s | "
+            f"generated {self.tokens}, {self.tokens_per_second:.1f} tok/s | "
+            f"first token {1000 * self.first_token_seconds:.0f} ms | {self.gb_per_second:.2f} GB/s{peak} | {self.finish}"
+        )
 
     def details(self) -> list[str]:
         """More lines, for --stats."""
         types = "; ".join(f"{k} {', '.join(v)}" for k, v in self.precision.items())
         counts = ", ".join(f"{k.replace('_', ' ')} {v:g}" for k, v in self.per_pass.items())
-        lines = [f"precision: {types}", f"per decode pass: {counts}; {self.bytes_per_token / 1e6:.2f} MB by declared cost"]
+        lines = [
+            f"precision: {types}",
+            f"per decode pass: {counts}; {self.bytes_per_token / 1e6:.2f} MB by declared cost",
+        ]
         return lines + [f"passed over: {p}" for p in self.passed_over]
 
     def as_dict(self) -> dict[str, Any]:

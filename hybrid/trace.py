@@ -23,8 +23,18 @@ def events(passes: Sequence[Pass], device: str) -> list[dict[str, Any]]:
         start = 1e6 * (p.begin - zero)
         found.append({"ph": "X", "pid": 0, "tid": 0, "name": p.plan, "ts": start, "dur": 1e6 * p.seconds})
         for s in p.steps:
-            found.append({"ph": "X", "pid": 0, "tid": 1, "name": s.name, "cat": s.op, "ts": start + 1e6 * s.start,
-                          "dur": 1e6 * s.duration, "args": {"op": s.op, "layer": s.layer, "plan": p.plan}})
+            found.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": 1,
+                    "name": s.name,
+                    "cat": s.op,
+                    "ts": start + 1e6 * s.start,
+                    "dur": 1e6 * s.duration,
+                    "args": {"op": s.op, "layer": s.layer, "plan": p.plan},
+                }
+            )
     return found
 
 

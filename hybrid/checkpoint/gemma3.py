@@ -14,6 +14,7 @@ from hybrid.hparams import HParams
 
 PATTERN = 6  # one global layer in six, unless the file says otherwise
 LOCAL_THETA = 1e4
+MAX_LAYERS = 10_000  # a damaged count must not make lists that fill the memory
 LONG_CONTEXT, LONG_FACTOR = 131072, 8.0  # files without rope.scaling.* whose model nevertheless was trained with it
 
 _PER_LAYER = {
@@ -74,7 +75,7 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
     """config.json of Gemma3ForCausalLM, or of the multimodal model with its `text_config`; old and new dialect."""
     c = config.sub("text_config") if config.get("text_config") is not None else config
     _refuse_variants(c)
-    n_layers, hidden = c.integer("num_hidden_layers", 26), c.integer("hidden_size", 2304)
+    n_layers, hidden = _layer_count(c, "num_hidden_layers", 26), c.integer("hidden_size", 2304)
     theta_global, theta_local, factor = _rope_from_hf(c)
     return HParams(
         family="gemma3",
@@ -97,6 +98,13 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
         embed_scale=_positive_sqrt(hidden),
         tied=bool(c.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
     )
+
+
+def _layer_count(c: Fields, key: str, *default: int) -> int:
+    n = c.integer(key, *default)
+    if n > MAX_LAYERS:
+        raise c.error(key, f"{n} is not believable: the file is damaged")
+    return n
 
 
 def _refuse_variants(c: Fields) -> None:
@@ -156,7 +164,7 @@ def _every(period: int, n_layers: int) -> tuple[bool, ...]:
 def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
     """Metadata of architecture gemma3, as llama.cpp's and Ollama's converters write it."""
     m = metadata.under("gemma3.")
-    n_layers, hidden = m.integer("block_count"), m.integer("embedding_length")
+    n_layers, hidden = _layer_count(m, "block_count"), m.integer("embedding_length")
     n_heads = m.integer("attention.head_count")
     head_dim, context = m.integer("attention.key_length"), m.integer("context_length")
     if m.integer("attention.value_length", head_dim) != head_dim:

@@ -96,6 +96,12 @@ class StepSpec(Model):
         return value
 
 
+    def meets(self, other: StepSpec) -> bool:
+        """Can both run in one layer and phase?"""
+        phases = self.phase is None or other.phase is None or self.phase == other.phase
+        return phases and ("any" in (self.when, other.when) or self.when == other.when)
+
+
 class Schedule(Model):
     """A whole schedule file."""
 
@@ -128,10 +134,11 @@ class Schedule(Model):
         missing = {"auto", "exact", "fast"} - set(self.precision)
         if missing:
             raise ValueError(f"[precision] lacks the profiles {sorted(missing)}")
-        names = [s.name for group in (self.before, self.layer, self.after) for s in group if s.phase is None]
-        twice = {n for n in names if names.count(n) > 1}
-        if twice and any(s.when == "any" for s in self.layer if s.name in twice):
-            raise ValueError(f"step names appear twice: {sorted(twice)}")
+        steps = [*self.before, *self.layer, *self.after]
+        for i, step in enumerate(steps):
+            for other in steps[:i]:
+                if step.name == other.name and step.meets(other):
+                    raise ValueError(f"two steps are named {step.name!r} in the same layers and phase")
         return self
 
     def chain(self, device: str) -> tuple[str, ...]:
