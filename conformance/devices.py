@@ -1,0 +1,53 @@
+"""Devices for tests, opened once per process and option; a Vulkan that is missing is said, not passed over."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from hybrid.spec.device import Device
+
+BACKENDS = ("cpu", "vulkan")
+GUARD = 256  # bytes on both sides of every tensor
+
+
+class Devices:
+    """get(backend, **options) -> an open device. After each test `inspect()` asks the validation layer for messages."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[Any, ...], Any] = {}
+
+    def get(self, backend: str, **options: Any) -> Any:
+        key = (backend, *sorted(options.items()))
+        if key not in self._open:
+            self._open[key] = open_backend(backend, **options)
+        return self._open[key]
+
+    def inspect(self) -> None:
+        """Raise if the Vulkan validation layer has reported anything (HYBRID_VULKAN_VALIDATION=1)."""
+        for device in self._open.values():
+            if hasattr(device, "check_validation"):
+                device.check_validation()
+
+    def close(self) -> None:
+        devices, self._open = list(self._open.values()), {}
+        for device in devices:
+            device.close()
+
+
+def open_backend(backend: str, **options: Any) -> Device:
+    """A device of a backend. Without Vulkan: skipped with the reason, or failed under HYBRID_REQUIRE_VULKAN=1."""
+    if backend == "cpu":
+        from kernels.oracle.device import CpuDevice
+
+        return CpuDevice(**options)
+    from kernels.vulkan.device import VulkanUnavailable, open_device
+
+    try:
+        return open_device(os.environ.get("HYBRID_VULKAN_DEVICE", "auto"), **options)
+    except VulkanUnavailable as error:
+        if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1":
+            pytest.fail(f"HYBRID_REQUIRE_VULKAN=1, but no Vulkan device: {error}", pytrace=False)
+        pytest.skip(f"no Vulkan device: {error}")
