@@ -41,9 +41,7 @@ def chunks(prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int], size
     """Passes over prompts {slot: ids}; a slot's first id stands at position starts[slot]."""
     tokens = np.concatenate([np.asarray(ids, np.int32) for ids in prompts.values()])
     slots = np.concatenate([np.full(len(ids), s, np.int32) for s, ids in prompts.items()])
-    positions = np.concatenate(
-        [np.arange(starts[s], starts[s] + len(ids), dtype=np.int32) for s, ids in prompts.items()]
-    )
+    positions = np.concatenate([np.arange(starts[s], starts[s] + len(ids), dtype=np.int32) for s, ids in prompts.items()])
     lasts = np.cumsum([len(ids) for ids in prompts.values()]) - 1
     for a in range(0, len(tokens), size):
         b = min(a + size, len(tokens))

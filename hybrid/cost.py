@@ -59,9 +59,7 @@ def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
     for step in plan.steps:
         op = ops[step.op]
         names = {k: plan.tensors[n] for k, n in step.args.items()}
-        matrices = [
-            k for k, d in names.items() if d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.")
-        ]
+        matrices = [k for k, d in names.items() if d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.")]
         weights |= {names[k].dtype for k in matrices}
         if matrices and "x" in op.inputs:
             acts |= {names[k].dtype for k in ("x", "h") if k in names}

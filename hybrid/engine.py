@@ -95,6 +95,7 @@ class Engine:
         self.trace: list[Pass] = []
         """With profile: every pass so far."""
         self._programs: dict[tuple[object, ...], Program] = {}
+        self._layouts: dict[str, Plan] = {}
         self._decoding: tuple[int, ...] | None = None
         self._stored: set[str] = set()
         self._prepare(progress)
@@ -180,9 +181,7 @@ class Engine:
             if slot not in self.positions:
                 self.admit(slot=slot)
         self.wait(self.submit_prefill(prompts))
-        return {
-            slot: self.token(slot, self.positions[slot]) for slot in prompts if self.positions[slot] < self.cache.ctx
-        }
+        return {slot: self.token(slot, self.positions[slot]) for slot in prompts if self.positions[slot] < self.cache.ctx}
 
     def decode(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, list[int]]:
         """`steps` more tokens for each slot (default: all live ones), in one submit."""
@@ -216,13 +215,11 @@ class Engine:
         """The compiled plan of a bucket, made at its first use."""
         key = (phase, rows, outs, capture, sample)
         if key not in self._programs:
-            self._programs[key] = self.device.compile(
-                self.plan(phase, rows, outs, capture, sample), profile=self.profile
-            )
+            self._programs[key] = self.device.compile(self.plan(phase, rows, outs, capture, sample), profile=self.profile)
         return self._programs[key]
 
     def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True) -> Plan:
-        made = plan(self.target, rows, outs, phase, capture, sample)
+        made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase))
         devices = {s.device for s in segments(made)}
         if devices != {self.target.device}:
             raise SpecError(
@@ -232,11 +229,12 @@ class Engine:
         return made
 
     def warm_up(self, rows: int = 1) -> None:
-        """Compile what prompts of up to `rows` rows and decoding need, so that later passes only submit."""
-        for outs in (0, *self.out_buckets):
-            for size in self.row_buckets:
-                if outs <= size <= bucket_of(min(rows, self.row_buckets[-1]), self.row_buckets):
-                    self.program("prefill", size, outs)
+        """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit."""
+        largest = self.row_buckets[-1]
+        if rows > largest:
+            self.program("prefill", largest, 0)  # only full chunks can lack a last row
+        last = rows % largest or largest
+        self.program("prefill", bucket_of(last, self.row_buckets), self.out_buckets[0])
         for outs in self.out_buckets:
             self.program("decode", outs, outs)
 
@@ -244,9 +242,9 @@ class Engine:
     def _prepare(self, progress: bool) -> None:
         """Store everything that outlives a pass and reserve the activations of the largest plans."""
         most, outs = self.row_buckets[-1], self.out_buckets[-1]
+        self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
         plans = [
-            self.plan("prefill", most, outs),
-            self.plan("decode", outs, outs),
+            *self._layouts.values(),
             self.plan("prefill", self.logits_rows, self.logits_rows, sample=False),
             self.plan("prefill", self.hidden_rows, 0, capture=True),
         ]
@@ -318,9 +316,7 @@ class Engine:
             if len(array):
                 self.device.write(name, Tensor.of(np.ascontiguousarray(array)))
 
-    def _forced(
-        self, ids: Sequence[int], rows: int, decls: list[TensorDecl], capture: bool
-    ) -> Iterator[list[np.ndarray]]:
+    def _forced(self, ids: Sequence[int], rows: int, decls: list[TensorDecl], capture: bool) -> Iterator[list[np.ndarray]]:
         """Passes over one sequence; after each, the live rows of the result tensors."""
         for decl in decls:
             if decl.name not in self._stored:
@@ -332,12 +328,8 @@ class Engine:
             for chunk in chunks({slot: ids}, self.positions, rows):
                 n = len(chunk.tokens)
                 size = bucket_of(n, self.row_buckets)
-                every = Chunk(
-                    chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32)
-                )
-                self.wait(
-                    self._pass(every, self.program("prefill", size, 0 if capture else size, capture, sample=False))
-                )
+                every = Chunk(chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32))
+                self.wait(self._pass(every, self.program("prefill", size, 0 if capture else size, capture, sample=False)))
                 yield [self.device.read(d.name, 0, n).array for d in decls]
         finally:
             self._settle()

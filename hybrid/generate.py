@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from pathlib import Path
@@ -43,12 +44,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     p.add_argument("--chat", action="store_true", help="the prompt is one user turn, in the model's chat format")
-    p.add_argument(
-        "--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)"
-    )
-    p.add_argument(
-        "--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)"
-    )
+    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
+    p.add_argument("--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)")
     p.add_argument("--weights", metavar="TYPE", help="convert matrices to f32, f16, bf16, q8_0 or q4_0 while loading")
     p.add_argument(
         "--precision",
@@ -60,9 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ctx", type=int, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
-    p.add_argument(
-        "--stats", action="store_true", help="more statistics: precision, counts per pass, devices passed over"
-    )
+    p.add_argument("--stats", action="store_true", help="more statistics: precision, counts per pass, devices passed over")
     p.add_argument(
         "--trace",
         type=Path,
@@ -80,12 +75,12 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     import hybrid
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     path = args.model
     if path is None:
         if not EMBEDDED.is_file():
-            raise ValueError(
-                f"the embedded model {EMBEDDED} is not there: name a .gguf file or a Hugging Face directory"
-            )
+            raise ValueError(f"the embedded model {EMBEDDED} is not there: name a .gguf file or a Hugging Face directory")
         path = EMBEDDED
     if args.trace is not None and not args.trace.absolute().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: the folder {args.trace.absolute().parent} does not exist")
@@ -146,8 +141,6 @@ def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
     else:
         print(flush=True)
         print("\n".join([stats.line(), *(stats.details() if args.stats else [])]), file=sys.stderr)
-    if not args.json and not args.stats and stats.passed_over and model.device == "cpu":
-        print("running on the CPU fallback; python -m hybrid.doctor says what a GPU would need", file=sys.stderr)
     if args.trace is not None:
         from hybrid.trace import write_trace
 

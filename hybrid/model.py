@@ -155,6 +155,7 @@ class Model:
         text = StreamDecoder(self.checkpoint.tokenizer)
         out: list[int] = []
         finish: Finish = "cancelled"
+        engine.warm_up(len(ids))  # compiling is no part of the speeds
         slot = engine.admit(min(len(ids) + most, engine.cache.ctx), sampling)
         begin = time.perf_counter()
         first = begin
@@ -181,31 +182,28 @@ class Model:
             end = time.perf_counter()
             if self._opened is not None:  # closed in the middle: nothing to give back
                 engine.wait()
+                passes = engine.positions[slot] - len(ids)
                 engine.release(slot)
-                self.stats = self._stats(engine, ids, out, finish, first - begin, end - begin)
+                self.stats = self._stats(engine, ids, out, passes, finish, first - begin, end - begin)
 
     def _stats(
-        self, engine: Engine, ids: list[int], out: list[int], finish: Finish, first: float, total: float
+        self, engine: Engine, ids: list[int], out: list[int], passes: int, finish: Finish, first: float, total: float
     ) -> Stats:
         plan = engine.program("decode", 1, 1).plan
         done = engine.counters.minus(engine.prefilled)
-        passes = max(done.submits, 1)
-        counts = {
-            f.name: getattr(done, f.name) / passes for f in fields(done) if f.name not in ("bytes_up", "bytes_down")
-        }
-        mean = len(ids) + len(out) // 2
+        counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
         return Stats(
-            self.device,
-            self.passed_over,
-            precision_of(plan),
-            len(ids),
-            len(out),
-            finish,
-            first,
-            total,
-            plan_cost(plan, mean).nbytes,
-            counts,
-            tuple(out),
+            device=self.device,
+            passed_over=self.passed_over,
+            precision=precision_of(plan),
+            prompt_tokens=len(ids),
+            tokens=len(out),
+            finish=finish,
+            first_token_seconds=first,
+            total_seconds=total,
+            bytes_per_token=plan_cost(plan, len(ids) + len(out) // 2).nbytes,
+            per_pass={name: getattr(done, name) / max(passes, 1) for name in counted},
+            ids=tuple(out),
         )
 
     def close(self) -> None:
@@ -218,9 +216,7 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _engine(self) -> Engine:

@@ -41,26 +41,30 @@ class Target:
         return profile if self.kv == "auto" else profile.model_copy(update={"kv": self.kv})
 
 
-def plan(target: Target, rows: int, outs: int, phase: Phase, capture: bool = False, sample: bool = True) -> Plan:
+def plan(
+    target: Target,
+    rows: int,
+    outs: int,
+    phase: Phase,
+    capture: bool = False,
+    sample: bool = True,
+    layout: Plan | None = None,
+) -> Plan:
     """The plan of one pass over at most `rows` rows, with logits for at most `outs` of them (0: none).
 
     sample=False leaves the logits in the io tensor `logits` f32 [outs, vocab]; capture=True leaves the residual
     stream in the io tensors `hidden.0` .. `hidden.{layers}` f32 [rows, hidden].
+    layout: a plan of the same phase for at least as many rows, whose offsets are used: an arena that holds it then
+    holds this one (placed on its own, a smaller plan may need more).
     Raises SpecError for an edge whose shape or dtype does not fit; the line names step, tensor and both sides.
     """
-    return _Planner(target, rows, outs, phase, capture, sample).plan()
+    return _Planner(target, rows, outs, phase, capture, sample).plan(layout)
 
 
 class _Planner:
     def __init__(self, target: Target, rows: int, outs: int, phase: Phase, capture: bool, sample: bool) -> None:
-        self.target, self.rows, self.outs, self.phase, self.capture, self.sample = (
-            target,
-            rows,
-            outs,
-            phase,
-            capture,
-            sample,
-        )
+        self.target, self.rows, self.outs, self.phase = target, rows, outs, phase
+        self.capture, self.sample = capture, sample
         cache = target.cache
         sizes = {
             "T": rows,
@@ -75,32 +79,33 @@ class _Planner:
         }
         self.names = Names(target.schedule, target.hparams, sizes)
         self.ops = load_ops()
-        self.drafts = [d for d in expand(self.names, phase) if self._wanted(d)]
+        self.drafts = expand(self.names, phase)
         self.choice = choices(self.names, target.weights)
         self.fused = fused(self.names, target.weights)
         self.declared = declared(self.names, self.drafts)
         self.tensors: dict[str, TensorDecl] = {"control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io")}
         self.lives: dict[str, tuple[int, int]] = {}
 
-    def plan(self) -> Plan:
-        edges = [self._args(d) for d in self.drafts]
-        wanted = self._wanted_dtypes(edges)
-        steps = [self._step(i, d, args, wanted) for i, (d, args) in enumerate(zip(self.drafts, edges, strict=True))]
-        size = self._place()
+    def plan(self, layout: Plan | None) -> Plan:
+        edges = [(d, self._args(d)) for d in self.drafts]
+        wanted = self._wanted_dtypes(edges)  # also by steps that this plan leaves out: all buckets agree
+        edges = [e for e in edges if self._included(e[0])]
+        steps = [self._step(i, draft, args, wanted) for i, (draft, args) in enumerate(edges)]
+        size = self._place() if layout is None else self._place_as(layout)
         t = self.target
         name = f"{t.schedule.schedule.name}.{self.phase}.r{self.rows}.o{self.outs}"
         name += ".hidden" * self.capture + ".logits" * (bool(self.outs) and not self.sample)
         return Plan(name, self.rows, self.outs, tuple(steps), self.tensors, size)
 
-    def _wanted(self, draft: Draft) -> bool:
-        if draft.spec.op not in self.ops:
-            raise self._error(draft, f"unknown operation {draft.spec.op!r}{nearest(draft.spec.op, self.ops)}")
+    def _included(self, draft: Draft) -> bool:
         if draft.spec.extent == "outs" and self.outs == 0:
             return False
         return self.sample or draft.spec.op != "sample"
 
     def _args(self, draft: Draft) -> dict[str, str]:
         """Every tensor of the operation -> tensor of the plan; unwritten ones have their own name."""
+        if draft.spec.op not in self.ops:
+            raise self._error(draft, f"unknown operation {draft.spec.op!r}{nearest(draft.spec.op, self.ops)}")
         op = self.ops[draft.spec.op]
         for kind, written, known in (
             ("args", draft.args, op.tensors),
@@ -138,10 +143,10 @@ class _Planner:
             raise self._error(draft, f"act.{key} = {text!r}: {arg} is {shown}, not a weight of the checkpoint")
         return self.target.profile(info.dtype).act
 
-    def _wanted_dtypes(self, edges: list[dict[str, str]]) -> dict[str, str]:
+    def _wanted_dtypes(self, edges: list[tuple[Draft, dict[str, str]]]) -> dict[str, str]:
         """Activation -> the dtype that its readers take. Two readers that differ are an error."""
         wanted: dict[str, tuple[str, Draft]] = {}
-        for draft, args in zip(self.drafts, edges, strict=True):
+        for draft, args in edges:
             op = self.ops[draft.spec.op]
             for key in (*op.inputs, *op.scratch):
                 dtype = self._act(draft, args, key)
@@ -171,9 +176,7 @@ class _Planner:
             for key, shape in op.bind_shapes(bind).items():
                 if key in made:
                     self._write(index, draft, key, args[key], shape, wanted)
-            attrs = {
-                k: self.names.number(e, draft.layer, f"{draft.name}.attrs.{k}") for k, e in draft.spec.attrs.items()
-            }
+            attrs = {k: self.names.number(e, draft.layer, f"{draft.name}.attrs.{k}") for k, e in draft.spec.attrs.items()}
             attrs = {k: float(v) if op.attributes[k].type == "float" else v for k, v in attrs.items()}
             step = Step(
                 op.name,
@@ -185,9 +188,7 @@ class _Planner:
                 draft.spec.extent,
                 draft.layer,
             )
-            op.check(
-                bind, step.attrs, {k: self.tensors[n].dtype for k, n in args.items()}, step.device.partition(":")[0]
-            )
+            op.check(bind, step.attrs, {k: self.tensors[n].dtype for k, n in args.items()}, step.device.partition(":")[0])
         except SpecError as e:
             raise self._error(draft, str(e)) from None
         return step
@@ -195,9 +196,7 @@ class _Planner:
     def _axes(self, draft: Draft, op: OpSpec) -> dict[str, int]:
         """Axes of the operation that the family or the step names: shapes must agree with them."""
         axes = {k: v for k, v in self.names.axes.items() if k in op.axes}
-        return axes | {
-            k: int(self.names.number(e, draft.layer, f"{draft.name}.axes.{k}")) for k, e in draft.spec.axes.items()
-        }
+        return axes | {k: int(self.names.number(e, draft.layer, f"{draft.name}.axes.{k}")) for k, e in draft.spec.axes.items()}
 
     def _device(self, draft: Draft) -> str:
         return self.target.device if draft.spec.device == "main" else draft.spec.device
@@ -237,9 +236,7 @@ class _Planner:
             self.tensors[name] = TensorDecl(name, dtype, self.names.shape(decl, layer, text), decl.kind)
         return self.tensors[name]
 
-    def _write(
-        self, index: int, draft: Draft, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]
-    ) -> None:
+    def _write(self, index: int, draft: Draft, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]) -> None:
         """Declare what an operation produces; its dtype is what its readers take."""
         if name in self.declared:
             return  # op.solve has checked its shape
@@ -267,6 +264,15 @@ class _Planner:
         for name, offset in offsets.items():
             self.tensors[name] = replace(self.tensors[name], offset=offset)
         return size
+
+    def _place_as(self, layout: Plan) -> int:
+        """The offsets of a larger plan of the same steps: its tensors are as long-lived and at least as large."""
+        for name in self.lives:
+            own, other = self.tensors[name], layout.tensors.get(name)
+            if other is None or other.kind != "activation" or other.nbytes < own.nbytes:
+                raise ValueError(f"plan {layout.name} has no room for {name} {own.dtype} {list(own.shape)}")
+            self.tensors[name] = replace(own, offset=other.offset)
+        return layout.arena_bytes
 
     def _error(self, draft: Draft, text: str) -> SpecError:
         return SpecError(f"schedule {self.target.schedule.schedule.name}: step {draft.name}: {text}")

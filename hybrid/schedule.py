@@ -18,9 +18,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("file", type=Path, metavar="FILE", help="schedule file, or the name of a shipped one such as gemma3")
     p.add_argument("--model", type=Path, required=True, metavar="M", help=".gguf file or Hugging Face directory")
     p.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="which plan to show (decode)")
-    p.add_argument(
-        "--rows", type=int, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)"
-    )
+    p.add_argument("--rows", type=int, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)")
     p.add_argument("--ctx", type=int, metavar="N", help="context to plan for (the model's, at most 4096)")
     p.add_argument(
         "--device",
@@ -63,10 +61,7 @@ def _main(args: argparse.Namespace) -> int:
         summary = {
             "schedule": schedule.schedule.name,
             "model": str(args.model),
-            **{
-                k: {"steps": len(p.steps), "tensors": len(p.tensors), "segments": len(segments(p))}
-                for k, p in checked.items()
-            },
+            **{k: {"steps": len(p.steps), "tensors": len(p.tensors), "segments": len(segments(p))} for k, p in checked.items()},
         }
         steps = ", ".join(f"{k} {len(p.steps)} steps" for k, p in checked.items())
         print(json.dumps(summary) if args.json else f"{path}: fits {args.model}: {steps}; every edge agrees")

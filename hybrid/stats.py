@@ -57,8 +57,9 @@ class Stats:
     def line(self) -> str:
         """The one line after a generation."""
         peak = "" if self.share_of_peak is None else f" ({100 * self.share_of_peak:.1f} % of peak)"
+        fallback = " (fallback)" if self.passed_over else ""
         return (
-            f"{self.device} | prompt {self.prompt_tokens} tokens, {self.prompt_per_second:.1f} tok/s | "
+            f"{self.device}{fallback} | prompt {self.prompt_tokens} tokens, {self.prompt_per_second:.1f} tok/s | "
             f"generated {self.tokens}, {self.tokens_per_second:.1f} tok/s | "
             f"first token {1000 * self.first_token_seconds:.0f} ms | {self.gb_per_second:.2f} GB/s{peak} | {self.finish}"
         )

@@ -90,11 +90,8 @@ class StepSpec(Model):
     def _validate_act(cls, value: dict[str, str]) -> dict[str, str]:
         for name, dtype in value.items():
             if dtype not in ACTIVATION_TYPES and not re.fullmatch(r"auto:\w+", dtype):
-                raise ValueError(
-                    f"{name} = {dtype!r}: use one of {', '.join(ACTIVATION_TYPES)} or auto:WEIGHT_ARGUMENT"
-                )
+                raise ValueError(f"{name} = {dtype!r}: use one of {', '.join(ACTIVATION_TYPES)} or auto:WEIGHT_ARGUMENT")
         return value
-
 
     def meets(self, other: StepSpec) -> bool:
         """Can both run in one layer and phase?"""
