@@ -28,7 +28,7 @@ check: $(VENV)/.ready-test ## specs valid, generated docs and SPIR-V up to date
 	$(PY) -m kernels.vulkan.build --check
 
 conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole models; saboteurs
-	HYBRID_REQUIRE_VULKAN=$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1) \
+	OPENBLAS_NUM_THREADS=1 HYBRID_REQUIRE_VULKAN=$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1) \
 	HYBRID_VULKAN_VALIDATION=$$(cat $(VENV)/.validation) \
 	$(PY) -m pytest -n $(JOBS) --dist worksteal
 
