@@ -136,7 +136,7 @@ def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
     for data, words in (
         (whole[:-1], "cut short"),
         (whole[:100], "cut short"),
-        (b"", "cannot be read"),
+        (b"", "cut short"),
         (b"\xff" * 64, "not a safetensors file"),
         (whole.replace(b'"shape": [320, 64]', b'"shape": [321, 64]'), "malformed"),
         (whole.replace(b'"shape": [320, 64]', b'"shape": [-32, 64]'), "malformed"),
@@ -190,8 +190,8 @@ def test_gguf_dialects(tmp_path: Path) -> None:
     assert open_checkpoint(path).hparams.layer_is_global == (True, True, True)
     path = _gguf(tmp_path / "27b.gguf", tiny(n_layers=62, hidden=96), {})
     assert open_checkpoint(path).hparams.attention_scale == pytest.approx((96 / 4) ** -0.5)
-    path = _gguf(tmp_path / "q5.gguf", tiny(), {}, {"blk.0.ffn_up.weight": gguf.GGMLQuantizationType.Q5_0})
-    with pytest.raises(CheckpointError, match=r"q5\.gguf: tensor blk\.0\.ffn_up\.weight .* q5_0.*--type q8_0"):
+    path = _gguf(tmp_path / "mx.gguf", tiny(), {}, {"blk.0.ffn_up.weight": gguf.GGMLQuantizationType.MXFP4})
+    with pytest.raises(CheckpointError, match=r"mx\.gguf: tensor blk\.0\.ffn_up\.weight .* mxfp4.*--type q8_0"):
         open_checkpoint(path)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from conformance.synthetic import tiny
 from hybrid.arena import Life, place
 from hybrid.checkpoint.gemma3 import tensors
+from hybrid.cost import step_cost
 from hybrid.expand import WeightInfo
 from hybrid.kv import CacheShape
 from hybrid.planner import Target, plan, segments
@@ -136,6 +137,23 @@ def test_each_matrix_has_the_precision_of_its_own_type():
     assert made.tensors["y.2"].dtype == "q8_act" and made.tensors["y.3"].dtype == "f32"
 
 
+def test_a_joined_matrix_keeps_the_types_of_its_sources():
+    v = WeightInfo("q8_0", (32, 64))
+    made = plan(target("q4_1", weights={"blk.1.attn_v.weight": v}, device="vulkan"), 8, 1, "prefill")
+    qkv = made.tensors["blk.1.attn_qkv.weight"]
+    assert qkv.dtype == "q8_0" and qkv.pieces == (("q4_1", 96), ("q8_0", 32)) and qkv.dtypes == ("q4_1", "q8_0")
+    assert qkv.data_bytes == 96 * 40 + 32 * 68
+    assert made.tensors["blk.0.attn_qkv.weight"].pieces == ()
+    step = {s.name: s for s in made.steps}
+    mixed, plain = (step_cost(made, step[f"blk.{i}.attn_qkv"]).nbytes for i in (1, 0))
+    assert mixed - plain == 32 * (68 - 40)
+    counts = count(made).dispatches
+    assert counts["blk.1.attn_qkv"] == counts["blk.0.attn_qkv"] + 1
+    with pytest.raises(SpecError, match="q4_k is not allowed"):
+        plan(target("q4_1", weights={"blk.1.attn_v.weight": WeightInfo("q4_k", (32, 256))}, hparams=tiny(hidden=256),
+                    device="vulkan"), 8, 1, "prefill")  # fmt: skip
+
+
 def test_local_and_global_layers_differ_where_they_should():
     made = plan(target(), 8, 1, "prefill")
     windows = {s.layer: s.attrs["window"] for s in made.steps if s.op == "attention"}
@@ -165,7 +183,7 @@ def test_an_untied_output_matrix_is_used():
         ({"weights": {"blk.1.attn_output.weight": WeightInfo("q8_0", (32, 64))}}, r"step blk\.1\.attn_add: .*32.*64"),
         ({"weights": {"blk.1.attn_norm.weight": WeightInfo("f16", (64,))}}, r"step blk\.0\.ffn_add: .*w_next.*f16"),
         ({"hparams": tiny(), "weights": {"token_embd.weight": WeightInfo("q8_0", (320, 96))}}, r"step embed: .*(96|64)"),
-        ({"weights": {"blk.0.attn_q.weight": WeightInfo("q4_0", (64, 64))}}, "joins matrices of different types"),
+        ({"weights": {"blk.0.attn_q.weight": WeightInfo("q4_0", (64, 96))}}, "joins matrices with rows of different lengths"),
         ({"schedule": change("layer", "blk.{l}.ffn", op="fused_fnn")}, "unknown operation 'fused_fnn'; did you mean"),
         ({"schedule": change("layer", "blk.{l}.ffn", act={"x": "f16", "y": "f32"})}, r"act\.y: fused_ffn has no such name"),
         ({"schedule": change("layer", "blk.{l}.attn_output", args={"x": "o.{l}", "w": "nothing.weight", "y": "a.{l}"})},

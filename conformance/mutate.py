@@ -1,0 +1,139 @@
+"""Saboteurs: the shipped kernels with one piece of source text replaced. Each must make a conformance case fail.
+
+saboteurs/<op>.toml holds tables [[shader]], [[binding]] (Vulkan) and [[oracle]] (the NumPy device) with
+
+    name     what is broken
+    file     in kernels/vulkan/shaders, kernels/vulkan/ops or kernels/oracle
+    find     text that occurs exactly once in it; else the saboteur is stale, which is an error
+    replace  what it becomes
+    case     how the case differs from the operation's usual one: bind, dtypes, attrs, kinds, style, scale, mode, seed,
+             rows, outs; options = options of the device
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.cases import Case
+from conformance.fixed import variant
+from conformance.sizes import base_bind
+from hybrid.spec import OpSpec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parent / "kernels"
+FOLDERS = {"shader": KERNELS / "vulkan" / "shaders", "binding": KERNELS / "vulkan" / "ops", "oracle": KERNELS / "oracle"}
+
+
+class StaleSaboteur(ValueError):
+    """A saboteur that does not fit the source any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saboteur:
+    op: str
+    kind: str
+    """shader, binding or oracle"""
+    name: str
+    file: str
+    find: str
+    replace: str
+    case: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        return "cpu" if self.kind == "oracle" else "vulkan"
+
+    @property
+    def path(self) -> Path:
+        return FOLDERS[self.kind] / self.file
+
+    def mutated(self) -> str:
+        """The file's text with the replacement made. Raises StaleSaboteur."""
+        text = self.path.read_text()
+        if text.count(self.find) != 1:
+            raise StaleSaboteur(f"saboteurs/{self.op}.toml: {self.name}: {self.find!r} occurs {text.count(self.find)} times in "
+                                f"{self.file}, not once: renew the saboteur")  # fmt: skip
+        return text.replace(self.find, self.replace)
+
+
+def load(folder: Path = HERE / "saboteurs") -> Iterator[Saboteur]:
+    """All saboteurs, by file and kind."""
+    for path in sorted(folder.glob("*.toml")):
+        tables = tomllib.loads(path.read_text())
+        if unknown := tables.keys() - FOLDERS.keys():
+            raise StaleSaboteur(f"{path.name}: unknown tables {sorted(unknown)}; known: {', '.join(FOLDERS)}")
+        for kind, entries in tables.items():
+            for entry in entries:
+                yield Saboteur(path.stem, kind, **entry)
+
+
+def case_of(saboteur: Saboteur, spec: OpSpec) -> Case:
+    """The case that must fail."""
+    given = dict(saboteur.case)
+    bind, dtypes, attrs = (given.pop(k, {}) for k in ("bind", "dtypes", "attrs"))
+    given.pop("options", None)
+    case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes(dtypes), given.pop("seed", 0), frozenset(bind))
+    return replace(case, attrs={**case.attrs, **attrs}, **given)
+
+
+def mutated_function(saboteur: Saboteur, of: str) -> Callable[..., Any]:
+    """`of` (an operation's function, or `record`) of a mutated Python file.
+
+    A helper module (its name starts with _) stands in for the shipped one while the operation's own file is read."""
+    module = _execute(saboteur.path, saboteur.mutated())
+    if not saboteur.file.startswith("_"):
+        return getattr(module, of)
+    kept = sys.modules[module.__name__]
+    sys.modules[module.__name__] = module
+    try:
+        own = saboteur.path.with_name(f"{saboteur.op}.py")
+        return getattr(_execute(own, own.read_text()), of)
+    finally:
+        sys.modules[module.__name__] = kept
+
+
+def mutated_spirv(saboteur: Saboteur, kernels: set[str], folder: Path) -> Path:
+    """A folder of SPIR-V in which those of `kernels` that use the mutated shader are built from it."""
+    from kernels.vulkan.build import build
+    from kernels.vulkan.kernel import SPIRV
+
+    source, out = folder / "shaders", folder / "spirv"
+    shutil.copytree(FOLDERS["shader"], source)
+    (source / saboteur.file).write_text(saboteur.mutated())
+    out.mkdir()
+    for name in kernels | {"grid"}:
+        shutil.copy(SPIRV / f"{name}.spv", out)
+    shutil.copy(SPIRV / "manifest.json", out)
+    built = [m for name in sorted(kernels) for m in build(source, out, only=name)]
+    if not built:
+        raise StaleSaboteur(f"saboteurs/{saboteur.op}.toml: {saboteur.name}: none of {sorted(kernels)}, which the case runs, "
+                            f"uses {saboteur.file}")  # fmt: skip
+    return out
+
+
+def _execute(path: Path, text: str) -> types.ModuleType:
+    name = ".".join(path.relative_to(KERNELS.parent).with_suffix("").parts)
+    module = types.ModuleType(name)
+    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
+    # Data classes of the mutated module look it up by name.
+    kept = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        exec(compile(text, str(path), "exec"), module.__dict__)
+    finally:
+        if kept is not None:
+            sys.modules[name] = kept
+        else:
+            del sys.modules[name]
+    return module

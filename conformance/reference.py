@@ -1,0 +1,114 @@
+"""What a case must give: the oracle's float64 results and, for each element, how far a device may be from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from conformance import compare, values
+from conformance.cases import Case, live
+from conformance.compare import UNIT, Disagreement, Verdict
+from conformance.scales import Call, scale
+from hybrid.spec import OpSpec
+from hybrid.spec.tensor import Tensor
+from kernels.oracle import ORACLE, argument
+
+Tensors = Mapping[str, Tensor]
+# Products whose every order of summation is exact for small integers.
+EXACT = ("embed", "linear", "fused_qkv", "dequantize", "logits")
+
+
+def expect(spec: OpSpec, case: Case, inputs: Tensors) -> Call:
+    """The oracle's results for the live rows."""
+    cut = {name: cut_live(spec, case, name, t) for name, t in inputs.items()}
+    state = {name: values.real(cut[name]).copy() for name in spec.state}
+    args = {name: argument(cut[name]) for name in spec.inputs} | state
+    middle = {"h_dtype": case.dtypes["h"]} if case.op == "fused_ffn" else {}
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        results = ORACLE[case.op](**args, **case.attrs, **middle, real=np.float64)
+        refs = dict(zip(spec.outputs, results, strict=True)) | state
+        if case.op == "fused_ffn":
+            (gate_up,) = ORACLE["linear"](x=args["x"], w=args["w_gate_up"])
+            refs["h"] = ORACLE["geglu"](gate_up=gate_up)[0]
+    return Call(cut, {name: values.real(t) for name, t in cut.items()}, case.attrs, refs, case.dtypes)
+
+
+def check(spec: OpSpec, case: Case, label: str, call: Call, after: Tensors) -> dict[str, Verdict]:
+    """Judge every output, scratch and state tensor of `after`. Raises Disagreement."""
+    judged: dict[str, Verdict] = {}
+    results = {n: cut_live(spec, case, n, after[n]) for n in (*spec.scratch, *spec.outputs, *spec.state)}
+    for name, got in results.items():
+        at = f"{label}: {name}"
+        if got.dtype in ("i32", "u32"):
+            compare.same(at, got.array, np.asarray(call.refs[name]).astype(got.array.dtype))
+            judged[name] = Verdict(0.0, 0.0)
+        elif name in spec.state:
+            judged[name] = _state(spec, case, at, name, call, got)
+        else:
+            judged[name] = _real(spec, case, at, name, call, got, _reference(spec, case, name, call, results))
+    return judged
+
+
+def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray) -> np.ndarray:
+    """f64, shape of `ref`: the spec's bound for each element, before any quantisation to int8 codes."""
+    tol = spec.tolerance_of(name, case.dtypes[name])
+    if tol.metric == "exact":
+        return np.zeros_like(ref)
+    if tol.scale == "abs":
+        terms = scale(case.op, name, call)
+    elif tol.scale == "head_max":
+        heads = np.abs(ref).reshape(*ref.shape[:-1], -1, case.bind["D"])
+        terms = np.broadcast_to(heads.max(-1, keepdims=True), heads.shape).reshape(ref.shape)
+    else:
+        terms = np.abs(ref)
+    out = case.dtypes[name] if case.dtypes[name] in UNIT else "f32"
+    return compare.bound(ref, terms, float(tol.reduction.eval(case.bind)), out, spec.numerics.accumulate, tol.c, tol.c_out)
+
+
+def _real(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor, ref: np.ndarray) -> Verdict:
+    tol = spec.tolerance_of(name, got.dtype)
+    if tol.metric == "codes":
+        return compare.codes(at, (got.parts[0], got.parts[1]), ref, allowed(spec, case, name, call, ref), tol.tie or 0.0)
+    real = values.real(got)
+    if tol.metric == "exact" or (case.mode == "exact" and case.op in EXACT):
+        compare.same(at, real, values.real(values.rounded(ref, got.dtype)))
+        return Verdict(0.0, 0.0)
+    return compare.within(at, real, ref, allowed(spec, case, name, call, ref), vacuous_ok=not np.any(ref))
+
+
+def _state(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor) -> Verdict:
+    """Float state: what the oracle changed is judged, everything else must keep its bits."""
+    ref, before = call.refs[name], call.tensors[name].array
+    changed = ref != call.values[name]
+    if not changed.any():
+        raise Disagreement(f"{at}: the case changes nothing: it proves nothing")
+    compare.same_bits(f"{at} (untouched positions)", np.where(changed, 0, got.array), np.where(changed, 0, before))
+    where, limit = np.where(changed), allowed(spec, case, name, call, ref)
+    return compare.within(at, values.real(got)[where], ref[where], limit[where], vacuous_ok=not np.any(ref[where]))
+
+
+def _reference(spec: OpSpec, case: Case, name: str, call: Call, results: Tensors) -> np.ndarray:
+    """The oracle's result; where the spec says `given`, from the device's own value of those earlier results, so that
+    what fell on the other side of a rounding there is not counted again."""
+    return _FROM[case.op, name](case, call, results) if spec.tensors[name].given else call.refs[name]
+
+
+def _ffn_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
+    return ORACLE["linear"](x=argument(results["h"]), w=argument(call.tensors["w_down"]))[0]
+
+
+def _norm_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
+    return ORACLE["rmsnorm"](x=results["sum"].array, w=call.tensors["w_next"].array, eps=case.attrs["eps"])[0]
+
+
+_FROM: dict[tuple[str, str], Callable[[Case, Call, Tensors], np.ndarray]] = {
+    ("fused_ffn", "y"): _ffn_y,
+    ("add_rmsnorm", "y"): _norm_y,
+}
+
+
+def cut_live(spec: OpSpec, case: Case, name: str, tensor: Tensor) -> Tensor:
+    """The live rows of a tensor."""
+    count = live(spec, case, name)
+    return tensor if count is None else tensor.rows(0, count)

@@ -1,0 +1,109 @@
+"""The `scale` of the bound, for each operation: what its sums would be if nothing cancelled.
+
+Evaluated in float64 beside the oracle. `Call` is a case as the oracle saw it: live inputs, attributes, results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from conformance import block_values
+from hybrid.spec.tensor import Tensor
+from kernels.oracle import ORACLE
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """tensors: live inputs and initial state as given; values: the same as f64; refs: f64 results by name (outputs and
+    scratch cut to their live rows, state whole); dtypes: of every tensor."""
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, np.ndarray]
+    attrs: Mapping[str, Any]
+    refs: Mapping[str, np.ndarray]
+    dtypes: Mapping[str, str]
+
+
+def scale(op: str, name: str, call: Call) -> np.ndarray:
+    """Scale of one result. Raises KeyError for one without a rule."""
+    if op not in _SCALES:
+        raise KeyError(f"no scale rule for operation {op!r}: add it to conformance/scales.py")
+    return _SCALES[op](call)[name]
+
+
+def product(x: np.ndarray, x_dtype: str, w: Tensor, w_values: np.ndarray) -> np.ndarray:
+    """|x| @ |w|.T. int8 activations on weights with an offset or a minimum also carry its terms apart: the minimum
+    (q4_0: 8*|d|) times the sum of a block of x."""
+    terms = np.abs(x) @ np.abs(w_values).T
+    if x_dtype == "q8_act" and w.type.quantised:
+        _, scale, minimum = block_values.unpack(w)
+        if w.dtype == "q4_0":
+            minimum = 8 * scale
+        if np.ndim(minimum):
+            sums = np.abs(x.reshape(*x.shape[:-1], -1, 32).sum(-1))
+            terms += sums @ np.abs(minimum[..., 0]).T
+    return terms
+
+
+def _linear(call: Call) -> dict[str, np.ndarray]:
+    (name,) = call.refs
+    return {name: product(call.values["x"], call.dtypes["x"], call.tensors["w"], call.values["w"])}
+
+
+def _logits(call: Call) -> dict[str, np.ndarray]:
+    # tanh never enlarges an error; its own is a few units of the cap.
+    rows = call.values["x"][call.values["out_rows"]]
+    terms = product(rows, call.dtypes["x"], call.tensors["w"], call.values["w"])
+    return {"logits": terms + float(call.attrs.get("softcap", 0))}
+
+
+def _add_rmsnorm(call: Call) -> dict[str, np.ndarray]:
+    (post,) = ORACLE["rmsnorm"](x=call.values["a"], w=call.values["w_post"], eps=call.attrs["eps"])
+    return {"sum": np.abs(call.values["residual"]) + np.abs(post), "y": np.abs(call.refs["y"])}
+
+
+def _attention(call: Call) -> dict[str, np.ndarray]:
+    """Sum of p|v|, enlarged by the largest score's own terms |q||k|: an error of a score is a relative one of its p."""
+    q, k, v = (call.values[n] for n in ("q", "k_cache", "v_cache"))
+    out, size, window = np.empty_like(q), k.shape[1], call.attrs["window"]
+    group = q.shape[1] // k.shape[3] // k.shape[2]
+    for row, (slot, pos) in enumerate(zip(call.values["slots"], call.values["positions"], strict=True)):
+        keys = np.arange(max(0, pos - window + 1) if window else 0, pos + 1)
+        where = (call.values["block_table"][slot, keys // size], keys % size)
+        heads = q[row].reshape(-1, k.shape[3])
+        kh, vh = (np.repeat(x[where], group, axis=1).transpose(1, 0, 2) for x in (k, v))
+        s = np.einsum("hd,hjd->hj", heads, kh) * call.attrs["scale"]
+        terms = np.einsum("hd,hjd->hj", np.abs(heads), np.abs(kh)) * call.attrs["scale"]
+        p = np.exp(s - s.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        out[row] = (np.einsum("hj,hjd->hd", p, np.abs(vh)) * (1 + terms.max(-1, keepdims=True))).reshape(-1)
+    return {"o": out}
+
+
+def _geglu(call: Call) -> dict[str, np.ndarray]:
+    gate, up = np.split(call.values["gate_up"], 2, axis=-1)
+    return {"h": np.abs(gate * up)}
+
+
+def _fused_ffn(call: Call) -> dict[str, np.ndarray]:
+    """h: how far gelu(gate)*up moves with its sums (|gelu'| <= 1.13, |gelu(x)| <= |x|); y: the second product, of h."""
+    x, w = call.values["x"], call.values["w_gate_up"]
+    gate, up = np.split(np.abs(x @ w.T), 2, axis=-1)
+    gate_terms, up_terms = np.split(product(x, call.dtypes["x"], call.tensors["w_gate_up"], w), 2, axis=-1)
+    y = product(call.refs["h"], call.dtypes["h"], call.tensors["w_down"], call.values["w_down"])
+    return {"h": 1.13 * gate_terms * up + gate * up_terms, "y": y}
+
+
+_SCALES: dict[str, Callable[[Call], dict[str, np.ndarray]]] = {
+    "linear": _linear,
+    "fused_qkv": _linear,
+    "logits": _logits,
+    "add_rmsnorm": _add_rmsnorm,
+    "attention": _attention,
+    "geglu": _geglu,
+    "fused_ffn": _fused_ffn,
+}

@@ -1,0 +1,42 @@
+"""Every shipped Vulkan kernel is chosen by some case of the suite, so that none ships unproved."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+
+import pytest
+
+from conformance.devices import GUARD, Devices
+from conformance.fixed import dtype_cases, variant_cases
+from conformance.harness import POISON, prepare
+from conformance.inputs import make
+from conformance.test_ops import SPECS, combinations
+from kernels.vulkan.kernel import SPIRV
+
+# Kernels that only other devices choose: (pattern, subgroup sizes that never do, why).
+ELSEWHERE = [
+    ("attention.*.4x4", range(0, 16), "a narrow subgroup (a CPU driver) holds at most 8 units of queries per lane"),
+    ("attention.*.8x2", range(0, 16), "as above"),
+    ("attention.*.2x[24]", range(16, 65), "a wide subgroup has room for more queries at once"),
+    ("attention.*.2x8", range(16, 65), "head sizes end at 512: at most 4 units of a wide subgroup's lanes"),
+    ("attention.*.2x16", range(16, 65), "as above"),
+    ("sample.1024", range(0, 32), "32 narrow subgroups do not make 1024 threads"),
+]
+
+
+def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What test_ops.py runs, compiled only: the kernels it chooses are those of the manifest."""
+    device = devices.get("vulkan", guard=GUARD)
+    chosen: set[str] = {"grid"}  # computes indirect grids; part of every plan with a live count
+    choose = device.kernel
+    monkeypatch.setattr(device, "kernel", lambda name, **constants: (chosen.add(name), choose(name, **constants))[1])
+    for op, spec in SPECS.items():
+        cases = [c for dtypes in combinations(op, "vulkan") for c in dtype_cases(spec, dtypes)]
+        for case in cases + [c for _, c in variant_cases(spec, "vulkan")]:
+            prepare(spec, device, case, make(spec, case), POISON[0])
+    shipped = set(json.loads((SPIRV / "manifest.json").read_text()))
+    elsewhere = {n for n in shipped for pattern, sizes, _ in ELSEWHERE
+                 if device.subgroup_size in sizes and fnmatch.fnmatchcase(n, pattern)}  # fmt: skip
+    missed = sorted(shipped - chosen - elsewhere)
+    assert not missed, f"no case chooses {missed}: add one to fixed.VARIANTS, or remove the kernel"
