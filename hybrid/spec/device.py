@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Protocol
 
 from hybrid.spec.plan import Plan, TensorDecl
-from hybrid.spec.tensor import Tensor
+from hybrid.spec.tensor import Source, Tensor
 
 
 @dataclass(slots=True)
@@ -65,9 +66,15 @@ class Device(Protocol):
     """What ran, as users see it: `cpu`, `vulkan:0 (NVIDIA H200)`."""
     counters: Counters
 
-    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Callable[[], Tensor]] = ()) -> None:
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
         """Allocate a weight, state or io tensor and fill it: with `value`, with the rows of `parts` one after
         another (each made when it is needed), or with zeros."""
+        ...
+
+    def loading(self, nbytes: int) -> AbstractContextManager[None]:
+        """Around the stores of a model's weights, of about `nbytes` in all: what only loading needs is made and freed
+        here, and stores may go on while the next one begins. Errors of a tensor's data (a damaged block, a file that
+        was cut) may be raised by a later store, at the latest at the end; then what was stored here may be gone."""
         ...
 
     def write(self, name: str, value: Tensor, row: int = 0) -> None:

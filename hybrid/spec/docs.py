@@ -166,7 +166,7 @@ def support(ops: Mapping[str, OpSpec]) -> str:
         "# What runs where\n",
         "yes: supported, and every such case is in the conformance suite; planned: declared, not written; no: refused, "
         "with the reason below. `oracle` is the NumPy float64 definition, `cpu` the same code in float32. For the "
-        "dtypes of several tensors together the rules of [ops.md](ops.md) apply (int8 activations need q8_0 or q4_0 "
+        "dtypes of several tensors together the rules of [ops.md](ops.md) apply (int8 activations need quantised "
         "weights).\n",
         _table(", ".join(("operation", "tensor", "dtype", *_BACKENDS)), rows),
         _refusals(ops),

@@ -54,8 +54,18 @@ def _plain(name: str, np_dtype: str) -> DType:
     return DType(name, 1, (Part("data", np.dtype(np_dtype), 1),))
 
 
-# bf16 is carried as its 16 raw bits. q4_0: byte i of a block holds element i (low nibble) and i+16 (high).
-# q8_act: activations, int8 codes and (scale, scale * sum of codes) in float32 for each 32 elements.
+def _blocks(name: str, block: int, *parts: tuple[str, str, int]) -> DType:
+    return DType(name, block, tuple(Part(part, np.dtype(dtype), count) for part, dtype, count in parts))
+
+
+# bf16 is carried as its 16 raw bits. q8_act: activations, int8 codes and (scale, scale * sum of codes) in float32 for
+# each 32 elements. Types that devices compute with have blocks of 32 whose loads are whole words (what elements 4k+i,
+# k = 0..7, have in common lies in byte i of a word, so that shifting the word gives four codes at a time):
+#   codes   of 4-bit (parts of) codes: byte i of a block of 32 holds element i (low nibble) and i+16 (high)
+#   high    q5_0, q5_1: bit k of byte i is the fifth bit of element 4k+i
+#           q6_k: of each 32, bits 2k, 2k+1 of byte i are the upper bits of element 8k+i
+#   scales  q4_1, q5_1: (d, m), value = d*code + m; q6_k: int8 for each 16, value = d*scale*(code-32), d in `super`
+# q4_k and q5_k have the parts of a ggml block as they are; scales: 8 scales and 8 minima of 6 bits, super: (d, dmin).
 DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
@@ -64,11 +74,19 @@ DTYPES: dict[str, DType] = {
         _plain("bf16", "u2"),
         _plain("i32", "i4"),
         _plain("u32", "u4"),
-        DType("q8_0", 32, (Part("codes", np.dtype("i1"), 32), Part("scales", np.dtype("f2"), 1))),
-        DType("q4_0", 32, (Part("codes", np.dtype("u1"), 16), Part("scales", np.dtype("f2"), 1))),
-        DType("q8_act", 32, (Part("codes", np.dtype("i1"), 32), Part("scales", np.dtype("f4"), 2))),
+        _blocks("q8_0", 32, ("codes", "i1", 32), ("scales", "f2", 1)),
+        _blocks("q4_0", 32, ("codes", "u1", 16), ("scales", "f2", 1)),
+        _blocks("q4_1", 32, ("codes", "u1", 16), ("scales", "f2", 2)),
+        _blocks("q5_0", 32, ("codes", "u1", 16), ("high", "u1", 4), ("scales", "f2", 1)),
+        _blocks("q5_1", 32, ("codes", "u1", 16), ("high", "u1", 4), ("scales", "f2", 2)),
+        _blocks("q4_k", 256, ("codes", "u1", 128), ("scales", "u1", 12), ("super", "f2", 2)),
+        _blocks("q5_k", 256, ("codes", "u1", 128), ("high", "u1", 32), ("scales", "u1", 12), ("super", "f2", 2)),
+        _blocks("q6_k", 256, ("codes", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), ("super", "f2", 1)),
+        _blocks("q8_act", 32, ("codes", "i1", 32), ("scales", "f4", 2)),
     )
 }
 
-WEIGHT_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+WEIGHT_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+QUANTISED_TYPES = tuple(t for t in WEIGHT_TYPES if DTYPES[t].quantised)
+WRITABLE_TYPES = tuple(t for t in WEIGHT_TYPES if DTYPES[t].block <= 32)  # the k types are read, never made
 ACTIVATION_TYPES = ("f32", "f16", "q8_act")

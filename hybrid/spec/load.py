@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 import types
 import typing
@@ -19,6 +21,8 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where `specs/` and `docs/` lie."""
+MAX_BYTES, MAX_DEPTH = 1 << 17, 32
+MAX_DOTS = 500  # in a line: the parser's time grows with the square of a dotted key's length
 
 
 class Model(BaseModel):
@@ -38,14 +42,38 @@ def load_toml(path: Path | str, model: type[M]) -> M:
     path = Path(path)
     file = shown_path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise SpecError(f"{file}: cannot be read: it is not a file")
+        with open(path, "rb") as stream:
+            text = stream.read(MAX_BYTES + 1).decode("utf-8")
     except FileNotFoundError:
         raise SpecError(f"{file}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as e:
         raise SpecError(f"{file}: cannot be read: {e}") from None
-    except tomllib.TOMLDecodeError as e:
-        raise SpecError(f"{file}: not valid TOML: {e}") from None
-    return validate(file, data, model)
+    return validate(file, parse_toml(file, text), model)
+
+
+def parse_toml(file: str, text: str) -> dict[str, Any]:
+    """The tables of a declaration. SpecError for what is no TOML, or longer or deeper than a declaration can be."""
+    if len(text) > MAX_BYTES:
+        raise SpecError(f"{file}: longer than {MAX_BYTES} bytes; a declaration is a few thousand")
+    if any(line.count(".") > MAX_DOTS for line in text.split("\n")):
+        raise SpecError(f"{file}: not a declaration: nested too deeply, with a line of more than {MAX_DOTS} dots")
+    try:
+        data = tomllib.loads(text)
+        _refuse_depth(data)
+    except RecursionError:
+        raise SpecError(f"{file}: not a declaration: nested too deeply") from None
+    except ValueError as e:  # TOMLDecodeError, and integers with thousands of digits
+        raise SpecError(" ".join(f"{file}: not valid TOML: {e}".split())) from None
+    return data
+
+
+def _refuse_depth(value: Any, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise RecursionError
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _refuse_depth(inner, depth + 1)
 
 
 def validate(file: str, data: dict[str, Any], model: type[M]) -> M:

@@ -126,8 +126,12 @@ class OpSpec(Model):
 
     def section(self, tensor: str) -> str:
         """inputs, outputs, state or scratch."""
-        sections = ("inputs", "outputs", "state", "scratch")
-        return next((s for s in sections if tensor in getattr(self, s)), "tensors")
+        return self.sections.get(tensor, "tensors")
+
+    @cached_property
+    def sections(self) -> dict[str, str]:
+        """Section of each tensor; planning asks for it a hundred thousand times."""
+        return {t: s for s in ("scratch", "state", "outputs", "inputs") for t in getattr(self, s)}
 
     def solve(self, shapes: Mapping[str, tuple[int, ...]], bind: Mapping[str, int] | None = None) -> dict[str, int]:
         """The axes that make the declared shapes equal to concrete ones, for the tensors given.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hybrid.spec.dtypes import DTYPES
+from hybrid.spec.dtypes import DTYPES, DType
 
 Extent = Literal["rows", "outs"]
 CONTROL_WORDS = 8
@@ -37,13 +37,30 @@ class TensorDecl:
     offset: int = 0
     sources: tuple[str, ...] = ()
     """Weights: the checkpoint tensors whose rows, one after another, make this one (empty: its own name)."""
+    pieces: tuple[tuple[str, int], ...] = ()
+    """Weights whose sources differ in storage type: (type, rows) of each run of rows; `dtype` is the widest."""
 
     @property
     def nbytes(self) -> int:
         """Bytes with every part padded to ALIGN: what the tensor takes in an arena."""
-        t = DTYPES[self.dtype]
-        sizes = (_prod(t.part_shape(p, self.shape)) * p.dtype.itemsize for p in t.parts)
-        return sum(-(-n // ALIGN) * ALIGN for n in sizes)
+        return sum(
+            -(-_prod(t.part_shape(p, shape)) * p.dtype.itemsize // ALIGN) * ALIGN for t, shape in self._runs() for p in t.parts
+        )
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes without padding."""
+        return sum(t.nbytes(shape) for t, shape in self._runs())
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Every storage type in it."""
+        return tuple(dict.fromkeys(dtype for dtype, _ in self.pieces)) or (self.dtype,)
+
+    def _runs(self) -> list[tuple[DType, tuple[int, ...]]]:
+        if not self.pieces:
+            return [(DTYPES[self.dtype], self.shape)]
+        return [(DTYPES[dtype], (rows, *self.shape[1:])) for dtype, rows in self.pieces]
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Precision(Model):
     @model_validator(mode="after")
     def _validate_unquantised(self) -> Precision:
         if self.unquantised.act == "q8_act":
-            raise ValueError("unquantised.act cannot be q8_act: only q8_0 and q4_0 weights take int8 activations")
+            raise ValueError("unquantised.act cannot be q8_act: only quantised weights take int8 activations")
         return self
 
 

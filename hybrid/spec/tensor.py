@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,3 +60,59 @@ class Tensor:
         """Zero-filled tensor."""
         shape, t = tuple(shape), DTYPES[dtype]
         return cls(dtype, shape, tuple(np.zeros(t.part_shape(p, shape), p.dtype) for p in t.parts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A tensor as its file has it, to be read where it is wanted: ggml's blocks, or the bytes of a plain type."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read_into: Callable[[int, np.ndarray], None]
+    """(byte of the tensor, uint8 array): fills the array; may be called from several threads at once. Raises what
+    the file's reader raises; scales are not looked at."""
+    load: Callable[[], Tensor]
+    """The tensor on the host. Raises for scales that are not finite, naming their place."""
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPES[self.dtype].nbytes(self.shape)
+
+
+Source = Callable[[], Tensor | Packed]
+"""Makes rows of a weight when their turn comes."""
+
+
+def unpacked(piece: Tensor | Packed) -> Tensor:
+    """The tensor on the host, whichever way it came."""
+    return piece.load() if isinstance(piece, Packed) else piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """A matrix whose rows are of several storage types: tensors one after another."""
+
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The widest of the types."""
+        return max((t.dtype for t in self.tensors), key=lambda dtype: DTYPES[dtype].bits)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(t.shape[0] for t in self.tensors), *self.tensors[0].shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Rows start..stop, as views."""
+        cut, at = [], 0
+        for t in self.tensors:
+            first, last = max(start - at, 0), min(stop - at, t.shape[0])
+            if first < last:
+                cut.append(t.rows(first, last))
+            at += t.shape[0]
+        return Rows(tuple(cut))

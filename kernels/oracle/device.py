@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from hybrid.spec.device import Counters, StepTime
 from hybrid.spec.plan import ALIGN, CONTROL, Plan, Step, TensorDecl
-from hybrid.spec.tensor import Tensor
+from hybrid.spec.tensor import Rows, Source, Tensor, unpacked
 from kernels.oracle import ORACLE, encoded
 from kernels.oracle.memory import Guarded, aligned, available_bytes, place
 from kernels.oracle.quant import Value, argument, copy_rows, dequantise
@@ -53,7 +54,7 @@ class CpuDevice:
         """Grows whenever memory moves: programs then look their tensors up again."""
         self._budget = available_bytes() // 2 if memory_budget is None else memory_budget
         self._decls: dict[str, TensorDecl] = {}
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor | Rows] = {}
         self._guarded: dict[str, Guarded] = {}
         self._float: dict[str, np.ndarray] = {}
         self._arena = aligned(0)
@@ -62,11 +63,18 @@ class CpuDevice:
 
     # --- tensors
 
-    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Callable[[], Tensor]] = ()) -> None:
+    def loading(self, nbytes: int) -> AbstractContextManager[None]:
+        """See Device.loading: nothing to prepare, weights stay where they are."""
+        return nullcontext()
+
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
         """See Device.store. A weight given whole is kept by reference (it may be a memory-mapped file)."""
         self.check_open()
+        if decl.pieces:
+            self._store_rows(decl, parts)
+            return
         if value is None and len(parts) == 1:
-            value = parts[0]()
+            value = unpacked(parts[0]())
             parts = ()
         if value is not None and (value.dtype, value.shape) != (decl.dtype, decl.shape):
             raise ValueError(f"{decl.name} is declared {decl.dtype} {decl.shape}, got {value.dtype} {value.shape}")
@@ -78,14 +86,29 @@ class CpuDevice:
             if self.guard:
                 self._guarded[decl.name] = made
             if value is not None or parts:
-                copy_rows(decl.name, tensor, [value] if value is not None else (make() for make in parts))
+                copy_rows(decl.name, tensor, [value] if value is not None else (unpacked(make()) for make in parts))
         self._decls[decl.name], self._tensors[decl.name] = decl, tensor
         self._float.pop(decl.name, None)
         self.counters.bytes_up += tensor.nbytes if value is not None or parts else 0
         self.generation += 1
 
+    def _store_rows(self, decl: TensorDecl, parts: Sequence[Source]) -> None:
+        """A weight of several storage types: each run of rows becomes a tensor of its own."""
+        runs = [Tensor.empty(dtype, (rows, *decl.shape[1:])) for dtype, rows in decl.pieces]
+        makers = iter(parts)
+        for run in runs:
+            at = 0
+            while at < run.shape[0]:
+                piece = unpacked(next(makers)())
+                copy_rows(decl.name, run.rows(at, run.shape[0]).rows(0, piece.shape[0]), [piece])
+                at += piece.shape[0]
+        self._decls[decl.name], self._tensors[decl.name] = decl, Rows(tuple(runs))
+        self._float.pop(decl.name, None)
+        self.counters.bytes_up += decl.data_bytes
+        self.generation += 1
+
     def write(self, name: str, value: Tensor, row: int = 0) -> None:
-        target, stop = self.stored(name), row + value.shape[0]
+        target, stop = self.whole(name), row + value.shape[0]
         same = (value.dtype, value.shape[1:]) == (target.dtype, target.shape[1:])
         if not same or not 0 <= row <= stop <= target.shape[0]:
             raise ValueError(
@@ -102,7 +125,7 @@ class CpuDevice:
 
     def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
         self.wait(ticket)
-        view = self.stored(name).rows(start, self.stored(name).shape[0] if stop is None else stop)
+        view = self.whole(name).rows(start, self.whole(name).shape[0] if stop is None else stop)
         self.counters.bytes_down += view.nbytes
         return Tensor(view.dtype, view.shape, tuple(p.copy() for p in view.parts))
 
@@ -167,7 +190,7 @@ class CpuDevice:
         """Fill all activations and the stored tensors `names` with a byte."""
         self.check_open()
         self._arena.fill(byte)
-        tensors = [self.stored(n) for n in names] + [g.tensor for p in self._programs for g in p.guarded.values()]
+        tensors = [self.whole(n) for n in names] + [g.tensor for p in self._programs for g in p.guarded.values()]
         for part in (p for t in tensors for p in t.parts):
             part.view(np.uint8).fill(byte)
 
@@ -183,7 +206,7 @@ class CpuDevice:
         if not self._open:
             raise RuntimeError("this cpu device is closed")
 
-    def view(self, decl: TensorDecl) -> Tensor:
+    def view(self, decl: TensorDecl) -> Tensor | Rows:
         """The memory of a plan's declaration: a prefix of the stored tensor, or its place in the arena."""
         if decl.kind == "activation":
             if decl.offset % ALIGN or decl.offset + decl.nbytes > self._arena.size:
@@ -208,13 +231,19 @@ class CpuDevice:
             cost = 0 if tensor.dtype == "f32" else 4 * int(np.prod(tensor.shape, dtype=np.int64))
             if cost > self._budget - sum(a.nbytes for a in self._float.values()):
                 return tensor
-            if not cost:
+            if not cost and isinstance(tensor, Tensor):
                 return tensor.array
             self._float[name] = dequantise(tensor, np.float32)
             self.counters.allocations += 1
         return self._float[name]
 
-    def stored(self, name: str) -> Tensor:
+    def whole(self, name: str) -> Tensor:
+        tensor = self.stored(name)
+        if isinstance(tensor, Rows):
+            raise ValueError(f"{name} has rows of several storage types: it cannot be read or written as one tensor")
+        return tensor
+
+    def stored(self, name: str) -> Tensor | Rows:
         self.check_open()
         if name not in self._tensors:
             raise ValueError(f"no tensor {name!r} is stored on the cpu device: store() it first")
@@ -241,11 +270,11 @@ class CpuProgram:
         self._bind()
 
     def _bind(self) -> None:
-        self._control = self.device.stored("control").array
+        self._control = self.device.whole("control").array
         self._steps = [_Bound(self, step) for step in self.plan.steps]
         self._generation = self.device.generation
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor | Rows:
         return self.guarded[name].tensor if name in self.guarded else self.device.view(self.plan.tensors[name])
 
     def submit(self, times: int = 1) -> int:
@@ -295,7 +324,7 @@ class _Bound:
                 f"unknown {sorted(given - wanted)}"
             )
         try:
-            tensors = {n: program.tensor(step.args[n]) for n in shapes}
+            tensors: dict[str, Any] = {n: program.tensor(step.args[n]) for n in shapes}
             self.matrices = {n: argument(self.device.weight(step.args[n])) for n in _MATRICES.get(step.op, ())}
         except ValueError as error:
             raise ValueError(f"step {step.name}: {error}") from None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybrid.spec.dtypes import QUANTISED_TYPES
 from hybrid.spec.tensor import Tensor
+from kernels.oracle.blocks import factors, integers
 from kernels.oracle.quant import BLOCK, Real, Value, dequantise, row_blocks, rows, take
 
 _SCRATCH = 1 << 22  # elements of a weight dequantised at once
@@ -53,29 +55,42 @@ def quantize_act(*, x: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]
 
 
 def integer_dots(x: Tensor, w: Tensor) -> np.ndarray:
-    """int32 [T, N, K/32]: for each block of 32 the dot of x's int8 codes (q8_act [T,K]) with w's codes (q8_0 [N,K])
-    or unsigned nibbles (q4_0). Uses float32 products: no sum exceeds 32 * 128 * 128 < 2**24, so they are exact."""
-    if x.dtype != "q8_act" or w.dtype not in ("q8_0", "q4_0") or x.shape[-1] != w.shape[-1]:
+    """int32 [T, N, groups]: for each group of elements that share a scale (16 of q6_k, 32 of the other types) the dot of
+    x's int8 codes (q8_act [T,K]) with w's integers [N,K] (kernels.oracle.blocks; of q4_0 the nibbles, unsigned).
+    Uses float32 products: no sum exceeds 32 * 128 * 128 < 2**24, so they are exact."""
+    if x.dtype != "q8_act" or w.dtype not in QUANTISED_TYPES or x.shape[-1] != w.shape[-1]:
         got = f"{x.dtype} {x.shape}, {w.dtype} {w.shape}"
-        raise TypeError(f"integer dots need q8_act [T,K] and q8_0 or q4_0 [N,K], got {got}")
+        raise TypeError(f"integer dots need q8_act [T,K] and quantised [N,K], got {got}")
     (t, k), n = x.shape, w.shape[0]
-    codes = w.parts[0].reshape(n, k // BLOCK, -1)
+    group = 16 if w.dtype == "q6_k" else BLOCK
+    codes = integers(w.dtype, _blocks(w)).reshape(n, k // group, group)
     if w.dtype == "q4_0":
-        codes = np.concatenate([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
-    a = np.ascontiguousarray(x.parts[0].reshape(t, -1, BLOCK).swapaxes(0, 1), np.float32)
+        codes = codes + np.int8(8)
+    a = np.ascontiguousarray(x.parts[0].reshape(t, -1, group).swapaxes(0, 1), np.float32)
     b = np.ascontiguousarray(codes.swapaxes(0, 1), np.float32)
     return np.matmul(a, b.swapaxes(1, 2)).astype(np.int32).transpose(1, 2, 0)
 
 
+def _blocks(w: Tensor) -> list[np.ndarray]:
+    count = int(np.prod(w.shape)) // w.type.block
+    return [p.reshape(count, -1) for p in w.parts]
+
+
 def _integer_linear(x: Tensor, w: Tensor) -> np.ndarray:
-    """Sum over blocks of d_w * (scale_x * dot), or for q4_0 d_w * (scale_x * dot - 8 * scaled_sum_x), in float64."""
+    """Sum over groups of scale_w * (scale_x * dot) + minimum_w * scaled_sum_x, in float64; q4_0's offset is a minimum
+    of -8 * scale_w."""
     (t, k), n = x.shape, w.shape[0]
-    scale, scaled_sum = np.moveaxis(x.parts[1].astype(np.float64).reshape(t, 1, k // BLOCK, 2), -1, 0)
+    scale_x, scaled_sum = np.moveaxis(x.parts[1].astype(np.float64).reshape(t, k // BLOCK, 2), -1, 0)
     y = np.empty((t, n))
     for i, j in row_blocks(n, t * k // BLOCK + k):
         block = w.rows(i, j)
-        terms = integer_dots(x, block) * scale
+        dots = integer_dots(x, block)
+        scale, minimum = factors(w.dtype, _blocks(block), np.float64)
+        scale = scale.reshape(j - i, -1)
         if w.dtype == "q4_0":
-            terms -= 8 * scaled_sum
-        y[:, i:j] = np.einsum("tnb,nb->tn", terms, block.parts[1].astype(np.float64))
+            minimum = -8 * scale
+        each = np.repeat(scale_x, dots.shape[-1] // scale_x.shape[-1], axis=1)
+        y[:, i:j] = np.einsum("tng,tg,ng->tn", dots, each, scale, optimize=True)
+        if minimum is not None:
+            y[:, i:j] += scaled_sum @ minimum.reshape(j - i, -1).T
     return y

@@ -1,19 +1,20 @@
-"""Storage types to numbers and back, bit-equal to ggml's own (gguf.quants) for f32, f16, bf16, q8_0 and q4_0.
+"""Storage types to numbers and back, bit-equal to ggml's own (gguf.quants) wherever it has the type.
 
 All functions are vectorised; those that make temporaries work in blocks of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.tensor import Tensor
+from hybrid.spec.tensor import Rows, Tensor
+from kernels.oracle.blocks import ORDER, RELAY, factors, integers
 
 Real = type[np.float32] | type[np.float64]
-Value = Tensor | np.ndarray
+Value = Tensor | Rows | np.ndarray
 
 BLOCK = 32
 _CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
@@ -30,7 +31,7 @@ def row_blocks(rows: int, width: int, elements: int = _CHUNK) -> Iterator[tuple[
 
 def rows(value: Value, start: int, stop: int) -> Value:
     """Rows start..stop of the first axis, as views."""
-    return value.rows(start, stop) if isinstance(value, Tensor) else value[start:stop]
+    return value[start:stop] if isinstance(value, np.ndarray) else value.rows(start, stop)
 
 
 def take(value: Value, index: np.ndarray) -> Value:
@@ -40,6 +41,8 @@ def take(value: Value, index: np.ndarray) -> Value:
         raise ValueError(f"row index outside 0..{n - 1}: {int(index.min())}..{int(index.max())}")
     if isinstance(value, Tensor):
         return Tensor(value.dtype, (*index.shape, *value.shape[1:]), tuple(p[index] for p in value.parts))
+    if isinstance(value, Rows):
+        raise TypeError("rows of a matrix of several storage types cannot be picked: no operation needs it")
     return value[index]
 
 
@@ -65,17 +68,24 @@ def copy_rows(what: str, target: Tensor, pieces: Iterable[Tensor]) -> None:
 
 
 def dequantise(value: Value, real: Real = np.float32, out: np.ndarray | None = None) -> np.ndarray:
-    """The numbers of a tensor [..., K] as a `real` array of its shape; exact for every type except q8_act in
-    float32 (24-bit scale times 8-bit code). `out`: contiguous array of that shape and type to fill.
+    """The numbers of a tensor [..., K] as a `real` array of its shape. In float32 they are exact, but for q8_act (24-bit
+    scale times 8-bit code) and the sum with a minimum (q4_1, q5_1, q4_k, q5_k), which are rounded once.
+    `out`: contiguous array of that shape and type to fill.
     A plain array of the right type is returned as it is when no `out` is given."""
     if isinstance(value, np.ndarray):
         if out is None:
             return value.astype(real, copy=False)
         out[...] = value
         return out
+    if isinstance(value, Rows):
+        out, at = np.empty(value.shape, real) if out is None else out, 0
+        for tensor in value.tensors:
+            dequantise(tensor, real, out[at : at + tensor.shape[0]])
+            at += tensor.shape[0]
+        return out
     if value.dtype in ("f32", "f16"):
         return dequantise(value.array, real, out)
-    if value.dtype not in ("bf16", "q8_0", "q4_0", "q8_act"):
+    if value.dtype != "bf16" and not value.type.quantised:
         raise TypeError(f"{value.dtype} tensors hold integers: use .array")
     if out is None:
         out = np.empty(value.shape, real)
@@ -93,28 +103,34 @@ def _decode(dtype: str, parts: list[np.ndarray], out: np.ndarray) -> None:
     if dtype == "bf16":
         out[...] = (parts[0].astype(np.uint32) << np.uint32(16)).view(np.float32)
         return
-    blocks = out.reshape(-1, BLOCK)
-    scale = parts[1].astype(out.dtype).reshape(len(blocks), -1)[:, :1]
-    codes = parts[0].reshape(len(blocks), -1)
-    if dtype == "q4_0":
+    n = out.size // DTYPES[dtype].block
+    parts = [p.reshape(n, -1) for p in parts]
+    if dtype == "q4_0":  # the commonest type: half a block at a time, without the integers in between
+        blocks, codes, scale = out.reshape(n, BLOCK), parts[0], parts[1].astype(out.dtype)
         np.multiply((codes & np.uint8(15)).view(np.int8) - np.int8(8), scale, out=blocks[:, :_HALF])
         np.multiply((codes >> np.uint8(4)).view(np.int8) - np.int8(8), scale, out=blocks[:, _HALF:])
-    else:
-        np.multiply(codes, scale, out=blocks)
+        return
+    scale, minimum = factors(dtype, parts, out.dtype.type)
+    groups = out.reshape(*scale.shape, -1)
+    np.multiply(integers(dtype, parts).reshape(groups.shape), scale[..., None], out=groups)
+    if minimum is not None:
+        groups += minimum[..., None]
 
 
 def quantise(array: np.ndarray, dtype: str) -> Tensor:
-    """Real array [..., K] -> tensor of `dtype` (f32, f16, bf16, q8_0, q4_0, q8_act).
+    """Real array [..., K] -> tensor of `dtype` (f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q8_act).
 
-    Rounding: f16 and bf16 to nearest even; q8_0 and q4_0 as ggml does (and they raise ValueError for values whose
-    scale float16 cannot hold); q8_act after rounding to float32: scale = amax/127, codes half to even."""
+    Rounding: f16 and bf16 to nearest even; block types as ggml does (and they raise ValueError for values whose
+    scale float16 cannot hold; q4_k, q5_k and q6_k are only read); q8_act after rounding to float32:
+    scale = amax/127, codes half to even."""
     if dtype == "f32":
         return Tensor.of(np.asarray(array, np.float32, order="C"))
     if dtype == "f16":
         with np.errstate(over="ignore"):  # IEEE: what is too large becomes infinite
             return Tensor.of(np.asarray(array, np.float16, order="C"))
     if dtype not in _ENCODERS:
-        raise ValueError(f"cannot encode real numbers as {dtype!r}; known: f32, f16, {', '.join(_ENCODERS)}")
+        why = ": that type is only read" if dtype in ORDER else ""
+        raise ValueError(f"cannot encode real numbers as {dtype!r}{why}; known: f32, f16, {', '.join(_ENCODERS)}")
     out = Tensor.empty(dtype, array.shape)
     if not array.size:
         return out
@@ -145,12 +161,15 @@ def from_ggml(raw: np.ndarray | bytes, dtype: str, shape: tuple[int, ...]) -> Te
         raise ValueError(f"{dtype} tensor of shape {shape} takes {kind.nbytes(shape)} bytes, got {data.size}")
     if kind.block == 1:
         return Tensor(dtype, shape, (data.view(kind.parts[0].dtype).reshape(shape),))
-    codes, scales = kind.parts  # ggml keeps the scale first, then the codes, block by block
-    blocks = data.reshape(-1, 2 + codes.count)
-    return Tensor(dtype, shape, (
-        np.ascontiguousarray(blocks[:, 2:]).view(codes.dtype).reshape(kind.part_shape(codes, shape)),
-        np.ascontiguousarray(blocks[:, :2]).view(scales.dtype).reshape(kind.part_shape(scales, shape)),
-    ))  # fmt: skip
+    out = Tensor.empty(dtype, shape)
+    blocks = data.reshape(-1, kind.nbytes((kind.block,)))
+    for a, b in row_blocks(len(blocks), kind.block):
+        for columns, i in _columns(dtype):
+            piece = np.ascontiguousarray(blocks[a:b, columns])
+            if relay := RELAY.get((dtype, kind.parts[i].name)):
+                piece = relay[0](piece)
+            out.parts[i].reshape(len(blocks), -1)[a:b] = piece.view(kind.parts[i].dtype)
+    return out
 
 
 def to_ggml(tensor: Tensor) -> np.ndarray:
@@ -160,11 +179,25 @@ def to_ggml(tensor: Tensor) -> np.ndarray:
         raise ValueError("q8_act is an activation type: ggml has no such tensor")
     if kind.block == 1:
         return np.ascontiguousarray(tensor.array).view(np.uint8).reshape(*lead, -1)
-    codes, scales = tensor.parts
-    blocks = np.empty((scales.size, 2 + kind.parts[0].count), np.uint8)
-    blocks[:, :2] = np.ascontiguousarray(scales).reshape(-1, 1).view(np.uint8)
-    blocks[:, 2:] = codes.reshape(scales.size, -1).view(np.uint8)
+    count = int(np.prod(tensor.shape)) // kind.block
+    blocks = np.empty((count, kind.nbytes((kind.block,))), np.uint8)
+    parts = [np.ascontiguousarray(p).reshape(count, -1).view(np.uint8) for p in tensor.parts]
+    for a, b in row_blocks(count, kind.block):
+        for columns, i in _columns(tensor.dtype):
+            relay = RELAY.get((tensor.dtype, kind.parts[i].name))
+            blocks[a:b, columns] = relay[1](parts[i][a:b]) if relay else parts[i][a:b]
     return blocks.reshape(*lead, -1)
+
+
+def _columns(dtype: str) -> Iterator[tuple[slice, int]]:
+    """(bytes of a ggml block, index of the part that they are), in ggml's order."""
+    kind, at = DTYPES[dtype], 0
+    names = [p.name for p in kind.parts]
+    for name in ORDER[dtype]:
+        i = names.index(name)
+        size = kind.parts[i].count * kind.parts[i].dtype.itemsize
+        yield slice(at, at + size), i
+        at += size
 
 
 def _bf16(x: np.ndarray) -> tuple[np.ndarray]:
@@ -207,6 +240,43 @@ def _q4_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return q[:, :_HALF] | (q[:, _HALF:] << np.uint8(4)), scale
 
 
+def _with_minimum(x: np.ndarray, top: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes 0..top of each block and its (d, m): value = d * code + m."""
+    low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
+    with np.errstate(over="ignore", invalid="ignore"):
+        d = (high - low) / np.float32(top)
+    scales = _f16_scale(np.concatenate([d, low], axis=1), dtype)
+    q = np.trunc((x - low) * _reciprocal(d) + np.float32(0.5))
+    return np.minimum(q, top).astype(np.uint8), scales
+
+
+def _nibbles(q: np.ndarray) -> np.ndarray:
+    return (q[:, :_HALF] & np.uint8(15)) | (q[:, _HALF:] << np.uint8(4))
+
+
+def _fifth(q: np.ndarray) -> np.ndarray:
+    """Bit k of byte i: the fifth bit of code 4k + i."""
+    return np.packbits(q.reshape(-1, 8, 4) >> np.uint8(4), axis=1, bitorder="little").reshape(-1, 4)
+
+
+def _q4_1(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    q, scales = _with_minimum(x, 15, "q4_1")
+    return _nibbles(q), scales
+
+
+def _q5_1(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    q, scales = _with_minimum(x, 31, "q5_1")
+    return _nibbles(q), _fifth(q), scales
+
+
+def _q5_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
+    d = largest / np.float32(-16)
+    scale = _f16_scale(d, "q5_0")
+    q = np.minimum(np.trunc(x * _reciprocal(d) + np.float32(16.5)), 31).astype(np.uint8)
+    return _nibbles(q), _fifth(q), scale
+
+
 def _q8_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes and (scale, scale * sum of codes). A block that is not finite has a scale that is not."""
     amax = np.abs(x).max(axis=1, keepdims=True)
@@ -219,4 +289,12 @@ def _q8_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return codes, np.concatenate([scale, scale * sums], axis=1)
 
 
-_ENCODERS = {"bf16": _bf16, "q8_0": _q8_0, "q4_0": _q4_0, "q8_act": _q8_act}
+_ENCODERS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {
+    "bf16": _bf16,
+    "q8_0": _q8_0,
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q5_0": _q5_0,
+    "q5_1": _q5_1,
+    "q8_act": _q8_act,
+}

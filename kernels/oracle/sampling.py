@@ -36,7 +36,7 @@ def choose(logits: np.ndarray, params: np.ndarray, position: int, real: Real = n
     min_p (f32 bits), seed low, seed high. NaN is never chosen; if nothing is above -inf the choice is id 0."""
     temperature, top_p, min_p = (float(x) for x in params[[0, 2, 3]].view(np.float32))
     z = np.where(np.isnan(logits), real(-np.inf), logits.astype(real, copy=False))
-    if temperature == 0 or z.max() == -np.inf:
+    if temperature == 0 or not np.isfinite(z.max() / real(temperature)):  # nothing to choose from, or one infinite
         return int(z.argmax())
     z /= real(temperature)
     kept = np.arange(len(z))

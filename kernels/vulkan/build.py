@@ -9,6 +9,7 @@ who change shaders need it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -214,6 +215,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+@contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     # Two builds of different parts may run at once: each merges its own entries under the lock.
     fd = os.open(folder, os.O_RDONLY)
@@ -246,7 +248,7 @@ def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", for
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_bytes(code)
         temporary.replace(path)
-    for _ in _locked(out_dir):
+    with _locked(out_dir):
         merged = {**read_manifest(out_dir), **fresh}
         for name in [n for n in merged if n.startswith(only)]:
             if name not in {v.module for v in wanted}:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from hybrid.spec.plan import Plan, TensorDecl
-from kernels.vulkan.api import DeviceLost, VulkanError, VulkanUnavailable, lib
+from kernels.vulkan.api import VulkanError, VulkanUnavailable, lib
 from kernels.vulkan.instance import DeviceInfo, list_devices
 from kernels.vulkan.kernel import Kernel, KernelCache
 from kernels.vulkan.memory import Memory, Slice, align_up
 from kernels.vulkan.program import Program
 from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.repack import Loader
 from kernels.vulkan.store import Storage
 from kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes, rows_of, split_rows
 from kernels.vulkan.timeline import Queue, default_timeout
@@ -61,8 +62,11 @@ class VulkanDevice(Storage):
         self._queue, self.handle = q, q.handle
         self.name, self.info, self.report, self.counters = q.info.label, q.info, q.report, q.counters
         self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
-        self.max_range = min(self.report.limits.max_storage_range, max_range or sys.maxsize)
-        self.max_groups = self.report.limits.groups
+        # A chunk of a weight is one binding in one allocation, and drivers may allow less for the second.
+        limits = self.report.limits
+        self.max_range = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation,
+                             max_range or sys.maxsize)
+        self.max_groups, self.max_threads = limits.groups, q.max_threads
         self._bindings = bindings
         self.programs: set[Program] = set()
         self._arena: Slice | None = None
@@ -74,6 +78,7 @@ class VulkanDevice(Storage):
                             self.report.has("memory_budget"), budget)
             self._closing.callback(memory.close)
             super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
+            self._closing.callback(self.forget)
             self._kernels = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters)
             self._closing.callback(self._kernels.close)
         except BaseException:
@@ -85,16 +90,41 @@ class VulkanDevice(Storage):
 
     def kernel(self, name: str, **constants: int) -> Kernel:
         """A kernel of the SPIR-V folder; built on first use and kept."""
+        self.check_open()
         return self._kernels.get(name, constants)
 
     def has(self, feature: str) -> bool:
         """`cooperative_matrix`, or any feature or extension of the report, present and switched on."""
         return self.report.has(feature)
 
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def loading(self, nbytes: int) -> Iterator[None]:
+        """See Device.loading. Holds staging memory: three slots of at most repack.LOAD_BYTES, twice where the device
+        does not compute on host memory. After an error, nothing is left of what was stored."""
+        self.check_open()
+        if self.loader is not None:
+            raise VulkanError(f"{self.name} is loading already")
+        before, loader = set(self._tensors), Loader(self, self.memory_pool, nbytes)
+        self.loader = loader
+        try:
+            with loader:
+                yield
+                loader.drain()
+        except BaseException:
+            self.loader = None
+            for name in set(self._tensors) - before:
+                self.drop(name)
+            raise
+        finally:
+            self.loader = None
+
     # --- plans -------------------------------------------------------------------------------------------------------
 
     def reserve(self, arena_bytes: int) -> None:
         """Make the arena of activations at least this large; before plans are compiled into it."""
+        self.check_open()
         if self._arena is not None:
             if arena_bytes <= self._arena.size:
                 return
@@ -165,12 +195,14 @@ class VulkanDevice(Storage):
         for size in part_bytes(decl.dtype, decl.shape):
             parts.append(self._arena.sub(at, size))
             at += align_up(size)
-        return DeviceTensor(decl.name, decl.dtype, decl.shape, (Chunk(0, rows_of(decl.shape), tuple(parts)),))
+        return DeviceTensor(decl.name, decl.dtype, decl.shape, (Chunk(0, rows_of(decl.shape), tuple(parts), decl.dtype),))
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     def submit(self, info: Any) -> int:
         """Submit prepared commands (Program.submit does), after the uploads that are waiting."""
+        if self.loader is not None:
+            self.loader.drain()
         if self.transfer.pending:
             self.transfer.flush()
         return self.submit_command_info(info)
@@ -183,6 +215,8 @@ class VulkanDevice(Storage):
         if self._queue is None:
             return
         if ticket is None:
+            if self.loader is not None:
+                self.loader.drain()
             self.transfer.flush()
             ticket = self._queue.ticket
         self.wait_ticket(ticket)
@@ -194,6 +228,7 @@ class VulkanDevice(Storage):
 
     def poison(self, byte: int, names: Sequence[str] = ()) -> None:
         """Fill all activations, scratch memory and the stored tensors `names` with a byte."""
+        self.check_open()
         self.wait()
         pieces = [*self._scratch, *([self._arena] if self._arena else [])]
         pieces += self.slices(names)
@@ -217,6 +252,10 @@ class VulkanDevice(Storage):
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        if self._queue is None:
+            raise VulkanError(f"the device {self.name} is closed; open it again")
+
     def check_validation(self) -> None:
         """Raise with what the validation layer has reported so far (device opened with validation)."""
         if self._queue is not None:
@@ -229,10 +268,12 @@ class VulkanDevice(Storage):
             return
         if not q.lost:
             lib.vkDeviceWaitIdle(q.handle)
-        for program in list(self.programs):
-            program.close()
-        self._closing.close()
-        self.handle = None
+        try:
+            for program in list(self.programs):
+                program.close()
+        finally:
+            self._closing.close()
+        self.handle, self._arena, self._scratch = None, None, []
         _open_devices.discard(self)
         q.check_validation()
 
@@ -253,5 +294,5 @@ def _close_all() -> None:
     for device in list(_open_devices):
         try:
             device.close()
-        except (DeviceLost, VulkanError) as error:
+        except VulkanError as error:
             print(f"closing {device.name}: {error}", file=sys.stderr)

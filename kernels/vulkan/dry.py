@@ -9,14 +9,15 @@ from hybrid.spec.plan import Plan, TensorDecl
 from kernels.vulkan.kernel import SPIRV, Kernel
 from kernels.vulkan.memory import Buffer, Slice
 from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes, split_rows
+from kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes
 
 
 class DryDevice:
     """What bindings ask of a device, answered from the manifest and given limits."""
 
     def __init__(self, subgroup_size: int = 32, max_range: int = 2**32 - 1) -> None:
-        self.subgroup_size, self.max_range, self.max_groups = subgroup_size, max_range, (2**31 - 1, 65535, 65535)
+        self.subgroup_size, self.max_range, self.max_threads = subgroup_size, max_range, 1024
+        self.max_groups = (2**31 - 1, 65535, 65535)
         self._manifest = json.loads((SPIRV / "manifest.json").read_text())
 
     def has(self, feature: str) -> bool:
@@ -54,9 +55,10 @@ def count(plan: Plan, subgroup_size: int = 32, max_range: int = 2**32 - 1) -> Co
 
 def _tensor(decl: TensorDecl, max_range: int) -> DeviceTensor:
     """A tensor in memory of its own that does not exist. Activations are never split."""
-    split = split_rows(decl, max_range) if decl.kind == "weight" else [(0, decl.shape[0] if decl.shape else 1)]
+    whole = [(0, decl.shape[0] if decl.shape else 1, decl.dtype)]
+    split = chunk_rows(decl, max_range) if decl.kind == "weight" else whole
     chunks = tuple(
-        Chunk(row, rows, tuple(Slice(Buffer(n, "dry"), 0, n) for n in part_bytes(decl.dtype, (rows, *decl.shape[1:]))))
-        for row, rows in split
+        Chunk(row, rows, tuple(Slice(Buffer(n, "dry"), 0, n) for n in part_bytes(dtype, (rows, *decl.shape[1:]))), dtype)
+        for row, rows, dtype in split
     )
     return DeviceTensor(decl.name, decl.dtype, decl.shape, chunks)

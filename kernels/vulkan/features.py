@@ -4,13 +4,15 @@ size that is wanted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kernels.vulkan.api import VulkanUnavailable, ffi, lib, vk
 
 API = (1, 3)
 WANTED_SUBGROUP = 32
+# Blocks of 32 are quantised over 8 lanes, and 32 threads are the smallest workgroup: other sizes give wrong results.
+SUBGROUPS = (8, 16, 32)
 # (structure, field, required, why)
 _FEATURES = (
     ("11", "storageBuffer16BitAccess", True, "f16 and bf16 tensors, fp16 block scales"),
@@ -176,7 +178,10 @@ def query(physical: Any) -> Report:
     memory = vk.vkGetPhysicalDeviceMemoryProperties(physical)
     heaps = tuple((memory.memoryHeaps[i].size, bool(memory.memoryHeaps[i].flags & vk.VK_MEMORY_HEAP_DEVICE_LOCAL_BIT))
                   for i in range(memory.memoryHeapCount))
-    return Report(tuple(present), offered, limits, driver, uuid, heaps)
+    report = Report(tuple(present), offered, limits, driver, uuid, heaps)
+    size = choose_subgroup(report)
+    fits = Feature("subgroups of 8, 16 or 32 lanes", size in SUBGROUPS, True, f"every kernel; here they have {size}")
+    return replace(report, features=(*report.features, fits))
 
 
 def enabled_chain(report: Report) -> tuple[Any, list[str], Any]:
@@ -194,6 +199,15 @@ def can_choose_subgroup(report: Report) -> bool:
     """Has the device several subgroup sizes, and may a pipeline ask for one?"""
     control = report.has("subgroupSizeControl") and report.has("required subgroup size")
     return control and report.limits.min_subgroup < report.limits.max_subgroup
+
+
+def most_threads(report: Report) -> int:
+    """Threads that a one-dimensional workgroup may have."""
+    limits = report.limits
+    most = min(limits.invocations, limits.workgroup[0])
+    if can_choose_subgroup(report):  # the number of subgroups is limited where their size is demanded
+        most = min(most, choose_subgroup(report) * limits.workgroup_subgroups)
+    return most
 
 
 def choose_subgroup(report: Report) -> int:

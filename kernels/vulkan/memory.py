@@ -181,7 +181,7 @@ class Memory:
             what = f"{wanted / MIB:.1f} MiB for {purpose}"
             if size > limit:
                 raise OutOfDeviceMemory(f"{what} is more than one allocation of this device may hold "
-                                        f"({limit / MIB:.0f} MiB)")
+                                        f"({limit / MIB:.0f} MiB); use a smaller context or fewer rows per pass")
             held = ", ".join(f"{k} {v / MIB:.1f}" for k, v in self.held.items() if v) or "nothing"
             raise OutOfDeviceMemory(f"out of device memory: {what} requested, {available / MIB:.1f} MiB available "
                                     f"(held, MiB: {held}); use a smaller context, a smaller weight type or another "
@@ -226,6 +226,8 @@ class Memory:
         block.handle = block.view = None
 
     def close(self) -> None:
+        """Give every block back to the driver."""
+        self.held.clear()
         for blocks in self.blocks.values():
             while blocks:
                 self._destroy(blocks.pop())

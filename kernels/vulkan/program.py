@@ -69,9 +69,10 @@ class Program:
     def _real(self, piece: Slice) -> tuple[Any, int, int]:
         """(VkBuffer, offset, range) to bind. The range is whole 16-byte words: slices are padded to more than that.
         With guards it takes them in, for drivers drop what is written outside of the range."""
+        most = self.device.report.limits.max_storage_range
         base = self._places.get(id(piece.buffer))
         buffer, offset = (piece.buffer, piece.offset) if base is None else (base.buffer, base.offset + piece.offset)
-        return buffer.handle, offset, min(align_up(piece.size + self.device.guard, 16), buffer.size - offset)
+        return buffer.handle, offset, min(align_up(piece.size + self.device.guard, 16), buffer.size - offset, most)
 
     def _descriptor_sets(self) -> list[Any]:
         """One set for each distinct list of slices, all written here and never again."""
@@ -114,7 +115,7 @@ class Program:
                               f"bind (alignment {self.device.report.limits.offset_alignment})")
         if piece.size > self.device.max_range or size < 1:
             raise VulkanError(f"step {step}: {user.kernel.name} is bound to {piece.size} bytes; this device binds 1 to "
-                              f"{self.device.max_range}")
+                              f"{self.device.max_range}: use a smaller context or fewer rows per pass")
         return buffer, offset, size
 
     # --- recording ---------------------------------------------------------------------------------------------------

@@ -82,7 +82,8 @@ class Recording:
 
 
 class Recorder:
-    """What bindings record into. `device` offers kernel(name, **constants), subgroup_size, max_range, has(feature)."""
+    """What bindings record into. `device` offers kernel(name, **constants), subgroup_size, max_range, max_groups,
+    max_threads and has(feature)."""
 
     def __init__(self, device: Any, control: Slice) -> None:
         self.device = device
@@ -125,7 +126,8 @@ class Recorder:
         most = tuple(a if isinstance(a, int) else a.most for a in axes)
         limit = self.device.max_groups
         if any(m > n for m, n in zip(most, limit, strict=True)):
-            raise VulkanError(f"{kernel.name}: grid of up to {most} groups is over this device's limit {tuple(limit)}")
+            raise VulkanError(f"{kernel.name}: grid of up to {most} groups is over this device's limit {tuple(limit)}; "
+                              "use fewer rows per pass")
         # A live axis of at most one group needs no indirection: kernels guard their rows against control themselves.
         fixed = tuple(1 if isinstance(a, Live) and a.most == 1 else a for a in axes)
         entry = None

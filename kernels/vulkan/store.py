@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
 from hybrid.spec.device import Counters
 from hybrid.spec.plan import TensorDecl
-from hybrid.spec.tensor import Tensor
+from hybrid.spec.tensor import Packed, Source, Tensor, unpacked
 from kernels.vulkan.memory import Memory, Slice, align_up
-from kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, part_bytes, rows_of, split_rows
+from kernels.vulkan.repack import Loader, takes
+from kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
 from kernels.vulkan.transfer import Transfer
 
 # As f32 and bf16 a huge number, as f16 no number: a kernel that reads its neighbour's bytes shows in its result too.
@@ -27,17 +29,28 @@ class Storage(ABC):
 
     def __init__(self, memory: Memory, transfer: Transfer, max_range: int, guard: int) -> None:
         self.memory_pool, self.transfer, self.max_range, self.guard = memory, transfer, max_range, guard
+        self.loader: Loader | None = None
+        """While a model is being loaded."""
         self._tensors: dict[str, DeviceTensor] = {}
         self._kinds: dict[str, str] = {}
         self._allocations: dict[str, list[tuple[Slice, str]]] = {}
         self._guards: dict[str, list[Slice]] = {}
 
     @abstractmethod
+    def check_open(self) -> None:
+        """Raise VulkanError if the device is closed: the driver would crash on its handles."""
+
+    @abstractmethod
     def wait(self, ticket: int | None = None) -> None:
         """Until that submit, or everything submitted, has finished."""
 
-    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Callable[[], Tensor]] = ()) -> None:
+    @abstractmethod
+    def loading(self, nbytes: int) -> AbstractContextManager[None]:
+        """See Device.loading."""
+
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
         """Allocate a weight, state or io tensor; fill it with `value`, with the rows of `parts`, or with zeros."""
+        self.check_open()
         if decl.name in self._tensors:
             raise ValueError(f"tensor {decl.name} is already stored on this device")
         if decl.kind == "activation":
@@ -51,7 +64,10 @@ class Storage(ABC):
             for make in (lambda: value,) if value is not None else parts:
                 piece = make()
                 assert piece is not None
-                self._put_rows(decl.name, piece, row, fresh=True)
+                if isinstance(piece, Packed) and takes(piece):
+                    self._load_rows(decl.name, piece, row)
+                else:
+                    self._put_rows(decl.name, unpacked(piece), row, fresh=True)
                 row += rows_of(piece.shape)
             if row == 0:
                 for chunk in self._tensors[decl.name].chunks:
@@ -76,7 +92,7 @@ class Storage(ABC):
         if not 0 <= start <= stop <= rows:
             raise ValueError(f"{name} has {rows} rows; there are no rows {start}..{stop}")
         out = Tensor.empty(tensor.dtype, (stop - start, *tensor.shape[1:]) if tensor.shape else ())
-        self.wait(ticket)
+        self.wait(ticket if self._kinds[name] == "io" else None)
         for piece, host in tensor.spans(start, out):
             if piece.buffer.view is not None:
                 host[:] = piece.bytes
@@ -87,12 +103,15 @@ class Storage(ABC):
 
     def tensor(self, name: str) -> DeviceTensor:
         """A stored tensor by name."""
+        self.check_open()
         if name not in self._tensors:
             raise KeyError(f"no tensor {name!r} is stored on this device")
         return self._tensors[name]
 
     def drop(self, name: str) -> None:
         """Free a stored tensor. Waits; programs that use it must not run again."""
+        if self.loader is not None:
+            self.loader.cancel(name)
         self.wait()
         self._tensors.pop(name, None)
         self._kinds.pop(name, None)
@@ -100,14 +119,19 @@ class Storage(ABC):
         for piece, purpose in self._allocations.pop(name, []):
             self.memory_pool.release(piece, purpose)
 
+    def forget(self) -> None:
+        """Drop every tensor's name; the memory goes with the device."""
+        for table in (self._tensors, self._kinds, self._allocations, self._guards):
+            table.clear()
+
     def add(self, decl: TensorDecl, pool: str) -> DeviceTensor:
         """Memory for a tensor under its name, contents undefined; guard bytes around every part if asked for."""
         purpose, chunks = PURPOSE[decl.kind], []
         held = self._allocations.setdefault(decl.name, [])
-        for row, rows in split_rows(decl, self.max_range):
+        for row, rows, dtype in chunk_rows(decl, self.max_range):
             parts = []
             shape = (rows, *decl.shape[1:]) if decl.shape else ()
-            for size in part_bytes(decl.dtype, shape):
+            for size in part_bytes(dtype, shape):
                 front = align_up(self.guard)
                 body = align_up(size + self.guard) if self.guard else size
                 whole = self.memory_pool.allocate(front + body, purpose, pool)
@@ -119,19 +143,32 @@ class Storage(ABC):
                         self.put(piece, np.full(piece.size, GUARD_BYTE, np.uint8))
                     self._guards.setdefault(decl.name, []).extend(around)
                 parts.append(Slice(whole.buffer, whole.offset + front, size))
-            chunks.append(Chunk(row, rows, tuple(parts)))
+            chunks.append(Chunk(row, rows, tuple(parts), dtype))
         self._kinds[decl.name] = decl.kind
         self._tensors[decl.name] = DeviceTensor(decl.name, decl.dtype, decl.shape, tuple(chunks))
         return self._tensors[decl.name]
 
-    def _put_rows(self, name: str, value: Tensor, row: int, fresh: bool = False) -> None:
+    def _fitting(self, name: str, value: Tensor | Packed, row: int) -> DeviceTensor:
+        """The tensor, if `value` can be its rows from `row` on."""
         tensor = self.tensor(name)
-        if value.dtype != tensor.dtype or value.shape[1:] != tensor.shape[1:]:
+        mixed = len({c.dtype for c in tensor.chunks}) > 1  # then the types of rows are compared
+        if (value.dtype != tensor.dtype and not mixed) or value.shape[1:] != tensor.shape[1:]:
             raise ValueError(f"{name} is {tensor.dtype}{list(tensor.shape)}; {value.dtype}{list(value.shape)} cannot "
                              "be written into its rows")
         if row < 0 or row + rows_of(value.shape) > rows_of(tensor.shape):
             raise ValueError(f"{name} has {rows_of(tensor.shape)} rows; {rows_of(value.shape)} from row {row} on do "
                              "not fit")
+        return tensor
+
+    def _load_rows(self, name: str, piece: Packed, row: int) -> None:
+        if self.loader is None:
+            with self.loading(piece.nbytes):
+                self._load_rows(name, piece, row)
+            return
+        self.loader.put(name, piece, row, self._fitting(name, piece, row).chunks)
+
+    def _put_rows(self, name: str, value: Tensor, row: int, fresh: bool = False) -> None:
+        tensor = self._fitting(name, value, row)
         if not all(p.flags.c_contiguous for p in value.parts):
             value = Tensor(value.dtype, value.shape, tuple(p.copy() for p in value.parts))
         direct = fresh or self._kinds[name] == "io"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,11 +23,13 @@ class Chunk:
     row: int
     rows: int
     parts: tuple[Slice, ...]
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensor:
-    """A tensor as bindings see it. One chunk, except for weights larger than a device's storage-buffer range."""
+    """A tensor as bindings see it. One chunk, except for weights larger than a device's storage-buffer range and those
+    whose rows are of several storage types; `dtype` is then the widest."""
 
     name: str
     dtype: str
@@ -51,7 +53,7 @@ class DeviceTensor:
                              f"{shape}")
         parts = tuple(Slice(s.buffer, s.offset, n) for s, n in
                       zip(self.parts, part_bytes(self.dtype, shape), strict=True))
-        return DeviceTensor(self.name, self.dtype, shape, (Chunk(0, shape[0], parts),))
+        return DeviceTensor(self.name, self.dtype, shape, (Chunk(0, shape[0], parts, self.dtype),))
 
     def spans(self, row: int, value: Tensor) -> Iterator[tuple[Slice, np.ndarray]]:
         """(device bytes, host bytes) of the rows row.. that `value` covers, chunk by chunk, part by part.
@@ -63,6 +65,8 @@ class DeviceTensor:
             first, last = max(row, chunk.row), min(stop, chunk.row + chunk.rows)
             if first >= last:
                 continue
+            if chunk.dtype != value.dtype:
+                raise ValueError(f"rows {first} to {last - 1} of {self.name} are {chunk.dtype}, not {value.dtype}")
             for piece, array in zip(chunk.parts, value.parts, strict=True):
                 if not array.flags.c_contiguous:
                     raise ValueError(f"{self.name}: the host array must be contiguous")
@@ -80,6 +84,16 @@ def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
     """Bytes of each part, without padding."""
     t = DTYPES[dtype]
     return [int(np.prod(t.part_shape(p, shape), dtype=np.int64)) * p.dtype.itemsize for p in t.parts]
+
+
+def chunk_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int, str]]:
+    """(first row, rows, storage type) of a tensor's chunks: its runs of rows of one type, split where they must be."""
+    found, start = [], 0
+    for dtype, rows in decl.pieces or ((decl.dtype, rows_of(decl.shape)),):
+        run = replace(decl, dtype=dtype, shape=(rows, *decl.shape[1:]), pieces=()) if decl.pieces else decl
+        found += [(start + row, count, dtype) for row, count in split_rows(run, max_range)]
+        start += rows
+    return found
 
 
 def split_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int]]:

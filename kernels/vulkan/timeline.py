@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid.spec.device import Counters
 from kernels.vulkan.api import VulkanError, VulkanUnavailable, check, ffi, lib, vk
-from kernels.vulkan.features import choose_subgroup, enabled_chain, query
+from kernels.vulkan.features import choose_subgroup, enabled_chain, most_threads, query
 from kernels.vulkan.instance import Instance, select, validation_mode
 
 TIMEOUT_S = 600.0
@@ -37,7 +37,7 @@ class Queue:
             self.info = select(self.instance.devices(), selector)
             self.report = query(self.info.handle)
             self.report.demand(self.info.label)
-            self.subgroup_size = choose_subgroup(self.report)
+            self.subgroup_size, self.max_threads = choose_subgroup(self.report), most_threads(self.report)
             self._open()
         except BaseException:
             self.close()
@@ -115,9 +115,12 @@ class Queue:
         return self.ticket
 
     def wait_ticket(self, ticket: int) -> None:
-        """Until that submit has finished. Raises DeviceLost, or VulkanError after `timeout` seconds."""
+        """Until that submit has finished. Raises DeviceLost, VulkanError after `timeout` seconds, or ValueError for a
+        ticket that no submit has returned."""
         if ticket <= 0 or self.handle is None:
             return
+        if ticket > self.ticket:
+            raise ValueError(f"no such ticket: {ticket}; the last submit was {self.ticket}")
         self._awaited[0] = ticket
         result = lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)
         if result == vk.VK_TIMEOUT:
@@ -155,4 +158,8 @@ class Queue:
 
 def default_timeout() -> float:
     """Seconds that a wait may take: HYBRID_VULKAN_TIMEOUT, or ten minutes (a long prefill on a CPU driver)."""
-    return float(os.environ.get("HYBRID_VULKAN_TIMEOUT", TIMEOUT_S))
+    text = os.environ.get("HYBRID_VULKAN_TIMEOUT", "") or str(TIMEOUT_S)
+    try:
+        return float(text)
+    except ValueError:
+        raise VulkanError(f"HYBRID_VULKAN_TIMEOUT={text!r} is no number of seconds") from None

@@ -40,10 +40,9 @@ class Transfer:
 
     def _slot(self) -> _Slot:
         """The chunk in turn, free for the host. Made when first needed: mapped devices hardly need any."""
-        if not self.slots:
-            for _ in range(SLOTS):
-                staging = self.memory.allocate(self.chunk, "staging", "read")
-                self.slots.append(_Slot(self.device.command_buffer(), staging))
+        while len(self.slots) < SLOTS:
+            staging = self.memory.allocate(self.chunk, "staging", "read")
+            self.slots.append(_Slot(self.device.command_buffer(), staging))
         slot = self.slots[self.turn]
         if not slot.copies:
             self.device.wait_ticket(slot.ticket)
@@ -70,11 +69,13 @@ class Transfer:
         if not self.pending:
             return
         slot = self.slots[self.turn]
-        self._begin(slot)
-        for buffer, offset, start, n in slot.copies:
+        begin(self.device, slot.command)
+        for i, (buffer, offset, start, n) in enumerate(slot.copies):
+            if i:  # a later write of the same rows must win
+                self.device.barrier_all(slot.command)
             region = vk.VkBufferCopy(srcOffset=start, dstOffset=offset, size=n)
             vk.vkCmdCopyBuffer(slot.command, slot.staging.buffer.handle, buffer.handle, 1, [region])
-        self._submit(slot)
+        slot.ticket = submit(self.device, slot.command)
         slot.copies, slot.used, self.pending = [], 0, False
         self.turn = (self.turn + 1) % SLOTS
 
@@ -92,10 +93,10 @@ class Transfer:
             if len(waiting) == SLOTS:
                 collect()
             slot, n = self._slot(), min(self.chunk, out.size - start)
-            self._begin(slot)
+            begin(self.device, slot.command)
             region = vk.VkBufferCopy(srcOffset=source.offset + start, dstOffset=slot.staging.offset, size=n)
             vk.vkCmdCopyBuffer(slot.command, source.buffer.handle, slot.staging.buffer.handle, 1, [region])
-            self._submit(slot)
+            slot.ticket = submit(self.device, slot.command)
             waiting.append((slot, start, n))
             self.turn = (self.turn + 1) % SLOTS
         while waiting:
@@ -107,21 +108,25 @@ class Transfer:
         if words:
             self.flush()
             slot = self._slot()
-            self._begin(slot)
+            begin(self.device, slot.command)
             vk.vkCmdFillBuffer(slot.command, target.buffer.handle, target.offset, words, byte * 0x01010101)
-            self._submit(slot)
+            slot.ticket = submit(self.device, slot.command)
             self.turn = (self.turn + 1) % SLOTS
         if words < target.size:
             tail = Slice(target.buffer, target.offset + words, target.size - words)
             self.upload(tail, np.full(tail.size, byte, np.uint8))
 
-    def _begin(self, slot: _Slot) -> None:
-        vk.vkBeginCommandBuffer(slot.command, vk.VkCommandBufferBeginInfo(
-            flags=vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT))
-        self.device.barrier_all(slot.command)
 
-    def _submit(self, slot: _Slot) -> None:
-        self.device.barrier_all(slot.command)
-        vk.vkEndCommandBuffer(slot.command)
-        slot.ticket = self.device.submit_command(slot.command)
-        self.device.counters.recordings += 1
+def begin(device: VulkanDevice, command: Any) -> None:
+    """Record anew, for one submit: after everything submitted before."""
+    vk.vkBeginCommandBuffer(command, vk.VkCommandBufferBeginInfo(
+        flags=vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT))
+    device.barrier_all(command)
+
+
+def submit(device: VulkanDevice, command: Any) -> int:
+    """End and submit what `begin` began; returns the ticket. In force for everything submitted later."""
+    device.barrier_all(command)
+    vk.vkEndCommandBuffer(command)
+    device.counters.recordings += 1
+    return device.submit_command(command)

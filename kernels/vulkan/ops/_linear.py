@@ -30,15 +30,16 @@ def unit(dtype: str) -> int:
 def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: int, extent: str,
            out_rows: Slice | None = None, softcap: float = 0.0) -> None:
     """y f32 [rows, N] = x [.., K] @ w[N,K].T, softcapped where softcap > 0; row t of y reads row t, or out_rows[t],
-    of x. `extent` names the live count of y's rows. Each chunk of w fills its columns of y in a dispatch of its own."""
+    of x. `extent` names the live count of y's rows. Each chunk of w, which has a
+    storage type of its own, fills its columns of y in a dispatch of its own."""
     gather = int(out_rows is not None)
     for chunk in w.chunks:
         if rows <= GEMV_TOKENS:
-            kernel = rec.kernel(f"linear.gemv.{w.dtype}.{x.dtype}", SUBGROUP=rec.device.subgroup_size, GATHER=gather,
+            kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", SUBGROUP=rec.device.subgroup_size, GATHER=gather,
                                 TOKENS=_tokens(rows))
             per = GEMV_THREADS // rec.device.subgroup_size * GEMV_ROWS
         else:
-            kernel = rec.kernel(f"linear.tile.{w.dtype}.{x.dtype}", GATHER=gather)
+            kernel = rec.kernel(f"linear.tile.{chunk.dtype}.{x.dtype}", GATHER=gather)
             per = TILE_THREADS * TILE_ROWS
         push = _push(chunk.rows, w.shape[-1], chunk.row, w.shape[0], extent, rows, x.shape[0], softcap)
         # Without a gather the kernel does not read out_rows, but its binding must hold some buffer.
@@ -46,15 +47,14 @@ def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: i
         rec.dispatch(kernel, reads=reads, writes=[y], push=push, grid=_grid(chunk.rows, per, rows, extent))
 
 
-def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, dtype: str, h: DeviceTensor, *, rows: int, extent: str) -> None:
-    """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K] of storage type `dtype`;
-    h has the activation type of x."""
+def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str) -> None:
+    """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K]; h has the activation type of x."""
     f = w.rows // 2
     if rows <= GEMV_TOKENS:
-        kernel = rec.kernel(f"ffn_up.gemv.{dtype}.{x.dtype}", SUBGROUP=rec.device.subgroup_size, TOKENS=_tokens(rows))
+        kernel = rec.kernel(f"ffn_up.gemv.{w.dtype}.{x.dtype}", SUBGROUP=rec.device.subgroup_size, TOKENS=_tokens(rows))
         per = GEMV_FFN_OUTS
     else:
-        kernel = rec.kernel(f"ffn_up.tile.{dtype}.{x.dtype}")
+        kernel = rec.kernel(f"ffn_up.tile.{w.dtype}.{x.dtype}")
         per = TILE_THREADS * TILE_ROWS // 2
     push = _push(f, x.shape[-1], 0, f, extent, rows, x.shape[0], 0.0)
     rec.dispatch(kernel, reads=[*x.parts, *w.parts], writes=h.parts, push=push, grid=_grid(f, per, rows, extent))

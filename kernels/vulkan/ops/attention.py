@@ -1,7 +1,8 @@
 """attention: flash attention over the paged cache in two dispatches, partial sums and their merge.
 
 Few rows (decode): one row and kv head per tile, its context cut into stretches so that the device is full.
-Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and takes its context in one stretch.
+Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and takes its context in stretches as
+long as a shader's loops may run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kernels.vulkan.tensors import DeviceTensor
 WIDTH = 32  # threads of a workgroup of attention.slang: WIDTH / subgroup size tiles
 COMBINE = 64 * 4  # elements per workgroup of attention_combine.slang
 DECODE_ROWS = 32  # plans of at most so many rows are cut into stretches
-MIN_SPLIT = 128  # positions of a stretch, at least
+MIN_SPLIT = 128  # positions of a stretch, at least, where there are few rows
+LOOPS = 60_000  # iterations of all loops of one invocation: llvmpipe ends every loop, silently, after 65535 in all
 MAX_SPLITS = 64
 MAX_PARTS = 1024  # rows * stretches, at most: bounds the scratch memory
 QUERIES = {1: (2, 4, 8), 2: (2, 4, 8), 4: (2, 4), 8: (2,), 16: (2,)}  # built variants, by units per lane
@@ -34,6 +36,14 @@ class Tiling:
     rows: int
     heads: int
     splits: int
+    stretch: int
+    """Positions of a stretch, at least (one that must be longer is of equal parts of the context)."""
+
+
+def longest(units: int, rows: int, subgroup: int) -> int:
+    """Positions of a stretch for which a tile's loops stay within LOOPS, each of its rows in a sequence of its own."""
+    step = (units + 2) * (subgroup + 1) + 1  # iterations of attention.slang's step(), for two keys per lane
+    return max(1, LOOPS // (rows * step)) * 2 * subgroup
 
 
 def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int) -> Tiling:
@@ -47,10 +57,13 @@ def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int) -> Ti
     if rows > DECODE_ROWS:
         queries = fit[-1]
         heads = min(ratio, queries)
-        return Tiling(units, queries, queries // heads, heads, 1)
+        tile_rows = queries // heads
+        stretch = longest(units, tile_rows, subgroup)
+        return Tiling(units, queries, tile_rows, heads, -(-span // stretch), stretch)
     queries = next((q for q in fit if q >= ratio), fit[-1])
     splits = min(-(-span // MIN_SPLIT), MAX_SPLITS, MAX_PARTS // rows)
-    return Tiling(units, queries, 1, min(ratio, queries), max(1, splits))
+    splits = max(splits, -(-span // longest(units, 1, subgroup)))
+    return Tiling(units, queries, 1, min(ratio, queries), splits, MIN_SPLIT)
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
@@ -66,14 +79,14 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
     kernel = rec.kernel(f"attention.{cache.dtype}.{tile.queries}x{tile.units}", SUBGROUP=subgroup)
     push = struct.pack("<9If4I", rows, heads, kv_heads, d // 4, cache.block_size, cache.table_width, cache.slots,
-                       cache.blocks, window, step.attrs["scale"], tile.rows, tile.heads, tile.splits, MIN_SPLIT)
+                       cache.blocks, window, step.attrs["scale"], tile.rows, tile.heads, tile.splits, tile.stretch)
     head_tiles = -(-(heads // kv_heads) // tile.heads)
-    stretches = Live("context", per=MIN_SPLIT, cap=tile.splits * MIN_SPLIT) if tile.splits > 1 else 1
+    stretches = Live("context", per=tile.stretch, cap=tile.splits * tile.stretch) if tile.splits > 1 else 1
     names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
     grid = (Live(step.extent, per=tile.rows * (WIDTH // subgroup), cap=rows), kv_heads * head_tiles, stretches)
     rec.dispatch(kernel, [p for name in names for p in t[name].parts], [part_o, part_ml], push, grid)
 
     kernel = rec.kernel(f"attention_combine.{o.dtype}", SUBGROUP=subgroup)
-    push = struct.pack("<6I", rows, heads, d // 4, window, tile.splits, MIN_SPLIT)
+    push = struct.pack("<6I", rows, heads, d // 4, window, tile.splits, tile.stretch)
     rec.dispatch(kernel, [part_o, part_ml, *t["positions"].parts], [*o.parts], push,
                  (-(-heads * d // COMBINE), Live(step.extent, cap=rows)))

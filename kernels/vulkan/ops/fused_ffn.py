@@ -18,7 +18,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """
     x, w, h, rows = t["x"], t["w_gate_up"], t["h"], step.bind["T"]
     if len(w.chunks) == 1 and x.dtype == h.dtype:
-        ffn_up(rec, x, w.chunks[0], w.dtype, h, rows=rows, extent=step.extent)
+        ffn_up(rec, x, w.chunks[0], h, rows=rows, extent=step.extent)
     else:
         gate_up = rec.scratch(4 * rows * w.shape[0])
         linear(rec, x, w, gate_up, rows=rows, extent=step.extent)

@@ -10,8 +10,9 @@ from kernels.vulkan.api import VulkanError
 from kernels.vulkan.recorder import Live, Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
-SMALL_VOCAB = 16384  # up to this one a workgroup has 256 threads, above it 1024 where the device has room
-MAX_SUBGROUPS = 32  # of a workgroup, on every device known
+# Up to this one a workgroup has 256 threads, above it 1024 where the device allows them: llvmpipe ends every loop,
+# silently, after 65535 iterations in all, which the passes of 256 threads over a million ids exceed.
+SMALL_VOCAB = 16384
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
@@ -21,7 +22,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     if not 0 < valid <= vocab:
         raise VulkanError(f"step {step.name}: valid must be 1..{vocab} (the rows of the vocabulary), not {valid}")
     subgroup = rec.device.subgroup_size
-    threads = 1024 if vocab > SMALL_VOCAB and subgroup * MAX_SUBGROUPS >= 1024 else 256
+    threads = 1024 if vocab > SMALL_VOCAB and rec.device.max_threads >= 1024 else 256
     kernel = rec.kernel(f"sample.{threads}", SUBGROUP=subgroup)
     slots, context = t["history"].shape
     push = struct.pack("<6I", outs, t["slots"].shape[0], slots, vocab, valid, context)

@@ -1,0 +1,164 @@
+"""Blocks of quantised weights: ggml's byte order, our parts, and the integers and scales that a block stands for.
+
+Functions named `..._words` move bits in words of 4 or 8 bytes at once; all work on any number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+# Order of the parts inside a ggml block.
+ORDER: dict[str, tuple[str, ...]] = {
+    "q8_0": ("scales", "codes"),
+    "q4_0": ("scales", "codes"),
+    "q4_1": ("scales", "codes"),
+    "q5_0": ("scales", "high", "codes"),
+    "q5_1": ("scales", "high", "codes"),
+    "q4_k": ("super", "scales", "codes"),
+    "q5_k": ("super", "scales", "high", "codes"),
+    "q6_k": ("codes", "high", "scales", "super"),
+}
+_LOW, _PAIR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0303030303030303)
+_SIXTEEN = np.dtype("V16")  # copied, never computed with
+_BYTES = np.arange(256, dtype=np.uint32)
+_SPREAD = np.bitwise_or.reduce([((_BYTES >> c) & 1) << (8 * (c % 4) + c // 4) for c in range(8)]).astype(np.uint32)
+_GATHER = np.bitwise_or.reduce([((_BYTES >> k) & 1) << (4 * k) for k in range(8)]).astype(np.uint32)
+
+
+def halves(low_high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """u8 [..., 32] whose low nibbles are 32 codes and whose high nibbles are 32 others -> each 32 as u8 [..., 16] in
+    q4_0's order. (q4_k, q5_k and q6_k are stored so.)"""
+    first, second = _sixteens(low_high)
+    low = (first & _LOW) | ((second & _LOW) << np.uint64(4))
+    high = ((first >> np.uint64(4)) & _LOW) | (second & ~_LOW)
+    shape = (*low_high.shape[:-1], 16)
+    return low.view(np.uint8).reshape(shape), high.view(np.uint8).reshape(shape)
+
+
+def _sixteens(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first and second halves of every 32 bytes, as contiguous words: NumPy is slow on rows of two words."""
+    pairs = np.ascontiguousarray(data).view(_SIXTEEN).reshape(-1, 2)
+    return pairs[:, 0].copy().view(np.uint64), pairs[:, 1].copy().view(np.uint64)
+
+
+def _codes_of_q6_k(ggml: np.ndarray) -> np.ndarray:
+    """u8 [n, 128]: element groups 0, 1 and 2, 3 of each half in the low and high nibbles -> 8 x 16 bytes in order."""
+    out = np.empty((len(ggml), 2, 2, 2), _SIXTEEN)  # block, half, nibble, which 32 bytes
+    for nibble, codes in enumerate(halves(ggml.reshape(-1, 2, 2, 32))):
+        out[:, :, nibble] = codes.view(_SIXTEEN)[..., 0]
+    return out.reshape(-1, 8).view(np.uint8)
+
+
+def _codes_to_q6_k(ours: np.ndarray) -> np.ndarray:
+    words = np.ascontiguousarray(ours).view(np.uint64).reshape(-1, 2, 2, 2, 2)  # block, half, nibble, 32 bytes, word
+    low, high = words[:, :, 0], words[:, :, 1]
+    first = (low & _LOW) | ((high & _LOW) << np.uint64(4))
+    second = ((low >> np.uint64(4)) & _LOW) | (high & ~_LOW)
+    return np.stack([first, second], axis=3).reshape(len(words), -1).view(np.uint8)
+
+
+def _pairs_words(high: np.ndarray) -> np.ndarray:
+    """u8 [n, 64] of q6_k: of each half, pair g of byte l belongs to element 32g + l; ours: group g has 8 bytes of its
+    own, and pair k of byte i belongs to its element 8k + i. The exchange of g and k is its own inverse."""
+    words = np.ascontiguousarray(high).view(np.uint64).reshape(-1, 4).T.copy()
+    out = np.zeros_like(words)
+    for g in range(4):
+        for k in range(4):
+            out[g] |= ((words[k] >> np.uint64(2 * g)) & _PAIR) << np.uint64(2 * k)
+    return out.T.copy().reshape(len(high), 8).view(np.uint8)
+
+
+def _fifth_from_ggml(high: np.ndarray) -> np.ndarray:
+    """u8 [n, 4]: bit e of the word is element e's -> bit k of byte i is element 4k + i's."""
+    out = np.zeros(len(high), np.uint32)
+    for b in range(4):
+        out |= _SPREAD[high[:, b]] << np.uint32(2 * b)
+    return out.view(np.uint8).reshape(-1, 4)
+
+
+def _fifth_to_ggml(high: np.ndarray) -> np.ndarray:
+    out = np.zeros(len(high), np.uint32)
+    for i in range(4):
+        out |= _GATHER[high[:, i]] << np.uint32(i)
+    return out.view(np.uint8).reshape(-1, 4)
+
+
+def fifth_of_q5_k(high: np.ndarray) -> np.ndarray:
+    """u8 [n, 32] of q5_k (bit j of byte e: element e of sub-block j) -> u8 [n, 8, 4] in q5_1's order."""
+    words = np.ascontiguousarray(high).view(np.uint32).reshape(-1, 8).T.copy()
+    out = np.zeros_like(words)
+    for j in range(8):
+        for k in range(8):
+            out[j] |= ((words[k] >> np.uint32(j)) & np.uint32(0x01010101)) << np.uint32(k)
+    return out.T.copy().view(np.uint8).reshape(-1, 8, 4)
+
+
+Relay = Callable[[np.ndarray], np.ndarray]
+# Parts that are laid out anew: (from ggml's bytes, back to them).
+RELAY: dict[tuple[str, str], tuple[Relay, Relay]] = {
+    ("q5_0", "high"): (_fifth_from_ggml, _fifth_to_ggml),
+    ("q5_1", "high"): (_fifth_from_ggml, _fifth_to_ggml),
+    ("q6_k", "codes"): (_codes_of_q6_k, _codes_to_q6_k),
+    ("q6_k", "high"): (_pairs_words, _pairs_words),
+}
+
+
+def scales_and_minima(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """u8 [n, 12] of q4_k and q5_k -> 6-bit scales u8 [n, 8] and minima u8 [n, 8]."""
+    a, b, c = scales[:, :4], scales[:, 4:8], scales[:, 8:]
+    top = np.uint8(0x30)
+    scale = np.concatenate([a & np.uint8(63), (c & np.uint8(15)) | ((a >> np.uint8(2)) & top)], axis=1)
+    minimum = np.concatenate([b & np.uint8(63), (c >> np.uint8(4)) | ((b >> np.uint8(2)) & top)], axis=1)
+    return scale, minimum
+
+
+def integers(dtype: str, parts: list[np.ndarray]) -> np.ndarray:
+    """int8 [n, block]: the integers that scales multiply, in order of elements (q4_0, q5_0, q6_k: offset removed).
+    `parts`: arrays [n, ...] of n blocks."""
+    codes = parts[0]
+    if dtype in ("q8_0", "q8_act"):
+        return codes.view(np.int8)
+    n = len(codes)
+    if dtype in ("q4_k", "q5_k"):
+        out = np.empty((n, 4, 2, 32), np.uint8)
+        pairs = codes.reshape(n, 4, 32)
+    else:
+        out = np.empty((n, codes.shape[1] // 16, 2, 16), np.uint8)
+        pairs = codes.reshape(n, -1, 16)
+    np.bitwise_and(pairs, np.uint8(15), out=out[:, :, 0])
+    np.right_shift(pairs, np.uint8(4), out=out[:, :, 1])
+    q = out.reshape(n, -1)
+    if dtype == "q5_k":
+        by = q.reshape(n, 8, 32)
+        for j in range(8):
+            by[:, j] |= ((parts[1] >> np.uint8(j)) & np.uint8(1)) << np.uint8(4)
+    elif dtype in ("q5_0", "q5_1"):
+        by = q.reshape(n, 8, 4)
+        for k in range(8):
+            by[:, k] |= ((parts[1] >> np.uint8(k)) & np.uint8(1)) << np.uint8(4)
+    elif dtype == "q6_k":
+        eights, high = q.reshape(n, 8, 4, 8), parts[1].reshape(n, 8, 8)
+        for k in range(4):
+            eights[:, :, k] |= ((high >> np.uint8(2 * k)) & np.uint8(3)) << np.uint8(4)
+    offset = {"q4_0": 8, "q5_0": 16, "q6_k": 32}.get(dtype, 0)
+    return q.view(np.int8) - np.int8(offset) if offset else q.view(np.int8)
+
+
+def factors(
+    dtype: str, parts: list[np.ndarray], real: type[np.float32] | type[np.float64]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(scale, minimum or None) as `real` [n, groups]: value = scale * integer + minimum, a group being 16 elements of
+    q6_k and 32 of the others. `parts` as in `integers`."""
+    scales = parts[2 if len(parts) > 2 and dtype in ("q5_0", "q5_1", "q5_k", "q6_k") else 1]
+    if dtype in ("q4_k", "q5_k"):
+        both: np.ndarray = parts[-1].astype(real)
+        scale, minimum = scales_and_minima(scales)
+        return both[:, :1] * scale.astype(real), -(both[:, 1:] * minimum.astype(real))
+    if dtype == "q6_k":
+        return parts[-1].astype(real) * scales.astype(real), None
+    if dtype in ("q4_1", "q5_1"):
+        both = scales.astype(real)
+        return both[:, :1], both[:, 1:]
+    return scales.astype(real)[:, :1], None
