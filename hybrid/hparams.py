@@ -50,6 +50,8 @@ class HParams:
             _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
         for name in ("rope_theta_global", "rope_theta_local", "rope_factor", "attention_scale", "eps", "embed_scale"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
+            _require(1e-30 < getattr(self, name) < 1e30, name, getattr(self, name), "is beyond what float32 computes with")
+        _require(self.softcap < 1e30, "softcap", self.softcap, "is beyond what float32 computes with")
         _require(self.head_dim % 16 == 0, "head_dim", self.head_dim, "must be a multiple of 16")
         _require(self.hidden % 32 == 0, "hidden", self.hidden, "must be a multiple of 32")
         _require(self.ffn % 32 == 0, "ffn", self.ffn, "must be a multiple of 32")

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from hybrid.checkpoint.base import Checkpoint, CheckpointError, Generation
+from hybrid.checkpoint.files import exists
 from hybrid.checkpoint.gguf_file import open_gguf
 from hybrid.checkpoint.hf import open_hf
 
@@ -15,14 +16,17 @@ __all__ = ["Checkpoint", "CheckpointError", "Generation", "open_checkpoint"]
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a .gguf file or a Hugging Face directory. Headers are read and every tensor's presence and shape checked;
     data is read when a tensor is asked for. CheckpointError (a ValueError) in one line for anything wrong."""
-    path = Path(path).expanduser()
+    try:
+        path = Path(path).expanduser()
+    except RuntimeError as error:  # "~nobody/model.gguf"
+        raise CheckpointError(f"{path}: {error}") from None
+    if not exists(path):
+        raise CheckpointError(f"{path}: no such file or directory; give a .gguf file or a Hugging Face directory")
     if path.is_dir():
         inside = sorted(path.glob("*.gguf"))
-        if inside and not (path / "config.json").exists():
+        if inside and not exists(path / "config.json"):
             raise CheckpointError(f"{path} is a folder of GGUF files: name one, for example {inside[0]}")
         return open_hf(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or directory; give a .gguf file or a Hugging Face directory")
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: give the directory that holds it, {path.parent}, with its config.json")
     return open_gguf(path)

@@ -8,12 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from hybrid.checkpoint.base import CheckpointError, Entry
+from hybrid.checkpoint.base import CheckpointError, Entry, printable
 from hybrid.checkpoint.families import EMBEDDING, Family, is_norm
+from hybrid.checkpoint.files import OpenFile
+from hybrid.checkpoint.finite import check_finite, check_scales
 from hybrid.hparams import HParams
 from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES
-from hybrid.spec.tensor import Tensor
+from hybrid.spec.tensor import Packed, Tensor
 from kernels.oracle.quant import dequantise, from_ggml
+
+_LAYERS = ("blk.", "layers.")
+_OTHER_MODALITIES = ("v.", "mm.", "a.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.")
+_COMPUTED = (".rotary_emb.inv_freq",)  # tables that old writers stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +30,40 @@ class Stored:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: np.memmap | None
-    """The file's bytes, all of them; None where the type is unknown."""
+    file: OpenFile | None
+    """None where the type is unknown."""
     offset: int = 0
+
+    def raw(self) -> np.ndarray:
+        """The tensor's bytes, a uint8 view of the file's map, with scales that are finite. CheckpointError where they
+        are not, or where the file has changed."""
+        assert self.file is not None
+        raw = self.file.bytes(self.offset, DTYPES[self.dtype].nbytes(self.shape))
+        check_scales(self.path, self.name, self.dtype, self.shape, raw)
+        return raw
 
     def load(self) -> Tensor:
         """Plain types are views of the map unless it holds them misaligned; block types are split into parts."""
-        assert self.data is not None
-        kind = DTYPES[self.dtype]
-        raw = self.data[self.offset : self.offset + kind.nbytes(self.shape)].view(np.ndarray)
-        if raw.ctypes.data % max(p.dtype.itemsize for p in kind.parts):
+        raw = self.raw()
+        if raw.ctypes.data % max(p.dtype.itemsize for p in DTYPES[self.dtype].parts):
             raw = raw.copy()
         return from_ggml(raw, self.dtype, self.shape)
+
+    def packed(self) -> Packed:
+        """The tensor's bytes, read when and where they are asked for."""
+        file, offset = self.file, self.offset
+        assert file is not None
+        return Packed(self.dtype, self.shape, lambda at, out: file.read_into(offset + at, out), self.load)
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop of the first axis, read from the file (no page of it stays mapped)."""
+        assert self.file is not None
+        shape = (stop - start, *self.shape[1:])
+        row = DTYPES[self.dtype].nbytes(self.shape[1:])
+        raw = np.empty(row * (stop - start), np.uint8)
+        self.file.read_into(self.offset + start * row, raw)
+        check_scales(self.path, self.name, self.dtype, self.shape, raw)
+        return from_ggml(raw, self.dtype, shape)
 
 
 def embedding_rows(path: Path, stored: Mapping[str, Stored], name: str) -> int:
@@ -56,9 +84,11 @@ def assemble(
     file_name: Callable[[str], str],
     norm_offset: float,
     advice: str,
+    notes: list[str],
 ) -> dict[str, Entry]:
     """Entries in file order. `file_name` maps a GGUF name to a key of `stored`; `advice` ends the error about a
-    storage type that we do not read. CheckpointError names the file and the first tensor that is wrong."""
+    storage type that we do not read; what is left out is said in `notes`. CheckpointError names the file and the
+    first tensor that is wrong."""
     entries: dict[str, Entry] = {}
     for name, shape in family.tensors(hparams).items():
         found = stored.get(file_name(name))
@@ -77,13 +107,33 @@ def assemble(
         if is_norm(name):
             entries[name] = Entry("f32", shape, _norm_loader(found, norm_offset))
         else:
-            entries[name] = Entry(found.dtype, shape, found.load)
+            entries[name] = Entry(found.dtype, shape, found.load, found.read_rows, found.packed())
+    used = {file_name(name) for name in entries}
+    _account_for_rest({key: tensor for key, tensor in stored.items() if key not in used}, notes)
     return entries
+
+
+def _account_for_rest(rest: Mapping[str, Stored], notes: list[str]) -> None:
+    """Tensors that the family does not have: other modalities are left out, others too but by name; one inside a layer
+    would change what the layer computes."""
+    others = [key for key in rest if key.startswith(_OTHER_MODALITIES)]
+    ignored = [key for key in rest if not key.startswith(_OTHER_MODALITIES) and not key.endswith(_COMPUTED)]
+    for key in ignored:
+        if key.startswith(_LAYERS):
+            raise CheckpointError(
+                f"{rest[key].path}: tensor {rest[key].name} is no part of this architecture or of its number of layers"
+            )
+    if others:
+        notes.append(printable(f"{len(others)} tensors of other modalities ({others[0]}, ...) are left out: text only"))
+    if ignored:
+        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        notes.append(printable(f"tensors without a use in this model are left out: {', '.join(ignored[:3])}{more}"))
 
 
 def _norm_loader(found: Stored, offset: float) -> Callable[[], Tensor]:
     def load() -> Tensor:
         tensor = found.load()
+        check_finite(found.path, found.name, dequantise(tensor, np.float32))
         if tensor.dtype == "f32" and offset == 0:
             return tensor
         return Tensor.of(dequantise(tensor, np.float32) + np.float32(offset))

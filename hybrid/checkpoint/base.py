@@ -9,12 +9,25 @@ from pathlib import Path
 from types import TracebackType
 
 from hybrid.hparams import HParams
-from hybrid.spec.tensor import Tensor
+from hybrid.spec.tensor import Packed, Tensor
 from hybrid.tokenizer import Tokenizer
 
 
 class CheckpointError(ValueError):
-    """One line that names the file, the field or tensor, and what to do."""
+    """One line that names the file, the field or tensor, and what to do. What a file calls things is shown escaped
+    and cut to a readable length."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+_LONGEST = 1000
+
+
+def printable(text: str) -> str:
+    """One line for a terminal: control characters escaped, the middle of a long one left out."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,10 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
+    rows: Callable[[int, int], Tensor] | None = None
+    """Rows start..stop of a matrix, read into memory of their own; None: only as a whole."""
+    packed: Packed | None = None
+    """The same as the file has it; None where `load` computes something."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,8 @@ class Checkpoint:
     make_tokenizer: Callable[[], Tokenizer]
     name: str = ""
     """The model's own name, where the files give one; else the file's."""
+    notes: tuple[str, ...] = ()
+    """What was assumed because no field says it, and what was left out; each is one line."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,6 +88,17 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """The tensor in its stored dtype. Plain types are read-only views of the file where they are aligned."""
         return self._entry(name).load()
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop of a tensor, as `tensor` gives them but read into memory of their own: what is
+        dropped is free again, however large the tensor."""
+        entry = self._entry(name)
+        return entry.load().rows(start, stop) if entry.rows is None else entry.rows(start, stop)
+
+    def packed(self, name: str) -> Packed | None:
+        """The tensor as its file has it, for devices that read and repack it themselves; None where it is computed
+        (norm weights)."""
+        return self._entry(name).packed
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

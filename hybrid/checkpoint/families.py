@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid.checkpoint import gemma3
+from hybrid.checkpoint import gemma3, gemma3_config
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.fields import Fields
 from hybrid.hparams import HParams
@@ -31,6 +31,8 @@ class Family:
     """Every tensor by its GGUF name, with its shape, in file order."""
     hf_name: Callable[[str], str]
     """GGUF name -> Hugging Face's, after its prefix."""
+    hf_config: Callable[[HParams], Mapping[str, Any]]
+    """What config.json says about the arithmetic."""
     hf_norm_offset: float
     """Added to Hugging Face's norm weights (Gemma 3 stores w - 1)."""
 
@@ -45,6 +47,7 @@ FAMILIES: tuple[Family, ...] = (
         gguf_fields=gemma3.gguf_fields,
         tensors=gemma3.tensors,
         hf_name=gemma3.hf_name,
+        hf_config=gemma3_config.hf_config,
         hf_norm_offset=1.0,
     ),
 )

@@ -9,45 +9,86 @@ from typing import Any
 from hybrid.checkpoint.base import CheckpointError
 
 _MISSING = object()
+_LARGEST, _LARGEST_FLOAT = 2**63, 3.4e38
+
+
+def _shown(value: object) -> str:
+    """A value of a file in an error: short, and not written out where that would take long."""
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, (list, Mapping)):
+        return f"a {'list' if isinstance(value, list) else 'table'} of {len(value)}"
+    return repr(value[:60] + "..." if isinstance(value, str) and len(value) > 60 else value)
 
 
 class Fields:
-    """Key -> value of one file (JSON object or GGUF metadata). Absent and null are the same."""
+    """Key -> value of one file (JSON object or GGUF metadata). Absent and null are the same.
 
-    def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "", where: str = "") -> None:
+    `notes` collects what was assumed about the file; it is shared by everything made from one Fields."""
+
+    def __init__(
+        self, values: Mapping[str, Any], path: Path, prefix: str = "", where: str = "", notes: list[str] | None = None
+    ) -> None:
         self.values, self.path, self.prefix, self.where = values, path, prefix, where
+        self.notes = [] if notes is None else notes
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self.values.get(self.prefix + key)
         return default if value is None else value
 
+    def is_null(self, key: str) -> bool:
+        """There, and null: where that says something else than being absent."""
+        return self.prefix + key in self.values and self.get(key) is None
+
     def sub(self, key: str) -> Fields:
         """The object under `key`; an empty one where it is absent."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
-            raise self.error(key, f"must be an object, not {value!r}")
-        return Fields(value, self.path, where=f"{self.where}{self.prefix}{key}.")
+            raise self.error(key, f"must be an object, not {_shown(value)}")
+        return Fields(value, self.path, where=f"{self.where}{self.prefix}{key}.", notes=self.notes)
 
     def under(self, prefix: str) -> Fields:
         """The same fields, of which only those that begin with `prefix` are looked up."""
-        return Fields(self.values, self.path, prefix)
+        return Fields(self.values, self.path, prefix, notes=self.notes)
 
     def integer(self, key: str, default: Any = _MISSING) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-            raise self.error(key, f"must be a whole number, not {value!r}")
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not whole or abs(value) >= _LARGEST:
+            raise self.error(key, f"must be a whole number below 2**63, not {_shown(value)}")
         return int(value)
+
+    def below(self, key: str, limit: int) -> int:
+        """A token id."""
+        value = self.integer(key)
+        if not 0 <= value < limit:
+            raise self.error(key, f"{value} is outside the {limit} rows of the embedding")
+        return value
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(key, f"must be a number, not {value!r}")
+            raise self.error(key, f"must be a number, not {_shown(value)}")
+        if not abs(value) < _LARGEST_FLOAT:
+            raise self.error(key, f"must be a finite number that float32 can hold, not {_shown(value)}")
         return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key)
 
     def text(self, key: str, default: Any = _MISSING) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self.error(key, f"must be text, not {value!r}")
+            raise self.error(key, f"must be text, not {_shown(value)}")
+        return value
+
+    def optional_text(self, key: str) -> str | None:
+        return None if self.get(key) is None else self.text(key)
+
+    def truth(self, key: str, default: Any = _MISSING) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {_shown(value)}")
         return value
 
     def error(self, key: str, what: str) -> CheckpointError:

@@ -14,9 +14,14 @@ from hybrid.hparams import HParams
 
 PATTERN = 6  # one global layer in six, unless the file says otherwise
 LOCAL_THETA = 1e4
+LAYERS_27B = 62
 MAX_LAYERS = 10_000  # a damaged count must not make lists that fill the memory
 LONG_CONTEXT, LONG_FACTOR = 131072, 8.0  # files without rope.scaling.* whose model nevertheless was trained with it
 
+_DEFAULTED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "sliding_window", "query_pre_attn_scalar", "rms_norm_eps",
+)  # fmt: skip
 _PER_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -77,6 +82,13 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
     _refuse_variants(c)
     n_layers, hidden = _layer_count(c, "num_hidden_layers", 26), c.integer("hidden_size", 2304)
     theta_global, theta_local, factor = _rope_from_hf(c)
+    omitted = [key for key in _DEFAULTED if c.get(key) is None and not c.is_null(key)]
+    if omitted:
+        c.notes.append(f"{c.path.name} omits {', '.join(omitted)}: the defaults of Gemma 3's config class are taken")
+    if c.get("rope_scaling") is c.get("rope_parameters") is None and not c.is_null("rope_scaling"):
+        c.notes.append(f"{c.path.name} says nothing of RoPE scaling: none is taken, as its config class has it")
+    if c.integer("vocab_size", vocab) != vocab:
+        c.notes.append(f"{c.path.name} says vocab_size {c.get('vocab_size')}: the embedding has {vocab} rows, which count")
     return HParams(
         family="gemma3",
         n_layers=n_layers,
@@ -87,7 +99,7 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
         head_dim=c.integer("head_dim", 256),
         vocab=vocab,
         context_length=c.integer("max_position_embeddings", 131072),
-        window=c.integer("sliding_window", 4096),
+        window=0 if c.is_null("sliding_window") else c.integer("sliding_window", 4096),
         layer_is_global=_layers_from_hf(c, n_layers),
         rope_theta_global=theta_global,
         rope_theta_local=theta_local,
@@ -96,7 +108,7 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
         eps=c.number("rms_norm_eps", 1e-6),
         softcap=c.number("final_logit_softcapping", 0.0),
         embed_scale=_positive_sqrt(hidden),
-        tied=bool(c.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
+        tied=c.truth("tie_word_embeddings", config.truth("tie_word_embeddings", True)),
     )
 
 
@@ -142,12 +154,14 @@ def _linear_factor(rope: Fields) -> float:
 def _layers_from_hf(c: Fields, n_layers: int) -> tuple[bool, ...]:
     types = c.get("layer_types")
     if types is None:
-        period = c.integer("sliding_window_pattern", c.get("_sliding_window_pattern", PATTERN))
-        return _periodic(c, "sliding_window_pattern", period, n_layers)
+        key = next((k for k in ("sliding_window_pattern", "_sliding_window_pattern") if c.get(k) is not None), "")
+        return _periodic(c, key, c.integer(key) if key else PATTERN, n_layers)
+    if not isinstance(types, list):
+        raise c.error("layer_types", "must be a list")
     known = {"full_attention": True, "sliding_attention": False}
-    wrong = sorted({str(t) for t in types if t not in known})
-    if wrong:
-        raise c.error("layer_types", f"holds {', '.join(wrong)}; known: {', '.join(known)}")
+    wrong = next((t for t in types if not isinstance(t, str) or t not in known), None)
+    if wrong is not None:
+        raise c.error("layer_types", f"holds {str(wrong)[:60]!r}; known: {', '.join(known)}")
     return tuple(known[t] for t in types)
 
 
@@ -170,6 +184,10 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
     if m.integer("attention.value_length", head_dim) != head_dim:
         raise m.error("attention.value_length", f"must equal attention.key_length {head_dim}")
     window = m.integer("attention.sliding_window", 0)
+    if m.integer("vocab_size", vocab) != vocab:
+        m.notes.append(f"gemma3.vocab_size is {m.get('vocab_size')}: the embedding has {vocab} rows, which count")
+    if m.get("attention.layer_norm_rms_epsilon") is None:
+        m.notes.append("gemma3.attention.layer_norm_rms_epsilon is absent: 1e-6 is taken")
     return HParams(
         family="gemma3",
         n_layers=n_layers,
@@ -182,8 +200,8 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
         context_length=context,
         window=window,
         layer_is_global=_layers_from_gguf(m, n_layers, window),
-        rope_theta_global=m.number("rope.freq_base", m.get("rope.global.freq_base", 1e6)),
-        rope_theta_local=m.number("rope.freq_base_swa", m.get("rope.local.freq_base", LOCAL_THETA)),
+        rope_theta_global=m.number("rope.freq_base", m.number("rope.global.freq_base", 1e6)),
+        rope_theta_local=m.number("rope.freq_base_swa", m.number("rope.local.freq_base", LOCAL_THETA)),
         rope_factor=_factor_from_gguf(m, context),
         attention_scale=m.number("attention.scale", _default_scale(n_layers, hidden, n_heads, head_dim)),
         eps=m.number("attention.layer_norm_rms_epsilon", 1e-6),
@@ -195,18 +213,27 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
 
 def _default_scale(n_layers: int, hidden: int, n_heads: int, head_dim: int) -> float:
     """No key in use says it: 27B (62 layers) scales by hidden/heads, all others by head_dim, as llama.cpp does."""
-    return (hidden / n_heads if n_layers == 62 else head_dim) ** -0.5 if n_heads > 0 and head_dim > 0 else 0.0
+    if min(hidden, n_heads, head_dim) <= 0:
+        return 0.0  # refused with the field that is to blame
+    return (hidden / n_heads if n_layers == LAYERS_27B else head_dim) ** -0.5
 
 
 def _factor_from_gguf(m: Fields, context: int) -> float:
     kind = m.get("rope.scaling.type")
-    if kind is None and m.get("rope.scaling.factor") is None:
-        return LONG_FACTOR if context >= LONG_CONTEXT else 1.0
+    key = "rope.scale_linear" if m.get("rope.scale_linear") is not None else "rope.scaling.factor"  # the older name
+    if kind is None and m.get(key) is None:
+        if context < LONG_CONTEXT:
+            return 1.0
+        m.notes.append(
+            f"gemma3.rope.scaling is absent although context_length is {context}: global layers are scaled by 1/8, "
+            "as Gemma 3 was trained"
+        )
+        return LONG_FACTOR
     if kind == "none":
         return 1.0
     if kind not in (None, "linear"):
         raise m.error("rope.scaling.type", f"{kind!r} is not supported; known: none, linear")
-    return m.number("rope.scaling.factor")
+    return m.number(key)
 
 
 def _layers_from_gguf(m: Fields, n_layers: int, window: int) -> tuple[bool, ...]:
@@ -216,6 +243,8 @@ def _layers_from_gguf(m: Fields, n_layers: int, window: int) -> tuple[bool, ...]
         return (True,) * n_layers
     if not isinstance(pattern, list):
         return _periodic(m, key, m.integer(key, PATTERN), n_layers)
+    if not all(isinstance(sliding, (bool, int)) for sliding in pattern):
+        raise m.error(key, "must be a list of truth values, or a period")
     return tuple(not sliding for sliding in pattern)
 
 

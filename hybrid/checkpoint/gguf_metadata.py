@@ -8,10 +8,14 @@ from gguf import GGUFWriter
 
 from hybrid.checkpoint.base import Checkpoint
 from hybrid.checkpoint.families import FAMILIES
-from hybrid.checkpoint.gguf_file import padding_piece
+from hybrid.checkpoint.gguf_tokenizer import padding_piece
+from hybrid.merges import with_scores
 from hybrid.tokenizer import NORMAL, SPACE, UNUSED, USER_DEFINED, Tokenizer
 
-FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
+# llama.cpp's numbers; its K types come in mixtures, of which medium is the usual one.
+FILE_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 15, "q5_k": 17, "q6_k": 18, "bf16": 32,
+}  # fmt: skip
 _QUANTIZATION_VERSION = 2
 _PADDING_SCORE = -10000.0
 
@@ -51,7 +55,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 def _write_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_ids: tuple[int, ...]) -> None:
     """The vocabulary, padded to the embedding's rows as other engines demand."""
-    v = tokenizer.vocabulary
+    v = with_scores(tokenizer.vocabulary)
     pieces, scores, types = list(v.pieces), list(v.scores), list(v.types)
     for index, piece in enumerate(pieces):
         if types[index] == USER_DEFINED:
@@ -69,7 +73,7 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_id
     writer.add_token_scores([float(s) for s in scores])
     writer.add_token_types([int(t) for t in types])
     turn = tokenizer.token_id("<end_of_turn>")
-    ends = [i for i in (*eos_ids, turn) if i is not None and i != v.eos_id and i in tokenizer.eos_ids]
+    ends = [i for i in dict.fromkeys((*eos_ids, turn)) if i is not None and i != v.eos_id and i in tokenizer.eos_ids]
     for add, token in (
         (writer.add_bos_token_id, v.bos_id),
         (writer.add_eos_token_id, v.eos_id),
@@ -79,6 +83,8 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_id
     ):
         if token is not None:
             add(token)
-    writer.add_add_bos_token(v.bos_id is not None)
+    if len(ends) > 1:  # other engines find these by their texts
+        writer.add_array("tokenizer.ggml.eos_token_ids", ends)
+    writer.add_add_bos_token(v.bos_id is not None and v.add_bos)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(v.add_space_prefix)

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid.checkpoint.base import CheckpointError
+from hybrid.checkpoint.files import read_file
 from hybrid.tokenizer import NORMAL, TokenizerError, Vocabulary
 
 BPE = 2
+_MAX_BYTES = 1 << 26  # Gemma's has 4.7 MB
 
 
 def read_sentencepiece(path: Path) -> Vocabulary:
@@ -33,7 +35,7 @@ def _read(path: Path) -> Vocabulary:
     types: list[int] = []
     trainer: dict[int, int] = {}
     normaliser: dict[int, int | bytes] = {}
-    for field, value in _fields(path.read_bytes()):
+    for field, value in _fields(read_file(path, _MAX_BYTES)):
         if field == 1 and isinstance(value, bytes):
             text, score, kind = b"", 0.0, NORMAL
             for key, item in _fields(value):

@@ -1,0 +1,57 @@
+"""NaN and infinity where one value spoils a whole block or layer: scales of block types, and norm weights.
+
+Scales are a sixteenth of a file or less, so all of them are looked at whenever a tensor is taken. The numbers of plain
+matrices are not: that would read every weight once more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from hybrid.checkpoint.base import CheckpointError
+
+_FIELDS: dict[str, tuple[int, int, dict[int, str]]] = {
+    # bytes of a ggml block, elements, byte offsets of its float16 scales
+    "q4_0": (18, 32, {0: "scale"}),
+    "q4_1": (20, 32, {0: "scale", 2: "minimum"}),
+    "q5_0": (22, 32, {0: "scale"}),
+    "q5_1": (24, 32, {0: "scale", 2: "minimum"}),
+    "q8_0": (34, 32, {0: "scale"}),
+    "q4_k": (144, 256, {0: "scale", 2: "minimum"}),
+    "q5_k": (176, 256, {0: "scale", 2: "minimum"}),
+    "q6_k": (210, 256, {208: "scale"}),
+}
+_EXPONENT = np.uint16(0x7C00)
+_CHUNK = 1 << 18  # blocks at once: the temporaries stay in the cache
+
+
+def check_scales(path: Path, name: str, dtype: str, shape: tuple[int, ...], raw: np.ndarray) -> None:
+    """CheckpointError for the first float16 scale of ggml blocks `raw` (uint8) that is NaN or infinite; nothing is
+    done for plain types. `shape` ends with the elements of a row."""
+    if dtype not in _FIELDS:
+        return
+    size, elements, fields = _FIELDS[dtype]
+    words = raw.view("<u2").reshape(-1, size // 2)
+    for begin in range(0, len(words), _CHUNK):
+        for offset, field in fields.items():
+            bits = words[begin : begin + _CHUNK, offset // 2]
+            wrong = (bits & _EXPONENT) == _EXPONENT
+            if wrong.any():
+                block = begin + int(wrong.argmax())
+                row, at = divmod(block * elements, shape[-1])
+                raise CheckpointError(
+                    f"{path}: tensor {name} of {dtype} is damaged: the {field} of row {row}, elements {at} to "
+                    f"{at + elements - 1}, is {float(words[block, offset // 2].view('<f2'))}; fetch the file again"
+                )
+
+
+def check_finite(path: Path, name: str, values: np.ndarray) -> None:
+    """CheckpointError for the first value of a vector (norm weights) that is NaN or infinite."""
+    wrong = ~np.isfinite(values)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise CheckpointError(
+            f"{path}: tensor {name} is damaged: element {at} is {float(values.reshape(-1)[at])}; fetch the file again"
+        )

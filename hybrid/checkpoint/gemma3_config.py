@@ -1,0 +1,44 @@
+"""Gemma 3's config.json from hyper-parameters: the dialect of 2025, which old and new releases of transformers read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybrid.hparams import HParams
+from hybrid.units import shortest
+
+
+def hf_config(hp: HParams) -> Mapping[str, Any]:
+    """Everything of config.json that says what the model computes."""
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": hp.vocab,
+        "hidden_size": hp.hidden,
+        "intermediate_size": hp.ffn,
+        "num_hidden_layers": hp.n_layers,
+        "num_attention_heads": hp.n_heads,
+        "num_key_value_heads": hp.n_kv_heads,
+        "head_dim": hp.head_dim,
+        "max_position_embeddings": hp.context_length,
+        "sliding_window": hp.window or None,
+        "layer_types": ["full_attention" if g else "sliding_attention" for g in hp.layer_is_global],
+        "rope_theta": shortest(hp.rope_theta_global),
+        "rope_local_base_freq": shortest(hp.rope_theta_local),
+        "rope_scaling": None if hp.rope_factor == 1 else {"rope_type": "linear", "factor": shortest(hp.rope_factor)},
+        "query_pre_attn_scalar": _whole(hp.attention_scale**-2),
+        "rms_norm_eps": shortest(hp.eps),
+        "final_logit_softcapping": shortest(hp.softcap) or None,
+        "attn_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": hp.tied,
+        "use_cache": True,
+    }
+
+
+def _whole(value: float) -> float:
+    """The scalar is a whole number whose root went through float32."""
+    return round(value) if abs(value - round(value)) < 1e-5 * value else value

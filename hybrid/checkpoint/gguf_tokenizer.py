@@ -1,0 +1,106 @@
+"""The tokenizer in GGUF metadata: `llama` (SentencePiece, scores) and `gpt2` with merges over SentencePiece's pieces.
+
+The second kind is what converters write that start from tokenizer.json (Ollama's): its scores say nothing, its bytes
+are typed as ordinary pieces, its padding as user-defined. Whether such a file holds SentencePiece's pieces or GPT-2's
+byte alphabet is decided by the pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid.checkpoint.base import CheckpointError
+from hybrid.checkpoint.fields import Fields
+from hybrid.checkpoint.tokenizer_json import BYTE_PIECES
+from hybrid.tokenizer import (
+    BYTE,
+    MARKERS,
+    NORMAL,
+    SPACE,
+    UNUSED,
+    USER_DEFINED,
+    Tokenizer,
+    TokenizerError,
+    Vocabulary,
+)
+
+
+def padding_piece(index: int) -> str:
+    """Text of the tokens that only fill a vocabulary up to the embedding's rows (as converters write it)."""
+    return f"[PAD{index}]"
+
+
+def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
+    """Tokenizer of a file's metadata, for an embedding of `rows`. CheckpointError names the key that is wrong."""
+    m = metadata.under("tokenizer.ggml.")
+    kind = m.text("model")
+    if kind not in ("llama", "gpt2"):
+        raise m.error("model", f"{kind!r} is not supported; known: llama (SentencePiece), gpt2 with merges over its pieces")
+    pieces, types = _list(m, "tokens", str), _list(m, "token_type", int)
+    if kind == "gpt2":
+        types = _types_by_text(m, pieces, types)
+        scores, merges = [0.0] * len(pieces), _merges(m)
+    else:
+        scores, merges = _list(m, "scores", (int, float)), None
+    named = (_index(m, key) for key in ("eot_token_id", "eom_token_id"))
+    ends = [*(i for i in named if i is not None), *_list(m, "eos_token_ids", int, required=False)]
+    try:
+        vocabulary = Vocabulary(
+            # Here user-defined pieces have real spaces and match them; SentencePiece writes U+2581 for that.
+            tuple(p.replace(" ", SPACE) if t == USER_DEFINED else p for p, t in zip(pieces, types, strict=True)),
+            tuple(scores),
+            tuple(types),
+            _index(m, "bos_token_id"),
+            _index(m, "eos_token_id"),
+            _index(m, "unknown_token_id"),
+            _index(m, "padding_token_id"),
+            add_space_prefix=bool(m.get("add_space_prefix", False)),
+            merges=merges,
+            add_bos=bool(m.get("add_bos_token", True)),
+        )
+        n_tokens = min(len(pieces), rows)
+        padding = (UNUSED, USER_DEFINED)
+        while n_tokens and pieces[n_tokens - 1] == padding_piece(n_tokens - 1) and types[n_tokens - 1] in padding:
+            n_tokens -= 1
+        return Tokenizer(vocabulary.first(n_tokens), ends, rows, MARKERS)
+    except (TokenizerError, ValueError) as error:
+        raise CheckpointError(f"{metadata.path}: tokenizer.ggml: {error}") from None
+
+
+def _list(m: Fields, key: str, kind: Any, required: bool = True) -> list[Any]:
+    values = m.get(key)
+    if values is None and not required:
+        return []
+    if values is None:
+        raise m.error(key, "is missing")
+    if not isinstance(values, list) or not all(issubclass(t, kind) for t in set(map(type, values))):
+        raise m.error(key, f"must be a list of {'texts' if kind is str else 'numbers'}")
+    return values
+
+
+def _index(m: Fields, key: str) -> int | None:
+    return None if m.get(key) is None else m.integer(key)
+
+
+def _merges(m: Fields) -> tuple[str, ...]:
+    """A text with more than one space has one in a half, and no text has: it can never apply."""
+    merges = _list(m, "merges", str)
+    wrong = next((i for i, merge in enumerate(merges) if " " not in merge), None)
+    if wrong is not None:
+        raise m.error("merges", f"[{wrong}] is {merges[wrong]!r}, which is not two pieces with a space between")
+    return tuple(merge for merge in merges if merge.count(" ") == 1)
+
+
+def _types_by_text(m: Fields, pieces: list[str], types: list[int]) -> list[int]:
+    """Types with bytes recognised by their text. CheckpointError for a byte-level vocabulary."""
+    if len(types) != len(pieces):
+        raise m.error("token_type", f"has {len(types)} entries for {len(pieces)} tokens")
+    index = {p: i for i, p in enumerate(pieces)}
+    if not all(piece in index for piece in BYTE_PIECES) or not any(SPACE in p for p in pieces):
+        what = "holds byte-level BPE (GPT-2's alphabet)" if "\u0120" in index else "holds no SentencePiece vocabulary"
+        raise m.error("tokens", f"{what}: Gemma's has pieces with U+2581 and <0x00> to <0xFF>; convert its own tokenizer.model")
+    out = list(types)
+    for piece in BYTE_PIECES:
+        if out[index[piece]] in (NORMAL, USER_DEFINED):
+            out[index[piece]] = BYTE
+    return out

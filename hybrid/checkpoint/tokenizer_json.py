@@ -1,0 +1,210 @@
+"""tokenizer.json (Hugging Face's fast tokenizers): the BPE with byte fallback that SentencePiece models become there.
+
+model: vocab (piece -> id) and merges, as pairs or as "left right". added_tokens: control tokens (special) and
+user-defined ones. Everything that changes ids or text is checked: a kind of normaliser, pre-tokeniser, decoder or
+post-processor that we do not follow is refused, never skipped.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid.checkpoint.base import CheckpointError
+from hybrid.checkpoint.fields import Fields
+from hybrid.checkpoint.files import parse_json, read_file
+from hybrid.tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, TokenizerError, Vocabulary
+
+MAX_BYTES = 256 << 20
+BYTE_PIECES = tuple(f"<0x{b:02X}>" for b in range(256))
+ROLES = {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"}
+"""Role -> the text that Gemma uses for it, where a checkpoint names none."""
+_BYTE_LEVEL = "byte-level BPE (GPT-2's alphabet) is not supported: Gemma's vocabularies are SentencePiece ones"
+
+
+def read_tokenizer_json(path: Path, roles: Mapping[str, str] | None = None) -> Vocabulary:
+    """Vocabulary of a tokenizer.json, with merges in place of scores. `roles` names the bos, eos, pad and unk tokens.
+    CheckpointError names the field that cannot be followed."""
+    root = Fields(_load(path), path)
+    model = root.sub("model")
+    _check_model(model)
+    for key, check in (("normalizer", _normaliser), ("pre_tokenizer", _pre_tokeniser), ("decoder", _decoder)):
+        for stage in _stages(root, key):
+            check(stage)
+    pieces, types, ids = _pieces(root, model)
+    unk = model.get("unk_token")
+    named = {**ROLES, **({"unk": unk} if isinstance(unk, str) else {}), **(roles or {})}
+    role = {name: ids.get(text) for name, text in named.items()}
+    if role["unk"] is not None:
+        types[role["unk"]] = UNKNOWN
+    try:
+        return Vocabulary(
+            tuple(pieces),
+            (0.0,) * len(pieces),
+            tuple(types),
+            role["bos"],
+            role["eos"],
+            role["unk"],
+            role["pad"],
+            merges=_merges(model),
+            add_bos=_adds_bos(root, role["bos"]),
+        )
+    except TokenizerError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    data = read_file(path, MAX_BYTES)
+    collecting = gc.isenabled()
+    gc.disable()  # half a million small lists without a cycle: looking for one doubles the time
+    try:
+        return parse_json(data, f"{path} is not JSON")
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _check_model(model: Fields) -> None:
+    kind = model.text("type", "BPE")
+    if kind != "BPE":
+        raise model.error("type", f"{kind!r} is not supported; known: BPE")
+    if model.get("byte_fallback") is not True:
+        byte_level = "\u0120" in model.sub("vocab").values
+        raise model.error("byte_fallback", _BYTE_LEVEL if byte_level else "must be true, as SentencePiece's models have it")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
+        if model.get(key):
+            raise model.error(key, f"{model.get(key)!r} is not supported; known: none")
+
+
+def _pieces(root: Fields, model: Fields) -> tuple[list[str], list[int], dict[str, int]]:
+    """(pieces, types, id by piece) of the vocabulary and the added tokens."""
+    vocab = dict(model.sub("vocab").values)
+    types: dict[int, int] = {}
+    added = root.get("added_tokens", [])
+    if not isinstance(added, list):
+        raise root.error("added_tokens", "must be a list")
+    for n, token in enumerate(added):
+        where = f"added_tokens[{n}]"
+        if not isinstance(token, Mapping) or not isinstance(token.get("content"), str) or not token["content"]:
+            raise root.error(where, "needs an id and a content")
+        for flag in ("single_word", "lstrip", "rstrip"):
+            if token.get(flag):
+                raise root.error(f"{where}.{flag}", f"of {token['content']!r} is not supported; known: false")
+        index: Any = token.get("id")
+        if type(index) is not int:
+            raise root.error(f"{where}.id", f"must be a whole number, not {index!r}")
+        if vocab.setdefault(token["content"], index) != index:
+            other = f"{vocab[token['content']]}, which model.vocab gives {token['content']!r}"
+            raise root.error(f"{where}.id", f"{index!r} differs from {other}")
+        types[index] = CONTROL if token.get("special") else USER_DEFINED
+    n = len(vocab)
+    pieces: list[str | None] = [None] * n
+    for piece, index in vocab.items():
+        if type(index) is not int or not 0 <= index < n or pieces[index] is not None:
+            twice = type(index) is int and 0 <= index < n
+            problem = f"which {pieces[index]!r} has too" if twice else f"but ids must fill 0..{n - 1}"
+            raise model.error("vocab", f"gives {piece!r} the id {index!r}, {problem}")
+        pieces[index] = piece
+    names = [p if p is not None else "" for p in pieces]
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError as error:
+        raise model.error("vocab", f"holds text that is no Unicode: {error}") from None
+    kinds = [NORMAL] * n
+    for piece in BYTE_PIECES:
+        if piece in vocab:
+            kinds[vocab[piece]] = BYTE
+    for index, kind in types.items():
+        kinds[index] = kind
+        if kind == USER_DEFINED:  # here they match real spaces, as text has them before the normaliser
+            names[index] = names[index].replace(" ", SPACE)
+    return names, kinds, vocab
+
+
+def _merges(model: Fields) -> tuple[str, ...]:
+    """As "left right"; those with a real space in a half can never apply."""
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        raise model.error("merges", "must be a list")
+    if all(type(m) is str for m in merges):
+        wrong = next((m for m in merges if m.count(" ") != 1), None)
+        if wrong is not None:
+            raise model.error("merges", f"holds {wrong!r}, which is not two pieces with a space between")
+        return tuple(merges)
+    try:
+        joined = tuple(" ".join(m) for m in merges if type(m) is list and len(m) == 2)
+    except TypeError:
+        joined = ()
+    if len(joined) != len(merges):
+        raise model.error("merges", 'must be pairs of pieces, or texts "left right"')
+    return tuple(m for m in joined if m.count(" ") == 1)
+
+
+def _stages(root: Fields, key: str) -> Iterator[Fields]:
+    """The steps of a normaliser, pre-tokeniser, decoder or post-processor, sequences unpacked."""
+    if root.get(key) is None:
+        return
+    step = root.sub(key)
+    if step.get("type") != "Sequence":
+        yield step
+        return
+    inner = {"decoder": "decoders", "normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}.get(key, "processors")
+    steps = step.get(inner, [])
+    if not isinstance(steps, list) or not all(isinstance(s, Mapping) for s in steps):
+        raise step.error(inner, "must be a list of objects")
+    for n, values in enumerate(steps):
+        yield Fields(values, root.path, where=f"{key}.{inner}[{n}].")
+
+
+def _refuse(step: Fields, known: str) -> CheckpointError:
+    kind = step.get("type")
+    if kind == "ByteLevel":
+        return step.error("type", f"ByteLevel: {_BYTE_LEVEL}")
+    return step.error("type", f"{kind!r} is not supported, or not with these settings; known: {known}")
+
+
+def _is_replace(step: Fields, old: str, new: str) -> bool:
+    return step.get("type") == "Replace" and step.get("pattern") == {"String": old} and step.get("content") == new
+
+
+def _is_metaspace(step: Fields) -> bool:
+    """Without a leading space and without splitting, it is the replacement of spaces alone."""
+    plain = step.get("prepend_scheme", "always") == "never" and step.get("split") is False
+    return step.get("type") == "Metaspace" and step.get("replacement") == SPACE and plain
+
+
+def _normaliser(step: Fields) -> None:
+    if not _is_replace(step, " ", SPACE):
+        raise _refuse(step, "Replace of ' ' by U+2581")
+
+
+def _pre_tokeniser(step: Fields) -> None:
+    # Gemma's splits at spaces, of which the normaliser has left none.
+    split = step.get("type") == "Split" and step.get("pattern") == {"String": " "} and not step.get("invert")
+    if not (split and step.get("behavior") == "MergedWithPrevious") and not _is_metaspace(step):
+        raise _refuse(step, "Split at ' ' merged with the previous, Metaspace without prefix and split")
+
+
+def _decoder(step: Fields) -> None:
+    if not (_is_replace(step, SPACE, " ") or step.get("type") in ("ByteFallback", "Fuse") or _is_metaspace(step)):
+        raise _refuse(step, "Replace of U+2581 by ' ', ByteFallback, Fuse")
+
+
+def _adds_bos(root: Fields, bos: int | None) -> bool:
+    """Whether the post-processor begins texts with the begin-of-text token; without one, Gemma's default holds."""
+    adds = root.get("post_processor") is None
+    for step in _stages(root, "post_processor"):
+        if step.get("type") != "TemplateProcessing":
+            raise _refuse(step, "TemplateProcessing of begin-of-text and the text")
+        single, special = step.get("single", []), step.sub("special_tokens").values
+        ids: list[Any] = []
+        for part in single if isinstance(single, list) else ():
+            token = part.get("SpecialToken") if isinstance(part, Mapping) else None
+            entry = special.get(str(token.get("id")), {}) if isinstance(token, Mapping) else {}
+            ids += [None] if token is None else entry.get("ids", ["?"]) if isinstance(entry, Mapping) else ["?"]
+        if ids not in ([None], [bos, None]):
+            raise step.error("single", "is not supported; known: the text, alone or after the begin-of-text token")
+        adds = ids != [None]
+    return adds
