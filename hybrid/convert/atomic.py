@@ -1,0 +1,111 @@
+"""Files that appear complete or not at all: written under names that nothing loads, renamed at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybrid.checkpoint import CheckpointError
+
+
+def check_free(targets: Sequence[Path], force: bool) -> None:
+    """CheckpointError where a target cannot be written, or exists and may not be replaced."""
+    for target in targets:
+        parent = target.absolute().parent
+        if target.is_dir():
+            raise CheckpointError(f"{target} is a folder: give the name of the .gguf file to write, or --format hf")
+        if not parent.is_dir():
+            raise CheckpointError(f"{parent} does not exist: create the folder first")
+        if target.exists() and not force:
+            raise CheckpointError(f"{target} exists: choose another name, or --force to replace it")
+
+
+def part_name(target: Path) -> Path:
+    """Where a target is while it is unfinished: hidden, in the same folder, with a suffix that no reader takes."""
+    return target.with_name(f".{target.name}.{os.getpid()}.part")
+
+
+@contextmanager
+def atomic_files(targets: Sequence[Path], force: bool) -> Iterator[list[Path]]:
+    """Temporary paths which become `targets` when the block ends well and are removed when it does not.
+
+    The first target is renamed last: it is the one that users name, so a set is complete once it is there.
+    """
+    check_free(targets, force)
+    parts = [part_name(t) for t in targets]
+    try:
+        yield parts
+        for part in parts:
+            sync(part)
+        check_free(targets, force)
+        renamed: list[Path] = []
+        try:
+            for part, target in reversed(list(zip(parts, targets, strict=True))):
+                os.replace(part, target)
+                renamed.append(target)
+        except BaseException:
+            for target in renamed:
+                target.unlink(missing_ok=True)
+            raise
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
+    sync(targets[0].absolute().parent)
+
+
+@contextmanager
+def atomic_folder(target: Path, force: bool) -> Iterator[Path]:
+    """A temporary folder which becomes `target`. With `force` an existing model folder takes over its files, and
+    loses the tensor files that are not among them."""
+    check_folder(target, force)
+    part = part_name(target)
+    try:
+        part.mkdir()
+        yield part
+        for file in part.iterdir():
+            sync(file)
+        check_folder(target, force)
+        if target.exists() and any(target.iterdir()):
+            _take_over(part, target)
+        else:
+            os.replace(part, target)
+    finally:
+        if part.exists():
+            shutil.rmtree(part)
+    sync(target.absolute().parent)
+
+
+def check_folder(target: Path, force: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file: give the name of a folder for a Hugging Face checkpoint")
+    if not target.absolute().parent.is_dir():
+        raise CheckpointError(f"{target.absolute().parent} does not exist: create the folder first")
+    if target.is_dir() and any(target.iterdir()):
+        if not force:
+            raise CheckpointError(f"{target} exists and is not empty: choose another name, or --force to replace its model")
+        if not (target / "config.json").is_file():
+            raise CheckpointError(f"{target} holds other files and no model: choose another name")
+
+
+def _take_over(part: Path, target: Path) -> None:
+    new = {f.name for f in part.iterdir()}
+    for file in sorted(part.iterdir(), key=lambda f: f.name == "config.json"):
+        os.replace(file, target / file.name)
+    for old in (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")):
+        if old.name not in new:
+            old.unlink()
+    part.rmdir()
+
+
+def sync(path: Path) -> None:
+    """To the disk: a rename must not outlive what it names. Folders cannot be opened on every system."""
+    if path.is_dir() and os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,90 @@
+"""The GGUF side: headers through the gguf package, one file or llama.cpp's shards, digests in the metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from hybrid.checkpoint import Checkpoint, CheckpointError
+from hybrid.checkpoint.gguf_metadata import write_metadata
+from hybrid.convert.atomic import atomic_files
+from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
+from hybrid.spec.dtypes import DTYPES
+
+DIGESTS = "hybrid.sha256"
+"""Metadata: sha256 of each tensor's bytes in the file, hex, in the order of the tensor table."""
+
+_ALIGNMENT = 32
+_HEX = 64
+_MAX_SHARDS = 4096  # what readers take
+_UNKNOWN = "0" * _HEX
+
+
+def targets(source: Checkpoint, target: Path, kinds: Mapping[str, str], split: int | None) -> list[Path]:
+    """The files that `shards` will write. CheckpointError for a split into too many."""
+    count = len(divide(tensor_sizes(source, kinds), split))
+    if count > _MAX_SHARDS:
+        raise CheckpointError(f"--split makes {count} files; at most {_MAX_SHARDS} are possible: give a larger size")
+    return shard_paths(target, count)
+
+
+@contextmanager
+def shards(
+    source: Checkpoint, target: Path, kinds: Mapping[str, str], dtype: str, split: int | None, force: bool
+) -> Iterator[tuple[list[Path], list[Shard]]]:
+    """Files with their headers, to be filled; they become the targets when the block ends well.
+
+    The first shard has all metadata; the others say only which they are, as llama.cpp's own tools write them.
+    """
+    final = targets(source, target, kinds, split)
+    groups = divide(tensor_sizes(source, kinds), split)
+    with atomic_files(final, force) as parts:
+        made = []
+        for index, (part, names) in enumerate(zip(parts, groups, strict=True)):
+            writer = GGUFWriter(part, source.hparams.family)
+            try:
+                if index == 0:
+                    write_metadata(writer, source, dtype)
+                if len(parts) > 1:
+                    writer.add_uint16("split.no", index)
+                    writer.add_uint16("split.count", len(parts))
+                    writer.add_int32("split.tensors.count", len(kinds))
+                made.append(_begin(writer, part, source, {n: kinds[n] for n in names}))
+            finally:
+                writer.close()
+        yield final, made
+
+
+def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[str, str]) -> Shard:
+    """Write the header, with room for the digests as its last value."""
+    writer.add_array(DIGESTS, [_UNKNOWN] * len(kinds))
+    for name, kind in kinds.items():
+        shape = source.shape(name)
+        writer.add_tensor_info(name, shape, np.dtype("f4"), DTYPES[kind].nbytes(shape), GGMLQuantizationType[kind.upper()])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    digests_end = path.stat().st_size  # the writer has flushed
+    writer.write_ti_data_to_file()
+    at = _align(path.stat().st_size)
+    offsets = {}
+    for name, size in tensor_sizes(source, kinds).items():
+        offsets[name] = at
+        at += _align(size)
+    names = list(kinds)
+    return Shard(path, kinds, offsets, at, lambda where, digests: _seal(where, digests_end, [digests[n] for n in names]))
+
+
+def _seal(path: Path, end: int, digests: Sequence[str]) -> None:
+    """Strings are a u64 length and their bytes; the array of them ends at byte `end`."""
+    with open(path, "r+b") as file:
+        for back, digest in enumerate(reversed(digests)):
+            file.seek(end - _HEX - back * (8 + _HEX))
+            file.write(digest.encode())
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

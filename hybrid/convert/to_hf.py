@@ -1,0 +1,106 @@
+"""The Hugging Face side: a folder of safetensors, config.json and tokenizer files, which transformers loads too.
+
+The safetensors package writes tensors that are whole in memory and knows no bf16 without torch: the header, a line of
+JSON, is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hybrid.checkpoint import Checkpoint, CheckpointError
+from hybrid.checkpoint.families import Family
+from hybrid.checkpoint.hf_files import TOKENIZER_FILES, config, generation_config, tokenizer_config
+from hybrid.checkpoint.sentencepiece_write import write_sentencepiece
+from hybrid.convert.atomic import atomic_folder
+from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
+
+TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+DIGEST = "sha256."
+"""Key of a tensor's digest in the file's __metadata__, before the tensor's name."""
+
+_UNKNOWN = "0" * 64
+
+
+@contextmanager
+def shards(
+    source: Checkpoint, family: Family, target: Path, kinds: Mapping[str, str], dtype: str, split: int | None, force: bool
+) -> Iterator[tuple[list[Path], list[Shard]]]:
+    """As to_gguf.shards: a folder with everything but the tensors' bytes, which becomes `target`."""
+    wrong = next((n for n, k in kinds.items() if k not in TYPES), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{kinds[wrong]} is no type of Hugging Face's format (tensor {wrong}): choose one of {', '.join(TYPES)}"
+        )
+    names = {n: _name(family, n) for n in kinds}
+    groups = divide(tensor_sizes(source, kinds), split)
+    with atomic_folder(target, force) as folder:
+        paths = shard_paths(folder / "model.safetensors", len(groups))
+        made = [
+            _begin(path, source, {n: kinds[n] for n in group}, names) for path, group in zip(paths, groups, strict=True)
+        ]
+        if len(paths) > 1:
+            total = sum(tensor_sizes(source, kinds).values())
+            index = {names[n]: path.name for path, group in zip(paths, groups, strict=True) for n in group}
+            _json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+        _write_rest(folder, source, family, dtype)
+        yield [target / p.name for p in paths], made
+
+
+def _name(family: Family, name: str) -> str:
+    short = family.hf_name(name)
+    return short if short.startswith("lm_head") else f"model.{short}"
+
+
+def _begin(path: Path, source: Checkpoint, kinds: Mapping[str, str], names: Mapping[str, str]) -> Shard:
+    sizes = tensor_sizes(source, kinds)
+
+    def header(digests: Mapping[str, str]) -> bytes:
+        meta = {"format": "pt"} | {DIGEST + names[n]: digests.get(n, _UNKNOWN) for n in kinds}
+        table, at = {}, 0
+        for name, size in sizes.items():
+            shape = list(source.shape(name))
+            table[names[name]] = {"dtype": TYPES[kinds[name]], "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps({"__metadata__": meta, **table}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+    def seal(where: Path, digests: Mapping[str, str]) -> None:
+        with open(where, "r+b") as file:
+            file.write(header(digests))
+
+    first = header({})
+    path.write_bytes(first)
+    offsets, at = {}, len(first)
+    for name, size in sizes.items():
+        offsets[name] = at
+        at += size
+    return Shard(path, kinds, offsets, at, seal)
+
+
+def _write_rest(folder: Path, source: Checkpoint, family: Family, dtype: str) -> None:
+    """Everything but tensors: made from the checkpoint; tokenizer files are copied where the source has them."""
+    _json(folder / "config.json", config(family, source, dtype))
+    _json(folder / "generation_config.json", generation_config(source))
+    copied = []
+    if source.path.is_dir():
+        for name in TOKENIZER_FILES:
+            if (source.path / name).is_file():
+                shutil.copyfile(source.path / name, folder / name)
+                copied.append(name)
+    if not copied:
+        (folder / "tokenizer.model").write_bytes(write_sentencepiece(source.tokenizer.vocabulary))
+        _json(folder / "tokenizer_config.json", tokenizer_config(source))
+    if source.chat_template and not (folder / "chat_template.jinja").exists():
+        (folder / "chat_template.jinja").write_text(source.chat_template, encoding="utf-8")
+
+
+def _json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,99 @@
+"""What a model takes on a device, by purpose, from plans alone: nothing is allocated and no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybrid.batch import buckets
+from hybrid.expand import WeightInfo
+from hybrid.hparams import HParams
+from hybrid.kv import CacheShape
+from hybrid.planner import PrecisionName, Target, plan
+from hybrid.spec.plan import Plan, TensorDecl
+from hybrid.spec.schedule import find_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes on the device, each tensor padded as devices pad it."""
+
+    weights: int
+    tables: int
+    """RoPE."""
+    kv_global: int
+    """Of layers that see the whole context."""
+    kv_local: int
+    """Of layers with a window: a ring of blocks, whatever the context."""
+    state: int
+    io: int
+    """Tokens, positions, parameters, the ids chosen."""
+    scratch: int
+    """The arena that activations share."""
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "total": self.total}
+
+
+def footprint(
+    hparams: HParams,
+    weights: Mapping[str, WeightInfo],
+    *,
+    batch: int = 1,
+    context: int,
+    chunk: int | None = None,
+    precision: PrecisionName = "auto",
+    kv: Any = "auto",
+) -> Footprint:
+    """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows would hold it.
+
+    Logits and hidden states that are read back (model.logits, model.hidden_states) are not in it. ValueError for a
+    batch or context that cannot be.
+    """
+    from hybrid.engine import CHUNK, HIDDEN_BYTES, LOGITS_BYTES
+
+    if not 1 <= context <= hparams.context_length:
+        raise ValueError(f"a context of {context} is outside 1..{hparams.context_length}, which the model was made for")
+    most = max(min(chunk or CHUNK, context), batch)
+    cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(most, context), batch)
+    target = Target(find_schedule(hparams.family), hparams, weights, cache, hparams.vocab, precision, kv)
+    rows, outs = buckets(most), buckets(batch)[-1]
+    prefill = plan(target, rows[-1], outs, "prefill")
+    logits = _within(rows, LOGITS_BYTES // (4 * hparams.vocab))
+    hidden = _within(rows, HIDDEN_BYTES // (4 * hparams.hidden * (hparams.n_layers + 1)))
+    plans = [
+        prefill,
+        plan(target, outs, outs, "decode"),
+        plan(target, logits, logits, "prefill", sample=False, layout=prefill),
+        plan(target, hidden, 0, "prefill", capture=True, layout=prefill),
+    ]
+    return _sum(plans, hparams)
+
+
+def _within(sizes: Any, most: int) -> int:
+    """The largest bucket of at most `most` rows, else the smallest."""
+    return max((s for s in sizes if s <= most), default=sizes[0])
+
+
+def _sum(plans: list[Plan], hparams: HParams) -> Footprint:
+    decls: dict[str, TensorDecl] = {}
+    for name, decl in (item for p in plans for item in p.tensors.items()):
+        if decl.kind != "activation" and name != "logits" and not name.startswith("hidden."):
+            decls[name] = max(decls.get(name, decl), decl, key=lambda d: d.shape)
+    held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
+    for name, decl in decls.items():
+        held[_purpose(decl, name, hparams)] += decl.nbytes
+    return Footprint(**held, scratch=max(p.arena_bytes for p in plans))
+
+
+def _purpose(decl: TensorDecl, name: str, hparams: HParams) -> str:
+    if decl.kind == "weight":
+        return "tables" if name.startswith("rope.") else "weights"
+    if decl.kind == "state" and name.startswith("kv."):
+        return "kv_global" if hparams.layer_is_global[int(name.split(".")[1])] else "kv_local"
+    return decl.kind

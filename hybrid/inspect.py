@@ -1,0 +1,254 @@
+"""python -m hybrid.inspect FILE|NAME: what a checkpoint holds, and on which devices it fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid.cli import Parser, run, size
+from hybrid.units import show_bytes
+
+_NEEDS = {
+    "weights": ("weights",),
+    "KV, global layers": ("kv_global",),
+    "KV, local layers": ("kv_local",),
+    "scratch": ("scratch",),
+    "tables and state": ("tables", "state", "io"),
+    "total": ("total",),
+}
+_PRECISIONS, _CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
+
+
+def parser() -> argparse.ArgumentParser:
+    from hybrid.convert.__main__ import add_types
+
+    p = Parser(
+        prog="python -m hybrid.inspect",
+        description="Hyper-parameters, tokenizer, tensors and types of a checkpoint, and what it takes on a device. "
+        "Reads headers only and allocates nothing.",
+    )
+    p.add_argument("model", metavar="FILE|NAME", help=".gguf file, Hugging Face directory, or a name such as gemma3-27b")
+    p.add_argument("--tensors", action="store_true", help="every tensor, not one line for each kind")
+    p.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at a time (1)")
+    p.add_argument("--context", type=int, metavar="N", help="positions of each sequence (the model's, at most 4096)")
+    p.add_argument("--memory", type=size, metavar="SIZE", help="also compare with this much memory, such as 16GiB")
+    p.add_argument("--precision", default="auto", choices=_PRECISIONS, metavar="NAME", help=f"{', '.join(_PRECISIONS)} (auto)")
+    p.add_argument("--kv", default="auto", choices=_CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
+    add_types(p, default=" (the default; a NAME is stored in bf16)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run(lambda: _main(args))
+
+
+def _main(args: argparse.Namespace) -> int:
+    report = inspect(args)
+    print(json.dumps(report, ensure_ascii=False) if args.json else text(report, args.tensors))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A checkpoint's headers, or a model sheet."""
+
+    head: dict[str, Any]
+    hparams: Any
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Stored type and shape by name."""
+    tokenizer: dict[str, Any] | None
+    notes: tuple[str, ...] = ()
+
+
+def inspect(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything as plain data. ValueError for files that cannot be read and for what cannot be planned."""
+    from hybrid.convert.__main__ import wanted
+    from hybrid.convert.kinds import SAME, plan_types
+    from hybrid.engine import DEFAULT_CTX
+    from hybrid.expand import WeightInfo
+    from hybrid.footprint import footprint
+    from hybrid.reencode import native
+    from hybrid.spec.dtypes import DTYPES
+
+    subject = _subject(args.model)
+    args.type = args.type or SAME
+    types = plan_types(subject.tensors, wanted(args), writing=False)
+    shapes = {name: shape for name, (_, shape) in subject.tensors.items()}
+    table: list[dict[str, Any]] = [
+        {"name": n, "type": k, "shape": list(shapes[n]), "bytes": DTYPES[k].nbytes(shapes[n])} for n, k in types.kinds.items()
+    ]
+    by_type: dict[str, int] = {}
+    for row in table:
+        by_type[row["type"]] = by_type.get(row["type"], 0) + row["bytes"]
+    hp = subject.hparams
+    context = min(hp.context_length, DEFAULT_CTX) if args.context is None else args.context
+    needs = {}
+    for backend in ("vulkan", "cpu"):  # they differ where one of them re-encodes a file's type
+        infos = {n: WeightInfo(native(k, backend) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()}
+        held = footprint(hp, infos, batch=args.batch, context=context, precision=args.precision, kv=args.kv)
+        needs[backend] = held.as_dict()
+    return {
+        **subject.head,
+        "parameters": sum(_product(s) for s in shapes.values()),
+        "hparams": hp.as_dict(),
+        "tokenizer": subject.tokenizer,
+        "notes": list(subject.notes),
+        "fallbacks": dict(types.fallbacks),
+        "types": by_type,
+        "tensors": table,
+        "batch": args.batch,
+        "context": context,
+        "precision": args.precision,
+        "needs": needs,
+        "fits": [{**d, "spare": d["bytes"] - needs[_backend(d["device"])]["total"]} for d in memories(args.memory)],
+    }
+
+
+def _backend(device: str) -> str:
+    return "cpu" if device == "cpu" else "vulkan"
+
+
+def _subject(model: str) -> Subject:
+    from hybrid.checkpoint import gemma3, open_checkpoint
+    from hybrid.spec.model import find_model, load_models
+
+    if not Path(model).exists() and (model in load_models() or not (Path(model).suffix or "/" in model)):
+        sheet = find_model(model)
+        hp = sheet.hparams()
+        tensors = {n: ("bf16" if len(s) > 1 else "f32", s) for n, s in gemma3.tensors(hp).items()}
+        return Subject({"name": model, "path": None, "file_bytes": None, "source": sheet.model.source}, hp, tensors, None)
+    with open_checkpoint(model) as c:
+        head = {"name": c.name, "path": str(c.path), "file_bytes": c.file_bytes}
+        tensors = {n: (c.dtype(n), c.shape(n)) for n in c.names}
+        return Subject(head, c.hparams, tensors, _tokenizer(c), tuple(c.notes))
+
+
+def _tokenizer(checkpoint: Any) -> dict[str, Any]:
+    from hybrid.checkpoint import CheckpointError
+    from hybrid.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+
+    try:
+        tokenizer = checkpoint.tokenizer
+    except CheckpointError as error:  # all else can still be shown
+        return {"problem": str(error)}
+    v = tokenizer.vocabulary
+    names = {NORMAL: "normal", UNKNOWN: "unknown", CONTROL: "control", USER_DEFINED: "user_defined", UNUSED: "unused", BYTE: "byte"}
+    return {
+        "tokens": tokenizer.n_tokens,
+        "kinds": {name: sum(t == kind for t in v.types) for kind, name in names.items() if kind in v.types},
+        "bos": v.bos_id,
+        "ends": {str(i): v.pieces[i] for i in sorted(tokenizer.eos_ids)},
+        "add_space_prefix": v.add_space_prefix,
+        "chat_template": checkpoint.chat_template is not None,
+    }
+
+
+def memories(given: int | None) -> list[dict[str, Any]]:
+    """Memory sizes to compare with: the one given, every Vulkan device's, the host's."""
+    from hybrid.devices import NoDevice
+    from kernels.oracle.memory import available_bytes
+
+    found = [] if given is None else [{"device": "--memory", "bytes": given}]
+    try:
+        found += _vulkan()
+    except NoDevice as error:
+        found.append({"device": "vulkan", "bytes": 0, "problem": str(error)})
+    return [*found, {"device": "cpu", "bytes": available_bytes()}]
+
+
+def _vulkan() -> list[dict[str, Any]]:
+    """The largest device-local heap of each device; nothing is opened."""
+    from hybrid.devices import NoDevice
+
+    try:
+        from kernels.vulkan.api import VulkanUnavailable
+        from kernels.vulkan.instance import survey
+    except ImportError as error:
+        raise NoDevice(f"the Vulkan backend cannot be imported ({error})") from None
+    try:
+        return [{"device": i.label, "bytes": max(n for n, local in r.heaps if local)} for i, r in survey()]
+    except VulkanUnavailable as error:
+        raise NoDevice(str(error)) from None
+
+
+def text(report: Mapping[str, Any], every: bool) -> str:
+    """For people."""
+    from hybrid.convert.kinds import grouped
+
+    hp, tokenizer = report["hparams"], report["tokenizer"]
+    size = "" if report["file_bytes"] is None else f", {report['file_bytes'] / 1e6:.1f} MB"
+    lines = [f"{report['path'] or report['name']}: {hp['family']}, {_count(report['parameters'])} parameters{size}"]
+    layers = hp.pop("layer_is_global")
+    lines += [f"  note: {note}" for note in report["notes"]]
+    lines += ["", "hyper-parameters", *(f"  {key:18} {value:g}" for key, value in hp.items() if not isinstance(value, (str, bool)))]
+    kinds = f"{sum(layers)} global, {len(layers) - sum(layers)} local"
+    lines += [f"  {'layers':18} {kinds}", f"  {'output matrix':18} {'the embedding' if hp['tied'] else 'its own'}"]
+    if tokenizer and "problem" in tokenizer:
+        lines += ["", f"tokenizer: {tokenizer['problem']}"]
+    elif tokenizer:
+        kinds = ", ".join(f"{n} {k.replace('_', '-')}" for k, n in tokenizer["kinds"].items())
+        ends = ", ".join(f"{i} {piece}" for i, piece in tokenizer["ends"].items())
+        lines += ["", f"tokenizer: {tokenizer['tokens']} tokens ({kinds}); begin {tokenizer['bos']}; ends {ends}; "
+                  f"{'with' if tokenizer['chat_template'] else 'no'} chat template"]  # fmt: skip
+    lines += ["", "tensors", *_tensor_lines(report["tensors"], every)]
+    types = ", ".join(f"{kind} {show_bytes(n)}" for kind, n in report["types"].items())
+    lines += [f"  {len(report['tensors'])} tensors: {types}"]
+    lines += [f"  {line}" for line in grouped(report["fallbacks"])]
+    return "\n".join([*lines, "", *_needs_lines(report)])
+
+
+def _tensor_lines(table: list[dict[str, Any]], every: bool) -> list[str]:
+    """One line for each tensor, or for each kind of the same type and shape."""
+    groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    for row in table:
+        name = row["name"]
+        if not every and name.startswith("blk."):
+            name = "blk.*." + name.split(".", 2)[2]
+        groups.setdefault((name, row["type"], tuple(row["shape"])), []).append(row["bytes"])
+    return [
+        f"  {name:34} {f'{len(sizes)} x ' if not every else '':>6}{kind:6} {list(shape)!s:16} {show_bytes(sum(sizes)):>10}"
+        for (name, kind, shape), sizes in groups.items()
+    ]
+
+
+def _needs_lines(report: Mapping[str, Any]) -> list[str]:
+    needs = [report["needs"][backend] for backend in ("vulkan", "cpu")]
+    titles = ["", ""]
+    if needs[0] == needs[1]:
+        needs, titles = needs[:1], titles[:1]
+    else:
+        titles = ["vulkan", "cpu"]
+    lines = [f"needs, for {report['batch']} x {report['context']} positions, precision {report['precision']}"]
+    lines += [f"  {'':18}" + "".join(f" {t:>10}" for t in titles)] if titles[0] else []
+    for key, parts in _NEEDS.items():
+        lines.append(f"  {key:18}" + "".join(f" {show_bytes(sum(n[p] for p in parts)):>10}" for n in needs))
+    lines += ["", "fits"]
+    for row in report["fits"]:
+        if "problem" in row:
+            lines.append(f"  {row['device']}: {row['problem']}")
+            continue
+        verdict = f"fits, {show_bytes(row['spare'])} to spare" if row["spare"] >= 0 else f"{show_bytes(-row['spare'])} short"
+        lines.append(f"  {row['device']:44} {show_bytes(row['bytes']):>10}  {verdict}")
+    return lines
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e9:.2f} G" if n >= 1e9 else f"{n / 1e6:.1f} M"
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    n = 1
+    for axis in shape:
+        n *= axis
+    return n
+
+
+if __name__ == "__main__":
+    sys.exit(main())

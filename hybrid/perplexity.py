@@ -1,0 +1,284 @@
+"""python -m hybrid.perplexity MODEL TEXT: how well a model predicts a text, and how far it is from another."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybrid.cli import Parser, progress_bar, run
+
+FORM_FEED = "\n\f\n"
+PRECISIONS = ("auto", "exact", "fast")
+MAX_TEXT = 1 << 28  # bytes
+_ROW_ELEMENTS = 1 << 21  # logits worked on at once, in float64
+
+
+@dataclass
+class Running:
+    """Sums of a quantity as its values come; mean, and the standard error of it."""
+
+    n: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    most: float = -math.inf
+
+    def add(self, values: np.ndarray) -> None:
+        if values.size:
+            self.n += values.size
+            self.total += float(values.sum())
+            self.squares += float(np.square(values).sum())
+            self.most = max(self.most, float(values.max()))
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.n if self.n else math.nan
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean, values taken as independent."""
+        if self.n < 2:
+            return math.nan
+        return math.sqrt(max(self.squares / self.n - self.mean**2, 0.0) / (self.n - 1))
+
+
+@dataclass
+class Measured:
+    """Sums over all predictions."""
+
+    nats: Running = field(default_factory=Running)
+    divergence: Running = field(default_factory=Running)
+    """KL(reference || model) of each predicted distribution, nats."""
+    reference_nats: Running = field(default_factory=Running)
+    same: int = 0
+    """Predictions whose likeliest token is the reference's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Documents as ids; `left_out` tokens lay beyond the chunk."""
+
+    documents: tuple[tuple[int, ...], ...]
+    left_out: int
+
+
+def read_text(path: Path, separator: str) -> list[str]:
+    """Documents of a UTF-8 file. ValueError where it is not one, or empty."""
+    with open(path, "rb") as file:  # not read_text: a device has no end
+        data = file.read(MAX_TEXT + 1)
+    if len(data) > MAX_TEXT:
+        raise ValueError(f"{path} is longer than {MAX_TEXT >> 20} MiB: give a part of it")
+    try:
+        text = data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start}") from None
+    documents = [d for d in (text.split(separator) if separator else [text]) if d]
+    if not documents:
+        raise ValueError(f"{path} holds no text")
+    return documents
+
+
+def encode(model: Any, documents: Sequence[str], chunk: int, whole: bool) -> Text:
+    """Each document with a begin-of-text token and cut to `chunk` tokens; `whole`: the rest follows in further chunks
+    with a begin-of-text token each."""
+    found: list[tuple[int, ...]] = []
+    left_out = 0
+    for document in documents:
+        ids = model.encode(document)
+        begin = ids[:1] if model.checkpoint.tokenizer.bos_id in ids[:1] else []
+        found.append(tuple(ids[:chunk]))
+        rest, step = ids[chunk:], chunk - len(begin)
+        if whole:
+            found += [(*begin, *rest[at : at + step]) for at in range(0, len(rest), step)]
+        else:
+            left_out += len(rest)
+    usable = tuple(d for d in found if len(d) > 1)
+    if not usable:
+        raise ValueError("the text has no token to predict: it needs at least two tokens")
+    return Text(usable, left_out)
+
+
+def measure(model: Any, ids: Sequence[int], into: Measured, reference: Any = None) -> None:
+    """Add one document's predictions. Memory is that of one pass of logits of each model."""
+    with contextlib.ExitStack() as stack:
+        rows = min(m.engine.logits_rows for m in (model, reference) if m is not None)
+        ours = stack.enter_context(contextlib.closing(model.engine.logits_by_pass(ids, rows)))
+        theirs = None
+        if reference is not None:
+            theirs = stack.enter_context(contextlib.closing(reference.engine.logits_by_pass(ids, rows)))
+        at = 0
+        for part in ours:
+            other = None if theirs is None else next(theirs)
+            targets = np.asarray(ids[at + 1 : at + 1 + len(part)])
+            _add(into, part[: len(targets)], targets, None if other is None else other[: len(targets)])
+            at += len(part)
+
+
+def _add(into: Measured, logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | None) -> None:
+    step = max(1, _ROW_ELEMENTS // logits.shape[1])
+    for start in range(0, len(targets), step):
+        rows = np.arange(len(targets[start : start + step]))
+        picked = targets[start : start + step]
+        log_q = _log_softmax(logits[start : start + step])
+        into.nats.add(-log_q[rows, picked])
+        if reference is not None:
+            log_p = _log_softmax(reference[start : start + step])
+            into.reference_nats.add(-log_p[rows, picked])
+            into.same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+            into.divergence.add(np.maximum((np.exp(log_p) * (log_p - log_q)).sum(-1), 0.0))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    """float64 [rows, vocab]."""
+    z = logits.astype(np.float64)
+    z -= z.max(-1, keepdims=True)
+    z -= np.log(np.exp(z).sum(-1, keepdims=True))
+    return z
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m hybrid.perplexity",
+        description="Nats per token and perplexity of a text, and the distance from a reference model. Each document "
+        "is read with a begin-of-text token before it; its first token is given, all others are predicted.",
+    )
+    p.add_argument("model", metavar="MODEL", help=".gguf file or Hugging Face directory")
+    p.add_argument("text", type=Path, metavar="TEXT", help="UTF-8 file")
+    p.add_argument("--chunk", type=int, default=512, metavar="N", help="documents are cut to N tokens (512)")
+    p.add_argument("--whole", action="store_true", help="what is cut off follows as further chunks, instead of being left out")
+    p.add_argument("--separator", metavar="LINE", help="line between documents; '' takes the file as one (a form feed)")
+    p.add_argument("--limit", type=int, metavar="N", help="only the first N documents")
+    p.add_argument(
+        "--kl",
+        metavar="REFERENCE",
+        help="KL divergence and top-1 agreement: another checkpoint with the same tokenizer, or exact, fast or auto: "
+        "MODEL itself in that precision",
+    )
+    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
+    p.add_argument("--weights", metavar="TYPE", help="convert MODEL's matrices to this type while loading")
+    p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="auto, exact or fast (auto)")
+    p.add_argument("--progress", action="store_true", help="a progress bar even where standard error is no terminal")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(argv)
+    if args.chunk < 2:
+        p.error(f"--chunk {args.chunk}: a prediction needs a token before it, so at least 2")
+    if args.limit is not None and args.limit < 1:
+        p.error(f"--limit {args.limit} must be positive")
+    return run(lambda: _main(args))
+
+
+def _main(args: argparse.Namespace) -> int:
+    separator = FORM_FEED if args.separator is None else args.separator and f"\n{args.separator}\n"
+    documents = read_text(args.text, separator)[: args.limit]
+    found = Measured()
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(_load(args.model, args, args.precision, args.weights))
+        reference = _reference(args, stack)
+        text = encode(model, documents, args.chunk, args.whole)
+        if reference is not None:
+            _same_tokens(model, reference, documents, args)
+        total = sum(len(d) - 1 for d in text.documents)
+        begin = time.perf_counter()
+        with progress_bar(total, args.text.name, args.progress, unit="token") as update:
+            for ids in text.documents:
+                measure(model, ids, found, reference)
+                update(len(ids) - 1)
+        report = _report(args, model, text, found, time.perf_counter() - begin)
+    print(json.dumps(report) if args.json else "\n".join(_lines(report)))
+    return 0
+
+
+def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | None) -> Any:
+    import hybrid
+    from hybrid.checkpoint import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        longest = checkpoint.hparams.context_length
+    if args.chunk > longest:
+        raise ValueError(f"--chunk {args.chunk} is more than the context of {longest} that {path} was made for")
+    return hybrid.load(
+        path, args.device, weights=weights, ctx=args.chunk, precision=precision, progress=sys.stderr.isatty()
+    )
+
+
+def _reference(args: argparse.Namespace, stack: contextlib.ExitStack) -> Any:
+    if args.kl is None:
+        return None
+    own = args.kl in PRECISIONS and not os.path.exists(args.kl)
+    return stack.enter_context(_load(args.model if own else args.kl, args, args.kl if own else args.precision, None))
+
+
+def _same_tokens(model: Any, reference: Any, documents: Sequence[str], args: argparse.Namespace) -> None:
+    rows = [m.hparams.vocab for m in (model, reference)]
+    if rows[0] != rows[1] or any(model.encode(d) != reference.encode(d) for d in documents):
+        raise ValueError(f"--kl {args.kl}: its tokenizer or vocabulary is not that of {args.model}: nothing can be compared")
+
+
+def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, seconds: float) -> dict[str, Any]:
+    from hybrid.cost import precision_of
+
+    nats = found.nats
+    report: dict[str, Any] = {
+        "model": str(args.model),
+        "text": str(args.text),
+        "device": model.device,
+        "precision": {k: list(v) for k, v in precision_of(model.engine.plan("decode", 1, 1)).items()},
+        "documents": len(text.documents),
+        "predictions": nats.n,
+        "tokens_left_out": text.left_out,
+        "nats_per_token": nats.mean,
+        "nats_error": nats.error,
+        "perplexity": math.exp(nats.mean),
+        "perplexity_error": math.exp(nats.mean) * nats.error,
+        "seconds": seconds,
+    }
+    if found.divergence.n:
+        d = found.divergence
+        report["reference"] = {
+            "model": args.kl,
+            "nats_per_token": found.reference_nats.mean,
+            "kl_mean": d.mean,
+            "kl_error": d.error,
+            "kl_max": d.most,
+            "top_1_agreement": found.same / d.n,
+        }
+    return report
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    types = "; ".join(f"{k} {', '.join(v)}" for k, v in report["precision"].items())
+    left_out = f", {report['tokens_left_out']} tokens left out (--whole takes them)" if report["tokens_left_out"] else ""
+    lines = [
+        f"{report['model']} on {report['device']}: {types}",
+        f"{report['text']}: {report['documents']} documents, {report['predictions']} predictions{left_out}, "
+        f"{report['predictions'] / max(report['seconds'], 1e-9):.0f} per second",
+        f"nats per token  {report['nats_per_token']:.4f} +- {report['nats_error']:.4f}",
+        f"perplexity      {report['perplexity']:.4f} +- {report['perplexity_error']:.4f}",
+    ]
+    if "reference" in report:
+        r = report["reference"]
+        lines += [
+            f"reference {r['model']}: {r['nats_per_token']:.4f} nats per token",
+            f"KL divergence   {r['kl_mean']:.6f} +- {r['kl_error']:.6f}, at most {r['kl_max']:.4f}",
+            f"same likeliest  {100 * r['top_1_agreement']:.2f} %",
+        ]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Numbers as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """`16GiB`, `500MB`, `2G`, `4096` -> bytes. ValueError for anything else, and for 0."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or found[2].lower() not in _FACTORS:
+        raise ValueError(f"{text!r} is no size: write it as 16GiB, 500MB or 4096")
+    size = int(float(found[1]) * _FACTORS[found[2].lower()])
+    if size < 1:
+        raise ValueError(f"{text!r} is no size: it must be positive")
+    return size
+
+
+def show_bytes(size: int) -> str:
+    """Bytes with a binary unit, three figures: `15.2 GiB`."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.2f} {unit}" if abs(size) < 10 * factor else f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
+def shortest(value: float) -> float:
+    """A number that went through float32, as it was meant: 9.999999974752427e-07 was 1e-06."""
+    import numpy as np  # what else is here serves commands that need no arrays
+
+    return float(str(np.float32(value))) if float(np.float32(value)) == value else value

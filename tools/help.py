@@ -1,0 +1,126 @@
+"""docs/commands.md from the commands' own --help: written, or with --check compared.
+
+Taken from the parsers, not from printed help, whose layout differs between versions of Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "commands.md"
+COMMANDS = (
+    "hybrid.generate",
+    "hybrid.convert",
+    "hybrid.inspect",
+    "hybrid.perplexity",
+    "hybrid.schedule",
+    "hybrid.doctor",
+    "hybrid.spec",
+    "perf.op",
+    "kernels.vulkan.build",
+)
+HEAD = """# Commands
+
+Every option of every command. Made from the commands themselves: `make docs` renews this page, `make check` compares it.
+Errors are one line on standard error; `HYBRID_DEBUG=1` adds the traceback.
+"""
+
+
+class _Found(Exception):
+    """Carries a command's parser out of its main()."""
+
+
+def parser_of(module: str) -> argparse.ArgumentParser:
+    """The parser that `python -m module` asks first."""
+
+    def stop(self: argparse.ArgumentParser, *args: object, **more: object) -> None:
+        raise _Found(self)
+
+    try:
+        found = importlib.import_module(f"{module}.__main__")
+    except ModuleNotFoundError:
+        found = importlib.import_module(module)
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
+        try:
+            found.main([])
+        except _Found as e:
+            return e.args[0]
+    raise SystemExit(f"error: {module}: main() read no arguments: it must use an argparse parser")
+
+
+def section(p: argparse.ArgumentParser, level: int = 2) -> list[str]:
+    """One command, then its sub-commands."""
+    options = [a for a in p._actions if not isinstance(a, (argparse._HelpAction, argparse._SubParsersAction))]
+    places = " ".join(_place(a) for a in options if not a.option_strings)
+    subs = [a for a in p._actions if isinstance(a, argparse._SubParsersAction)]
+    usage = " ".join(filter(None, (p.prog, places, "COMMAND" * bool(subs), "[options]" * any(a.option_strings for a in options))))
+    lines = [f"{'#' * level} {p.prog}", "", f"    {usage}", ""]
+    lines += [_sentence(_text(p.description)), ""] if p.description else []
+    if options:
+        lines += ["| argument | meaning |", "|---|---|", *map(_row, options), ""]
+    lines += [_text(p.epilog), ""] if p.epilog else []
+    for sub in subs:
+        about = {c.dest: c.help or "" for c in sub._choices_actions}
+        for name, child in sub.choices.items():
+            child.description = child.description or _sentence(about.get(name, ""))
+            lines += section(child, level + 1)
+    return lines
+
+
+def _row(a: argparse.Action) -> str:
+    name, text = (part.replace("|", "\\|") for part in (_name(a), _text(a.help or "")))
+    return f"| `{name}` | {text} |"
+
+
+def _place(a: argparse.Action) -> str:
+    name = str(a.metavar or (f"{{{','.join(map(str, a.choices))}}}" if a.choices else a.dest.upper()))
+    shown = {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ..."}
+    return shown.get(str(a.nargs), name)
+
+
+def _name(a: argparse.Action) -> str:
+    if not a.option_strings:
+        return _place(a)
+    value = "" if a.nargs == 0 else " " + (_place(a) if a.metavar or a.choices else a.dest.upper())
+    return ", ".join(a.option_strings) + value
+
+
+def _text(text: str) -> str:
+    return " ".join(text.replace("%%", "%").split())
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" if text else ""
+
+
+def page() -> str:
+    lines = [HEAD]
+    for module in COMMANDS:
+        lines += section(parser_of(module))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description="Write docs/commands.md, or compare it with the commands.")
+    p.add_argument("--check", action="store_true", help="write nothing; fail if the page is not what the commands say")
+    args = p.parse_args(argv)
+    wanted = page()
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted:
+        print("docs/commands.md matches the commands" if args.check else "docs/commands.md was up to date")
+        return 0
+    if args.check:
+        print("error: docs/commands.md is not what the commands say: run `make docs`", file=sys.stderr)
+        return 1
+    PAGE.write_text(wanted, encoding="utf-8")
+    print("wrote docs/commands.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
