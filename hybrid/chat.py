@@ -1,12 +1,18 @@
-"""Chat messages to text with the checkpoint's Jinja template (sandboxed), and to token ids."""
+"""Chat messages to text with the checkpoint's Jinja template (sandboxed), and to token ids.
+
+Only the template writes control tokens: what looks like one inside a message stays ordinary text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+from hybrid.chat_template import OUTPUT, ChatError, expand, expand_apart
 from hybrid.tokenizer import Tokenizer
+
+__all__ = ["GEMMA_TEMPLATE", "ChatError", "Message", "encode", "render", "template_of"]
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | "model", "content": text or [{"type": "text", "text": ...}, ...]}"""
@@ -40,10 +46,6 @@ GEMMA_TEMPLATE = """\
 """
 
 
-class ChatError(ValueError):
-    """The messages or the template cannot be used; says why in one line."""
-
-
 def template_of(tokenizer: Tokenizer, template: str | None) -> str:
     """The checkpoint's template, or Gemma's where it has none but knows the turn markers. ChatError otherwise."""
     if template:
@@ -57,31 +59,58 @@ def render(
     messages: Sequence[Message], template: str = GEMMA_TEMPLATE, bos: str = "<bos>", generate: bool = True
 ) -> str:
     """Text of a conversation, its begin-of-text token included if the template writes one. `generate` opens the
-    model's turn. ChatError for messages or a template that cannot be used."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+    model's turn. ChatError for messages or a template that cannot be used, or a template that does not end."""
     for index, message in enumerate(messages):
         if not {"role", "content"} <= set(message):
             raise ChatError(f"message {index} needs a role and a content")
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    try:
-        return env.from_string(template).render(
-            messages=messages, bos_token=bos, eos_token="", add_generation_prompt=generate, tools=None
-        )
-    except ChatError:
-        raise
-    except (TemplateError, TypeError, KeyError, IndexError) as error:
-        raise ChatError(f"the chat template failed: {error}") from None
+    variables = {
+        "messages": [dict(m) for m in messages],
+        "bos_token": bos,
+        "eos_token": "",
+        "add_generation_prompt": generate,
+        "tools": None,
+    }
+    most = OUTPUT + 4 * sum(len(text) for text in _texts(messages))
+    # A template from a file is given a process that can be stopped.
+    return (expand if template == GEMMA_TEMPLATE else expand_apart)(template, variables, most)
 
 
-def encode(tokenizer: Tokenizer, messages: Sequence[Message], template: str | None = None) -> list[int]:
-    """Ids of a conversation that the model is to continue, with exactly one begin-of-text token."""
-    bos = "" if tokenizer.bos_id is None else tokenizer.vocabulary.pieces[tokenizer.bos_id]
-    text = render(messages, template_of(tokenizer, template), bos)
-    return tokenizer.encode(text, bos=not bos or not text.startswith(bos), parse_special=True)
+def encode(
+    tokenizer: Tokenizer, messages: Sequence[Message], template: str | None = None, parse_special: bool = False
+) -> list[int]:
+    """Ids of a conversation that the model is to continue, with exactly one begin-of-text token. Control tokens
+    inside the messages are ordinary text unless `parse_special`."""
+    bos_id = tokenizer.vocabulary.bos_id
+    bos = "" if bos_id is None else tokenizer.vocabulary.pieces[bos_id]
+    guard = "" if parse_special else _guard(chain(_texts(messages), [template or ""]))
+    quoted = [_quoted(tokenizer, m, guard) for m in messages] if guard else messages
+    text = render(quoted, template_of(tokenizer, template), bos)
+    return tokenizer.encode(text, parse_special=True, guard=guard)
 
 
-def _refuse(reason: str) -> None:
-    raise ChatError(f"the chat template refuses: {reason}")
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content")
+        parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
+        yield from (p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str))
+
+
+def _guard(texts: Iterable[str]) -> str:
+    """A character that no text has: one of Unicode's that stand for nothing."""
+    used = set(chain.from_iterable(texts))
+    return next(c for c in map(chr, chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0x110000))) if c not in used)
+
+
+def _quoted(tokenizer: Tokenizer, message: Message, guard: str) -> Message:
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": tokenizer.quote(content, guard)}
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {**p, "text": tokenizer.quote(p["text"], guard, joined=True)}
+        if isinstance(p, Mapping) and isinstance(p.get("text"), str)
+        else p
+        for p in content
+    ]
+    return {**message, "content": parts}

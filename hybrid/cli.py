@@ -1,15 +1,20 @@
 """What every command shares: one-line errors, exit codes, no traceback unless HYBRID_DEBUG=1.
 
-Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
+
+from hybrid.units import parse_bytes
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,6 +40,44 @@ def run(command: Callable[[], int]) -> int:
             raise
         print(f"error: {describe(e)}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends the block as an interrupt does, so that files half written are removed; exit code 143."""
+
+    def stop(signum: int, frame: object) -> NoReturn:
+        print("terminated", file=sys.stderr)
+        raise SystemExit(128 + signum)
+
+    if threading.current_thread() is not threading.main_thread():  # only there can it be caught
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def progress_bar(total: int, name: str, wanted: bool, unit: str) -> Iterator[Callable[[int], object]]:
+    """A bar on standard error, where that is a terminal or `wanted`; yields what advances it by an amount."""
+    if not wanted and not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=unit, unit_scale=True, desc=name) as bar:
+        yield bar.update
+
+
+def size(text: str) -> int:
+    """For arguments in bytes: 16GiB, 500MB, 4096."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def describe(error: Exception) -> str:

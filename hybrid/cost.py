@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.op import load_ops
 from hybrid.spec.plan import Plan, Step
 
@@ -26,8 +27,11 @@ def step_cost(plan: Plan, step: Step, context: int | None = None) -> Cost:
     bind = dict(step.bind)
     if context is not None and "MB" in bind and "BS" in bind:
         bind["MB"] = max(1, min(bind["MB"], -(-context // bind["BS"])))
-    dtypes = {key: plan.tensors[name].dtype for key, name in step.args.items()}
-    return Cost(op.flops(bind, step.attrs), op.nbytes(bind, dtypes, step.attrs))
+    decls = {key: plan.tensors[name] for key, name in step.args.items()}
+    nbytes = op.nbytes(bind, {key: d.dtype for key, d in decls.items()}, step.attrs)
+    for d in decls.values():  # counted as if all of its rows were of the widest type
+        nbytes -= DTYPES[d.dtype].nbytes(d.shape) - d.data_bytes if d.pieces else 0
+    return Cost(op.flops(bind, step.attrs), nbytes)
 
 
 def plan_cost(plan: Plan, context: int | None = None) -> Cost:
@@ -60,7 +64,7 @@ def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
         op = ops[step.op]
         names = {k: plan.tensors[n] for k, n in step.args.items()}
         matrices = [k for k, d in names.items() if d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.")]
-        weights |= {names[k].dtype for k in matrices}
+        weights |= {dtype for k in matrices for dtype in names[k].dtypes}
         if matrices and "x" in op.inputs:
             acts |= {names[k].dtype for k in ("x", "h") if k in names}
         kv |= {d.dtype for d in names.values() if d.name.startswith("kv.")}

@@ -16,7 +16,9 @@ import numpy as np
 from hybrid.batch import Chunk, bucket_of, buckets, chunks
 from hybrid.checkpoint import Checkpoint
 from hybrid.kv import BlockTables, CacheShape, ContextExceeded
+from hybrid.loading import LoadClock
 from hybrid.planner import PrecisionName, Target, plan, segments
+from hybrid.reencode import Reencoded
 from hybrid.rope import rope_table
 from hybrid.sampling import Sampling
 from hybrid.spec.device import Counters, Device, Program, StepTime
@@ -46,7 +48,7 @@ class Engine:
 
     ctx: positions per sequence (default: the model's, at most 4096). chunk: rows of a prefill pass.
     weights: convert matrices to this type when loading. n_tokens: ids that may be chosen (default: the tokenizer's).
-    profile: time every step, at the cost of a wait after each pass (`trace`).
+    profile: time every step, at the cost of a wait after each pass (`trace`). clock: notes what loading takes.
     Closes neither the checkpoint nor the device.
     """
 
@@ -65,6 +67,7 @@ class Engine:
         n_tokens: int | None = None,
         profile: bool = False,
         progress: bool = False,
+        clock: LoadClock | None = None,
     ) -> None:
         hp = checkpoint.hparams
         ctx = min(hp.context_length, DEFAULT_CTX) if ctx is None else ctx
@@ -74,16 +77,19 @@ class Engine:
         self.device, self.checkpoint, self.profile = device, checkpoint, profile
         self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(most, ctx), slots)
         self.tables = BlockTables(self.cache)
+        backend = device.name.split(":")[0].split(" ")[0]
         self.target = Target(
             schedule or find_schedule(hp.family),
             hp,
-            stored_types(checkpoint, weights),
+            stored_types(checkpoint, weights, backend),
             self.cache,
             min(hp.vocab, checkpoint.tokenizer.n_tokens if n_tokens is None else n_tokens),
             precision,
             kv,
-            device.name.split(":")[0].split(" ")[0],
+            backend,
         )
+        self.reencoded: tuple[Reencoded, ...] = ()
+        """Matrices that the device holds in another type than the file, because it does not compute with that."""
         self.row_buckets = buckets(most)
         self.out_buckets = buckets(slots)
         self.logits_rows = _within(self.row_buckets, LOGITS_BYTES // (4 * hp.vocab))
@@ -98,6 +104,7 @@ class Engine:
         self._layouts: dict[str, Plan] = {}
         self._decoding: tuple[int, ...] | None = None
         self._stored: set[str] = set()
+        self.clock = LoadClock() if clock is None else clock
         self._prepare(progress)
 
     # ------------------------------------------------------------------------------------------------------ sequences
@@ -111,6 +118,24 @@ class Engine:
         self.device.write("params", Tensor.of((sampling or Sampling()).words()), slot)
         self.positions[slot] = 0
         return slot
+
+    def choose_by(self, slot: int, sampling: Sampling) -> None:
+        """How a live sequence's next tokens are chosen."""
+        self._settle()
+        self.device.write("params", Tensor.of(sampling.words()), slot)
+
+    def rewind(self, slot: int, position: int) -> bool:
+        """Forget what a live sequence holds from `position` on. False, and nothing done, where that is impossible:
+        local layers keep a ring, in which later positions have taken the place of some that would be seen again."""
+        lost = self.positions[slot] - position
+        if lost < 0 or position < 0:
+            raise ValueError(f"slot {slot} holds {self.positions[slot]} tokens: {position} is not before their end")
+        ring, window = self.cache.ring, self.cache.window
+        if lost and window and ring < self.cache.table and lost > ring * self.cache.block - window:
+            return False
+        self.positions[slot] = position
+        self._decoding = None
+        return True
 
     def release(self, slot: int) -> None:
         """Forget a sequence; its cache may be given to another."""
@@ -195,9 +220,14 @@ class Engine:
 
     def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Teacher-forced logits, float32 [len(ids), vocab], by passes of at most `chunk` rows."""
+        return np.concatenate(list(self.logits_by_pass(ids, chunk)))
+
+    def logits_by_pass(self, ids: Sequence[int], chunk: int | None = None) -> Iterator[np.ndarray]:
+        """The rows of `logits` as they come: memory is that of one pass, whatever the length and the vocabulary."""
         rows = min(chunk or self.logits_rows, self.logits_rows)
         decl = TensorDecl("logits", "f32", (self.logits_rows, self.target.hparams.vocab), "io")
-        return np.concatenate([p[0] for p in self._forced(ids, rows, [decl], capture=False)])
+        for (part,) in self._forced(ids, rows, [decl], capture=False):
+            yield part
 
     def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
@@ -242,25 +272,31 @@ class Engine:
     def _prepare(self, progress: bool) -> None:
         """Store everything that outlives a pass and reserve the activations of the largest plans."""
         most, outs = self.row_buckets[-1], self.out_buckets[-1]
-        self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
-        plans = [
-            *self._layouts.values(),
-            self.plan("prefill", self.logits_rows, self.logits_rows, sample=False),
-            self.plan("prefill", self.hidden_rows, 0, capture=True),
-        ]
+        with self.clock.phase("plan"):
+            self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
+            plans = [
+                *self._layouts.values(),
+                self.plan("prefill", self.logits_rows, self.logits_rows, sample=False),
+                self.plan("prefill", self.hidden_rows, 0, capture=True),
+            ]
         decls: dict[str, TensorDecl] = {}
         for name, decl in (item for p in plans for item in p.tensors.items()):
             if decl.kind != "activation" and name != "logits" and not name.startswith("hidden."):
                 decls[name] = max(decls.get(name, decl), decl, key=lambda d: d.shape)
         weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
-        for name, decl in decls.items():
-            if name.startswith("rope."):
-                self.device.store(decl, Tensor.of(self._rope(name)))
-            elif decl.kind != "weight":
-                self.device.store(decl)
-        upload(self.checkpoint, self.device, weights, progress)
+        with self.clock.phase("cache"):
+            for name, decl in decls.items():
+                if name.startswith("rope."):
+                    self.device.store(decl, Tensor.of(self._rope(name)))
+                elif decl.kind != "weight":
+                    self.device.store(decl)
+            self.device.reserve(max(p.arena_bytes for p in plans))
+        before = self.counters.bytes_up
+        with self.clock.phase("weights"):
+            sample = self.clock.sample
+            self.reencoded = upload(self.checkpoint, self.device, weights, self.target.weights, progress, sample)
+        self.clock.bytes_up = self.counters.bytes_up - before
         self._stored = set(decls)
-        self.device.reserve(max(p.arena_bytes for p in plans))
 
     def _rope(self, name: str) -> np.ndarray:
         hp = self.target.hparams

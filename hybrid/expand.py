@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybrid.hparams import HParams
+from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.errors import SpecError, nearest
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.schedule import Declared, Phase, Schedule, StepSpec
@@ -20,6 +21,8 @@ class WeightInfo(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+    pieces: tuple[tuple[str, int], ...] = ()
+    """(dtype, rows) of each run of rows where they differ; `dtype` is then the widest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ def choices(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, str]:
 
 
 def fused(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, tuple[WeightInfo, tuple[str, ...]]]:
-    """[fused]: each joined matrix and the checkpoint tensors whose rows make it. They must be of one type."""
+    """[fused]: each joined matrix and the checkpoint tensors whose rows make it. Their types may differ."""
     found = {}
     for text, parts in names.schedule.fused.items():
         layers: list[int | None] = list(range(names.hparams.n_layers)) if "{" in text else [None]
@@ -164,9 +167,19 @@ def fused(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, tuple[We
             if missing:
                 raise SpecError(f"the checkpoint has no tensor {missing[0]}, which {name} needs")
             infos = [weights[p] for p in own]
-            if len({i.dtype for i in infos}) > 1 or len({i.shape[1:] for i in infos}) > 1:
-                shown = ", ".join(f"{p} {i.dtype} {list(i.shape)}" for p, i in zip(own, infos, strict=True))
-                raise SpecError(f"{name} joins matrices of different types ({shown}): load with weights=q8_0 or f16")
+            if len({i.shape[1:] for i in infos}) > 1:
+                shown = ", ".join(f"{p} {list(i.shape)}" for p, i in zip(own, infos, strict=True))
+                raise SpecError(f"{name} joins matrices with rows of different lengths ({shown})")
             shape = (sum(i.shape[0] for i in infos), *infos[0].shape[1:])
-            found[name] = (WeightInfo(infos[0].dtype, shape), own)
+            found[name] = (WeightInfo(**_joined(infos), shape=shape), own)
     return found
+
+
+def _joined(infos: list[WeightInfo]) -> dict[str, Any]:
+    """Type of matrices one after another; pieces where they differ, neighbours of one type as one."""
+    runs: list[tuple[str, int]] = []
+    for info in infos:
+        rows = info.shape[0] + (runs.pop()[1] if runs and runs[-1][0] == info.dtype else 0)
+        runs.append((info.dtype, rows))
+    widest = max((dtype for dtype, _ in runs), key=lambda dtype: DTYPES[dtype].bits)
+    return {"dtype": widest, "pieces": tuple(runs) if len(runs) > 1 else ()}

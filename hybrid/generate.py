@@ -1,4 +1,5 @@
-"""python -m hybrid.generate [MODEL] --prompt TEXT: text as it comes, then one line of statistics."""
+"""python -m hybrid.generate [MODEL] --prompt TEXT: text as it comes, then one line of statistics. With --chat and no
+prompt, a conversation."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 from hybrid.cli import Parser, run
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "demo-gemma3-q8_0.gguf"
+DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
 DEFAULT_PROMPT = "def read_file(path):\n    "
 
 
@@ -30,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
     )
     p.add_argument("--prompt", "-p", help="text to continue; - reads standard input")
-    p.add_argument("--max-tokens", "-n", type=int, default=64, metavar="N", help="stop after N tokens (64)")
+    p.add_argument("--max-tokens", "-n", type=int, metavar="N", help="stop after N tokens (64; 1024 in a conversation)")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (0)")
     p.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K most likely; 0 is off (0)")
     p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose within this mass; 1 is off (1)")
@@ -43,10 +45,19 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    p.add_argument("--chat", action="store_true", help="the prompt is one user turn, in the model's chat format")
+    p.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is one user turn, in the model's chat format; without --prompt, a conversation at the terminal",
+    )
+    p.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="recognise control tokens such as <start_of_turn> in what is typed (else they are ordinary text)",
+    )
     p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
     p.add_argument("--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)")
-    p.add_argument("--weights", metavar="TYPE", help="convert matrices to f32, f16, bf16, q8_0 or q4_0 while loading")
+    p.add_argument("--weights", metavar="TYPE", help="convert matrices to f32, f16, bf16, q8_0, q5_1, q4_1 or q4_0 while loading")
     p.add_argument(
         "--precision",
         default="auto",
@@ -57,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ctx", type=int, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
-    p.add_argument("--stats", action="store_true", help="more statistics: precision, counts per pass, devices passed over")
+    p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, devices passed over")
     p.add_argument(
         "--trace",
         type=Path,
@@ -75,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     import hybrid
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     path = args.model
@@ -85,10 +98,15 @@ def _main(args: argparse.Namespace) -> int:
     if args.trace is not None and not args.trace.absolute().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: the folder {args.trace.absolute().parent} does not exist")
     text = args.prompt
+    converse = args.chat and text is None
+    if converse and not sys.stdin.isatty():
+        raise ValueError("--chat needs --prompt TEXT (- reads standard input), or a terminal for a conversation")
+    if converse and (args.json or args.trace is not None):
+        raise ValueError("--json and --trace are about one answer: give --prompt with --chat")
     if text == "-":
         text = sys.stdin.read()
     elif text is None:
-        text = "Hello" if args.chat else DEFAULT_PROMPT
+        text = DEFAULT_PROMPT
     model = hybrid.load(
         path,
         args.device,
@@ -101,18 +119,38 @@ def _main(args: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     with model:
-        return _generate(model, text, args)
+        return _converse(model, args) if converse else _generate(model, text, args)
+
+
+def _converse(model: Any, args: argparse.Namespace) -> int:
+    from hybrid.chat_loop import Options, run_loop
+
+    most = CONVERSATION_TOKENS if args.max_tokens is None else args.max_tokens
+    options = Options(
+        most,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.seed,
+        tuple(args.stop),
+        args.ignore_eos,
+        args.parse_special,
+    )
+    return run_loop(model, options, args.stats)
 
 
 def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
-    prompt: str | list[int] = text
     if args.chat:
         from hybrid.chat import encode
 
-        prompt = encode(model.checkpoint.tokenizer, [{"role": "user", "content": text}], model.checkpoint.chat_template)
+        message = {"role": "user", "content": text}
+        prompt = encode(model.checkpoint.tokenizer, [message], model.checkpoint.chat_template, args.parse_special)
+    else:
+        prompt = model.encode(text, parse_special=args.parse_special)
     pieces = model.generate(
         prompt,
-        args.max_tokens,
+        DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens,
         args.temperature,
         args.top_k,
         args.top_p,

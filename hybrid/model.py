@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import TracebackType
 from typing import Literal
@@ -17,8 +18,10 @@ from hybrid.devices import Opened, open_first
 from hybrid.engine import Engine
 from hybrid.hparams import HParams
 from hybrid.kv import ContextExceeded
+from hybrid.loading import LoadClock
 from hybrid.planner import PrecisionName
 from hybrid.sampling import Sampling
+from hybrid.session import Session
 from hybrid.spec.schedule import Schedule, find_schedule, load_schedule
 from hybrid.stats import Finish, Stats
 from hybrid.stops import StopFilter
@@ -40,23 +43,25 @@ def load(
     """Open a .gguf file or a Hugging Face directory and make it ready on a device.
 
     device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, or another chain of the schedule. schedule: a file
-    (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, f16, bf16 or f32 converts matrices while
-    loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised weights: int8
-    activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv overrides the
-    cache's type.
+    (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32 converts
+    matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
+    weights: int8 activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv
+    overrides the cache's type.
     profile: time every step. progress: a bar for slow loads.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
     for name, value, known in (("kv", kv, ("auto", "f32", "f16")), ("precision", precision, ("auto", "exact", "fast"))):
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(known)}")
-    checkpoint = open_checkpoint(path)
+    clock = LoadClock()
+    with clock.phase("open"):
+        checkpoint = open_checkpoint(path)
     try:
         if schedule is None:
             schedule = find_schedule(checkpoint.hparams.family)
         elif not isinstance(schedule, Schedule):
             schedule = load_schedule(os.fspath(schedule))
-        opened = open_first(schedule.chain(device))
+        opened = _open_device(schedule.chain(device), checkpoint, clock)
         try:
             engine = Engine(
                 checkpoint,
@@ -68,8 +73,10 @@ def load(
                 ctx=ctx,
                 profile=profile,
                 progress=progress,
+                clock=clock,
             )
-            engine.warm_up()
+            with clock.phase("pipelines"):
+                engine.warm_up()
         except BaseException:
             opened.device.close()
             raise
@@ -77,6 +84,21 @@ def load(
         checkpoint.close()
         raise
     return Model(checkpoint, opened, engine)
+
+
+def _open_device(chain: Sequence[str], checkpoint: Checkpoint, clock: LoadClock) -> Opened:
+    """The device, opened while the tokenizer is made: drivers take their time, but not the interpreter."""
+    with ThreadPoolExecutor(1, "open") as background:
+        opening = background.submit(open_first, chain)
+        try:
+            with clock.phase("tokenizer"):
+                checkpoint.tokenizer  # noqa: B018 (made at first use)
+        except BaseException:
+            if opening.exception() is None:  # waits
+                opening.result().device.close()
+            raise
+        with clock.phase("device"):
+            return opening.result()
 
 
 class Model:
@@ -88,6 +110,8 @@ class Model:
         self.device = opened.device.name
         """What runs it, for example `vulkan:0 (NVIDIA H200)` or `cpu`."""
         self.passed_over = opened.passed_over
+        self.load = engine.clock.load()
+        """What loading took."""
         self.stats: Stats | None = None
         """Of the last generation that ended."""
         self._opened: Opened | None = opened
@@ -128,11 +152,13 @@ class Model:
         seed: int = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        session: Session | None = None,
     ) -> Iterator[str]:
         """Pieces of text as they come; joined they are `decode` of the generated ids, cut before a stop string.
 
         Ids are used verbatim; text gets a begin-of-text token. Ends after max_tokens, at an end-of-text token (unless
-        ignore_eos), at a stop string, or at the context's end; `stats` says which. Raises at once for wrong arguments.
+        ignore_eos), at a stop string, or at the context's end; `stats` says which. With a `session`, what the prompt
+        shares with the session's last sequence is not run again. Raises at once for wrong arguments.
         """
         engine = self._engine()
         if max_tokens < 1:
@@ -147,20 +173,37 @@ class Model:
                 f"a prompt of {len(ids)} tokens leaves no room in the context of {engine.cache.ctx}: "
                 "shorten it or load the model with a larger ctx"
             )
-        return self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos)
+        return self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos, session)
+
+    def session(self) -> Session:
+        """A sequence that stays in the cache between generations, for conversations. Takes the model's slot with
+        its first use: close it before generating without it."""
+        return Session(self._engine())
 
     def _generate(
-        self, engine: Engine, ids: list[int], most: int, sampling: Sampling, stops: StopFilter, ignore_eos: bool
+        self,
+        engine: Engine,
+        ids: list[int],
+        most: int,
+        sampling: Sampling,
+        stops: StopFilter,
+        ignore_eos: bool,
+        session: Session | None,
     ) -> Iterator[str]:
         text = StreamDecoder(self.checkpoint.tokenizer)
         out: list[int] = []
         finish: Finish = "cancelled"
-        engine.warm_up(len(ids))  # compiling is no part of the speeds
-        slot = engine.admit(min(len(ids) + most, engine.cache.ctx), sampling)
+        if session is None:
+            engine.warm_up(len(ids))  # compiling is no part of the speeds
+            slot, held = engine.admit(min(len(ids) + most, engine.cache.ctx), sampling), 0
+        else:
+            slot, held = session.begin(ids, sampling)
+            engine.warm_up(len(ids) - held)
         begin = time.perf_counter()
         first = begin
+        whole = True
         try:
-            for token in engine.stream(slot, ids, most):
+            for token in engine.stream(slot, ids[held:], most):
                 if not out:
                     first = time.perf_counter()
                 out.append(token)
@@ -178,16 +221,34 @@ class Model:
             rest = stops.push(text.flush()) + stops.flush() if finish != "stop" else ""
             if rest:
                 yield rest
+        except GeneratorExit:
+            raise
+        except BaseException:
+            whole = False  # interrupted or failed between two passes: what the cache holds is not known
+            raise
         finally:
             end = time.perf_counter()
             if self._opened is not None:  # closed in the middle: nothing to give back
                 engine.wait()
                 passes = engine.positions[slot] - len(ids)
-                engine.release(slot)
-                self.stats = self._stats(engine, ids, out, passes, finish, first - begin, end - begin)
+                if session is None:
+                    engine.release(slot)
+                elif whole:
+                    session.end([*ids, *out])
+                else:
+                    session.close()
+                self.stats = self._stats(engine, ids, held, out, passes, finish, first - begin, end - begin)
 
     def _stats(
-        self, engine: Engine, ids: list[int], out: list[int], passes: int, finish: Finish, first: float, total: float
+        self,
+        engine: Engine,
+        ids: list[int],
+        held: int,
+        out: list[int],
+        passes: int,
+        finish: Finish,
+        first: float,
+        total: float,
     ) -> Stats:
         plan = engine.program("decode", 1, 1).plan
         done = engine.counters.minus(engine.prefilled)
@@ -196,7 +257,7 @@ class Model:
             device=self.device,
             passed_over=self.passed_over,
             precision=precision_of(plan),
-            prompt_tokens=len(ids),
+            prompt_tokens=len(ids) - held,
             tokens=len(out),
             finish=finish,
             first_token_seconds=first,
@@ -204,6 +265,10 @@ class Model:
             bytes_per_token=plan_cost(plan, len(ids) + len(out) // 2).nbytes,
             per_pass={name: getattr(done, name) / max(passes, 1) for name in counted},
             ids=tuple(out),
+            notes=self.checkpoint.notes,
+            cached_tokens=held,
+            load=self.load,
+            reencoded=tuple(r.line() for r in engine.reencoded),
         )
 
     def close(self) -> None:

@@ -10,13 +10,13 @@ from hybrid.arena import Life, place
 from hybrid.expand import Draft, Names, WeightInfo, choices, declared, expand, fused
 from hybrid.hparams import HParams
 from hybrid.kv import CacheShape
+from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.errors import SpecError, nearest
 from hybrid.spec.op import OpSpec, load_ops
 from hybrid.spec.plan import CONTROL_WORDS, Plan, Step, TensorDecl
 from hybrid.spec.schedule import Phase, Profile, Schedule
 
 PrecisionName = Literal["auto", "exact", "fast"]
-QUANTISED = ("q8_0", "q4_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Target:
     def profile(self, weight_dtype: str) -> Profile:
         """Dtypes for the matrix inputs and the KV cache that go with weights of this type."""
         pair = self.schedule.precision[self.precision]
-        profile = pair.quantised if weight_dtype in QUANTISED else pair.unquantised
+        profile = pair.quantised if DTYPES[weight_dtype].quantised else pair.unquantised
         return profile if self.kv == "auto" else profile.model_copy(update={"kv": self.kv})
 
 
@@ -188,7 +188,11 @@ class _Planner:
                 draft.spec.extent,
                 draft.layer,
             )
-            op.check(bind, step.attrs, {k: self.tensors[n].dtype for k, n in args.items()}, step.device.partition(":")[0])
+            backend, dtypes = step.device.partition(":")[0], {k: self.tensors[n].dtype for k, n in args.items()}
+            op.check(bind, step.attrs, dtypes, backend)
+            for key, tensor in args.items():
+                for dtype in self.tensors[tensor].dtypes:
+                    op.check_dtypes({**dtypes, key: dtype}, backend)
         except SpecError as e:
             raise self._error(draft, str(e)) from None
         return step
@@ -210,7 +214,7 @@ class _Planner:
             self._outlasting(name)
         elif name in self.fused:
             info, sources = self.fused[name]
-            self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight", sources=sources)
+            self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight", sources=sources, pieces=info.pieces)
         elif name in self.target.weights:
             info = self.target.weights[name]
             self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight")

@@ -84,7 +84,7 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
     return Target(
         schedule,
         hp,
-        stored_types(checkpoint, args.weights),
+        stored_types(checkpoint, args.weights, args.device.partition(":")[0]),
         cache,
         hp.vocab,
         args.precision,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from hybrid.loading import Load
 from hybrid.spec.devicesheet import sheet_for
 
 Finish = Literal["eos", "stop", "length", "context", "cancelled"]
@@ -31,6 +32,14 @@ class Stats:
     per_pass: Mapping[str, float] = field(default_factory=dict)
     """Submits, dispatches, allocations, ... per decode pass."""
     ids: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What the checkpoint's reader assumed or left out."""
+    cached_tokens: int = 0
+    """Tokens before the prompt's that the cache held already (of a session)."""
+    load: Load | None = None
+    """What loading the model took."""
+    reencoded: tuple[str, ...] = ()
+    """Types of the file that the device holds as others, and what that costs."""
 
     @property
     def prompt_per_second(self) -> float:
@@ -57,9 +66,10 @@ class Stats:
     def line(self) -> str:
         """The one line after a generation."""
         peak = "" if self.share_of_peak is None else f" ({100 * self.share_of_peak:.1f} % of peak)"
+        cached = f" after {self.cached_tokens} in the cache" if self.cached_tokens else ""
         fallback = " (fallback)" if self.passed_over else ""
         return (
-            f"{self.device}{fallback} | prompt {self.prompt_tokens} tokens, {self.prompt_per_second:.1f} tok/s | "
+            f"{self.device}{fallback} | prompt {self.prompt_tokens} tokens{cached}, {self.prompt_per_second:.1f} tok/s | "
             f"generated {self.tokens}, {self.tokens_per_second:.1f} tok/s | "
             f"first token {1000 * self.first_token_seconds:.0f} ms | {self.gb_per_second:.2f} GB/s{peak} | {self.finish}"
         )
@@ -72,7 +82,10 @@ class Stats:
             f"precision: {types}",
             f"per decode pass: {counts}; {self.bytes_per_token / 1e6:.2f} MB by declared cost",
         ]
-        return lines + [f"passed over: {p}" for p in self.passed_over]
+        if self.load is not None:
+            lines.append(self.load.line())
+        lines += [f"re-encoded: {r}" for r in self.reencoded]
+        return lines + [f"passed over: {p}" for p in self.passed_over] + [f"checkpoint: {n}" for n in self.notes]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""

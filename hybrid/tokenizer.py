@@ -1,21 +1,25 @@
-"""SentencePiece BPE with byte fallback: one engine for tokenizer.model and for GGUF's tokenizer.ggml.* arrays.
+"""SentencePiece BPE with byte fallback: one engine for tokenizer.model, tokenizer.json and GGUF's tokenizer.ggml.*.
 
 Encoding: user-defined pieces (and control tokens, when asked) are cut out first, longest at each place; spaces
-become U+2581; then the adjacent pair whose union is the piece of highest score is merged, leftmost at a tie, until
-nothing merges; characters left over become byte pieces. Ids equal sentencepiece's for the same vocabulary.
+become U+2581; then the best adjacent pair is merged, leftmost at a tie, until nothing merges; characters left over
+become byte pieces. The best pair is the one whose union is the piece of highest score, or, where a file lists merges
+instead of scores, the one listed first. Ids equal sentencepiece's for the same vocabulary.
 """
 
 from __future__ import annotations
 
 import codecs
 import heapq
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # numbers shared by SentencePiece and GGUF
 SPACE = "\u2581"
 END_TEXTS = ("<eos>", "<end_of_turn>")
+MARKERS = ("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>")
+"""Control tokens of Gemma by their text: some writers give them another type."""
 _CACHED_WORDS = 1 << 16
 
 
@@ -28,6 +32,8 @@ class Vocabulary:
     """Pieces by id, in SentencePiece's form: U+2581 for a space (bytes that are not UTF-8 as surrogate escapes).
 
     A user-defined piece that holds real spaces can be decoded but never encoded, as in SentencePiece.
+    `merges` ("left right", the first to be applied first) takes the place of the scores where a file has them.
+    `add_bos`: whether texts begin with the begin-of-text token.
     """
 
     pieces: tuple[str, ...]
@@ -38,11 +44,16 @@ class Vocabulary:
     unk_id: int | None = None
     pad_id: int | None = None
     add_space_prefix: bool = False
+    merges: tuple[str, ...] | None = None
+    add_bos: bool = True
 
     def __post_init__(self) -> None:
         n = len(self.pieces)
         if not n or not n == len(self.scores) == len(self.types):
             raise TokenizerError(f"{n} tokens with {len(self.scores)} scores and {len(self.types)} types")
+        if not all(map(math.isfinite, self.scores)):
+            index = next(i for i, score in enumerate(self.scores) if not math.isfinite(score))
+            raise TokenizerError(f"score {self.scores[index]} at id {index}: it must be a finite number")
         wrong = next((t for t in self.types if t not in range(1, 7)), None)
         if wrong is not None:
             raise TokenizerError(f"token type {wrong} at id {self.types.index(wrong)}; known: 1 to 6")
@@ -55,57 +66,100 @@ class Vocabulary:
         """The first `n` pieces: files may list tokens for which the model has no embedding."""
         if n >= len(self.pieces):
             return self
-        return replace(self, pieces=self.pieces[:n], scores=self.scores[:n], types=self.types[:n])
+        kept = set(self.pieces[:n])
+        merges = None if self.merges is None else tuple(m for m in self.merges if m.replace(" ", "", 1) in kept)
+        return replace(self, pieces=self.pieces[:n], scores=self.scores[:n], types=self.types[:n], merges=merges)
 
 
 class Tokenizer:
-    """Text to ids and back. `eos_ids` ends a generation: the file's ids and the pieces <eos> and <end_of_turn>."""
+    """Text to ids and back. `eos_ids` ends a generation: the file's ids and the pieces <eos> and <end_of_turn>.
 
-    def __init__(self, vocabulary: Vocabulary, eos_ids: Iterable[int] = ()) -> None:
+    rows: rows of the embedding, where they are more than the pieces; ids between the two print nothing.
+    markers: texts of pieces that are control tokens whatever their type says (so are bos, eos and pad).
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        eos_ids: Iterable[int] = (),
+        rows: int | None = None,
+        markers: Iterable[str] = (),
+    ) -> None:
         v = self.vocabulary = vocabulary
         self.n_tokens = len(v.pieces)
-        self.bos_id = v.bos_id
+        self.n_rows = max(self.n_tokens, rows or 0)
+        self.bos_id = v.bos_id if v.add_bos else None
         ends = {i for i in (v.eos_id, *eos_ids) if i is not None and 0 <= i < self.n_tokens}
         self._ids = {p: i for i, (p, t) in enumerate(zip(v.pieces, v.types, strict=True)) if t != BYTE}
         self.eos_ids = frozenset(ends | {self._ids[t] for t in END_TEXTS if t in self._ids})
+        self.types = _effective_types(v, self._ids, markers)
+        """Of the pieces, as they are used."""
         mergeable = (NORMAL, USER_DEFINED, UNUSED)
-        self._merges = {p: (v.scores[i], i) for i, p in enumerate(v.pieces) if v.types[i] in mergeable and " " not in p}
-        self._unused = {p for i, p in enumerate(v.pieces) if v.types[i] == UNUSED}
+        self._mergeable = {p: i for i, p in enumerate(v.pieces) if self.types[i] in mergeable and " " not in p}
+        # What a pair is looked up by: its union, or both halves with a space between.
+        self._joint = "" if v.merges is None else " "
+        if v.merges is None:
+            self._order: dict[str, float] = {p: -v.scores[i] for p, i in self._mergeable.items()}
+            self._unused = {p for i, p in enumerate(v.pieces) if self.types[i] == UNUSED}
+        else:
+            self._order = _order_of_merges(v, self._mergeable)
+            self._unused = set()
         self._bytes = _byte_ids(v)
-        user = {p: i for i, p in enumerate(v.pieces) if v.types[i] == USER_DEFINED and " " not in p and p}
-        control = {p.replace(" ", SPACE): i for i, p in enumerate(v.pieces) if v.types[i] == CONTROL and p}
-        self._user, self._special = _Cutter(user), _Cutter(control | user)
+        user = {p: i for i, p in enumerate(v.pieces) if self.types[i] == USER_DEFINED and " " not in p and p}
+        hidden = (CONTROL, UNKNOWN)
+        control = {p.replace(" ", SPACE): i for i, p in enumerate(v.pieces) if self.types[i] in hidden and p}
+        self._user, self._special, self._control = _Cutter(user), _Cutter(control | user), _Cutter(control)
         # Where no piece has a space after another character, no merge crosses the start of a word: words are
         # merged one by one, and remembered.
-        self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._merges)
+        self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._mergeable)
         self._words: dict[str, tuple[int, ...]] = {}
 
-    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
-        """Ids of `text`, after the begin-of-text id if `bos`. `parse_special` also recognises control tokens by
-        their text; otherwise they are ordinary characters. Lone surrogates count as U+FFFD."""
+    def encode(self, text: str, bos: bool = True, parse_special: bool = False, guard: str = "") -> list[int]:
+        """Ids of `text`, after the begin-of-text id if `bos` (never twice). `parse_special` also recognises control
+        tokens by their text, except those that `quote` took apart with the character `guard`; otherwise they are
+        ordinary characters. Lone surrogates count as U+FFFD."""
         ids = [self.bos_id] if bos and self.bos_id is not None else []
         if not text:
             return ids
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").replace(" ", SPACE)
         if self.vocabulary.add_space_prefix:
             text = SPACE + text
+        begin = len(ids)
         for piece, known in (self._special if parse_special else self._user).cut(text):
             if known is not None:
                 ids.append(known)
+            elif guard and guard in piece:
+                for quoted, own in self._user.cut(piece.replace(guard, "")):
+                    ids.extend(self._encode_plain(quoted) if own is None else (own,))
             else:
-                for word in _WORDS.findall(piece) if self._by_word else (piece,):
-                    ids.extend(self._encode_word(word))
-        return ids
+                ids.extend(self._encode_plain(piece))
+        return ids[1:] if begin and ids[1:2] == [self.bos_id] else ids
+
+    def quote(self, text: str, guard: str, *, joined: bool = False) -> str:
+        """`text` with its control tokens taken apart by the character `guard`, for `encode`. `joined`: also what may
+        become one when other text is appended."""
+        if joined:
+            firsts = "".join(re.escape(c) for c in sorted(self._control.firsts))
+            return re.sub(f"([{firsts}])", rf"\1{guard}", text) if firsts else text
+        out, at = [], 0
+        for piece, known in self._control.cut(text.replace(" ", SPACE)):
+            own = text[at : at + len(piece)]
+            at += len(piece)
+            out.append(own if known is None else "".join(c + guard for c in own))
+        return "".join(out)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; control and unknown tokens print nothing, bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token prints. TokenizerError for an id outside the vocabulary."""
-        if not 0 <= token < self.n_tokens:
-            raise TokenizerError(f"token id {token} is outside 0..{self.n_tokens - 1}")
-        kind, piece = self.vocabulary.types[token], self.vocabulary.pieces[token]
+        """What a token prints: nothing for control tokens and for rows of the embedding beyond the pieces.
+        TokenizerError for an id outside both."""
+        if not 0 <= token < self.n_rows:
+            raise TokenizerError(f"token id {token} is outside 0..{self.n_rows - 1}")
+        if token >= self.n_tokens:
+            return b""
+        kind, piece = self.types[token], self.vocabulary.pieces[token]
         if kind in (CONTROL, UNKNOWN):
             return b""
         if kind == BYTE:
@@ -115,6 +169,11 @@ class Tokenizer:
     def token_id(self, piece: str) -> int | None:
         """Id of the token with exactly this text (U+2581 for a space), None where there is none."""
         return self._ids.get(piece)
+
+    def _encode_plain(self, text: str) -> Iterator[int]:
+        """Ids of text without pieces that are cut out."""
+        for word in _WORDS.findall(text) if self._by_word else (text,):
+            yield from self._encode_word(word)
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
         found = self._words.get(word)
@@ -129,27 +188,28 @@ class Tokenizer:
         symbols: list[str] = list(text)
         before = list(range(-1, len(text) - 1))
         after = [*range(1, len(text)), -1]
-        heap: list[tuple[float, int, int, str]] = []
+        heap: list[tuple[float, int, int, int]] = []  # order, left, right, length of the union
+        order, joint, unused = self._order, self._joint, self._unused
         halves: dict[str, tuple[str, str]] = {}  # of unused pieces, which are split again at the end
 
         def consider(left: int, right: int) -> None:
             if left < 0 or right < 0:
                 return
-            union = symbols[left] + symbols[right]
-            known = self._merges.get(union)
+            first, second = symbols[left], symbols[right]
+            known = order.get(first + joint + second)
             if known is not None:
-                heapq.heappush(heap, (-known[0], left, right, union))
-                if union in self._unused:
-                    halves[union] = (symbols[left], symbols[right])
+                heapq.heappush(heap, (known, left, right, len(first) + len(second)))
+                if unused and first + second in unused:
+                    halves[first + second] = (first, second)
 
         for left in range(len(text) - 1):
             consider(left, left + 1)
         while heap:
-            _, left, right, union = heapq.heappop(heap)
-            stale = not symbols[left] or not symbols[right] or len(symbols[left]) + len(symbols[right]) != len(union)
-            if stale:  # a symbol has grown or gone since the pair was seen
-                continue
-            symbols[left], symbols[right] = union, ""
+            _, left, right, length = heapq.heappop(heap)
+            first, second = symbols[left], symbols[right]
+            if not first or not second or len(first) + len(second) != length:
+                continue  # a symbol has grown or gone since the pair was seen
+            symbols[left], symbols[right] = first + second, ""
             after[left] = after[right]
             if after[right] >= 0:
                 before[after[right]] = left
@@ -161,8 +221,8 @@ class Tokenizer:
             symbol = stack.pop()
             if symbol in halves:
                 stack.extend(reversed(halves[symbol]))
-            elif symbol in self._merges:
-                out.append(self._merges[symbol][1])
+            elif symbol in self._mergeable:
+                out.append(self._mergeable[symbol])
             else:
                 out.extend(self._bytes[b] for b in symbol.encode("utf-8"))
         return out
@@ -199,6 +259,7 @@ class _Cutter:
         for p in pieces:
             lengths.setdefault(p[0], set()).add(len(p))
         self._lengths = {c: sorted(n, reverse=True) for c, n in lengths.items()}
+        self.firsts = frozenset(lengths)
         firsts = "".join(re.escape(c) for c in sorted(lengths))
         self._candidates = re.compile(f"[{firsts}]") if pieces else None
 
@@ -219,6 +280,32 @@ class _Cutter:
                     break
         if done < len(text):
             yield text[done:], None
+
+
+def _effective_types(v: Vocabulary, ids: Mapping[str, int], markers: Iterable[str]) -> tuple[int, ...]:
+    """The file's types, with control tokens that are known by their text or their role."""
+    types = list(v.types)
+    roles = (v.bos_id, v.eos_id, v.pad_id) if markers else ()
+    for index in (*(ids[m] for m in markers if m in ids), *(i for i in roles if i is not None)):
+        if types[index] in (NORMAL, USER_DEFINED):
+            types[index] = CONTROL
+    return tuple(types)
+
+
+def _order_of_merges(v: Vocabulary, mergeable: Mapping[str, int]) -> dict[str, float]:
+    """Rank of each "left right" that text can reach: like scores, merges never make control tokens or bytes.
+    TokenizerError for a merge that makes no piece."""
+    order: dict[str, float] = {}
+    others: set[str] | None = None
+    for rank, merge in enumerate(v.merges or ()):
+        union = merge.replace(" ", "", 1)
+        if union in mergeable:
+            order[merge] = float(rank)
+            continue
+        others = set(v.pieces) if others is None else others
+        if union not in others:
+            raise TokenizerError(f"merge {rank}, {merge!r}, makes no piece of the vocabulary")
+    return order
 
 
 def _byte_ids(v: Vocabulary) -> list[int]:
