@@ -25,6 +25,7 @@ lint: $(VENV)/.ready-test ## ruff and mypy
 check: $(VENV)/.ready-test ## specs valid, generated docs and SPIR-V up to date
 	$(PY) -m hybrid.spec check
 	$(PY) -m hybrid.spec docs --check
+	$(PY) tools/help.py --check
 	$(PY) -m kernels.vulkan.build --check
 
 conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole models; saboteurs
@@ -34,6 +35,7 @@ conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole mo
 
 docs: $(VENV)/.ready ## renew the generated pages
 	$(PY) -m hybrid.spec docs
+	$(PY) tools/help.py
 
 spirv: $(VENV)/.ready-test ## rebuild kernels/vulkan/spirv from the shaders
 	$(PY) -m kernels.vulkan.build

@@ -32,7 +32,9 @@ def batch(seed: int, rows: int, slots: int, context: int, style: str, edge: int 
         raise ValueError(f"{rows} rows do not fit {slots} slots of {context} positions")
     runs = _runs(seed, rows, slots, context, spread)
     order = permutation(seed, "batch.slots", slots)
-    row_slots, row_positions, lengths = [], [], np.zeros(slots, np.int64)
+    row_slots: list[int] = []
+    row_positions: list[int] = []
+    lengths = np.zeros(slots, np.int64)
     for i, run in enumerate(runs):
         room, slot = context - run, int(order[i])
         start = int(integers(seed, f"batch.start.{i}", (1,), 0, room)[0])

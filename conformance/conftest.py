@@ -18,7 +18,7 @@ from conformance.expected import apply_expected
 from conformance.profile import LONG
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-settings.register_profile("ci", derandomize=True, max_examples=3, deadline=None, database=None,
+settings.register_profile("ci", derandomize=True, max_examples=5, deadline=None, database=None,
                           suppress_health_check=_SLOW)  # fmt: skip
 settings.register_profile("long", max_examples=150, deadline=None, suppress_health_check=_SLOW, print_blob=True)
 settings.load_profile("long" if LONG else "ci")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hybrid.spec.device import Device
+from hybrid.spec.fields import BackendName
 
-BACKENDS = ("cpu", "vulkan")
+BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
 GUARD = 256  # bytes on both sides of every tensor
 
 
@@ -51,3 +52,16 @@ def open_backend(backend: str, **options: Any) -> Device:
         if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1":
             pytest.fail(f"HYBRID_REQUIRE_VULKAN=1, but no Vulkan device: {error}", pytrace=False)
         pytest.skip(f"no Vulkan device: {error}")
+
+
+def spy_kernels(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """A set that collects the names of the kernels which a Vulkan device's bindings choose from now on."""
+    chosen: set[str] = set()
+    choose = device.kernel
+
+    def kernel(name: str, **constants: int) -> Any:
+        chosen.add(name)
+        return choose(name, **constants)
+
+    monkeypatch.setattr(device, "kernel", kernel)
+    return chosen

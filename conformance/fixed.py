@@ -57,7 +57,7 @@ def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
     """For one dtype combination: one row (decode kernels), few with one dead, and more than a tile (prefill kernels)."""
     base, axis = base_bind(spec), spec.token_axis
     for seed, rows in enumerate((1, 3, 2 * tile_of(spec, axis) + 3) if axis else (1,)):
-        yield variant(spec, base | ({axis: rows} if axis else {}), dtypes, seed)
+        yield variant(spec, {**base, axis: rows} if axis else base, dtypes, seed)
 
 
 # Sizes at which a backend's bindings choose another kernel than for those of dtype_cases.
@@ -80,7 +80,7 @@ def variant_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
     choices = one_each(spec.dtype_choices(backend))
     for i, sizes_ in enumerate(VARIANTS.get(spec.name, ())):
         for j, dtypes in enumerate(choices):
-            yield ",".join(f"{k}={v}" for k, v in sizes_.items()), variant(spec, base_bind(spec) | sizes_, dtypes, 10 * i + j)
+            yield ",".join(f"{k}={v}" for k, v in sizes_.items()), variant(spec, {**base_bind(spec), **sizes_}, dtypes, 10 * i + j)
 
 
 def split_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
@@ -118,14 +118,18 @@ def variant(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], se
 
 def covering(spec: OpSpec, backend: str, most: int = 24) -> tuple[Mapping[str, str], ...]:
     """A subset of many dtype combinations (regions have hundreds) in which all dtypes of every two tensors still occur
-    together; those in which scratch has the type of an input, where steps may be fused, count as dtypes of their own."""
+    together (but for two weights, which meet in no kernel); those in which scratch has the type of an input, where steps
+    may be fused, count as dtypes of their own."""
     choices = spec.dtype_choices(backend)
     if len(choices) <= most:
         return choices
 
+    weights = {n for n, t in spec.tensors.items() if t.role == "weight"}
+
     def pairs(c: Mapping[str, str]) -> set[object]:
         fused = [(f"{i}={s}", c[s]) for s in spec.scratch for i in spec.inputs if c[i] == c[s]]
-        return set(itertools.combinations(sorted([*c.items(), *fused]), 2))
+        every = itertools.combinations(sorted([*c.items(), *fused]), 2)
+        return {(a, b) for a, b in every if not {a[0], b[0]} <= weights}
 
     held = {i: pairs(c) for i, c in enumerate(choices)}
     left, picked = set[object]().union(*held.values()), []

@@ -2,16 +2,17 @@
 
     run_case(spec, device, case)
 
-`device` is a hybrid.spec.device.Device that also has what tests need: reset(), check_guards(). The step stands alone in a plan; every tensor is stored on the device, with guard bands where the device was opened with
-`guard=`. Outputs start as 0xFF bytes in the first run and 0x5A in the second: the two results must agree bit for bit,
-inputs must come back unmodified, and rows beyond the live count must keep the poison.
+`device` is a hybrid.spec.device.Device that also has what tests need: reset() and check_guards(). The step stands alone
+in a plan; every tensor is stored on the device, with guard bands where it was opened with `guard=`. Outputs start as 0xFF
+bytes in the first run and 0x5A in the second: the two results must agree bit for bit, inputs must come back unmodified,
+and rows beyond the live count must keep the poison.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from hybrid.spec.plan import CONTROL, CONTROL_WORDS, Extent, Plan, Step, TensorD
 from hybrid.spec.tensor import Tensor
 
 POISON = (0xFF, 0x5A)
+Kind = Literal["weight", "state", "io", "activation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def poisoned(decl: TensorDecl, byte: int) -> Tensor:
 
 def _decl(spec: OpSpec, case: Case, name: str) -> TensorDecl:
     t = spec.tensors[name]
-    kind = "weight" if t.role == "weight" else "state" if name in spec.state or t.role in ("cache", "table") else "io"
+    kind: Kind = "weight" if t.role == "weight" else "state" if name in spec.state or t.role in ("cache", "table") else "io"
     return TensorDecl(name, case.dtypes[name], spec.shape(name, case.bind), kind)
 
 

@@ -43,7 +43,7 @@ def _tensor(spec: OpSpec, case: Case, name: str, rows: Batch | None) -> Tensor:
     if rows is not None and name in ("slots", "positions"):
         return Tensor.of(_padded(getattr(rows, name), shape[0]))
     if name == "block_table":
-        return Tensor.of(block_table(case.seed, *shape, case.bind["B"], ring=case.kinds.get(name) == "ring"))
+        return Tensor.of(block_table(case.seed, shape[0], shape[1], case.bind["B"], ring=case.kinds.get(name) == "ring"))
     if name == "out_rows":
         return Tensor.of(_out_rows(spec, case, shape[0], rows))
     if t.role == "cache" and t.domain is None:

@@ -27,7 +27,9 @@ def small() -> HParams:
     return tiny(n_layers=2, hidden=32, ffn=32, n_heads=2, n_kv_heads=1, vocab=len(PIECES), softcap=30.0, rope_factor=8.0)
 
 
-def gguf_file(kind: str = "q8_0", tokenizer: bool = True, extra: Mapping[str, Any] | None = None, hp: HParams | None = None) -> bytes:
+def gguf_file(
+    kind: str = "q8_0", tokenizer: bool = True, extra: Mapping[str, Any] | None = None, hp: HParams | None = None
+) -> bytes:
     """A whole GGUF file whose matrices have the type `kind`; `extra` adds keys after those of the architecture."""
     hp = hp or small()
     rng = np.random.default_rng(5)
@@ -99,8 +101,13 @@ def valid(target: str) -> list[bytes]:
     """Files that the target loads."""
     if target == "gguf":
         keys = {"split.count": 1, "gemma3.attention.scale": 0.25, "general.alignment": 32}
-        bools = {"general.tags": ["a", "b"], "gemma3.attention.sliding_window_pattern": [True, False], "tokenizer.ggml.add_bos_token": True}
+        pattern = {"gemma3.attention.sliding_window_pattern": [True, False]}
+        bools = {"general.tags": ["a", "b"], "tokenizer.ggml.add_bos_token": True, **pattern}
         return [gguf_file("q8_0", extra=bools), gguf_file("q4_0", extra=keys), gguf_file("bf16")]
+    if target == "gguf_header":
+        hp = tiny(n_layers=1, hidden=32, ffn=32, n_heads=2, n_kv_heads=1, vocab=8)
+        few = {"general.alignment": 64, "general.tags": ["a", "b"], "gemma3.flags": [True, False], "gemma3.levels": [1, 2, 3]}
+        return [gguf_file("q4_0", tokenizer=False, hp=hp), gguf_file("f32", tokenizer=False, extra=few, hp=hp)]
     if target == "directory":
         kinds = (("new", "model.", "bf16"), ("old", "language_model.model.", "f32"), ("multimodal", "model.language_model.", "f16"))
         return [directory(*kind) for kind in kinds]

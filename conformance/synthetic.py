@@ -41,7 +41,7 @@ def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
         "model_type": "gemma3_text", "hidden_size": hp.hidden, "intermediate_size": hp.ffn,
         "num_hidden_layers": hp.n_layers, "num_attention_heads": hp.n_heads, "num_key_value_heads": hp.n_kv_heads,
         "head_dim": hp.head_dim, "vocab_size": hp.vocab, "max_position_embeddings": hp.context_length,
-        "sliding_window": hp.window, "rms_norm_eps": hp.eps, "query_pre_attn_scalar": hp.attention_scale**-2,
+        "sliding_window": hp.window, "rms_norm_eps": hp.eps, "query_pre_attn_scalar": _scalar(hp.attention_scale**-2),
         "final_logit_softcapping": hp.softcap or None, "attn_logit_softcapping": None,
         "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": hp.tied, "layer_types": kinds,
     }  # fmt: skip
@@ -65,6 +65,11 @@ def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
     if dialect == "old":
         return text
     return {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 32}, "eos_token_id": [1, 5]}
+
+
+def _scalar(x: float) -> int | float:
+    """transformers wants an int where it is one."""
+    return round(x) if abs(x - round(x)) < 1e-9 * x else x
 
 
 def weights(hp: HParams, dtype: str = "bf16", seed: int = 0) -> dict[str, Tensor]:

@@ -61,6 +61,13 @@ def gguf(folder: Path, data: bytes) -> Checkpoint:
     return checkpoint
 
 
+def gguf_header(folder: Path, data: bytes) -> Checkpoint:
+    """Without the tokenizer."""
+    path = folder / "m.gguf"
+    path.write_bytes(data)
+    return touch(open_checkpoint(path))
+
+
 def pack_directory(config: bytes, header: bytes, data: bytes) -> bytes:
     """The form that `directory` takes apart: lengths in front, so that mutations of one do not destroy the other."""
     return struct.pack("<HH", len(config), len(header)) + config + header + data
@@ -109,6 +116,7 @@ def toml(folder: Path, data: bytes) -> list[Any]:
 
 TARGETS: dict[str, Callable[[Path, bytes], Any]] = {
     "gguf": gguf,
+    "gguf_header": gguf_header,
     "directory": directory,
     "tokenizer_model": tokenizer_model,
     "tokenizer_json": tokenizer_json,

@@ -82,7 +82,7 @@ def test_ctrl_c_ends_with_statistics_and_130(folder):
         (["{model}", "--schedule", "missing.toml"], 1, "missing.toml: there is no such file"),
         (["{model}", "--temperature", "-1"], 1, "temperature must be 0"),
         (["{model}", "--precision", "exakt"], 1, "unknown precision 'exakt'"),
-        (["{model}", "--weights", "q5_k"], 1, "unknown weight type 'q5_k'"),
+        (["{model}", "--weights", "q5_k"], 1, "weights cannot be made 'q5_k' for cpu"),
         (["{model}", "--ctx", "9999"], 1, "ctx 9999 is outside 1..256"),
         (["{model}", "--stop", ""], 1, "a stop string is empty"),
         (["{model}", "--prompt", "ab " * 300], 1, "leaves no room in the context of 256"),

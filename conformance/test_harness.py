@@ -19,7 +19,6 @@ from conformance.expected import Failure, apply_expected, load
 from conformance.harness import run_case
 from conformance.sampling import Params, judge
 from hybrid.spec import load_ops
-from kernels.oracle import ORACLE
 from kernels.oracle.device import CpuDevice
 
 SPECS = load_ops()

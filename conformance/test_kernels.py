@@ -7,12 +7,13 @@ import json
 
 import pytest
 
-from conformance.devices import GUARD, Devices
+from conformance.devices import GUARD, Devices, spy_kernels
 from conformance.fixed import dtype_cases, variant_cases
 from conformance.harness import POISON, prepare
 from conformance.inputs import make
 from conformance.test_ops import SPECS, combinations
 from kernels.vulkan.kernel import SPIRV
+from kernels.vulkan.repack import REPACKED
 
 # Kernels that only other devices choose: (pattern, subgroup sizes that never do, why).
 ELSEWHERE = [
@@ -28,9 +29,9 @@ ELSEWHERE = [
 def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     """What test_ops.py runs, compiled only: the kernels it chooses are those of the manifest."""
     device = devices.get("vulkan", guard=GUARD)
-    chosen: set[str] = {"grid"}  # computes indirect grids; part of every plan with a live count
-    choose = device.kernel
-    monkeypatch.setattr(device, "kernel", lambda name, **constants: (chosen.add(name), choose(name, **constants))[1])
+    chosen = spy_kernels(device, monkeypatch)
+    chosen.add("grid")  # computes indirect grids; part of every plan with a live count
+    chosen |= {f"repack.{dtype}" for dtype in REPACKED}  # uploads of a file's blocks: test_loading.py runs each
     for op, spec in SPECS.items():
         cases = [c for dtypes in combinations(op, "vulkan") for c in dtype_cases(spec, dtypes)]
         for case in cases + [c for _, c in variant_cases(spec, "vulkan")]:

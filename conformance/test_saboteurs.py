@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.compare import Disagreement
-from conformance.devices import BACKENDS, GUARD, Devices, open_backend
+from conformance.devices import BACKENDS, GUARD, Devices, open_backend, spy_kernels
 from conformance.harness import run_case
 from conformance.mutate import Saboteur, case_of, load, mutated_function, mutated_spirv
 from hybrid.spec import load_ops
@@ -32,10 +32,10 @@ def _device(saboteur: Saboteur, kernels: set[str], options: dict[str, Any], fold
 def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, case = SPECS[saboteur.op], case_of(saboteur, SPECS[saboteur.op])
     options = {"guard": GUARD, **saboteur.case.get("options", {})}
-    sound, chosen = devices.get(saboteur.backend, **options), set[str]()
+    sound = devices.get(saboteur.backend, **options)
+    chosen: set[str] = set()
     if saboteur.backend == "vulkan":
-        choose = sound.kernel
-        monkeypatch.setattr(sound, "kernel", lambda name, **ids: (chosen.add(name), choose(name, **ids))[1])
+        chosen = spy_kernels(sound, monkeypatch)
     run_case(spec, sound, case)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # mutants do not belong in the pipeline cache
     device = _device(saboteur, chosen, options, tmp_path)

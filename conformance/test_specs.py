@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hybrid.spec import SPECS_DIR, OpSpec, SpecError, load_op, load_ops
 from hybrid.spec import docs as generated
 from hybrid.spec.__main__ import main
-from hybrid.spec.dtypes import ACTIVATION_TYPES, DTYPES, WEIGHT_TYPES
+from hybrid.spec.dtypes import ACTIVATION_TYPES, DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
 from hybrid.spec.fields import EDGE_VALUES
 from kernels.vulkan.features import CAPABILITIES
 from kernels.vulkan.spirv import inspect
@@ -219,9 +219,9 @@ def test_solving_names_both_places_that_disagree() -> None:
     assert OPS["fused_qkv"].solve({"w": (512, 256)}, {"HQ": 4, "D": 64}) == {"HQ": 4, "D": 64, "HK": 2, "H": 256}
 
 
-def test_int8_activations_need_int8_or_int4_weights() -> None:
+def test_int8_activations_need_quantised_weights() -> None:
     pairs = {(c["x"], c["w"]) for c in OPS["linear"].dtype_choices()}
-    assert pairs == {(x, w) for x in ACTIVATION_TYPES for w in WEIGHT_TYPES if x != "q8_act" or w in ("q8_0", "q4_0")}
+    assert pairs == {(x, w) for x in ACTIVATION_TYPES for w in WEIGHT_TYPES if x != "q8_act" or w in QUANTISED_TYPES}
     assert all(c["v_cache"] == c["k_cache"] for c in OPS["attention"].dtype_choices())
     with pytest.raises(SpecError, match="v_cache is f32 but must be f16, as k_cache is"):
         OPS["attention"].check_dtypes({"k_cache": "f16", "v_cache": "f32"})
