@@ -92,4 +92,4 @@ def test_a_token_is_one_submit_and_nothing_else(tmp_path, device):
         made.decode(1)
     done = made.counters.minus(before)
     assert done.submits == 20
-    assert (done.allocations, done.recordings, done.pipelines, done.descriptor_writes, done.bytes_up) == (0, 0, 0, 0, 0)
+    assert (done.allocations, done.recordings, done.transfers, done.pipelines, done.descriptor_writes, done.bytes_up) == (0,) * 6

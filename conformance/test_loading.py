@@ -127,6 +127,7 @@ def test_a_scale_that_is_not_finite_is_named(devices: Devices, tmp_path: Path, b
     file = stored(tmp_path / "f", dtype, shape, raw)
     device = devices.get(backend)
     device.reset()
+    staging = device.memory().get("staging", 0)
     want = f"f: tensor blk.0.ffn_up.weight of {dtype} is damaged: the (scale|minimum) of row 29, elements {kind.block} to"
     with pytest.raises(CheckpointError, match=want):
         device.store(TensorDecl("w", dtype, shape, "weight"), parts=[file.packed])
@@ -136,7 +137,7 @@ def test_a_scale_that_is_not_finite_is_named(devices: Devices, tmp_path: Path, b
         device.store(TensorDecl("v", dtype, shape, "weight"), parts=[good.packed])
         device.store(TensorDecl("w", dtype, shape, "weight"), parts=[file.packed])
         device.store(TensorDecl("x", dtype, shape, "weight"), parts=[good.packed])
-    assert backend == "cpu" or (weights(device) == 0 and device.memory()["staging"] == 0)
+    assert backend == "cpu" or (weights(device) == 0 and device.memory()["staging"] == staging)
     device.reset()
 
 
@@ -192,12 +193,13 @@ def test_loading_again_takes_no_more_memory(devices: Devices, tmp_path: Path) ->
     files = [stored(tmp_path / t, t, (96, 2048), raw_tensor(t, (96, 2048))) for t in ("q4_0", "q6_k", "bf16", "f32")]
     device = devices.get("vulkan")
     device.reset()
+    staging = device.memory()["staging"]  # the ring for small copies: mapped devices hardly need it
     seen = []
     for _ in range(3):
         with device.loading(sum(f.packed().nbytes for f in files)):
             for f in files:
                 device.store(TensorDecl(f.dtype, f.dtype, f.shape, "weight"), parts=[f.packed])
-        assert device.memory()["staging"] == 0
+        assert device.memory()["staging"] == staging
         seen.append((dict(device.memory()), blocks(device)))
         device.reset()
     assert seen[1] == seen[2]

@@ -28,6 +28,9 @@ class Counters:
     descriptor_writes: int = 0
     pipelines: int = 0
     recordings: int = 0
+    """Plans made ready to run: command buffers that are submitted again and again."""
+    transfers: int = 0
+    """Command buffers recorded for one copy between host and device: uploads, downloads, fills."""
     bytes_up: int = 0
     bytes_down: int = 0
 

@@ -184,6 +184,20 @@ def query(physical: Any) -> Report:
     return replace(report, features=(*report.features, fits))
 
 
+# Extension, its feature -> the first validation layer that knows it: an older one refuses the device's creation.
+_LAYER_KNOWS = {("VK_KHR_cooperative_matrix", "cooperativeMatrix"): vk.VK_MAKE_VERSION(1, 3, 255)}
+
+
+def known_to_layer(report: Report, version: int) -> Report:
+    """The report without what a validation layer of this specVersion does not know yet."""
+    new = {name for names, first in _LAYER_KNOWS.items() if version < first for name in names}
+
+    def cut(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
+        return tuple(replace(f, present=f.present and f.name not in new) for f in features)
+
+    return replace(report, features=cut(report.features), extensions=cut(report.extensions))
+
+
 def enabled_chain(report: Report) -> tuple[Any, list[str], Any]:
     """(VkPhysicalDeviceFeatures2 with everything known and present switched on, extensions, what to keep alive)."""
     extensions = [f.name for f in report.extensions if f.present]

@@ -72,8 +72,13 @@ class Instance:
         require()
         self.handle: Any = None
         self.messenger: Any = None
+        self.layer_version: int | None = None
+        """specVersion of the validation layer, if it is on."""
         layers = [LAYER] if validation else []
-        if validation and LAYER not in {p.layerName for p in vk.vkEnumerateInstanceLayerProperties()}:
+        if validation:
+            versions = {p.layerName: p.specVersion for p in vk.vkEnumerateInstanceLayerProperties()}
+            self.layer_version = versions.get(LAYER)
+        if validation and self.layer_version is None:
             raise VulkanUnavailable(f"validation was asked for, but {LAYER} is not installed; on Debian: apt-get "
                                     "install vulkan-validationlayers")
         app = vk.VkApplicationInfo(pApplicationName="hybrid-kernels", pEngineName="hybrid-kernels",

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid.spec.device import Counters
 from kernels.vulkan.api import VulkanError, VulkanUnavailable, check, ffi, lib, vk
-from kernels.vulkan.features import choose_subgroup, enabled_chain, most_threads, query
+from kernels.vulkan.features import choose_subgroup, enabled_chain, known_to_layer, most_threads, query
 from kernels.vulkan.instance import Instance, select, validation_mode
 
 TIMEOUT_S = 600.0
@@ -36,6 +36,8 @@ class Queue:
         try:
             self.info = select(self.instance.devices(), selector)
             self.report = query(self.info.handle)
+            if self.instance.layer_version is not None:
+                self.report = known_to_layer(self.report, self.instance.layer_version)
             self.report.demand(self.info.label)
             self.subgroup_size, self.max_threads = choose_subgroup(self.report), most_threads(self.report)
             self._open()

@@ -128,5 +128,5 @@ def submit(device: VulkanDevice, command: Any) -> int:
     """End and submit what `begin` began; returns the ticket. In force for everything submitted later."""
     device.barrier_all(command)
     vk.vkEndCommandBuffer(command)
-    device.counters.recordings += 1
+    device.counters.transfers += 1
     return device.submit_command(command)
