@@ -66,21 +66,33 @@ def execute(spec: OpSpec, device: Any, case: Case, before: Mapping[str, Tensor],
 
 def prepare(spec: OpSpec, device: Any, case: Case, before: Mapping[str, Tensor], byte: int) -> Program:
     """The case's tensors stored on a device emptied of everything else, and its one step compiled."""
-    decls = {n: _decl(spec, case, n) for n in spec.tensors}
-    control = np.zeros(CONTROL_WORDS, np.uint32)
-    control[CONTROL["rows"]], control[CONTROL["outs"]] = case.rows, case.outs
-    if "positions" in spec.inputs:
-        control[CONTROL["context"]] = int(before["positions"].array[: case.rows].max()) + 1
-    decls["control"] = TensorDecl("control", "u32", (CONTROL_WORDS,), "io")
-    start = {n: poisoned(d, byte) for n, d in decls.items()} | dict(before) | {"control": Tensor.of(control)}
+    decls = {n: declared(spec, case, n) for n in spec.tensors}
+    decls["control"], control = control_of(case, before)
+    start = {n: poisoned(d, byte) for n, d in decls.items()} | dict(before) | {"control": control}
     device.reset()
     for name, decl in decls.items():
         device.store(decl, start[name])
+    step = step_of(spec, case, f"case.{case.op}", {n: n for n in spec.tensors}, device.name)
+    return device.compile(plan_of(case, (step,), decls))
+
+
+def control_of(case: Case, before: Mapping[str, Tensor]) -> tuple[TensorDecl, Tensor]:
+    """The control words of a case: its live counts, and the context that its live positions need."""
+    control = np.zeros(CONTROL_WORDS, np.uint32)
+    control[CONTROL["rows"]], control[CONTROL["outs"]] = case.rows, case.outs
+    if "positions" in before:
+        control[CONTROL["context"]] = int(before["positions"].array[: case.rows].max()) + 1
+    return TensorDecl("control", "u32", (CONTROL_WORDS,), "io"), Tensor.of(control)
+
+
+def step_of(spec: OpSpec, case: Case, name: str, args: Mapping[str, str], device: str) -> Step:
+    """The case's call, on tensors stored under the names `args`."""
     extent: Extent = "outs" if spec.token_axis and spec.axes[spec.token_axis].role == "outs" else "rows"
-    step = Step(case.op, f"case.{case.op}", dict(case.bind), {n: n for n in spec.tensors}, dict(case.attrs),
-                device=device.name, extent=extent)  # fmt: skip
-    plan = Plan(f"case.{case.op}", case.bind.get("T", 1), case.bind.get("O", 1), (step,), decls)
-    return device.compile(plan)
+    return Step(case.op, name, dict(case.bind), dict(args), dict(case.attrs), device=device, extent=extent)
+
+
+def plan_of(case: Case, steps: tuple[Step, ...], decls: Mapping[str, TensorDecl]) -> Plan:
+    return Plan(f"case.{case.op}", case.bind.get("T", 1), case.bind.get("O", 1), steps, dict(decls))
 
 
 def poisoned(decl: TensorDecl, byte: int) -> Tensor:
@@ -91,7 +103,8 @@ def poisoned(decl: TensorDecl, byte: int) -> Tensor:
     return empty
 
 
-def _decl(spec: OpSpec, case: Case, name: str) -> TensorDecl:
+def declared(spec: OpSpec, case: Case, name: str) -> TensorDecl:
+    """A tensor of the operation with the case's dtype and sizes."""
     t = spec.tensors[name]
     kind: Kind = "weight" if t.role == "weight" else "state" if name in spec.state or t.role in ("cache", "table") else "io"
     return TensorDecl(name, case.dtypes[name], spec.shape(name, case.bind), kind)
@@ -109,7 +122,7 @@ def _check_memory(spec: OpSpec, case: Case, label: str, before: Mapping[str, Ten
         for name in (*spec.outputs, *spec.scratch):
             count = live(spec, case, name)
             if count is not None:
-                dead = poisoned(_decl(spec, case, name), byte)
+                dead = poisoned(declared(spec, case, name), byte)
                 size = dead.shape[0]
                 _same_parts(f"{label}: rows of {name} beyond the {count} live ones were written",
                             run[name].rows(count, size), dead.rows(count, size))  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from conformance.block_values import pack
+from conformance.gguf_files import finish
 from hybrid.checkpoint import Checkpoint
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.spec.tensor import Tensor
@@ -84,8 +85,5 @@ def write_gguf(source: Checkpoint, path: Path, types: str) -> Path:
         values = dequantise(source.tensor(name), np.float32)
         kind = "f32" if values.ndim == 1 else mixture(name, types, source.hparams.n_layers)
         writer.add_tensor(name, to_ggml(encode(values, kind)), raw_dtype=GGMLQuantizationType[kind.upper()])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

@@ -90,7 +90,7 @@ def case_of(saboteur: Saboteur, spec: OpSpec) -> Case:
 def mutated_function(saboteur: Saboteur, of: str) -> Callable[..., Any]:
     """`of` (an operation's function, or `record`) of a mutated Python file.
 
-    A helper module (its name starts with _) stands in for the shipped one while the operation's own file is read."""
+    A shared module (its name starts with _) stands in for the shipped one while the operation's own file is read."""
     module = _execute(saboteur.path, saboteur.mutated())
     if not saboteur.file.startswith("_"):
         return getattr(module, of)

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from conformance.gguf_files import add_tokenizer, finish
 from conformance.synthetic import PIECES, config, sentencepiece_model, tiny, weights
 from conformance.targets import pack_directory
 from hybrid.checkpoint.gemma3 import gguf_fields, tensors
@@ -41,12 +42,7 @@ def gguf_file(
             add = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
             getattr(w, add[type(value)])(key, value)
         if tokenizer:
-            w.add_tokenizer_model("llama")
-            w.add_token_list([p.encode() for p, _, _ in PIECES])
-            w.add_token_scores([s for _, s, _ in PIECES])
-            w.add_token_types([t for _, _, t in PIECES])
-            w.add_bos_token_id(2)
-            w.add_eos_token_id(1)
+            add_tokenizer(w)
             w.add_unk_token_id(3)
         ggml = gguf.GGMLQuantizationType[kind.upper()]
         for name, shape in tensors(hp).items():
@@ -55,10 +51,7 @@ def gguf_file(
                 w.add_tensor(name, values + 1)
             else:
                 w.add_tensor(name, gguf.quants.quantize(values, ggml), raw_dtype=ggml)
-        w.write_header_to_file()
-        w.write_kv_data_to_file()
-        w.write_tensors_to_file()
-        w.close()
+        finish(w)
         return path.read_bytes()
 
 

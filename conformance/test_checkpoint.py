@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
+from conformance.gguf_files import finish, sparse
 from conformance.synthetic import tiny, weights, write_hf
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.gemma3 import hf_name, tensors
@@ -197,16 +198,7 @@ def test_gguf_dialects(tmp_path: Path) -> None:
 
 def _gguf(path: Path, hp: HParams, changes: dict[str, object], types: dict[str, Any] | None = None) -> Path:
     """A file as a sparse third-party writer makes it: only required keys, q8_0 data of zeros."""
-    w = gguf.GGUFWriter(path, "gemma3")
-    w.add_context_length(hp.context_length)
-    w.add_embedding_length(hp.hidden)
-    w.add_block_count(hp.n_layers)
-    w.add_feed_forward_length(hp.ffn)
-    w.add_head_count(hp.n_heads)
-    w.add_head_count_kv(hp.n_kv_heads)
-    w.add_key_length(hp.head_dim)
-    if "attention.sliding_window" not in changes:
-        w.add_sliding_window(hp.window)
+    w = sparse(path, hp, window="attention.sliding_window" not in changes)
     for key, value in changes.items():
         kind = {float: "add_float32", int: "add_uint32", list: "add_array"}[type(value)]
         getattr(w, kind)(f"gemma3.{key}", value)
@@ -218,10 +210,7 @@ def _gguf(path: Path, hp: HParams, changes: dict[str, object], types: dict[str, 
             w.add_tensor(name, zeros)
         else:
             w.add_tensor(name, gguf.quants.quantize(zeros, ggml), raw_dtype=ggml)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)
     return path
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import hybrid
 from conformance.gemma3_sizes import SIZES, Size, gguf_metadata, published_config
+from conformance.gguf_files import add_tokenizer, finish
 from conformance.profile import LONG
 from conformance.synthetic import PIECES, config, sentencepiece_model, tiny, weights, write_hf, write_safetensors
 from hybrid.checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -99,22 +100,14 @@ def write_gguf(path: Path, hp: HParams, named: dict[str, Tensor], fields: dict[s
     for key, value in fields.items():
         add = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, str: w.add_string, list: w.add_array}
         add[type(value)](key, value)
-    w.add_tokenizer_model("llama")
-    w.add_token_list([p.encode() for p, _, _ in PIECES])
-    w.add_token_scores([s for _, s, _ in PIECES])
-    w.add_token_types([t for _, _, t in PIECES])
-    w.add_bos_token_id(2)
-    w.add_eos_token_id(1)
+    add_tokenizer(w)
     for name in tensors(hp):
         t = named[hf_name(name)]
         if len(t.shape) == 1:
             w.add_tensor(name, dequantise(t, np.float32) + np.float32(1))
         else:
             w.add_tensor(name, t.array.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)
     return sorted(path.parent.glob(f"{path.stem}*.gguf"))
 
 
@@ -238,10 +231,7 @@ def test_a_tensor_that_would_change_a_layer_is_refused_and_another_named(tmp_pat
     w.add_tensor(name, np.zeros(32, np.float32))
     for own in tensors(hp):
         w.add_tensor(own, dequantise(named[hf_name(own)], np.float32))
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)
     if name.startswith("blk."):
         with pytest.raises(CheckpointError, match=r"tensor blk\.\d\.attn_q\.\w+ is no part of this architecture"):
             open_checkpoint(path)

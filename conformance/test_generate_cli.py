@@ -11,10 +11,14 @@ import sys
 import pytest
 
 import hybrid
+from conformance.devices import BACKENDS
 from conformance.synthetic import tiny, write_hf
 from hybrid import doctor, generate
+from hybrid.devices import NoDevice
+from hybrid.kv import ContextExceeded
 from hybrid.stops import StopFilter
 from hybrid.tokenizer import StreamDecoder
+from kernels.vulkan.api import VulkanUnavailable
 
 PYTHON = [sys.executable, "-m"]
 
@@ -49,14 +53,88 @@ def test_json_has_text_ids_and_counts(folder, capsys):
         assert model.decode(out["ids"]) == out["text"]
 
 
-def test_trace_has_every_step_of_every_pass(folder, tmp_path, capsys):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trace_has_every_step_of_every_pass(folder, tmp_path, capsys, devices, backend):
+    devices.get(backend)  # skips where there is no Vulkan
     trace = tmp_path / "t.json"
-    assert generate.main([str(folder), "--device", "cpu", "-n", "4", "--ignore-eos", "--stats", "--trace", str(trace)]) == 0
+    assert generate.main([str(folder), "--device", backend, "-n", "4", "--ignore-eos", "--stats", "--trace", str(trace)]) == 0
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     passes = [e for e in events if e["tid"] == 0]
     assert [e["name"].split(".")[1] for e in passes] == ["prefill", "decode", "decode", "decode"]
     assert sum(e["name"] == "blk.1.attention" for e in events) == 4
+    assert all(e["dur"] >= 0 for e in events) and sum(e["dur"] for e in events if e["tid"]) > 0
     assert "precision: weights bf16; activations f32; kv f32" in capsys.readouterr().err
+
+
+def test_auto_computes_on_the_cpu_where_there_is_no_gpu_and_says_so(folder, monkeypatch):
+    def none(selector, **options):
+        raise VulkanUnavailable(f"no {selector} here")
+
+    monkeypatch.setattr("kernels.vulkan.device.open_device", none)
+    with hybrid.load(folder, device="auto") as model:
+        assert "".join(model.generate("the", 2, ignore_eos=True)) and model.device == "cpu"
+        assert model.stats.line().startswith("cpu (fallback) | ")
+        assert "passed over: vulkan:gpu: no gpu here" in model.stats.details()
+    with pytest.raises(NoDevice, match="vulkan:3: no 3 here"):
+        hybrid.load(folder, device="vulkan:3")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_closed_model_has_closed_its_device(folder, devices, backend):
+    devices.get(backend)
+    model = hybrid.load(folder, device=backend)
+    assert len(model.logits([2, 5, 7])) == 3
+    device = model.engine.device
+    model.close()
+    model.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        device.read("logits")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_survives_wrong_arguments_and_generations_that_are_dropped_closed_or_crossed(folder, devices, backend):
+    devices.get(backend)
+    with hybrid.load(folder, device=backend) as model, hybrid.load(folder, device=backend) as other:
+        truth = "".join(model.generate("the", 9, ignore_eos=True))
+        wrong = [{"top_k": 2**40}, {"top_k": 1.5}, {"seed": 2**64}, {"seed": 0.5}, {"temperature": 1e39}, {"max_tokens": 2.5},
+                 {"stop": [5]}, {"session": other.session()}]  # fmt: skip
+        for given in wrong:
+            with pytest.raises(ValueError, match=r"must be|another model"):
+                model.generate("the", **given)
+        for ids in ([-1], [10**9], [1.5], ["a"], b"ab", None, 5, []):
+            with pytest.raises(ValueError, match=r"token id|prompt is empty"):
+                model.generate(ids)
+            with pytest.raises(ValueError, match=r"token id|prompt is empty"):
+                model.logits(ids)
+        pieces = model.generate("the", 9, ignore_eos=True)
+        begun = next(pieces)
+        with pytest.raises(ContextExceeded, match="end or close the generation"):
+            model.logits([2, 5])
+        assert begun + "".join(pieces) == truth
+        with model.session() as session:
+            pieces = model.generate("the", 9, ignore_eos=True, session=session)
+            next(pieces)
+            with pytest.raises(ValueError, match="in use by a generation"):
+                next(model.generate("the", 9, session=session))
+        with pytest.raises(ValueError, match="session was closed"):
+            next(pieces)
+        next(pieces := model.generate("the", 9, ignore_eos=True))
+        pieces.close()
+        assert "".join(model.generate("the", 9, ignore_eos=True)) == truth
+        session = model.session()
+        next(pieces := model.generate("the", 9, ignore_eos=True, session=session))
+        model.close()
+        session.close()
+        with pytest.raises(ValueError, match="this model is closed"):
+            next(pieces)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_closed_standard_stream_is_no_error(folder, closed):
+    args = [sys.executable, "-m", "hybrid.generate", str(folder), "--device", "cpu", "-p", "-", "-n", "2"]
+    done = subprocess.run(args, input=b"ab", capture_output=True, preexec_fn=lambda: os.close(closed))
+    assert done.returncode == 0 and b"error" not in done.stdout + done.stderr, done
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -81,6 +159,9 @@ def test_ctrl_c_ends_with_statistics_and_130(folder):
         (["{model}", "--device", "vulkan:77"], 1, "vulkan:77"),
         (["{model}", "--schedule", "missing.toml"], 1, "missing.toml: there is no such file"),
         (["{model}", "--temperature", "-1"], 1, "temperature must be 0"),
+        (["{model}", "--temperature", "1e39"], 1, "finite in float32"),
+        (["{model}", "--top-k", "4294967296"], 1, "top_k must be between 0 (off) and 2**32 - 1"),
+        (["{model}", "--trace", "/"], 1, "--trace / is a folder"),
         (["{model}", "--precision", "exakt"], 1, "unknown precision 'exakt'"),
         (["{model}", "--weights", "q5_k"], 1, "weights cannot be made 'q5_k' for cpu"),
         (["{model}", "--ctx", "9999"], 1, "ctx 9999 is outside 1..256"),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import json
+from dataclasses import replace
 
 import pytest
 
 from conformance.devices import GUARD, Devices, spy_kernels
-from conformance.fixed import dtype_cases, variant_cases
-from conformance.harness import POISON, prepare
+from conformance.fixed import dtype_cases, variant, variant_cases
+from conformance.harness import POISON, prepare, run_case
 from conformance.inputs import make
+from conformance.sizes import base_bind
 from conformance.test_ops import SPECS, combinations
 from kernels.vulkan.kernel import SPIRV
+from kernels.vulkan.ops import attention
 from kernels.vulkan.repack import REPACKED
 
 # Kernels that only other devices choose: (pattern, subgroup sizes that never do, why).
@@ -41,3 +44,19 @@ def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatc
                  if device.subgroup_size in sizes and fnmatch.fnmatchcase(n, pattern)}  # fmt: skip
     missed = sorted(shipped - chosen - elsewhere)
     assert not missed, f"no case chooses {missed}: add one to fixed.VARIANTS, or remove the kernel"
+
+
+@pytest.mark.parametrize("rows", [2, attention.DECODE_ROWS + 7])
+@pytest.mark.parametrize("window", [0, 77])
+def test_attention_over_a_context_longer_than_a_shaders_loops_may_run(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch, rows: int, window: int
+) -> None:
+    """With the limit lowered, a short context is cut as 100,000 positions are, in decode and in prefill."""
+    device, spec = devices.get("vulkan", guard=GUARD), SPECS["attention"]
+    monkeypatch.setattr(attention, "LOOPS", 150)
+    bind = base_bind(spec) | {"T": rows, "S": 2, "BS": 16, "MB": 24, "HQ": 4, "HK": 2, "D": 64}
+    span = window or 24 * 16
+    assert attention.tiling(rows, 2, 64, span, device.subgroup_size).splits > (1 if window else 3)
+    case = variant(spec, bind, spec.dtypes(), seed=0)
+    for style in ("full", "ragged"):
+        run_case(spec, device, replace(case, attrs={**case.attrs, "window": window}, style=style))

@@ -101,7 +101,7 @@ def test_quantised_text_is_the_same_on_both_devices(models: Models) -> None:
     ids = models.get("cpu", "q8_0").encode(DEFAULT)
     on_cpu, on_vulkan = (generated(models.get(b, "q8_0"), ids, 96) for b in BACKENDS)
     gaps = [lead(models.get(b, "q8_0").logits([*ids, *on_cpu])[len(ids) - 1 : -1]) for b in BACKENDS]
-    stop = int(np.argmax(np.minimum(*gaps) < NEAR))
+    stop = int(np.argmax([*(np.minimum(*gaps) < NEAR), True]))  # the end, where there is no near tie
     assert stop and on_cpu[:stop] == on_vulkan[:stop]
 
 

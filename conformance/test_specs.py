@@ -33,10 +33,8 @@ def test_every_operation_is_declared() -> None:
     assert tuple(OPS) == OPERATIONS
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "decode_rows"])  # it has no axis of a model
 def test_workloads_cover_every_gemma3_size(name: str) -> None:
-    if name == "decode_rows":
-        pytest.skip("has no axis of the model")
     for model in (*(f"gemma3-{m}" for m in GEMMA), "demo"):
         assert any(w.id.startswith(f"{model}.") for w in OPS[name].workload), model
     for w in OPS[name].workload:

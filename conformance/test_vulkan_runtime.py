@@ -1,26 +1,29 @@
 """The Vulkan runtime on a device, with kernels of its own: storing, recording once, re-submission, guards, counters.
 
-Without a Vulkan driver (or, for two, the validation layer) these are skipped, and say so; HYBRID_REQUIRE_VULKAN=1
-turns the skip into a failure.
+Without a Vulkan driver these are skipped, and say so; HYBRID_REQUIRE_VULKAN=1 turns the skip into a failure. Three need
+the validation layer too, and are skipped without it.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from conformance.devices import without_vulkan
 from hybrid.spec.plan import Plan, Step, TensorDecl
 from hybrid.spec.tensor import Tensor
 from kernels.vulkan.api import OutOfDeviceMemory, VulkanError, VulkanUnavailable, vk
 from kernels.vulkan.build import SPIRV as BUILT
 from kernels.vulkan.build import read_manifest
 from kernels.vulkan.device import VulkanDevice, list_devices
+from kernels.vulkan.features import subgroup_fits
 from kernels.vulkan.instance import survey
 from kernels.vulkan.kernel import cache_path
 from kernels.vulkan.recorder import Live, Recorder
@@ -51,9 +54,10 @@ def open_toys(spirv: Path = SPIRV, **options: Any) -> VulkanDevice:
     try:
         return VulkanDevice("auto", spirv=spirv, bindings=BINDINGS, **options)
     except VulkanUnavailable as error:
-        if os.environ.get("HYBRID_REQUIRE_VULKAN", "0") != "0":
-            raise
-        pytest.skip(f"no Vulkan: {error}")
+        if options.pop("validation", None):
+            open_toys(spirv, **options).close()
+            pytest.skip(f"a driver, but no validation layer: {error}")
+        without_vulkan(error)
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +227,33 @@ def test_uploads_and_submits_keep_their_order(device: VulkanDevice) -> None:
         assert (device.read("y").array == value).all()
 
 
+def test_of_two_uploads_that_wait_together_the_later_one_wins() -> None:
+    """They go in one command buffer, where copies to the same bytes have no order unless a barrier gives one: without
+    it the validation layer's check of hazards fails this, even on a driver that keeps order."""
+    with open_toys(validation="sync") as device:
+        prepare(device)
+        piece, out, want = device.tensor("y").parts[0], np.zeros(X.nbytes, np.uint8), np.zeros(X.size, np.float32)
+        device.transfer.upload(piece, out)
+        before = device.counters.copy()
+        for value in range(1, 9):
+            device.transfer.upload(piece.sub(value * 64, 1024), np.full(256, value, np.float32).view(np.uint8))
+            want[value * 16 : value * 16 + 256] = value
+        assert device.counters.minus(before).transfers == 0 and device.transfer.pending
+        device.transfer.download(piece, out)
+        np.testing.assert_array_equal(out.view(np.float32), want)
+        device.check_validation()
+
+
+def test_a_ticket_that_no_submit_gave_is_refused(device: VulkanDevice) -> None:
+    prepare(device)
+    ticket = device.compile(chain({})).submit()
+    with pytest.raises(ValueError, match=f"no such ticket: {ticket + 1000}; the last submit was"):
+        device.wait(ticket + 1000)
+    with pytest.raises(ValueError, match="no such ticket"):
+        device.read("control", ticket=ticket + 1000)
+    device.wait(ticket)
+
+
 def test_profiled_steps_have_names_and_times(device: VulkanDevice) -> None:
     prepare(device)
     program = device.compile(chain({}, {}, {}), profile=True)
@@ -303,8 +334,21 @@ def test_closing_leaves_no_object_and_the_validation_layer_is_silent() -> None:
         assert program.times() and device.read("y").array.shape == X.shape
         device.check_validation()
     device.close()
-    with pytest.raises(VulkanError, match="closed"):
-        program.submit()
+    calls: tuple[Callable[[], Any], ...] = (
+        program.submit,
+        device.check_guards,
+        lambda: device.read("y"),
+        lambda: device.write("x", Tensor.of(X)),
+        lambda: device.store(decl("new")),
+        lambda: device.compile(chain({})),
+        lambda: device.reserve(1),
+        lambda: device.poison(0),
+        lambda: device.kernel("toy.affine"),
+        lambda: device.loading(0).__enter__(),
+    )
+    for call in calls:
+        with pytest.raises(VulkanError, match="closed"):
+            call()
 
 
 def test_every_shipped_module_makes_a_pipeline_or_names_the_feature_it_misses() -> None:
@@ -334,9 +378,20 @@ def test_the_devices_of_this_machine_are_listed_with_their_report() -> None:
     try:
         devices = list_devices()
     except VulkanUnavailable as error:
-        if os.environ.get("HYBRID_REQUIRE_VULKAN", "0") != "0":
-            raise
-        pytest.skip(f"no Vulkan: {error}")
+        without_vulkan(error)
     for (info, report), listed in zip(survey(), devices, strict=True):
         assert info == listed and report.limits.subgroup >= 1 and report.heaps and report.driver
         assert {f.name for f in report.features} >= {"shaderIntegerDotProduct", "timelineSemaphore"}
+
+
+@pytest.mark.parametrize(("size", "fits"), [(4, False), (8, True), (16, True), (32, True), (64, False)])
+def test_subgroups_that_the_kernels_cannot_use_are_refused(device: VulkanDevice, size: int, fits: bool) -> None:
+    """A report as of a device that has this one size."""
+    limits = replace(device.report.limits, subgroup=size, min_subgroup=size, max_subgroup=size)
+    report = replace(device.report, limits=limits)
+    report = replace(report, features=(subgroup_fits(report),))
+    if fits:
+        report.demand("toy")
+    else:
+        with pytest.raises(VulkanUnavailable, match=f"toy .*subgroups of 8, 16 or 32 lanes.*here they have {size}"):
+            report.demand("toy")

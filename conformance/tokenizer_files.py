@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 
+from conformance.gguf_files import finish, sparse
 from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.gemma3 import tensors
 from hybrid.checkpoint.gguf_tokenizer import gguf_tokenizer
@@ -105,22 +105,11 @@ def from_gguf(pieces: Pieces, model: str, padding: int = 0) -> Tokenizer:
 
 def write_gguf(path: Path, hp: HParams, fields: dict[str, Any]) -> Path:
     """A whole model of zeros with these metadata fields beside the required ones."""
-    w = gguf.GGUFWriter(path, "gemma3")
-    w.add_context_length(hp.context_length)
-    w.add_embedding_length(hp.hidden)
-    w.add_block_count(hp.n_layers)
-    w.add_feed_forward_length(hp.ffn)
-    w.add_head_count(hp.n_heads)
-    w.add_head_count_kv(hp.n_kv_heads)
-    w.add_key_length(hp.head_dim)
-    w.add_sliding_window(hp.window)
+    w = sparse(path, hp)
     for key, value in fields.items():
         kinds = {bool: w.add_bool, int: w.add_uint32, str: w.add_string, list: w.add_array}
         kinds[type(value)](key, value)
     for name, shape in tensors(hp).items():
         w.add_tensor(name, np.zeros(shape, np.float32))
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)
     return path

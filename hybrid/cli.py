@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 130 int
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 def run(command: Callable[[], int]) -> int:
     """The command's exit code; errors become `error: ...` on stderr."""
+    _standard_streams()
     try:
         return command()
     except KeyboardInterrupt:
@@ -40,6 +42,17 @@ def run(command: Callable[[], int]) -> int:
             raise
         print(f"error: {describe(e)}", file=sys.stderr)
         return 1
+
+
+def _standard_streams() -> None:
+    """Streams that were closed at the start lead nowhere: else a file opened later would get their number, and what
+    drivers print. A stream that cannot show a character, or reads bytes that are none, is no reason to stop."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the process's life)
+        elif isinstance(stream, io.TextIOWrapper) and name != "stderr":
+            stream.reconfigure(errors="replace")
 
 
 @contextmanager

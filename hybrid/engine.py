@@ -110,12 +110,13 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ sequences
     def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None) -> int:
         """Reserve a slot and the cache for a sequence of at most `length` tokens (default: the context)."""
+        words = Tensor.of((sampling or Sampling()).words())
         slot = self.tables.admit(self.cache.ctx if length is None else length, slot)
         self._settle()
         for group in self.tables.tables:
             if f"block_table.{group}" in self._stored:
                 self.device.write(f"block_table.{group}", Tensor.of(self.tables.row(group, slot)), slot)
-        self.device.write("params", Tensor.of((sampling or Sampling()).words()), slot)
+        self.device.write("params", words, slot)
         self.positions[slot] = 0
         return slot
 
@@ -190,12 +191,16 @@ class Engine:
     def stream(self, slot: int, ids: Sequence[int], most: int) -> Iterator[int]:
         """Prompt one admitted slot and yield up to `most` tokens (fewer where the context ends). The pass after a
         token is submitted before the token is read: dropping the iterator leaves one pass too many, which is harmless.
+        Not on cpu, where submitting is running: the token would come, and be timed, a pass late.
         """
         tickets = [self.submit_prefill({slot: ids})]
         first = self.positions[slot]
         most = min(most, self.cache.ctx - first)
+        ahead = self.target.device != "cpu"
         for n in range(most):
-            if n + 1 < most:
+            if len(tickets) == n:
+                tickets.append(self.submit_decode((slot,)))
+            if ahead and n + 1 < most:
                 tickets.append(self.submit_decode((slot,)))
             yield self.token(slot, first + n, tickets[n])
 
@@ -307,16 +312,20 @@ class Engine:
         for slot, ids in prompts.items():
             if slot not in self.positions:
                 raise ValueError(f"slot {slot} holds no sequence: admit it first")
-            if not len(ids):
-                raise ValueError(f"the prompt of slot {slot} is empty: it needs at least one token")
+            self.check_ids(ids)
             if self.positions[slot] + len(ids) > self.cache.ctx:
                 raise ContextExceeded(
                     f"a prompt of {len(ids)} tokens does not fit in the context of {self.cache.ctx}: "
                     "shorten it or load the model with a larger ctx"
                 )
-            bad = [i for i in ids if not 0 <= i < self.target.hparams.vocab]
-            if bad:
-                raise ValueError(f"token id {bad[0]} is outside the vocabulary of {self.target.hparams.vocab}")
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """ValueError for an empty prompt, or an id that the embedding has no row for."""
+        if not len(ids):
+            raise ValueError("the prompt is empty: it needs at least one token")
+        bad = next((i for i in ids if not 0 <= i < self.target.hparams.vocab), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is outside the vocabulary of {self.target.hparams.vocab}")
 
     def _settle(self) -> None:
         """The host may write io tensors only when no pass reads them."""

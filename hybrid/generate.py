@@ -4,7 +4,6 @@ prompt, a conversation."""
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from pathlib import Path
@@ -86,15 +85,13 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     import hybrid
 
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     path = args.model
     if path is None:
         if not EMBEDDED.is_file():
             raise ValueError(f"the embedded model {EMBEDDED} is not there: name a .gguf file or a Hugging Face directory")
         path = EMBEDDED
+    if args.trace is not None and args.trace.is_dir():
+        raise ValueError(f"--trace {args.trace} is a folder: name a file")
     if args.trace is not None and not args.trace.absolute().parent.is_dir():
         raise ValueError(f"--trace {args.trace}: the folder {args.trace.absolute().parent} does not exist")
     text = args.prompt
@@ -175,7 +172,7 @@ def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
     if stats is None:  # interrupted before the first pass
         return 130
     if args.json:
-        print(json.dumps({"prompt": text, "text": "".join(out), **stats.as_dict()}, ensure_ascii=False))
+        print(json.dumps({"prompt": text, "text": "".join(out), **stats.as_dict()}))
     else:
         print(flush=True)
         print("\n".join([stats.line(), *(stats.details() if args.stats else [])]), file=sys.stderr)

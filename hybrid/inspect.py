@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     report = inspect(args)
-    print(json.dumps(report, ensure_ascii=False) if args.json else text(report, args.tensors))
+    print(json.dumps(report) if args.json else text(report, args.tensors))
     return 0
 
 
@@ -74,6 +74,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.engine import DEFAULT_CTX
     from hybrid.expand import WeightInfo
     from hybrid.footprint import footprint
+    from hybrid.kv import MAX_SLOTS
     from hybrid.reencode import native
     from hybrid.spec.dtypes import DTYPES
 
@@ -88,6 +89,8 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     for row in table:
         by_type[row["type"]] = by_type.get(row["type"], 0) + row["bytes"]
     hp = subject.hparams
+    if not 1 <= args.batch <= MAX_SLOTS:
+        raise ValueError(f"--batch {args.batch} is outside 1..{MAX_SLOTS}, the sequences that run at once")
     context = min(hp.context_length, DEFAULT_CTX) if args.context is None else args.context
     needs = {}
     for backend in ("vulkan", "cpu"):  # they differ where one of them re-encodes a file's type

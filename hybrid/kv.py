@@ -97,7 +97,9 @@ class BlockTables:
         if slot is None:
             slot = next((s for s in range(self.shape.slots) if s not in self._owned), None)
             if slot is None:
-                raise ContextExceeded(f"all {self.shape.slots} slots are in use: free one or load with more slots")
+                raise ContextExceeded(
+                    f"all {self.shape.slots} slots are in use: end or close the generation or session that holds one"
+                )
         if slot in self._owned or not 0 <= slot < self.shape.slots:
             raise ValueError(f"slot {slot} is in use or outside 0..{self.shape.slots - 1}")
         need = -(-length // self.shape.block)

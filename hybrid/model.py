@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -135,11 +135,11 @@ class Model:
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """float32 [len(ids), vocab]: teacher-forced, every row of the file's vocabulary, after soft-cap, unmasked."""
-        return self._engine().logits(ids)
+        return self._engine().logits(_integers(ids))
 
     def hidden_states(self, ids: Sequence[int]) -> np.ndarray:
         """float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
-        return self._engine().hidden_states(ids)
+        return self._engine().hidden_states(_integers(ids))
 
     def generate(
         self,
@@ -161,13 +161,14 @@ class Model:
         shares with the session's last sequence is not run again. Raises at once for wrong arguments.
         """
         engine = self._engine()
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be positive, not {max_tokens}")
-        ids = self.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token")
+        if not isinstance(max_tokens, (int, np.integer)) or max_tokens < 1:
+            raise ValueError(f"max_tokens must be a positive integer, not {max_tokens!r}")
+        ids = self.encode(prompt) if isinstance(prompt, str) else _integers(prompt)
+        engine.check_ids(ids)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         stops = StopFilter([stop] if isinstance(stop, str) else stop or ())
+        if session is not None and not session.of(engine):
+            raise ValueError("this session belongs to another model: use one that this model made")
         if len(ids) >= engine.cache.ctx:
             raise ContextExceeded(
                 f"a prompt of {len(ids)} tokens leaves no room in the context of {engine.cache.ctx}: "
@@ -193,16 +194,17 @@ class Model:
         text = StreamDecoder(self.checkpoint.tokenizer)
         out: list[int] = []
         finish: Finish = "cancelled"
+        self._engine()  # it may have been closed since `generate`
         if session is None:
-            engine.warm_up(len(ids))  # compiling is no part of the speeds
             slot, held = engine.admit(min(len(ids) + most, engine.cache.ctx), sampling), 0
         else:
             slot, held = session.begin(ids, sampling)
-            engine.warm_up(len(ids) - held)
-        begin = time.perf_counter()
-        first = begin
+        running = None if session is None else session.running
+        begin = first = time.perf_counter()
         whole = True
         try:
+            engine.warm_up(len(ids) - held)  # compiling is no part of the speeds
+            begin = first = time.perf_counter()
             for token in engine.stream(slot, ids[held:], most):
                 if not out:
                     first = time.perf_counter()
@@ -213,6 +215,9 @@ class Model:
                 piece = stops.push(text.push(token))
                 if piece:
                     yield piece
+                    self._engine()
+                    if session is not None and session.running is not running:
+                        raise ValueError("the session was closed while this generation ran: it cannot go on")
                 if stops.stopped is not None:
                     finish = "stop"
                     break
@@ -230,12 +235,13 @@ class Model:
             end = time.perf_counter()
             if self._opened is not None:  # closed in the middle: nothing to give back
                 engine.wait()
-                passes = engine.positions[slot] - len(ids)
+                ours = session is None or session.running is running  # else the session was closed
+                passes = engine.positions[slot] - len(ids) if ours else 0
                 if session is None:
                     engine.release(slot)
-                elif whole:
+                elif ours and whole:
                     session.end([*ids, *out])
-                else:
+                elif ours:
                     session.close()
                 self.stats = self._stats(engine, ids, held, out, passes, finish, first - begin, end - begin)
 
@@ -275,6 +281,7 @@ class Model:
         """Free every device object and let go of the files; the model cannot be used afterwards."""
         if self._opened is not None:
             opened, self._opened = self._opened, None
+            self.engine.positions.clear()
             opened.device.close()
             self.checkpoint.close()
 
@@ -288,3 +295,11 @@ class Model:
         if self._opened is None:
             raise ValueError("this model is closed: load it again")
         return self.engine
+
+
+def _integers(ids: Sequence[int]) -> list[int]:
+    """Token ids as Python's integers; ValueError for what is none, such as text."""
+    found: list[Any] = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [None]
+    if not all(isinstance(i, (int, np.integer)) for i in found):
+        raise ValueError("token ids must be integers: encode(text) makes them")
+    return list(map(int, found))

@@ -199,7 +199,7 @@ def _main(args: argparse.Namespace) -> int:
                 measure(model, ids, found, reference)
                 update(len(ids) - 1)
         report = _report(args, model, text, found, time.perf_counter() - begin)
-    print(json.dumps(report) if args.json else "\n".join(_lines(report)))
+    print(json.dumps(_finite(report)) if args.json else "\n".join(_lines(report)))
     return 0
 
 
@@ -233,6 +233,7 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
     from hybrid.cost import precision_of
 
     nats = found.nats
+    perplexity = math.exp(nats.mean) if not nats.mean > 709 else math.inf
     report: dict[str, Any] = {
         "model": str(args.model),
         "text": str(args.text),
@@ -243,8 +244,8 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
         "tokens_left_out": text.left_out,
         "nats_per_token": nats.mean,
         "nats_error": nats.error,
-        "perplexity": math.exp(nats.mean),
-        "perplexity_error": math.exp(nats.mean) * nats.error,
+        "perplexity": perplexity,
+        "perplexity_error": perplexity * nats.error,
         "seconds": seconds,
     }
     if found.divergence.n:
@@ -258,6 +259,13 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
             "top_1_agreement": found.same / d.n,
         }
     return report
+
+
+def _finite(value: Any) -> Any:
+    """For JSON, which has no NaN and no infinity: null stands for them."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

@@ -39,11 +39,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     from hybrid.checkpoint import open_checkpoint
+    from hybrid.kv import MAX_SLOTS
     from hybrid.planner import plan, segments
     from hybrid.spec.schedule import SCHEDULES, load_schedule
 
     if args.rows < 1:
         raise ValueError(f"--rows {args.rows}: a pass has at least one row")
+    if args.phase == "decode" and args.rows > MAX_SLOTS:
+        raise ValueError(f"--rows {args.rows}: a decode pass has at most {MAX_SLOTS} rows, one for each sequence")
+    if args.device.partition(":")[0] not in ("cpu", "vulkan"):
+        raise ValueError(f"--device {args.device}: use cpu or vulkan")
     path = args.file
     if not path.exists() and (SCHEDULES / f"{path}.toml").is_file():
         path = SCHEDULES / f"{path}.toml"
@@ -78,7 +83,9 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
     from hybrid.weights import stored_types
 
     hp = checkpoint.hparams
-    ctx = args.ctx or min(hp.context_length, DEFAULT_CTX)
+    ctx = min(hp.context_length, DEFAULT_CTX) if args.ctx is None else args.ctx
+    if not 1 <= ctx <= hp.context_length:
+        raise ValueError(f"--ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
     slots = args.rows if args.phase == "decode" else 1
     cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(CHUNK, ctx), slots)
     return Target(

@@ -18,10 +18,18 @@ class Session:
         self._slot: int | None = None
         self._ids: list[int] = []
         """Tokens whose keys and values the cache holds."""
+        self.running: object | None = None
+        """Stands for the generation that runs in it and has not ended."""
+
+    def of(self, engine: Engine) -> bool:
+        """Whether this is a session of that engine."""
+        return self._engine is engine
 
     def begin(self, ids: Sequence[int], sampling: Sampling) -> tuple[int, int]:
         """(slot, how many of `ids` it holds already): fewer than all, for the last one's logits are needed."""
         engine = self._engine
+        if self.running is not None:
+            raise ValueError("this session is in use by a generation that has not ended: end or close that one first")
         same = 0
         for mine, wanted in zip(self._ids, ids[:-1], strict=False):
             if mine != wanted:
@@ -35,20 +43,23 @@ class Session:
         else:
             engine.choose_by(self._slot, sampling)
         self._ids = list(ids[:same])
+        self.running = object()
         return self._slot, same
 
     def end(self, ids: Sequence[int]) -> None:
         """After a generation: prompt and chosen tokens, of which the last may not have been run."""
+        self.running = None
         if self._slot is not None:
             self._ids = list(ids[: self._engine.positions[self._slot]])
 
     def close(self) -> None:
-        """Give the slot back. The session may be used again, from nothing."""
-        self._ids = []
+        """Give the slot back. The session may be used again, from nothing; a generation that still ran in it fails."""
+        self._ids, self.running = [], None
         if self._slot is not None:
             slot, self._slot = self._slot, None
-            self._engine.wait()
-            self._engine.release(slot)
+            if slot in self._engine.positions:  # else the model is closed
+                self._engine.wait()
+                self._engine.release(slot)
 
     def __enter__(self) -> Session:
         return self

@@ -9,9 +9,13 @@ class StopFilter:
     """Cuts a stream before the first stop string. `stopped` is the one that was found."""
 
     def __init__(self, stops: Sequence[str]) -> None:
+        stops = tuple(stops)
+        wrong = [s for s in stops if not isinstance(s, str)]
+        if wrong:
+            raise ValueError(f"a stop string must be text, not {wrong[0]!r}")
         if any(not s for s in stops):
             raise ValueError("a stop string is empty: it would stop before the first character")
-        self.stops = tuple(stops)
+        self.stops = stops
         self.stopped: str | None = None
         self._held = ""
 

@@ -117,15 +117,6 @@ def convert(tensor: Tensor, dtype: str) -> Tensor:
     return quantise(dequantise(tensor), dtype)
 
 
-def bytes_by_dtype(infos: Mapping[str, WeightInfo]) -> dict[str, int]:
-    """Bytes of matrices by storage type, largest first: what a model's weights are."""
-    sizes: dict[str, int] = {}
-    for info in infos.values():
-        if len(info.shape) == 2:
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + DTYPES[info.dtype].nbytes(info.shape)
-    return dict(sorted(sizes.items(), key=lambda kv: -kv[1]))
-
-
 class _Bar:
     """tqdm, but only for loads that take longer than a second."""
 

@@ -17,10 +17,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from conformance.cases import Case
-from conformance.harness import run_case
+from conformance.harness import control_of, declared, plan_of, run_case, step_of
 from conformance.inputs import make
 from hybrid.cli import Parser, run
 from hybrid.devices import open_first
@@ -28,9 +28,8 @@ from hybrid.spec import OpSpec, load_op
 from hybrid.spec.device import Device
 from hybrid.spec.devicesheet import DeviceSheet, sheet_for
 from hybrid.spec.fields import Workload
-from hybrid.spec.plan import CONTROL, CONTROL_WORDS, Extent, Plan, Step, TensorDecl
+from hybrid.spec.plan import Plan
 from hybrid.spec.schedule import find_schedule
-from hybrid.spec.tensor import Tensor
 
 MAX_COPIES = 64
 
@@ -76,29 +75,26 @@ def case_of(spec: OpSpec, workload: Workload) -> Case:
     return Case(spec.name, bind, dict(spec.dtypes(workload.dtypes)), attrs, bind.get("T", 1), bind.get("O", 1), style=style)
 
 
-def plan_of(spec: OpSpec, case: Case, device: Device, footprint: int) -> tuple[Plan, int]:
+def repeated(spec: OpSpec, case: Case, device: Device, footprint: int) -> tuple[Plan, int]:
     """The step repeated over copies of its large tensors; everything stored on the device and filled."""
     values = make(spec, case)
     own = [n for n in spec.tensors if spec.tensors[n].role in ("weight", "cache")]
-    large = sum(TensorDecl(n, case.dtypes[n], spec.shape(n, case.bind), "weight").nbytes for n in own)
+    large = sum(declared(spec, case, n).nbytes for n in own)
     copies = max(1, min(MAX_COPIES, -(-footprint // large))) if large else 1
-    control = Tensor.empty("u32", (CONTROL_WORDS,))
-    control.array[CONTROL["rows"]], control.array[CONTROL["outs"]] = case.rows, case.outs
-    if "positions" in values:
-        control.array[CONTROL["context"]] = int(values["positions"].array.max()) + 1
-    decls = {"control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io")}
-    device.store(decls["control"], control)
+    control, words = control_of(case, values)
+    decls = {"control": control}
+    device.store(control, words)
     steps = []
-    extent: Extent = "outs" if spec.token_axis and spec.axes[spec.token_axis].role == "outs" else "rows"
     for i in range(copies):
         args = {n: f"{n}.{i}" if n in own else n for n in spec.tensors}
         for name, stored in args.items():
             if stored not in decls:
-                kind = "weight" if spec.tensors[name].role == "weight" else "state"
-                decls[stored] = TensorDecl(stored, case.dtypes[name], spec.shape(name, case.bind), kind)  # type: ignore[arg-type]
+                decl = replace(declared(spec, case, name), name=stored)
+                # as inside a model: activations lie in the device's own memory, not where the host writes
+                decls[stored] = replace(decl, kind="state") if decl.kind == "io" else decl
                 device.store(decls[stored], values.get(name))
-        steps.append(Step(spec.name, f"{spec.name}.{i}", dict(case.bind), args, dict(case.attrs), device.name, extent))
-    return Plan(spec.name, case.bind.get("T", 1), case.bind.get("O", 1), tuple(steps), decls), copies
+        steps.append(step_of(spec, case, f"{spec.name}.{i}", args, device.name))
+    return plan_of(case, tuple(steps), decls), copies
 
 
 def measure(device: Device, plan: Plan, copies: int, seconds: float) -> float:
@@ -133,7 +129,7 @@ def time_op(spec: OpSpec, workload: Workload, device: Device, footprint: int, se
     case = case_of(spec, workload)
     run_case(spec, device, case)
     device.reset()  # type: ignore[attr-defined]
-    plan, copies = plan_of(spec, case, device, footprint)
+    plan, copies = repeated(spec, case, device, footprint)
     spent = measure(device, plan, copies, seconds)
     nbytes, flops = spec.nbytes(case.bind, case.dtypes, case.attrs), spec.flops(case.bind, case.attrs)
     floor = ceiling(sheet_for(device.name), nbytes, flops, dict(case.dtypes))

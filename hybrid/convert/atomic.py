@@ -37,23 +37,39 @@ def atomic_files(targets: Sequence[Path], force: bool) -> Iterator[list[Path]]:
     check_free(targets, force)
     parts = [part_name(t) for t in targets]
     try:
-        yield parts
+        with _named(targets[0]):
+            yield parts
         for part in parts:
             sync(part)
         check_free(targets, force)
-        renamed: list[Path] = []
-        try:
-            for part, target in reversed(list(zip(parts, targets, strict=True))):
-                os.replace(part, target)
-                renamed.append(target)
-        except BaseException:
-            for target in renamed:
-                target.unlink(missing_ok=True)
-            raise
+        _replace(list(reversed(list(zip(parts, targets, strict=True)))))
     finally:
         for part in parts:
             part.unlink(missing_ok=True)
     sync(targets[0].absolute().parent)
+
+
+def _replace(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """Rename every (part, target); when one fails, the targets are again what they were."""
+    done: list[tuple[Path, Path | None]] = []
+    try:
+        for part, target in pairs:
+            kept = None
+            if len(pairs) > 1 and target.exists():  # a single rename is atomic by itself
+                kept = target.with_name(f".{target.name}.{os.getpid()}.old.part")
+                os.replace(target, kept)
+            done.append((target, kept))
+            os.replace(part, target)
+    except BaseException:
+        for target, kept in done:
+            if kept is not None:
+                os.replace(kept, target)
+            elif len(pairs) > 1:
+                target.unlink(missing_ok=True)
+        raise
+    for _, kept in done:
+        if kept is not None:
+            kept.unlink()
 
 
 @contextmanager
@@ -64,7 +80,8 @@ def atomic_folder(target: Path, force: bool) -> Iterator[Path]:
     part = part_name(target)
     try:
         part.mkdir()
-        yield part
+        with _named(target):
+            yield part
         for file in part.iterdir():
             sync(file)
         check_folder(target, force)
@@ -76,6 +93,17 @@ def atomic_folder(target: Path, force: bool) -> Iterator[Path]:
         if part.exists():
             shutil.rmtree(part)
     sync(target.absolute().parent)
+
+
+@contextmanager
+def _named(target: Path) -> Iterator[None]:
+    """Errors of writing, such as a full disk, say what was being written."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.strerror:
+            error.filename = str(target)
+        raise
 
 
 def check_folder(target: Path, force: bool) -> None:

@@ -49,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         sys.stderr.close()
         return 0
+    except OSError as e:  # standard output on a full disk, say
+        print(f"error: {e.filename or 'standard output'}: {e.strerror}", file=sys.stderr)
+        return 1
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -179,9 +179,13 @@ def query(physical: Any) -> Report:
     heaps = tuple((memory.memoryHeaps[i].size, bool(memory.memoryHeaps[i].flags & vk.VK_MEMORY_HEAP_DEVICE_LOCAL_BIT))
                   for i in range(memory.memoryHeapCount))
     report = Report(tuple(present), offered, limits, driver, uuid, heaps)
+    return replace(report, features=(*report.features, subgroup_fits(report)))
+
+
+def subgroup_fits(report: Report) -> Feature:
+    """Is the subgroup size that would be used one that the kernels are right for?"""
     size = choose_subgroup(report)
-    fits = Feature("subgroups of 8, 16 or 32 lanes", size in SUBGROUPS, True, f"every kernel; here they have {size}")
-    return replace(report, features=(*report.features, fits))
+    return Feature("subgroups of 8, 16 or 32 lanes", size in SUBGROUPS, True, f"every kernel; here they have {size}")
 
 
 # Extension, its feature -> the first validation layer that knows it: an older one refuses the device's creation.

@@ -198,6 +198,7 @@ class Storage(ABC):
 
     def check_guards(self) -> list[str]:
         """Names of the tensors around which a guard byte has changed; waits for everything submitted."""
+        self.check_open()
         self.wait()
         damaged = []
         for name, pieces in self._guards.items():
