@@ -168,7 +168,7 @@ class Model:
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         stops = StopFilter([stop] if isinstance(stop, str) else stop or ())
         if session is not None and not session.of(engine):
-            raise ValueError("this session belongs to another model: use one that this model made")
+            raise ValueError("the session belongs to another model: use one that this model made")
         if len(ids) >= engine.cache.ctx:
             raise ContextExceeded(
                 f"a prompt of {len(ids)} tokens leaves no room in the context of {engine.cache.ctx}: "

@@ -29,7 +29,7 @@ class Session:
         """(slot, how many of `ids` it holds already): fewer than all, for the last one's logits are needed."""
         engine = self._engine
         if self.running is not None:
-            raise ValueError("this session is in use by a generation that has not ended: end or close that one first")
+            raise ValueError("the session is in use by a generation that has not ended: end or close that one first")
         same = 0
         for mine, wanted in zip(self._ids, ids[:-1], strict=False):
             if mine != wanted:
