@@ -29,8 +29,8 @@ check: $(VENV)/.ready-test ## specs valid, generated docs and SPIR-V up to date
 	$(PY) -m kernels.vulkan.build --check
 
 conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole models; saboteurs
-	OPENBLAS_NUM_THREADS=1 HYBRID_REQUIRE_VULKAN=$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1) \
-	HYBRID_VULKAN_VALIDATION=$$(cat $(VENV)/.validation) \
+	OPENBLAS_NUM_THREADS=1 HYBRID_REQUIRE_VULKAN=$${HYBRID_REQUIRE_VULKAN:-$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1)} \
+	HYBRID_VULKAN_VALIDATION=$${HYBRID_VULKAN_VALIDATION:-$$(cat $(VENV)/.validation)} \
 	$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 docs: $(VENV)/.ready ## renew the generated pages
