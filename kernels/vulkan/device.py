@@ -26,6 +26,7 @@ from kernels.vulkan.store import Storage
 from kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes, rows_of, split_rows
 from kernels.vulkan.timeline import Queue, default_timeout
 from kernels.vulkan.transfer import CHUNK_BYTES, Transfer
+from kernels.vulkan.tuning import Tuning, device_class, traits
 
 __all__ = ["DeviceInfo", "VulkanDevice", "VulkanUnavailable", "list_devices", "open_device"]
 
@@ -67,6 +68,7 @@ class VulkanDevice(Storage):
         self.max_range = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation,
                              max_range or sys.maxsize)
         self.max_groups, self.max_threads = limits.groups, q.max_threads
+        self.tuning = Tuning(device_class(traits(self.report, self.subgroup_size)))
         self._bindings = bindings
         self.programs: set[Program] = set()
         self._arena: Slice | None = None

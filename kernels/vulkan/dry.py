@@ -1,27 +1,31 @@
-"""A plan recorded on no device: how many dispatches and barriers each step takes. Needs the manifest, no driver."""
+"""A plan recorded on no device: how many dispatches and barriers each step takes, and what it asks the tuning table.
+Needs the manifest, no driver."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hybrid.spec.plan import Plan, TensorDecl
 from kernels.vulkan.kernel import SPIRV, Kernel
 from kernels.vulkan.memory import Buffer, Slice
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes
+from kernels.vulkan.tuning import Asked, Tuning
 
 
 class DryDevice:
     """What bindings ask of a device, answered from the manifest and given limits."""
 
-    def __init__(self, subgroup_size: int = 32, max_range: int = 2**32 - 1) -> None:
+    def __init__(self, subgroup_size: int = 32, max_range: int = 2**32 - 1,
+                 features: Callable[[str], bool] = lambda feature: False) -> None:
         self.subgroup_size, self.max_range, self.max_threads = subgroup_size, max_range, 1024
+        self.has = features  # optional ones only choose between kernels
         self.max_groups = (2**31 - 1, 65535, 65535)
+        self.tuning = Tuning()
         self._manifest = json.loads((SPIRV / "manifest.json").read_text())
-
-    def has(self, feature: str) -> bool:
-        return False  # optional features only choose between kernels
 
     def kernel(self, name: str, **constants: int) -> Kernel:
         entry = self._manifest[name]
@@ -38,19 +42,31 @@ class Count:
 
 def count(plan: Plan, subgroup_size: int = 32, max_range: int = 2**32 - 1) -> Count:
     """Record a plan and count. The subgroup size matters little, the range where weights are split."""
-    from kernels.vulkan.ops import BINDINGS
-
-    tensors = {name: _tensor(decl, max_range) for name, decl in plan.tensors.items()}
-    recorder = Recorder(DryDevice(subgroup_size, max_range), tensors["control"].parts[0])
-    for index, step in enumerate(plan.steps):
-        recorder.begin_step(index)
-        BINDINGS[step.op](recorder, step, {arg: tensors[name] for arg, name in step.args.items()})
-    recording = recorder.finish()
+    recording = _record(plan, DryDevice(subgroup_size, max_range)).finish()
     counts = Count(dict.fromkeys((s.name for s in plan.steps), 0), dict.fromkeys((s.name for s in plan.steps), 0))
     for dispatch, barrier in zip(recording.dispatches, recording.barriers, strict=True):
         counts.dispatches[plan.steps[dispatch.step].name] += 1
         counts.barriers[plan.steps[dispatch.step].name] += barrier is not None
     return counts
+
+
+def asked(plan: Plan, device: Any) -> list[Asked]:
+    """What compiling the plan on this Vulkan device would ask of a tuning table."""
+    dry = DryDevice(device.subgroup_size, device.max_range, device.has)
+    with dry.tuning.watched() as questions:
+        _record(plan, dry)
+    return questions
+
+
+def _record(plan: Plan, device: DryDevice) -> Recorder:
+    from kernels.vulkan.ops import BINDINGS
+
+    tensors = {name: _tensor(decl, device.max_range) for name, decl in plan.tensors.items()}
+    recorder = Recorder(device, tensors["control"].parts[0])
+    for index, step in enumerate(plan.steps):
+        recorder.begin_step(index)
+        BINDINGS[step.op](recorder, step, {arg: tensors[name] for arg, name in step.args.items()})
+    return recorder
 
 
 def _tensor(decl: TensorDecl, max_range: int) -> DeviceTensor:

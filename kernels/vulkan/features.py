@@ -48,6 +48,9 @@ _SHORT = {"cooperative_matrix": "VK_KHR_cooperative_matrix", "memory_budget": "V
           "pipeline_executable_properties": "VK_KHR_pipeline_executable_properties",
           "calibrated_timestamps": "VK_EXT_calibrated_timestamps"}
 _SUBGROUP_OPS = {"BASIC": 1, "VOTE": 2, "ARITHMETIC": 4, "BALLOT": 8, "SHUFFLE": 16}
+VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel", 0x13B5: "arm", 0x5143: "qualcomm", 0x106B: "apple", 0x10005: "mesa"}
+DRIVERS = {1: "amdpro", 2: "amdvlk", 3: "radv", 4: "nvidia", 5: "intel", 6: "anv", 13: "llvmpipe", 14: "moltenvk", 18: "turnip",
+           23: "nvk", 26: "honeykrisp"}  # fmt: skip
 # SPIR-V capability -> the feature that allows it (capabilities that Vulkan 1.3 always has are left out)
 CAPABILITIES = {9: "shaderFloat16", 39: "shaderInt8", 22: "shaderInt16", 11: "shaderInt64",
                 4433: "storageBuffer16BitAccess", 4434: "uniformAndStorageBuffer16BitAccess",
@@ -100,6 +103,10 @@ class Report:
     uuid: str
     heaps: tuple[tuple[int, bool], ...]
     """(bytes, is device-local) of each memory heap."""
+    vendor: str = ""
+    """Maker of the device, by its PCI or Khronos number: a name of VENDORS, else the number in hexadecimal."""
+    driver_id: str = ""
+    """Kind of driver: a name of DRIVERS, else VkDriverId's number."""
 
     @property
     def missing(self) -> tuple[Feature, ...]:
@@ -178,7 +185,9 @@ def query(physical: Any) -> Report:
     memory = vk.vkGetPhysicalDeviceMemoryProperties(physical)
     heaps = tuple((memory.memoryHeaps[i].size, bool(memory.memoryHeaps[i].flags & vk.VK_MEMORY_HEAP_DEVICE_LOCAL_BIT))
                   for i in range(memory.memoryHeapCount))
-    report = Report(tuple(present), offered, limits, driver, uuid, heaps)
+    vendor, kind = p2.properties.vendorID, int(p12.driverID)
+    report = Report(tuple(present), offered, limits, driver, uuid, heaps, VENDORS.get(vendor, hex(vendor)),
+                    DRIVERS.get(kind, str(kind)))
     return replace(report, features=(*report.features, subgroup_fits(report)))
 
 

@@ -22,7 +22,8 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     if not 0 < valid <= vocab:
         raise VulkanError(f"step {step.name}: valid must be 1..{vocab} (the rows of the vocabulary), not {valid}")
     subgroup = rec.device.subgroup_size
-    threads = 1024 if vocab > SMALL_VOCAB and rec.device.max_threads >= 1024 else 256
+    threads = 1024 if vocab > SMALL_VOCAB else rec.device.tuning.choose("sample", {"threads": 256}, vocab=vocab)["threads"]
+    threads = min(threads, 1024 if rec.device.max_threads >= 1024 else 256)
     kernel = rec.kernel(f"sample.{threads}", SUBGROUP=subgroup)
     slots, context = t["history"].shape
     push = struct.pack("<6I", outs, t["slots"].shape[0], slots, vocab, valid, context)

@@ -1,0 +1,29 @@
+"""Cases of an operation in which a family of the tuning tables is asked for: what proves its candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from conformance.cases import Case
+from conformance.harness import control_of, declared, plan_of, step_of
+from hybrid.spec import OpSpec
+from hybrid.spec.plan import Plan
+from kernels.vulkan.dry import asked
+from kernels.vulkan.tuning import Value
+
+
+def plan_for(spec: OpSpec, case: Case) -> Plan:
+    """The case's step alone, on no device."""
+    decls = {n: declared(spec, case, n) for n in spec.tensors}
+    decls["control"], _ = control_of(case, {})
+    return plan_of(case, (step_of(spec, case, spec.name, {n: n for n in spec.tensors}, "vulkan"),), decls)
+
+
+def facts_of(family: str, spec: OpSpec, device: Any, case: Case) -> list[Mapping[str, Value]]:
+    """The facts with which the case's step asks for the family on this Vulkan device; empty: it does not."""
+    return [a.facts for a in asked(plan_for(spec, case), device) if a.family == family]
+
+
+def asking(family: str, spec: OpSpec, device: Any, cases: Iterable[Case]) -> list[Case]:
+    return [c for c in cases if facts_of(family, spec, device, c)]

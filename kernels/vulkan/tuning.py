@@ -1,0 +1,250 @@
+"""Which tile, split or variant a kernel family takes on this device: small committed tables, one per device class.
+
+    rec.device.tuning.choose("linear.gemv", {"ROWS": 4, "SPLIT": 1}, w="q4_0", x="q8_act", rows=1, n=n, k=k) -> dict
+
+`tuning/space.toml` declares each family: the facts it is chosen by and the values that each of its numbers may take, all
+of which conformance runs. `tuning/CLASS.toml` holds what `python -m perf.tune` found: the first entry of the family
+whose `when` holds for the facts gives its `use`, merged over the binding's default. A device of no known class gets
+`default.toml`. Nothing here is a promise of speed: a wrong entry is slow, never wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from hybrid.spec.errors import FieldError, SpecError, nearest
+from hybrid.spec.load import Model, load_toml, shown_path
+from kernels.vulkan.features import Report
+
+TABLES = Path(__file__).resolve().parent / "tuning"
+SPACE, DEFAULT = "space", "default"
+Value = bool | int | str
+Condition = Value | tuple[Value, ...]
+_BOUND = re.compile(r"(>=|<=|>|<)\s*(\d+)")
+_SPAN = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
+
+
+def holds(condition: Condition, value: Value) -> bool:
+    """Equality; a list holds where one of it does; ">=N", ">N", "<=N", "<N" and "A..B" (both included) bound a number."""
+    if isinstance(condition, tuple):
+        return any(holds(c, value) for c in condition)
+    if isinstance(condition, str) and isinstance(value, int):
+        if bound := _BOUND.fullmatch(condition):
+            n = int(bound[2])
+            return {">=": value >= n, ">": value > n, "<=": value <= n, "<": value < n}[bound[1]]
+        if span := _SPAN.fullmatch(condition):
+            return int(span[1]) <= value <= int(span[2])
+    return type(condition) is type(value) and condition == value
+
+
+class Family(Model):
+    """One family of kernels: what its choice may depend on, and what may be chosen."""
+
+    name: str
+    summary: str
+    op: str
+    """The operation whose workloads the sweep times, and whose cases prove each candidate."""
+    facts: tuple[str, ...] = Field(min_length=1)
+    candidates: dict[str, tuple[Value, ...]] = Field(min_length=1)
+
+    @field_validator("candidates")
+    @classmethod
+    def _validate_candidates(cls, value: dict[str, tuple[Value, ...]]) -> dict[str, tuple[Value, ...]]:
+        for key, values in value.items():
+            if len(set(values)) != len(values) or not values:
+                raise FieldError(key, "must list different values, at least one")
+        return value
+
+    def check(self, use: Mapping[str, Value]) -> None:
+        """FieldError for a number that the family does not have, or a value that is no candidate of it."""
+        for key, value in use.items():
+            if key not in self.candidates:
+                raise FieldError(key, f"{self.name} has no such number{nearest(key, self.candidates)}")
+            if not any(type(c) is type(value) and c == value for c in self.candidates[key]):
+                known = ", ".join(map(str, self.candidates[key]))
+                raise FieldError(key, f"{value!r} is no candidate of {self.name}: {known} ({SPACE}.toml)")
+
+
+class Space(Model):
+    """tuning/space.toml."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    family: tuple[Family, ...] = ()
+
+    @model_validator(mode="after")
+    def _validate_names(self) -> Space:
+        names = [f.name for f in self.family]
+        twice = next((n for n in names if names.count(n) > 1), None)
+        if twice:
+            raise FieldError("family", f"{twice} is declared twice")
+        return self
+
+    def named(self, name: str) -> Family:
+        """SpecError with the nearest name where there is none."""
+        found = next((f for f in self.family if f.name == name), None)
+        if found is None:
+            hint = nearest(name, [f.name for f in self.family])
+            raise SpecError(f"{shown_path(TABLES / (SPACE + '.toml'))}: family: there is no {name!r}{hint}")
+        return found
+
+
+class Match(Model):
+    """What a class of devices has in common; what is not written does not matter."""
+
+    vendor: str | None = None
+    driver: str | None = None
+    subgroup: int | None = None
+    cooperative_matrix: bool | None = None
+
+    def holds(self, device: Mapping[str, Value]) -> bool:
+        return all(device[key] == value for key, value in self.written.items())
+
+    @property
+    def written(self) -> dict[str, Value]:
+        return self.model_dump(exclude_none=True)
+
+
+class Measured(Model):
+    """Where a table's figures come from."""
+
+    device: str
+    driver: str
+    commit: str
+    command: str
+
+
+class Entry(Model):
+    """Where `when` holds for the facts, the family takes `use`."""
+
+    name: str
+    when: dict[str, Condition] = Field(default_factory=dict)
+    use: dict[str, Value] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _validate_declared(self, info: ValidationInfo) -> Entry:
+        try:
+            family = space().named(self.name)
+        except SpecError:
+            raise FieldError("name", f"no family {self.name!r}{nearest(self.name, [f.name for f in space().family])}") from None
+        for key in self.when:
+            if key not in family.facts:
+                raise FieldError(f"when.{key}", f"{self.name} is not chosen by it{nearest(key, family.facts)}")
+        try:
+            family.check(self.use)
+        except FieldError as error:
+            raise FieldError(f"use.{error.key}", error.message) from None
+        return self
+
+
+class Table(Model):
+    """One file tuning/CLASS.toml."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    match: Match
+    measured: Measured | None = None
+    family: tuple[Entry, ...] = ()
+
+
+@lru_cache(maxsize=1)
+def space() -> Space:
+    return load_toml(TABLES / f"{SPACE}.toml", Space)
+
+
+@lru_cache(maxsize=1)
+def tables() -> dict[str, Table]:
+    """Every table by class. SpecError names file and field of a wrong one, and two that match the same devices."""
+    found = {p.stem: load_toml(p, Table) for p in sorted(TABLES.glob("*.toml")) if p.stem != SPACE}
+    seen: dict[tuple[tuple[str, Value], ...], str] = {}
+    for name, table in found.items():
+        key = tuple(table.match.written.items())
+        if (not key) != (name == DEFAULT):
+            raise SpecError(f"{shown_path(TABLES / (name + '.toml'))}: match: only {DEFAULT}.toml matches every device")
+        if key in seen:
+            raise SpecError(f"{shown_path(TABLES / (name + '.toml'))}: match: the same as {seen[key]}.toml's")
+        seen[key] = name
+    return found
+
+
+def traits(report: Report, subgroup: int) -> dict[str, Value]:
+    """What a device's class is told by."""
+    return {"vendor": report.vendor, "driver": report.driver_id, "subgroup": subgroup,
+            "cooperative_matrix": report.has("cooperative_matrix")}  # fmt: skip
+
+
+def device_class(device: Mapping[str, Value]) -> str:
+    """The class with the most traits that are all this device's; `default` where none is."""
+    fitting = [name for name, table in tables().items() if table.match.holds(device)]
+    return max(fitting, key=lambda name: len(tables()[name].match.written))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question of a binding, and the answer."""
+
+    family: str
+    facts: Mapping[str, Value]
+    use: Mapping[str, Value]
+
+
+class Tuning:
+    """One device's table, as bindings ask it (`rec.device.tuning`)."""
+
+    def __init__(self, name: str = DEFAULT) -> None:
+        if name not in tables():
+            raise SpecError(f"no tuning table {name!r}{nearest(name, tables())}")
+        self.name, self.table = name, tables()[name]
+        self._forced: dict[str, Mapping[str, Value]] = {}
+        self._asked: list[Asked] | None = None
+
+    def choose(self, family: str, default: Mapping[str, Any], **facts: Value) -> dict[str, Any]:
+        """`default` with what the table says over it. SpecError for a family, fact or default that space.toml does not
+        declare: what may be chosen must be known to conformance."""
+        declared = space().named(family)
+        file = shown_path(TABLES / f"{SPACE}.toml")
+        if set(facts) != set(declared.facts):
+            raise SpecError(f"{file}: {family}: facts: {', '.join(declared.facts)}, but its binding gives {', '.join(facts)}")
+        if set(default) != set(declared.candidates):
+            raise SpecError(f"{file}: {family}: candidates: {', '.join(declared.candidates)}, but its binding's default has "
+                            f"{', '.join(default)}")  # fmt: skip
+        try:
+            declared.check(default)
+        except FieldError as error:
+            raise SpecError(f"{file}: {family}: candidates.{error.key}: the binding's default {error.message}") from None
+        use = {**default, **self._found(family, facts), **self._forced.get(family, {})}
+        if self._asked is not None:
+            self._asked.append(Asked(family, facts, use))
+        return use
+
+    def _found(self, family: str, facts: Mapping[str, Value]) -> Mapping[str, Value]:
+        for entry in self.table.family:
+            if entry.name == family and all(holds(c, facts[key]) for key, c in entry.when.items()):
+                return entry.use
+        return {}
+
+    @contextmanager
+    def forced(self, family: str, use: Mapping[str, Value]) -> Iterator[None]:
+        """Plans compiled inside take `use` whatever the table says: for sweeps and proofs."""
+        space().named(family).check(use)
+        before = self._forced
+        self._forced = {**before, family: use}
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Asked]]:
+        """Collects what is asked while plans are compiled inside."""
+        before, self._asked = self._asked, []
+        try:
+            yield self._asked
+        finally:
+            self._asked = before
