@@ -87,7 +87,7 @@ def _vulkan() -> Iterator[Finding]:
         if not devices:
             yield Finding("vulkan", "driver", "missing", "a loader, but no device answers", INSTALL)
         for info in devices:
-            yield _device(info, query(info.handle), _heaps(info.handle))
+            yield _device(info, query(instance.handle, info.handle), _heaps(info.handle))
         if devices and all(d.kind == "cpu" for d in devices):
             yield Finding(
                 "vulkan",
@@ -103,6 +103,7 @@ def _vulkan() -> Iterator[Finding]:
 
 def _device(info: Any, report: Any, heaps: list[dict[str, Any]]) -> Finding:
     from hybrid.spec.devicesheet import sheet_for
+    from kernels.vulkan.features import F16_MATRIX
 
     sheet = sheet_for(info.label)
     peak = sheet.peak.bandwidth_gb_s if sheet else None
@@ -113,13 +114,16 @@ def _device(info: Any, report: Any, heaps: list[dict[str, Any]]) -> Finding:
         "features": [asdict(f) for f in report.features],
         "extensions": [asdict(f) for f in report.extensions],
         "limits": asdict(report.limits),
+        "matrices": [asdict(m) for m in report.matrices],
         "heaps": heaps,
         "peak_gb_s": peak.value if peak else None,
     }
     limits = report.limits
+    f16 = report.has("f16_matrices")
+    units = f"{F16_MATRIX}{', used for prefill' if f16 else ': no'}; {len(report.matrices)} shapes" if report.matrices else "no"
     detail = (
         f"{info.kind}, {report.driver}; memory {memory}; subgroup {limits.subgroup}; storage buffers up to "
-        f"{limits.max_storage_range / 2**20:.0f} MiB; matrix units {'yes' if report.has('cooperative_matrix') else 'no'}"
+        f"{limits.max_storage_range / 2**20:.0f} MiB; matrix units {units}"
         + (f"; peak {peak.value:g} GB/s ({peak.provenance})" if peak else "; peak not known to any device sheet")
     )
     missing = ", ".join(f.name for f in report.missing)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kernels.vulkan.api import VulkanUnavailable, ffi, lib, vk
+from kernels.vulkan.api import VulkanUnavailable, check, ffi, lib, vk
 
 API = (1, 3)
 WANTED_SUBGROUP = 32
@@ -93,6 +93,25 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class MatrixShape:
+    """One product that a subgroup's matrix unit does: [m, k] of type a times [k, n] of type b plus [m, n] of type c."""
+
+    m: int
+    n: int
+    k: int
+    a: str
+    b: str
+    c: str
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k} {self.a} {self.b} {self.c}"
+
+
+F16_MATRIX = MatrixShape(16, 16, 16, "f16", "f16", "f32")
+_COMPONENTS = {0: "f16", 1: "f32", 2: "f64", 3: "i8", 4: "i16", 5: "i32", 6: "i64", 7: "u8", 8: "u16", 9: "u32", 10: "u64"}
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All that was asked of one physical device."""
 
@@ -107,6 +126,8 @@ class Report:
     """Maker of the device, by its PCI or Khronos number: a name of VENDORS, else the number in hexadecimal."""
     driver_id: str = ""
     """Kind of driver: a name of DRIVERS, else VkDriverId's number."""
+    matrices: tuple[MatrixShape, ...] = ()
+    """Cooperative matrices of subgroup scope; empty where the feature is missing or off."""
 
     @property
     def missing(self) -> tuple[Feature, ...]:
@@ -116,7 +137,9 @@ class Report:
         """Is a feature or an extension (`cooperative_matrix`, or its full name) present and switched on?"""
         known = {f.name: f.present for f in (*self.features, *self.extensions)}
         if name == "cooperative_matrix":
-            return known["cooperativeMatrix"] and known["VK_KHR_cooperative_matrix"] and known["vulkanMemoryModel"]
+            return all(known[n] for n in ("cooperativeMatrix", "VK_KHR_cooperative_matrix", "vulkanMemoryModel"))
+        if name == "f16_matrices":  # what the kernels multiply with
+            return self.has("cooperative_matrix") and F16_MATRIX in self.matrices
         key = _SHORT.get(name, name)
         if key not in known:
             raise KeyError(f"no Vulkan feature {name!r} is ever asked about; known: {', '.join([*_SHORT, *known])}")
@@ -148,8 +171,28 @@ def device_extensions(physical: Any) -> set[str]:
     return {e.extensionName for e in vk.vkEnumerateDeviceExtensionProperties(physical, None)}
 
 
-def query(physical: Any) -> Report:
-    """Ask a physical device (VkPhysicalDevice) for everything above."""
+def matrix_shapes(instance: Any, physical: Any) -> tuple[MatrixShape, ...]:
+    """The cooperative matrices of a device whose extension is there, of subgroup scope and types that are named here."""
+    name = "vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR"
+    found = lib.vkGetInstanceProcAddr(instance, name.encode())
+    if not found:  # a loader that is older than the driver may not pass it on
+        return ()
+    ask, count = ffi.cast(f"PFN_{name}", found), ffi.new("uint32_t *")
+    check(ask(physical, count, ffi.NULL), "counting cooperative matrices")
+    shapes = ffi.new("VkCooperativeMatrixPropertiesKHR[]", count[0])
+    for shape in shapes:
+        shape.sType = vk.VK_STRUCTURE_TYPE_COOPERATIVE_MATRIX_PROPERTIES_KHR
+    check(ask(physical, count, shapes), "listing cooperative matrices")
+    return tuple(
+        MatrixShape(s.MSize, s.NSize, s.KSize, *(_COMPONENTS[t] for t in (s.AType, s.BType, s.CType)))
+        for s in shapes[0 : count[0]]
+        if s.scope == vk.VK_SCOPE_SUBGROUP_KHR and s.CType == s.ResultType and not s.saturatingAccumulation
+        and {s.AType, s.BType, s.CType} <= _COMPONENTS.keys()
+    )
+
+
+def query(instance: Any, physical: Any) -> Report:
+    """Ask a physical device (VkPhysicalDevice of a VkInstance) for everything above."""
     extensions = device_extensions(physical)
     chain = _feature_chain(extensions)
     lib.vkGetPhysicalDeviceFeatures2(physical, ffi.addressof(chain["all"]))
@@ -188,6 +231,8 @@ def query(physical: Any) -> Report:
     vendor, kind = p2.properties.vendorID, int(p12.driverID)
     report = Report(tuple(present), offered, limits, driver, uuid, heaps, VENDORS.get(vendor, hex(vendor)),
                     DRIVERS.get(kind, str(kind)))
+    if report.has("cooperative_matrix"):
+        report = replace(report, matrices=matrix_shapes(instance, physical))
     return replace(report, features=(*report.features, subgroup_fits(report)))
 
 
@@ -208,7 +253,8 @@ def known_to_layer(report: Report, version: int) -> Report:
     def cut(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
         return tuple(replace(f, present=f.present and f.name not in new) for f in features)
 
-    return replace(report, features=cut(report.features), extensions=cut(report.extensions))
+    kept = replace(report, features=cut(report.features), extensions=cut(report.extensions))
+    return kept if kept.has("cooperative_matrix") else replace(kept, matrices=())
 
 
 def enabled_chain(report: Report) -> tuple[Any, list[str], Any]:

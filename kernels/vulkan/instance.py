@@ -156,6 +156,6 @@ def survey() -> list[tuple[DeviceInfo, Report]]:
     """Every device with its features, extensions, limits and memory heaps: what `hybrid.doctor` prints."""
     instance = Instance()
     try:
-        return [(DeviceInfo(d.index, d.name, d.kind), query(d.handle)) for d in instance.devices()]
+        return [(DeviceInfo(d.index, d.name, d.kind), query(instance.handle, d.handle)) for d in instance.devices()]
     finally:
         instance.close()

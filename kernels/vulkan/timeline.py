@@ -35,7 +35,7 @@ class Queue:
         self.instance = Instance(self.validation, self.validation_messages.append)
         try:
             self.info = select(self.instance.devices(), selector)
-            self.report = query(self.info.handle)
+            self.report = query(self.instance.handle, self.info.handle)
             if self.instance.layer_version is not None:
                 self.report = known_to_layer(self.report, self.instance.layer_version)
             self.report.demand(self.info.label)
