@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from hybrid.spec.errors import SpecError, nearest
 from hybrid.spec.load import ROOT, Model, load_toml
 
 SHEETS = ROOT / "specs" / "devices"
@@ -23,10 +24,13 @@ class Figure(Model):
 
 class DeviceHead(Model):
     name: str
-    kind: Literal["discrete", "integrated", "cpu", "npu"]
+    kind: Literal["discrete", "integrated", "cpu", "npu", "apu"]
+    """apu: no device of its own, but what several devices of one chip share."""
     match: str
     """Regular expression, searched in the device's name as it reports it."""
     summary: str = ""
+    shares: str | None = None
+    """The sheet of the memory that this device shares with others."""
 
     @field_validator("match")
     @classmethod
@@ -45,7 +49,27 @@ class Peak(Model):
     """Bytes per second between memory and the device, in 1e9."""
     f32_tflops: Figure | None = None
     f16_tflops: Figure | None = None
+    """Of matrix instructions, where the device has them."""
     int8_tops: Figure | None = None
+    """Of matrix instructions, where the device has them."""
+    dot4_tops: Figure | None = None
+    """Of packed 4x8 dot products in ordinary vector instructions."""
+
+
+class Reached(Peak):
+    """What well-written programs have got out of the device; figures that are not given fall back on the peak."""
+
+
+class Costs(Model):
+    """What work costs beside its bytes and arithmetic, in microseconds."""
+
+    submit_us: Figure | None = None
+    """An empty submit and the wait for it."""
+    dependent_dispatch_us: Figure | None = None
+    """A small dispatch that waits for the one before it."""
+    independent_dispatch_us: Figure | None = None
+    drain_us: Figure | None = None
+    """Lost between two dependent dispatches that each fill the device: the tail of one, the ramp of the next."""
 
 
 class Limits(Model):
@@ -54,6 +78,8 @@ class Limits(Model):
     subgroup: int | None = None
     max_storage_range: int | None = None
     shared_bytes: int | None = None
+    memory_bytes: int | None = None
+    """What models may take of the device's memory."""
 
 
 class DeviceSheet(Model):
@@ -62,15 +88,31 @@ class DeviceSheet(Model):
     schema_version: Literal[1] = Field(alias="schema")
     device: DeviceHead
     peak: Peak
+    reached: Reached = Reached()
+    costs: Costs = Costs()
     limits: Limits = Limits()
 
 
 @lru_cache(maxsize=1)
 def load_sheets() -> dict[str, DeviceSheet]:
     """All sheets by file name. Raises SpecError for one that is wrong."""
-    return {p.stem: load_toml(p, DeviceSheet) for p in sorted(SHEETS.glob("*.toml"))}
+    sheets = {p.stem: load_toml(p, DeviceSheet) for p in sorted(SHEETS.glob("*.toml"))}
+    for name, sheet in sheets.items():
+        if sheet.device.shares is not None and sheet.device.shares not in sheets:
+            known = nearest(sheet.device.shares, sheets)
+            raise SpecError(f"specs/devices/{name}.toml: device.shares: no sheet {sheet.device.shares!r}{known}")
+    return sheets
+
+
+def find_sheet(name: str) -> DeviceSheet:
+    """A sheet by the name of its file. SpecError with the nearest name where there is none."""
+    known = load_sheets()
+    if name not in known:
+        raise SpecError(f"no device sheet is called {name!r}{nearest(name, known)}")
+    return known[name]
 
 
 def sheet_for(device_name: str) -> DeviceSheet | None:
     """The sheet whose pattern occurs in a device's name, such as `vulkan:0 (NVIDIA H200)`; None: not known."""
-    return next((s for s in load_sheets().values() if re.search(s.device.match, device_name)), None)
+    sheets = (s for s in load_sheets().values() if s.device.kind != "apu")
+    return next((s for s in sheets if re.search(s.device.match, device_name)), None)
