@@ -13,9 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hybrid.units import parse_bytes
+
+if TYPE_CHECKING:
+    from hybrid.checkpoint import Checkpoint
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,6 +86,31 @@ def progress_bar(total: int, name: str, wanted: bool, unit: str) -> Iterator[Cal
 
     with tqdm(total=total, unit=unit, unit_scale=True, desc=name) as bar:
         yield bar.update
+
+
+def add_model(p: argparse.ArgumentParser) -> None:
+    """MODEL, or --random NAME with what belongs to it: commands that measure take either."""
+    p.add_argument("model", nargs="?", metavar="MODEL", help=".gguf file or Hugging Face directory")
+    p.add_argument("--random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models, no file")
+    p.add_argument("--type", default="q4_0", metavar="TYPE", help="with --random: of matrices (q4_0)")
+    p.add_argument("--head", metavar="TYPE", help="with --random: of embedding and head (q6_k; q8_0 for odd rows)")
+    p.add_argument("--layers", type=int, metavar="N", help="with --random: only the first N layers")
+    p.add_argument("--vocab", type=int, metavar="N", help="with --random: a vocabulary of N tokens")
+
+
+def open_model(args: argparse.Namespace) -> Checkpoint:
+    """The checkpoint that the arguments of `add_model` name. ValueError for none, both, or one that cannot be."""
+    from hybrid.checkpoint import open_checkpoint
+    from hybrid.checkpoint.random import random_checkpoint
+
+    if (args.model is None) == (args.random is None):
+        raise ValueError("name a MODEL, or give --random NAME: one of the two")
+    if args.random is not None:
+        return random_checkpoint(args.random, args.type, args.head, args.layers, args.vocab)
+    stray = next((k for k in ("head", "layers", "vocab") if getattr(args, k) is not None), None)
+    if stray:
+        raise ValueError(f"--{stray} belongs to --random: a file has its own")
+    return open_checkpoint(args.model)
 
 
 def size(text: str) -> int:

@@ -29,7 +29,7 @@ from hybrid.tokenizer import StreamDecoder
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     device: str = "auto",
     schedule: str | os.PathLike[str] | Schedule | None = None,
     weights: str | None = None,
@@ -40,7 +40,7 @@ def load(
     profile: bool = False,
     progress: bool = False,
 ) -> Model:
-    """Open a .gguf file or a Hugging Face directory and make it ready on a device.
+    """Open a .gguf file or a Hugging Face directory (or take an open checkpoint) and make it ready on a device.
 
     device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, or another chain of the schedule. schedule: a file
     (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32 converts
@@ -55,7 +55,7 @@ def load(
             raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(known)}")
     clock = LoadClock()
     with clock.phase("open"):
-        checkpoint = open_checkpoint(path)
+        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     try:
         if schedule is None:
             schedule = find_schedule(checkpoint.hparams.family)

@@ -1,0 +1,167 @@
+"""Checkpoints that no file holds: a published model's shape with random weights, for measuring speed without the model.
+
+Weights are noise of a sane size (logits stay finite), drawn once per type and row length as whole ggml blocks and dealt
+out again and again, to every tensor from another place; norms are 1. Devices get them as they get a file's: the same
+types, the same bytes, a buffer of its own for every tensor. The tokenizer is the demonstration model's, filled up with
+made-up pieces to the size of Gemma's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from hybrid.checkpoint.base import Checkpoint, Entry, Generation
+from hybrid.checkpoint.families import is_norm
+from hybrid.checkpoint.gemma3 import tensors
+from hybrid.hparams import HParams
+from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES
+from hybrid.spec.errors import nearest
+from hybrid.spec.model import find_model
+from hybrid.spec.tensor import Packed, Tensor
+from hybrid.tokenizer import NORMAL, SPACE, Tokenizer
+from kernels.oracle.blocks import ORDER
+from kernels.oracle.quant import from_ggml
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-gemma3-q8_0.gguf"
+PIECES = 262144  # of Gemma 3's tokenizer; its embedding has a few rows more
+POOL_BYTES = 8 << 20
+_HEAD = ("token_embd.weight", "output.weight")
+# Of random codes: standard deviation of a value in units of the (super) scale; the minimum that centres it, in the same.
+_SCALES = {
+    "q8_0": (74.0, 0.0), "q4_0": (4.6, 0.0), "q4_1": (4.6, -7.5), "q5_0": (9.2, 0.0), "q5_1": (9.2, -15.5),
+    "q4_k": (250.0, 7.5), "q5_k": (500.0, 15.5), "q6_k": (1370.0, 0.0),
+}  # fmt: skip
+
+
+def random_checkpoint(
+    name: str, kind: str = "q4_0", head: str | None = None, layers: int | None = None, vocab: int | None = None
+) -> Checkpoint:
+    """An open checkpoint of model sheet `name` (specs/models): matrices of type `kind`, embedding and output matrix of
+    type `head` (default: q6_k, where rows are whole blocks of it, else q8_0), with fewer layers or another vocabulary
+    if given. ValueError for what cannot be."""
+    hp = random_shape(name, layers, vocab)
+    kinds = random_types(hp, kind, head)
+    entries = {n: _entry(n, kinds[n], shape) for n, shape in tensors(hp).items()}
+    return Checkpoint(
+        path=Path("random") / name,
+        hparams=hp,
+        entries=entries,
+        file_bytes=0,
+        chat_template=None,
+        generation=Generation(),
+        make_tokenizer=lambda: demo_tokenizer(min(PIECES, hp.vocab)),
+        name=f"{name} (random)",
+        notes=("random weights: fit for measuring speed, not for reading",),
+    )
+
+
+def random_shape(name: str, layers: int | None = None, vocab: int | None = None) -> HParams:
+    """The sheet's hyper-parameters, cut to its first layers, or with another number of tokens."""
+    hp = find_model(name).hparams()
+    if layers is not None:
+        if not 1 <= layers <= hp.n_layers:
+            raise ValueError(f"--layers {layers} is outside 1..{hp.n_layers}")
+        hp = replace(hp, n_layers=layers, layer_is_global=hp.layer_is_global[:layers])
+    if vocab is not None:
+        if not 32 <= vocab <= hp.vocab:
+            raise ValueError(f"--vocab {vocab} is outside 32..{hp.vocab}")
+        hp = replace(hp, vocab=vocab)
+    return hp
+
+
+def random_types(hparams: HParams, kind: str, head: str | None = None) -> dict[str, str]:
+    """Storage type of every tensor by name. ValueError where rows are no whole blocks of one."""
+    head = head or ("q8_0" if hparams.hidden % DTYPES["q6_k"].block else "q6_k")
+    found = {}
+    for name, shape in tensors(hparams).items():
+        option, wanted = ("head", head) if name in _HEAD else ("type", kind)
+        if wanted not in WEIGHT_TYPES:
+            raise ValueError(f"--{option}: {wanted!r} is no storage type{nearest(wanted, WEIGHT_TYPES)}")
+        if not is_norm(name) and shape[1] % DTYPES[wanted].block:
+            raise ValueError(f"--{option} {wanted}: rows of {shape[1]} ({name}) are no multiple of {DTYPES[wanted].block}")
+        found[name] = "f32" if is_norm(name) else wanted
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """The bytes of one tensor: those of its pool, again and again, from `first` on."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pool: np.ndarray
+    first: int
+
+    def read_into(self, at: int, out: np.ndarray) -> None:
+        pool, done = self.pool, 0
+        while done < out.size:
+            start = (self.first + at + done) % pool.size
+            n = min(out.size - done, pool.size - start)
+            out[done : done + n] = pool[start : start + n]
+            done += n
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        shape = (stop - start, *self.shape[1:])
+        raw = np.empty(DTYPES[self.dtype].nbytes(shape), np.uint8)
+        self.read_into(start * DTYPES[self.dtype].nbytes(self.shape[1:]), raw)
+        return from_ggml(raw, self.dtype, shape)
+
+    def load(self) -> Tensor:
+        return self.rows(0, self.shape[0])
+
+
+def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
+    if is_norm(name):
+        return Entry(dtype, shape, lambda: Tensor.of(np.ones(shape, np.float32)))
+    pool, block = random_rows(dtype, shape[-1], POOL_BYTES), DTYPES[dtype].nbytes((DTYPES[dtype].block,))
+    noise = _Noise(dtype, shape, pool, zlib.crc32(name.encode()) % (pool.size // block) * block)
+    return Entry(dtype, shape, noise.load, noise.rows, Packed(dtype, shape, noise.read_into, noise.load))
+
+
+@cache
+def random_rows(dtype: str, width: int, piece_bytes: int) -> np.ndarray:
+    """uint8 [at most piece_bytes]: whole ggml blocks of values with standard deviation width ** -0.5, which keeps the
+    size of what they multiply (width 0: norm weights, 1)."""
+    kind, rng = DTYPES[dtype], np.random.default_rng(width)
+    size = kind.nbytes((kind.block,))
+    count = piece_bytes // size
+    if not kind.quantised:
+        values = np.ones(count, np.float32) if not width else np.float32(width**-0.5) * rng.standard_normal(count, np.float32)
+        if dtype == "bf16":
+            return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(np.uint8)
+        return values.astype(kind.parts[0].dtype).view(np.uint8)
+    blocks = rng.integers(0, 256, (count, size), np.uint8)
+    scale, minimum = _SCALES[dtype]
+    step = (1 + 0.25 * rng.random((count, 1), np.float32)) * np.float32(width**-0.5 / scale)
+    at = 0
+    for name in ORDER[dtype]:
+        part = next(p for p in kind.parts if p.name == name)
+        nbytes = part.count * part.dtype.itemsize
+        if part.dtype == np.float16:
+            both = np.concatenate([step, minimum * step], axis=1)[:, : part.count]
+            blocks[:, at : at + nbytes] = both.astype(np.float16).view(np.uint8)
+        at += nbytes
+    return blocks.reshape(-1)
+
+
+def demo_tokenizer(size: int) -> Tokenizer:
+    """The demonstration model's tokenizer, with pieces after the real ones that no text of a normal kind holds."""
+    from hybrid.checkpoint.gguf_file import open_gguf
+
+    with open_gguf(DEMO) as demo:
+        tokenizer = demo.tokenizer
+    v = tokenizer.vocabulary.first(size)
+    more = range(len(v.pieces), size)
+    lowest = min(v.scores)
+    filled = replace(
+        v,
+        pieces=(*v.pieces, *(f"{SPACE}piece{i:06}" for i in more)),
+        scores=(*v.scores, *(lowest - 1 - i for i in more)),
+        types=(*v.types, *(NORMAL for _ in more)),
+    )
+    return Tokenizer(filled, tokenizer.eos_ids)
