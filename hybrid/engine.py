@@ -7,12 +7,14 @@ After warm-up a pass is one submit. Tokens, positions and choices stay on the de
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from hybrid import forced
 from hybrid.batch import Chunk, bucket_of, buckets, chunks
 from hybrid.checkpoint import Checkpoint
 from hybrid.kv import BlockTables, CacheShape, ContextExceeded
@@ -30,6 +32,7 @@ from hybrid.weights import stored_types, upload
 
 DEFAULT_CTX = 4096
 CHUNK = 512
+FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
 LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
 
 
@@ -48,6 +51,8 @@ class Engine:
 
     ctx: positions per sequence (default: the model's, at most 4096). chunk: rows of a prefill pass.
     weights: convert matrices to this type when loading. n_tokens: ids that may be chosen (default: the tokenizer's).
+    deterministic: passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt
+    was cut nor on what runs beside it (slower: prompts go through a few rows at a time; on cpu one, and one sequence).
     profile: time every step, at the cost of a wait after each pass (`trace`). clock: notes what loading takes.
     Closes neither the checkpoint nor the device.
     """
@@ -65,6 +70,7 @@ class Engine:
         slots: int = 1,
         chunk: int = CHUNK,
         n_tokens: int | None = None,
+        deterministic: bool = False,
         profile: bool = False,
         progress: bool = False,
         clock: LoadClock | None = None,
@@ -73,11 +79,11 @@ class Engine:
         ctx = min(hp.context_length, DEFAULT_CTX) if ctx is None else ctx
         if not 1 <= ctx <= hp.context_length:
             raise ValueError(f"ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
-        most = max(min(chunk, ctx), slots)
+        backend = device.name.split(":")[0].split(" ")[0]
+        most = fixed_rows(backend, slots) if deterministic else max(min(chunk, ctx), slots)
         self.device, self.checkpoint, self.profile = device, checkpoint, profile
         self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(most, ctx), slots)
         self.tables = BlockTables(self.cache)
-        backend = device.name.split(":")[0].split(" ")[0]
         self.target = Target(
             schedule or find_schedule(hp.family),
             hp,
@@ -90,8 +96,8 @@ class Engine:
         )
         self.reencoded: tuple[Reencoded, ...] = ()
         """Matrices that the device holds in another type than the file, because it does not compute with that."""
-        self.row_buckets = buckets(most)
-        self.out_buckets = buckets(slots)
+        self.row_buckets = (most,) if deterministic else buckets(most)
+        self.out_buckets = (most,) if deterministic else buckets(slots)
         self.logits_rows = _within(self.row_buckets, LOGITS_BYTES // (4 * hp.vocab))
         self.hidden_rows = _within(self.row_buckets, HIDDEN_BYTES // (4 * hp.hidden * (hp.n_layers + 1)))
         self.positions: dict[int, int] = {}
@@ -103,6 +109,8 @@ class Engine:
         self._programs: dict[tuple[object, ...], Program] = {}
         self._layouts: dict[str, Plan] = {}
         self._decoding: tuple[int, ...] | None = None
+        """The slots that the device's rows are set up for."""
+        self._decoder: Program | None = None
         self._stored: set[str] = set()
         self.clock = LoadClock() if clock is None else clock
         self._prepare(progress)
@@ -150,11 +158,11 @@ class Engine:
 
         When it is done, `token(slot, n)` is the token chosen after the n ids so far.
         """
-        self._check(prompts)
+        self.check(prompts)
         ticket = 0
         for chunk in chunks(prompts, self.positions, self.row_buckets[-1]):
             outs = bucket_of(len(chunk.out_rows), self.out_buckets) if len(chunk.out_rows) else 0
-            ticket = self._pass(chunk, self.program("prefill", bucket_of(len(chunk.tokens), self.row_buckets), outs))
+            ticket = self.run_chunk(chunk, self.program("prefill", bucket_of(len(chunk.tokens), self.row_buckets), outs))
         for slot, ids in prompts.items():
             self.positions[slot] += len(ids)
         self.prefilled = self.counters.copy()
@@ -163,46 +171,46 @@ class Engine:
     def submit_decode(self, slots: Sequence[int], times: int = 1) -> int:
         """One more token (or `times`) for each slot, in one submit; returns its ticket. Needs a finished prefill
         of each slot to have been submitted, and room in its context."""
-        slots = tuple(slots)
+        slots, ctx, positions = tuple(slots), self.cache.ctx, self.positions
         for slot in slots:
-            if self.positions[slot] + times > self.cache.ctx:
+            if positions[slot] + times > ctx:
                 raise ContextExceeded(
-                    f"slot {slot} has {self.positions[slot]} tokens of {self.cache.ctx}: "
+                    f"slot {slot} has {positions[slot]} tokens of {ctx}: "
                     f"no room for {times} more; load the model with a larger ctx"
                 )
-        bucket = bucket_of(len(slots), self.out_buckets)
         if slots != self._decoding:
-            self._settle()
-            n, context = len(slots), max(self.positions[s] for s in slots) + 1
-            rows = np.arange(n, dtype=np.int32)
-            self._write_rows(n, n, context, slots=np.array(slots, np.int32), out_rows=rows)
-            self._decoding = slots
+            self._decode_rows(slots)
         for slot in slots:
-            self.positions[slot] += times
-        return self._submit(self.program("decode", bucket, bucket), times)
+            positions[slot] += times
+        assert self._decoder is not None
+        return self._submit(self._decoder, times)
 
     def token(self, slot: int, position: int, ticket: int | None = None) -> int:
         """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done."""
-        return int(self.device.read("history", slot, slot + 1, ticket).array[0, position])
+        return self.device.peek("history", slot, position, ticket)
 
     def wait(self, ticket: int | None = None) -> None:
         self.device.wait(ticket)
 
-    def stream(self, slot: int, ids: Sequence[int], most: int) -> Iterator[int]:
-        """Prompt one admitted slot and yield up to `most` tokens (fewer where the context ends). The pass after a
-        token is submitted before the token is read: dropping the iterator leaves one pass too many, which is harmless.
-        Not on cpu, where submitting is running: the token would come, and be timed, a pass late.
+    def stream(self, slot: int, ids: Sequence[int], most: int, at_once: int = 1) -> Iterator[int]:
+        """Prompt one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them in
+        each submit. The next submit is made before the tokens of one are read: dropping the iterator leaves up to
+        2 * at_once - 1 passes too many, which is harmless.
+        Not on cpu, where submitting is running: the tokens would come, and be timed, late.
         """
-        tickets = [self.submit_prefill({slot: ids})]
-        first = self.positions[slot]
-        most = min(most, self.cache.ctx - first)
-        ahead = self.target.device != "cpu"
-        for n in range(most):
-            if len(tickets) == n:
-                tickets.append(self.submit_decode((slot,)))
-            if ahead and n + 1 < most:
-                tickets.append(self.submit_decode((slot,)))
-            yield self.token(slot, first + n, tickets[n])
+        if at_once < 1:
+            raise ValueError(f"tokens per submit must be 1 or more, not {at_once}")
+        running = deque([(self.submit_prefill({slot: ids}), 1)])  # submits whose tokens have not been read
+        first = at = self.positions[slot]
+        last = min(first + most, self.cache.ctx)
+        ahead = 2 if self.target.device != "cpu" else 1
+        while at < last:
+            while len(running) < ahead and (count := min(at_once, last - self.positions[slot] - 1)) > 0:
+                running.append((self.submit_decode((slot,), count), count))
+            ticket, count = running.popleft()
+            for at in range(at, min(at + count, last)):  # noqa: B020 (goes on where it was)
+                yield self.token(slot, at, ticket)
+            at += 1
 
     # -------------------------------------------------------------------------------------------- blocking conveniences
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
@@ -229,17 +237,11 @@ class Engine:
 
     def logits_by_pass(self, ids: Sequence[int], chunk: int | None = None) -> Iterator[np.ndarray]:
         """The rows of `logits` as they come: memory is that of one pass, whatever the length and the vocabulary."""
-        rows = min(chunk or self.logits_rows, self.logits_rows)
-        decl = TensorDecl("logits", "f32", (self.logits_rows, self.target.hparams.vocab), "io")
-        for (part,) in self._forced(ids, rows, [decl], capture=False):
-            yield part
+        return forced.logits_by_pass(self, ids, chunk)
 
     def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
-        hp = self.target.hparams
-        rows = min(chunk or self.hidden_rows, self.hidden_rows)
-        decls = [TensorDecl(f"hidden.{i}", "f32", (self.hidden_rows, hp.hidden), "io") for i in range(hp.n_layers + 1)]
-        return np.concatenate([np.stack(p) for p in self._forced(ids, rows, decls, capture=True)], axis=1)
+        return forced.hidden_states(self, ids, chunk)
 
     # -------------------------------------------------------------------------------------------------------- reports
     @property
@@ -308,7 +310,8 @@ class Engine:
         theta, factor = (hp.rope_theta_global, hp.rope_factor) if name == "rope.global" else (hp.rope_theta_local, 1.0)
         return rope_table(self.cache.ctx, hp.head_dim, theta, factor)
 
-    def _check(self, prompts: Mapping[int, Sequence[int]]) -> None:
+    def check(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """ValueError for a prompt that cannot be run."""
         for slot, ids in prompts.items():
             if slot not in self.positions:
                 raise ValueError(f"slot {slot} holds no sequence: admit it first")
@@ -327,11 +330,21 @@ class Engine:
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the vocabulary of {self.target.hparams.vocab}")
 
+    def _decode_rows(self, slots: tuple[int, ...]) -> None:
+        """Set the device's rows up for one token of each slot, in every pass from now on."""
+        self._settle()
+        n, context = len(slots), max(self.positions[s] for s in slots) + 1
+        bucket = bucket_of(n, self.out_buckets)
+        self._decoder = self.program("decode", bucket, bucket)
+        self._write_rows(n, n, context, slots=np.array(slots, np.int32), out_rows=np.arange(n, dtype=np.int32))
+        self._decoding = slots
+
     def _settle(self) -> None:
         """The host may write io tensors only when no pass reads them."""
         self.device.wait()
 
-    def _pass(self, chunk: Chunk, program: Program) -> int:
+    def run_chunk(self, chunk: Chunk, program: Program) -> int:
+        """Submit one prepared pass of a prompt; returns its ticket."""
         self._settle()
         self._decoding = None
         self._write_rows(
@@ -361,24 +374,21 @@ class Engine:
             if len(array):
                 self.device.write(name, Tensor.of(np.ascontiguousarray(array)))
 
-    def _forced(self, ids: Sequence[int], rows: int, decls: list[TensorDecl], capture: bool) -> Iterator[list[np.ndarray]]:
-        """Passes over one sequence; after each, the live rows of the result tensors."""
-        for decl in decls:
-            if decl.name not in self._stored:
-                self.device.store(decl)
-                self._stored.add(decl.name)
-        slot = self.admit(max(len(ids), 1))
-        try:
-            self._check({slot: ids})
-            for chunk in chunks({slot: ids}, self.positions, rows):
-                n = len(chunk.tokens)
-                size = bucket_of(n, self.row_buckets)
-                every = Chunk(chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32))
-                self.wait(self._pass(every, self.program("prefill", size, 0 if capture else size, capture, sample=False)))
-                yield [self.device.read(d.name, 0, n).array for d in decls]
-        finally:
-            self._settle()
-            self.release(slot)
+    def result(self, decl: TensorDecl) -> None:
+        """Make room for numbers that a plan leaves for the host."""
+        if decl.name not in self._stored:
+            self.device.store(decl)
+            self._stored.add(decl.name)
+
+
+def fixed_rows(backend: str, slots: int) -> int:
+    """Rows of every pass of a deterministic engine. A kernel's variant follows from a plan's rows, and its sums for one
+    row from no other row; on cpu BLAS's sums depend on how many rows there are, so there is only one."""
+    if backend != "cpu":
+        return max(FIXED_ROWS, slots)
+    if slots > 1:
+        raise ValueError(f"deterministic on cpu runs one sequence at a time, not {slots}")
+    return 1
 
 
 def _within(sizes: Sequence[int], most: int) -> int:

@@ -65,6 +65,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--kv", default="auto", metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
     p.add_argument("--ctx", type=int, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
+    p.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same bits however the prompt is cut and whatever runs beside it (slower)",
+    )
+    p.add_argument("--tokens-per-submit", type=int, default=1, metavar="N", help="text comes N tokens at a time, for less work (1)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
     p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, devices passed over")
@@ -112,6 +118,7 @@ def _main(args: argparse.Namespace) -> int:
         args.ctx,
         args.kv,
         args.precision,
+        deterministic=args.deterministic,
         profile=args.trace is not None,
         progress=sys.stderr.isatty(),
     )
@@ -155,6 +162,7 @@ def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
         args.seed,
         args.stop,
         args.ignore_eos,
+        tokens_per_submit=args.tokens_per_submit,
     )
     if not args.json and not args.chat:
         print(text, end="", flush=True)

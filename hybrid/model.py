@@ -37,6 +37,7 @@ def load(
     kv: Literal["auto", "f32", "f16"] = "auto",
     precision: PrecisionName = "auto",
     *,
+    deterministic: bool = False,
     profile: bool = False,
     progress: bool = False,
 ) -> Model:
@@ -47,6 +48,7 @@ def load(
     matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
     weights: int8 activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv
     overrides the cache's type.
+    deterministic: the same bits for the same tokens, however a prompt is cut and whatever runs beside it; slower.
     profile: time every step. progress: a bar for slow loads.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
@@ -71,6 +73,7 @@ def load(
                 kv=kv,
                 weights=weights,
                 ctx=ctx,
+                deterministic=deterministic,
                 profile=profile,
                 progress=progress,
                 clock=clock,
@@ -153,16 +156,20 @@ class Model:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         session: Session | None = None,
+        tokens_per_submit: int = 1,
     ) -> Iterator[str]:
         """Pieces of text as they come; joined they are `decode` of the generated ids, cut before a stop string.
 
         Ids are used verbatim; text gets a begin-of-text token. Ends after max_tokens, at an end-of-text token (unless
         ignore_eos), at a stop string, or at the context's end; `stats` says which. With a `session`, what the prompt
-        shares with the session's last sequence is not run again. Raises at once for wrong arguments.
+        shares with the session's last sequence is not run again. With several tokens_per_submit pieces come that many
+        at a time, with less work for the host; an end of text is then noticed late. Raises at once for wrong arguments.
         """
         engine = self._engine()
         if not isinstance(max_tokens, (int, np.integer)) or max_tokens < 1:
             raise ValueError(f"max_tokens must be a positive integer, not {max_tokens!r}")
+        if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
+            raise ValueError(f"tokens_per_submit must be a positive integer, not {tokens_per_submit!r}")
         ids = self.encode(prompt) if isinstance(prompt, str) else _integers(prompt)
         engine.check_ids(ids)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
@@ -174,7 +181,7 @@ class Model:
                 f"a prompt of {len(ids)} tokens leaves no room in the context of {engine.cache.ctx}: "
                 "shorten it or load the model with a larger ctx"
             )
-        return self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos, session)
+        return self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos, session, tokens_per_submit)
 
     def session(self) -> Session:
         """A sequence that stays in the cache between generations, for conversations. Takes the model's slot with
@@ -190,6 +197,7 @@ class Model:
         stops: StopFilter,
         ignore_eos: bool,
         session: Session | None,
+        at_once: int,
     ) -> Iterator[str]:
         text = StreamDecoder(self.checkpoint.tokenizer)
         out: list[int] = []
@@ -205,7 +213,7 @@ class Model:
         try:
             engine.warm_up(len(ids) - held)  # compiling is no part of the speeds
             begin = first = time.perf_counter()
-            for token in engine.stream(slot, ids[held:], most):
+            for token in engine.stream(slot, ids[held:], most, at_once):
                 if not out:
                     first = time.perf_counter()
                 out.append(token)

@@ -89,6 +89,11 @@ class Device(Protocol):
         while later submits run."""
         ...
 
+    def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
+        """One element of a stored integer io matrix, when `ticket` (default: everything submitted) is done, while later
+        submits run: costs the same whatever the matrix's size."""
+        ...
+
     def reserve(self, arena_bytes: int) -> None:
         """Make room for the activations of every plan that will be compiled (plans share one arena)."""
         ...

@@ -129,6 +129,10 @@ class CpuDevice:
         self.counters.bytes_down += view.nbytes
         return Tensor(view.dtype, view.shape, tuple(p.copy() for p in view.parts))
 
+    def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
+        self.wait(ticket)
+        return self.whole(name).array.item(row, column)
+
     def reserve(self, arena_bytes: int) -> None:
         self.check_open()
         if not self.guard and arena_bytes > self._arena.size:

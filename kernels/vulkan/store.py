@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from hybrid.spec.device import Counters
+from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.plan import TensorDecl
 from hybrid.spec.tensor import Packed, Source, Tensor, unpacked
 from kernels.vulkan.memory import Memory, Slice, align_up
@@ -35,6 +36,8 @@ class Storage(ABC):
         self._kinds: dict[str, str] = {}
         self._allocations: dict[str, list[tuple[Slice, str]]] = {}
         self._guards: dict[str, list[Slice]] = {}
+        self._views: dict[str, np.ndarray] = {}
+        """Of what is peeked at."""
 
     @abstractmethod
     def check_open(self) -> None:
@@ -101,6 +104,23 @@ class Storage(ABC):
             self.counters.bytes_down += host.size
         return out
 
+    def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
+        """See Device.peek. ValueError for a tensor that is not mapped."""
+        view = self._views.get(name)
+        if view is None:
+            view = self._views[name] = self._view(name)
+        self.wait(ticket)
+        self.counters.bytes_down += 4
+        return view.item(row, column)
+
+    def _view(self, name: str) -> np.ndarray:
+        """int32 [rows, columns] over a mapped io tensor."""
+        tensor = self.tensor(name)
+        (piece,) = tensor.parts
+        if self._kinds[name] != "io" or tensor.dtype not in ("i32", "u32") or piece.buffer.view is None:
+            raise ValueError(f"{name} ({self._kinds[name]} {tensor.dtype}) is no mapped integer tensor: read() copies it")
+        return piece.bytes.view(DTYPES[tensor.dtype].parts[0].dtype).reshape(tensor.shape)
+
     def tensor(self, name: str) -> DeviceTensor:
         """A stored tensor by name."""
         self.check_open()
@@ -116,12 +136,13 @@ class Storage(ABC):
         self._tensors.pop(name, None)
         self._kinds.pop(name, None)
         self._guards.pop(name, None)
+        self._views.pop(name, None)
         for piece, purpose in self._allocations.pop(name, []):
             self.memory_pool.release(piece, purpose)
 
     def forget(self) -> None:
         """Drop every tensor's name; the memory goes with the device."""
-        for table in (self._tensors, self._kinds, self._allocations, self._guards):
+        for table in (self._tensors, self._kinds, self._allocations, self._guards, self._views):
             table.clear()
 
     def add(self, decl: TensorDecl, pool: str) -> DeviceTensor:

@@ -31,6 +31,7 @@ class Queue:
         self.pool: Any = None
         self.timeline: Any = None
         self.lost = False
+        self.ticket = self._done = 0  # the last submit, and the last that is known to have finished
         self.validation = validation_mode(validation)
         self.instance = Instance(self.validation, self.validation_messages.append)
         try:
@@ -66,7 +67,6 @@ class Queue:
             queueFamilyIndex=family, flags=vk.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT), None)
         kind = vk.VkSemaphoreTypeCreateInfo(semaphoreType=vk.VK_SEMAPHORE_TYPE_TIMELINE, initialValue=0)
         self.timeline = vk.vkCreateSemaphore(self.handle, vk.VkSemaphoreCreateInfo(pNext=kind), None)
-        self.ticket = 0
         # Prepared once: a submit or a wait then only changes a number.
         self._semaphore = ffi.new("VkSemaphore[1]", [self.timeline])
         self._value = ffi.new("uint64_t[1]")
@@ -119,7 +119,7 @@ class Queue:
     def wait_ticket(self, ticket: int) -> None:
         """Until that submit has finished. Raises DeviceLost, VulkanError after `timeout` seconds, or ValueError for a
         ticket that no submit has returned."""
-        if ticket <= 0 or self.handle is None:
+        if ticket <= self._done or self.handle is None:
             return
         if ticket > self.ticket:
             raise ValueError(f"no such ticket: {ticket}; the last submit was {self.ticket}")
@@ -134,6 +134,7 @@ class Queue:
                                       "(HYBRID_VULKAN_TIMEOUT sets the seconds)")
                 result = lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)
         self._check(result, f"waiting for submit {ticket}")
+        self._done = ticket
 
     def _check(self, result: int, doing: str) -> None:
         self.lost = self.lost or result == vk.VK_ERROR_DEVICE_LOST
