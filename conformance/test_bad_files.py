@@ -77,7 +77,7 @@ def test_files_without_permission(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- files that change
 @pytest.mark.parametrize("change", ["truncate", "rewrite", "grow"])
 def test_a_file_that_changes_while_it_is_open_is_refused(tmp_path: Path, change: str) -> None:
-    """Without the check, touching a map behind the new end would kill the process (SIGBUS)."""
+    """Without the check, tensors of two versions of a file might make one model."""
     path = tmp_path / "m.gguf"
     whole = gguf_file("q8_0")
     path.write_bytes(whole)

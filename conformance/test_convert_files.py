@@ -81,7 +81,7 @@ def test_a_file_can_replace_its_own_source(tmp_path: Path) -> None:
         convert(source, path, "bf16")
     with open_checkpoint(path) as source:
         convert(source, path, "q8_0", force=True)
-        assert source.tensor("token_embd.weight").dtype == "bf16"  # the old file lives as long as it is mapped
+        assert source.tensor("token_embd.weight").dtype == "bf16"  # the old file lives as long as it is open
     assert open_checkpoint(path).dtype("token_embd.weight") == "q8_0"
 
 

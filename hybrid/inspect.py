@@ -154,16 +154,16 @@ def _tokenizer(checkpoint: Any) -> dict[str, Any]:
 
 
 def memories(given: int | None) -> list[dict[str, Any]]:
-    """Memory sizes to compare with: the one given, every Vulkan device's, the host's."""
+    """Memory sizes to compare with: the one given, every Vulkan device's, what the cpu device takes at most."""
     from hybrid.devices import NoDevice
-    from kernels.oracle.memory import available_bytes
+    from kernels.oracle.memory import usable_bytes
 
     found = [] if given is None else [{"device": "--memory", "bytes": given}]
     try:
         found += _vulkan()
     except NoDevice as error:
         found.append({"device": "vulkan", "bytes": 0, "problem": str(error)})
-    return [*found, {"device": "cpu", "bytes": available_bytes()}]
+    return [*found, {"device": "cpu", "bytes": usable_bytes()}]
 
 
 def _vulkan() -> list[dict[str, Any]]:
@@ -238,6 +238,8 @@ def _needs_lines(report: Mapping[str, Any]) -> list[str]:
             lines.append(f"  {row['device']}: {row['problem']}")
             continue
         verdict = f"fits, {show_bytes(row['spare'])} to spare" if row["spare"] >= 0 else f"{show_bytes(-row['spare'])} short"
+        if row["spare"] < 0 and row["device"] == "cpu":
+            verdict += ": so much of the weights would be read from the file at every use"
         lines.append(f"  {row['device']:44} {show_bytes(row['bytes']):>10}  {verdict}")
     return lines
 

@@ -38,9 +38,9 @@ def peak_resident() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Seconds of each phase, in order; bytes_up were brought to the device in phase `weights` (the cpu device only
-    refers to them). Memory in bytes: `peak_host` is the whole process's, mapped files included; `peak_anonymous`
-    the most of its own that was seen between two tensors, None on systems that do not say."""
+    """Seconds of each phase, in order; bytes_up were brought to the device in phase `weights`. Memory in bytes:
+    `peak_host` is the whole process's, libraries' files included; `peak_anonymous` the most of its own that was seen
+    between two tensors, None on systems that do not say."""
 
     seconds: Mapping[str, float]
     bytes_up: int

@@ -283,6 +283,7 @@ class Model:
             cached_tokens=held,
             load=self.load,
             reencoded=tuple(r.line() for r in engine.reencoded),
+            memory=dict(engine.device.memory()),
         )
 
     def close(self) -> None:

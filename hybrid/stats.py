@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hybrid.loading import Load
 from hybrid.spec.devicesheet import sheet_for
+from hybrid.units import show_bytes
 
 Finish = Literal["eos", "stop", "length", "context", "cancelled"]
 
@@ -40,6 +41,8 @@ class Stats:
     """What loading the model took."""
     reencoded: tuple[str, ...] = ()
     """Types of the file that the device holds as others, and what that costs."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the device holds, by purpose; `left_in_files` (cpu) are weights that it reads again at every use."""
 
     @property
     def prompt_per_second(self) -> float:
@@ -85,6 +88,10 @@ class Stats:
         if self.load is not None:
             lines.append(self.load.line())
         lines += [f"re-encoded: {r}" for r in self.reencoded]
+        held = ", ".join(f"{k} {show_bytes(n)}" for k, n in self.memory.items() if n and k != "left_in_files")
+        left = self.memory.get("left_in_files", 0)
+        if held:
+            lines.append(f"memory: {held}" + f"; weights read from their file at every use: {show_bytes(left)}" * bool(left))
         return lines + [f"passed over: {p}" for p in self.passed_over] + [f"checkpoint: {n}" for n in self.notes]
 
     def as_dict(self) -> dict[str, Any]:

@@ -101,13 +101,13 @@ def _main(args: argparse.Namespace) -> int:
         return 0
     runs = [_fresh(args) for _ in range(args.runs)]
     last = runs[-1]
-    # Pages of the mapped file are the page cache's: only what comes on top of them is the load's.
+    # Pages of mapped files (libraries) are the page cache's: only what comes on top of them is the load's.
     above = last["peak_host_by_kind"]["anonymous"] + last["peak_host_by_kind"]["shared"]
     wrong = []
     if args.most_seconds is not None and last["seconds_to_first_token"] > args.most_seconds:
         wrong.append(f"{last['seconds_to_first_token']} s to the first token, more than {args.most_seconds:g}")
     if args.most_memory is not None and above > args.most_memory:
-        wrong.append(f"{above} bytes of host memory beyond the mapped file, more than {args.most_memory}")
+        wrong.append(f"{above} bytes of host memory beyond the page cache, more than {args.most_memory}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     report = {"file": str(args.file), "file_bytes": args.file.stat().st_size, "cores": cores, "runs": runs, "failed": wrong}
     print(json.dumps(report, indent=1, ensure_ascii=False))

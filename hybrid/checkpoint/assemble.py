@@ -15,7 +15,7 @@ from hybrid.checkpoint.finite import check_finite, check_scales
 from hybrid.hparams import HParams
 from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES
 from hybrid.spec.tensor import Packed, Tensor
-from kernels.oracle.quant import dequantise, from_ggml
+from kernels.oracle.quant import dequantise, from_ggml, row_blocks
 
 _LAYERS = ("blk.", "layers.")
 _OTHER_MODALITIES = ("v.", "mm.", "a.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.")
@@ -35,35 +35,43 @@ class Stored:
     offset: int = 0
 
     def raw(self) -> np.ndarray:
-        """The tensor's bytes, a uint8 view of the file's map, with scales that are finite. CheckpointError where they
-        are not, or where the file has changed."""
-        assert self.file is not None
-        raw = self.file.bytes(self.offset, DTYPES[self.dtype].nbytes(self.shape))
-        check_scales(self.path, self.name, self.dtype, self.shape, raw)
-        return raw
+        """The tensor's bytes, uint8 in memory of their own, with scales that are finite. CheckpointError where they are
+        not, or where the file has changed."""
+        return self._bytes(0, DTYPES[self.dtype].nbytes(self.shape))
 
     def load(self) -> Tensor:
-        """Plain types are views of the map unless it holds them misaligned; block types are split into parts."""
-        raw = self.raw()
-        if raw.ctypes.data % max(p.dtype.itemsize for p in DTYPES[self.dtype].parts):
-            raw = raw.copy()
-        return from_ggml(raw, self.dtype, self.shape)
+        """The tensor in memory of its own. Raises what `raw` raises."""
+        if len(self.shape) == 2:
+            return self.read_rows(0, self.shape[0])
+        return from_ggml(self.raw(), self.dtype, self.shape)
 
     def packed(self) -> Packed:
-        """The tensor's bytes, read when and where they are asked for."""
+        """A matrix's bytes, read when and where they are asked for."""
         file, offset = self.file, self.offset
         assert file is not None
-        return Packed(self.dtype, self.shape, lambda at, out: file.read_into(offset + at, out), self.load)
+        return Packed(self.dtype, self.shape, lambda at, out: file.read_into(offset + at, out), self.read_rows)
 
     def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop of the first axis, read from the file (no page of it stays mapped)."""
+        """Rows start..stop of a matrix in memory of their own. Block types pass through a few at a time: they are split
+        into parts, and what is split must not be held twice. Raises what `raw` raises."""
+        width = self.shape[1]
+        row, out = DTYPES[self.dtype].nbytes((width,)), Tensor.empty(self.dtype, (stop - start, width))
+        if out.type.block == 1:
+            assert self.file is not None
+            self.file.read_into(self.offset + start * row, out.parts[0].reshape(-1).view(np.uint8))
+            return out
+        for a, b in row_blocks(stop - start, width):
+            piece = from_ggml(self._bytes((start + a) * row, (start + b) * row, start + a), self.dtype, (b - a, width))
+            for to, part in zip(out.parts, piece.parts, strict=True):
+                to[a:b] = part
+        return out
+
+    def _bytes(self, begin: int, end: int, first_row: int = 0) -> np.ndarray:
         assert self.file is not None
-        shape = (stop - start, *self.shape[1:])
-        row = DTYPES[self.dtype].nbytes(self.shape[1:])
-        raw = np.empty(row * (stop - start), np.uint8)
-        self.file.read_into(self.offset + start * row, raw)
-        check_scales(self.path, self.name, self.dtype, self.shape, raw)
-        return from_ggml(raw, self.dtype, shape)
+        raw = np.empty(end - begin, np.uint8)
+        self.file.read_into(self.offset + begin, raw)
+        check_scales(self.path, self.name, self.dtype, self.shape, raw, first_row)
+        return raw
 
 
 def embedding_rows(path: Path, stored: Mapping[str, Stored], name: str) -> int:

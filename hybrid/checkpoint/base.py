@@ -42,7 +42,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a checkpoint: known without reading its data; `load` maps or copies it."""
+    """One tensor of a checkpoint: known without reading its data; `load` reads it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint, made by `open_checkpoint`. Tensors are read when asked for, from memory maps.
+    """An open checkpoint, made by `open_checkpoint`. Tensors are read when asked for, into memory of their own.
 
     Matrices are [outputs, inputs] in the dtype in which they are stored; norm weights are float32 and multiply
     directly (where a format stores w - 1, the 1 has been added).
@@ -86,12 +86,11 @@ class Checkpoint:
         return self._entry(name).shape
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor in its stored dtype. Plain types are read-only views of the file where they are aligned."""
+        """The tensor in its stored dtype, in memory of its own."""
         return self._entry(name).load()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a tensor, as `tensor` gives them but read into memory of their own: what is
-        dropped is free again, however large the tensor."""
+        """Rows start..stop of a tensor, as `tensor` gives them; only they are read."""
         entry = self._entry(name)
         return entry.load().rows(start, stop) if entry.rows is None else entry.rows(start, stop)
 
@@ -106,7 +105,7 @@ class Checkpoint:
         return self.make_tokenizer()
 
     def close(self) -> None:
-        """Let go of the files. A map goes when the last tensor that looks into it does."""
+        """Let go of the files."""
         object.__setattr__(self, "entries", _Closed(self.path))
 
     def __enter__(self) -> Checkpoint:

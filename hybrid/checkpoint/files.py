@@ -1,15 +1,14 @@
 """Files as a checkpoint may trust them: regular, bounded, read inside their size, and unchanged since they were opened.
 
-Headers and small files are read with pread into memory. Tensor data is mapped; a map of a file that was cut shorter
-kills the process with SIGBUS when it is touched, so size and time are compared before every tensor that is taken. What
-remains is a file that is cut while a device copies out of the map; replacing or deleting it is harmless at any time.
+Everything is read with pread into memory of its own, and nothing is mapped: a map of a file that somebody cuts shorter
+kills the process with SIGBUS when it is touched. Size and time are compared before every tensor that is taken; replacing
+or deleting the file is harmless at any time.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import stat
 import weakref
@@ -73,7 +72,6 @@ class OpenFile:
             raise CheckpointError(f"{path} cannot be read: it is {_KINDS.get(kind, 'something')}, not a file")
         self._state = self._now()
         self.size = self._state[0]
-        self._map: np.ndarray | None = None
 
     def _now(self) -> tuple[int, int]:
         found = os.fstat(self._fd)
@@ -112,19 +110,6 @@ class OpenFile:
             if not got:
                 raise CheckpointError(f"{self.path} changed while it was open: it ends at byte {at + done}; load it again")
             done += got
-
-    def bytes(self, at: int, count: int) -> np.ndarray:
-        """uint8 [count], a read-only view of the map; the file is the one that was opened."""
-        self.check()
-        if self._map is None:
-            try:
-                mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{self.path} cannot be mapped: {why(error)}") from None
-            self._map = np.frombuffer(mapped, np.uint8)
-        if not 0 <= at <= at + count <= self.size:
-            raise CheckpointError(f"{self.path}: bytes {at} to {at + count} are outside its {self.size}")
-        return self._map[at : at + count]
 
 
 def read_file(path: Path, limit: int) -> bytes:

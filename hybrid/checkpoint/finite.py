@@ -27,9 +27,9 @@ _EXPONENT = np.uint16(0x7C00)
 _CHUNK = 1 << 18  # blocks at once: the temporaries stay in the cache
 
 
-def check_scales(path: Path, name: str, dtype: str, shape: tuple[int, ...], raw: np.ndarray) -> None:
+def check_scales(path: Path, name: str, dtype: str, shape: tuple[int, ...], raw: np.ndarray, first: int = 0) -> None:
     """CheckpointError for the first float16 scale of ggml blocks `raw` (uint8) that is NaN or infinite; nothing is
-    done for plain types. `shape` ends with the elements of a row."""
+    done for plain types. `shape` ends with the elements of a row; the tensor's row `first` is the first of `raw`."""
     if dtype not in _FIELDS:
         return
     size, elements, fields = _FIELDS[dtype]
@@ -42,7 +42,7 @@ def check_scales(path: Path, name: str, dtype: str, shape: tuple[int, ...], raw:
                 block = begin + int(wrong.argmax())
                 row, at = divmod(block * elements, shape[-1])
                 raise CheckpointError(
-                    f"{path}: tensor {name} of {dtype} is damaged: the {field} of row {row}, elements {at} to "
+                    f"{path}: tensor {name} of {dtype} is damaged: the {field} of row {first + row}, elements {at} to "
                     f"{at + elements - 1}, is {float(words[block, offset // 2].view('<f2'))}; fetch the file again"
                 )
 

@@ -1,4 +1,4 @@
-"""GGUF files (versions 2 and 3): from one file or several to a checkpoint; the data stays in memory maps.
+"""GGUF files (versions 2 and 3): from one file or several to a checkpoint; the data is read when it is asked for.
 
 Files are written with the gguf package (hybrid.convert).
 """

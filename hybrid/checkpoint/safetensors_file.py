@@ -1,4 +1,4 @@
-"""safetensors: the header is parsed and checked here, the data stays in a memory map.
+"""safetensors: the header is parsed and checked here, the data is read when it is asked for.
 
 Layout: u64 header length n, n bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}}, data from 8 + n, which
 the tensors fill without holes. What is refused here is what the format's own library refuses, and more.

@@ -71,12 +71,27 @@ class Packed:
     read_into: Callable[[int, np.ndarray], None]
     """(byte of the tensor, uint8 array): fills the array; may be called from several threads at once. Raises what
     the file's reader raises; scales are not looked at."""
-    load: Callable[[], Tensor]
-    """The tensor on the host. Raises for scales that are not finite, naming their place."""
+    load_rows: Callable[[int, int], Tensor]
+    """Rows start..stop in memory of their own. Raises for scales that are not finite, naming their place."""
 
     @property
     def nbytes(self) -> int:
         return DTYPES[self.dtype].nbytes(self.shape)
+
+    def load(self) -> Tensor:
+        """The tensor on the host. Raises what `load_rows` raises."""
+        return self.load_rows(0, self.shape[0])
+
+    def rows(self, start: int, stop: int) -> Packed:
+        """Rows start..stop of the first axis: nothing is read yet."""
+        shape = (stop - start, *self.shape[1:])
+        first = start * DTYPES[self.dtype].nbytes(self.shape[1:])
+        return Packed(
+            self.dtype,
+            shape,
+            lambda at, out: self.read_into(first + at, out),
+            lambda a, b: self.load_rows(start + a, start + b),
+        )
 
 
 Source = Callable[[], Tensor | Packed]
@@ -90,9 +105,9 @@ def unpacked(piece: Tensor | Packed) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A matrix whose rows are of several storage types: tensors one after another."""
+    """A matrix in pieces, one after another: of several storage types, or read from different places of a file."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | Packed, ...]
 
     @property
     def dtype(self) -> str:
@@ -109,7 +124,8 @@ class Rows:
 
     def rows(self, start: int, stop: int) -> Rows:
         """Rows start..stop, as views."""
-        cut, at = [], 0
+        cut: list[Tensor | Packed] = []
+        at = 0
         for t in self.tensors:
             first, last = max(start - at, 0), min(stop - at, t.shape[0])
             if first < last:

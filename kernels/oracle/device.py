@@ -1,7 +1,9 @@
 """The device `cpu`: a plan run by the oracle's functions in float32, for machines with nothing better.
 
-Weights of matrices are dequantised to float32 once while they fit the memory budget, and in blocks of rows at
-every use above it. Everything happens inside submit(); tickets exist for the protocol's sake.
+Weights are read into memory of their own, so that a file which changes later changes nothing; those that memory has no
+room for stay in their file, and blocks of their rows are read at every use. Matrices are dequantised to float32 once
+while they fit the memory budget, and in blocks of rows at every use above it. Everything happens inside submit();
+tickets exist for the protocol's sake.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import numpy as np
 
 from hybrid.spec.device import Counters, StepTime
 from hybrid.spec.plan import ALIGN, CONTROL, Plan, Step, TensorDecl
-from hybrid.spec.tensor import Rows, Source, Tensor, unpacked
+from hybrid.spec.tensor import Packed, Rows, Source, Tensor, unpacked
 from kernels.oracle import ORACLE, encoded
-from kernels.oracle.memory import Guarded, aligned, available_bytes, place
-from kernels.oracle.quant import Value, argument, copy_rows, dequantise
+from kernels.oracle.memory import Guarded, aligned, in_memory, place, usable_bytes
+from kernels.oracle.quant import Value, argument, copy_rows, dequantise, joined
 
 # Weights that BLAS reads whole: worth keeping as float32. (Embedding reads a few rows of the same tensor.)
 _MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "w_down"), "logits": ("w",)}
@@ -28,7 +30,8 @@ _MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "
 class CpuDevice:
     """hybrid.spec.device.Device on NumPy.
 
-    memory_budget: bytes for float32 copies of weights (default: half of the memory available now).
+    memory: bytes for all tensors (default: usable_bytes() now).
+    memory_budget: bytes of it for float32 copies of weights (default: half).
     overrides: functions that replace the oracle's, by operation (mutation tests).
     guard: bytes of a pattern around every tensor; activations then get memory of their own (no shared arena).
     ops: operation specs by name (default: the shipped ones)."""
@@ -36,6 +39,7 @@ class CpuDevice:
     def __init__(
         self,
         *,
+        memory: int | None = None,
         memory_budget: int | None = None,
         overrides: Mapping[str, Callable[..., tuple[np.ndarray, ...]]] | None = None,
         guard: int = 0,
@@ -52,9 +56,10 @@ class CpuDevice:
         self.guard = guard
         self.generation = 0
         """Grows whenever memory moves: programs then look their tensors up again."""
-        self._budget = available_bytes() // 2 if memory_budget is None else memory_budget
+        self._memory = usable_bytes() if memory is None else memory
+        self._budget = self._memory // 2 if memory_budget is None else memory_budget
         self._decls: dict[str, TensorDecl] = {}
-        self._tensors: dict[str, Tensor | Rows] = {}
+        self._tensors: dict[str, Tensor | Rows | Packed] = {}
         self._guarded: dict[str, Guarded] = {}
         self._float: dict[str, np.ndarray] = {}
         self._arena = aligned(0)
@@ -68,31 +73,40 @@ class CpuDevice:
         return nullcontext()
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
-        """See Device.store. A weight given whole is kept by reference (it may be a memory-mapped file)."""
+        """See Device.store. A weight given whole is kept by reference; what a file has and memory has no room for stays
+        there, and is read at every use."""
         self.check_open()
-        if decl.pieces:
-            self._store_rows(decl, parts)
-            return
+        if decl.kind == "weight" and parts and not self.guard and decl.nbytes > self._room():
+            tensor = self._left_in_file(decl, parts)
+        elif decl.pieces:
+            tensor = self._runs(decl, parts)
+        else:
+            tensor = self._filled(decl, value, parts)
+        self._decls[decl.name], self._tensors[decl.name] = decl, tensor
+        self._float.pop(decl.name, None)
+        self.counters.bytes_up += in_memory(tensor) if value is not None or parts else 0
+        self.generation += 1
+
+    def _room(self) -> int:
+        """Bytes that further tensors may take."""
+        return self._memory - sum(self.memory().values()) + self.left_in_files
+
+    def _filled(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> Tensor:
         if value is None and len(parts) == 1:
             value = unpacked(parts[0]())
             parts = ()
         if value is not None and (value.dtype, value.shape) != (decl.dtype, decl.shape):
             raise ValueError(f"{decl.name} is declared {decl.dtype} {decl.shape}, got {value.dtype} {value.shape}")
         if decl.kind == "weight" and value is not None and not self.guard:
-            tensor = value
-        else:
-            made = self.allocate(decl)
-            tensor = made.tensor
-            if self.guard:
-                self._guarded[decl.name] = made
-            if value is not None or parts:
-                copy_rows(decl.name, tensor, [value] if value is not None else (unpacked(make()) for make in parts))
-        self._decls[decl.name], self._tensors[decl.name] = decl, tensor
-        self._float.pop(decl.name, None)
-        self.counters.bytes_up += tensor.nbytes if value is not None or parts else 0
-        self.generation += 1
+            return value
+        made = self.allocate(decl)
+        if self.guard:
+            self._guarded[decl.name] = made
+        if value is not None or parts:
+            copy_rows(decl.name, made.tensor, [value] if value is not None else (unpacked(make()) for make in parts))
+        return made.tensor
 
-    def _store_rows(self, decl: TensorDecl, parts: Sequence[Source]) -> None:
+    def _runs(self, decl: TensorDecl, parts: Sequence[Source]) -> Rows:
         """A weight of several storage types: each run of rows becomes a tensor of its own."""
         runs = [Tensor.empty(dtype, (rows, *decl.shape[1:])) for dtype, rows in decl.pieces]
         makers = iter(parts)
@@ -102,10 +116,15 @@ class CpuDevice:
                 piece = unpacked(next(makers)())
                 copy_rows(decl.name, run.rows(at, run.shape[0]).rows(0, piece.shape[0]), [piece])
                 at += piece.shape[0]
-        self._decls[decl.name], self._tensors[decl.name] = decl, Rows(tuple(runs))
-        self._float.pop(decl.name, None)
-        self.counters.bytes_up += decl.data_bytes
-        self.generation += 1
+        return Rows(tuple(runs))
+
+    def _left_in_file(self, decl: TensorDecl, parts: Sequence[Source]) -> Tensor | Rows | Packed:
+        """The parts as they come: what is computed while loading is kept all the same."""
+        pieces = tuple(make() for make in parts)
+        tensor = pieces[0] if len(pieces) == 1 else Rows(pieces)
+        if tensor.shape != decl.shape or not {p.dtype for p in pieces} <= set(decl.dtypes):
+            raise ValueError(f"{decl.name} is declared {decl.dtype} {decl.shape}, got {tensor.dtype} {tensor.shape}")
+        return tensor
 
     def write(self, name: str, value: Tensor, row: int = 0) -> None:
         target, stop = self.whole(name), row + value.shape[0]
@@ -125,7 +144,8 @@ class CpuDevice:
 
     def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
         self.wait(ticket)
-        view = self.whole(name).rows(start, self.whole(name).shape[0] if stop is None else stop)
+        stored = self.stored(name)
+        view = joined(name, stored.rows(start, stored.shape[0] if stop is None else stop))
         self.counters.bytes_down += view.nbytes
         return Tensor(view.dtype, view.shape, tuple(p.copy() for p in view.parts))
 
@@ -157,15 +177,21 @@ class CpuDevice:
             raise ValueError(f"no such ticket: {ticket}; the last submit was {self.counters.submits}")
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose; `dequantised` are the float32 copies of weights."""
+        """Bytes by purpose; `dequantised` are the float32 copies of weights, `left_in_files` is not held at all."""
         self.check_open()
         held = dict.fromkeys(("weights", "state", "io"), 0)
         for name, tensor in self._tensors.items():
             kind = self._decls[name].kind
-            held["weights" if kind == "weight" else kind] += tensor.nbytes
+            held["weights" if kind == "weight" else kind] += in_memory(tensor)
         activations = sum(g.room.nbytes for p in self._programs for g in p.guarded.values())
         copies = sum(a.nbytes for a in self._float.values())
-        return {**held, "activations": self._arena.size + activations, "staging": 0, "dequantised": copies}
+        held |= {"activations": self._arena.size + activations, "staging": 0, "dequantised": copies}
+        return {**held, "left_in_files": self.left_in_files}
+
+    @property
+    def left_in_files(self) -> int:
+        """Bytes of weights for which memory had no room: read again at every use."""
+        return sum(t.nbytes - in_memory(t) for t in self._tensors.values())
 
     def __enter__(self) -> CpuDevice:
         return self
@@ -210,7 +236,7 @@ class CpuDevice:
         if not self._open:
             raise RuntimeError("this cpu device is closed")
 
-    def view(self, decl: TensorDecl) -> Tensor | Rows:
+    def view(self, decl: TensorDecl) -> Tensor | Rows | Packed:
         """The memory of a plan's declaration: a prefix of the stored tensor, or its place in the arena."""
         if decl.kind == "activation":
             if decl.offset % ALIGN or decl.offset + decl.nbytes > self._arena.size:
@@ -233,7 +259,8 @@ class CpuDevice:
         tensor = self.stored(name)
         if name not in self._float:
             cost = 0 if tensor.dtype == "f32" else 4 * int(np.prod(tensor.shape, dtype=np.int64))
-            if cost > self._budget - sum(a.nbytes for a in self._float.values()):
+            room = min(self._room(), self._budget - sum(a.nbytes for a in self._float.values()))
+            if cost > room or in_memory(tensor) < tensor.nbytes:
                 return tensor
             if not cost and isinstance(tensor, Tensor):
                 return tensor.array
@@ -242,12 +269,9 @@ class CpuDevice:
         return self._float[name]
 
     def whole(self, name: str) -> Tensor:
-        tensor = self.stored(name)
-        if isinstance(tensor, Rows):
-            raise ValueError(f"{name} has rows of several storage types: it cannot be read or written as one tensor")
-        return tensor
+        return joined(name, self.stored(name))
 
-    def stored(self, name: str) -> Tensor | Rows:
+    def stored(self, name: str) -> Tensor | Rows | Packed:
         self.check_open()
         if name not in self._tensors:
             raise ValueError(f"no tensor {name!r} is stored on the cpu device: store() it first")
@@ -278,7 +302,7 @@ class CpuProgram:
         self._steps = [_Bound(self, step) for step in self.plan.steps]
         self._generation = self.device.generation
 
-    def tensor(self, name: str) -> Tensor | Rows:
+    def tensor(self, name: str) -> Tensor | Rows | Packed:
         return self.guarded[name].tensor if name in self.guarded else self.device.view(self.plan.tensors[name])
 
     def submit(self, times: int = 1) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.plan import ALIGN, TensorDecl
-from hybrid.spec.tensor import Tensor
+from hybrid.spec.tensor import Packed, Rows, Tensor
 
 _PATTERN = 0xA5
 
@@ -24,6 +24,18 @@ def available_bytes() -> int:
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 4 << 30
+
+
+def usable_bytes() -> int:
+    """What tensors may take of it: a sixteenth is left for temporaries and for other programs."""
+    return available_bytes() * 15 // 16
+
+
+def in_memory(value: Tensor | Rows | Packed) -> int:
+    """Bytes of a stored tensor that are in memory, and not read from their file at each use."""
+    if isinstance(value, Rows):
+        return sum(in_memory(t) for t in value.tensors)
+    return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def aligned(nbytes: int) -> np.ndarray:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.tensor import Rows, Tensor
+from hybrid.spec.tensor import Packed, Rows, Tensor, unpacked
 from kernels.oracle.blocks import ORDER, RELAY, factors, integers
 
 Real = type[np.float32] | type[np.float64]
-Value = Tensor | Rows | np.ndarray
+Value = Tensor | Rows | Packed | np.ndarray
 
 BLOCK = 32
 _CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
@@ -39,6 +39,9 @@ def take(value: Value, index: np.ndarray) -> Value:
     n = value.shape[0]
     if index.size and not 0 <= int(index.min()) <= int(index.max()) < n:
         raise ValueError(f"row index outside 0..{n - 1}: {int(index.min())}..{int(index.max())}")
+    if isinstance(value, Packed):  # only these rows are read
+        found, index = np.unique(index, return_inverse=True)
+        value = joined("rows of a file", Rows(tuple(value.rows(i, i + 1) for i in found.tolist())))
     if isinstance(value, Tensor):
         return Tensor(value.dtype, (*index.shape, *value.shape[1:]), tuple(p[index] for p in value.parts))
     if isinstance(value, Rows):
@@ -67,6 +70,19 @@ def copy_rows(what: str, target: Tensor, pieces: Iterable[Tensor]) -> None:
         raise ValueError(f"{what}: {at} rows given for a tensor of {target.shape[0]}")
 
 
+def joined(what: str, value: Tensor | Rows | Packed) -> Tensor:
+    """One tensor on the host; a Tensor is returned as it is. ValueError for rows of several storage types."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Packed):
+        return value.load()
+    if len({t.dtype for t in value.tensors}) > 1:
+        raise ValueError(f"{what} has rows of several storage types: it cannot be read or written as one tensor")
+    out = Tensor.empty(value.dtype, value.shape)
+    copy_rows(what, out, map(unpacked, value.tensors))
+    return out
+
+
 def dequantise(value: Value, real: Real = np.float32, out: np.ndarray | None = None) -> np.ndarray:
     """The numbers of a tensor [..., K] as a `real` array of its shape. In float32 they are exact, but for q8_act (24-bit
     scale times 8-bit code) and the sum with a minimum (q4_1, q5_1, q4_k, q5_k), which are rounded once.
@@ -83,6 +99,8 @@ def dequantise(value: Value, real: Real = np.float32, out: np.ndarray | None = N
             dequantise(tensor, real, out[at : at + tensor.shape[0]])
             at += tensor.shape[0]
         return out
+    if isinstance(value, Packed):
+        value = value.load()
     if value.dtype in ("f32", "f16"):
         return dequantise(value.array, real, out)
     if value.dtype != "bf16" and not value.type.quantised:
