@@ -162,7 +162,7 @@ def test_ctrl_c_ends_with_statistics_and_130(folder):
         (["{model}", "--temperature", "1e39"], 1, "finite in float32"),
         (["{model}", "--top-k", "4294967296"], 1, "top_k must be between 0 (off) and 2**32 - 1"),
         (["{model}", "--trace", "/"], 1, "--trace / is a folder"),
-        (["{model}", "--precision", "exakt"], 1, "unknown precision 'exakt'"),
+        (["{model}", "--precision", "exakt"], 2, "argument --precision: invalid choice: 'exakt'"),
         (["{model}", "--weights", "q5_k"], 1, "weights cannot be made 'q5_k' for cpu"),
         (["{model}", "--ctx", "9999"], 1, "ctx 9999 is outside 1..256"),
         (["{model}", "--stop", ""], 1, "a stop string is empty"),

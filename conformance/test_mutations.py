@@ -127,8 +127,8 @@ def _same_as_safetensors(path: Path, checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize("target", ["gguf", "gguf_header", "directory", "tokenizer_model", "tokenizer_json", "toml"])
 def test_every_cut_of_a_file_is_refused(target: str, tmp_path: Path) -> None:
-    """Truncation at any byte: no prefix of a file is taken for the file."""
-    for data in valid(target)[:1]:
+    """Truncation at any byte (in the long profile; every 97 bytes else): no prefix of a file is taken for the file."""
+    for data in valid(target) if LONG else valid(target)[:1]:
         step = 1 if LONG else 97
         for cut in range(0, len(data) - 40, step):
             loaded = outcome(target, tmp_path, data[:cut])

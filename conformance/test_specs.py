@@ -120,7 +120,6 @@ MISTAKES = {
     "member of an op": ('name = "linear"', 'name = "linear"\nmembers = ["geglu"]', "op.members", "a region"),
     "input without domain": ('domain = { dist = "normal", scale = 1.0 }', "", "inputs.x.domain", "is missing"),
     "domain parameter": ('dist = "normal", scale = 1.0', 'dist = "normal"', "inputs.x.domain.scale", "is missing"),
-    "aliasing": ('dtype = "f32"', 'dtype = "f32"\naliasing = "in_place:w"', "outputs.y.aliasing", "another shape"),
     "reserved name": ("[inputs.w]", "[inputs.min]", "inputs.min", "cannot be a name"),
     "name twice": ("[inputs.w]", "[inputs.T]", "inputs.T", "used in [axes] already"),
     "other version": ("schema = 1", "schema = 2", "schema", "2 must be 1"),

@@ -20,6 +20,9 @@ from hybrid.units import parse_bytes
 if TYPE_CHECKING:
     from hybrid.checkpoint import Checkpoint
 
+PRECISIONS, CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
+"""What --precision and --kv take."""
+
 
 class Parser(argparse.ArgumentParser):
     """argparse with the project's error form."""

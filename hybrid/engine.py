@@ -80,7 +80,7 @@ class Engine:
         if not 1 <= ctx <= hp.context_length:
             raise ValueError(f"ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
         backend = device.name.split(":")[0].split(" ")[0]
-        most = fixed_rows(backend, slots) if deterministic else max(min(chunk, ctx), slots)
+        most = fixed_rows(backend, slots) if deterministic else max(min(chunk, ctx * slots), slots)
         self.device, self.checkpoint, self.profile = device, checkpoint, profile
         self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(most, ctx), slots)
         self.tables = BlockTables(self.cache)
@@ -237,7 +237,12 @@ class Engine:
 
     def logits_by_pass(self, ids: Sequence[int], chunk: int | None = None) -> Iterator[np.ndarray]:
         """The rows of `logits` as they come: memory is that of one pass, whatever the length and the vocabulary."""
-        return forced.logits_by_pass(self, ids, chunk)
+        return self.logits_of([ids], chunk)
+
+    def logits_of(self, sequences: Sequence[Sequence[int]], chunk: int | None = None) -> Iterator[np.ndarray]:
+        """As `logits_by_pass`, for several sequences one after another. As many as there are free slots run together:
+        a pass reads every weight, so short sequences must share one."""
+        return forced.logits_of(self, sequences, chunk)
 
     def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""

@@ -59,7 +59,7 @@ def footprint(
 
     if not 1 <= context <= hparams.context_length:
         raise ValueError(f"a context of {context} is outside 1..{hparams.context_length}, which the model was made for")
-    most = max(min(chunk or CHUNK, context), batch)
+    most = max(min(chunk or CHUNK, context * batch), batch)
     cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(most, context), batch)
     target = Target(find_schedule(hparams.family), hparams, weights, cache, hparams.vocab, precision, kv)
     rows, outs = buckets(most), buckets(batch)[-1]

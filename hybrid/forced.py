@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from hybrid.engine import Engine
 
 
-def logits_by_pass(engine: Engine, ids: Sequence[int], chunk: int | None) -> Iterator[np.ndarray]:
-    """See Engine.logits_by_pass."""
+def logits_of(engine: Engine, sequences: Sequence[Sequence[int]], chunk: int | None) -> Iterator[np.ndarray]:
+    """See Engine.logits_of."""
     rows = min(chunk or engine.logits_rows, engine.logits_rows)
     decl = TensorDecl("logits", "f32", (engine.logits_rows, engine.target.hparams.vocab), "io")
-    for (part,) in _passes(engine, ids, rows, [decl], capture=False):
-        yield part
+    free = max(1, engine.cache.slots - len(engine.positions))
+    for at in range(0, len(sequences), free):
+        for (part,) in _passes(engine, sequences[at : at + free], rows, [decl], capture=False):
+            yield part
 
 
 def hidden_states(engine: Engine, ids: Sequence[int], chunk: int | None) -> np.ndarray:
@@ -27,17 +29,21 @@ def hidden_states(engine: Engine, ids: Sequence[int], chunk: int | None) -> np.n
     hp = engine.target.hparams
     rows = min(chunk or engine.hidden_rows, engine.hidden_rows)
     decls = [TensorDecl(f"hidden.{i}", "f32", (engine.hidden_rows, hp.hidden), "io") for i in range(hp.n_layers + 1)]
-    return np.concatenate([np.stack(p) for p in _passes(engine, ids, rows, decls, capture=True)], axis=1)
+    return np.concatenate([np.stack(p) for p in _passes(engine, [ids], rows, decls, capture=True)], axis=1)
 
 
-def _passes(engine: Engine, ids: Sequence[int], rows: int, decls: list[TensorDecl], capture: bool) -> Iterator[list[np.ndarray]]:
-    """Passes over one sequence; after each, the live rows of the result tensors."""
+def _passes(
+    engine: Engine, sequences: Sequence[Sequence[int]], rows: int, decls: list[TensorDecl], capture: bool
+) -> Iterator[list[np.ndarray]]:
+    """Passes over sequences, each in a slot of its own; after each pass, the live rows of the result tensors."""
     for decl in decls:
         engine.result(decl)
-    slot = engine.admit(max(len(ids), 1))
+    prompts: dict[int, Sequence[int]] = {}
     try:
-        engine.check({slot: ids})
-        for chunk in chunks({slot: ids}, engine.positions, rows):
+        for ids in sequences:
+            prompts[engine.admit(max(len(ids), 1))] = ids
+        engine.check(prompts)
+        for chunk in chunks(prompts, engine.positions, rows):
             n = len(chunk.tokens)
             size = bucket_of(n, engine.row_buckets)
             every = Chunk(chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32))
@@ -46,4 +52,5 @@ def _passes(engine: Engine, ids: Sequence[int], rows: int, decls: list[TensorDec
             yield [engine.device.read(d.name, 0, n).array for d in decls]
     finally:
         engine.wait()
-        engine.release(slot)
+        for slot in prompts:
+            engine.release(slot)

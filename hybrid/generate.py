@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import Parser, run
+from hybrid.cli import CACHES, PRECISIONS, Parser, run
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "demo-gemma3-q8_0.gguf"
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
@@ -60,10 +60,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--precision",
         default="auto",
+        choices=PRECISIONS,
         metavar="NAME",
         help="auto (int8 activations for quantised weights, else float32), exact (float32), fast (auto)",
     )
-    p.add_argument("--kv", default="auto", metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
+    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
     p.add_argument("--ctx", type=int, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
     p.add_argument(
         "--deterministic",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import Parser, run, size
+from hybrid.cli import CACHES, PRECISIONS, Parser, run, size
 from hybrid.units import show_bytes
 
 _NEEDS = {
@@ -21,7 +21,6 @@ _NEEDS = {
     "tables and state": ("tables", "state", "io"),
     "total": ("total",),
 }
-_PRECISIONS, _CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at a time (1)")
     p.add_argument("--context", type=int, metavar="N", help="positions of each sequence (the model's, at most 4096)")
     p.add_argument("--memory", type=size, metavar="SIZE", help="also compare with this much memory, such as 16GiB")
-    p.add_argument("--precision", default="auto", choices=_PRECISIONS, metavar="NAME", help=f"{', '.join(_PRECISIONS)} (auto)")
-    p.add_argument("--kv", default="auto", choices=_CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
+    p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (auto)")
+    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
     add_types(p, default=" (the default; a NAME is stored in bf16)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p

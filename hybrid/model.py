@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.cli import CACHES, PRECISIONS
 from hybrid.cost import plan_cost, precision_of
 from hybrid.devices import Opened, open_first
 from hybrid.engine import Engine
@@ -38,6 +39,7 @@ def load(
     precision: PrecisionName = "auto",
     *,
     deterministic: bool = False,
+    slots: int = 1,
     profile: bool = False,
     progress: bool = False,
 ) -> Model:
@@ -47,12 +49,13 @@ def load(
     (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32 converts
     matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
     weights: int8 activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv
+    overrides the cache's type. slots: sequences that the cache has room for at a time (engine.logits_of).
     overrides the cache's type.
     deterministic: the same bits for the same tokens, however a prompt is cut and whatever runs beside it; slower.
     profile: time every step. progress: a bar for slow loads.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
-    for name, value, known in (("kv", kv, ("auto", "f32", "f16")), ("precision", precision, ("auto", "exact", "fast"))):
+    for name, value, known in (("kv", kv, CACHES), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(known)}")
     clock = LoadClock()
@@ -74,6 +77,7 @@ def load(
                 weights=weights,
                 ctx=ctx,
                 deterministic=deterministic,
+                slots=slots,
                 profile=profile,
                 progress=progress,
                 clock=clock,
@@ -293,6 +297,12 @@ class Model:
             self.engine.positions.clear()
             opened.device.close()
             self.checkpoint.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Model holds a device and open files, so it cannot be pickled, copied or sent to another process: "
+            f"load it there, hybrid.load({str(self.checkpoint.path)!r})"
+        )
 
     def __enter__(self) -> Model:
         return self

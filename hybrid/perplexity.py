@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.cli import Parser, progress_bar, run
+from hybrid.cli import PRECISIONS, Parser, progress_bar, run
 
 FORM_FEED = "\n\f\n"
-PRECISIONS = ("auto", "exact", "fast")
 MAX_TEXT = 1 << 28  # bytes
+_PASS_ROWS = 512
 _ROW_ELEMENTS = 1 << 21  # logits worked on at once, in float64
 
 
@@ -108,19 +108,22 @@ def encode(model: Any, documents: Sequence[str], chunk: int, whole: bool) -> Tex
     return Text(usable, left_out)
 
 
-def measure(model: Any, ids: Sequence[int], into: Measured, reference: Any = None) -> None:
-    """Add one document's predictions. Memory is that of one pass of logits of each model."""
+def measure(model: Any, documents: Sequence[Sequence[int]], into: Measured, reference: Any = None) -> None:
+    """Add the predictions of some documents. Memory is that of one pass of logits of each model."""
+    ids = np.concatenate([np.asarray(d) for d in documents])
+    predicted = np.ones(len(ids), bool)  # rows whose next token is known: not a document's last
+    predicted[np.cumsum([len(d) for d in documents]) - 1] = False
     with contextlib.ExitStack() as stack:
         rows = min(m.engine.logits_rows for m in (model, reference) if m is not None)
-        ours = stack.enter_context(contextlib.closing(model.engine.logits_by_pass(ids, rows)))
+        ours = stack.enter_context(contextlib.closing(model.engine.logits_of(documents, rows)))
         theirs = None
         if reference is not None:
-            theirs = stack.enter_context(contextlib.closing(reference.engine.logits_by_pass(ids, rows)))
+            theirs = stack.enter_context(contextlib.closing(reference.engine.logits_of(documents, rows)))
         at = 0
         for part in ours:
             other = None if theirs is None else next(theirs)
-            targets = np.asarray(ids[at + 1 : at + 1 + len(part)])
-            _add(into, part[: len(targets)], targets, None if other is None else other[: len(targets)])
+            rows_used = np.flatnonzero(predicted[at : at + len(part)])
+            _add(into, part[rows_used], ids[at + 1 + rows_used], None if other is None else other[rows_used])
             at += len(part)
 
 
@@ -195,9 +198,10 @@ def _main(args: argparse.Namespace) -> int:
         total = sum(len(d) - 1 for d in text.documents)
         begin = time.perf_counter()
         with progress_bar(total, args.text.name, args.progress, unit="token") as update:
-            for ids in text.documents:
-                measure(model, ids, found, reference)
-                update(len(ids) - 1)
+            for at in range(0, len(text.documents), _together(args.chunk)):
+                some = text.documents[at : at + _together(args.chunk)]
+                measure(model, some, found, reference)
+                update(sum(len(ids) - 1 for ids in some))
         report = _report(args, model, text, found, time.perf_counter() - begin)
     print(json.dumps(_finite(report)) if args.json else "\n".join(_lines(report)))
     return 0
@@ -211,9 +215,15 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
         longest = checkpoint.hparams.context_length
     if args.chunk > longest:
         raise ValueError(f"--chunk {args.chunk} is more than the context of {longest} that {path} was made for")
-    return hybrid.load(
-        path, args.device, weights=weights, ctx=args.chunk, precision=precision, progress=sys.stderr.isatty()
-    )
+    slots, progress = _together(args.chunk), sys.stderr.isatty()
+    return hybrid.load(path, args.device, None, weights, args.chunk, precision=precision, slots=slots, progress=progress)
+
+
+def _together(chunk: int) -> int:
+    """Documents that share passes: each pass reads every weight, so it should have hundreds of rows."""
+    from hybrid.kv import MAX_SLOTS
+
+    return max(1, min(MAX_SLOTS, _PASS_ROWS // chunk))
 
 
 def _reference(args: argparse.Namespace, stack: contextlib.ExitStack) -> Any:

@@ -117,7 +117,9 @@ class Tokenizer:
     def encode(self, text: str, bos: bool = True, parse_special: bool = False, guard: str = "") -> list[int]:
         """Ids of `text`, after the begin-of-text id if `bos` (never twice). `parse_special` also recognises control
         tokens by their text, except those that `quote` took apart with the character `guard`; otherwise they are
-        ordinary characters. Lone surrogates count as U+FFFD."""
+        ordinary characters. Lone surrogates count as U+FFFD. TypeError for what is no str."""
+        if not isinstance(text, str):
+            raise TypeError(f"text to encode must be a str, not {type(text).__name__}")
         ids = [self.bos_id] if bos and self.bos_id is not None else []
         if not text:
             return ids

@@ -156,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def command() -> int:
+        workloads(load_op(args.op), args.workload)  # a wrong name is said before anything is opened or printed
         opened = open_first(find_schedule("gemma3").chain(args.device))
         try:
             if not args.json:

@@ -128,7 +128,6 @@ def _workload(o: OpSpec, w: Workload) -> tuple[str, ...]:
 def _tensor(o: OpSpec, name: str, t: TensorSpec) -> tuple[str, ...]:
     kind = {"inputs": "in", "outputs": "out"}.get(o.section(name), o.section(name))
     notes = [t.summary] if t.summary else []
-    notes += [t.aliasing.replace("_", " ").replace(":", " ")] if t.aliasing != "none" else []
     notes += [f"verified given {', '.join(t.given)}"] if t.given else []
     layouts: dict[str, list[str]] = {}
     for backend, layout in t.layout.items():

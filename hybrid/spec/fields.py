@@ -194,8 +194,6 @@ class TensorSpec(Model):
     summary: str = ""
     domain: Domain | None = None
     layout: dict[BackendName, Layout] = Field(default_factory=dict)
-    aliasing: str = "none"
-    """none | may_alias:NAME | in_place:NAME"""
     given: tuple[str, ...] = ()
     """Verified from the device's own value of these earlier outputs, so that a rounding there is not counted twice."""
     tolerance: dict[str, Tolerance] = Field(default_factory=dict)
@@ -205,10 +203,6 @@ class TensorSpec(Model):
     def same(self) -> str | None:
         """The tensor whose dtype this one shares."""
         return self.dtype[0][5:] if self.dtype[0].startswith("same:") else None
-
-    @property
-    def aliases(self) -> str | None:
-        return self.aliasing.partition(":")[2] or None
 
 
 class Attribute(Model):

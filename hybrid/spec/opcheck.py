@@ -53,7 +53,6 @@ def _tensors(spec: OpSpec) -> None:
                     _number(f"{at}.domain.{key}", bound, [*spec.axes, *spec.attributes], "axis or attribute")
         if t.domain is None and name in spec.inputs:
             raise FieldError(f"{at}.domain", "is missing; say which values the input takes")
-        _aliasing(spec, at, name, t.aliasing)
         for i, other in enumerate(t.given):
             if other not in earlier or other == name:
                 raise FieldError(f"{at}.given[{i}]", f"no earlier result {other!r}{nearest(other, earlier)}")
@@ -68,18 +67,6 @@ def _tensors(spec: OpSpec) -> None:
         for tensor in group:
             if tensor not in spec.inputs:
                 raise FieldError(f"constraints.distinct[{i}]", f"no input {tensor!r}{nearest(tensor, spec.inputs)}")
-
-
-def _aliasing(spec: OpSpec, at: str, name: str, text: str) -> None:
-    kind, _, other = text.partition(":")
-    if text == "none":
-        return
-    if kind not in ("may_alias", "in_place") or not other:
-        raise FieldError(f"{at}.aliasing", f"{text!r} is not one of none, may_alias:NAME, in_place:NAME")
-    if other not in spec.inputs:
-        raise FieldError(f"{at}.aliasing", f"no input {other!r}{nearest(other, spec.inputs)}")
-    if tuple(map(str, spec.inputs[other].shape)) != tuple(map(str, spec.tensors[name].shape)):
-        raise FieldError(f"{at}.aliasing", f"{other} has another shape; only tensors of one shape can share memory")
 
 
 def _dtypes(spec: OpSpec) -> None:

@@ -3,6 +3,7 @@ the driver's compiled code is cached on disk between processes."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -34,6 +35,12 @@ class Kernel:
     set_layout: Any = None
 
 
+@functools.cache
+def warn_once(text: str) -> None:
+    """Every program saves what it built: a folder that cannot be written is said once."""
+    log.warning("%s", text)
+
+
 def cache_path(uuid: str, driver: str) -> Path:
     """Where compiled pipelines of this driver are kept: $XDG_CACHE_HOME/hybrid-kernels/."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -63,7 +70,7 @@ def write_cache(path: Path, data: bytes) -> None:
         temporary.write_bytes(hashlib.sha256(data).digest() + data)
         temporary.replace(path)
     except OSError as error:
-        log.warning("pipeline cache %s cannot be written (%s)", path, error)
+        warn_once(f"pipeline cache {path} cannot be written ({error}); the next process builds its pipelines anew")
 
 
 class KernelCache:
