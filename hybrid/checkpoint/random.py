@@ -120,7 +120,7 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
         return Entry(dtype, shape, lambda: Tensor.of(np.ones(shape, np.float32)))
     pool, block = random_rows(dtype, shape[-1], POOL_BYTES), DTYPES[dtype].nbytes((DTYPES[dtype].block,))
     noise = _Noise(dtype, shape, pool, zlib.crc32(name.encode()) % (pool.size // block) * block)
-    return Entry(dtype, shape, noise.load, noise.rows, Packed(dtype, shape, noise.read_into, noise.load))
+    return Entry(dtype, shape, noise.load, noise.rows, Packed(dtype, shape, noise.read_into, noise.rows))
 
 
 @cache
