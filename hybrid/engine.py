@@ -133,14 +133,15 @@ class Engine:
         self._settle()
         self.device.write("params", Tensor.of(sampling.words()), slot)
 
-    def rewind(self, slot: int, position: int) -> bool:
+    def rewind(self, slot: int, position: int, anyway: bool = False) -> bool:
         """Forget what a live sequence holds from `position` on. False, and nothing done, where that is impossible:
-        local layers keep a ring, in which later positions have taken the place of some that would be seen again."""
+        local layers keep a ring, in which later positions have taken the place of some that would be seen again
+        (`anyway`: they are seen in their place, which is fit for measuring time)."""
         lost = self.positions[slot] - position
         if lost < 0 or position < 0:
             raise ValueError(f"slot {slot} holds {self.positions[slot]} tokens: {position} is not before their end")
         ring, window = self.cache.ring, self.cache.window
-        if lost and window and ring < self.cache.table and lost > ring * self.cache.block - window:
+        if not anyway and lost and window and ring < self.cache.table and lost > ring * self.cache.block - window:
             return False
         self.positions[slot] = position
         self._decoding = None

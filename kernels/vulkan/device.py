@@ -95,6 +95,10 @@ class VulkanDevice(Storage):
         self.check_open()
         return self._kernels.get(name, constants)
 
+    def kernels_named(self, prefix: str) -> list[str]:
+        """The built modules whose names begin so."""
+        return self._kernels.named(prefix)
+
     def has(self, feature: str) -> bool:
         """`cooperative_matrix`, or any feature or extension of the report, present and switched on."""
         return self.report.has(feature)

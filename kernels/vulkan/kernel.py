@@ -106,6 +106,10 @@ class KernelCache:
             self.kernels[key] = self._build(name, constants)
         return self.kernels[key]
 
+    def named(self, prefix: str) -> list[str]:
+        """Modules of the manifest whose names begin so."""
+        return sorted(n for n in self.manifest if n.startswith(prefix))
+
     def _build(self, name: str, constants: Mapping[str, int]) -> Kernel:
         entry = self.manifest.get(name)
         if entry is None:

@@ -1,0 +1,165 @@
+"""python -m hybrid.bench MODEL|--random NAME: prefill and decode, apart, with what they are worth on this device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid.cli import Parser, add_model, open_model, progress_bar, run
+
+if TYPE_CHECKING:
+    from hybrid.bench.measure import Row
+    from hybrid.engine import Engine
+    from hybrid.spec.device import Device
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """For arguments such as 512,2048; 0 leaves the test out."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = (-1,)
+    if any(n < 0 for n in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of counts such as 512,2048")
+    return found
+
+
+def positive(text: str) -> int:
+    """For arguments that are at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m hybrid.bench",
+        description="Speed of prefill and of decode, measured apart after warm-up, with the bytes and operations behind them "
+        "(by the operations' declared costs) and their shares of what this device reached in the same run. The cache is "
+        "filled by running random tokens. A figure above the device's nameplate is an error.",
+        epilog="Exit codes: 0, 1 error or an impossible figure, 2 wrong usage.",
+    )
+    add_model(p)
+    p.add_argument("-p", "--prompt", type=counts, default=(512,), metavar="N,..", help="tokens of a prompt; 0: none (512)")
+    p.add_argument("-n", "--tokens", type=counts, default=(128,), metavar="N,..", help="tokens to generate; 0: none (128)")
+    p.add_argument("-b", "--batch-size", type=positive, default=1, metavar="N", help="sequences at a time (1)")
+    p.add_argument("--ctx-depth", type=counts, default=(0,), metavar="N,..", help="positions in the cache before a test (0)")
+    p.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="of each test, after one to warm up (5)")
+    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
+    p.add_argument("--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)")
+    p.add_argument("--weights", metavar="TYPE", help="convert matrices of a file to this type while loading")
+    p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
+    p.add_argument("--kv", default="auto", choices=("auto", "f32", "f16"), help="type of the KV cache (auto)")
+    p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")
+    p.add_argument("--tokens-per-submit", type=positive, default=1, metavar="N", help="decode so many in one submit (1)")
+    p.add_argument("--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    command = f"python -m hybrid.bench {shlex.join(sys.argv[1:] if argv is None else argv)}"
+    return run(lambda: _main(args, command))
+
+
+def _main(args: argparse.Namespace, command: str) -> int:
+    from hybrid.bench.ceiling import ceiling, impossible
+    from hybrid.bench.probe import probe
+    from hybrid.bench.report import as_dict, text
+    from hybrid.cost import precision_of
+    from hybrid.devices import open_first
+    from hybrid.spec.devicesheet import sheet_for
+    from hybrid.spec.schedule import find_schedule, load_schedule
+
+    with ExitStack() as held:
+        begin = time.perf_counter()
+        checkpoint = held.enter_context(open_model(args))
+        schedule = find_schedule(checkpoint.hparams.family) if args.schedule is None else load_schedule(args.schedule)
+        device = open_first(schedule.chain(args.device)).device
+        held.callback(device.close)
+        opening = time.perf_counter() - begin
+        probes = probe(device)
+        begin = time.perf_counter()
+        engine = _engine(args, checkpoint, device, schedule)
+        seconds = opening + time.perf_counter() - begin
+        rows = _rows(args, engine)
+        about = {
+            "command": command,
+            "device": device.name,
+            "driver": driver_of(device),
+            "model": checkpoint.name,
+            "schedule": schedule.schedule.name,
+            "precision": {k: list(v) for k, v in precision_of(engine.plan("decode", *(engine.out_buckets[-1],) * 2)).items()},
+            "weights_bytes": device.memory()["weights"],
+            "context": engine.cache.ctx,
+            "chunk": engine.row_buckets[-1],
+            "tokens_per_submit": args.tokens_per_submit,
+            "deterministic": args.deterministic,
+            "load_seconds": seconds,
+        }
+    sheet = sheet_for(about["device"])
+    wrong = impossible(rows, probes, sheet)
+    report = as_dict(about, rows, probes, ceiling(probes, sheet), wrong)
+    print(json.dumps(report) if args.json else text(report))
+    if wrong:
+        raise ValueError(f"the measurement is wrong: {'; '.join(wrong)}")
+    return 0
+
+
+def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule: Any) -> Engine:
+    """An engine whose context holds the longest test."""
+    from hybrid.engine import CHUNK, Engine
+
+    longest = max((*args.prompt, *(n + 2 for n in args.tokens if n)))
+    ctx = max(args.ctx_depth) + longest + 1
+    if ctx > checkpoint.hparams.context_length:
+        raise ValueError(f"a depth of {max(args.ctx_depth)} and {longest} tokens more need {ctx} positions: the model was "
+                         f"made for {checkpoint.hparams.context_length}")  # fmt: skip
+    return Engine(
+        checkpoint,
+        device,
+        schedule,
+        precision=args.precision,
+        kv=args.kv,
+        weights=args.weights,
+        ctx=ctx,
+        slots=args.batch_size,
+        chunk=args.chunk or CHUNK,
+        n_tokens=checkpoint.hparams.vocab,
+        deterministic=args.deterministic,
+        progress=sys.stderr.isatty(),
+    )
+
+
+def _rows(args: argparse.Namespace, engine: Engine) -> list[Row]:
+    from hybrid.bench.measure import Bench
+
+    bench = Bench(engine, args.repetitions, args.tokens_per_submit)
+    tests = [(bench.prefill, n, d) for d in args.ctx_depth for n in args.prompt if n]
+    tests += [(bench.decode, n, d) for d in args.ctx_depth for n in args.tokens if n]
+    if not tests:
+        raise ValueError("nothing to measure: give -p or -n a number that is not 0")
+    rows = []
+    with progress_bar(len(tests), "tests", False, "") as advance:
+        for test, n, depth in tests:
+            rows.append(test(n, depth))
+            advance(1)
+    return rows
+
+
+def driver_of(device: Any) -> str:
+    """Driver and version of a Vulkan device; NumPy's of the cpu."""
+    import numpy as np
+
+    return f"NumPy {np.__version__}" if device.name == "cpu" else str(device.report.driver)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

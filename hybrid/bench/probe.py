@@ -1,0 +1,133 @@
+"""What a device reaches at its best, measured now: bytes per second of a copy, operations per second of its matrix units.
+
+Method: every built variant of the probe kernels runs a few times; the fastest run of the best variant counts, for a
+ceiling is a maximum. A copy of n bytes moves 2n: n read, n written. On cpu the probes are NumPy's copy and its matrix
+product in float32.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hybrid.spec.plan import Plan, Step
+
+REPEATS = 4
+COPY_BYTES = {"discrete": 2 << 30, "integrated": 256 << 20, "cpu": 24 << 20}  # one buffer: far more than caches hold
+GROUPS = (0, 1 << 13)  # of a copy: 0 is one for each tile, else each takes several in turn
+MATRIX_GROUPS, MATRIX_STEPS = 4096, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Ceilings of this run; None where the device has no such units. `variants`: each variant's best, GB/s or TFLOPS."""
+
+    copy_gb_s: float
+    copy: str
+    matrix_tflops: float | None
+    matrix: str
+    variants: Mapping[str, float]
+
+
+def probe(device: Any) -> Probes:
+    """Of an open device; takes about a second and gives the memory back."""
+    copies, matrices = (_cpu_copy(), _cpu_matrix()) if device.name == "cpu" else _vulkan(device)
+    best = max(copies, key=lambda name: copies[name])
+    fastest = max(matrices, key=lambda name: matrices[name], default=None)
+    return Probes(copies[best], best, None if fastest is None else matrices[fastest], fastest or "none", {**copies, **matrices})
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    """Seconds of the best of a few runs, on the host's clock."""
+    found = []
+    for _ in range(REPEATS + 1):
+        begin = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def _cpu_copy() -> dict[str, float]:
+    source, target = np.ones(32 << 20, np.uint8), np.zeros(32 << 20, np.uint8)
+    return {"numpy copy": 2 * source.nbytes / _fastest(lambda: np.copyto(target, source)) / 1e9}
+
+
+def _cpu_matrix() -> dict[str, float]:
+    n = 1024
+    a, out = np.ones((n, n), np.float32), np.empty((n, n), np.float32)
+    return {"numpy matmul f32": 2 * n**3 / _fastest(lambda: np.matmul(a, a, out=out)) / 1e12}
+
+
+def _vulkan(device: Any) -> tuple[dict[str, float], dict[str, float]]:
+    from kernels.vulkan.memory import align_up
+
+    copies, matrices, pool = {}, {}, device.memory_pool
+    size = min(COPY_BYTES.get(device.info.kind, 64 << 20), pool.available("device") // 4, device.max_range)
+    size -= size % (1 << 20)  # whole tiles of every variant
+    with ExitStack() as held:
+
+        def allocate(nbytes: int) -> Any:
+            piece = pool.allocate(align_up(nbytes), "scratch")
+            held.callback(pool.release, piece, "scratch")
+            device.fill(piece, 0x3C)  # as f16 a little more than 1
+            return piece
+
+        source, target = allocate(size), allocate(size)
+        for name, groups, per in _copy_variants(device):
+            tiles = size // 16 // per
+            grid = min(groups or tiles, tiles, device.max_groups[0])
+            seconds = _timed(device, name, source, target, struct.pack("<II", size // 16, grid), grid)
+            copies[f"{name}{f' x {grid} groups' if groups else ''}"] = 2 * size / seconds / 1e9
+        for name, subgroups, tiles in _matrix_variants(device):
+            sums = MATRIX_GROUPS * subgroups * 1024
+            seconds = _timed(device, name, source, target, struct.pack("<I", MATRIX_STEPS), MATRIX_GROUPS) if sums <= size else 1e9
+            matrices[name] = MATRIX_GROUPS * subgroups * MATRIX_STEPS * tiles * 2 * 16**3 / seconds / 1e12
+        device.wait()
+    return copies, matrices
+
+
+def _copy_variants(device: Any) -> list[tuple[str, int, int]]:
+    """(kernel, groups, words of 16 bytes that a group takes at a time) of each variant that the device can run."""
+    found = []
+    for name in device.kernels_named("probe_copy."):
+        threads, each = map(int, name.split(".")[1:])
+        if threads <= device.max_threads:
+            found += [(name, groups, threads * each) for groups in (GROUPS if device.info.kind != "cpu" else GROUPS[1:])]
+    return found if device.info.kind != "cpu" else found[::4]  # a CPU's copy hardly depends on the kernel
+
+
+def _matrix_variants(device: Any) -> list[tuple[str, int, int]]:
+    """(kernel, subgroups of a group, tiles that each multiplies in a step)."""
+    if not device.has("cooperative_matrix") or device.subgroup_size != 32:
+        return []
+    found = []
+    for name in device.kernels_named("probe_matrix."):
+        _, threads, tile = name.split(".")
+        rows, columns = map(int, tile.split("x"))
+        found.append((name, int(threads) // 32, rows * columns))
+    return found
+
+
+def _timed(device: Any, name: str, source: Any, target: Any, push: bytes, groups: int) -> float:
+    """Seconds of one dispatch by the device's clock, the best of a few."""
+    from kernels.vulkan.program import Program
+    from kernels.vulkan.recorder import Recorder
+
+    plan = Plan("probe", 1, 0, (Step(name, name, {}, {}),), {})
+    recorder = Recorder(device, source)
+    recorder.dispatch(device.kernel(name), [source], [target], push, (groups,))
+    program = Program(device, plan, recorder, True)
+    try:
+        times: list[Sequence[Any]] = []
+        for _ in range(REPEATS + 1):
+            device.wait(program.submit())
+            times.append(program.times())
+    finally:
+        program.close()
+    return min(t[0].duration for t in times)

@@ -1,0 +1,75 @@
+"""What a bench prints: one object for programs, one table for people, from the same figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hybrid.bench.ceiling import Ceiling
+from hybrid.bench.measure import Row
+from hybrid.bench.probe import Probes
+
+SCHEMA = 1
+
+
+def row_dict(row: Row, limit: Ceiling) -> dict[str, Any]:
+    """One test as plain data."""
+    rates = row.rates
+    return {
+        "test": row.name,
+        "phase": row.phase,
+        "n": row.n,
+        "depth": row.depth,
+        "batch": row.batch,
+        "tokens": row.tokens,
+        "seconds": list(row.seconds),
+        "tokens_per_second": row.tokens_per_second,
+        "mean": statistics.fmean(rates),
+        "spread": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        "gb_per_second": row.gb_per_second,
+        "share_of_copy": limit.share_of_bytes(row),
+        "tflops": row.tflops,
+        "share_of_matrix": limit.share_of_flops(row),
+        "host_us_per_token": row.host_us,
+        "per_pass": dict(row.counted),
+    }
+
+
+def as_dict(about: Mapping[str, Any], rows: Sequence[Row], probes: Probes, limit: Ceiling, wrong: Sequence[str]) -> dict[str, Any]:
+    """Everything: what was measured on what, with which command."""
+    return {
+        "schema": SCHEMA,
+        **about,
+        "probes": asdict(probes),
+        "ceiling": asdict(limit),
+        "results": [row_dict(row, limit) for row in rows],
+        "errors": list(wrong),
+    }
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """For people. Speeds are medians; the spread is the standard deviation of the repetitions."""
+    probes, limit = report["probes"], report["ceiling"]
+    matrix = "no matrix units" if probes["matrix_tflops"] is None else f"{probes['matrix_tflops']:.1f} TFLOPS ({probes['matrix']})"
+    lines = [
+        f"{report['device']}, {report['driver']}; measured",
+        f"{report['model']}: {report['weights_bytes'] / 1e9:.2f} GB of weights ({', '.join(report['precision']['weights'])}), "
+        f"activations {', '.join(report['precision']['activations'])}, KV {', '.join(report['precision']['kv'])}; "
+        f"ready in {report['load_seconds']:.1f} s",
+        f"probes: copy {probes['copy_gb_s']:.1f} GB/s ({probes['copy']}), matrix {matrix}",
+        f"shares: of bytes against {limit['of_bytes']} ({limit['gb_s']:.1f} GB/s), of operations against {limit['of_flops']}",
+        "",
+        f"{'test':22}{'tok/s':>10}{'mean':>10}{'spread':>9}{'GB/s':>9}{'share':>8}{'TFLOPS':>9}{'share':>8}"
+        f"{'host us/tok':>13}{'dispatches':>12}{'barriers':>10}",
+    ]
+    for r in report["results"]:
+        host = "-" if r["host_us_per_token"] is None else f"{r['host_us_per_token']:.1f}"
+        flops = "-" if r["share_of_matrix"] is None else f"{100 * r['share_of_matrix']:.1f} %"
+        lines.append(
+            f"{r['test']:22}{r['tokens_per_second']:10.1f}{r['mean']:10.1f}{r['spread']:9.2f}{r['gb_per_second']:9.1f}"
+            f"{100 * r['share_of_copy']:6.1f} %{r['tflops']:9.2f}{flops:>8}{host:>13}"
+            f"{r['per_pass']['dispatches']:12.0f}{r['per_pass']['barriers']:10.0f}"
+        )
+    return "\n".join(lines)

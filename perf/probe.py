@@ -1,0 +1,48 @@
+"""What copying and multiplying reach on a device, by every variant of the probe kernels.
+
+    python -m perf.probe --device vulkan
+
+The bench runs the same probes before it measures anything and quotes its shares against the best of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from hybrid.bench.__main__ import driver_of
+from hybrid.bench.probe import probe
+from hybrid.cli import Parser, run
+from hybrid.devices import open_first
+from hybrid.spec.schedule import find_schedule
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = Parser(prog="python -m perf.probe", description="Bytes and operations per second that the probe kernels reach, by variant.")
+    p.add_argument("--device", default="auto", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead")
+    args = p.parse_args(argv)
+
+    def command() -> int:
+        device = open_first(find_schedule("gemma3").chain(args.device)).device
+        try:
+            found = probe(device)
+            about = {"device": device.name, "driver": driver_of(device)}
+        finally:
+            device.close()
+        if args.json:
+            print(json.dumps({**about, **asdict(found)}))
+            return 0
+        print(f"{about['device']}, {about['driver']}; measured, the fastest run of each variant")
+        for name, figure in found.variants.items():
+            best = " (best)" if name in (found.copy, found.matrix) else ""
+            print(f"{name:36} {figure:10.1f} {'TFLOPS' if 'mat' in name else 'GB/s'}{best}")
+        return 0
+
+    return run(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
