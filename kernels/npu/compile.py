@@ -1,0 +1,212 @@
+"""The NPU's tile kernels on this computer: aie/*.cc compiled by g++ against hostapi/ and called through ctypes.
+
+    gemm = kernel("gemm_i8", DIM_M=32, DIM_K=64, DIM_N=64)     an entry point of aie/*.toml; macros not given: defaults
+    gemm(a, b, c)                                              NumPy arrays, in the order of gemm.args; outputs in place
+    gemm.counts                                                instructions of the last call by unit (COUNTERS)
+    gemm.entry.sizes(gemm.macros), .nbytes(...)                elements and bytes of each array
+
+Arrays: C-contiguous, of the argument's NumPy type (TYPES: bf16 is its 16 bits as uint16, i4x2 bytes of two codes, low half
+first) and of exactly the declared number of elements, any shape; they must start at a multiple of 32 bytes, as in a tile's
+memory: `buffer(shape, dtype)` makes such arrays. Scalars are ints. Wrong types and sizes raise TypeError or ValueError; what
+would go wrong on the core (a misaligned vector, a conversion that does not fit) raises KernelTrap.
+
+A tile keeps its rounding and saturation modes between calls. Every kernel() object has its own: `modes` reads and sets them
+(they begin as ("floor", "none"), the core's state after reset). A simulator of several tiles uses one library for all of
+them, so it puts the tile's modes there before a call and keeps what it finds after it.
+
+Libraries lie in $XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that they are made of: the source, its
+headers, hostapi/, macros, flags, the compiler's version. `digest(name, **macros)` is the part of it that does not depend on
+this computer. `sanitise=True` builds with AddressSanitizer and UBSan (the process must have their runtimes loaded).
+`source=PATH` compiles another text of the kernel (mutations).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kernels.npu.catalogue import AIE, Arg, Entry, Number, entries, find
+
+HOSTAPI = Path(__file__).resolve().parent / "hostapi"
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off",
+         "-fno-gnu-unique", "-fvisibility=hidden")  # fmt: skip
+SANITISE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
+ROUNDING = ("floor", "ceil", "symmetric_floor", "symmetric_ceil", "negative_inf", "positive_inf", "symmetric_zero",
+            "symmetric_inf", "conv_even", "conv_odd")  # fmt: skip
+SATURATION = ("none", "saturate", "symmetric")
+COUNTERS = ("mac_i8", "mac_i8i4", "mac_i16", "mac_bf16", "mac_vector", "load", "store", "srs", "shuffle", "lookup", "alu")
+"""One each: a native aie::mmul of that type; a lane-wise multiply(-accumulate) of 16 bfloat16 or 32 integer lanes; a load or
+store of 256 bits; an accumulator's conversion to 512 bits of vector; a shuffle; 16 table look-ups; other vector operations of
+512 bits."""
+
+
+class KernelTrap(RuntimeError):
+    """What the core would have got wrong."""
+
+
+class CompileError(RuntimeError):
+    """The compiler is missing or refused the source."""
+
+
+class Kernel:
+    """One entry point, compiled. Call it with its arguments in order."""
+
+    def __init__(self, entry: Entry, macros: dict[str, Number], library: ctypes.CDLL) -> None:
+        self.entry, self.macros, self.args = entry, macros, dict(entry.args)
+        self.counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.modes: tuple[str, str] = (ROUNDING[0], SATURATION[0])
+        self._sizes = entry.sizes(macros)
+        self._call = library[f"host_{entry.name}"]
+        self._call.restype = ctypes.c_char_p
+        self._call.argtypes = [ctypes.c_int32 if a.scalar else ctypes.c_void_p for a in self.args.values()] + [ctypes.c_void_p] * 2
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    def __call__(self, *values: Any) -> None:
+        if len(values) != len(self.args):
+            raise TypeError(f"{self.name} takes {', '.join(self.args)}; got {len(values)} arguments")
+        given = [self._scalar(n, v) if a.scalar else self._address(n, a, v) for (n, a), v in zip(self.args.items(), values, strict=True)]
+        modes = (ctypes.c_int32 * 2)(ROUNDING.index(self.modes[0]), SATURATION.index(self.modes[1]))
+        counts = (ctypes.c_uint64 * len(COUNTERS))()
+        trap = self._call(*given, ctypes.addressof(modes), ctypes.addressof(counts))
+        self.counts = dict(zip(COUNTERS, counts, strict=True))
+        self.modes = (ROUNDING[modes[0]], SATURATION[modes[1]])
+        if trap is not None:
+            raise KernelTrap(f"{self.name}: {trap.decode()}")
+
+    def _scalar(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{self.name}: {name} is an int32, not {type(value).__name__}")
+        if not -(2**31) <= int(value) < 2**31:
+            raise ValueError(f"{self.name}: {name} = {value} does not fit an int32")
+        return int(value)
+
+    def _address(self, name: str, arg: Arg, value: Any) -> int:
+        if not isinstance(value, np.ndarray) or value.dtype != arg.numpy:
+            got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+            raise TypeError(f"{self.name}: {name} is an array of {arg.numpy} ({arg.dtype}), not {got}")
+        if value.size != self._sizes[name] or not value.flags.c_contiguous:
+            raise ValueError(f"{self.name}: {name} has {self._sizes[name]} contiguous elements ({arg.size}), got shape "
+                             f"{value.shape}")  # fmt: skip
+        if arg.access != "in" and not value.flags.writeable:
+            raise ValueError(f"{self.name}: {name} is written, but the array is read-only")
+        return value.ctypes.data
+
+
+def buffer(shape: int | tuple[int, ...], dtype: Any, fill: Any = 0) -> np.ndarray:
+    """An array that starts at a multiple of 64 bytes, every element `fill`."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    out = raw[start : start + size].view(dtype).reshape(shape)
+    out[...] = fill
+    return out
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy of an array that starts at a multiple of 64 bytes."""
+    out = buffer(array.shape, array.dtype)
+    out[...] = array
+    return out
+
+
+def kernel(name: str, *, sanitise: bool = False, source: Path | None = None, **macros: Number) -> Kernel:
+    """The entry point `name` with those macros, compiled if the cache does not have it. SpecError for an unknown name or
+    macro; CompileError without g++ or where the source does not compile."""
+    entry = find(name)
+    values = entry.values(macros)
+    return Kernel(entry, values, _library(source or entry.source, entry.source, tuple(sorted(values.items())), sanitise))
+
+
+def digest(name: str, **macros: Number) -> str:
+    """Content hash of a kernel: its source, the headers beside it, its declaration, its macros."""
+    entry = find(name)
+    return _digest(entry.source, entry.source.with_suffix(".toml").read_text(), sorted(entry.values(macros).items()))
+
+
+def _digest(source: Path, *more: Any) -> str:
+    h = hashlib.sha256()
+    for path in [source, *sorted(AIE.glob("*.h"))]:
+        h.update(f"{path.name}\0".encode() + path.read_bytes())
+    h.update(repr(more).encode())
+    return h.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _compiler() -> tuple[str, str]:
+    """(path, version) of g++."""
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
+        raise CompileError(f"NPU kernels run here through a C++ compiler, and there is no {os.environ.get('CXX', 'g++')!r}: "
+                           "on Debian: apt-get install g++ (or set CXX)")  # fmt: skip
+    return path, subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
+def cache_folder() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "hybrid-kernels" / "npu"
+
+
+@lru_cache(maxsize=256)
+def _library(source: Path, of: Path, macros: tuple[tuple[str, Number], ...], sanitise: bool) -> ctypes.CDLL:
+    """The library of a source file's entry points (`of`: the file that declares them)."""
+    compiler, version = _compiler()
+    flags = [*FLAGS, *(SANITISE if sanitise else ())]
+    headers = [(p.relative_to(HOSTAPI).as_posix(), p.read_text()) for p in sorted(HOSTAPI.rglob("*.h*"))]
+    wrapper = _wrapper(source, [e for e in entries().values() if e.source == of])
+    name = _digest(source, wrapper, macros, flags, version, headers)[:32]
+    target = cache_folder() / f"{of.stem}-{name}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            unit, out = Path(folder) / "unit.cc", Path(folder) / "unit.so"
+            unit.write_text(wrapper)
+            command = [compiler, *flags, *define(dict(macros)), "-I", str(HOSTAPI), "-I", str(AIE), str(unit), "-o", str(out)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise CompileError(f"{compiler} refused {source.name}:\n{done.stderr[-4000:]}")
+            os.replace(out, target)  # whole or not at all, whoever else compiles it now
+    return ctypes.CDLL(str(target))
+
+
+def define(macros: Mapping[str, Number]) -> list[str]:
+    """Macros as compiler options: a float is a float32 literal."""
+    return [f"-D{n}={f'{v!r}f' if isinstance(v, float) else v}" for n, v in macros.items()]
+
+
+def _wrapper(source: Path, found: list[Entry]) -> str:
+    """The kernel and, for each entry point, a function that sets the tile's modes, counts, and returns a trap's text."""
+    lines = [f'#include "{source}"', "#include <string>", "static std::string last;"]
+    for e in found:
+        args = [f"{a.declaration} {n}" for n, a in e.args.items()]
+        types = ", ".join(a.declaration for a in e.args.values())
+        lines += [
+            f"static_assert(std::is_same_v<decltype(&{e.name}), void (*)({types})>,",
+            f'              "the arguments of {e.name} differ from its declaration in the .toml");',
+            f'extern "C" __attribute__((visibility("default"))) const char *host_{e.name}({", ".join(args)}, '
+            "int32 *modes, std::uint64_t *counts) {",
+            "    using namespace aie;",
+            "    host::tile_modes = {static_cast<rounding_mode>(modes[0]), static_cast<saturation_mode>(modes[1])};",
+            "    host::counts = {};",
+            "    const char *text = nullptr;",
+            f"    try {{ {e.name}({', '.join(e.args)}); }} catch (const host::trap &t) {{ last = t.text; text = last.c_str(); }}",
+            "    modes[0] = static_cast<int32>(host::tile_modes.rounding);",
+            "    modes[1] = static_cast<int32>(host::tile_modes.saturation);",
+            "    for (unsigned i = 0; i < host::counters; i++) counts[i] = host::counts[i];",
+            "    return text;",
+            "}",
+        ]
+    return "\n".join(lines) + "\n"
