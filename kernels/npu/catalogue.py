@@ -90,7 +90,8 @@ class KernelFile(Model):
         for name, entry in self.entry.items():
             for arg, a in entry.args.items():
                 if unknown := sorted(a.size.names - self.macros.keys()):
-                    raise FieldError(f"entry.{name}.args.{arg}.size", f"unknown macro {unknown[0]!r}{nearest(unknown[0], self.macros)}")
+                    what = f"unknown macro {unknown[0]!r}{nearest(unknown[0], self.macros)}"
+                    raise FieldError(f"entry.{name}.args.{arg}.size", what)
 
 
 @dataclass(frozen=True, slots=True)

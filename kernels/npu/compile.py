@@ -77,7 +77,8 @@ class Kernel:
     def __call__(self, *values: Any) -> None:
         if len(values) != len(self.args):
             raise TypeError(f"{self.name} takes {', '.join(self.args)}; got {len(values)} arguments")
-        given = [self._scalar(n, v) if a.scalar else self._address(n, a, v) for (n, a), v in zip(self.args.items(), values, strict=True)]
+        pairs = zip(self.args.items(), values, strict=True)
+        given = [self._scalar(n, v) if a.scalar else self._address(n, a, v) for (n, a), v in pairs]
         modes = (ctypes.c_int32 * 2)(ROUNDING.index(self.modes[0]), SATURATION.index(self.modes[1]))
         counts = (ctypes.c_uint64 * len(COUNTERS))()
         trap = self._call(*given, ctypes.addressof(modes), ctypes.addressof(counts))

@@ -69,8 +69,6 @@ public:
         return m;
     }
     bool test(unsigned i) const { return raw >> i & 1; }
-    bool full() const { return (raw & (N == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << N) - 1)) ==
-                               (N == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << N) - 1); }
 };
 
 namespace host {
@@ -141,6 +139,14 @@ template <class T, unsigned N> vector<T, N> shuffle_down_rotate(const vector<T, 
     host::count(host::shuffle, host::groups(v.bits(), 512));
     vector<T, N> out;
     for (unsigned i = 0; i < N; i++) out.set(v.get((i + n) % N), i);
+    return out;
+}
+
+// Every second chunk of `step` lanes, from the first on.
+template <class T, unsigned N> vector<T, N / 2> filter_even(const vector<T, N> &v, unsigned step = 1) {
+    host::count(host::shuffle, host::groups(v.bits(), 512));
+    vector<T, N / 2> out;
+    for (unsigned i = 0; i < N / 2; i++) out.set(v.get(i / step * 2 * step + i % step), i);
     return out;
 }
 

@@ -1,0 +1,56 @@
+// 2^x for bfloat16 x <= 0, as XDNA1 can: to fixed point with 8 bits of fraction, one look-up for the integer, one for the
+// fraction, one multiply. Tables: 256 values each, in four copies: 4 KB.
+// The integer's values are powers of two, so the product is exact and 2^x is as near as the fraction's bfloat16: 2^-8 relative.
+#pragma once
+
+#include <aie_api/aie.hpp>
+
+namespace exp2_table {
+
+struct table {
+    alignas(aie::vector_decl_align) int16 values[512];
+};
+
+// Lines of 8 values, each twice in a row: the layout of a four-fold parallel look-up.
+template <class F> constexpr table make(F value) {
+    table t{};
+    for (int i = 0; i < 256; i++) {
+        const int line = i / 8 * 16 + i % 8;
+        t.values[line] = t.values[line + 8] = static_cast<int16>(value(i));
+    }
+    return t;
+}
+
+// Bits of 2^i, i the key's upper byte as a signed number. What would be subnormal is 0: masked scores vanish.
+constexpr int integer_bits(int i) {
+    const int power = i < 128 ? i : i - 256;
+    return power < -126 ? 0 : (power + 127) << 7;
+}
+
+// Bits of 2^(f/256) rounded to nearest: a series for e^(f/256 ln 2), exact to double precision.
+constexpr int fraction_bits(int f) {
+    const double x = f / 256.0 * 0.6931471805599453;
+    double term = 1, sum = 1;
+    for (int n = 1; n < 20; n++) sum += term *= x / n;
+    return 0x3f80 + static_cast<int>((sum - 1) * 128 + 0.5);
+}
+
+// Two copies, for two memory banks.
+static const table integer_ab = make(integer_bits), integer_cd = make(integer_bits);
+static const table fraction_ab = make(fraction_bits), fraction_cd = make(fraction_bits);
+
+} // namespace exp2_table
+
+// Arguments below -128 give 0. Leaves the tile in rounding mode conv_even.
+inline aie::vector<bfloat16, 32> exp2_vector(const aie::vector<bfloat16, 32> &x) {
+    using lut = aie::lut<4, bfloat16, bfloat16>;
+    using lookup = aie::parallel_lookup<uint16, lut, aie::lut_oor_policy::truncate>;
+    lookup integers(lut(256, exp2_table::integer_ab.values, exp2_table::integer_cd.values), 8);
+    lookup fractions(lut(256, exp2_table::fraction_ab.values, exp2_table::fraction_cd.values), 0);
+    const auto bounded = aie::max(x, aie::broadcast<bfloat16, 32>(-128.0f));
+    const auto keys = aie::to_fixed<int16>(bounded, 8).cast_to<uint16>();
+    aie::set_rounding(aie::rounding_mode::floor); // a look-up's index is a rounded shift
+    const auto whole = integers.fetch(keys), part = fractions.fetch(keys);
+    aie::set_rounding(aie::rounding_mode::conv_even);
+    return aie::mul(whole, part).to_vector<bfloat16>();
+}

@@ -1,0 +1,80 @@
+"""Between row-major tensors and the layouts of the NPU's tile kernels, and the NPU's own quantisations.
+
+Matrices are cut into tiles r x c that are contiguous, row after row, and follow one another row after row: the operand order
+of aie::mmul. For activations the DMA does this; weights are stored so (layout k_tiled). Rows and columns that a tile lacks are
+zeros, which add nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 32
+MOST = 4095
+"""Of a multiplier of gemm_i8i4 (12 bits): int32 sums over 512 codes of 4 bits cannot overflow."""
+
+
+def tiled(x: np.ndarray, r: int, c: int) -> np.ndarray:
+    """[R, C] -> [R/r, C/c, r, c]. ValueError where the tiles do not fit."""
+    rows, columns = x.shape
+    if rows % r or columns % c:
+        raise ValueError(f"a {rows} x {columns} matrix is not made of {r} x {c} tiles")
+    return np.ascontiguousarray(x.reshape(rows // r, r, columns // c, c).swapaxes(1, 2))
+
+
+def untiled(x: np.ndarray) -> np.ndarray:
+    """[R/r, C/c, r, c] -> [R, C]."""
+    a, b, r, c = x.shape
+    return x.swapaxes(1, 2).reshape(a * r, b * c)
+
+
+def padded(x: np.ndarray, *multiples: int) -> np.ndarray:
+    """Zeros added at the end of each axis up to a multiple."""
+    return np.pad(x, [(0, -n % m) for n, m in zip(x.shape, multiples, strict=True)])
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    """Real numbers as bfloat16's 16 bits, to nearest even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
+
+
+def real(bits: np.ndarray) -> np.ndarray:
+    """float32 of bfloat16's bits."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def two_parts(x: np.ndarray) -> np.ndarray:
+    """[...] -> bfloat16 bits [2, ...]: high parts, then what they leave (rmsnorm's weights)."""
+    x = np.asarray(x, np.float32)
+    high = bf16(x)
+    return np.stack([high, bf16(x - real(high))])
+
+
+def int8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[R, C] -> int8 codes [R, C] and float32 scales [R]: value = code * scale, codes -127..127, ties to even."""
+    x = np.asarray(x, np.float32)
+    amax = np.abs(x).max(axis=1)
+    scale = np.where(amax > 0, amax / np.float32(127), np.float32(1))
+    return np.clip(np.rint(x / scale[:, None]), -127, 127).astype(np.int8), scale.astype(np.float32)
+
+
+def nibbles(codes: np.ndarray) -> np.ndarray:
+    """int8 codes -8..7 [..., C] -> bytes [..., C/2], the first of each two in the low half."""
+    low, high = codes[..., 0::2].view(np.uint8), codes[..., 1::2].view(np.uint8)
+    return np.ascontiguousarray((low & np.uint8(15)) | (high << np.uint8(4)))
+
+
+def two_level(scales: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scales [N, G] of groups of 32 -> multipliers int16 [N, G] and float32 [N, G/groups]: scale = multiplier * float.
+
+    `groups` of a tile (DIM_K / 32) share the float. The error is below 2^-13 of the tile's largest scale. A float16 scale of
+    that size is exact when its own 11 bits are enough."""
+    n, g = scales.shape
+    if g % groups:
+        raise ValueError(f"{g} groups are not made of tiles of {groups}")
+    cut = np.asarray(scales, np.float64).reshape(n, g // groups, groups)
+    top = np.abs(cut).max(axis=2)
+    unit = np.where(top > 0, top / MOST, 1).astype(np.float32)
+    codes = np.clip(np.rint(cut / unit[..., None]), -MOST, MOST)
+    return codes.reshape(n, g).astype(np.int16), unit
