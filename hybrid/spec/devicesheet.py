@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from hybrid.spec.errors import SpecError, nearest
 from hybrid.spec.load import ROOT, Model, load_toml
+from hybrid.spec.npusheet import Npu
 
 SHEETS = ROOT / "specs" / "devices"
 
@@ -91,6 +92,8 @@ class DeviceSheet(Model):
     reached: Reached = Reached()
     costs: Costs = Costs()
     limits: Limits = Limits()
+    npu: Npu | None = None
+    """Tiles, descriptors and rates; where the device is an NPU."""
 
 
 @lru_cache(maxsize=1)

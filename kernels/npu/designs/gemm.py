@@ -1,0 +1,118 @@
+"""C = A @ B on 4 rows of cores x 1, 2 or 4 columns: A is broadcast along rows, B along columns, C is joined in the mem tiles.
+
+A [M, K] lies row-major: the mem tile's DMA deals it out in the r x s tiles of the matrix unit. B is stored once in the
+order in which the columns read it (tiled.py), so that one shim task without strides brings a whole stripe. The core keeps
+a tile of C while it walks over K. Its program ends after each tile of C and begins again: M and N live in the runtime
+sequence alone, and one xclbin serves every M and N of the same K with several instruction streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kernels.npu.design import (
+    Acquire, Array, Bind, Buffer, Call, Core, Design, Fifo, Finish, Kernel, Link, Loop, Move, Release, Statement, Tile, Worker,
+)  # fmt: skip
+
+ROWS = 4
+GROUP = 2  # row blocks whose tasks are issued together; two groups are under way at once
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """Sizes of a product. m, k, n: a core's tile; r, s, t: the matrix unit's. packing: codes of B in a byte."""
+
+    M: int
+    K: int
+    N: int
+    m: int
+    k: int
+    n: int
+    columns: int = 4
+    r: int = 4
+    s: int = 8
+    t: int = 8
+    packing: int = 1
+    out: Literal["i32", "i8", "f32"] = "i32"
+    shift: int = 0
+    """Of i8 results: C = saturate(round(A @ B / 2^shift))."""
+
+    def __post_init__(self) -> None:
+        for axis, value, unit, why in (
+            ("M", self.M, ROWS * self.m, "4 rows of cores x m"), ("K", self.K, self.k, "k"), ("N", self.N, self.columns * self.n, "columns x n"),
+            ("m", self.m, 2 * self.r, "2 r: blocks of 2 x 2 accumulators"), ("k", self.k, self.s, "s"), ("n", self.n, 2 * self.t, "2 t"),
+        ):  # fmt: skip
+            if value < 1 or value % unit:
+                raise ValueError(f"a product of {self.M} x {self.K} x {self.N}: {axis} = {value} is no multiple of {unit} ({why})")
+        if self.columns not in (1, 2, 4):
+            raise ValueError(f"{self.columns} columns: 4 rows of A divide into 1, 2 or 4")
+
+
+def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = None, name: str = "gemm_i8") -> Design:
+    """The design of a product with the given tile kernels; `requantise` for i8 results."""
+    per = ROWS // g.columns  # row blocks of A that come through one column
+    a, b = Array("i8", (g.m * g.k,)), Array("i8" if g.packing == 1 else "u8", (g.k * g.n // g.packing,))
+    c, acc = Array(g.out, (g.m * g.n,)), Array("i32", (g.m * g.n,))
+    depth = 2 if 2 * (a.nbytes + b.nbytes + c.nbytes) + (acc.nbytes if requantise else 0) < 60 * 1024 else 1
+    to_mmul = ((g.m // g.r, g.r * g.k), (g.k // g.s, g.s), (g.r, g.k), (g.s, 1))
+    to_rows = ((g.m // g.r, g.r * g.n), (g.r, g.t), (g.n // g.t, g.r * g.t), (g.t, 1))
+    fifos, links = [], []
+    for col in range(g.columns):
+        rows = range(col * per, (col + 1) * per)
+        fifos.append(Fifo(f"a_in{col}", Array("i8", (per * g.m * g.k,))))
+        fifos += [Fifo(f"a{row}", a, to_stream=to_mmul) for row in rows]
+        links.append(Link(Tile(col, 1), (f"a_in{col}",), tuple(f"a{row}" for row in rows), tuple(i * a.size for i in range(per))))
+        fifos += [Fifo(f"b_in{col}", b), Fifo(f"b{col}", b)]
+        links.append(Link(Tile(col, 1), (f"b_in{col}",), (f"b{col}",)))
+        fifos += [Fifo(f"c{row}_{col}", c, depth=depth) for row in range(ROWS)]
+        fifos.append(Fifo(f"c_out{col}", Array(g.out, (ROWS * c.size,)), to_stream=to_rows))
+        links.append(Link(Tile(col, 1), tuple(f"c{row}_{col}" for row in range(ROWS)), (f"c_out{col}",), tuple(i * c.size for i in range(ROWS))))
+    core = _core(g, requantise is not None)
+    kernels = (zero, multiply, *([requantise] if requantise else []))
+    shared = [("zero", Bind("kernel", zero.name)), ("multiply", Bind("kernel", multiply.name))]
+    if requantise:
+        shared += [("requantise", Bind("kernel", requantise.name)), ("acc", Bind("buffer", "acc"))]
+    workers = [
+        Worker(Tile(col, 2 + row), core.name,
+               (("a", Bind("consume", f"a{row}")), ("b", Bind("consume", f"b{col}")), ("c", Bind("produce", f"c{row}_{col}")), *shared))
+        for row in range(ROWS) for col in range(g.columns)
+    ]  # fmt: skip
+    arguments = (("A", Array("i8", (g.M * g.K,))), ("B", Array(b.dtype, (g.N * g.K // g.packing,))), ("C", Array(g.out, (g.M * g.N,))))
+    facts = {"M": g.M, "K": g.K, "N": g.N, "m": g.m, "k": g.k, "n": g.n, "packing": g.packing}
+    return Design(f"{name}_k{g.K}_{g.m}x{g.k}x{g.n}_c{g.columns}", g.columns, arguments, kernels, tuple(fifos), tuple(links), (core,),
+                  tuple(workers), tuple(_sequence(g)), (Buffer("acc", acc),) if requantise else (), facts)  # fmt: skip
+
+
+def _core(g: Gemm, requantised: bool) -> Core:
+    target = "acc" if requantised else "c_tile"
+    steps: tuple[Statement, ...] = (
+        Acquire("a", "a_tile"), Acquire("b", "b_tile"), Call("multiply", ("a_tile", "b_tile", target)), Release("a"), Release("b"),
+    )  # fmt: skip
+    inner: tuple[Statement, ...] = (Call("zero", (target,)), Loop(g.K // g.k, steps))
+    if requantised:
+        body = (*inner, Acquire("c", "c_tile"), Call("requantise", ("acc", "c_tile", g.shift)), Release("c"))
+        return Core("tile_of_c", ("a", "b", "c", "zero", "multiply", "requantise", "acc"), body)
+    return Core("tile_of_c", ("a", "b", "c", "zero", "multiply"), (Acquire("c", "c_tile"), *inner, Release("c")))
+
+
+def _sequence(g: Gemm) -> list[Move | Finish]:
+    """Tasks of all row blocks of 4 m rows; a descriptor is made for each block, because a stride over several of them
+    would not fit its field (4 m N words)."""
+    blocks, across, per = g.M // (ROWS * g.m), g.N // (g.columns * g.n), ROWS // g.columns
+    stripe = g.N // g.columns * g.K // g.packing
+    steps: list[Move | Finish] = []
+    for block in range(blocks):
+        group = block // GROUP
+        for col in range(g.columns):
+            tile, rows = Tile(col, 0), block * ROWS * g.m
+            steps.append(Move("drain", f"c_out{col}", "C", tile, rows * g.N + col * g.n, (1, across, ROWS * g.m, g.n),
+                              (0, g.columns * g.n, g.N, 1), group, wait=True))  # fmt: skip
+            steps.append(Move("fill", f"a_in{col}", "A", tile, (rows + col * per * g.m) * g.K, (across, g.K // g.k, per * g.m, g.k),
+                              (0, g.k, g.K, 1), group))  # fmt: skip
+            steps.append(Move("fill", f"b_in{col}", "B", tile, col * stripe, (1, 1, 1, stripe), (0, 0, 0, 1), group))
+        if block % GROUP == GROUP - 1 and group > 0:
+            steps.append(Finish(group - 1))
+    last = (blocks - 1) // GROUP
+    done = {s.group for s in steps if isinstance(s, Finish)}
+    return steps + [Finish(i) for i in range(last + 1) if i not in done]

@@ -1,0 +1,287 @@
+"""Executes a design: its strides, its locks and its depths, with the compiled tile kernels.
+
+Every DMA channel, every core and the runtime sequence is an agent; an agent goes on until it needs a lock, an object or a
+word that is not there. When none can go on and the sequence is not at its end, the design is deadlocked: on the hardware
+the driver's timer would end the run, here no clock is involved. Memory starts poisoned, buffers stand between guard
+bands, and a buffer is poisoned again whenever its next writer takes it, so that nothing works by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kernels.npu.design import DTYPES, Acquire, Call, Design, Finish, Loop, Move, Release, Statement, Worker, walk
+from kernels.npu.lower import Channel, Descriptor, Lowered, lower
+
+POISON, GUARD = 0xA5, 64
+RESET = ("floor", "none")
+Agent = Generator[None, None, None]
+Task = tuple[Move, list[bool]]
+"""A shim task and whether it is done."""
+KernelFunction = Callable[..., None]
+"""Takes NumPy arrays (raw bits for bf16) and numbers, writes in place."""
+
+
+class NpuFault(RuntimeError):
+    """The design did something that corrupts memory on the hardware."""
+
+
+class Deadlock(RuntimeError):
+    """No agent can go on: the hardware would end in ERT_CMD_STATE_TIMEOUT. The message says who waits for what."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run did, for tests and the cycle model."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    objects: int = 0
+    ddr_read: int = 0
+    ddr_written: int = 0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Bytes on their way from one channel to its consumers; a sender goes on when all have taken them."""
+
+    pending: dict[int, bytes] = field(default_factory=dict)
+    sinks: tuple[int, ...] = ()
+
+    def put(self, data: bytes) -> None:
+        for s in self.sinks:
+            self.pending[s] = self.pending.get(s, b"") + data
+
+    def take(self, sink: int, most: int) -> bytes:
+        """What has arrived, as a DMA takes it: at once, up to the end of its descriptor."""
+        data = self.pending.get(sink, b"")
+        self.pending[sink] = data[most:]
+        return data[:most]
+
+    @property
+    def empty(self) -> bool:
+        return not any(self.pending.values())
+
+
+class Interpreter:
+    """One run of a design's sequence. `memory`: the host's argument buffers as the device sees them, by name."""
+
+    def __init__(self, design: Design | Lowered, kernels: Mapping[str, KernelFunction], poison: int = POISON) -> None:
+        self.low = design if isinstance(design, Lowered) else lower(design)
+        self.design = self.low.design
+        self.kernels, self.poison = kernels, poison
+        self.counts = Counts()
+        self.why: dict[str, str] = {}
+        self.modes: dict[Any, tuple[str, str]] = {}
+        """Rounding and saturation mode of each core: they outlive a call, and begin as after reset."""
+        self.locks = {name: lock.init for name, lock in self.low.locks.items()}
+        self._room: dict[str, np.ndarray] = {}
+        self.buffers: dict[str, np.ndarray] = {}
+        for name, place in self.low.buffers.items():
+            room = _aligned(place.array.nbytes + 2 * GUARD)
+            room.fill(poison)
+            self._room[name] = room
+            self.buffers[name] = room[GUARD:-GUARD].view(DTYPES[place.array.dtype])
+        self.streams: dict[str, _Stream] = {}
+        for i, channel in enumerate(self.low.channels):
+            stream = self.streams.setdefault(channel.fifo, _Stream())
+            if not channel.outward:
+                stream.sinks = (*stream.sinks, i)
+        self._walks: dict[tuple[Any, ...], np.ndarray] = {}
+        self.memory: Mapping[str, np.ndarray] = {}
+        self._tasks: dict[int, list[Task]] = {i: [] for i, c in enumerate(self.low.channels) if c.tile.kind == "shim"}
+        self._agents: dict[str, Agent] = {}
+        for i, channel in enumerate(self.low.channels):
+            self._agents[channel.name] = self._shim(i, channel) if i in self._tasks else self._channel(i, channel)
+        for worker in self.design.workers:
+            self._agents[str(worker.tile)] = self._core(worker)
+
+    def run(self, memory: Mapping[str, np.ndarray], sequence: Sequence[Move | Finish] | None = None) -> Counts:
+        """Execute the design's sequence, or another for the same fabric, on `memory` (flat arrays of the arguments' dtypes).
+        Rings, locks and modes go on from where the last run left them. Raises Deadlock or NpuFault."""
+        self.memory = memory
+        self._drive(self._sequence(self.design.sequence if sequence is None else sequence))
+        return self.counts
+
+    def _drive(self, sequence: Agent) -> None:
+        self.moved = True
+        while True:
+            if not self.moved:
+                waits = "; ".join(f"{name} {why}" for name, why in sorted(self.why.items()) if why)
+                raise Deadlock(f"{self.design.name}: nothing can go on: {waits}")
+            self.moved = False
+            for name, agent in self._agents.items():
+                self._now = name
+                next(agent)
+            self._now = "runtime sequence"
+            if next(sequence, "done") == "done":
+                return
+
+    def _wait(self, why: str) -> None:
+        self.why[self._now] = why
+
+    def _go(self) -> None:
+        self.moved = True
+        self.why.pop(self._now, None)
+
+    # --- locks
+
+    def _taken(self, lock: str) -> bool:
+        if self.locks[lock] < 1:
+            self._wait(f"waits for {lock}")
+            return False
+        self.locks[lock] -= 1
+        self._go()
+        return True
+
+    # --- DMA
+
+    def _channel(self, sink: int, channel: Channel) -> Agent:
+        stream, at = self.streams[channel.fifo], 0
+        while True:
+            bd = channel.ring[at % len(channel.ring)]
+            while not self._taken(bd.take):
+                yield
+            part = self.buffers[bd.buffer][bd.offset : bd.offset + bd.array.size]
+            index = self._index(bd)
+            if channel.outward:
+                stream.put(part[index].tobytes())
+                self._go()
+                while not stream.empty:
+                    self._wait(f"sends {channel.fifo}, which is not taken")
+                    yield
+            else:
+                part.view(np.uint8).fill(self.poison)
+                data = yield from self._receive(channel, sink, bd.array.nbytes)
+                part[index] = np.frombuffer(data, part.dtype)
+            self.locks[bd.give] += 1
+            self.counts.objects += 1
+            self._go()
+            at += 1
+
+    def _receive(self, channel: Channel, sink: int, nbytes: int) -> Generator[None, None, bytes]:
+        stream, got = self.streams[channel.fifo], bytearray()
+        while True:
+            piece = stream.take(sink, nbytes - len(got))
+            got += piece
+            if piece:
+                self._go()
+            if len(got) == nbytes:
+                return bytes(got)
+            self._wait(f"waits for {channel.fifo}")
+            yield
+
+    def _index(self, bd: Descriptor) -> np.ndarray:
+        key = (bd.dims, bd.array.size)
+        if key not in self._walks:
+            self._walks[key] = walk(*key)
+        return self._walks[key]
+
+    def _shim(self, sink: int, channel: Channel) -> Agent:
+        stream, tasks = self.streams[channel.fifo], self._tasks[sink]
+        while True:
+            while not tasks:
+                self.why.pop(self._now, None)
+                yield
+            move, done = tasks.pop(0)
+            host = self.memory[move.argument]
+            index = move.offset + walk(tuple(zip(move.sizes, move.strides, strict=True)), 0)
+            if index.min() < 0 or index.max() >= host.size:
+                raise NpuFault(f"{self.design.name}: a {move.kind} of {move.fifo} reaches element {index.max()} of {move.argument}, which has {host.size}")
+            if channel.outward:
+                stream.put(host[index].tobytes())
+                self._go()
+                self.counts.ddr_read += index.size * host.itemsize
+                while not stream.empty:
+                    self._wait(f"sends {channel.fifo}, which is not taken")
+                    yield
+            else:
+                data = yield from self._receive(channel, sink, index.size * host.itemsize)
+                host[index] = np.frombuffer(data, host.dtype)
+                self.counts.ddr_written += index.size * host.itemsize
+            done[0] = True
+            self._go()
+
+    # --- runtime sequence
+
+    def _sequence(self, steps: Sequence[Move | Finish]) -> Agent:
+        groups: dict[int, list[Task]] = {}
+        for step in steps:
+            if isinstance(step, Move):
+                entry = (step, [False])
+                where = next((i for i, c in enumerate(self.low.channels)
+                              if c.tile == step.tile and c.fifo == step.fifo and c.outward == (step.kind == "fill")), None)  # fmt: skip
+                if where is None:
+                    raise NpuFault(f"{self.design.name}: no shim channel of {step.tile} carries {step.fifo}")
+                self._tasks[where].append(entry)
+                groups.setdefault(step.group, []).append(entry)
+                self._go()
+            else:
+                for move, done in groups.pop(step.group, []):
+                    while move.wait and not done[0]:
+                        self._wait(f"waits for the {move.kind} of {move.fifo}")
+                        yield
+                self._go()
+        self.why.pop("runtime sequence", None)
+
+    # --- cores
+
+    def _core(self, worker: Worker) -> Agent:
+        core, held, at = self.design.core(worker.core), dict[str, Any](), dict.fromkeys(worker.ports, 0)
+        for formal, bind in worker.binds:
+            if bind.kind == "buffer":
+                held[formal] = f"{bind.name}@{worker.tile.col}.{worker.tile.row}"
+        while True:
+            yield from self._run(worker, core.body, held, at)
+
+    def _run(self, worker: Worker, body: Sequence[Statement], held: dict[str, Any], at: dict[str, int]) -> Agent:
+        for s in body:
+            if isinstance(s, Loop):
+                for i in range(s.count):
+                    if s.index:
+                        held[s.index] = i
+                    yield from self._run(worker, s.body, held, at)
+            elif isinstance(s, Acquire):
+                port = self.low.ports[worker.tile, s.port]
+                while not self._taken(port.take):
+                    yield
+                name = port.buffers[at[s.port] % len(port.buffers)]
+                if worker.ports[s.port].kind == "produce":
+                    self.buffers[name].view(np.uint8).fill(self.poison)
+                held[s.name] = name
+                at[s.port] += 1
+            elif isinstance(s, Release):
+                self.locks[self.low.ports[worker.tile, s.port].give] += 1
+                self._go()
+            else:
+                self._call(worker, s, held)
+
+    def _call(self, worker: Worker, call: Call, held: dict[str, Any]) -> None:
+        kernel = self.design.kernel(dict(worker.binds)[call.kernel].name)
+        names = [held.get(a) if isinstance(a, str) else None for a in call.args]
+        args = [self.buffers[n] if isinstance(n, str) else a if n is None else n for a, n in zip(call.args, names, strict=True)]
+        function = self.kernels[kernel.name]
+        modal = hasattr(function, "modes")
+        if modal:
+            function.modes = self.modes.get(worker.tile, RESET)  # type: ignore[attr-defined]
+        function(*args)
+        if modal:
+            self.modes[worker.tile] = function.modes  # type: ignore[attr-defined]
+        self.counts.calls[kernel.name] = self.counts.calls.get(kernel.name, 0) + 1
+        for name in names:
+            if isinstance(name, str) and not self._intact(name):
+                raise NpuFault(f"{self.design.name}: {kernel.name} on {worker.tile} wrote outside of {name}")
+
+    def _intact(self, name: str) -> bool:
+        room = self._room[name]
+        return bool((room[:GUARD] == self.poison).all() and (room[-GUARD:] == self.poison).all())
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """uint8, starting at a multiple of GUARD: vectors of the core are loaded from multiples of 32 bytes."""
+    raw = np.empty(nbytes + GUARD, np.uint8)
+    start = -raw.ctypes.data % GUARD
+    return raw[start : start + nbytes]

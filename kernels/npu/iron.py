@@ -1,0 +1,81 @@
+"""Holds an IRON program against the signatures of the release that it is written for (iron.toml)."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hybrid.spec.errors import nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MANIFEST = Path(__file__).with_name("iron.toml")
+PLAIN = {"print", "np.ndarray", "np.dtype"}
+
+
+class IronError(ValueError):
+    """A program calls something that the release does not have, or in another way."""
+
+
+@lru_cache(maxsize=1)
+def manifest() -> dict[str, Any]:
+    return tomllib.loads(MANIFEST.read_text())
+
+
+def signature(params: list[str]) -> inspect.Signature:
+    """`name` is required, `name=` may be left out, `*name` takes any number."""
+    made = []
+    for p in params:
+        kind = inspect.Parameter.VAR_POSITIONAL if p[0] == "*" else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        made.append(inspect.Parameter(p.strip("*="), kind, default=None if p[-1] == "=" else inspect.Parameter.empty))
+    return inspect.Signature(made)
+
+
+def check_program(source: str) -> int:
+    """Number of calls bound. Raises IronError, with the line, for an import or a call that the release does not have."""
+    tree, table = ast.parse(source), manifest()
+    imported = _imports(tree, table)
+    count = 0
+    for function in [None, *(f for f in tree.body if isinstance(f, ast.FunctionDef))]:
+        formal = {a.arg for a in function.args.args} if function else set()
+        nodes = ast.walk(function) if function else (n for s in tree.body if not isinstance(s, ast.FunctionDef) for n in ast.walk(s))
+        for call in (n for n in nodes if isinstance(n, ast.Call)):
+            _bind(call, imported, formal, table)
+            count += 1
+    return count
+
+
+def _imports(tree: ast.Module, table: dict[str, Any]) -> set[str]:
+    names: set[str] = set()
+    for node in (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("aie")):
+        for alias in node.names:
+            known = {n for n, f in table["function"].items() if f["module"] == node.module}
+            if alias.name not in known:
+                raise IronError(f"line {node.lineno}: {table['release']} has no {alias.name} in {node.module}{nearest(alias.name, known)}")
+            names.add(alias.name)
+    return names
+
+
+def _bind(call: ast.Call, imported: set[str], formal: set[str], table: dict[str, Any]) -> None:
+    where = f"line {call.lineno}: {ast.unparse(call.func)}"
+    if isinstance(call.func, ast.Name):
+        if call.func.id in formal or call.func.id in PLAIN:
+            return  # a kernel that was given to the core
+        if call.func.id not in imported:
+            raise IronError(f"{where}: is not imported")
+        entry = table["function"][call.func.id]
+    elif isinstance(call.func, ast.Attribute) and call.func.attr in table["method"]:
+        entry = table["method"][call.func.attr]
+    else:
+        raise IronError(f"{where}: {table['release']} has no such call{nearest(ast.unparse(call.func).split('.')[-1], table['method'])}")
+    try:
+        signature(entry["params"]).bind(*call.args, **{str(k.arg): k.value for k in call.keywords})
+    except TypeError as error:
+        raise IronError(f"{where}: {error}; {table['release']}: ({', '.join(entry['params'])}), {entry['source']}") from None
