@@ -6,6 +6,7 @@ perf/npu.py and interpreter.py are for that.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -253,3 +254,23 @@ def table(report: Report) -> str:
                          f"channels in {top['channels_in']}, out {top['channels_out']} of {uses[0].channels_of}")  # fmt: skip
     return "\n".join([*lines, *(f"  REFUSED {v}" for v in report.violations)])
 
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Tables of designs by name; 1 if any is refused."""
+    from kernels.npu.designs import shipped
+
+    known, refused = shipped(), 0
+    names = sys.argv[1:] if argv is None else argv
+    if unknown := [n for n in names if n not in known]:
+        print(f"no design {unknown[0]!r}; known: {', '.join(known)}", file=sys.stderr)
+        return 1
+    for name in names or known:
+        report = check(known[name]())
+        print(f"{name} = {table(report)}")
+        refused |= bool(report.violations)
+    return refused
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""python -m kernels.npu.build [NAME ...] [--out FOLDER] [--sim] [--list]: designs into what a runtime loads.
+
+For an NPU: kernels by Peano (llvm-aie's clang), IRON source to MLIR by mlir-aie, xclbin and instruction stream by aiecc.
+What of these is missing is said, exactly, and nothing is built. --sim makes the files of sim-npu1 instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels.npu.artefact import ArtefactError, encode, stem, write
+from kernels.npu.catalogue import AIE, find
+from kernels.npu.check import check, npu_limits
+from kernels.npu.compile import cache_folder, define
+from kernels.npu.design import Design
+from kernels.npu.emitter import emit
+from kernels.npu.iron import manifest
+
+# Flags of mlir-aie's own examples for AIE2 (programming_examples/makefile-common, PEANOWRAP2_FLAGS).
+PEANO_FLAGS = ("-O2", "-std=c++20", "--target=aie2-none-unknown-elf", "-Wno-parentheses", "-Wno-attributes", "-Wno-macro-redefined",
+               "-Wno-empty-body", "-DNDEBUG")  # fmt: skip
+AIECC_FLAGS = ("--aie-generate-xclbin", "--aie-generate-npu-insts", "--no-compile-host", "--no-xchesscc", "--no-xbridge")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    clang: Path
+    size: Path
+    aiecc: Path
+    include: Path
+    peano: Path
+
+
+def tools() -> tuple[Tools | None, list[str]]:
+    """The toolchain, or what of it is missing and where it comes from."""
+    missing = []
+    release = manifest()
+    spec = importlib.util.find_spec("aie")
+    root = Path(next(iter(spec.submodule_search_locations))).parent if spec and spec.submodule_search_locations else None
+    peano = _peano()
+    if root is None:
+        missing.append(f"Python package `aie` ({release['release']}): pip install mlir_aie -f {release['wheels']}")
+    aiecc = shutil.which("aiecc.py") or shutil.which("aiecc")
+    if aiecc is None:
+        missing.append("aiecc.py on PATH: it is in the same wheel (mlir_aie/bin)")
+    if peano is None:
+        missing.append("Peano, clang++ for AIE2: pip install llvm-aie -f https://github.com/Xilinx/llvm-aie/releases/expanded_assets/nightly, "
+                       "or set PEANO_INSTALL_DIR")  # fmt: skip
+    include = next((p for p in (root.parent / "mlir_aie" / "include", root / "include") if (p / "aie_api").is_dir()), None) if root else None
+    if include is None:
+        missing.append("aie_api headers: include/ of the mlir_aie wheel, or Xilinx/aie_api")
+    if missing or peano is None or aiecc is None or include is None:
+        return None, missing
+    return Tools(peano / "bin" / "clang++", peano / "bin" / "llvm-size", Path(aiecc), include, peano), []
+
+
+def _peano() -> Path | None:
+    given = os.environ.get("PEANO_INSTALL_DIR")
+    spec = importlib.util.find_spec("llvm-aie")
+    places = [Path(given)] if given else [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    return next((p for p in places if (p / "bin" / "clang++").exists()), None)
+
+
+def build_sim(design: Design, folder: Path) -> None:
+    """Files of sim-npu1: the emitted program, and the sequence as data. SpecError where the design is over a limit."""
+    check(design).demand()
+    write(folder, design, "sim-npu1", emit(design).encode(), encode(design))
+
+
+def build_npu(design: Design, folder: Path, t: Tools) -> None:
+    """xclbin and instruction stream. SpecError where the design is over a limit, RuntimeError with a tool's last words."""
+    check(design).demand()
+    work = folder / f"{stem(design)}.work"
+    work.mkdir(parents=True, exist_ok=True)
+    for kernel in {k.object: k for k in design.kernels}.values():
+        source = find(kernel.name).source
+        _tool(work, str(t.clang), *PEANO_FLAGS, *define(dict(kernel.macros)), "-I", str(t.include), "-I", str(AIE), "-c", str(source),
+              "-o", kernel.object)  # fmt: skip
+        text = int(_tool(work, str(t.size), kernel.object).splitlines()[1].split()[0])
+        limit = npu_limits().core.program_bytes
+        if limit is not None and text > limit.value:
+            raise RuntimeError(f"{kernel.object}: {text} bytes of code, a core has {limit.value}")
+    (work / "design.py").write_text(emit(design))
+    (work / "design.mlir").write_text(_tool(work, sys.executable, "design.py"))
+    _tool(work, str(t.aiecc), *AIECC_FLAGS, f"--peano={t.peano}", "--xclbin-name=design.xclbin", "--npu-insts-name=design.bin", "design.mlir")
+    write(folder, design, manifest()["release"], (work / "design.xclbin").read_bytes(), (work / "design.bin").read_bytes())
+
+
+def _tool(folder: Path, *command: str) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:2])} ... in {folder}: exit {done.returncode}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def default_folder(sim: bool) -> Path:
+    return cache_folder() / ("sim-npu1" if sim else "npu1")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m kernels.npu.build", description="Build NPU designs: xclbin and instruction streams.")
+    p.add_argument("names", nargs="*", metavar="NAME", help="designs (default: all; see --list)")
+    p.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: the cache folder)")
+    p.add_argument("--sim", action="store_true", help="build what sim-npu1 runs; needs no toolchain")
+    p.add_argument("--list", action="store_true", help="print the names of the designs and stop")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    from kernels.npu.designs import shipped
+
+    args, known = parser().parse_args(argv), shipped()
+    if args.list:
+        print("\n".join(known))
+        return 0
+    if unknown := [n for n in args.names if n not in known]:
+        print(f"no design {unknown[0]!r}; known: {', '.join(known)}", file=sys.stderr)
+        return 1
+    folder = args.out or default_folder(args.sim)
+    found, missing = (None, []) if args.sim else tools()
+    if missing:
+        print("no NPU toolchain, nothing was built. Missing:", *(f"  - {m}" for m in missing), sep="\n", file=sys.stderr)
+        return 2
+    for name in args.names or known:
+        design = known[name]()
+        try:
+            if found is None:
+                build_sim(design, folder)
+            else:
+                build_npu(design, folder, found)
+        except (RuntimeError, ArtefactError) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+        print(f"{name}: {folder / stem(design)}.xclbin")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

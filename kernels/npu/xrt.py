@@ -1,0 +1,250 @@
+"""The host's side of a run, in pyxrt's calls; the same for the hardware (pyxrt) and for sim-npu1 (xrt_sim).
+
+    host = open_host("sim", folder)
+    host.run([Job(design, {"A": a, "B": b}, {"C": c})])      inputs are copied in, outputs copied out
+
+Contexts, instruction buffers and data buffers are kept: a second run of a size allocates nothing. One xclbin serves every
+size of a fabric through its instruction streams. Several jobs of one fabric go as one runlist.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kernels.npu.artefact import KERNEL, fabric_digest, find, stream_digest
+from kernels.npu.check import npu_limits
+from kernels.npu.design import DTYPES, Design
+
+OPCODE, FIRST = 3, 3
+STAMP = np.frombuffer(bytes((0xD1, 0x7E, 0x5A, 0xC3)) * 16, np.uint8)  # at both ends of every output before a run
+
+
+class NpuError(RuntimeError):
+    """The NPU or its driver refused or failed. `kind`: timeout, silent, gone, error."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class NpuUnavailable(RuntimeError):
+    """There is no NPU, or not the software to use it; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    design: Design
+    inputs: Mapping[str, np.ndarray]
+    outputs: Mapping[str, np.ndarray]
+    """Written in place."""
+
+
+@dataclass(slots=True)
+class HostCounters:
+    contexts: int = 0
+    buffers: int = 0
+    runs: int = 0
+    runlists: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A fabric in a context of its own. Buffers go before the kernel, the kernel before the context."""
+
+    context: Any
+    kernel: Any
+    streams: dict[str, Any] = field(default_factory=dict)
+    free: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    """Data buffers by argument and size."""
+
+    def close(self) -> None:
+        self.streams.clear()
+        self.free.clear()
+        self.kernel = None
+        self.context = None
+
+
+def open_host(kind: str, folder: Path) -> Host:
+    """`sim` or `npu`. NpuUnavailable says what is missing; a simulator is never taken for want of an NPU."""
+    if kind == "sim":
+        return Host(importlib.import_module("kernels.npu.xrt_sim"), folder)
+    if kind != "npu":
+        raise ValueError(f"--npu {kind}: npu or sim")
+    try:
+        module = importlib.import_module("pyxrt")
+    except ImportError as error:
+        raise NpuUnavailable(f"no pyxrt ({error}): it comes with XRT, for one version of Python; source /opt/xilinx/xrt/setup.sh; "
+                             "--npu sim asks for the simulator") from None  # fmt: skip
+    try:
+        return Host(module, folder)
+    except RuntimeError as error:
+        raise NpuUnavailable(f"XRT opens no NPU: {error}; is the amdxdna driver loaded?") from None
+
+
+class Host:
+    """One opened device. `module`: pyxrt, or what has its surface."""
+
+    def __init__(self, module: ModuleType, folder: Path) -> None:
+        self.xrt, self.folder = module, folder
+        self.device = module.device(0)
+        name = self.device.get_info(module.xrt_info_device.name)
+        self.simulated = name.startswith("sim-")
+        self.name = name if self.simulated else f"npu:0 ({name})"
+        self.counters = HostCounters()
+        self._loaded: dict[str, _Loaded] = {}
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Execute jobs in order. NpuError for whatever does not complete and write; the caches are dropped with it."""
+        at = 0
+        while at < len(jobs):
+            fabric = fabric_digest(jobs[at].design)
+            same = at + 1
+            while same < len(jobs) and fabric_digest(jobs[same].design) == fabric:
+                same += 1
+            try:
+                self._batch(fabric, jobs[at:same])
+            except NpuError:
+                self.drop()
+                raise
+            at = same
+
+    def drop(self) -> None:
+        """Close every context. One alone is never closed: on npu1 that breaks those that stay."""
+        for loaded in self._loaded.values():
+            loaded.close()
+        self._loaded.clear()
+
+    close = drop
+
+    def _batch(self, fabric: str, jobs: Sequence[Job]) -> None:
+        loaded = self._load(fabric, jobs[0].design)
+        held = [self._buffers(loaded, job) for job in jobs]
+        direction = self.xrt.xclBOSyncDirection
+        for job, buffers in zip(jobs, held, strict=True):
+            self._send(job, buffers, direction.XCL_BO_SYNC_BO_TO_DEVICE)
+        try:
+            self._execute(loaded, jobs, held)
+        except RuntimeError as error:
+            if isinstance(error, NpuError):
+                raise
+            gone = "No such device" in str(error)
+            raise NpuError("gone" if gone else "error", f"{self.name}: {jobs[0].design.name}: {error}") from None
+        for job, buffers in zip(jobs, held, strict=True):
+            self._take(job, buffers, direction.XCL_BO_SYNC_BO_FROM_DEVICE)
+            for key, buffer in buffers.items():
+                loaded.free.setdefault((key[0], key[1]), []).append(buffer)
+
+    def _execute(self, loaded: _Loaded, jobs: Sequence[Job], held: Sequence[Mapping[Any, Any]]) -> None:
+        if len(jobs) == 1:
+            insts, nbytes = self._stream(loaded, jobs[0].design)
+            run = loaded.kernel(OPCODE, insts, nbytes, *held[0].values())
+            self.counters.runs += 1
+            self._demand(run.wait(), run, jobs[0].design)
+            return
+        chain, runs = self.xrt.runlist(loaded.context), []
+        for job, buffers in zip(jobs, held, strict=True):
+            insts, nbytes = self._stream(loaded, job.design)
+            run = self.xrt.run(loaded.kernel)
+            for i, value in enumerate((OPCODE, insts, nbytes, *buffers.values())):
+                run.set_arg(i, value)
+            chain.add(run)
+            runs.append(run)
+        chain.execute()
+        self.counters.runs += len(runs)
+        self.counters.runlists += 1
+        try:
+            chain.wait()
+        except RuntimeError:
+            for run, job in zip(runs, jobs, strict=True):
+                self._demand(run.state(), run, job.design)
+            raise
+        for run, job in zip(runs, jobs, strict=True):
+            self._demand(run.state(), run, job.design)
+
+    def _demand(self, state: Any, run: Any, design: Design) -> None:
+        states = self.xrt.ert_cmd_state
+        if state == states.ERT_CMD_STATE_COMPLETED:
+            return
+        name = getattr(state, "name", str(state))
+        kind = "timeout" if state == states.ERT_CMD_STATE_TIMEOUT else "error"
+        more = f": {run.message}" if getattr(run, "message", "") else ""
+        raise NpuError(kind, f"{self.name}: {design.name}: the run ended in {name}{more}")
+
+    def _load(self, fabric: str, design: Design) -> _Loaded:
+        if fabric not in self._loaded:
+            artefact = find(self.folder, design)
+            if len(self._loaded) >= npu_limits().contexts.value:
+                self.drop()
+            binary = self.xrt.xclbin(str(artefact.xclbin))
+            self.device.register_xclbin(binary)
+            names = [k.get_name() for k in binary.get_kernels()]
+            name = next((n for n in names if n.startswith(KERNEL)), None)
+            if name is None:
+                raise NpuError("error", f"{artefact.xclbin}: holds kernels {names}, none called {KERNEL}")
+            try:
+                context = self.xrt.hw_context(self.device, binary.get_uuid())
+            except RuntimeError as error:
+                gone = "No such device" in str(error)
+                raise NpuError("gone" if gone else "error", f"{self.name}: no context for {design.name}: {error}") from None
+            self._loaded[fabric] = _Loaded(context, self.xrt.kernel(context, name))
+            self.counters.contexts += 1
+        return self._loaded[fabric]
+
+    def _stream(self, loaded: _Loaded, design: Design) -> tuple[Any, int]:
+        key = stream_digest(design)
+        if key not in loaded.streams:
+            data = find(self.folder, design).stream.read_bytes()
+            buffer = self.xrt.bo(self.device, len(data), self.xrt.bo.cacheable, loaded.kernel.group_id(1))
+            memoryview(buffer.map())[: len(data)] = data
+            buffer.sync(self.xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE, len(data), 0)
+            loaded.streams[key] = (buffer, len(data))
+            self.counters.buffers += 1
+        return loaded.streams[key]
+
+    def _buffers(self, loaded: _Loaded, job: Job) -> dict[tuple[int, int, str], Any]:
+        """A buffer for each argument, in order."""
+        held: dict[tuple[int, int, str], Any] = {}
+        for i, (name, array) in enumerate(job.design.arguments):
+            spare = loaded.free.get((i, array.nbytes))
+            if spare:
+                held[i, array.nbytes, name] = spare.pop()
+                continue
+            held[i, array.nbytes, name] = self.xrt.bo(self.device, array.nbytes, self.xrt.bo.host_only, loaded.kernel.group_id(FIRST + i))
+            self.counters.buffers += 1
+        return held
+
+    def _send(self, job: Job, buffers: Mapping[tuple[int, int, str], Any], to_device: Any) -> None:
+        for (_, nbytes, name), buffer in buffers.items():
+            view = np.frombuffer(buffer.map(), np.uint8)[:nbytes]
+            if name in job.inputs:
+                given, array = job.inputs[name], job.design.argument(name)
+                if given.dtype != DTYPES[array.dtype] or given.size != array.size:
+                    raise ValueError(f"{job.design.name}: {name} is {given.dtype} of {given.size}, declared {array.dtype} of {array.size}")
+                view[:] = np.ascontiguousarray(given).reshape(-1).view(np.uint8)
+            else:
+                edge = min(STAMP.size, nbytes)
+                view[:edge] = view[-edge:] = STAMP[:edge]
+            buffer.sync(to_device, nbytes, 0)
+            self.counters.bytes_up += nbytes
+
+    def _take(self, job: Job, buffers: Mapping[tuple[int, int, str], Any], from_device: Any) -> None:
+        for (_, nbytes, name), buffer in buffers.items():
+            if name not in job.outputs:
+                continue
+            buffer.sync(from_device, nbytes, 0)
+            data = np.frombuffer(buffer.map(), np.uint8)[:nbytes]
+            edge = min(STAMP.size, nbytes)
+            if (data[:edge] == STAMP[:edge]).all() or (data[-edge:] == STAMP[:edge]).all():
+                raise NpuError("silent", f"{self.name}: {job.design.name}: the run completed and left {name} unwritten")
+            out = job.outputs[name]
+            out.reshape(-1).view(np.uint8)[:] = data
+            self.counters.bytes_down += nbytes
