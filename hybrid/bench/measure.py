@@ -82,9 +82,8 @@ class Bench:
             engine.wait(engine.submit_prefill(prompts))
             if run >= 0:
                 seconds.append(time.perf_counter() - begin)
-        tokens = self._consumed([depth] * len(self.slots))
-        passes = -(-n * len(self.slots) // engine.row_buckets[-1])
-        return self._row("prefill", n, depth, tokens, seconds, cost, self._per(before, passes))
+        counted = self._per(before, -(-n * len(self.slots) // engine.row_buckets[-1]))
+        return self._row("prefill", n, depth, self._consumed(depth), seconds, cost, counted)
 
     def decode(self, n: int, depth: int) -> Row:
         """`n` tokens of each sequence, one after another, from `depth` (at least 2) positions on."""
@@ -99,11 +98,12 @@ class Bench:
             if run >= 0:
                 seconds.append(spent)
                 hosts.append(host / (n * len(self.slots)) * 1e6)
+        counted = self._per(before, n)
         plan = engine.plan("decode", engine.out_buckets[-1], engine.out_buckets[-1])
         one = plan_cost(plan, start + n // 2)
-        tokens = self._consumed([start] * len(self.slots))
         host_us = None if engine.target.device == "cpu" else statistics.median(hosts)
-        return self._row("decode", n, depth, tokens, seconds, Cost(one.flops * n, one.nbytes * n), self._per(before, n), host_us)
+        cost = Cost(one.flops * n, one.nbytes * n)
+        return self._row("decode", n, depth, self._consumed(start), seconds, cost, counted, host_us)
 
     def _tokens(self, n: int) -> tuple[float, float]:
         """Seconds of n steps, and those that the host worked. The next submit is made before a token is read."""
@@ -147,15 +147,15 @@ class Bench:
     def _ids(self, n: int) -> list[int]:
         return self._random.integers(0, self.engine.target.n_tokens, n).tolist()
 
-    def _consumed(self, starts: Sequence[int]) -> int:
-        """Tokens that the device has run since `starts`, all sequences. RuntimeError where it chose an id that is none."""
+    def _consumed(self, start: int) -> int:
+        """Tokens that the device has run since `start`, all sequences. RuntimeError where it chose an id that is none."""
         device, vocab = self.engine.device, self.engine.target.n_tokens
-        ends = device.read("next_position").array[: len(starts)]
-        for slot, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        ends = device.read("next_position").array[: len(self.slots)].tolist()
+        for slot, end in zip(self.slots, ends, strict=True):
             chosen = device.read("history", slot, slot + 1).array[0, start : end + 1]
             if ((chosen < 0) | (chosen >= vocab)).any():
                 raise RuntimeError(f"the device chose {chosen.tolist()} for slot {slot}: not all are tokens below {vocab}")
-        return int(ends.sum()) - sum(starts)
+        return sum(ends) - start * len(self.slots)
 
     # --- sums ----------------------------------------------------------------------------------------------------
 
