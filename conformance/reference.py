@@ -50,9 +50,11 @@ def check(spec: OpSpec, case: Case, label: str, call: Call, after: Tensors) -> d
     return judged
 
 
-def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray) -> np.ndarray:
-    """f64, shape of `ref`: the spec's bound for each element, before any quantisation to int8 codes."""
-    tol = spec.tolerance_of(name, case.dtypes[name])
+def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dtype: str | None = None) -> np.ndarray:
+    """f64, shape of `ref`: the spec's bound for each element, before any quantisation to int8 codes. `dtype`: of the result,
+    where it is not the case's."""
+    dtype = dtype or case.dtypes[name]
+    tol = spec.tolerance_of(name, dtype)
     if tol.metric == "exact":
         return np.zeros_like(ref)
     if tol.scale == "abs":
@@ -62,8 +64,9 @@ def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray) ->
         terms = np.broadcast_to(heads.max(-1, keepdims=True), heads.shape).reshape(ref.shape)
     else:
         terms = np.abs(ref)
-    out = case.dtypes[name] if case.dtypes[name] in UNIT else "f32"
-    return compare.bound(ref, terms, float(tol.reduction.eval(case.bind)), out, spec.numerics.accumulate, tol.c, tol.c_out)
+    out = dtype if dtype in UNIT else "f32"
+    acc = tol.unit or spec.numerics.accumulate
+    return compare.bound(ref, terms, float(tol.reduction.eval(case.bind)), out, acc, tol.c, tol.c_out)
 
 
 def _real(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor, ref: np.ndarray) -> Verdict:

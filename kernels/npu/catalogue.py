@@ -20,7 +20,7 @@ from pydantic import Field
 
 from hybrid.spec.errors import FieldError, SpecError, nearest
 from hybrid.spec.expr import Expr, ExprError
-from hybrid.spec.load import Model, load_toml
+from hybrid.spec.load import Model, load_toml, shown_path
 
 AIE = Path(__file__).resolve().parent / "aie"
 Number = int | float
@@ -81,12 +81,12 @@ class KernelFile(Model):
 
     schema_version: Literal[1] = Field(alias="schema")
     source: str
+    static_bytes: int = Field(0, ge=0)
+    """Data of its own in the tile's memory: tables."""
     macros: dict[str, Macro]
     entry: dict[str, EntryTable] = Field(min_length=1)
 
     def model_post_init(self, context: object) -> None:
-        if not (AIE / self.source).exists():
-            raise FieldError("source", f"there is no {self.source!r} in {AIE}")
         for name, entry in self.entry.items():
             for arg, a in entry.args.items():
                 if unknown := sorted(a.size.names - self.macros.keys()):
@@ -101,17 +101,18 @@ class Entry:
     source: Path
     macros: Mapping[str, Macro]
     args: Mapping[str, Arg]
+    static_bytes: int = 0
 
     def values(self, given: Mapping[str, Number]) -> dict[str, Number]:
         """All macros, defaults filled in. SpecError for one that does not exist or does not fit."""
         for name in given:
             if name not in self.macros:
-                raise SpecError(f"kernels/npu/aie/{self.source.name}: no macro {name!r}{nearest(name, self.macros)}")
+                raise SpecError(f"{shown_path(self.source)}: no macro {name!r}{nearest(name, self.macros)}")
         values = {n: given.get(n, m.default) for n, m in self.macros.items()}
         for name, value in values.items():
             step = self.macros[name].multiple_of
             if isinstance(self.macros[name].default, int) and (not isinstance(value, int) or value < 1 or value % step):
-                raise SpecError(f"kernels/npu/aie/{self.source.name}: {name} = {value} is not a positive multiple of {step}")
+                raise SpecError(f"{shown_path(self.source)}: {name} = {value} is not a positive multiple of {step}")
         return values
 
     def sizes(self, given: Mapping[str, Number] | None = None) -> dict[str, int]:
@@ -120,27 +121,30 @@ class Entry:
         try:
             return {n: int(a.size.eval(values)) for n, a in self.args.items() if not a.scalar}
         except ExprError as e:
-            raise SpecError(f"kernels/npu/aie/{self.source.name}: {self.name}: {e}") from None
+            raise SpecError(f"{shown_path(self.source)}: {self.name}: {e}") from None
 
     def nbytes(self, given: Mapping[str, Number] | None = None) -> dict[str, int]:
         """Bytes of every array argument."""
         return {n: size * self.args[n].numpy.itemsize for n, size in self.sizes(given).items()}
 
 
-@lru_cache(maxsize=1)
-def entries() -> dict[str, Entry]:
-    """Every entry point, by name. SpecError for a wrong file or a name used twice."""
+@lru_cache(maxsize=8)
+def entries(folder: Path = AIE) -> dict[str, Entry]:
+    """Every entry point declared in a folder, by name. SpecError for a wrong file or a name used twice."""
     found: dict[str, Entry] = {}
-    for path in sorted(AIE.glob("*.toml")):
+    for path in sorted(folder.glob("*.toml")):
         file = load_toml(path, KernelFile)
+        if not (folder / file.source).exists():
+            raise SpecError(f"{shown_path(path)}: source: there is no {file.source!r} beside it")
         for name, e in file.entry.items():
             if name in found:
-                raise SpecError(f"kernels/npu/aie/{path.name}: entry.{name}: {found[name].source.name} has it already")
-            found[name] = Entry(name, e.summary, AIE / file.source, file.macros, e.args)
+                raise SpecError(f"{shown_path(path)}: entry.{name}: {found[name].source.name} has it already")
+            found[name] = Entry(name, e.summary, folder / file.source, file.macros, e.args, file.static_bytes)
     return found
 
 
-def find(name: str) -> Entry:
-    if name not in entries():
-        raise SpecError(f"no NPU kernel {name!r}{nearest(name, entries())}")
-    return entries()[name]
+def find(name: str, folder: Path = AIE) -> Entry:
+    known = entries(folder)
+    if name not in known:
+        raise SpecError(f"no NPU kernel {name!r}{nearest(name, known)}")
+    return known[name]

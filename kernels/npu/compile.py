@@ -17,7 +17,8 @@ them, so it puts the tile's modes there before a call and keeps what it finds af
 Libraries lie in $XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that they are made of: the source, its
 headers, hostapi/, macros, flags, the compiler's version. `digest(name, **macros)` is the part of it that does not depend on
 this computer. `sanitise=True` builds with AddressSanitizer and UBSan (the process must have their runtimes loaded).
-`source=PATH` compiles another text of the kernel (mutations).
+`source=PATH` compiles another text of the kernel (mutations; headers beside it go before those of the folder); `folder=PATH`
+takes entry points from another folder of declarations.
 """
 
 from __future__ import annotations
@@ -124,10 +125,10 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return out
 
 
-def kernel(name: str, *, sanitise: bool = False, source: Path | None = None, **macros: Number) -> Kernel:
+def kernel(name: str, *, sanitise: bool = False, source: Path | None = None, folder: Path = AIE, **macros: Number) -> Kernel:
     """The entry point `name` with those macros, compiled if the cache does not have it. SpecError for an unknown name or
     macro; CompileError without g++ or where the source does not compile."""
-    entry = find(name)
+    entry = find(name, folder)
     values = entry.values(macros)
     return Kernel(entry, values, _library(source or entry.source, entry.source, tuple(sorted(values.items())), sanitise))
 
@@ -140,7 +141,7 @@ def digest(name: str, **macros: Number) -> str:
 
 def _digest(source: Path, *more: Any) -> str:
     h = hashlib.sha256()
-    for path in [source, *sorted(AIE.glob("*.h"))]:
+    for path in [source, *sorted(source.parent.glob("*.h"))]:
         h.update(f"{path.name}\0".encode() + path.read_bytes())
     h.update(repr(more).encode())
     return h.hexdigest()
@@ -167,7 +168,7 @@ def _library(source: Path, of: Path, macros: tuple[tuple[str, Number], ...], san
     compiler, version = _compiler()
     flags = [*FLAGS, *(SANITISE if sanitise else ())]
     headers = [(p.relative_to(HOSTAPI).as_posix(), p.read_text()) for p in sorted(HOSTAPI.rglob("*.h*"))]
-    wrapper = _wrapper(source, [e for e in entries().values() if e.source == of])
+    wrapper = _wrapper(source, [e for e in entries(of.parent).values() if e.source == of])
     name = _digest(source, wrapper, macros, flags, version, headers)[:32]
     target = cache_folder() / f"{of.stem}-{name}.so"
     if not target.exists():
@@ -175,7 +176,7 @@ def _library(source: Path, of: Path, macros: tuple[tuple[str, Number], ...], san
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             unit, out = Path(folder) / "unit.cc", Path(folder) / "unit.so"
             unit.write_text(wrapper)
-            command = [compiler, *flags, *define(dict(macros)), "-I", str(HOSTAPI), "-I", str(AIE), str(unit), "-o", str(out)]
+            command = [compiler, *flags, *define(dict(macros)), "-I", str(HOSTAPI), "-I", str(of.parent), str(unit), "-o", str(out)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise CompileError(f"{compiler} refused {source.name}:\n{done.stderr[-4000:]}")
