@@ -26,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -141,7 +142,8 @@ def digest(name: str, **macros: Number) -> str:
 
 def _digest(source: Path, *more: Any) -> str:
     h = hashlib.sha256()
-    for path in [source, *sorted(source.parent.glob("*.h"))]:
+    included = [source.parent / name for name in re.findall(r'^#include "(\w+\.cc)"', source.read_text(), re.MULTILINE)]
+    for path in [source, *included, *sorted(source.parent.glob("*.h"))]:
         h.update(f"{path.name}\0".encode() + path.read_bytes())
     h.update(repr(more).encode())
     return h.hexdigest()

@@ -125,15 +125,16 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """`name` becomes the oldest object of a consumer port, or the next free one of a producer port."""
+    """Each of `names` becomes an object: the oldest of a consumer port, or the next free ones of a producer port."""
 
     port: str
-    name: str
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
     port: str
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,9 +110,10 @@ def _body(body: Sequence[Statement], indent: str) -> Iterator[str]:
             yield f"{indent}for {s.index or '_'} in range_({s.count}):"
             yield from _body(s.body, indent + "    ")
         elif isinstance(s, Acquire):
-            yield f"{indent}{s.name} = {s.port}.acquire(1)"
+            left = s.names[0] if len(s.names) == 1 else f"({', '.join(s.names)})"
+            yield f"{indent}{left} = {s.port}.acquire({len(s.names)})"
         elif isinstance(s, Release):
-            yield f"{indent}{s.port}.release(1)"
+            yield f"{indent}{s.port}.release({s.count})"
         elif isinstance(s, Call):
             yield f"{indent}{s.kernel}({', '.join(map(str, s.args))})"
 

@@ -246,15 +246,16 @@ class Interpreter:
                     yield from self._run(worker, s.body, held, at)
             elif isinstance(s, Acquire):
                 port = self.low.ports[worker.tile, s.port]
-                while not self._taken(port.take):
-                    yield
-                name = port.buffers[at[s.port] % len(port.buffers)]
-                if worker.ports[s.port].kind == "produce":
-                    self.buffers[name].view(np.uint8).fill(self.poison)
-                held[s.name] = name
-                at[s.port] += 1
+                for formal in s.names:
+                    while not self._taken(port.take):
+                        yield
+                    name = port.buffers[at[s.port] % len(port.buffers)]
+                    if worker.ports[s.port].kind == "produce":
+                        self.buffers[name].view(np.uint8).fill(self.poison)
+                    held[formal] = name
+                    at[s.port] += 1
             elif isinstance(s, Release):
-                self.locks[self.low.ports[worker.tile, s.port].give] += 1
+                self.locks[self.low.ports[worker.tile, s.port].give] += s.count
                 self._go()
             else:
                 self._call(worker, s, held)

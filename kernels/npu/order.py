@@ -43,13 +43,15 @@ def _walk(design: Design, worker: Worker, body: Sequence[Statement], held: dict[
             if s.port not in worker.ports:
                 yield f"acquires {s.port}, which is no port"
                 continue
-            held[s.port] += 1
+            if held[s.port]:
+                yield f"acquires {s.port} while it holds objects of it: IRON would give the same ones again"
+            held[s.port] += len(s.names)
             depth = design.fifo(worker.ports[s.port].name).depth
             if held[s.port] > depth:
                 yield f"holds {held[s.port]} objects of {s.port}, whose depth is {depth}: it waits for itself"
-            owner[s.name] = s.port
+            owner.update(dict.fromkeys(s.names, s.port))
         elif isinstance(s, Release):
-            held[s.port] -= 1
+            held[s.port] -= s.count
             if held[s.port] < 0:
                 yield f"releases an object of {s.port} that it does not hold"
             for name in [n for n, p in owner.items() if p == s.port and held[s.port] <= 0]:
@@ -128,4 +130,4 @@ def _releases(body: Sequence[Statement], per: dict[str, int], times: int) -> Non
         if isinstance(s, Loop):
             _releases(s.body, per, times * s.count)
         elif isinstance(s, Release) and s.port in per:
-            per[s.port] += times
+            per[s.port] += times * s.count

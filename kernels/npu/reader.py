@@ -143,9 +143,11 @@ def _statements(body: list[ast.stmt]) -> tuple[Statement, ...]:
         call = s.value if isinstance(s, (ast.Expr, ast.Assign)) else None
         assert isinstance(call, ast.Call)
         if isinstance(s, ast.Assign) and isinstance(call.func, ast.Attribute):
-            made.append(Acquire(ast.unparse(call.func.value), ast.unparse(s.targets[0])))
+            left = s.targets[0]
+            names = tuple(map(ast.unparse, left.elts)) if isinstance(left, ast.Tuple) else (ast.unparse(left),)
+            made.append(Acquire(ast.unparse(call.func.value), names))
         elif isinstance(call.func, ast.Attribute):
-            made.append(Release(ast.unparse(call.func.value)))
+            made.append(Release(ast.unparse(call.func.value), ast.literal_eval(call.args[0])))
         else:
             args = tuple(ast.literal_eval(a) if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args)
             made.append(Call(ast.unparse(call.func), args))

@@ -1,7 +1,7 @@
 """C = A @ B on 4 rows of cores x 1, 2 or 4 columns: A is broadcast along rows, B along columns, C is joined in the mem tiles.
 
 A [M, K] lies row-major: the mem tile's DMA deals it out in the r x s tiles of the matrix unit. B is stored once in the
-order in which the columns read it (tiled.py), so that one shim task without strides brings a whole stripe. The core keeps
+order in which the columns read it (tiles.py), so that one shim task without strides brings a whole stripe. The core keeps
 a tile of C while it walks over K. Its program ends after each tile of C and begins again: M and N live in the runtime
 sequence alone, and one xclbin serves every M and N of the same K with several instruction streams.
 """
@@ -21,7 +21,7 @@ GROUP = 2  # row blocks whose tasks are issued together; two groups are under wa
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """Sizes of a product. m, k, n: a core's tile; r, s, t: the matrix unit's. packing: codes of B in a byte."""
+    """Sizes of a product. m, k, n: a core's tile; r, s, t: the matrix unit's. weights: int8, or 4-bit codes with their scales."""
 
     M: int
     K: int
@@ -33,7 +33,7 @@ class Gemm:
     r: int = 4
     s: int = 8
     t: int = 8
-    packing: int = 1
+    weights: Literal["i8", "i4"] = "i8"
     out: Literal["i32", "i8", "f32"] = "i32"
     shift: int = 0
     """Of i8 results: C = saturate(round(A @ B / 2^shift))."""
@@ -45,14 +45,27 @@ class Gemm:
         ):  # fmt: skip
             if value < 1 or value % unit:
                 raise ValueError(f"a product of {self.M} x {self.K} x {self.N}: {axis} = {value} is no multiple of {unit} ({why})")
+        if self.weights == "i4" and self.k % 32:
+            raise ValueError(f"a tile of {self.k} over K: 4-bit codes have a scale for every 32")
         if self.columns not in (1, 2, 4):
             raise ValueError(f"{self.columns} columns: 4 rows of A divide into 1, 2 or 4")
+
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of B in a core: codes; for 4-bit ones also an int16 for each 32 and a float for each column."""
+        return self.k * self.n if self.weights == "i8" else self.k * self.n // 2 + self.k // 16 * self.n + 4 * self.n
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Of B, that one column reads for a row block."""
+        return self.N // self.columns // self.n * (self.K // self.k) * self.tile_bytes
 
 
 def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = None, name: str = "gemm_i8") -> Design:
     """The design of a product with the given tile kernels; `requantise` for i8 results."""
     per = ROWS // g.columns  # row blocks of A that come through one column
-    a, b = Array("i8", (g.m * g.k,)), Array("i8" if g.packing == 1 else "u8", (g.k * g.n // g.packing,))
+    a, b = Array("i8", (g.m * g.k,)), Array("i8" if g.weights == "i8" else "u8", (g.tile_bytes,))
     c, acc = Array(g.out, (g.m * g.n,)), Array("i32", (g.m * g.n,))
     depth = 2 if 2 * (a.nbytes + b.nbytes + c.nbytes) + (acc.nbytes if requantise else 0) < 60 * 1024 else 1
     to_mmul = ((g.m // g.r, g.r * g.k), (g.k // g.s, g.s), (g.r, g.k), (g.s, 1))
@@ -78,8 +91,8 @@ def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = No
                (("a", Bind("consume", f"a{row}")), ("b", Bind("consume", f"b{col}")), ("c", Bind("produce", f"c{row}_{col}")), *shared))
         for row in range(ROWS) for col in range(g.columns)
     ]  # fmt: skip
-    arguments = (("A", Array("i8", (g.M * g.K,))), ("B", Array(b.dtype, (g.N * g.K // g.packing,))), ("C", Array(g.out, (g.M * g.N,))))
-    facts = {"M": g.M, "K": g.K, "N": g.N, "m": g.m, "k": g.k, "n": g.n, "packing": g.packing}
+    arguments = (("A", Array("i8", (g.M * g.K,))), ("B", Array(b.dtype, (g.columns * g.stripe_bytes,))), ("C", Array(g.out, (g.M * g.N,))))
+    facts = {"M": g.M, "K": g.K, "N": g.N, "m": g.m, "k": g.k, "n": g.n}
     return Design(f"{name}_k{g.K}_{g.m}x{g.k}x{g.n}_c{g.columns}", g.columns, arguments, kernels, tuple(fifos), tuple(links), (core,),
                   tuple(workers), tuple(_sequence(g)), (Buffer("acc", acc),) if requantise else (), facts)  # fmt: skip
 
@@ -87,20 +100,20 @@ def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = No
 def _core(g: Gemm, requantised: bool) -> Core:
     target = "acc" if requantised else "c_tile"
     steps: tuple[Statement, ...] = (
-        Acquire("a", "a_tile"), Acquire("b", "b_tile"), Call("multiply", ("a_tile", "b_tile", target)), Release("a"), Release("b"),
+        Acquire("a", ("a_tile",)), Acquire("b", ("b_tile",)), Call("multiply", ("a_tile", "b_tile", target)), Release("a"), Release("b"),
     )  # fmt: skip
     inner: tuple[Statement, ...] = (Call("zero", (target,)), Loop(g.K // g.k, steps))
     if requantised:
-        body = (*inner, Acquire("c", "c_tile"), Call("requantise", ("acc", "c_tile", g.shift)), Release("c"))
+        body = (*inner, Acquire("c", ("c_tile",)), Call("requantise", ("acc", "c_tile", g.shift)), Release("c"))
         return Core("tile_of_c", ("a", "b", "c", "zero", "multiply", "requantise", "acc"), body)
-    return Core("tile_of_c", ("a", "b", "c", "zero", "multiply"), (Acquire("c", "c_tile"), *inner, Release("c")))
+    return Core("tile_of_c", ("a", "b", "c", "zero", "multiply"), (Acquire("c", ("c_tile",)), *inner, Release("c")))
 
 
 def _sequence(g: Gemm) -> list[Move | Finish]:
     """Tasks of all row blocks of 4 m rows; a descriptor is made for each block, because a stride over several of them
     would not fit its field (4 m N words)."""
     blocks, across, per = g.M // (ROWS * g.m), g.N // (g.columns * g.n), ROWS // g.columns
-    stripe = g.N // g.columns * g.K // g.packing
+    stripe = g.stripe_bytes
     steps: list[Move | Finish] = []
     for block in range(blocks):
         group = block // GROUP
