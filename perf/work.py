@@ -26,8 +26,8 @@ from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.errors import SpecError, nearest
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import find_model, load_models
-from hybrid.spec.op import load_ops
-from hybrid.spec.plan import Plan, Step
+from hybrid.spec.op import load_op
+from hybrid.spec.plan import Plan, Step, TensorDecl
 from hybrid.spec.schedule import Phase, find_schedule
 
 SIZES = Path(__file__).resolve().parent / "sizes"
@@ -113,6 +113,7 @@ class Planned(Subject):
         self.name, self.hparams, self.weights, self.dtype = name, hparams, dict(weights), dtype
         self.precision, self.kv = precision, kv
         self.basis = f"the plan of schedule {hparams.family}, {dtype}"
+        self._works: dict[tuple[object, ...], Work] = {}
 
     def target(self, rows: int, context: int, slots: int) -> Target:
         hp = self.hparams
@@ -125,7 +126,10 @@ class Planned(Subject):
         return plan(self.target(rows, context, slots), rows, outs, phase)
 
     def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Work:
-        return _work(self.plan(phase, rows, outs, context, slots), context)
+        key = (phase, rows, outs, context, slots)
+        if key not in self._works:
+            self._works[key] = _work(self.plan(phase, rows, outs, context, slots), context)
+        return self._works[key]
 
     def memory(self, slots: int, context: int) -> int:
         hp, kv = self.hparams, self.kv
@@ -256,27 +260,27 @@ def _work(made: Plan, context: int) -> Work:
     from kernels.vulkan.dry import count
 
     counted = count(made)
+    costs: dict[tuple[object, ...], tuple[int, int, int]] = {}  # layers repeat: each distinct step is evaluated once
     items = []
     for step in made.steps:
-        cost = step_cost(made, step, context)
-        items.append(
-            Item(
-                step.name,
-                step.op,
-                rate_of(made, step),
-                cost.flops,
-                cost.nbytes,
-                _activations(made, step),
-                counted.dispatches[step.name],
-                counted.barriers[step.name],
-            )
+        used = {k: made.tensors[n] for k, n in step.args.items()}
+        key = (
+            step.op,
+            tuple(step.bind.items()),
+            tuple(step.attrs.items()),
+            tuple((d.dtype, d.pieces, d.kind) for d in used.values()),
         )
+        if key not in costs:
+            cost = step_cost(made, step, context)
+            costs[key] = cost.flops, cost.nbytes, _activations(step, used)
+        counts = counted.dispatches[step.name], counted.barriers[step.name]
+        items.append(Item(step.name, step.op, rate_of(used), *costs[key], *counts))
     return Work(made.rows, made.outs, tuple(items))
 
 
-def _activations(made: Plan, step: Step) -> int:
+def _activations(step: Step, used: Mapping[str, TensorDecl]) -> int:
     """Bytes of a step's activations: the terms of its cost that vanish when they take no space."""
-    op, used = load_ops()[step.op], {k: made.tensors[n] for k, n in step.args.items()}
+    op = load_op(step.op)
     env: dict[str, Any] = {**step.bind, **op.attrs(step.bind, step.attrs)}
 
     def size(every: bool) -> float:
@@ -285,9 +289,8 @@ def _activations(made: Plan, step: Step) -> int:
     return round(size(True) - size(False))
 
 
-def rate_of(made: Plan, step: Step) -> Rate:
-    """What a step's products are made of: int8 codes, f16 numbers, or f32."""
-    used = {k: made.tensors[n] for k, n in step.args.items()}
+def rate_of(used: Mapping[str, TensorDecl]) -> Rate:
+    """What a step's products are made of, by its tensors: int8 codes, f16 numbers, or f32."""
     inputs = {used[k].dtype for k in ("x", "h") if k in used}
     matrix = any(d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.") for d in used.values())
     if matrix and "q8_act" in inputs:

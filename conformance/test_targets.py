@@ -1,0 +1,108 @@
+"""Targets are judged as arithmetic by hand judges them; advice fits in memory; impossible records are refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hybrid.spec.devicesheet import find_sheet
+from hybrid.spec.errors import SpecError
+from perf import record, search, targets
+
+APU = find_sheet("radeon-780m")
+BY_HAND = {
+    "27b-11-at-25gb": ("no", "282 GB/s"),
+    "27b-15": ("yes", "a=0.9"),
+    "27b-50": ("yes", "B=16"),
+    "27b-81": ("yes", "B=32"),
+    "27b-200": ("no", "at most 28 speculating"),
+    "27b-361": ("no", "19.6 of 17.2 T operations"),
+    "27b-1500": ("no", "of 17.2 T operations"),
+    "3n-400": ("yes", "B=16"),
+    "3n-800": ("yes", "B=32"),
+    "27b-first-100ms": ("no", "171 ms"),
+    "27b-first-500ms": ("yes", "cached prefix"),
+    "npu-2gb": ("no", "gemma3-1b"),
+    "parallel-queues": ("by means", "+31.0 %"),
+}
+
+
+@pytest.fixture(scope="module")
+def judged():
+    return {t.id: targets.judge(t, APU, "H200") for t in targets.load_targets()}
+
+
+def test_every_target_has_a_verdict(judged):
+    assert len(judged) == len(targets.load_targets()) == 24
+    for row in judged.values():
+        assert row.verdict and row.how and row.bound and row.modelled
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_verdicts_are_those_by_hand(judged, name):
+    verdict, words = BY_HAND[name]
+    assert judged[name].verdict == verdict and words in judged[name].how
+
+
+def test_prompts_within_half_a_second_are_short(judged):
+    tokens = int(judged["27b-first-500ms"].modelled.split()[0])
+    assert 40 <= tokens <= 90
+
+
+def test_advice_fits_and_suffices():
+    found = list(targets.advice(16 << 30, 50, 256, APU))
+    assert [s.config.model for s in found][:2] == ["gemma3-12b", "gemma3n-e4b"]
+    for s in found:
+        assert s.expected >= 50
+        assert search.memory_of(s.config.model, s.config.dtype, s.config.batch, 256) <= 16 << 30
+
+
+def test_command_wants_both_numbers(capsys):
+    assert targets.main(["--memory", "16GiB"]) == 1
+    assert "belong together" in capsys.readouterr().err
+
+
+PROOF = {"command": "pytest conformance/test_kernels.py", "passed": 900, "failed": 0, "kernels": "0123456789abcdef"}
+RUN = {"model": "gemma3-27b", "dtype": "q4_0", "phase": "decode", "batch": 1, "context": 256, "tokens_per_second": 85.0}
+RECORD = {
+    "schema": 1,
+    "device": "NVIDIA H200",
+    "driver": "580.159.04",
+    "clock": "not locked",
+    "commit": "4564b6f",
+    "date": "2026-11-20",
+    "command": "python -m hybrid.bench gemma3-27b",
+    "kernels": "0123456789abcdef",
+    "conformance": PROOF,
+    "runs": [RUN],
+}
+
+
+def made(**changes):
+    return record.Record.model_validate_json(json.dumps({**RECORD, **changes}))
+
+
+def test_a_record_is_kept_and_found(tmp_path):
+    path = record.add(made(), tmp_path)
+    record.add(made(runs=[{**RUN, "batch": 8, "tokens_per_second": 300.0}]), tmp_path)
+    kept = record.load_record(path)
+    assert [r.batch for r in kept.runs] == [1, 8] and path.name == "2026-11-20-nvidia-h200-4564b6f.json"
+    assert [r.batch for _, r in record.runs("H200", "gemma3-27b", "decode", [kept])] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"conformance": {**PROOF, "failed": 1}}, "failed"),
+        ({"conformance": {**PROOF, "passed": 0}}, "passed"),
+        ({"conformance": {**PROOF, "kernels": "other"}}, "prove these first"),
+        ({"runs": [{**RUN, "tokens_per_second": 320.0}]}, "is above what NVIDIA H200 allows"),
+        ({"commit": "unknown"}, "commit"),
+    ],
+)
+def test_what_was_not_proved_or_cannot_be_is_refused(tmp_path, changes, words):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({**RECORD, **changes}))
+    with pytest.raises(SpecError, match=words):
+        record.load_record(path)
