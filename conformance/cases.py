@@ -53,6 +53,11 @@ def context(bind: Mapping[str, int]) -> int:
     return min(limits) if limits else 64
 
 
+def one_row_per_slot(spec: OpSpec) -> bool:
+    """Does the operation take at most one row of each sequence?"""
+    return ("slots",) in spec.constraints.distinct
+
+
 def batch_of(spec: OpSpec, case: Case) -> Batch | None:
     """The slots and positions of the live rows; None for operations that lack either.
 
@@ -60,5 +65,5 @@ def batch_of(spec: OpSpec, case: Case) -> Batch | None:
     if "slots" not in spec.inputs or "positions" not in spec.inputs:
         return None
     edge = int(case.attrs.get("window", 0)) or case.bind.get("BS", 0)
-    alone = "out_rows" in spec.inputs or case.style == "decode"
+    alone = "out_rows" in spec.inputs or case.style == "decode" or one_row_per_slot(spec)
     return batch(case.seed, case.rows, case.bind["S"], context(case.bind), case.style, edge, alone)

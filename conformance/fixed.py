@@ -36,6 +36,8 @@ def edge_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
             attrs[target] = int(number) if spec.attributes[target].type == "int" else float(number)
         if value == "window_edge":
             attrs["window"] = 2 * bind["BS"] - 1
+        if value == "ring" and "window" in attrs and spec.state:  # what is appended replaces what is seen no longer
+            attrs["window"] = -(-bind["MB"] // 2) * bind["BS"]
         kinds = {target: value} if target in spec.tensors else {}
         yield text, whole(spec, bind, dtypes, attrs, seed=i, kinds=kinds, style=STYLE.get(value, "ragged"))
 
@@ -70,6 +72,12 @@ VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 20 if rows < 9 else 4}
         for d in (16, 32, 64, 80, 128, 256, 512) for group, heads in ((1, 2), (4, 1), (8, 1)) for rows in (2, 35)
         if group == 1 or d < 512
+    ),
+    # Head sizes and groups on one word per lane and on several; contexts cut into many stretches and into one.
+    "decode_attention": tuple(
+        {"T": 3, "HQ": group * heads, "HK": heads, "D": d, "S": 3, "BS": 16, "MB": 20 if group < 8 else 4}
+        for d in (16, 32, 64, 80, 128, 256, 512) for group, heads in ((1, 2), (2, 1), (4, 1), (8, 1), (16, 1))
+        if group < 8 or d in (64, 128)
     ),
     "qk_norm_rope_append": ({"D": 256, "T": 3}, {"D": 128, "HQ": 5, "HK": 1}),
 }  # fmt: skip

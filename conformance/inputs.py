@@ -31,7 +31,7 @@ def make(spec: OpSpec, case: Case) -> dict[str, Tensor]:
             tensor = apply_kind(case.kinds[name], tensor, case.seed, name, _top(spec, case, name))
         count = live(spec, case, name)
         tensors[name] = tensor if count is None or count == tensor.shape[0] else _kill(tensor, count)
-    if rows is not None and "block_table" in tensors and "q" in spec.inputs:
+    if rows is not None and "block_table" in tensors and "window" in spec.attributes:
         for name in ("k_cache", "v_cache"):
             tensors[name] = _hide(tensors[name], tensors["block_table"].array, rows)
     return tensors

@@ -105,9 +105,21 @@ def _norm_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
     return ORACLE["rmsnorm"](x=results["sum"].array, w=call.tensors["w_next"].array, eps=case.attrs["eps"])[0]
 
 
+def _decode_o(case: Case, call: Call, results: Tensors) -> np.ndarray:
+    """Of the oracle's queries and the device's caches."""
+    names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
+    given = {n: argument(call.tensors[n]) for n in names}
+    caches = {n: values.real(results[n]) for n in ("k_cache", "v_cache")}
+    appended = {n: c.copy() for n, c in caches.items()}
+    (q,) = ORACLE["qk_norm_rope_append"](**given, **appended, eps=case.attrs["eps"])
+    routes = {n: given[n] for n in ("slots", "positions", "block_table")}
+    return ORACLE["attention"](q=q, **caches, **routes, scale=case.attrs["scale"], window=case.attrs["window"])[0]
+
+
 _FROM: dict[tuple[str, str], Callable[[Case, Call, Tensors], np.ndarray]] = {
     ("fused_ffn", "y"): _ffn_y,
     ("add_rmsnorm", "y"): _norm_y,
+    ("decode_attention", "o"): _decode_o,
 }
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from conformance import block_values
 from hybrid.spec.tensor import Tensor
 from kernels.oracle import ORACLE
+from kernels.oracle.attention import rotate
+from kernels.oracle.norm import rms
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +69,39 @@ def _add_rmsnorm(call: Call) -> dict[str, np.ndarray]:
 
 
 def _attention(call: Call) -> dict[str, np.ndarray]:
-    """Sum of p|v|, enlarged by the largest score's own terms |q||k|: an error of a score is a relative one of its p."""
     q, k, v = (call.values[n] for n in ("q", "k_cache", "v_cache"))
+    return {"o": _attended(call, q, np.abs(q), k, v)}
+
+
+def _decode_attention(call: Call) -> dict[str, np.ndarray]:
+    """As attention, of a q whose rotation adds and subtracts."""
+    v, d = call.values, call.values["k_cache"].shape[3]
+    heads = v["qkv"].reshape(len(v["qkv"]), -1, d)[:, : -2 * v["k_cache"].shape[2]]
+    normed = rms(heads, call.attrs["eps"]) * v["w_q_norm"]
+    angles = v["rope"][v["positions"]]
+    q = rotate(normed, angles).reshape(len(heads), -1)
+    cos, sin = np.split(np.abs(angles)[:, None, :], 2, axis=-1)
+    a, b = np.split(np.abs(normed), 2, axis=-1)
+    terms = np.concatenate([a * cos + b * sin, b * cos + a * sin], axis=-1).reshape(q.shape)
+    return {"o": _attended(call, q, terms, call.refs["k_cache"], call.refs["v_cache"])}
+
+
+def _attended(call: Call, q: np.ndarray, q_terms: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Sum of p|v|, enlarged by the largest score's own terms |q||k|: an error of a score is a relative one of its p.
+    q_terms: what q's sums would be if nothing cancelled."""
     out, size, window = np.empty_like(q), k.shape[1], call.attrs["window"]
     group = q.shape[1] // k.shape[3] // k.shape[2]
     for row, (slot, pos) in enumerate(zip(call.values["slots"], call.values["positions"], strict=True)):
         keys = np.arange(max(0, pos - window + 1) if window else 0, pos + 1)
         where = (call.values["block_table"][slot, keys // size], keys % size)
-        heads = q[row].reshape(-1, k.shape[3])
+        heads, head_terms = (x[row].reshape(-1, k.shape[3]) for x in (q, q_terms))
         kh, vh = (np.repeat(x[where], group, axis=1).transpose(1, 0, 2) for x in (k, v))
         s = np.einsum("hd,hjd->hj", heads, kh) * call.attrs["scale"]
-        terms = np.einsum("hd,hjd->hj", np.abs(heads), np.abs(kh)) * call.attrs["scale"]
+        terms = np.einsum("hd,hjd->hj", head_terms, np.abs(kh)) * call.attrs["scale"]
         p = np.exp(s - s.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         out[row] = (np.einsum("hj,hjd->hd", p, np.abs(vh)) * (1 + terms.max(-1, keepdims=True))).reshape(-1)
-    return {"o": out}
+    return out
 
 
 def _geglu(call: Call) -> dict[str, np.ndarray]:
@@ -104,6 +124,7 @@ _SCALES: dict[str, Callable[[Call], dict[str, np.ndarray]]] = {
     "logits": _logits,
     "add_rmsnorm": _add_rmsnorm,
     "attention": _attention,
+    "decode_attention": _decode_attention,
     "geglu": _geglu,
     "fused_ffn": _fused_ffn,
 }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conformance.cases import Case, context
+from conformance.cases import Case, context, one_row_per_slot
 from hybrid.spec import OpSpec, SpecError
 from hybrid.spec.dtypes import DTYPES
 
@@ -23,6 +23,8 @@ ATTRIBUTES: dict[tuple[str, str], Choices] = {
     ("embed", "scale"): lambda b: [float(b["H"]) ** 0.5, 1.0, 16.0],
     ("attention", "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0],
     ("attention", "window"): lambda b: [0, 1, 3, b["BS"], b["BS"] + 1, b["MB"] * b["BS"] - 1],
+    ("decode_attention", "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0],
+    ("decode_attention", "window"): lambda b: [0, 1, 3, b["BS"], b["BS"] + 1, b["MB"] * b["BS"] - 1],
     ("logits", "softcap"): lambda b: [0.0, 30.0],
     ("sample", "valid"): lambda b: [b["V"], max(1, b["V"] - 3), 1],
 }
@@ -83,6 +85,9 @@ def complete(spec: OpSpec, bind: Mapping[str, int], fixed: frozenset[str] = froz
     if {"O", "S", "T"} <= b.keys():  # every output row continues a sequence of its own
         at_least("S", b["O"])
         at_least("T", b["O"])
+    if one_row_per_slot(spec):
+        at_least("S", b["T"])
+        b["T"] = min(b["T"], b["S"])
     if {"HQ", "HK"} <= b.keys() and b["HQ"] % b["HK"]:
         b["HQ" if "HQ" not in fixed else "HK"] = b["HK"] * max(1, b["HQ"] // b["HK"]) if "HQ" not in fixed else 1
     if {"T", "S"} <= b.keys() and "BS" in b:

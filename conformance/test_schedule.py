@@ -59,8 +59,8 @@ def test_show_prints_the_plan(tmp_path, capsys):
     assert command.main(["show", "gemma3", "--model", str(model), "--weights", "q4_0", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [s["op"] for s in report["steps"][:3]] == ["decode_rows", "embed", "rmsnorm"]
-    assert report["dispatches"] == len(report["steps"]) == 3 + 3 * 7 + 2
-    assert report["dispatches_per_layer"] == {"0": 7, "1": 7, "2": 7}
+    assert report["dispatches"] == len(report["steps"]) == 3 + 3 * 6 + 2
+    assert report["dispatches_per_layer"] == {"0": 6, "1": 6, "2": 6}
     assert report["memory"]["weights"] > 0 and report["nbytes"] == sum(s["nbytes"] for s in report["steps"])
     assert command.main(["show", "gemma3", "--model", str(model), "--device", "vulkan", "--rows", "4"]) == 0
     text = capsys.readouterr().out

@@ -40,7 +40,7 @@ def _names(spec: OpSpec) -> None:
 
 def _tensors(spec: OpSpec) -> None:
     used: set[str] = set()
-    earlier = list(spec.scratch)  # made before the outputs, whatever the order of the tables
+    earlier = [*spec.scratch, *spec.state]  # made before the outputs, whatever the order of the tables
     for name, t in spec.tensors.items():
         at = f"{spec.section(name)}.{name}"
         for i, dim in enumerate(t.shape):

@@ -77,6 +77,31 @@ def attention(
     return (o,)
 
 
+def decode_attention(
+    *,
+    qkv: np.ndarray,
+    w_q_norm: np.ndarray,
+    w_k_norm: np.ndarray,
+    rope: np.ndarray,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    block_table: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    eps: float,
+    scale: float,
+    window: int,
+    real: Real = np.float64,
+) -> tuple[np.ndarray]:
+    """o[T,HQ*D]: qk_norm_rope_append, then attention over the cache that it has extended. One row per slot."""
+    (q,) = qk_norm_rope_append(
+        qkv=qkv, w_q_norm=w_q_norm, w_k_norm=w_k_norm, rope=rope, positions=positions, slots=slots,
+        block_table=block_table, k_cache=k_cache, v_cache=v_cache, eps=eps, real=real,
+    )  # fmt: skip
+    return attention(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, slots=slots, positions=positions,
+                     scale=scale, window=window, real=real)  # fmt: skip
+
+
 def _one_slot(
     q: np.ndarray,
     k_cache: np.ndarray,

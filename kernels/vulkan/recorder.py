@@ -79,6 +79,7 @@ class Recording:
     barriers: list[Barrier | None]
     table: list[int]
     scratch_bytes: int
+    counter_bytes: int
 
 
 class Recorder:
@@ -92,10 +93,11 @@ class Recorder:
         self.scratch_buffer = Buffer(0, "scratch")
         self.grid_buffer = Buffer(0, "grids")
         self.table_buffer = Buffer(0, "table")
+        self.counter_buffer = Buffer(0, "counters")
         self.step = 0
         self._dispatches: list[Dispatch] = []
         self._entries: dict[tuple[GridAxis, ...], int] = {}
-        self._scratch_used = self._scratch_most = 0
+        self._scratch_used = self._scratch_most = self._counter_bytes = 0
 
     def begin_step(self, index: int) -> None:
         """Later dispatches belong to step `index`; scratch of earlier steps may be used again."""
@@ -110,6 +112,12 @@ class Recorder:
         piece = Slice(self.scratch_buffer, self._scratch_used, nbytes)
         self._scratch_used += align_up(nbytes)
         self._scratch_most = max(self._scratch_most, self._scratch_used)
+        return piece
+
+    def counters(self, words: int) -> Slice:
+        """u32 words of the program's own that are zero before its first run; kernels leave them zero behind."""
+        piece = Slice(self.counter_buffer, self._counter_bytes, 4 * words)
+        self._counter_bytes += align_up(4 * words)
         return piece
 
     def dispatch(self, kernel: Kernel, reads: Sequence[Slice], writes: Sequence[Slice], push: bytes = b"",
@@ -139,7 +147,8 @@ class Recorder:
     def finish(self) -> Recording:
         """Insert the grid kernel where grids must be computed, and the barriers."""
         dispatches = self._with_grids()
-        return Recording(dispatches, hazards(dispatches, self.grid_slice), self._table(), self._scratch_most)
+        return Recording(dispatches, hazards(dispatches, self.grid_slice), self._table(), self._scratch_most,
+                         self._counter_bytes)
 
     @property
     def grid_slice(self) -> Slice:

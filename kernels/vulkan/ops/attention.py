@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hybrid.spec.plan import Step
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.cache import cache_layout
+from kernels.vulkan.memory import Slice
 from kernels.vulkan.recorder import Live, Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
@@ -69,7 +70,7 @@ def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int) -> Ti
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """o[T,HQ*D] = softmax(scale q.k) v over what each live row may see; o f32, f16 or q8_act."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
-    window, o = int(step.attrs["window"]), t["o"]
+    window = int(step.attrs["window"])
     cache = cache_layout(step, t)
     subgroup = rec.device.subgroup_size
     span = min(window, cache.context) if window else cache.context
@@ -86,7 +87,14 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     grid = (Live(step.extent, per=tile.rows * (WIDTH // subgroup), cap=rows), kv_heads * head_tiles, stretches)
     rec.dispatch(kernel, [p for name in names for p in t[name].parts], [part_o, part_ml], push, grid)
 
-    kernel = rec.kernel(f"attention_combine.{o.dtype}", SUBGROUP=subgroup)
-    push = struct.pack("<6I", rows, heads, d // 4, window, tile.splits, tile.stretch)
-    rec.dispatch(kernel, [part_o, part_ml, *t["positions"].parts], [*o.parts], push,
+    record_combine(rec, step, t, part_o, part_ml, tile.splits, tile.stretch)
+
+
+def record_combine(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], part_o: Slice, part_ml: Slice, splits: int,
+                   stretch: int) -> None:
+    """The merge of attention's (or decode_attention's) partial sums into o."""
+    rows, heads, d = (step.bind[axis] for axis in ("T", "HQ", "D"))
+    kernel = rec.kernel(f"attention_combine.{t['o'].dtype}", SUBGROUP=rec.device.subgroup_size)
+    push = struct.pack("<6I", rows, heads, d // 4, int(step.attrs["window"]), splits, stretch)
+    rec.dispatch(kernel, [part_o, part_ml, *t["positions"].parts], [*t["o"].parts], push,
                  (-(-heads * d // COMBINE), Live(step.extent, cap=rows)))

@@ -1,0 +1,93 @@
+"""decode_attention: norm, rotation, append and attention of one new row per sequence in one dispatch.
+
+The grid is constant (stretches, kv heads, rows of the plan): how much of it has work follows from the positions in
+device memory. Where the merge of the stretches is a dispatch of its own, it is attention's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid.spec.dtypes import DTYPES
+from hybrid.spec.plan import Step
+from kernels.vulkan.api import VulkanError
+from kernels.vulkan.cache import cache_layout
+from kernels.vulkan.ops.attention import record_combine
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+SUBGROUPS = 8  # of a workgroup, as in the shader
+MOST_SPLITS = 64
+WORD = 16  # bytes that a lane loads at once
+HEADS = {1: (1, 2, 4), 2: (1, 2, 4), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Which kernel, and how the context of a row is cut.
+
+    merge: 1: the last workgroup to arrive merges; 0: a dispatch of its own does."""
+
+    heads: int
+    units: int
+    lanes: int
+    splits: int
+    min_split: int
+    merge: int
+
+
+def default(device: Any) -> dict[str, int]:
+    """groups: workgroups that fill the device; min_split: positions of a stretch, at least; heads: query heads of a
+    workgroup, at most; merge: as in Shape."""
+    if device.subgroup_size < 16:  # a CPU driver: few cores, and every workgroup repeats the norms of its heads
+        return {"groups": 8, "min_split": 128, "heads": 2, "merge": 1}
+    return {"groups": 528, "min_split": 64, "heads": 2, "merge": 1}
+
+
+def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv_bytes: int, span: int, block: int, subgroup: int,
+          chosen: Mapping[str, int]) -> Shape:
+    """`span` positions that a row can see at most; `block`: elements of a block of the result's type."""
+    words = head_dim * kv_bytes // WORD
+    units = next((u for u in HEADS if u * subgroup >= words), 0)
+    if not units:
+        most = max(HEADS) * subgroup * WORD // kv_bytes
+        raise VulkanError(f"decode_attention takes head_dim up to {most} on a device with subgroups of {subgroup}, not "
+                          f"{head_dim}")
+    ratio = heads // kv_heads
+    lanes = max(4, min(subgroup, 1 << (words - 1).bit_length()))
+    tile = next((h for h in HEADS[units] if h >= min(ratio, chosen["heads"])), HEADS[units][-1])
+    groups = rows * kv_heads * -(-ratio // tile)
+    splits = max(1, min(-(-chosen["groups"] // groups), MOST_SPLITS, -(-span // chosen["min_split"])))
+    # Blocks of 32 that straddle two heads are not one workgroup's to write.
+    merge = chosen["merge"] if head_dim % block == 0 else 0
+    return Shape(tile, units, lanes, splits, chosen["min_split"], merge)
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
+    """o[T,HQ*D] from qkv[T,(HQ+2*HK)*D], its k and v appended to k_cache, v_cache [B,BS,HK,D]. `choice` overrides
+    default()."""
+    rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
+    window, o = int(step.attrs["window"]), t["o"]
+    cache = cache_layout(step, t)
+    subgroup = rec.device.subgroup_size
+    span = min(window, cache.context) if window else cache.context
+    s = shape(rows, heads, kv_heads, d, 2 if cache.dtype == "f16" else 4, span, DTYPES[o.dtype].block, subgroup,
+              {**default(rec.device), **choice})
+    tiles = -(-(heads // kv_heads) // s.heads)
+    kernel = rec.kernel(f"decode_attention.{cache.dtype}.{o.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
+                        THREADS=SUBGROUPS * subgroup, LANES=s.lanes, MERGE=s.merge)
+    parts = rows * heads * s.splits
+    part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
+    arrived = rec.counters(rows * kv_heads * tiles)
+    push = struct.pack("<10I2f3I", rows, heads, kv_heads, d // 4, t["rope"].shape[0], cache.block_size,
+                       cache.table_width, cache.slots, cache.blocks, window, step.attrs["eps"], step.attrs["scale"],
+                       s.heads, s.splits, s.min_split)
+    names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
+    reads = [p for name in names for p in t[name].parts]
+    writes = [*t["k_cache"].parts, *t["v_cache"].parts, part_o, part_ml, arrived, *o.parts]
+    rec.dispatch(kernel, reads, writes, push, (s.splits, kv_heads * tiles, rows))
+    if not s.merge:
+        record_combine(rec, step, t, part_o, part_ml, s.splits, s.min_split)
