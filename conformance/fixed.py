@@ -64,6 +64,11 @@ def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
 
 # Sizes at which a backend's bindings choose another kernel than for those of dtype_cases.
 VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
+    # More rows and columns than the largest tile on matrix units, and a last stage of 16 or 32 columns.
+    "linear": ({"T": 197, "N": 213, "K": 96}, {"T": 66, "N": 65, "K": 208}),
+    "fused_qkv": ({"T": 131},),
+    "fused_ffn": ({"T": 195, "H": 96, "F": 160},),
+    "logits": ({"O": 70, "V": 203},),
     "rmsnorm": ({"H": 2080, "T": 2},),
     "add_rmsnorm": ({"H": 2080, "T": 2},),
     "sample": ({"V": 17000, "O": 2}, {"V": 17000, "O": 2, "S": 1, "T": 1}),

@@ -283,11 +283,11 @@ def test_declared_features_are_those_that_the_shaders_ask_for(name: str) -> None
     for path in modules:
         needs = {CAPABILITIES[c] for c in inspect(path.read_bytes()).capabilities if c in CAPABILITIES}
         needs.discard("subgroup basic")  # every Vulkan device has it in compute kernels
-        declared = set(backend.requires)
+        declared = {*backend.requires, *backend.uses}
         declared |= {f for d in path.stem.split(".") if d in DTYPES for f in backend.requires_for.get(d, ())}
         assert needs <= declared, f"{path.name} needs {sorted(needs - declared)}: declare it in {OPS[name].file}"
         asked |= needs
-    assert set(OPS[name].requirements("vulkan")) == asked
+    assert {*OPS[name].requirements("vulkan"), *backend.uses} == asked
 
 
 def test_shape_of_one_tensor_needs_only_its_axes() -> None:

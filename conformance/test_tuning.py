@@ -120,6 +120,8 @@ def test_an_opened_device_has_the_table_of_its_class(devices):
 def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices, family):
     """Every value of every number at least once, and every entry of every table, on cases that ask for the family."""
     device, declared = devices.get("vulkan"), space().named(family)
+    if declared.needs and not device.has(declared.needs):
+        pytest.skip(f"{device.name} lacks {declared.needs}: nothing asks for {family} there")
     spec = load_op(declared.op)
     found = asking(family, spec, device, fixed(spec))
     assert found, f"no fixed case of {declared.op} asks for {family}"

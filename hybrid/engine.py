@@ -31,7 +31,7 @@ from hybrid.spec.tensor import Tensor
 from hybrid.weights import stored_types, upload
 
 DEFAULT_CTX = 4096
-CHUNK = 512
+CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
 FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
 LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
 
@@ -49,7 +49,8 @@ class Pass:
 class Engine:
     """One checkpoint on one device, for up to `slots` sequences at a time.
 
-    ctx: positions per sequence (default: the model's, at most 4096). chunk: rows of a prefill pass.
+    ctx: positions per sequence (default: the model's, at most 4096). chunk: rows of a prefill pass (default: by
+    what the device multiplies with).
     weights: convert matrices to this type when loading. n_tokens: ids that may be chosen (default: the tokenizer's).
     deterministic: passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt
     was cut nor on what runs beside it (slower: prompts go through a few rows at a time; on cpu one, and one sequence).
@@ -68,7 +69,7 @@ class Engine:
         weights: str | None = None,
         ctx: int | None = None,
         slots: int = 1,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         n_tokens: int | None = None,
         deterministic: bool = False,
         profile: bool = False,
@@ -80,12 +81,15 @@ class Engine:
         if not 1 <= ctx <= hp.context_length:
             raise ValueError(f"ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
         backend = device.name.split(":")[0].split(" ")[0]
+        if chunk is None:
+            chunk = MATRIX_CHUNK if device.has("f16_matrices") else CHUNK
         most = fixed_rows(backend, slots) if deterministic else max(min(chunk, ctx * slots), slots)
         self.device, self.checkpoint, self.profile = device, checkpoint, profile
         self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(most, ctx), slots)
         self.tables = BlockTables(self.cache)
+        schedule = schedule or find_schedule(hp.family)
         self.target = Target(
-            schedule or find_schedule(hp.family),
+            schedule,
             hp,
             stored_types(checkpoint, weights, backend),
             self.cache,
@@ -93,6 +97,7 @@ class Engine:
             precision,
             kv,
             backend,
+            frozenset(c for c in schedule.capabilities if device.has(c)),
         )
         self.reencoded: tuple[Reencoded, ...] = ()
         """Matrices that the device holds in another type than the file, because it does not compute with that."""

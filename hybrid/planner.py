@@ -33,6 +33,8 @@ class Target:
     kv: Literal["auto", "f32", "f16"] = "auto"
     device: str = "cpu"
     """What the schedule's device `main` is."""
+    capabilities: frozenset[str] = frozenset()
+    """Those of the schedule's capabilities that the device has."""
 
     def profile(self, weight_dtype: str) -> Profile:
         """Dtypes for the matrix inputs and the KV cache that go with weights of this type."""
@@ -141,7 +143,7 @@ class _Planner:
         if info is None:
             shown = args.get(arg, "no argument of this step")
             raise self._error(draft, f"act.{key} = {text!r}: {arg} is {shown}, not a weight of the checkpoint")
-        return self.target.profile(info.dtype).act
+        return self.target.profile(info.dtype).act_in(self.phase, self.target.capabilities)
 
     def _wanted_dtypes(self, edges: list[tuple[Draft, dict[str, str]]]) -> dict[str, str]:
         """Activation -> the dtype that its readers take. Two readers that differ are an error."""

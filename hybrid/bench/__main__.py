@@ -115,7 +115,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
 
 def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule: Any) -> Engine:
     """An engine whose context holds the longest test."""
-    from hybrid.engine import CHUNK, Engine
+    from hybrid.engine import Engine
 
     longest = max((*args.prompt, *(n + 2 for n in args.tokens if n)))
     ctx = max(args.ctx_depth) + longest + 1
@@ -131,7 +131,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
         weights=args.weights,
         ctx=ctx,
         slots=args.batch_size,
-        chunk=args.chunk or CHUNK,
+        chunk=args.chunk,
         n_tokens=checkpoint.hparams.vocab,
         deterministic=args.deterministic,
         progress=sys.stderr.isatty(),

@@ -69,6 +69,10 @@ class Device(Protocol):
     """What ran, as users see it: `cpu`, `vulkan:0 (NVIDIA H200)`."""
     counters: Counters
 
+    def has(self, feature: str) -> bool:
+        """Is a capability that schedules and bindings may ask about present and switched on?"""
+        ...
+
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
         """Allocate a weight, state or io tensor and fill it: with `value`, with the rows of `parts` one after
         another (each made when it is needed), or with zeros."""

@@ -112,6 +112,7 @@ def _numerics(o: OpSpec) -> str:
     n = o.numerics
     line = (f"Numerics: accumulation {n.accumulate}; integer part {n.integer_part.replace('_', ' ')}; determinism "
             f"{n.determinism.replace('_', ' ')}; non-finite values: {n.nonfinite}.\n")  # fmt: skip
+    line += "".join(f"Beside {x} activations the numbers of weights are rounded to {w}.\n" for x, w in n.operands.items())
     tolerances = [(d, "results of this dtype", t) for d, t in o.tolerance.items()]
     tolerances += [(d, name, t) for name, spec in o.tensors.items() for d, t in spec.tolerance.items()]
     rows = [(d, who, _tolerance(t), f"{t.nmse_max:g}" if t.nmse_max else "") for d, who, t in tolerances]
@@ -159,8 +160,8 @@ def support(ops: Mapping[str, OpSpec]) -> str:
     for o in ops.values():
         for b in _BACKENDS:
             spec = o.backends[b]
-            if spec.requires or spec.requires_for or spec.limits or spec.static:
-                needs.append((o.name, b, ", ".join(spec.requires) or "-", _needs(spec), _limits(spec)))
+            if spec.requires or spec.requires_for or spec.uses or spec.limits or spec.static:
+                needs.append((o.name, b, ", ".join(spec.requires) or "-", _needs(spec), ", ".join(spec.uses) or "-", _limits(spec)))
     return "\n".join([
         _HEADER,
         "# What runs where\n",
@@ -171,7 +172,7 @@ def support(ops: Mapping[str, OpSpec]) -> str:
         _table(", ".join(("operation", "tensor", "dtype", *_BACKENDS)), rows),
         _refusals(ops),
         "## What a device must have\n",
-        _table("operation, backend, always, by dtype, limits", needs),
+        _table("operation, backend, always, by dtype, if present, limits", needs),
         _table("feature, is", [(f, text) for f, text in FEATURES.items() if any(f in _all(o) for o in ops.values())]),
     ])  # fmt: skip
 
@@ -200,7 +201,7 @@ def _limits(b: Backend) -> str:
 
 
 def _all(o: OpSpec) -> set[str]:
-    return {f for name in o.backends for f in o.requirements(name)}
+    return {f for name, b in o.backends.items() for f in (*o.requirements(name), *b.uses)}
 
 
 def quantity(n: float) -> str:

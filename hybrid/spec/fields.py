@@ -69,6 +69,8 @@ FEATURES: dict[str, str] = {
     "subgroup ballot": "bit masks of a subgroup's lanes",
     "subgroup shuffle": "exchange of values inside a subgroup",
     "cooperativeMatrix": "matrix units (VK_KHR_cooperative_matrix)",
+    "vulkanMemoryModel": "Vulkan's memory model, which cooperative matrices are written to",
+    "vulkanMemoryModelDeviceScope": "its operations of device scope",
     "aie2": "an XDNA1 or XDNA2 NPU",
 }
 LAYOUTS: dict[str, str] = {
@@ -235,6 +237,9 @@ class Numerics(Model):
     """Type of sums; none: nothing is added up."""
     integer_part: Literal["none", "bit_exact"] = "none"
     """bit_exact: integer dot products are compared for equality."""
+    operands: dict[str, str] = Field(default_factory=dict)
+    """Type of the activations -> type that the numbers of weights beside them are rounded to (nearest even) before they
+    are multiplied; beside other types they are taken as they are."""
     determinism: Literal["bitwise", "run_to_run", "none"]
     """bitwise: the same bits on every device; run_to_run: the same bits each time on one device, whatever the other
     rows of the batch are."""
@@ -269,6 +274,8 @@ class Backend(Model):
     """Device features without which no case runs."""
     requires_for: dict[DTypeName, tuple[Feature, ...]] = Field(default_factory=dict)
     """Further features when any tensor has this dtype."""
+    uses: tuple[Feature, ...] = ()
+    """Features that some of its kernels use where a device has them; others run where it does not."""
     limits: tuple[Expr, ...] = ()
     """Conditions on axes and attributes beyond the operation's own constraints."""
     dtypes: dict[str, DTypeList] = Field(default_factory=dict)

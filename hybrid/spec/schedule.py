@@ -4,6 +4,7 @@ activation precision. A schedule names things; hybrid.planner binds it to a chec
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,9 @@ from hybrid.spec.load import ROOT, Model, load_toml
 SCHEDULES = ROOT / "specs" / "schedules"
 
 Phase = Literal["prefill", "decode"]
+Act = Literal["f32", "f16", "q8_act"]
+Capability = Literal["f16_matrices"]
+"""What a device may have that changes which precision pays: f16_matrices = subgroups multiply 16x16 f16 matrices."""
 When = Literal["first", "last", "local", "global", "any"]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -35,8 +39,15 @@ class Head(Model):
 class Profile(Model):
     """Dtypes that a precision profile gives to the inputs of matrices and to the KV cache beside them."""
 
-    act: Literal["f32", "f16", "q8_act"]
+    act: Act
     kv: Literal["f32", "f16"]
+    prefill: dict[Capability, Act] = Field(default_factory=dict)
+    """Device capability -> `act` of prefill on devices that have it; the first that holds."""
+
+    def act_in(self, phase: Phase, capabilities: Collection[str]) -> Act:
+        """The dtype of matrix inputs in a phase, on a device with these capabilities."""
+        found = (act for need, act in self.prefill.items() if need in capabilities)
+        return next(found, self.act) if phase == "prefill" else self.act
 
 
 class Precision(Model):
@@ -45,7 +56,7 @@ class Precision(Model):
 
     @model_validator(mode="after")
     def _validate_unquantised(self) -> Precision:
-        if self.unquantised.act == "q8_act":
+        if "q8_act" in (self.unquantised.act, *self.unquantised.prefill.values()):
             raise ValueError("unquantised.act cannot be q8_act: only quantised weights take int8 activations")
         return self
 
@@ -137,6 +148,12 @@ class Schedule(Model):
                 if step.name == other.name and step.meets(other):
                     raise ValueError(f"two steps are named {step.name!r} in the same layers and phase")
         return self
+
+    @property
+    def capabilities(self) -> tuple[Capability, ...]:
+        """Every device capability that some precision profile asks about."""
+        pairs = [p for pair in self.precision.values() for p in (pair.quantised, pair.unquantised)]
+        return tuple(dict.fromkeys(need for p in pairs for need in p.prefill))
 
     def chain(self, device: str) -> tuple[str, ...]:
         """Devices to try, in order, for a --device choice: a chain's name, or one device such as vulkan:1."""

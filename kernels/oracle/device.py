@@ -66,6 +66,10 @@ class CpuDevice:
         self._programs: weakref.WeakSet[CpuProgram] = weakref.WeakSet()
         self._open = True
 
+    def has(self, feature: str) -> bool:
+        """See Device.has: NumPy has none of the units that change which precision pays."""
+        return False
+
     # --- tensors
 
     def loading(self, nbytes: int) -> AbstractContextManager[None]:

@@ -17,17 +17,23 @@ def linear(*, x: Value, w: Value, real: Real = np.float64) -> tuple[np.ndarray]:
 
     A q8_act `x` in float64 goes through exact integer dots per 32 (the definition); in float32 its dequantised
     values go through BLAS, which equals that up to float rounding. A float32 `w` is used as it is, any other is
-    dequantised in blocks of rows into one scratch."""
+    dequantised in blocks of rows into one scratch. Beside a float16 `x` the numbers of `w` are rounded to float16: that
+    is what matrix units multiply, and every device takes them so."""
     if real is np.float64 and isinstance(x, Tensor) and isinstance(w, Tensor) and x.type.quantised and w.type.quantised:
         return (_integer_linear(x, w),)
-    a = dequantise(x, real)
-    if isinstance(w, np.ndarray) and w.dtype == real:
+    a, half = dequantise(x, real), isinstance(x, np.ndarray) and x.dtype == np.float16
+    if isinstance(w, np.ndarray) and w.dtype == real and not half:
         return (a @ w.T,)
     n, k = w.shape
     y = np.empty((len(a), n), real)
     scratch = np.empty((min(n, max(1, _SCRATCH // k)), k), real)
     for i, j in row_blocks(n, k, _SCRATCH):
-        np.matmul(a, dequantise(rows(w, i, j), real, out=scratch[: j - i]).T, out=y[:, i:j])
+        block = rows(w, i, j)
+        if half:
+            scratch[: j - i] = dequantise(block, np.float32).astype(np.float16)
+        else:
+            dequantise(block, real, out=scratch[: j - i])
+        np.matmul(a, scratch[: j - i].T, out=y[:, i:j])
     return (y,)
 
 

@@ -17,6 +17,7 @@ Real = type[np.float32] | type[np.float64]
 Value = Tensor | Rows | Packed | np.ndarray
 
 BLOCK = 32
+F16_MAX = 65504.0
 _CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
 
 _INV_127 = np.float32(1 / 127)
@@ -163,10 +164,11 @@ def quantise(array: np.ndarray, dtype: str) -> Tensor:
 
 
 def encode(array: np.ndarray, dtype: str) -> Tensor:
-    """An operation's result, real or integer, as a tensor of its declared output type."""
+    """An operation's result, real or integer, as a tensor of its declared output type. What float16 cannot hold becomes
+    its largest number: an activation must not become infinite."""
     if DTYPES[dtype].parts[0].dtype.kind in "iu" and DTYPES[dtype].block == 1 and dtype != "bf16":
         return Tensor.of(np.asarray(array, DTYPES[dtype].parts[0].dtype, order="C"))
-    return quantise(array, dtype)
+    return quantise(np.clip(array, -F16_MAX, F16_MAX) if dtype == "f16" else array, dtype)
 
 
 def from_ggml(raw: np.ndarray | bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -52,6 +52,8 @@ class Family(Model):
     summary: str
     op: str
     """The operation whose workloads the sweep times, and whose cases prove each candidate."""
+    needs: str | None = None
+    """Capability without which no binding asks."""
     facts: tuple[str, ...] = Field(min_length=1)
     candidates: dict[str, tuple[Value, ...]] = Field(min_length=1)
 

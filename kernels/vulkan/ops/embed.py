@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.spec.plan import Step
-from kernels.vulkan.ops._linear import unit
+from kernels.vulkan.ops._gemm import unit
 from kernels.vulkan.recorder import Live, Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
