@@ -113,8 +113,7 @@ class Engine:
         """With profile: every pass so far."""
         self._programs: dict[tuple[object, ...], Program] = {}
         self._layouts: dict[str, Plan] = {}
-        self._decoding: tuple[int, ...] | None = None
-        """The slots that the device's rows are set up for."""
+        self._decoding: tuple[int, ...] | None = None  # slots that the device's rows are set up for
         self._decoder: Program | None = None
         self._stored: set[str] = set()
         self.clock = LoadClock() if clock is None else clock
@@ -166,13 +165,17 @@ class Engine:
         """
         self.check(prompts)
         ticket = 0
-        for chunk in chunks(prompts, self.positions, self.row_buckets[-1]):
+        for chunk in self.passes(prompts):
             outs = bucket_of(len(chunk.out_rows), self.out_buckets) if len(chunk.out_rows) else 0
             ticket = self.run_chunk(chunk, self.program("prefill", bucket_of(len(chunk.tokens), self.row_buckets), outs))
         for slot, ids in prompts.items():
             self.positions[slot] += len(ids)
         self.prefilled = self.counters.copy()
         return ticket
+
+    def passes(self, prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int] | None = None) -> Iterator[Chunk]:
+        """How prompts that begin at `starts` (default: after what slots hold) are cut into passes."""
+        return chunks(prompts, self.positions if starts is None else starts, self.row_buckets[-1])
 
     def submit_decode(self, slots: Sequence[int], times: int = 1) -> int:
         """One more token (or `times`) for each slot, in one submit; returns its ticket. Needs a finished prefill

@@ -15,7 +15,7 @@ if [ ! -x "$py" ]; then
         exit 1
     }
 fi
-extras=$([ "$want" = test ] && echo "[test,kernels]" || echo "")
+extras=$([ "$want" = test ] && echo "[test,kernels,perf]" || echo "")
 echo "setup: installing the package$extras"
 "$py" -m pip install -q --disable-pip-version-check -e ".$extras"
 

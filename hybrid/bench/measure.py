@@ -16,7 +16,6 @@ from typing import Literal
 
 import numpy as np
 
-from hybrid.batch import chunks
 from hybrid.cost import Cost, plan_cost
 from hybrid.engine import Engine
 
@@ -73,10 +72,10 @@ class Bench:
 
     def prefill(self, n: int, depth: int) -> Row:
         """`n` tokens of each sequence after `depth` others: time until the next token is chosen."""
-        engine, seconds, prompts = self.engine, [], {s: self._ids(n) for s in self.slots}
+        engine, seconds, prompts = self.engine, [], {s: self.ids(n) for s in self.slots}
         before, cost = engine.counters.copy(), self._prefill_cost(prompts, depth)
         for run in range(-1, self.repeats):  # the first warms up
-            self._fill(depth)
+            self.fill(depth)
             before = engine.counters.copy()
             begin = time.perf_counter()
             engine.wait(engine.submit_prefill(prompts))
@@ -90,8 +89,8 @@ class Bench:
         engine, seconds, hosts, before = self.engine, [], [], self.engine.counters.copy()
         start = max(depth, 2)
         for run in range(-1, self.repeats):
-            self._fill(start - 2)
-            engine.wait(engine.submit_prefill({s: self._ids(1) for s in self.slots}))
+            self.fill(start - 2)
+            engine.wait(engine.submit_prefill({s: self.ids(1) for s in self.slots}))
             engine.wait(engine.submit_decode(self.slots))  # its rows are set up: what follows only submits
             before = engine.counters.copy()
             spent, host = self._tokens(n)
@@ -131,7 +130,7 @@ class Bench:
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def _fill(self, depth: int) -> None:
+    def fill(self, depth: int) -> None:
         """Every sequence holds `depth` tokens: by forgetting what came after them, else by running random ones."""
         engine = self.engine
         engine.wait()
@@ -140,11 +139,12 @@ class Bench:
                 engine.admit(slot=slot)
             if engine.positions[slot] > depth:
                 engine.rewind(slot, depth, anyway=True)
-        prompts = {s: self._ids(depth - engine.positions[s]) for s in self.slots if engine.positions[s] < depth}
+        prompts = {s: self.ids(depth - engine.positions[s]) for s in self.slots if engine.positions[s] < depth}
         if prompts:
             engine.wait(engine.submit_prefill(prompts))
 
-    def _ids(self, n: int) -> list[int]:
+    def ids(self, n: int) -> list[int]:
+        """Random tokens."""
         return self._random.integers(0, self.engine.target.n_tokens, n).tolist()
 
     def _consumed(self, start: int) -> int:
@@ -161,7 +161,7 @@ class Bench:
 
     def _prefill_cost(self, prompts: Mapping[int, Sequence[int]], depth: int) -> Cost:
         engine, total = self.engine, Cost()
-        for chunk in chunks(prompts, dict.fromkeys(prompts, depth), engine.row_buckets[-1]):
+        for chunk in engine.passes(prompts, dict.fromkeys(prompts, depth)):
             plan = engine.plan("prefill", len(chunk.tokens), len(chunk.out_rows))
             total += plan_cost(plan, round(float(chunk.positions.mean())) + 1)
         return total
