@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -21,11 +21,11 @@ ROUTING = ("slots", "positions", "block_table", "out_rows")  # made together; th
 UNSEEN = 64.0  # cached positions that no row may see are this much larger
 
 
-def make(spec: OpSpec, case: Case) -> dict[str, Tensor]:
-    """Inputs and initial state by name. Rows beyond the live counts hold NaN and wild indices."""
+def make(spec: OpSpec, case: Case, without: Collection[str] = ()) -> dict[str, Tensor]:
+    """Inputs and initial state by name. Rows beyond the live counts hold NaN and wild indices. `without`: not made."""
     rows = batch_of(spec, case)
     tensors = {}
-    for name in (*spec.inputs, *spec.state):
+    for name in (n for n in (*spec.inputs, *spec.state) if n not in without):
         tensor = _tensor(spec, case, name, rows)
         if name in case.kinds and (name not in ROUTING or (name == "slots" and rows is None)):
             tensor = apply_kind(case.kinds[name], tensor, case.seed, name, _top(spec, case, name))

@@ -140,6 +140,18 @@ def test_deterministic_sequences_do_not_depend_on_their_neighbours(checkpoint, d
     assert {s: [firsts[s], *later[s]] for s in prompts} == alone
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_deterministic_model_says_the_same_again(devices, backend):
+    devices.get(backend)
+    with hybrid.load(random_checkpoint("gemma3-270m", layers=1, vocab=512), backend, ctx=64, deterministic=True) as model:
+        prompt = list(range(2, 25))
+        first, logits = "".join(model.generate(prompt, 12, ignore_eos=True)), model.logits(prompt)
+        with model.session() as session:  # the second run finds the first one's tokens in the cache
+            for _ in range(2):
+                assert "".join(model.generate(prompt, 12, ignore_eos=True, session=session)) == first
+        assert (model.logits(prompt) == logits).all()
+
+
 def test_deterministic_on_cpu_is_for_one_sequence(checkpoint, devices):
     with pytest.raises(ValueError, match="deterministic on cpu runs one sequence at a time, not 2"):
         Engine(checkpoint, devices.get("cpu"), slots=2, deterministic=True)

@@ -236,9 +236,8 @@ class Engine:
         start = {s: self.positions[s] + 1 for s in slots}
         if any(start[s] + steps > self.cache.ctx for s in slots):
             raise ContextExceeded(f"{steps} more tokens do not fit in the context of {self.cache.ctx}")
-        self.wait(self.submit_decode(slots, steps))
-        history = self.device.read("history").array
-        return {s: history[s, start[s] : start[s] + steps].tolist() for s in slots}
+        ticket = self.submit_decode(slots, steps)
+        return {s: [self.token(s, at, ticket) for at in range(start[s], start[s] + steps)] for s in slots}
 
     def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Teacher-forced logits, float32 [len(ids), vocab], by passes of at most `chunk` rows."""

@@ -22,11 +22,13 @@ from dataclasses import asdict, dataclass, replace
 from conformance.cases import Case
 from conformance.harness import control_of, declared, plan_of, run_case, step_of
 from conformance.inputs import make
+from hybrid.checkpoint.random import random_packed
 from hybrid.cli import Parser, run
 from hybrid.devices import open_first
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.device import Device
 from hybrid.spec.devicesheet import DeviceSheet, sheet_for
+from hybrid.spec.dtypes import WEIGHT_TYPES
 from hybrid.spec.fields import Workload
 from hybrid.spec.plan import Plan
 from hybrid.spec.schedule import find_schedule
@@ -75,9 +77,12 @@ def case_of(spec: OpSpec, workload: Workload) -> Case:
     return Case(spec.name, bind, dict(spec.dtypes(workload.dtypes)), attrs, bind.get("T", 1), bind.get("O", 1), style=style)
 
 
-def repeated(spec: OpSpec, case: Case, device: Device, footprint: int) -> tuple[Plan, int]:
-    """The step repeated over copies of its large tensors; everything stored on the device and filled."""
-    values = make(spec, case)
+def repeated(spec: OpSpec, case: Case, device: Device, footprint: int, noise: bool = False) -> tuple[Plan, int]:
+    """The step repeated over copies of its large tensors; everything stored on the device and filled, its matrices with
+    the bench's noise if asked for: drawing and quantising them as the spec says takes minutes for a large model's."""
+    matrices = {n for n, t in spec.inputs.items() if noise and t.role == "weight" and len(t.shape) == 2 and t.domain is not None
+                and case.dtypes[n] in WEIGHT_TYPES and t.domain.dist == "normal"}  # fmt: skip
+    values = make(spec, case, matrices)
     own = [n for n in spec.tensors if spec.tensors[n].role in ("weight", "cache")]
     large = sum(declared(spec, case, n).nbytes for n in own)
     copies = max(1, min(MAX_COPIES, -(-footprint // large))) if large else 1
@@ -92,7 +97,11 @@ def repeated(spec: OpSpec, case: Case, device: Device, footprint: int) -> tuple[
                 decl = replace(declared(spec, case, name), name=stored)
                 # as inside a model: activations lie in the device's own memory, not where the host writes
                 decls[stored] = replace(decl, kind="state") if decl.kind == "io" else decl
-                device.store(decls[stored], values.get(name))
+                if name in matrices:
+                    packed = random_packed(stored, decl.dtype, decl.shape)
+                    device.store(decls[stored], parts=(lambda packed=packed: packed,))  # type: ignore[misc]
+                else:
+                    device.store(decls[stored], values.get(name))
         steps.append(step_of(spec, case, f"{spec.name}.{i}", args, device.name))
     return plan_of(case, tuple(steps), decls), copies
 

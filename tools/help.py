@@ -18,10 +18,14 @@ COMMANDS = (
     "hybrid.convert",
     "hybrid.inspect",
     "hybrid.perplexity",
+    "hybrid.bench",
     "hybrid.schedule",
     "hybrid.doctor",
     "hybrid.spec",
     "perf.op",
+    "perf.profile",
+    "perf.tune",
+    "perf.probe",
     "kernels.vulkan.build",
 )
 HEAD = """# Commands

@@ -97,6 +97,11 @@ class _Noise:
     pool: np.ndarray
     first: int
 
+    @classmethod
+    def of(cls, name: str, dtype: str, shape: tuple[int, ...]) -> _Noise:
+        pool, block = random_rows(dtype, shape[-1], POOL_BYTES), DTYPES[dtype].nbytes((DTYPES[dtype].block,))
+        return cls(dtype, shape, pool, zlib.crc32(name.encode()) % (pool.size // block) * block)
+
     def read_into(self, at: int, out: np.ndarray) -> None:
         pool, done = self.pool, 0
         while done < out.size:
@@ -118,9 +123,14 @@ class _Noise:
 def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
     if is_norm(name):
         return Entry(dtype, shape, lambda: Tensor.of(np.ones(shape, np.float32)))
-    pool, block = random_rows(dtype, shape[-1], POOL_BYTES), DTYPES[dtype].nbytes((DTYPES[dtype].block,))
-    noise = _Noise(dtype, shape, pool, zlib.crc32(name.encode()) % (pool.size // block) * block)
+    noise = _Noise.of(name, dtype, shape)
     return Entry(dtype, shape, noise.load, noise.rows, Packed(dtype, shape, noise.read_into, noise.rows))
+
+
+def random_packed(name: str, dtype: str, shape: tuple[int, ...]) -> Packed:
+    """A matrix of noise as a file would have it; another name, another place in the noise."""
+    noise = _Noise.of(name, dtype, shape)
+    return Packed(dtype, shape, noise.read_into, noise.rows)
 
 
 @cache

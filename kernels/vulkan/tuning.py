@@ -115,7 +115,7 @@ class Match(Model):
 
 
 class Measured(Model):
-    """Where a table's figures come from."""
+    """Where the figures of a family come from."""
 
     device: str
     driver: str
@@ -151,8 +151,18 @@ class Table(Model):
 
     schema_version: Literal[1] = Field(alias="schema")
     match: Match
-    measured: Measured | None = None
+    measured: dict[str, Measured] = Field(default_factory=dict)
+    """By family."""
     family: tuple[Entry, ...] = ()
+
+    @field_validator("measured")
+    @classmethod
+    def _validate_families(cls, value: dict[str, Measured]) -> dict[str, Measured]:
+        known = [f.name for f in space().family]
+        for name in value:
+            if name not in known:
+                raise FieldError(name, f"no such family{nearest(name, known)}")
+        return value
 
 
 @lru_cache(maxsize=1)
@@ -203,7 +213,7 @@ class Tuning:
         if name not in tables():
             raise SpecError(f"no tuning table {name!r}{nearest(name, tables())}")
         self.name, self.table = name, tables()[name]
-        self._forced: dict[str, Mapping[str, Value]] = {}
+        self._forced: tuple[Asked, ...] = ()
         self._asked: list[Asked] | None = None
 
     def choose(self, family: str, default: Mapping[str, Any], **facts: Value) -> dict[str, Any]:
@@ -220,7 +230,10 @@ class Tuning:
             declared.check(default)
         except FieldError as error:
             raise SpecError(f"{file}: {family}: candidates.{error.key}: the binding's default {error.message}") from None
-        use = {**default, **self._found(family, facts), **self._forced.get(family, {})}
+        use = {**default, **self._found(family, facts)}
+        for f in self._forced:
+            if f.family == family and all(facts[k] == v for k, v in f.facts.items()):
+                use.update(f.use)
         if self._asked is not None:
             self._asked.append(Asked(family, facts, use))
         return use
@@ -232,11 +245,11 @@ class Tuning:
         return {}
 
     @contextmanager
-    def forced(self, family: str, use: Mapping[str, Value]) -> Iterator[None]:
-        """Plans compiled inside take `use` whatever the table says: for sweeps and proofs."""
+    def forced(self, family: str, use: Mapping[str, Value], **facts: Value) -> Iterator[None]:
+        """Plans compiled inside take `use` whatever the table says, where these facts hold: for sweeps and proofs."""
         space().named(family).check(use)
         before = self._forced
-        self._forced = {**before, family: use}
+        self._forced = (*before, Asked(family, facts, use))
         try:
             yield
         finally:
