@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as npst
 
 from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES, WRITABLE_TYPES
 from hybrid.spec.tensor import Tensor
-from kernels.oracle.quant import dequantise, encode, from_ggml, quantise, take, to_ggml
+from kernels.oracle.quant import dequantise, encode, from_ggml, quantise, round_into, take, to_ggml, widened
 
 GGML = {name: GGMLQuantizationType[name.upper()] for name in WRITABLE_TYPES}
 READ = {name: GGMLQuantizationType[name.upper()] for name in WEIGHT_TYPES}
@@ -149,3 +149,28 @@ def test_dequantise_into_a_given_array_and_in_float64() -> None:
         exact = dequantise(value, np.float64)
         assert exact.dtype == np.float64
         assert np.array_equal(out, exact) or (dtype == "q8_act" and np.allclose(out, exact, rtol=2**-23))
+
+
+def test_float16_is_widened_exactly() -> None:
+    """Every bit pattern: NaN, infinities, subnormal numbers, both zeros; alone and among finite ones."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    for x in (every, every[np.isfinite(every)], np.concatenate([every[:40000], every[31745:31746]])):
+        np.testing.assert_array_equal(widened(x, np.float32).view(np.uint32), x.astype(np.float32).view(np.uint32))
+    assert widened(every[:8], np.float32).dtype == np.float32 and widened(every, np.float64).dtype == np.float64
+    strided = every.reshape(256, 256)[:, ::2]
+    np.testing.assert_array_equal(widened(strided, np.float32).view(np.uint32), strided.astype(np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0", "q8_act"])
+def test_results_are_rounded_in_place_as_they_are_encoded(dtype: str) -> None:
+    """Into rows of a larger tensor, whatever the values: zero blocks, subnormal ones, ties."""
+    rng = np.random.default_rng(8)
+    x = rng.standard_normal((7, 96)).astype(np.float32) * np.float32(10.0) ** rng.integers(-6, 4, (7, 1)).astype(np.float32)
+    for scale in (1, 1e-33):  # the largest of a block near float32's least number: its reciprocal is infinite
+        y = (x * np.float32(scale)).reshape(7, 3, 32)
+        y[2, 1] = 0
+        want, target = encode(y.reshape(7, 96), dtype), Tensor.empty(dtype, (9, 96))
+        round_into(target.rows(1, 8), y.reshape(7, 96).astype(np.float64))
+        for part, expected in zip(target.parts, want.parts, strict=True):
+            np.testing.assert_array_equal(part[1:8].view(np.uint8), expected.view(np.uint8))
+            assert not part[0].any() and not part[8].any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.oracle.norm import rms
-from kernels.oracle.quant import Real, row_blocks
+from kernels.oracle.quant import Real, row_blocks, widened
 
 _SCORES = 1 << 22  # scores held at once
 
@@ -61,9 +61,10 @@ def attention(
     row's slot; query head h reads kv head h // (HQ/HK)."""
     o = np.empty(q.shape, real)
     heads = q.shape[1] // k_cache.shape[3]
-    for slot in np.unique(slots):
+    for slot in sorted(set(slots.tolist())):
         members = np.flatnonzero(slots == slot)
-        members = members[np.argsort(positions[members], kind="stable")]  # neighbours share their keys
+        if len(members) > 1:
+            members = members[np.argsort(positions[members], kind="stable")]  # neighbours share their keys
         for a, b in row_blocks(len(members), heads * (int(positions[members].max()) + 1), _SCORES):
             chunk = members[a:b]
             pos = positions[chunk]
@@ -115,11 +116,11 @@ def _one_slot(
     """Rows q [n, HQ*D] against positions `keys` [J] of one sequence; `visible` bool [n, J]."""
     _, block_size, kv_heads, d = k_cache.shape
     n, where = len(q), (blocks[keys // block_size], keys % block_size)
-    k = k_cache[where].astype(real, copy=False).transpose(1, 2, 0)  # [HK, D, J]
-    v = v_cache[where].astype(real, copy=False).swapaxes(0, 1)  # [HK, J, D]
-    grouped = q.astype(real, copy=False).reshape(n, kv_heads, -1, d).transpose(1, 2, 0, 3)  # [HK, G, n, D]
-    s = np.matmul(grouped, k[:, None]) * real(scale)
-    s[:, :, ~visible] = -np.inf
+    k = widened(k_cache[where], real).transpose(1, 2, 0)  # [HK, D, J]
+    v = widened(v_cache[where], real).swapaxes(0, 1)  # [HK, J, D]
+    grouped = q.astype(real, copy=False).reshape(n, kv_heads, -1, d).swapaxes(0, 1)  # [HK, n, G, D]
+    s = np.matmul(grouped.reshape(kv_heads, -1, d), k).reshape(kv_heads, n, -1, len(keys)) * real(scale)
+    np.copyto(s, -np.inf, where=~visible[:, None])
     p = np.exp(s - s.max(axis=-1, keepdims=True))
-    o = np.matmul(p, v[:, None]) / p.sum(axis=-1, keepdims=True)
-    return o.transpose(2, 0, 1, 3).reshape(n, -1)
+    o = np.matmul(p.reshape(kv_heads, -1, len(keys)), v) / p.sum(axis=-1).reshape(kv_heads, -1, 1)
+    return o.reshape(kv_heads, n, -1, d).swapaxes(0, 1).reshape(n, -1)

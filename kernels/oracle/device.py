@@ -19,9 +19,9 @@ import numpy as np
 from hybrid.spec.device import Counters, StepTime
 from hybrid.spec.plan import ALIGN, CONTROL, Plan, Step, TensorDecl
 from hybrid.spec.tensor import Packed, Rows, Source, Tensor, unpacked
-from kernels.oracle import ORACLE, encoded
-from kernels.oracle.memory import Guarded, aligned, in_memory, place, usable_bytes
-from kernels.oracle.quant import Value, argument, copy_rows, dequantise, joined
+from kernels.oracle import ORACLE
+from kernels.oracle.memory import Guarded, Slabs, aligned, in_memory, place, usable_bytes
+from kernels.oracle.quant import Value, argument, copy_rows, dequantise, joined, round_into
 
 # Weights that BLAS reads whole: worth keeping as float32. (Embedding reads a few rows of the same tensor.)
 _MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "w_down"), "logits": ("w",)}
@@ -62,6 +62,7 @@ class CpuDevice:
         self._tensors: dict[str, Tensor | Rows | Packed] = {}
         self._guarded: dict[str, Guarded] = {}
         self._float: dict[str, np.ndarray] = {}
+        self._slabs = Slabs()
         self._arena = aligned(0)
         self._programs: weakref.WeakSet[CpuProgram] = weakref.WeakSet()
         self._open = True
@@ -214,6 +215,7 @@ class CpuDevice:
         self._tensors.clear()
         self._guarded.clear()
         self._float.clear()
+        self._slabs = Slabs()
         self._programs.clear()
         self._arena = aligned(0)
         self.generation += 1
@@ -268,7 +270,7 @@ class CpuDevice:
                 return tensor
             if not cost and isinstance(tensor, Tensor):
                 return tensor.array
-            self._float[name] = dequantise(tensor, np.float32)
+            self._float[name] = dequantise(tensor, np.float32, self._slabs.take(tensor.shape))
             self.counters.allocations += 1
         return self._float[name]
 
@@ -363,7 +365,6 @@ class _Bound:
         self.inputs = {n: tensors[n] for n in (*spec.inputs, *spec.state) if n not in self.matrices}
         self.outputs = {n: tensors[n] for n in spec.outputs}
         self.scratch = {n: tensors[n] for n in spec.scratch}
-        self.dtypes = {n: t.dtype for n, t in self.outputs.items()}
         self.label = f"step {step.name}"
         self._prepared_for = -1
 
@@ -375,11 +376,13 @@ class _Bound:
             return
         if live != self._prepared_for:
             self._prepare(live)
-        results = encoded(self.label, self.function(**self._given, real=np.float32), self.dtypes)
-        for name, result in results.items():
-            copy_rows(self.label, self._targets[name], [result])
+        results = self.function(**self._given, real=np.float32)
+        if len(results) != len(self._targets):
+            raise TypeError(f"{self.label} returned {len(results)} arrays for the outputs {list(self._targets)}")
+        for result, target in zip(results, self._targets.values(), strict=True):
+            round_into(target, result)
         if self.sets_context:
-            control[CONTROL["context"]] = int(results["positions"].array.max()) + 1
+            control[CONTROL["context"]] = int(self._targets["positions"].array.max()) + 1
         self.device.counters.dispatches += 1
 
     def _prepare(self, live: int) -> None:

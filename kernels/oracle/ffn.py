@@ -6,7 +6,7 @@ import numpy as np
 
 from hybrid.spec.tensor import Tensor
 from kernels.oracle.linear import linear
-from kernels.oracle.quant import Real, Value, argument, copy_rows, encode
+from kernels.oracle.quant import Real, Value, argument, round_into
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
@@ -32,7 +32,8 @@ def fused_ffn(
     real: Real = np.float64,
 ) -> tuple[np.ndarray]:
     """y[T,H] = geglu(x @ w_gate_up[2F,H].T) @ w_down[H,F].T; the middle is rounded to `h_dtype` (and kept in `h`)."""
-    mid = encode(geglu(gate_up=linear(x=x, w=w_gate_up, real=real)[0], real=real)[0], h_dtype)
-    if h is not None:
-        copy_rows("h", h, [mid])
-    return linear(x=argument(mid), w=w_down, real=real)
+    (mid,) = geglu(gate_up=linear(x=x, w=w_gate_up, real=real)[0], real=real)
+    if h is None:
+        h = Tensor.empty(h_dtype, mid.shape)
+    round_into(h, mid)
+    return linear(x=argument(h), w=w_down, real=real)

@@ -9,7 +9,8 @@ from kernels.oracle.quant import Real
 
 def rms(x: np.ndarray, eps: float) -> np.ndarray:
     """x / sqrt(mean(x^2) + eps) over the last axis."""
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps))
+    real = x.dtype.type
+    return x / np.sqrt(np.add.reduce(x * x, axis=-1, keepdims=True) / real(x.shape[-1]) + real(eps))
 
 
 def rmsnorm(*, x: np.ndarray, w: np.ndarray, eps: float, real: Real = np.float64) -> tuple[np.ndarray]:
