@@ -1,9 +1,10 @@
 """Saboteurs: the shipped kernels with one piece of source text replaced. Each must make a conformance case fail.
 
-saboteurs/<op>.toml holds tables [[shader]], [[binding]] (Vulkan) and [[oracle]] (the NumPy device) with
+saboteurs/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the NumPy device) and [[aie]] (the NPU's tile
+kernels, run by test_npu_kernels.py; options.kernel names the source file that is run) with
 
     name     what is broken
-    file     in kernels/vulkan/shaders, kernels/vulkan/ops or kernels/oracle
+    file     in kernels/vulkan/shaders, kernels/vulkan/ops, kernels/oracle or kernels/npu/aie
     find     text that occurs exactly once in it; else the saboteur is stale, which is an error
     replace  what it becomes
     case     how the case differs from the operation's usual one: bind, dtypes, attrs, kinds, style, scale, mode, seed,
@@ -32,7 +33,12 @@ else:
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent / "kernels"
-FOLDERS = {"shader": KERNELS / "vulkan" / "shaders", "binding": KERNELS / "vulkan" / "ops", "oracle": KERNELS / "oracle"}
+FOLDERS = {
+    "shader": KERNELS / "vulkan" / "shaders",
+    "binding": KERNELS / "vulkan" / "ops",
+    "oracle": KERNELS / "oracle",
+    "aie": KERNELS / "npu" / "aie",
+}
 
 
 class StaleSaboteur(ValueError):
@@ -43,7 +49,7 @@ class StaleSaboteur(ValueError):
 class Saboteur:
     op: str
     kind: str
-    """shader, binding or oracle"""
+    """shader, binding, oracle or aie"""
     name: str
     file: str
     find: str
@@ -52,7 +58,7 @@ class Saboteur:
 
     @property
     def backend(self) -> str:
-        return "cpu" if self.kind == "oracle" else "vulkan"
+        return {"oracle": "cpu", "aie": "npu"}.get(self.kind, "vulkan")
 
     @property
     def path(self) -> Path:

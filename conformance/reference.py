@@ -59,6 +59,8 @@ def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dt
         return np.zeros_like(ref)
     if tol.scale == "abs":
         terms = scale(case.op, name, call)
+    elif tol.scale == "values":
+        terms = scale(case.op, f"{name}.values", call)
     elif tol.scale == "head_max":
         heads = np.abs(ref).reshape(*ref.shape[:-1], -1, case.bind["D"])
         terms = np.broadcast_to(heads.max(-1, keepdims=True), heads.shape).reshape(ref.shape)

@@ -70,7 +70,8 @@ def _add_rmsnorm(call: Call) -> dict[str, np.ndarray]:
 
 def _attention(call: Call) -> dict[str, np.ndarray]:
     q, k, v = (call.values[n] for n in ("q", "k_cache", "v_cache"))
-    return {"o": _attended(call, q, np.abs(q), k, v)}
+    out, plain = _attended(call, q, np.abs(q), k, v)
+    return {"o": out, "o.values": plain}
 
 
 def _decode_attention(call: Call) -> dict[str, np.ndarray]:
@@ -83,13 +84,13 @@ def _decode_attention(call: Call) -> dict[str, np.ndarray]:
     cos, sin = np.split(np.abs(angles)[:, None, :], 2, axis=-1)
     a, b = np.split(np.abs(normed), 2, axis=-1)
     terms = np.concatenate([a * cos + b * sin, b * cos + a * sin], axis=-1).reshape(q.shape)
-    return {"o": _attended(call, q, terms, call.refs["k_cache"], call.refs["v_cache"])}
+    return {"o": _attended(call, q, terms, call.refs["k_cache"], call.refs["v_cache"])[0]}
 
 
-def _attended(call: Call, q: np.ndarray, q_terms: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Sum of p|v|, enlarged by the largest score's own terms |q||k|: an error of a score is a relative one of its p.
-    q_terms: what q's sums would be if nothing cancelled."""
-    out, size, window = np.empty_like(q), k.shape[1], call.attrs["window"]
+def _attended(call: Call, q: np.ndarray, q_terms: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Sum of p|v|, enlarged by the largest score's own terms |q||k| (an error of a score is a relative one of its p),
+    and as it is. q_terms: what q's sums would be if nothing cancelled."""
+    out, plain, size, window = np.empty_like(q), np.empty_like(q), k.shape[1], call.attrs["window"]
     group = q.shape[1] // k.shape[3] // k.shape[2]
     for row, (slot, pos) in enumerate(zip(call.values["slots"], call.values["positions"], strict=True)):
         keys = np.arange(max(0, pos - window + 1) if window else 0, pos + 1)
@@ -100,8 +101,9 @@ def _attended(call: Call, q: np.ndarray, q_terms: np.ndarray, k: np.ndarray, v: 
         terms = np.einsum("hd,hjd->hj", head_terms, np.abs(kh)) * call.attrs["scale"]
         p = np.exp(s - s.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
-        out[row] = (np.einsum("hj,hjd->hd", p, np.abs(vh)) * (1 + terms.max(-1, keepdims=True))).reshape(-1)
-    return out
+        average = np.einsum("hj,hjd->hd", p, np.abs(vh))
+        out[row], plain[row] = (average * (1 + terms.max(-1, keepdims=True))).reshape(-1), average.reshape(-1)
+    return out, plain
 
 
 def _geglu(call: Call) -> dict[str, np.ndarray]:

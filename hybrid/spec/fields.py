@@ -21,6 +21,7 @@ Scalar = int | float | str
 SCALES: dict[str, str] = {
     "abs": "what the operation makes of absolute values (|x| @ |w|.T for a matrix product)",
     "ref": "the reference value itself",
+    "values": "the result with the absolute values of what is averaged (the sum of p|v| for attention)",
     "head_max": "the largest |reference| of the element's head",
 }
 EDGE_VALUES: dict[str, str] = {
@@ -172,7 +173,7 @@ class Tolerance(Model):
     """
 
     metric: Literal["scaled_bound", "codes", "choice", "exact"]
-    scale: Literal["abs", "ref", "head_max"] | None = None
+    scale: Literal["abs", "ref", "values", "head_max"] | None = None
     reduction: Expr = Expr(1)
     c: float = Field(0.0, ge=0)
     c_out: float = Field(1.0, ge=1)

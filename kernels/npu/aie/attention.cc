@@ -17,8 +17,7 @@ constexpr unsigned depth = DIM_D / 8;
 
 // s[2][LK/8][32] = log2(e) SCALE q k^T for eight rows, tile by tile of 4 rows x 8 keys.
 void scores(const bfloat16 *q, const bfloat16 *k, float *s) {
-    const bfloat16 hi(log2_scale), lo(log2_scale - static_cast<float>(hi));
-    const Row4 scale_hi = aie::broadcast<bfloat16, 32>(hi), scale_lo = aie::broadcast<bfloat16, 32>(lo);
+    const auto scale = split(aie::broadcast<float, 32>(log2_scale));
     for (unsigned j = 0; j < key_tiles; j++) {
         const bfloat16 *q0 = q, *q1 = q + depth * QK::size_A;
         const bfloat16 *k0 = k + 2 * j * depth * QK::size_B, *k1 = k0 + depth * QK::size_B;
@@ -37,9 +36,9 @@ void scores(const bfloat16 *q, const bfloat16 *k, float *s) {
         // Two tiles of 4 keys side by side are what P V takes as 8.
         const auto top = aie::interleave_zip(c00.to_vector<float>(), c01.to_vector<float>(), 4);
         const auto low = aie::interleave_zip(c10.to_vector<float>(), c11.to_vector<float>(), 4);
-        const Sum4 four(aie::concat(top.first, top.second)), next(aie::concat(low.first, low.second));
-        aie::store_v(s + 32 * j, scaled(four, scale_hi, scale_lo).to_vector<float>());
-        aie::store_v(s + 32 * (key_tiles + j), scaled(next, scale_hi, scale_lo).to_vector<float>());
+        const auto four = split(aie::concat(top.first, top.second)), next = split(aie::concat(low.first, low.second));
+        aie::store_v(s + 32 * j, product(four, scale).to_vector<float>());
+        aie::store_v(s + 32 * (key_tiles + j), product(next, scale).to_vector<float>());
     }
 }
 

@@ -27,23 +27,15 @@ struct dots {
     }
 };
 
-struct factor {
-    Row4 hi, lo;
-    explicit factor(const aie::vector<float, 32> &x) {
-        const Sum4 whole(x);
-        hi = whole.to_vector<bfloat16>();
-        lo = aie::sub(whole, hi).to_vector<bfloat16>();
-    }
-};
-
-factor of_rows(const float *scale) {
-    return factor(aie::concat(aie::broadcast<float, 8>(scale[0] * log2_scale), aie::broadcast<float, 8>(scale[1] * log2_scale),
-                              aie::broadcast<float, 8>(scale[2] * log2_scale), aie::broadcast<float, 8>(scale[3] * log2_scale)));
+// The scales of four query rows, each in the 8 lanes of its row.
+parts<32> of_rows(const float *scale) {
+    return split(aie::concat(aie::broadcast<float, 8>(scale[0] * log2_scale), aie::broadcast<float, 8>(scale[1] * log2_scale),
+                             aie::broadcast<float, 8>(scale[2] * log2_scale), aie::broadcast<float, 8>(scale[3] * log2_scale)));
 }
 
-aie::vector<float, 32> real_scores(const QK &dot, const factor &row, const factor &key) {
-    const Sum4 exact(aie::to_float(dot.to_vector<int32>()));
-    return scaled(scaled(exact, row.hi, row.lo), key.hi, key.lo).to_vector<float>();
+aie::vector<float, 32> real_scores(const QK &dot, const parts<32> &row, const parts<32> &key) {
+    const auto exact = split(aie::to_float(dot.to_vector<int32>()));
+    return product(split(product(exact, row).to_vector<float>()), key).to_vector<float>();
 }
 
 } // namespace
@@ -69,11 +61,11 @@ void attention_i8_tile(const int8 *q, const int8 *k, const float *q_scale, const
     aie::set_saturation(aie::saturation_mode::none);
     event0();
     for (unsigned z = 0; z < LQ / 4; z += 2) {
-        const factor top = of_rows(q_scale + 4 * z), low = of_rows(q_scale + 4 * (z + 1));
+        const auto top = of_rows(q_scale + 4 * z), low = of_rows(q_scale + 4 * (z + 1));
         for (unsigned j = 0; j < key_tiles; j++) {
             const dots d(q + z * 4 * DIM_D, k + j * 8 * DIM_D);
             const auto eight = aie::load_v<8>(k_scale + 8 * j);
-            const factor key(aie::concat(eight, eight, eight, eight));
+            const auto key = split(aie::concat(eight, eight, eight, eight));
             aie::store_v(s + 32 * j, real_scores(d.top, top, key));
             aie::store_v(s + 32 * (key_tiles + j), real_scores(d.low, low, key));
         }

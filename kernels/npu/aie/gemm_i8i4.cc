@@ -1,7 +1,7 @@
 // INT8 x INT4 GEMM with a scale for every 32 weights (q4_0): C[M,N] += A[M,K] W[K,N] in float32, one tile of a larger product.
 // A weight's scale is S[n] * m[group, n], m an int16 of at most 12 bits: the dots of a group (int16: 32 * 127 * 8 < 2^15) are
-// weighed by m and summed in int32, exactly, over the whole tile; S meets the sum once for each call. Multiplying every
-// group's dots by a float32 scale instead costs 12 vector operations for 2 vmac, this costs 2.
+// weighed by m and summed in int32, exactly, over the whole tile; S meets the sum once for each call. That is 2 vector
+// operations for a group's 2 vmac; a float32 scale would cost a conversion, a split into parts and a product of them.
 // aie::mmul 4x16x8, 2x2 blocks: four sums and one dot are live, which is what the accumulator registers hold. For a group: 8
 // loads of 64 bytes, 8 vmac, 4 shift-round-saturate, 4 vector macs. K at most 512, or the int32 sums could overflow.
 // Layouts: A [M/4][K/16][4][16] (codes -127..127), W [K/16][N/8][16][8] two codes to a byte, m [K/32][N/8][8], S [N],

@@ -1,0 +1,59 @@
+"""Every tile kernel once, compiled with sanitisers: run by test_npu_kernels.py in a process that has their runtimes loaded.
+
+Prints `caught` when a read one vector beyond an array is seen (in a child process: it ends there), then each kernel's name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+
+from conformance.fixed import variant
+from conformance.npu import tiles
+from conformance.sizes import base_bind
+from hybrid.spec import load_ops
+from kernels.npu import compile as npu
+
+libc = ctypes.CDLL(None)
+
+
+def exact_buffer(shape: int | tuple[int, ...], dtype: Any, fill: Any = 0) -> np.ndarray:
+    """As kernels.npu.compile.buffer, but its last byte is the last of an allocation. Never freed: the process is short."""
+    dtype, pointer = np.dtype(dtype), ctypes.c_void_p()
+    size = int(np.prod(shape)) * dtype.itemsize
+    if libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(64), ctypes.c_size_t(size)) or pointer.value is None:
+        raise MemoryError
+    out = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer.value)).view(dtype).reshape(shape)
+    out[...] = fill
+    return out
+
+
+def sees_overflow() -> bool:
+    """A child that reads beyond an array must be stopped."""
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        k = npu.kernel("exp2_bf16", sanitise=True, SIZE=64)
+        k._sizes["x"] = 32  # half of what the kernel will read
+        k(exact_buffer(32, np.uint16), exact_buffer(64, np.uint16))
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def main() -> None:
+    npu.buffer = tiles.buffer = exact_buffer
+    if sees_overflow():
+        print("caught", flush=True)
+    kernels = tiles.Kernels(sanitise=True)
+    specs, dtypes = load_ops(), {"gemm_i8": {"x": "f32", "w": "q8_0"}, "gemm_i8i4": {"x": "f32", "w": "q4_0"}}
+    for file, (op, run) in tiles.RUNS.items():
+        spec = specs[op]
+        run(spec, variant(spec, base_bind(spec), spec.dtypes(dtypes.get(file, {next(iter(spec.outputs)): "f32"})), 1), kernels)
+        print(file, flush=True)
+
+
+if __name__ == "__main__":
+    main()

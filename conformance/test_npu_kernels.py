@@ -1,0 +1,277 @@
+"""The NPU's tile kernels against the oracle: cases of the specs, drawn ones, every entry point, and mutants that must fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from conformance import values
+from conformance.cases import Case
+from conformance.compare import Disagreement
+from conformance.fixed import edge_cases, variant, workload_cases
+from conformance.mutate import FOLDERS, Saboteur, case_of, load
+from conformance.npu.tiles import RUNS, Kernels
+from conformance.profile import LONG
+from conformance.sizes import base_bind
+from conformance.strategies import cases
+from hybrid.spec import load_ops
+from kernels.npu import compile as npu
+from kernels.npu.catalogue import AIE, entries
+from kernels.npu.layout import bf16, nibbles, real, tiled, two_level, two_parts, untiled
+
+SPECS = load_ops()
+# The declared types whose numbers a tile kernel's own are made from.
+DTYPES = {
+    "rmsnorm": {"y": "f32"},
+    "gemm_i8": {"x": "f32", "w": "q8_0"},
+    "gemm_i8i4": {"x": "f32", "w": "q4_0"},
+    "attention": {"k_cache": "f32", "o": "f32"},
+    "attention_i8": {"k_cache": "f16", "o": "f32"},
+}
+KERNELS = Kernels()
+FILES = list(RUNS)
+SABOTEURS = [s for s in load() if s.kind == "aie"]
+
+
+def fits(file: str, case: Case) -> Case | None:
+    """The case with the kernel's dtypes, None where their blocks do not fit its sizes."""
+    spec = SPECS[RUNS[file][0]]
+    case = replace(case, dtypes=dict(spec.dtypes(DTYPES[file])))
+    sizes = [spec.shape(n, case.bind)[-1] % 32 for n, d in case.dtypes.items() if d in ("q8_0", "q4_0")]
+    return None if any(sizes) else case
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_edge_cases(file: str) -> None:
+    """Every edge case of the spec, whatever modes the tile was left in."""
+    op, run = RUNS[file]
+    found = [c for _, case in edge_cases(SPECS[op], "npu") if (c := fits(file, case)) is not None]
+    assert len(found) > 10
+    for case in found:
+        run(SPECS[op], case, KERNELS)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_drawn_cases(file: str) -> None:
+    op, run = RUNS[file]
+    ran = 0
+
+    @given(cases(SPECS[op], "npu", SPECS[op].dtypes(DTYPES[file])))
+    def prove(case: Case) -> None:
+        nonlocal ran
+        run(SPECS[op], case, KERNELS)
+        ran += 1
+
+    prove()
+    assert ran, f"{file}: no case was drawn"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_workloads(file: str) -> None:
+    """The demonstration model's shapes; in the long profile others that fit."""
+    op, run = RUNS[file]
+    found = [replace(c, dtypes=dict(SPECS[op].dtypes(DTYPES[file]))) for _, case in workload_cases(SPECS[op], "cpu", LONG)
+             if (c := fits(file, case)) is not None]  # fmt: skip
+    assert found
+    for case in found:
+        run(SPECS[op], case, KERNELS)
+
+
+@pytest.mark.parametrize("modes", [("floor", "none"), ("symmetric_ceil", "saturate")])
+@pytest.mark.parametrize("file", FILES)
+def test_modes_are_set_by_the_kernels(file: str, modes: tuple[str, str]) -> None:
+    """A tile starts in floor, and another kernel may have left any mode: the kernels depend on neither."""
+    op, run = RUNS[file]
+    case = variant(SPECS[op], base_bind(SPECS[op]), SPECS[op].dtypes(DTYPES[file]), 1)
+    assert run(SPECS[op], case, Kernels(modes=modes)) == run(SPECS[op], case, KERNELS)
+
+
+def test_requantisation_is_exact() -> None:
+    """int32 to int8 for every shift: ties to even, clamped."""
+    size = 8 * 32
+    k = npu.kernel("gemm_i8_requant", DIM_M=8, DIM_K=8, DIM_N=32)
+    c, out = npu.buffer(size, np.int32), npu.buffer(size, np.int8)
+    for shift in range(32):
+        k.modes = ("ceil", "none")
+        half = 1 << max(shift - 1, 0)
+        c[:128] = values.integers(shift, "requant", (128,), -(2**31), 2**31 - 1)
+        c[128:] = np.clip(np.arange(-64, 64, dtype=np.int64) * half, -(2**31), 2**31 - 1)
+        k(c, out, shift)
+        assert (out == np.clip(np.rint(c / 2.0**shift), -128, 127)).all(), shift
+
+
+def test_int4_sums_at_their_limit() -> None:
+    """The largest codes and multipliers over the largest tile do not overflow int32."""
+    macros = {"DIM_M": 8, "DIM_K": 512, "DIM_N": 16}
+    zero, step = (npu.kernel(n, **macros) for n in ("gemm_i8i4_zero", "gemm_i8i4"))
+    c = npu.buffer((2, 2, 4, 8), np.float32, np.nan)
+    zero(c)
+    a, w = np.full((8, 512), 127, np.int8), np.full((512, 16), -8, np.int8)
+    m = np.full((16, 16), -4095, np.int16)
+    step(npu.aligned(tiled(a, 4, 16)), npu.aligned(nibbles(tiled(w, 16, 8))), npu.aligned(m), npu.buffer(16, np.float32, 1), c)
+    assert (c == np.float32(512 * 127 * 8 * 4095)).all()
+
+
+def prove_exp2(source: Path | None = None) -> None:
+    """Every bfloat16 from -128 to 0: the argument rounded to 8 bits of fraction, then the table's own rounding."""
+    x = np.arange(0x8000, 0xC301).astype(np.uint16)  # -0 to -128
+    size = -(-len(x) // 32) * 32
+    k = npu.kernel("exp2_bf16", source=source, SIZE=size)
+    given_, y = npu.buffer(size, np.uint16), npu.buffer(size, np.uint16, 0x7FC1)
+    given_[: len(x)] = x
+    k(given_, y)
+    got, step = real(y)[: len(x)].astype(np.float64), np.rint(real(x).astype(np.float64) * 256) / 256
+    normal = step >= -126
+    assert np.abs(got[normal] / np.exp2(step[normal]) - 1).max() <= 2**-8
+    assert (got[step < -126] == 0).all() and got[0] == 1
+    given_[:] = bf16(np.array([-3.0e38]))
+    k(given_, y)
+    assert (y == 0).all()
+
+
+def test_exp2_is_within_its_bound_everywhere() -> None:
+    prove_exp2()
+
+
+@pytest.mark.parametrize("entry", ["0x3f80 + (f == 77)", "0x3f80 - (f == 200)"])
+def test_one_wrong_table_entry_is_seen(entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off by one unit in the last place of bfloat16."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = (AIE / "exp2_table.h").read_text()
+    assert text.count("return 0x3f80 ") == 1
+    (tmp_path / "exp2_table.h").write_text(text.replace("return 0x3f80 ", f"return {entry} "))
+    with pytest.raises(AssertionError):
+        prove_exp2(Path(shutil.copy(AIE / "exp2.cc", tmp_path)))
+
+
+def test_rmsnorm_of_a_row_that_overflows_nothing() -> None:
+    """The largest hidden size of the family, through a real tile: 5376 elements."""
+    k = npu.kernel("rmsnorm", ROWS=1, DIM_H=5376)
+    x, w = bf16(values.normal(1, "x", (5376,), 30.0)), two_parts(values.normal(1, "w", (5376,)))
+    y = npu.buffer(5376, np.uint16, 0x7FC1)
+    k(npu.aligned(x), npu.aligned(w), y)
+    exact = real(x).astype(np.float64)
+    ref = exact / np.sqrt((exact**2).mean() + 1e-6) * (real(w[0]).astype(np.float64) + real(w[1]))
+    assert np.abs(real(y) - ref).max() <= np.abs(ref).max() * 2**-8
+    assert k.counts["load"] == 5376 // 32 * 8 and k.counts["store"] == 5376 // 32 * 2
+
+
+def test_counts_follow_from_the_sizes() -> None:
+    """What the cycle model uses: instructions of one call, for two sizes each."""
+    for m, k, n in ((16, 64, 32), (32, 128, 64)):
+        i8 = npu.kernel("gemm_i8", DIM_M=m, DIM_K=k, DIM_N=n)
+        i8(npu.buffer(m * k, np.int8), npu.buffer(k * n, np.int8), npu.buffer(m * n, np.int32))
+        blocks = m * n // 128  # of 2 x 2 tiles of 4 x 8
+        wanted = {"mac_i8": m * k * n // 256, "load": blocks * (k // 8 * 6 + 16), "store": blocks * 16, "srs": blocks * 8}
+        assert {c: v for c, v in i8.counts.items() if v} == wanted
+        i4 = npu.kernel("gemm_i8i4", DIM_M=m, DIM_K=k, DIM_N=n)
+        sizes = i4.entry.sizes(i4.macros)
+        i4(*(npu.buffer(sizes[x], a.numpy) for x, a in i4.args.items()))
+        assert i4.counts["mac_i8i4"] == m * k * n // 512
+        assert i4.counts["load"] == blocks * (k // 32 * 18 + 2 + 16) and i4.counts["store"] == blocks * 16
+        assert i4.counts["mac_vector"] == blocks * 4 * (k // 32 + 12)
+    for lq, lk, d in ((16, 16, 32), (32, 32, 64)):
+        t = npu.kernel("attention_tile", LQ=lq, LK=lk, DIM_D=d)
+        sizes = t.entry.sizes(t.macros)
+        t(*(npu.buffer(sizes[x], a.numpy) for x, a in t.args.items() if not a.scalar), lk, 0, lk, 0)
+        assert t.counts["mac_bf16"] == 2 * lq * lk * d // 128
+        assert t.counts["lookup"] == 2 * 2 * (lq // 4) * (lk // 8 + 1)
+
+
+def test_sources_know_no_host() -> None:
+    """The include path decides which aie.hpp is used: no #ifdef but for defaults of declared macros, nothing of the host."""
+    includes = re.compile(r'#include (<aie_api/aie.hpp>|<aie_kernel_utils.h>|"(split|exp2_table|softmax)\.h")')
+    declared = {m for e in entries().values() for m in e.macros}
+    for path in [*AIE.glob("*.cc"), *AIE.glob("*.h")]:
+        lines = path.read_text().splitlines()
+        for i, line in enumerate(lines):
+            if not line.lstrip().startswith("#") or line == "#pragma once":
+                continue
+            if line.startswith("#ifndef "):
+                name = line.split()[1]
+                default = lines[i + 1].startswith(f"#define {name} ") and lines[i + 2] == "#endif"
+                assert name in declared and default, f"{path.name}: {line}"
+            elif not line.startswith(("#define ", "#endif")):
+                assert includes.fullmatch(line), f"{path.name}: {line}"
+            else:
+                assert lines[i - 1].startswith("#ifndef ") or lines[i - 2].startswith("#ifndef "), f"{path.name}: {line}"
+        assert "host::" not in path.read_text(), f"{path.name} uses the host's own names"
+
+
+def test_defaults_in_sources_are_those_declared() -> None:
+    for e in entries().values():
+        text = e.source.read_text() + (AIE / "softmax.h").read_text()
+        for name, macro in e.macros.items():
+            value = re.search(rf"#define {name} (\S+)", text)
+            assert value and float(value[1].rstrip("f")) == macro.default, f"{e.source.name}: {name}"
+
+
+def test_two_level_scales_keep_the_declared_precision() -> None:
+    scales = values.normal(2, "scales", (8, 16)).astype(np.float16).astype(np.float64)
+    m, unit = two_level(scales, 8)
+    back = m.reshape(8, 2, 8) * unit[..., None].astype(np.float64)
+    top = np.abs(scales.reshape(8, 2, 8)).max(axis=2, keepdims=True)
+    assert (np.abs(back - scales.reshape(8, 2, 8)) <= top * 2**-13).all() and np.abs(m).max() == 4095
+    assert (two_level(np.zeros((2, 4)), 2)[0] == 0).all()
+
+
+def test_layouts_are_undone() -> None:
+    x = np.arange(16 * 32).reshape(16, 32)
+    assert (untiled(tiled(x, 4, 8)) == x).all() and tiled(x, 4, 8)[1, 2, 3, 4] == x[4 + 3, 16 + 4]
+    codes = values.integers(1, "codes", (3, 64), -8, 7).astype(np.int8)
+    packed = nibbles(codes)  # side by side, where ggml's lie 16 apart
+    assert packed.shape == (3, 32) and int(packed[0, 0]) == (int(codes[0, 0]) & 15) | (int(codes[0, 1]) & 15) << 4
+    with pytest.raises(ValueError, match="not made of 5 x 8 tiles"):
+        tiled(x, 5, 8)
+
+
+def mutant(saboteur: Saboteur, folder: Path) -> Kernels:
+    """The kernels with one file changed; its headers lie beside the sources."""
+    for path in [*AIE.glob("*.cc"), *AIE.glob("*.h")]:
+        shutil.copy(path, folder)
+    (folder / saboteur.file).write_text(saboteur.mutated())
+    return Kernels(sources={p.name: p for p in folder.glob("*.cc")})
+
+
+@pytest.mark.parametrize("saboteur", [pytest.param(s, id=f"{s.case['options']['kernel']}-{s.name}") for s in SABOTEURS])
+def test_mutants_are_caught(saboteur: Saboteur, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = saboteur.case["options"]["kernel"]
+    op, run = RUNS[file]
+    assert saboteur.op == op
+    case = fits(file, case_of(saboteur, SPECS[op]))
+    assert case is not None
+    run(SPECS[op], case, KERNELS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sources = tmp_path / "aie"
+    sources.mkdir()
+    with pytest.raises(Disagreement):
+        run(SPECS[op], case, mutant(saboteur, sources))
+
+
+def test_every_kernel_has_mutants() -> None:
+    for file in FILES:
+        assert sum(s.case["options"]["kernel"] == file for s in SABOTEURS) >= 2, f"{file}: two [[aie]] tables"
+    assert {s.file for s in SABOTEURS} >= {p.name for p in AIE.glob("*.h")}
+    assert FOLDERS["aie"] == AIE
+
+
+def test_kernels_under_sanitisers(tmp_path: Path) -> None:
+    """One case of every kernel with AddressSanitizer and UBSan, every array ending where its memory does."""
+    compiler = npu._compiler()[0]
+    runtimes = [subprocess.run([compiler, f"-print-file-name=lib{n}.so"], capture_output=True, text=True, check=True).stdout.strip()
+                for n in ("asan", "ubsan", "stdc++")]  # fmt: skip
+    if not all(os.path.isabs(r) for r in runtimes[:2]):
+        pytest.skip(f"{compiler} has no sanitiser runtimes (Debian: libasan, libubsan)")
+    env = {**os.environ, "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "conformance.npu.sanitised"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=AIE.parents[2])
+    assert done.returncode == 0 and done.stdout.split() == ["caught", *FILES], done.stdout + done.stderr[-4000:]
