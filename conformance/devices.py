@@ -11,6 +11,7 @@ from hybrid.spec.device import Device
 from hybrid.spec.fields import BackendName
 
 BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
+OP_BACKENDS: tuple[BackendName, ...] = (*BACKENDS, "npu")  # the NPU runs single operations, in the simulator
 GUARD = 256  # bytes on both sides of every tensor
 
 
@@ -44,6 +45,10 @@ def open_backend(backend: str, **options: Any) -> Device:
         from kernels.oracle.device import CpuDevice
 
         return CpuDevice(**options)
+    if backend == "npu":
+        from kernels.npu.device import NpuDevice
+
+        return NpuDevice("sim", **options)
     from kernels.vulkan.device import VulkanUnavailable, open_device
 
     try:

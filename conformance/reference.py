@@ -61,6 +61,8 @@ def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dt
         terms = scale(case.op, name, call)
     elif tol.scale == "values":
         terms = scale(case.op, f"{name}.values", call)
+    elif tol.scale == "softmax":
+        terms = scale(case.op, name, call) + 7 * scale(case.op, f"{name}.values", call)
     elif tol.scale == "head_max":
         heads = np.abs(ref).reshape(*ref.shape[:-1], -1, case.bind["D"])
         terms = np.broadcast_to(heads.max(-1, keepdims=True), heads.shape).reshape(ref.shape)

@@ -56,6 +56,10 @@ def _linear(call: Call) -> dict[str, np.ndarray]:
     return {name: product(call.values["x"], call.dtypes["x"], call.tensors["w"], call.values["w"])}
 
 
+def _matmul_i8i4(call: Call) -> dict[str, np.ndarray]:
+    return {"y": np.abs(call.values["x"].astype(np.float64)) @ np.abs(call.values["w"]).T}
+
+
 def _logits(call: Call) -> dict[str, np.ndarray]:
     # tanh never enlarges an error; its own is a few units of the cap.
     rows = call.values["x"][call.values["out_rows"]]
@@ -127,6 +131,7 @@ _SCALES: dict[str, Callable[[Call], dict[str, np.ndarray]]] = {
     "add_rmsnorm": _add_rmsnorm,
     "attention": _attention,
     "decode_attention": _decode_attention,
+    "matmul_i8i4": _matmul_i8i4,
     "geglu": _geglu,
     "fused_ffn": _fused_ffn,
 }

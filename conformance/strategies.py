@@ -12,6 +12,8 @@ from conformance.reference import EXACT
 from conformance.sizes import attribute_choices, complete, fits, sizes
 from hybrid.spec import OpSpec
 
+# Scores of values four times as large have errors in bfloat16 that no bound below the result allows.
+SCALES_OF = {None: (1.0, 0.125, 4.0), "bf16": (1.0, 0.125)}
 MAX_FLOPS = 4_000_000  # of a drawn case: it runs in milliseconds on a CPU driver
 
 
@@ -29,6 +31,6 @@ def cases(draw: st.DrawFn, spec: OpSpec, backend: str, dtypes: Mapping[str, str]
     return Case(
         spec.name, bind, dict(dtypes), attrs, rows=rows, outs=draw(st.sampled_from(sorted({most, 1}, reverse=True))),
         seed=draw(st.integers(0, 2**32 - 1)), mode="exact" if exact else "random",
-        scale=1.0 if exact else draw(st.sampled_from([1.0, 0.125, 4.0])),
+        scale=1.0 if exact else draw(st.sampled_from(SCALES_OF[spec.backends[backend].accumulate])),
         style=draw(st.sampled_from(("ragged", "decode", "mixed", "empty", "full", "edge"))),
     )  # fmt: skip

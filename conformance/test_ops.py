@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from conformance.cases import Case
-from conformance.devices import BACKENDS, GUARD, Devices
+from conformance.devices import BACKENDS, GUARD, OP_BACKENDS, Devices
 from conformance.fixed import (
     SPLIT_RANGE,
     covering,
@@ -21,11 +21,12 @@ from conformance.fixed import (
 from conformance.harness import run_case
 from conformance.past import PAST
 from conformance.profile import LONG
+from conformance.sizes import fits
 from conformance.strategies import cases
 from hybrid.spec import OpSpec, load_ops
 
 SPECS = load_ops()
-SUPPORTED = [(op, b) for op, spec in SPECS.items() for b in BACKENDS if spec.backends[b].status == "supported"]
+SUPPORTED = [(op, b) for op, spec in SPECS.items() for b in OP_BACKENDS if spec.backends[b].status == "supported"]
 
 
 def combinations(op: str, backend: str) -> tuple[Mapping[str, str], ...]:
@@ -38,13 +39,14 @@ def _ids(op: str, backend: str, dtypes: Mapping[str, str]) -> str:
     return f"{op}-{backend}-{inputs or 'only'}"
 
 
-def _grouped(source: Callable[[OpSpec, str], Iterable[tuple[str, Case]]], backends: tuple[str, ...] = BACKENDS) -> Iterator:
+def _grouped(source: Callable[[OpSpec, str], Iterable[tuple[str, Case]]], backends: tuple[str, ...] = OP_BACKENDS) -> Iterator:
     """One parameter for each (op, backend, name), with all its cases."""
     for op, backend in SUPPORTED:
         if backend in backends:
             named: dict[str, list[Case]] = {}
             for name, case in source(SPECS[op], backend):
-                named.setdefault(name, []).append(case)
+                if fits(SPECS[op], backend, case.bind, case.attrs, case.dtypes):
+                    named.setdefault(name, []).append(case)
             for name, found in named.items():
                 yield pytest.param(op, backend, found, id=f"{op}-{backend}-{name.replace(' ', '')}")
 
@@ -106,7 +108,7 @@ def test_every_combination_is_tested() -> None:
     """Zero cases for a supported (operation, backend, dtype) is a failure, not a green run."""
     tested = {(p.values[0], p.values[1], tuple(p.values[2].items())) for p in DTYPES}
     for op, spec in SPECS.items():
-        for backend in BACKENDS:
+        for backend in OP_BACKENDS:
             if spec.backends[backend].status != "supported":
                 continue
             choices = spec.dtype_choices(backend)

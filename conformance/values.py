@@ -24,6 +24,8 @@ def rounded(values: np.ndarray, dtype: str) -> Tensor:
     if dtype == "bf16":
         word = values.astype(np.float32).view(np.uint32)
         return Tensor.of(((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16), "bf16")
+    if dtype == "i8":
+        return Tensor("i8", values.shape, (values.astype(np.int8),))
     if dtype in ("i32", "u32"):
         return Tensor.of(values.astype(DTYPES[dtype].parts[0].dtype))
     raise ValueError(f"{dtype} is not a plain storage type")
@@ -43,7 +45,7 @@ def exact(seed: int, name: str, shape: Sequence[int], dtype: str, span: int = 3)
 def real(tensor: Tensor) -> np.ndarray:
     """f64 values of a tensor (integers as they are), read here and not by the oracle's decoder."""
     kind = tensor.dtype
-    if kind in ("i32", "u32"):
+    if kind in ("i8", "i32", "u32"):
         return tensor.array
     if kind == "bf16":
         return (tensor.array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)

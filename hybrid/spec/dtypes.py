@@ -72,6 +72,7 @@ DTYPES: dict[str, DType] = {
         _plain("f32", "f4"),
         _plain("f16", "f2"),
         _plain("bf16", "u2"),
+        _plain("i8", "i1"),
         _plain("i32", "i4"),
         _plain("u32", "u4"),
         _blocks("q8_0", 32, ("codes", "i1", 32), ("scales", "f2", 1)),

@@ -22,6 +22,7 @@ SCALES: dict[str, str] = {
     "abs": "what the operation makes of absolute values (|x| @ |w|.T for a matrix product)",
     "ref": "the reference value itself",
     "values": "the result with the absolute values of what is averaged (the sum of p|v| for attention)",
+    "softmax": "attention whose products are all rounded as coarsely as its scores: sum p|v| (8 + |q||k|)",
     "head_max": "the largest |reference| of the element's head",
 }
 EDGE_VALUES: dict[str, str] = {
@@ -173,7 +174,7 @@ class Tolerance(Model):
     """
 
     metric: Literal["scaled_bound", "codes", "choice", "exact"]
-    scale: Literal["abs", "ref", "values", "head_max"] | None = None
+    scale: Literal["abs", "ref", "values", "softmax", "head_max"] | None = None
     reduction: Expr = Expr(1)
     c: float = Field(0.0, ge=0)
     c_out: float = Field(1.0, ge=1)
@@ -287,6 +288,12 @@ class Backend(Model):
     """Axes that must be known when the kernel is built."""
     tile: dict[str, int] = Field(default_factory=dict)
     """Axis sizes the kernel works in: edge shapes are taken around them."""
+    accumulate: Literal["bf16"] | None = None
+    """The unit of its rounding where that is coarser than the operation's."""
+    tolerance: dict[str, Tolerance] = Field(default_factory=dict)
+    """By dtype: how its results are judged where its arithmetic is coarser than the operation's; goes before every other."""
+    except_edges: dict[str, str] = Field(default_factory=dict)
+    """Edge cases it is not held to, with the reason."""
 
     @property
     def reason(self) -> str | None:

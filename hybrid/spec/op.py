@@ -269,6 +269,14 @@ class OpSpec(Model):
         env = {**bind, **self.attrs(bind, attrs)}
         return math.ceil(self._eval("cost.bytes", self.cost.bytes, env, lambda t: DTYPES[full[t]].bits / 8))
 
+    def judged_on(self, backend: str | None) -> OpSpec:
+        """The operation as a backend's results are judged: with that backend's tolerances and unit of rounding."""
+        b = self._backend(backend) if backend else None
+        if b is None or not b.tolerance and b.accumulate is None:
+            return self
+        numerics = self.numerics.model_copy(update={"accumulate": b.accumulate or self.numerics.accumulate})
+        return self.model_copy(update={"tolerance": {**self.tolerance, **b.tolerance}, "numerics": numerics})
+
     def requirements(self, backend: str, dtypes: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """Device features needed on `backend`: for these dtypes, or for any."""
         b = self._backend(backend)

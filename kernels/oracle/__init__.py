@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.spec.tensor import Tensor
-from kernels.oracle import attention, embedding, ffn, linear, norm, sampling
+from kernels.oracle import attention, embedding, ffn, integer, linear, norm, sampling
 from kernels.oracle.quant import Real, Value, argument, encode
 
 __all__ = ["ORACLE", "argument", "call", "encoded"]
@@ -34,6 +34,8 @@ ORACLE: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
         linear.dequantize,
         linear.quantize_act,
         linear.logits,
+        integer.matmul_i8,
+        integer.matmul_i8i4,
         sampling.sample,
         sampling.decode_rows,
     )

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 from kernels.npu.design import Design
+from kernels.npu.designs.attention import Attention, attention
 from kernels.npu.designs.gemm import Gemm, gemm
+from kernels.npu.designs.rmsnorm import Norm, rmsnorm
 from kernels.npu.objects import tile_kernel
 
 Maker = Callable[[], Design]
+TABLES = 4096  # bytes of the exponential's tables (aie/exp2_table.h)
 
 
 def gemm_i8(g: Gemm) -> Design:
@@ -19,6 +22,23 @@ def gemm_i8(g: Gemm) -> Design:
     return gemm(g, tile_kernel("gemm_i8_zero", **tile), tile_kernel("gemm_i8", **tile), requantise, f"gemm_i8_{g.out}")
 
 
+def gemm_i8i4(g: Gemm) -> Design:
+    """INT8 x 4-bit product, a scale for every 32 weights; float32 results."""
+    tile = {"DIM_M": g.m, "DIM_K": g.k, "DIM_N": g.n}
+    return gemm(g, tile_kernel("gemm_i8i4_stream_zero", **tile), tile_kernel("gemm_i8i4_stream", **tile), name="gemm_i8i4")
+
+
+def rmsnorm_bf16(n: Norm, eps: float = 1e-6) -> Design:
+    return rmsnorm(n, tile_kernel("rmsnorm", ROWS=1, DIM_H=n.H, EPS=eps))
+
+
+def attention_bf16(a: Attention) -> Design:
+    """Queries come scaled, so that one kernel serves every scale. The exponential's tables take 4 KB of each core."""
+    macros = {"LQ": a.LQ, "LK": a.LK, "DIM_D": a.D, "GROUP": a.group, "SCALE": 1.0}
+    start, tile, finish = (tile_kernel(f"attention_stream_{part}", static_bytes=TABLES, **macros) for part in ("start", "tile", "finish"))
+    return attention(a, start, tile, finish)
+
+
 @lru_cache(maxsize=1)
 def shipped() -> dict[str, Maker]:
     """Makers by name. Sizes of the models: specs/models; E2B's matrices are Gemma 3n E2B's (hidden 2048, ffn 8192)."""
@@ -26,7 +46,14 @@ def shipped() -> dict[str, Maker]:
     for model, hidden, q, kv, ffn in (("27b", 5376, 4096, 2048, 21504), ("e2b", 2048, 2048, 512, 8192)):
         for part, k, n in (("qkv", hidden, q + 2 * kv), ("out", q, hidden), ("gate_up", hidden, 2 * ffn), ("down", ffn, hidden)):
             found[f"{model}.{part}.i8"] = partial(gemm_i8, Gemm(512, k, n, 64, 128, 64, 4))
+            found[f"{model}.{part}.i4"] = partial(gemm_i8i4, Gemm(512, k, n, 32, 256, 64, 4, s=16, weights="i4", out="f32"))
+        found[f"{model}.norm"] = partial(rmsnorm_bf16, Norm(512, hidden))
+    found["27b.attention"] = partial(attention_bf16, Attention(16, 8, 16, 128, 32, 32, 2))
+    found["e2b.attention"] = partial(attention_bf16, Attention(2, 32, 32, 256, 16, 16, 4, 2))
     for columns in (1, 2, 4):
         found[f"small.i8.c{columns}"] = partial(gemm_i8, Gemm(64, 64, 32 * columns, 16, 32, 16, columns))
+    found["small.i4"] = partial(gemm_i8i4, Gemm(64, 128, 64, 16, 64, 16, 4, s=16, weights="i4", out="f32"))
+    found["small.norm"] = partial(rmsnorm_bf16, Norm(16, 64, 1))
+    found["small.attention"] = partial(attention_bf16, Attention(2, 1, 2, 32, 32, 32, 2, 2))
     found["small.i8.requant"] = partial(gemm_i8, Gemm(64, 64, 64, 16, 32, 16, 4, out="i8", shift=9))
     return found

@@ -1,0 +1,143 @@
+"""The operations that have designs: operands dealt out, a design chosen by size, jobs run, results put together.
+
+Functions take what the oracle's take and return what they return; `npu.run` executes jobs. Rows are padded to whole tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from hybrid.spec.tensor import Tensor
+from kernels.npu.design import Design
+from kernels.npu.designs import attention_bf16, gemm_i8, gemm_i8i4, rmsnorm_bf16
+from kernels.npu.designs.attention import CORES as CORES_OF_COLUMN
+from kernels.npu.designs.attention import Attention
+from kernels.npu.designs.gemm import ROWS, Gemm
+from kernels.npu.designs.rmsnorm import CORES, Norm
+from kernels.npu.layout import bf16, padded, real, two_parts
+from kernels.npu.tiles import tile_keys, tile_queries, tile_weights, untile_results
+from kernels.npu.xrt import Job
+
+# (m, k, n) of a core's tile: for few rows or columns, and for prefill.
+TILES = {"i8": ((16, 32, 16), (64, 128, 64)), "i4": ((16, 64, 16), (32, 256, 64))}
+COLUMNS = 4
+
+
+class Npu(Protocol):
+    def run(self, jobs: Sequence[Job]) -> None: ...
+
+    def kept(self, key: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """An operand in the NPU's order, made once for as long as its tensor stays."""
+        ...
+
+
+def choose(T: int, K: int, N: int, weights: str, out: str) -> Gemm:  # noqa: N803 - axes of the operation
+    """Sizes of the design for a product, everything padded to whole tiles."""
+    small, large = TILES[weights]
+    m, k, n = large if T > ROWS * small[0] and K >= large[1] and N >= COLUMNS * large[2] else small
+    up = lambda size, unit: -(-size // unit) * unit  # noqa: E731
+    return Gemm(up(T, ROWS * m), up(K, k), up(N, COLUMNS * n), m, k, n, COLUMNS, s=8 if weights == "i8" else 16,
+                weights=weights, out=out)  # type: ignore[arg-type]  # fmt: skip
+
+
+def matmul_i8(npu: Npu, x: np.ndarray, w: np.ndarray, **_: Any) -> tuple[np.ndarray]:
+    g = choose(*x.shape, len(w), "i8", "i32")
+    b = npu.kept((id_of(w), g.k, g.n), lambda: tile_weights(padded(w, g.columns * g.n, g.k), g))
+    out = np.empty((g.M, g.N), np.int32)
+    npu.run([Job(_gemm(g), {"A": padded(x, ROWS * g.m, g.k), "B": b}, {"C": out})])
+    return (out[: len(x), : len(w)],)
+
+
+def matmul_i8i4(npu: Npu, x: np.ndarray, w: Tensor, **_: Any) -> tuple[np.ndarray]:
+    g = choose(*x.shape, w.shape[0], "i4", "f32")
+    b = npu.kept((id_of(w.parts[0]), g.k, g.n), lambda: _four_bits(w, g))
+    out = np.empty((g.M, g.N), np.float32)
+    npu.run([Job(_gemm(g), {"A": padded(x, ROWS * g.m, g.k), "B": b}, {"C": out})])
+    return (out[: len(x), : w.shape[0]],)
+
+
+def _four_bits(w: Tensor, g: Gemm) -> np.ndarray:
+    """q4_0: byte i of a block of 32 holds element i in its low half and i + 16 in the high one, each 8 too large."""
+    packed = w.parts[0].reshape(w.shape[0], -1, 16)
+    codes = np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8).reshape(w.shape) - np.int8(8)
+    return tile_weights(padded(codes, g.columns * g.n, g.k), g, padded(w.parts[1].astype(np.float32), g.columns * g.n, g.k // 32))
+
+
+def rmsnorm(npu: Npu, x: np.ndarray, w: np.ndarray, eps: float, **_: Any) -> tuple[np.ndarray]:
+    t, h = x.shape
+    rows = 1 if t <= CORES * COLUMNS else 8
+    n = Norm(-(-t // (CORES * COLUMNS * rows)) * CORES * COLUMNS * rows, h, rows, COLUMNS)
+    y = np.empty((n.T, h), np.uint16)
+    npu.run([Job(_norm(n, float(eps)), {"x": bf16(padded(x, n.T, 1)), "w": two_parts(w)}, {"y": y})])
+    return (real(y[:t]),)
+
+
+def attention(npu: Npu, q: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, block_table: np.ndarray, slots: np.ndarray,
+              positions: np.ndarray, scale: float, window: int, **_: Any) -> tuple[np.ndarray]:  # fmt: skip
+    """One job for each slot: its blocks gathered into tiles, its rows cut into runs of consecutive positions."""
+    size, kv_heads, d = k_cache.shape[1:]
+    group = group_of(q.shape[1] // d // kv_heads, d)
+    heads = q.shape[1] // d // group  # a KV head is streamed again for each part of its group
+    o, jobs = np.empty(q.shape, np.float32), []
+    queries = bf16(q * np.float32(scale)).reshape(len(q), heads, group, d)
+    for slot in np.unique(slots):
+        rows = np.flatnonzero(slots == slot)
+        rows = rows[np.argsort(positions[rows], kind="stable")]
+        length = int(positions[rows].max()) + 1
+        a = shape_of(heads, group, d, length)
+        runs = _runs(rows, positions[rows], a.LQ // group)
+        a = shape_of(heads, group, d, length, -(-len(runs) // CORES_OF_COLUMN))
+        where = np.arange(length)
+        gathered = [np.repeat(bf16(c[block_table[slot, where // size], where % size].astype(np.float32)), heads // kv_heads, axis=1)
+                    for c in (k_cache, v_cache)]  # fmt: skip
+        tiles = np.zeros((a.blocks * CORES_OF_COLUMN, heads, group, a.LQ // group, d), np.uint16)
+        first = np.zeros(len(tiles), np.int32)
+        for i, run in enumerate(runs):
+            tiles[i, :, :, : len(run)] = queries[run].transpose(1, 2, 0, 3)
+            first[i] = positions[run[0]]
+        result = np.empty(tiles.size, np.uint16)
+        jobs.append((a, runs, result, Job(_attention(a), {"q": tile_queries(tiles, first, length, window, a), "kv": tile_keys(*gathered, a)},
+                                          {"o": result})))  # fmt: skip
+    npu.run([job for *_, job in jobs])
+    for a, runs, result, _job in jobs:
+        back = real(untile_results(result, a))
+        for i, run in enumerate(runs):
+            o[run] = back[i, :, :, : len(run)].transpose(2, 0, 1, 3).reshape(len(run), -1)
+    return (o,)
+
+
+def group_of(group: int, d: int) -> int:
+    """The most query heads of a KV head whose tile of queries fits a core beside its results and sums: 4096 numbers."""
+    return next(g for g in range(group, 0, -1) if group % g == 0 and math.lcm(8, g) * d <= 4096)
+
+
+def shape_of(heads: int, group: int, d: int, length: int, blocks: int = 1) -> Attention:
+    """The design's sizes: tiles that fit a core, a power of two of key tiles."""
+    unit = math.lcm(8, group)
+    lq, lk = min(32, 4096 // d), 32 if d <= 128 else 16 if d <= 256 else 8
+    columns = next(c for c in (4, 2, 1) if heads % c == 0)
+    tiles = 1 << max(0, (-(-length // lk) - 1).bit_length())
+    return Attention(heads, blocks, tiles, d, max(unit, lq // unit * unit), lk, group, columns)
+
+
+def _runs(rows: np.ndarray, positions: np.ndarray, most: int) -> list[np.ndarray]:
+    """Rows (sorted by position) in runs of consecutive positions, at most `most` each."""
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [run[i : i + most] for run in np.split(rows, breaks) for i in range(0, len(run), most)]
+
+
+def id_of(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
+    return array.ctypes.data, array.shape
+
+
+# Designs are compared and hashed on every run: the same one is kept.
+_gemm: Callable[[Gemm], Design] = lru_cache(maxsize=256)(lambda g: gemm_i8(g) if g.weights == "i8" else gemm_i8i4(g))
+_norm: Callable[[Norm, float], Design] = lru_cache(maxsize=64)(rmsnorm_bf16)
+_attention: Callable[[Attention], Design] = lru_cache(maxsize=64)(attention_bf16)
+
+OPS: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {f.__name__: f for f in (matmul_i8, matmul_i8i4, rmsnorm, attention)}
