@@ -90,10 +90,20 @@ VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
 }  # fmt: skip
 
 
+# Of the NPU: each head size and group is a kernel of its own; products choose larger tiles from these sizes on.
+NPU_VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
+    "attention": tuple({"T": 35, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 4}
+                       for d, group, heads in ((64, 2, 4), (128, 2, 2), (256, 8, 1), (512, 1, 2))),
+    "rmsnorm": ({"T": 17, "H": 2080},),
+    "matmul_i8": ({"T": 65, "K": 256, "N": 256},),
+    "matmul_i8i4": ({"T": 65, "K": 512, "N": 256},),
+}  # fmt: skip
+
+
 def variant_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
     """(sizes as text, case) for each of VARIANTS, with every dtype of every tensor at least once."""
     choices = one_each(spec.dtype_choices(backend))
-    for i, sizes_ in enumerate(VARIANTS.get(spec.name, ())):
+    for i, sizes_ in enumerate((NPU_VARIANTS if backend == "npu" else VARIANTS).get(spec.name, ())):
         for j, dtypes in enumerate(choices):
             yield ",".join(f"{k}={v}" for k, v in sizes_.items()), variant(spec, {**base_bind(spec), **sizes_}, dtypes, 10 * i + j)
 

@@ -1,0 +1,209 @@
+"""The resource check: one design beyond each limit, the failures that real designs had, and the shipped designs within all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kernels.npu.check import Report, check, main, npu_limits, table
+from kernels.npu.design import Acquire, Array, Bind, Buffer, Call, Core, Design, DesignError, Fifo, Finish, Kernel, Link, Loop, Move, Release, Tile, Worker
+from kernels.npu.designs import shipped
+
+CORE, MEM, SHIM = Tile(0, 2), Tile(0, 1), Tile(0, 0)
+
+
+def through(array: Array = Array("i32", (64,)), depth: int = 2, dims: tuple[tuple[int, int], ...] = (), moves: tuple[Move | Finish, ...] = (),
+            stack: int = 1024, kernel: Kernel | None = None, buffers: tuple[Buffer, ...] = (), columns: int = 1,
+            allocation: str = "basic-sequential", host: int = 1 << 24) -> Design:  # fmt: skip
+    """One core that copies objects: shim -> core -> shim."""
+    kernel = kernel or Kernel("copy", "copy.o", (array, array))
+    body = (Acquire("x", ("a",)), Acquire("y", ("b",)), Call("copy", ("a", "b")), Release("x"), Release("y"))
+    core = Core("copy_core", ("x", "y", "copy", *(b.name for b in buffers)), body)
+    binds = (("x", Bind("consume", "x")), ("y", Bind("produce", "y")), ("copy", Bind("kernel", "copy")),
+             *((b.name, Bind("buffer", b.name)) for b in buffers))  # fmt: skip
+    linear = ((1, 1, 1, array.size), (0, 0, 0, 1))
+    steps = moves or (Move("drain", "y", "Y", SHIM, 0, *linear, 0, True), Move("fill", "x", "X", SHIM, 0, *linear, 0), Finish(0))
+    return Design("through", columns, (("X", Array(array.dtype, (host,))), ("Y", Array(array.dtype, (host,)))), (kernel,),
+                  (Fifo("x", array, depth, from_stream=dims), Fifo("y", array, depth)), (), (core,),
+                  (Worker(CORE, "copy_core", binds, stack, allocation),), steps, buffers)  # type: ignore[arg-type]  # fmt: skip
+
+
+def through_mem(array: Array = Array("i32", (64,)), dims: tuple[tuple[int, int], ...] = (), depth: int = 2, fan: int = 1) -> Design:
+    """`fan` parallel ways shim -> mem -> shim through one mem tile, two at a shim tile."""
+    fifos: list[Fifo] = []
+    links, steps = [], list[Move | Finish]()
+    for i in range(fan):
+        fifos += [Fifo(f"in{i}", array, depth), Fifo(f"out{i}", array, depth, to_stream=dims)]
+        links.append(Link(MEM, (f"in{i}",), (f"out{i}",)))
+        linear = ((1, 1, 1, array.size), (0, 0, 0, 1), 0)
+        steps += [Move("drain", f"out{i}", "Y", Tile(i // 2, 0), 0, *linear, wait=True), Move("fill", f"in{i}", "X", Tile(i // 2, 0), 0, *linear)]
+    arguments = (("X", array), ("Y", array))
+    return Design("through_mem", 4, arguments, (), tuple(fifos), tuple(links), (), (), (*steps, Finish(0)))
+
+
+def moved(sizes: tuple[int, int, int, int], strides: tuple[int, int, int, int], dtype: str = "i32", offset: int = 0, host: int = 1 << 24) -> Design:
+    array = Array(dtype, (64,))
+    n = sizes[0] * sizes[1] * sizes[2] * sizes[3]
+    drain = Move("drain", "y", "Y", SHIM, 0, (1, 1, 1, n), (0, 0, 0, 1), 0, True)
+    return through(array, moves=(drain, Move("fill", "x", "X", SHIM, offset, sizes, strides, 0), Finish(0)), host=host)
+
+
+def many(count: int) -> tuple[Move | Finish, ...]:
+    linear = ((1, 1, 1, 64), (0, 0, 0, 1), 0)
+    pair = (Move("drain", "y", "Y", SHIM, 0, *linear, wait=True), Move("fill", "x", "X", SHIM, 0, *linear))
+    return (*(m for _ in range(count) for m in pair), Finish(0))
+
+
+BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
+    "memory of a core": ("core.data_bytes", lambda: through(Array("i32", (4096,)), depth=2)),
+    "memory of a mem tile": ("mem.data_bytes", lambda: through_mem(Array("i32", (70000,)))),
+    "banks": ("core.banks", lambda: through(Array("i32", (4500,)), depth=1, allocation="bank-aware")),
+    "stack": ("stack", lambda: through(kernel=Kernel("copy", "copy.o", (Array("i32", (64,)),) * 2, stack_bytes=1500))),
+    "descriptors of a core": ("core.bds", lambda: through(Array("i32", (8,)), depth=9)),
+    "descriptors of a mem tile": ("mem.bds", lambda: through_mem(Array("i32", (8,)), depth=5, fan=5)),
+    "descriptors by parity": ("mem.bds_per_parity", lambda: through_mem(Array("i32", (8,)), depth=8, fan=3)),
+    "descriptors of a shim tile": ("shim.bds", lambda: through(moves=many(9))),
+    "channels in": ("mem.channels_in", lambda: through_mem(fan=7)),
+    "channels out": ("shim.channels_out", lambda: replace(through_mem(fan=3), sequence=(*(
+        replace(m, tile=SHIM) for m in through_mem(fan=3).moves()), Finish(0)))),
+    "lock value": ("core.lock_max", lambda: through(Array("i32", (1,)), depth=64)),
+    "words of a core's descriptor": ("core.bd.words", lambda: through(Array("i32", (16384,)), depth=1)),
+    "dimensions of a core's descriptor": ("core.bd.dimensions", lambda: through(Array("i32", (256,)), dims=((4, 16), (4, 64), (4, 1), (4, 4)))),
+    "wrap of a core's descriptor": ("core.bd.wrap", lambda: through(Array("i32", (600,)), dims=((2, 1), (300, 2)))),
+    "step of a core's descriptor": ("core.bd.step", lambda: through(Array("i32", (16386,)), dims=((8193, 1), (2, 8193)), depth=1)),
+    "wrap of a mem tile's descriptor": ("mem.bd.wrap", lambda: through_mem(Array("i32", (4096,)), dims=((2, 1), (2048, 2)))),
+    "step of a shim descriptor": ("shim.bd.step", lambda: moved((1, 2, 1, 64), (0, (1 << 20) + 64, 0, 1))),
+    "wrap of a shim descriptor": ("shim.bd.wrap", lambda: moved((1, 2, 1024, 1), (0, 8192, 2, 1))),
+    "iterations of a shim task": ("shim.bd.iterations", lambda: moved((65, 1, 1, 64), (128, 0, 0, 1))),
+    "repeats of a shim task": ("repeat", lambda: moved((257, 1, 1, 64), (0, 0, 0, 1))),
+    "words, not bytes": ("stream width", lambda: through(Array("i8", (6,)))),
+    "single bytes": ("stream width", lambda: through(Array("i8", (64,)), dims=((8, 1), (8, 8)))),
+    "runs of half words": ("stream width", lambda: through(Array("i8", (64,)), dims=((2, 2), (16, 4), (2, 1)))),
+    "outside of an argument": ("argument", lambda: moved((1, 1, 1, 64), (0, 0, 0, 1), offset=1, host=64)),
+    "columns": ("columns", lambda: through(columns=5)),
+    "arguments": ("arguments", lambda: replace(through(), arguments=(*through().arguments, *((f"z{i}", Array("i32", (4,))) for i in range(4))))),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_design_beyond_a_limit_is_refused(name: str) -> None:
+    limit, make = BEYOND[name]
+    found = [v.limit for v in check(make()).violations]
+    assert limit in found, found
+
+
+def test_what_is_within_all_limits_is_not_refused() -> None:
+    assert check(through()).violations == []
+    assert check(through_mem(fan=4)).violations == []
+
+
+@pytest.mark.parametrize("key", ["core", "mem", "shim"])
+def test_every_number_comes_from_the_sheet(key: str) -> None:
+    """A limit lowered in the sheet is the limit that is enforced."""
+    npu = npu_limits()
+    tile = getattr(npu, key)
+    fewer = tile.model_copy(update={"bds": tile.bds.model_copy(update={"value": 1})})
+    design = through_mem() if key == "mem" else through()
+    assert f"{key}.bds" in [v.limit for v in check(design, npu.model_copy(update={key: fewer})).violations]
+
+
+def gemm_like(m: int, k: int, n: int, bytes_in: int, out: str, depth_c: int) -> Report:
+    """A core of a product: A and B twice, C `depth_c` times."""
+    dtype = {1: "i8", 2: "bf16"}[bytes_in]
+    a, b, c = Array(dtype, (m * k,)), Array(dtype, (k * n,)), Array(out, (m * n,))
+    base = next(iter(shipped().values()))()
+    wanted = {"a": a, "b": b, "c": c}
+    fifos = []
+    for f in base.fifos:
+        kind = f.name[0]
+        whole = f.name.startswith(("a_in", "b_in", "c_out"))
+        array = wanted[kind] if not whole else Array(wanted[kind].dtype, ((4 if kind == "c" else 1) * wanted[kind].size,))
+        fifos.append(replace(f, array=array, depth=depth_c if kind == "c" and not whole else f.depth, to_stream=(), from_stream=()))
+    kernels = (Kernel("gemm_i8_zero", "k.o", (c,)), Kernel("gemm_i8", "k.o", (a, b, c)))
+    offsets = {link.whole: tuple(i * wanted[link.whole[0]].size for i in range(len(link.parts))) for link in base.links}
+    links = tuple(replace(link, offsets=offsets[link.whole]) for link in base.links)
+    return check(replace(base, fifos=tuple(fifos), kernels=kernels, links=links))
+
+
+def test_bf16_64_with_double_float32_results_does_not_fit() -> None:
+    """A real failure: 64 x 64 x 64 in bfloat16, float32 C twice: 2 x 8 + 2 x 8 + 2 x 16 KB and the stack are 66560 bytes, with
+    the compiler's 2304 more 68864."""
+    assert "core.data_bytes" in [v.limit for v in gemm_like(64, 64, 64, 2, "f32", 2).violations]
+    assert "core.data_bytes" not in [v.limit for v in gemm_like(64, 64, 64, 2, "f32", 1).violations]
+
+
+def test_a_descriptor_of_22016_words_is_refused() -> None:
+    """A real failure: one transfer of 22016 words on a core tile."""
+    texts = [str(v) for v in check(through(Array("i32", (22016,)), depth=1)).violations]
+    assert any("22016 words, its field holds 16383" in t for t in texts), texts
+
+
+def test_a_stride_of_c_beyond_4_mib_is_refused() -> None:
+    """A real failure: the rows of two blocks of C in one shim task, 4 x 64 rows of 21504 int32 apart."""
+    sizes, strides = (2, 1, 64, 64), (256 * 21504, 0, 21504, 1)
+    array = Array("i32", (64 * 64,))
+    drain = Move("drain", "y", "Y", SHIM, 0, sizes, strides, 0, True)
+    fill = Move("fill", "x", "X", SHIM, 0, (1, 1, 1, 2 * array.size), (0, 0, 0, 1), 0)
+    design = through(array, depth=1, moves=(drain, fill, Finish(0)))
+    assert [v.limit for v in check(design).violations if v.limit.startswith("shim.bd")] == ["shim.bd.step"]
+
+
+def test_a_stack_of_1_kb_that_overruns_is_refused() -> None:
+    """A real failure: a kernel that spills needs more than the default stack, and the rest grows into a tile's buffers."""
+    kernel = Kernel("copy", "copy.o", (Array("i32", (64,)),) * 2, stack_bytes=1312)
+    assert "stack" in [v.limit for v in check(through(kernel=kernel, stack=1024)).violations]
+    assert check(through(kernel=kernel, stack=2048)).violations == []
+
+
+ORDER: dict[str, tuple[str, tuple[object, ...]]] = {
+    "used before it is acquired": ("not acquired", (Call("copy", ("a", "b")), Acquire("x", ("a",)), Acquire("y", ("b",)), Release("x"), Release("y"))),
+    "released twice": ("does not hold", (Acquire("x", ("a",)), Release("x"), Release("x"), Acquire("y", ("b",)), Release("y"))),
+    "kept": ("keeps 1 objects", (Acquire("x", ("a",)), Acquire("y", ("b",)), Call("copy", ("a", "b")), Release("y"))),
+    "more than the depth": ("waits for itself", (Acquire("x", ("a", "c", "d")), Release("x", 3), Acquire("y", ("b",)), Release("y"))),
+    "acquired again": ("the same ones again", (Acquire("x", ("a",)), Acquire("x", ("c",)), Release("x", 2), Acquire("y", ("b",)), Release("y"))),
+    "unbalanced loop": ("different numbers", (Acquire("x", ("a",)), Acquire("y", ("b",)), Loop(2, (Release("x"),)), Release("y"))),
+    "ports out of step": ("different numbers of iterations", (Acquire("x", ("a",)), Release("x"), Loop(2, (Acquire("y", ("b",)), Release("y"))))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_program_order(name: str) -> None:
+    text, body = ORDER[name]
+    design = through()
+    broken = replace(design, cores=(replace(design.cores[0], body=body),))  # type: ignore[arg-type]
+    assert any(text in v.text for v in check(broken).violations if v.limit == "program order"), [str(v) for v in check(broken).violations]
+
+
+def test_sequences_out_of_order() -> None:
+    design = through()
+    drain, fill, finish = design.sequence
+    cases = {"before anything is filled": (drain, finish, replace(fill, group=1), Finish(1)), "never finished": (drain, fill),
+             "no drain is waited for": (replace(drain, wait=False), fill, finish),
+             "not a whole number": (drain, replace(fill, sizes=(1, 1, 1, 32)), finish)}  # fmt: skip
+    for text, steps in cases.items():
+        assert any(text in v.text for v in check(replace(design, sequence=steps)).violations), text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", list(shipped()))
+def test_shipped_designs_keep_every_limit(name: str) -> None:
+    report = check(shipped()[name]())
+    assert report.violations == [] and report.uses
+    assert all(u.bds <= u.bds_of and u.locks <= u.locks_of for u in report.uses)
+
+
+def test_the_command_prints_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["27b.gate_up.i8"]) == 0
+    printed = capsys.readouterr().out
+    assert "memory  50176 of 65536" in printed and "BDs 24 of 48" in printed and "channels in 6" in printed
+    assert main(["nothing"]) == 1
+    assert "REFUSED" in table(check(through(columns=5)))
+
+
+def test_contradictions_are_refused_when_a_design_is_made() -> None:
+    design = through()
+    for change in ({"fifos": design.fifos[:1]}, {"fifos": (*design.fifos, Fifo("z", Array("i32", (4,))))}, {"cores": ()},
+                   {"workers": (replace(design.workers[0], tile=MEM),)}, {"arguments": design.arguments[:1]}):  # fmt: skip
+        with pytest.raises(DesignError):
+            replace(design, **change)
