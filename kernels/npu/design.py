@@ -298,11 +298,14 @@ class Design:
             raise DesignError(f"{where}: links are 1 to n or n to 1, with an offset for each part")
         if link.tile.kind != "mem":
             raise DesignError(f"{where}: lies on {link.tile}; links are made in mem tiles, row {MEM}")
-        whole = self.fifo(link.whole).array
+        whole, end = self.fifo(link.whole).array, 0
         for name, offset in zip(link.parts, link.offsets, strict=True):
             part = self.fifo(name).array
             if part.dtype != whole.dtype or offset + part.size > whole.size:
                 raise DesignError(f"{where}: part {name} of {part.size} {part.dtype} at {offset} does not lie in {whole.size} {whole.dtype}")
+            if offset < end:
+                raise DesignError(f"{where}: part {name} at {offset} begins before the one before it ends, at {end}")
+            end = offset + part.size
 
 
 def _find(design: Design, what: str, name: str, items: tuple[Any, ...]) -> Any:

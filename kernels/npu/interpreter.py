@@ -20,8 +20,19 @@ from kernels.npu.lower import Channel, Descriptor, Lowered, lower
 POISON, GUARD = 0xA5, 64
 RESET = ("floor", "none")
 Agent = Generator[None, None, None]
-Task = tuple[Move, list[bool]]
-"""A shim task and whether it is done."""
+
+
+@dataclass(slots=True)
+class Task:
+    """A shim task. What a drain brought lies in the host's memory once somebody has waited for it: before that it may come
+    at any time, so here it comes never."""
+
+    move: Move
+    done: bool = False
+    index: np.ndarray | None = None
+    data: bytes = b""
+
+
 KernelFunction = Callable[..., None]
 """Takes NumPy arrays (raw bits for bf16) and numbers, writes in place."""
 
@@ -186,7 +197,8 @@ class Interpreter:
             while not tasks:
                 self.why.pop(self._now, None)
                 yield
-            move, done = tasks.pop(0)
+            task = tasks.pop(0)
+            move = task.move
             host = self.memory[move.argument]
             index = move.offset + walk(tuple(zip(move.sizes, move.strides, strict=True)), 0)
             if index.min() < 0 or index.max() >= host.size:
@@ -199,10 +211,10 @@ class Interpreter:
                     self._wait(f"sends {channel.fifo}, which is not taken")
                     yield
             else:
-                data = yield from self._receive(channel, sink, index.size * host.itemsize)
-                host[index] = np.frombuffer(data, host.dtype)
+                task.data = yield from self._receive(channel, sink, index.size * host.itemsize)
+                task.index = index
                 self.counts.ddr_written += index.size * host.itemsize
-            done[0] = True
+            task.done = True
             self._go()
 
     # --- runtime sequence
@@ -211,7 +223,7 @@ class Interpreter:
         groups: dict[int, list[Task]] = {}
         for step in steps:
             if isinstance(step, Move):
-                entry = (step, [False])
+                entry = Task(step)
                 where = next((i for i, c in enumerate(self.low.channels)
                               if c.tile == step.tile and c.fifo == step.fifo and c.outward == (step.kind == "fill")), None)  # fmt: skip
                 if where is None:
@@ -220,10 +232,13 @@ class Interpreter:
                 groups.setdefault(step.group, []).append(entry)
                 self._go()
             else:
-                for move, done in groups.pop(step.group, []):
-                    while move.wait and not done[0]:
-                        self._wait(f"waits for the {move.kind} of {move.fifo}")
+                for task in groups.pop(step.group, []):
+                    while task.move.wait and not task.done:
+                        self._wait(f"waits for the {task.move.kind} of {task.move.fifo}")
                         yield
+                    if task.move.wait and task.index is not None:
+                        host = self.memory[task.move.argument]
+                        host[task.index] = np.frombuffer(task.data, host.dtype)
                 self._go()
         self.why.pop("runtime sequence", None)
 

@@ -90,7 +90,7 @@ class uuid:  # noqa: N801
 
 
 class xclbinkernel:  # noqa: N801
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int = 0) -> None:
         self._count = count
 
     def get_name(self) -> str:

@@ -1,0 +1,323 @@
+"""The host's side: pyxrt's call sequence against the simulator, whose surface is pyxrt's; every way in which a run can fail;
+artefacts that must belong to the sources; what is missing for the real toolchain."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.npu import build, xrt, xrt_sim
+from kernels.npu.artefact import ArtefactError, decode, encode, fabric_digest, find, stem
+from kernels.npu.build import build_sim
+from kernels.npu.build import main as build_main
+from kernels.npu.designs import gemm_i8, shipped
+from kernels.npu.designs.gemm import Gemm
+from kernels.npu.device import NpuDevice
+from kernels.npu.tiles import tile_weights
+from kernels.npu.xrt import Host, Job, NpuError, NpuUnavailable, open_host
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+G = Gemm(64, 64, 32, 16, 32, 16, 1)
+MANIFEST = tomllib.loads((Path(xrt.__file__).with_name("pyxrt.toml")).read_text())
+
+
+@pytest.fixture(autouse=True)
+def _machine() -> Iterator[None]:
+    xrt_sim.reset()
+    yield
+    xrt_sim.reset()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sim")
+    for g in (G, replace(G, M=128), replace(G, K=32), *(replace(G, K=32 * k) for k in range(3, 9))):
+        build_sim(gemm_i8(g), out)
+    return out
+
+
+def job(g: Gemm = G, seed: int = 0) -> tuple[Job, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    a, w = (rng.integers(-128, 128, (n, g.K)).astype(np.int8) for n in (g.M, g.N))
+    made = Job(gemm_i8(g), {"A": a, "B": tile_weights(w, g)}, {"C": np.zeros((g.M, g.N), np.int32)})
+    return made, a.astype(np.int64) @ w.T.astype(np.int64)
+
+
+def test_a_run_gives_the_product_and_a_second_one_allocates_nothing(folder: Path) -> None:
+    host = open_host("sim", folder)
+    for seed in range(3):
+        made, expected = job(seed=seed)
+        host.run([made])
+        assert (made.outputs["C"] == expected).all()
+    assert host.name == "sim-npu1" and host.counters.contexts == 1 and host.counters.buffers == 4 and host.counters.runs == 3
+
+
+def test_one_xclbin_serves_several_sizes_and_a_batch_is_a_runlist(folder: Path) -> None:
+    host = open_host("sim", folder)
+    jobs = [job(G, 1), job(replace(G, M=128), 2), job(G, 3)]
+    host.run([made for made, _ in jobs])
+    assert all((made.outputs["C"] == expected).all() for made, expected in jobs)
+    assert host.counters.contexts == 1 and host.counters.runlists == 1 and host.counters.runs == 3
+    assert len(list(folder.glob(f"{stem(gemm_i8(G))}*.bin"))) == 2
+
+
+def test_more_fabrics_than_contexts_drop_the_whole_cache(folder: Path) -> None:
+    """The driver opens six, and dropping one of several breaks the others."""
+    host = open_host("sim", folder)
+    for k in (2, 1, 3, 4, 5, 6, 7, 8, 2):
+        made, expected = job(replace(G, K=32 * k), k)
+        host.run([made])
+        assert (made.outputs["C"] == expected).all()
+    assert host.counters.contexts == 9 and len(host._loaded) == 3
+    one = next(iter(host._loaded))
+    host._loaded.pop(one).close()
+    with pytest.raises(NpuError, match="ABORT"):
+        host.run([job(replace(G, K=64))[0]])
+
+
+# --- failures
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("timeout_after", "timeout"), ("silent_after", "silent"), ("vanish_after", "gone")])
+def test_failures_of_a_run_are_told_apart(folder: Path, fault: str, kind: str) -> None:
+    host = open_host("sim", folder)
+    host.run([job()[0]])
+    setattr(xrt_sim.faults, fault, 0)
+    with pytest.raises(NpuError) as error:
+        host.run([job()[0]])
+    assert error.value.kind == kind and "sim-npu1" in str(error.value)
+    if kind != "gone":
+        made, expected = job(seed=5)
+        host.run([made])  # the caches were dropped: a new context works
+        assert (made.outputs["C"] == expected).all()
+
+
+def test_a_run_of_a_chain_that_fails_fails_the_chain(folder: Path) -> None:
+    host = open_host("sim", folder)
+    xrt_sim.faults.timeout_after = 1
+    with pytest.raises(NpuError) as error:
+        host.run([job(G, 1)[0], job(G, 2)[0]])
+    assert error.value.kind == "timeout"
+
+
+class _NoSync(Host):
+    """Mutants of the host: one sync left out."""
+
+    drop_up = drop_down = False
+
+    def _send(self, made: Job, buffers: Any, to_device: Any) -> None:
+        if self.drop_up:
+            keep = xrt_sim.bo.sync
+            xrt_sim.bo.sync = lambda *a, **k: None  # type: ignore[assignment,method-assign]
+            try:
+                super()._send(made, buffers, to_device)
+            finally:
+                xrt_sim.bo.sync = keep  # type: ignore[method-assign]
+        else:
+            super()._send(made, buffers, to_device)
+
+    def _take(self, made: Job, buffers: Any, from_device: Any) -> None:
+        if self.drop_down:
+            buffers = {k: type("Unsynced", (), {"map": b.map, "sync": lambda *a: None})() for k, b in buffers.items()}
+        super()._take(made, buffers, from_device)
+
+
+@pytest.mark.parametrize("which", ["drop_up", "drop_down"])
+def test_a_missing_sync_shows(folder: Path, which: str) -> None:
+    """Host and device have copies of their own: without the sync the other side sees old bytes."""
+    host = _NoSync(xrt_sim, folder)  # type: ignore[arg-type]
+    setattr(host, which, True)
+    made, expected = job()
+    try:
+        host.run([made])
+    except NpuError as error:
+        assert error.kind == "silent"
+        return
+    assert not (made.outputs["C"] == expected).all()
+
+
+def _opened(folder: Path) -> tuple[Any, Any, Any]:
+    """(device, context, kernel) by hand, as the reference has it."""
+    device = xrt_sim.device(0)
+    binary = xrt_sim.xclbin(str(find(folder, gemm_i8(G)).xclbin))
+    device.register_xclbin(binary)
+    context = xrt_sim.hw_context(device, binary.get_uuid())
+    return device, context, xrt_sim.kernel(context, binary.get_kernels()[0].get_name())
+
+
+def test_wrong_arguments_end_as_they_do_on_the_hardware(folder: Path) -> None:
+    device, _context, kernel = _opened(folder)
+    states, flags = xrt_sim.ert_cmd_state, xrt_sim.bo.flags
+    data = find(folder, gemm_i8(G)).stream.read_bytes()
+    insts = xrt_sim.bo(device, len(data), flags.cacheable, kernel.group_id(1))
+    insts.map()[:] = data
+    buffers = [xrt_sim.bo(device, a.nbytes, flags.host_only, kernel.group_id(3 + i)) for i, (_, a) in enumerate(gemm_i8(G).arguments)]
+    assert kernel(3, insts, len(data), *buffers).wait() == states.ERT_CMD_STATE_ERROR  # instructions were not synced
+    with pytest.raises(xrt_sim.WouldCrash):
+        kernel(3, insts, len(data), *buffers, buffers[0])
+    with pytest.raises(xrt_sim.WouldCrash):
+        xrt_sim.bo(xrt_sim.bo(buffers[0], 64, 0), 32, 0)
+    for wrong in ((1, insts, len(data), *buffers), (3, insts, len(data), buffers[0], "no buffer", buffers[2]), (3, insts, len(data) - 8, *buffers),
+                  (3, buffers[0], len(data), *buffers)):  # fmt: skip
+        _context = kernel = None  # one that goes later would break the new one
+        _, _context, kernel = _opened(folder)
+        insts.sync(xrt_sim.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE)
+        assert kernel(*wrong).wait() == states.ERT_CMD_STATE_ERROR
+    with pytest.raises(RuntimeError):
+        xrt_sim.device(1)
+    with pytest.raises(RuntimeError):
+        xrt_sim.kernel(_context, "other")
+
+
+def test_a_design_whose_depth_is_wrong_ends_in_a_timeout(tmp_path: Path) -> None:
+    from kernels.npu.artefact import write
+    from kernels.npu.emitter import emit
+
+    design = shipped()["small.attention"]()
+    shallow = replace(design, fifos=tuple(replace(f, depth=1) if f.name.startswith("kv") and "_in" not in f.name else f for f in design.fifos))
+    write(tmp_path, shallow, "by hand: no check", emit(shallow).encode(), encode(shallow))
+    inputs = {n: np.zeros(a.size, np.uint16) for n, a in design.arguments if n != "o"}
+    with pytest.raises(NpuError, match="ERT_CMD_STATE_TIMEOUT") as error:
+        open_host("sim", tmp_path).run([Job(shallow, inputs, {"o": np.zeros(design.argument("o").size, np.uint16)})])
+    assert error.value.kind == "timeout"
+
+
+# --- the surface
+
+
+def _surface(cls: Any) -> dict[str, set[int]]:
+    found = {}
+    for name, member in inspect.getmembers(cls, inspect.isfunction):
+        key = {"__init__": "init", "__call__": "call"}.get(name, name)
+        if not key.startswith("_"):
+            params = list(inspect.signature(member).parameters.values())[1:]
+            if any(p.kind is p.VAR_POSITIONAL for p in params):
+                found[key] = {-1}
+            else:
+                found[key] = set(range(sum(p.default is p.empty for p in params), len(params) + 1))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(MANIFEST["class"]))
+def test_the_simulator_has_the_surface_of_pyxrt(name: str) -> None:
+    wanted, found = MANIFEST["class"][name], _surface(getattr(xrt_sim, name))
+    assert set(found) <= set(wanted), f"xrt_sim.{name} offers what pyxrt does not: {set(found) - set(wanted)}"
+    for method, counts in wanted.items():
+        if method in found and found[method] != {-1}:
+            assert set(counts) & found[method], (name, method, counts, found[method])
+
+
+def test_the_simulator_has_the_constants_of_pyxrt() -> None:
+    for name, values in MANIFEST["enum"].items():
+        at: Any = xrt_sim
+        for part in name.split("."):
+            at = getattr(at, part)
+        assert {m.name for m in at} <= set(values)
+
+
+def test_the_host_calls_nothing_that_pyxrt_lacks() -> None:
+    """Attributes of the module and of what it makes, read from the source."""
+    tree = ast.parse(Path(xrt.__file__).read_text())
+    known = set(MANIFEST["class"]) | {e.split(".")[0] for e in MANIFEST["enum"]}
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self.xrt", "module")}
+    assert used and used <= known, used - known
+    methods = {m for c in MANIFEST["class"].values() for m in c}
+    for attr in ("register_xclbin", "get_uuid", "get_kernels", "get_name", "group_id", "map", "sync", "set_arg", "wait", "state", "add", "execute", "get_info"):
+        assert attr in methods and any(isinstance(n, ast.Attribute) and n.attr == attr for n in ast.walk(tree)), attr
+
+
+def test_a_simulator_is_never_taken_unasked(folder: Path) -> None:
+    with pytest.raises(NpuUnavailable, match="pyxrt"):
+        open_host("npu", folder)
+    with pytest.raises(ValueError, match="npu or sim"):
+        open_host("auto", folder)
+    assert NpuDevice("sim").name == "sim-npu1"
+
+
+# --- artefacts
+
+
+def test_artefacts_of_other_sources_are_refused(folder: Path, tmp_path: Path) -> None:
+    design = gemm_i8(G)
+    build_sim(design, tmp_path)
+    listing = tmp_path / f"{stem(design)}.json"
+    table = json.loads(listing.read_text())
+    with pytest.raises(ArtefactError, match="nothing was built"):
+        find(tmp_path, gemm_i8(replace(G, K=96)))
+    other = replace(design, kernels=tuple(replace(k, stack_bytes=600) for k in design.kernels))
+    with pytest.raises(ArtefactError, match="other kernels or another design"):
+        find(tmp_path, other)
+    with pytest.raises(ArtefactError, match="stream was not built"):
+        find(tmp_path, gemm_i8(replace(G, M=128)))
+    listing.write_text(json.dumps(table | {"digest": "0" * 64}))
+    with pytest.raises(ArtefactError, match="build it again"):
+        find(tmp_path, design)
+    listing.write_text(json.dumps(table))
+    found = find(tmp_path, design)
+    found.xclbin.write_bytes(found.xclbin.read_bytes() + b"#")
+    with pytest.raises(ArtefactError, match="SHA-256"):
+        find(tmp_path, design)
+
+
+def test_the_digest_covers_kernels_headers_and_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    design, first = gemm_i8(G), fabric_digest(gemm_i8(G))
+    assert fabric_digest(gemm_i8(replace(G, M=128))) == first  # another stream of the same fabric
+    assert fabric_digest(gemm_i8(replace(G, K=96))) != first
+    monkeypatch.setattr("kernels.npu.objects.host.digest", lambda name, **_: f"changed {name}")
+    assert fabric_digest(design) != first
+
+
+def test_instruction_streams_come_back() -> None:
+    design = gemm_i8(G)
+    data = encode(design)
+    assert len(data) % 4 == 0 and decode(data) == (fabric_digest(design), design.arguments, design.sequence)
+
+
+def test_the_build_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    monkeypatch.delenv("PEANO_INSTALL_DIR", raising=False)
+    assert build_main(["--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    for part in ("nothing was built", "mlir_aie -f https://github.com/Xilinx/mlir-aie/releases", "aiecc.py", "Peano", "aie_api"):
+        assert part in said
+    assert not list(tmp_path.iterdir())
+    assert build_main(["small.i8.c1", "--sim", "--out", str(tmp_path)]) == 0 and list(tmp_path.glob("*.xclbin"))
+    assert build_main(["nothing"]) == 1
+
+
+def test_the_build_drives_the_real_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands, in order, with stand-ins that only write their files."""
+    commands: list[tuple[str, ...]] = []
+
+    def tool(at: Path, *command: str) -> str:
+        commands.append(command)
+        if "aiecc" in command[0]:
+            (at / "design.xclbin").write_bytes(b"xclbin2")
+            (at / "design.bin").write_bytes(b"\0\0\0\0")
+        return "text data\n   4096 0 0\n" if "size" in command[0] else "module {}\n"
+
+    monkeypatch.setattr(build, "_tool", tool)
+    tools = build.Tools(Path("clang++"), Path("llvm-size"), Path("aiecc.py"), Path("include"), Path("peano"))
+    design = gemm_i8(G)
+    build.build_npu(design, tmp_path, tools)
+    assert [Path(c[0]).name for c in commands] == ["clang++", "llvm-size", Path(sys.executable).name, "aiecc.py"]
+    assert "--target=aie2-none-unknown-elf" in commands[0] and "-DDIM_M=16" in commands[0]
+    assert {"--aie-generate-xclbin", "--no-xchesscc", "--npu-insts-name=design.bin"} <= set(commands[-1])
+    assert find(tmp_path, design).builder.startswith("mlir-aie")
+    monkeypatch.setattr(build, "_tool", lambda at, *c: "text\n 20000 0\n" if "size" in c[0] else "")
+    with pytest.raises(RuntimeError, match="a core has 16384"):
+        build.build_npu(design, tmp_path, tools)
