@@ -11,7 +11,7 @@ from typing import Any
 from hybrid.spec.plan import Plan, TensorDecl
 from kernels.vulkan.kernel import SPIRV, Kernel
 from kernels.vulkan.memory import Buffer, Slice
-from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.recorder import Recorder, Recording
 from kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes
 from kernels.vulkan.tuning import Asked, Tuning
 
@@ -42,7 +42,7 @@ class Count:
 
 def count(plan: Plan, subgroup_size: int = 32, max_range: int = 2**32 - 1) -> Count:
     """Record a plan and count. The subgroup size matters little, the range where weights are split."""
-    recording = _record(plan, DryDevice(subgroup_size, max_range)).finish()
+    recording = record(plan, DryDevice(subgroup_size, max_range))
     counts = Count(dict.fromkeys((s.name for s in plan.steps), 0), dict.fromkeys((s.name for s in plan.steps), 0))
     for dispatch, barrier in zip(recording.dispatches, recording.barriers, strict=True):
         counts.dispatches[plan.steps[dispatch.step].name] += 1
@@ -54,11 +54,12 @@ def asked(plan: Plan, device: Any) -> list[Asked]:
     """What compiling the plan on this Vulkan device would ask of a tuning table."""
     dry = DryDevice(device.subgroup_size, device.max_range, device.has)
     with dry.tuning.watched() as questions:
-        _record(plan, dry)
+        record(plan, dry)
     return questions
 
 
-def _record(plan: Plan, device: DryDevice) -> Recorder:
+def record(plan: Plan, device: DryDevice) -> Recording:
+    """Record a plan for a device that does not exist."""
     from kernels.vulkan.ops import BINDINGS
 
     tensors = {name: _tensor(decl, device.max_range) for name, decl in plan.tensors.items()}
@@ -66,7 +67,7 @@ def _record(plan: Plan, device: DryDevice) -> Recorder:
     for index, step in enumerate(plan.steps):
         recorder.begin_step(index)
         BINDINGS[step.op](recorder, step, {arg: tensors[name] for arg, name in step.args.items()})
-    return recorder
+    return recorder.finish()
 
 
 def _tensor(decl: TensorDecl, max_range: int) -> DeviceTensor:

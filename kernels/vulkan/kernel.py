@@ -76,6 +76,9 @@ def write_cache(path: Path, data: bytes) -> None:
 class KernelCache:
     """Modules of a SPIR-V folder, pipelines by (module, constants), layouts by binding count."""
 
+    create_flags = 0
+    """VkPipelineCreateFlags of every pipeline: tools that read compilers' statistics ask for them here."""
+
     def __init__(self, device: Any, report: Report, subgroup_size: int, folder: Path | None, counters: Any) -> None:
         self.device, self.report, self.subgroup_size, self.counters = device, report, subgroup_size, counters
         self.folder = folder or SPIRV
@@ -188,7 +191,7 @@ class KernelCache:
             flags = _FULL_SUBGROUPS
         stage = vk.VkPipelineShaderStageCreateInfo(pNext=chain, flags=flags, stage=vk.VK_SHADER_STAGE_COMPUTE_BIT,
                                                    module=module, pName="main", pSpecializationInfo=special)
-        create = vk.VkComputePipelineCreateInfo(stage=stage, layout=layout)
+        create = vk.VkComputePipelineCreateInfo(flags=self.create_flags, stage=stage, layout=layout)
         out = ffi.new("VkPipeline *")
         check(lib.vkCreateComputePipelines(self.device, self.cache, 1, ffi.addressof(create), ffi.NULL, out),
               f"building the pipeline {name}")
