@@ -156,7 +156,7 @@ def null_device() -> Iterator[tuple[DeviceInfo, Report, Any]]:
         info = select(instance.devices(), "vulkan")
         if "RADV" not in info.name:
             raise VulkanError(f"{info.name} is not RADV's null device: start this through python -m perf.isa")
-        report = query(info.handle)
+        report = query(instance.handle, info.handle)
         features, extensions, keep = enabled_chain(report)
         queue = vk.VkDeviceQueueCreateInfo(queueFamilyIndex=0, queueCount=1, pQueuePriorities=[1.0])
         create = vk.VkDeviceCreateInfo(
