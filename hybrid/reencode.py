@@ -14,6 +14,7 @@ import numpy as np
 
 from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.op import load_ops
+from hybrid.spec.schedule import scheduled
 from hybrid.spec.tensor import Tensor
 from kernels.oracle.blocks import fifth_of_q5_k, halves, scales_and_minima
 
@@ -25,12 +26,12 @@ for _source, _target in NATIVE.items():
 
 @cache
 def computed(backend: str) -> frozenset[str]:
-    """Types of matrices that a backend computes with, by its operations' declarations."""
+    """Types of matrices that a backend computes with, by the declarations of the operations that models are made of."""
     takes = (
         {choice[name] for choice in op.dtype_choices(backend)}
-        for op in load_ops().values()
+        for op in (load_ops()[name] for name in sorted(scheduled()))
         for name, t in op.inputs.items()
-        if t.role == "weight" and len(t.shape) == 2 and op.name != "dequantize"
+        if t.role == "weight" and len(t.shape) == 2
     )
     return frozenset.intersection(*map(frozenset, takes))
 

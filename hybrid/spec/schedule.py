@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -176,3 +177,10 @@ def find_schedule(family: str) -> Schedule:
         known = ", ".join(sorted(p.stem for p in SCHEDULES.glob("*.toml")))
         raise ValueError(f"no schedule for the architecture {family!r}; specs/schedules has {known}")
     return load_schedule(path)
+
+
+@cache
+def scheduled() -> frozenset[str]:
+    """Operations that some shipped schedule names."""
+    shipped = [load_schedule(path) for path in sorted(SCHEDULES.glob("*.toml"))]
+    return frozenset(step.op for s in shipped for step in (*s.before, *s.layer, *s.after))
