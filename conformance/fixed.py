@@ -79,6 +79,9 @@ VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 20 if rows < 9 else 4}
         for d in (16, 32, 64, 80, 128, 256, 512) for group, heads in ((1, 2), (4, 1), (8, 1)) for rows in (2, 35)
         if group == 1 or d < 512
+    ) + tuple(  # tiles of matrix units: several, the last not full, over steps of positions that are not full either
+        {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 3, "BS": 16, "MB": 12}
+        for d in (64, 128, 256) for group, heads, rows in ((1, 2, 150), (4, 1, 70), (3, 1, 90))
     ),
     # Head sizes and groups on one word per lane and on several; contexts cut into many stretches and into one.
     "decode_attention": tuple(

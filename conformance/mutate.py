@@ -9,6 +9,7 @@ kernels, run by test_npu_kernels.py; options.kernel names the source file that i
     replace  what it becomes
     case     how the case differs from the operation's usual one: bind, dtypes, attrs, kinds, style, scale, mode, seed,
              rows, outs; options = options of the device
+    needs    a capability (Device.has) without which the kernel is not chosen; the mutant is then skipped
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Saboteur:
     find: str
     replace: str
     case: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = ""
 
     @property
     def backend(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from conformance import compare, values
 from conformance.cases import Case, live
 from conformance.compare import UNIT, Disagreement, Verdict
+from conformance.sampled import choose, take
 from conformance.scales import Call, scale
 from hybrid.spec import OpSpec
 from hybrid.spec.tensor import Tensor
@@ -19,9 +20,11 @@ Tensors = Mapping[str, Tensor]
 EXACT = ("embed", "linear", "fused_qkv", "dequantize", "logits")
 
 
-def expect(spec: OpSpec, case: Case, inputs: Tensors) -> Call:
-    """The oracle's results for the live rows."""
-    cut = {name: cut_live(spec, case, name, t) for name, t in inputs.items()}
+def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) -> Call:
+    """The oracle's results for the live rows; of a large case for those that sampled.choose draws. `matrices`: the device
+    has matrix units, which may round operands."""
+    rows = choose(spec, case)
+    cut = {name: take(spec, name, cut_live(spec, case, name, t), rows) for name, t in inputs.items()}
     state = {name: values.real(cut[name]).copy() for name in spec.state}
     args = {name: argument(cut[name]) for name in spec.inputs} | state
     middle = {"h_dtype": case.dtypes["h"]} if case.op == "fused_ffn" else {}
@@ -31,13 +34,16 @@ def expect(spec: OpSpec, case: Case, inputs: Tensors) -> Call:
         if case.op == "fused_ffn":
             (gate_up,) = ORACLE["linear"](x=args["x"], w=args["w_gate_up"])
             refs["h"] = ORACLE["geglu"](gate_up=gate_up)[0]
-    return Call(cut, {name: values.real(t) for name, t in cut.items()}, case.attrs, refs, case.dtypes)
+    return Call(cut, {name: values.real(t) for name, t in cut.items()}, case.attrs, refs, case.dtypes,
+                matrices)
 
 
 def check(spec: OpSpec, case: Case, label: str, call: Call, after: Tensors) -> dict[str, Verdict]:
     """Judge every output, scratch and state tensor of `after`. Raises Disagreement."""
     judged: dict[str, Verdict] = {}
-    results = {n: cut_live(spec, case, n, after[n]) for n in (*spec.scratch, *spec.outputs, *spec.state)}
+    rows = choose(spec, case)
+    names = (*spec.scratch, *spec.outputs, *spec.state)
+    results = {n: take(spec, n, cut_live(spec, case, n, after[n]), rows) for n in names}
     for name, got in results.items():
         at = f"{label}: {name}"
         if got.dtype in ("i32", "u32"):
@@ -70,7 +76,11 @@ def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dt
         terms = np.abs(ref)
     out = dtype if dtype in UNIT else "f32"
     acc = tol.unit or spec.numerics.accumulate
-    return compare.bound(ref, terms, float(tol.reduction.eval(case.bind)), out, acc, tol.c, tol.c_out)
+    limit = compare.bound(ref, terms, float(tol.reduction.eval(case.bind)), out, acc, tol.c, tol.c_out)
+    rounded = spec.numerics.matrices
+    if call.matrices and rounded and tol.scale == "abs" and all(case.dtypes[t] == d for t, d in rounded.items()):
+        limit += UNIT["f16"] * terms
+    return limit
 
 
 def _real(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor, ref: np.ndarray) -> Verdict:

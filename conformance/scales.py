@@ -21,13 +21,15 @@ from kernels.oracle.norm import rms
 @dataclass(frozen=True, slots=True)
 class Call:
     """tensors: live inputs and initial state as given; values: the same as f64; refs: f64 results by name (outputs and
-    scratch cut to their live rows, state whole); dtypes: of every tensor."""
+    scratch cut to their live rows, or those drawn of a large case; state whole); dtypes: of every tensor."""
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, np.ndarray]
     attrs: Mapping[str, Any]
     refs: Mapping[str, np.ndarray]
     dtypes: Mapping[str, str]
+    matrices: bool = False
+    """The device has matrix units."""
 
 
 def scale(op: str, name: str, call: Call) -> np.ndarray:
@@ -99,13 +101,13 @@ def _attended(call: Call, q: np.ndarray, q_terms: np.ndarray, k: np.ndarray, v: 
     for row, (slot, pos) in enumerate(zip(call.values["slots"], call.values["positions"], strict=True)):
         keys = np.arange(max(0, pos - window + 1) if window else 0, pos + 1)
         where = (call.values["block_table"][slot, keys // size], keys % size)
-        heads, head_terms = (x[row].reshape(-1, k.shape[3]) for x in (q, q_terms))
-        kh, vh = (np.repeat(x[where], group, axis=1).transpose(1, 0, 2) for x in (k, v))
-        s = np.einsum("hd,hjd->hj", heads, kh) * call.attrs["scale"]
-        terms = np.einsum("hd,hjd->hj", head_terms, np.abs(kh)) * call.attrs["scale"]
+        heads, head_terms = (x[row].reshape(-1, group, k.shape[3]) for x in (q, q_terms))
+        kh, vh = k[where].transpose(1, 2, 0), v[where].swapaxes(0, 1)  # [HK, D, J], [HK, J, D]
+        s = np.matmul(heads, kh) * call.attrs["scale"]
+        terms = np.matmul(head_terms, np.abs(kh)) * call.attrs["scale"]
         p = np.exp(s - s.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
-        average = np.einsum("hj,hjd->hd", p, np.abs(vh))
+        average = np.matmul(p, np.abs(vh))
         out[row], plain[row] = (average * (1 + terms.max(-1, keepdims=True))).reshape(-1), average.reshape(-1)
     return out, plain
 

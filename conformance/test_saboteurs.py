@@ -36,6 +36,8 @@ def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatc
     spec, case = SPECS[saboteur.op], case_of(saboteur, SPECS[saboteur.op])
     options = {"guard": GUARD, **saboteur.case.get("options", {})}
     sound = devices.get(saboteur.backend, **options)
+    if saboteur.needs and not sound.has(saboteur.needs):
+        pytest.skip(f"{sound.name} has no {saboteur.needs}")
     chosen: set[str] = set()
     if saboteur.backend == "vulkan":
         chosen = spy_kernels(sound, monkeypatch)

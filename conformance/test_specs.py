@@ -21,8 +21,8 @@ from kernels.vulkan.features import CAPABILITIES
 from kernels.vulkan.spirv import inspect
 
 OPERATIONS = (
-    "add_rmsnorm", "attention", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn", "fused_qkv", "geglu", "linear",
-    "logits", "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample",
+    "add_rmsnorm", "attention", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn", "fused_qkv",
+    "geglu", "linear", "logits", "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample",
 )  # fmt: skip
 GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
 OPS = load_ops()
@@ -271,7 +271,8 @@ def test_requirements_follow_the_dtypes() -> None:
 
 # Operations that run other operations' kernels, beside their own.
 SHARED = {"fused_qkv": ("linear",), "logits": ("linear",), "fused_ffn": ("linear", "ffn_up", "geglu"),
-          "attention": ("attention", "attention_combine"), "decode_attention": ("decode_attention", "attention_combine")}  # fmt: skip
+          "attention": ("attention", "attention_combine", "flash_attention"),
+          "decode_attention": ("decode_attention", "attention_combine")}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -1,6 +1,9 @@
-"""attention: flash attention over the paged cache in two dispatches, partial sums and their merge.
+"""attention: flash attention over the paged cache.
 
-Few rows (decode): one row and kv head per tile, its context cut into stretches so that the device is full.
+On matrix units, for many rows and an f16 cache: one dispatch, tiles of rows and heads against tiles of positions. Else
+in two dispatches, partial sums and their merge.
+
+Few rows: one row and kv head per tile, its context cut into stretches so that the device is full.
 Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and takes its context in stretches as
 long as a shader's loops may run.
 """
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 
 from hybrid.spec.plan import Step
 from kernels.vulkan.api import VulkanError
-from kernels.vulkan.cache import cache_layout
+from kernels.vulkan.cache import CacheLayout, cache_layout
 from kernels.vulkan.memory import Slice
 from kernels.vulkan.recorder import Live, Recorder
 from kernels.vulkan.tensors import DeviceTensor
@@ -25,6 +28,8 @@ MIN_SPLIT = 128  # positions of a stretch, at least, where there are few rows
 LOOPS = 60_000  # iterations of all loops of one invocation: llvmpipe ends every loop, silently, after 65535 in all
 MAX_SPLITS = 64
 MAX_PARTS = 1024  # rows * stretches, at most: bounds the scratch memory
+FLASH = (64, 128, 256)  # values of head_dim that flash_attention.slang is built for
+PAIRS = 128  # rows times heads of its tile
 QUERIES = {1: (2, 4, 8), 2: (2, 4, 8), 4: (2, 4), 8: (2,), 16: (2,)}  # built variants, by units per lane
 
 
@@ -69,9 +74,32 @@ def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int) -> Ti
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """o[T,HQ*D] = softmax(scale q.k) v over what each live row may see; o f32, f16 or q8_act."""
+    rows, d, cache = step.bind["T"], step.bind["D"], cache_layout(step, t)
+    device = rec.device
+    if (rows > DECODE_ROWS and cache.dtype == "f16" and d in FLASH and device.subgroup_size == 32
+            and device.has("f16_matrices")):
+        record_flash(rec, step, t, cache)
+    else:
+        record_split(rec, step, t, cache)
+
+
+def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout) -> None:
+    """On matrix units: heads and tiles of rows, the rows that see most first."""
+    rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
+    tile_heads = min(heads // kv_heads, PAIRS)
+    tile_rows = PAIRS // tile_heads
+    kernel = rec.kernel(f"flash_attention.{t['o'].dtype}.{d}")
+    push = struct.pack("<8If2I", rows, heads, kv_heads, cache.block_size, cache.table_width, cache.slots, cache.blocks,
+                       int(step.attrs["window"]), step.attrs["scale"], tile_rows, tile_heads)
+    names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
+    grid = (kv_heads * -(-(heads // kv_heads) // tile_heads), Live(step.extent, per=tile_rows, cap=rows))
+    rec.dispatch(kernel, [p for name in names for p in t[name].parts], [*t["o"].parts], push, grid)
+
+
+def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout) -> None:
+    """Stretches of the context by subgroups, then their merge."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window = int(step.attrs["window"])
-    cache = cache_layout(step, t)
     subgroup = rec.device.subgroup_size
     span = min(window, cache.context) if window else cache.context
     tile = tiling(rows, heads // kv_heads, d, span, subgroup)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.plan import Step
@@ -22,6 +21,7 @@ from kernels.vulkan.tensors import DeviceTensor
 SUBGROUPS = 8  # of a workgroup, as in the shader
 MOST_SPLITS = 64
 WORD = 16  # bytes that a lane loads at once
+DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "merge": 1}
 HEADS = {1: (1, 2, 4), 2: (1, 2, 4), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane
 
 
@@ -37,14 +37,6 @@ class Shape:
     splits: int
     min_split: int
     merge: int
-
-
-def default(device: Any) -> dict[str, int]:
-    """groups: workgroups that fill the device; min_split: positions of a stretch, at least; heads: query heads of a
-    workgroup, at most; merge: as in Shape."""
-    if device.subgroup_size < 16:  # a CPU driver: few cores, and every workgroup repeats the norms of its heads
-        return {"groups": 8, "min_split": 128, "heads": 2, "merge": 1}
-    return {"groups": 528, "min_split": 64, "heads": 2, "merge": 1}
 
 
 def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv_bytes: int, span: int, block: int, subgroup: int,
@@ -67,15 +59,17 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv_bytes: int, sp
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
-    """o[T,HQ*D] from qkv[T,(HQ+2*HK)*D], its k and v appended to k_cache, v_cache [B,BS,HK,D]. `choice` overrides
-    default()."""
+    """o[T,HQ*D] from qkv[T,(HQ+2*HK)*D], its k and v appended to k_cache, v_cache [B,BS,HK,D]. `choice` overrides what the
+    tuning table says."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window, o = int(step.attrs["window"]), t["o"]
     cache = cache_layout(step, t)
     subgroup = rec.device.subgroup_size
     span = min(window, cache.context) if window else cache.context
+    chosen = rec.device.tuning.choose("decode_attention", DEFAULT, rows=rows, group=heads // kv_heads, kv_heads=kv_heads,
+                                      head_dim=d, span=span)
     s = shape(rows, heads, kv_heads, d, 2 if cache.dtype == "f16" else 4, span, DTYPES[o.dtype].block, subgroup,
-              {**default(rec.device), **choice})
+              {**chosen, **choice})
     tiles = -(-(heads // kv_heads) // s.heads)
     kernel = rec.kernel(f"decode_attention.{cache.dtype}.{o.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
                         THREADS=SUBGROUPS * subgroup, LANES=s.lanes, MERGE=s.merge)

@@ -1,0 +1,60 @@
+"""Flash attention on matrix units: every head size and result type, over tiles, slots, windows and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conformance.cases import Case
+from conformance.devices import GUARD, Devices, spy_kernels
+from conformance.fixed import variant
+from conformance.harness import run_case
+from conformance.sizes import base_bind
+from hybrid.spec import load_op
+from kernels.vulkan.ops.attention import FLASH
+
+SPEC = load_op("attention")
+# Rows: just more than go to the other kernel, a tile less one, more than a tile; heads: one, some, all of a tile.
+SIZES = (
+    {"T": 33, "HQ": 4, "HK": 2, "S": 4, "BS": 16, "MB": 12},
+    {"T": 127, "HQ": 2, "HK": 2, "S": 1, "BS": 32, "MB": 9},
+    {"T": 129, "HQ": 8, "HK": 1, "S": 2, "BS": 7, "MB": 31},
+    {"T": 40, "HQ": 10, "HK": 2, "S": 40, "BS": 5, "MB": 9},
+)
+
+
+@pytest.fixture
+def device(devices: Devices) -> Any:
+    found = devices.get("vulkan", guard=GUARD)
+    if not found.has("f16_matrices") or found.subgroup_size != 32:
+        pytest.skip(f"no cooperative matrices of f16 on {found.name}")
+    return found
+
+
+def _cases(d: int) -> Iterator[Case]:
+    for i, sizes in enumerate(SIZES):
+        for j, o in enumerate(SPEC.outputs["o"].dtype):
+            dtypes = SPEC.dtypes({"k_cache": "f16", "o": o})
+            case = variant(SPEC, {**base_bind(SPEC), **sizes, "D": d}, dtypes, 10 * i + j)
+            for window in (0, 1, 19, 64):
+                yield replace(case, attrs={**case.attrs, "window": window})
+
+
+@pytest.mark.parametrize("style", ["ragged", "mixed", "empty", "full"])
+@pytest.mark.parametrize("d", FLASH)
+def test_tiles(device: Any, monkeypatch: pytest.MonkeyPatch, d: int, style: str) -> None:
+    chosen = spy_kernels(device, monkeypatch)
+    for case in _cases(d):
+        run_case(SPEC, device, replace(case, style=style))
+    assert {f"flash_attention.{o}.{d}" for o in SPEC.outputs["o"].dtype} <= chosen
+    assert not any(k.startswith("attention.") for k in chosen)
+
+
+@pytest.mark.parametrize("d", FLASH)
+@pytest.mark.parametrize("kind", [("q", "all_zero"), ("q", "large"), ("v_cache", "outlier"), ("block_table", "ring")])
+def test_edge_values(device: Any, d: int, kind: tuple[str, str]) -> None:
+    case = next(c for c in _cases(d) if c.dtypes["o"] == "f32")
+    run_case(SPEC, device, replace(case, kinds=dict([kind])))
