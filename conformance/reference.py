@@ -77,10 +77,13 @@ def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dt
     out = dtype if dtype in UNIT else "f32"
     acc = tol.unit or spec.numerics.accumulate
     limit = compare.bound(ref, terms, float(tol.reduction.eval(case.bind)), out, acc, tol.c, tol.c_out)
-    rounded = spec.numerics.matrices
-    if call.matrices and rounded and tol.scale == "abs" and all(case.dtypes[t] == d for t, d in rounded.items()):
-        limit += UNIT["f16"] * terms
-    return limit
+    return limit + UNIT["f16"] * terms if call.matrices and tol.scale == "abs" and _on_matrix_units(spec, case) else limit
+
+
+def _on_matrix_units(spec: OpSpec, case: Case) -> bool:
+    """May matrix units, where there are any, compute this case?"""
+    units = spec.numerics.matrices
+    return units is not None and all(case.dtypes[t] == d for t, d in units.dtypes.items()) and bool(units.when.eval(case.bind))
 
 
 def _real(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor, ref: np.ndarray) -> Verdict:

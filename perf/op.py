@@ -34,6 +34,7 @@ from hybrid.spec.plan import Plan
 from hybrid.spec.schedule import find_schedule
 
 MAX_COPIES = 64
+WARM_UP = 0.3  # seconds: a GPU that has idled while values were made needs about that long to raise its clocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,11 @@ def repeated(spec: OpSpec, case: Case, device: Device, footprint: int, noise: bo
 def measure(device: Device, plan: Plan, copies: int, seconds: float) -> float:
     """Median seconds of one step: device timestamps where there are any, else the host's clock around a submit."""
     program = device.compile(plan, profile=True)
-    device.wait(program.submit())
     samples: list[float] = []
+    warm = time.perf_counter() + WARM_UP
+    device.wait(program.submit())
+    while time.perf_counter() < warm:
+        device.wait(program.submit())
     end = time.perf_counter() + seconds
     while len(samples) < 3 or time.perf_counter() < end:
         start = time.perf_counter()

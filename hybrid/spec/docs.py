@@ -114,7 +114,8 @@ def _numerics(o: OpSpec) -> str:
             f"{n.determinism.replace('_', ' ')}; non-finite values: {n.nonfinite}.\n")  # fmt: skip
     line += "".join(f"Beside {x} activations the numbers of weights are rounded to {w}.\n" for x, w in n.operands.items())
     if n.matrices:
-        line += f"Where {' and '.join(f'{t} is {d}' for t, d in n.matrices.items())}, matrix units may round operands to f16.\n"
+        types = " and ".join(f"{t} is {d}" for t, d in n.matrices.dtypes.items())
+        line += f"Where {types} and `{n.matrices.when}`, matrix units may round operands to f16.\n"
     tolerances = [(d, "results of this dtype", t) for d, t in o.tolerance.items()]
     tolerances += [(d, name, t) for name, spec in o.tensors.items() for d, t in spec.tolerance.items()]
     rows = [(d, who, _tolerance(t), f"{t.nmse_max:g}" if t.nmse_max else "") for d, who, t in tolerances]

@@ -234,6 +234,16 @@ class DTypeRule(Model):
     require: dict[str, DTypeList]
 
 
+class MatrixUnits(Model):
+    """Where a device with matrix units (f16_matrices) may round every operand of a product to f16 once: u_f16*scale is
+    then added to the bounds with scale = "abs"."""
+
+    dtypes: dict[str, str]
+    """Tensor -> the type that it must have."""
+    when: Expr = Expr(1)
+    """Condition on the axes."""
+
+
 class Numerics(Model):
     accumulate: Literal["f32", "none"]
     """Type of sums; none: nothing is added up."""
@@ -242,9 +252,7 @@ class Numerics(Model):
     operands: dict[str, str] = Field(default_factory=dict)
     """Type of the activations -> type that the numbers of weights beside them are rounded to (nearest even) before they
     are multiplied; beside other types they are taken as they are."""
-    matrices: dict[str, str] = Field(default_factory=dict)
-    """Tensor -> type: where these tensors have these types, a device with matrix units (f16_matrices) may round every
-    operand of a product to f16 once: u_f16*scale is then added to the bounds with scale = "abs"."""
+    matrices: MatrixUnits | None = None
     determinism: Literal["bitwise", "run_to_run", "none"]
     """bitwise: the same bits on every device; run_to_run: the same bits each time on one device, whatever the other
     rows of the batch are."""
