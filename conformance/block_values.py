@@ -18,6 +18,7 @@ CODES = {
 """Smallest and largest integer of each type (q8_0 could hold -128; encoders never make it)."""
 _OFFSET = {"q4_0": 8, "q5_0": 16, "q6_k": 32}
 _MINIMA = ("q4_1", "q5_1", "q4_k", "q5_k")
+POOL_ROWS, POOLED = 8192, 1 << 27  # rows of a pool, and elements of a matrix from which on one is used
 
 
 def pack(dtype: str, codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None,
@@ -110,6 +111,8 @@ def quantised(seed: int, name: str, shape: Sequence[int], dtype: str, scale: flo
     around a mean that is not zero where the type has a minimum."""
     low, high = CODES[dtype]
     lead, k = tuple(shape[:-1]), shape[-1]
+    if len(lead) == 1 and lead[0] > POOL_ROWS and lead[0] * k > POOLED:
+        return _pooled(seed, name, lead[0], quantised(seed, name, (POOL_ROWS, k), dtype, scale))
     codes = integers(seed, name, shape, low, high)
     spread, middle = (high - low) / 12**0.5, (low + high) / 2  # deviation and mean of a uniform integer
 
@@ -130,6 +133,16 @@ def quantised(seed: int, name: str, shape: Sequence[int], dtype: str, scale: flo
     d = some(".scales", k // 32, scale)
     minima = -d * middle * uniform(seed, name + ".minima", d.shape, 0.8, 1.2) if dtype in _MINIMA else None
     return pack(dtype, codes, d, minima)
+
+
+def _pooled(seed: int, name: str, rows: int, pool: Tensor) -> Tensor:
+    """A matrix too large to be drawn: the pool's rows again and again, each time with another sign and power of two in
+    all its scales, so that rows taken for one another show."""
+    factor = np.ldexp(1.0, integers(seed, name + ".row.power", (rows, 1), -2, 1))
+    factor *= 1 - 2 * integers(seed, name + ".row.sign", (rows, 1), 0, 1)
+    index = np.arange(rows) % POOL_ROWS
+    parts = tuple(p[index] * factor.astype(p.dtype) if p.dtype.kind == "f" else p[index] for p in pool.parts)
+    return Tensor(pool.dtype, (rows, *pool.shape[1:]), parts)
 
 
 def exact(seed: int, name: str, shape: Sequence[int], dtype: str) -> Tensor:

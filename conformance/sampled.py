@@ -15,7 +15,7 @@ from conformance.cases import Case
 from hybrid.spec import OpSpec
 from hybrid.spec.tensor import Tensor
 
-LARGE = 1_000_000_000  # flops of a case from which on rows are drawn
+LARGE = 250_000_000  # flops of a case from which on rows are drawn
 # Operation -> axis -> rows of it that are judged, at most.
 ROWS: dict[str, dict[str, int]] = {
     "attention": {"T": 12},

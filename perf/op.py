@@ -34,7 +34,7 @@ from hybrid.spec.plan import Plan
 from hybrid.spec.schedule import find_schedule
 
 MAX_COPIES = 64
-WARM_UP = 0.3  # seconds: a GPU that has idled while values were made needs about that long to raise its clocks
+WARM_UP = 1.0  # seconds: a GPU that has idled while values were made takes a while to raise its clocks
 
 
 @dataclass(frozen=True, slots=True)
