@@ -7,6 +7,7 @@ kernels, run by test_npu_kernels.py; options.kernel names the source file that i
     file     in kernels/vulkan/shaders, kernels/vulkan/ops, kernels/oracle or kernels/npu/aie
     find     text that occurs exactly once in it; else the saboteur is stale, which is an error
     replace  what it becomes
+    needs    capability of the device that chooses the mutated kernel; without it there is nothing to catch
     case     how the case differs from the operation's usual one: bind, dtypes, attrs, kinds, style, scale, mode, seed,
              rows, outs; options = options of the device
     needs    a capability (Device.has) without which the kernel is not chosen; the mutant is then skipped

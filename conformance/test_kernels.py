@@ -14,9 +14,11 @@ from conformance.harness import POISON, prepare, run_case
 from conformance.inputs import make
 from conformance.sizes import base_bind
 from conformance.test_ops import SPECS, combinations
+from conformance.tuned import asking, uses
 from kernels.vulkan.kernel import SPIRV
 from kernels.vulkan.ops import attention
 from kernels.vulkan.repack import REPACKED
+from kernels.vulkan.tuning import space
 
 # Kernels that only other devices choose: (pattern, subgroup sizes that never do, why).
 ELSEWHERE = [
@@ -39,9 +41,18 @@ def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatc
         cases = [c for dtypes in combinations(op, "vulkan") for c in dtype_cases(spec, dtypes)]
         for case in cases + [c for _, c in variant_cases(spec, "vulkan")]:
             prepare(spec, device, case, make(spec, case), POISON[0])
+    for family in space().family:
+        if not family.needs or device.has(family.needs):
+            spec = SPECS[family.op]
+            cases = asking(family.name, spec, device, [c for _, c in variant_cases(spec, "vulkan")])
+            for use, case in ((use, case) for use in uses(family) for case in cases):
+                with device.tuning.forced(family.name, use):
+                    prepare(spec, device, case, make(spec, case), POISON[0])
     shipped = set(json.loads((SPIRV / "manifest.json").read_text()))
     elsewhere = {n for n in shipped for pattern, sizes, _ in ELSEWHERE
                  if device.subgroup_size in sizes and fnmatch.fnmatchcase(n, pattern)}  # fmt: skip
+    if not device.has("f16_matrices"):
+        elsewhere |= {n for n in shipped if ".gemm." in n}
     missed = sorted(shipped - chosen - elsewhere)
     assert not missed, f"no case chooses {missed}: add one to fixed.VARIANTS, or remove the kernel"
 

@@ -37,7 +37,7 @@ def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatc
     options = {"guard": GUARD, **saboteur.case.get("options", {})}
     sound = devices.get(saboteur.backend, **options)
     if saboteur.needs and not sound.has(saboteur.needs):
-        pytest.skip(f"{sound.name} has no {saboteur.needs}")
+        pytest.skip(f"{sound.name} lacks {saboteur.needs}: it never runs this kernel")
     chosen: set[str] = set()
     if saboteur.backend == "vulkan":
         chosen = spy_kernels(sound, monkeypatch)

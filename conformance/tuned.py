@@ -10,7 +10,7 @@ from conformance.harness import control_of, declared, plan_of, step_of
 from hybrid.spec import OpSpec
 from hybrid.spec.plan import Plan
 from kernels.vulkan.dry import asked
-from kernels.vulkan.tuning import Value
+from kernels.vulkan.tuning import Family, Value, tables
 
 
 def plan_for(spec: OpSpec, case: Case) -> Plan:
@@ -27,3 +27,11 @@ def facts_of(family: str, spec: OpSpec, device: Any, case: Case) -> list[Mapping
 
 def asking(family: str, spec: OpSpec, device: Any, cases: Iterable[Case]) -> list[Case]:
     return [c for c in cases if facts_of(family, spec, device, c)]
+
+
+def uses(declared: Family) -> list[dict[str, Value]]:
+    """Choices in which every value of every number of a family occurs, and those of every table."""
+    values = declared.candidates.values()
+    rows = [[v[i % len(v)] for v in values] for i in range(max(map(len, values)))]
+    tuned = [e.use for table in tables().values() for e in table.family if e.name == declared.name]
+    return [dict(zip(declared.candidates, row, strict=True)) for row in rows] + tuned
