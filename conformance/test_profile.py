@@ -7,6 +7,7 @@ import json
 import pytest
 
 from conformance.devices import BACKENDS
+from hybrid.bench.probe import Probes
 from hybrid.cost import plan_cost
 from perf import probe, profile
 from perf.profile import StepRow, by_op, text
@@ -22,14 +23,19 @@ KEYS = {
     "context",
     "repetitions",
     "overlapping",
+    "probes",
     "passes",
     "ops",
     "steps",
 }
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.fixture(autouse=True)
+def known_probes(monkeypatch):
+    monkeypatch.setattr("hybrid.bench.probe.probe", lambda device: Probes(3000.0, "copy", 500.0, "matrix", {}))
+
+
+@pytest.mark.parametrize(("backend", "phase"), [("vulkan", "decode"), ("vulkan", "prefill"), ("cpu", "prefill")])
 def test_every_step_is_in_the_table_and_the_sums_add_up(devices, tmp_path, capsys, backend, phase):
     devices.get(backend)  # skips where there is no Vulkan
     assert (
@@ -69,9 +75,12 @@ def test_bytes_and_operations_are_the_plans(devices):
 
 def test_operations_are_summed_the_longest_first():
     rows = by_op(
-        [StepRow("a.0", "a", 0, 0.0, 1.0, 10, 1), StepRow("b", "b", 0, 1.0, 6.0, 0, 6), StepRow("a.1", "a", 1, 7.0, 3.0, 30, 1)]
+        [StepRow("a.0", "a", 0, 0.0, 1.0, 10, 1), StepRow("b", "b", 0, 1.0, 6.0, 0, 6), StepRow("a.1", "a", 1, 7.0, 3.0, 30, 1)],
+        copy_gb_s=0.02,
+        matrix_tflops=2e-6,
     )
     assert [(r.op, r.calls, r.us, r.share, r.nbytes) for r in rows] == [("b", 1, 6.0, 0.6, 0), ("a", 2, 4.0, 0.4, 40)]
+    assert [r.floor_us for r in rows] == pytest.approx([3.0, 2.0])  # 6 operations at 2 a microsecond; 40 bytes at 20
     assert rows[1].gb_per_second == pytest.approx(0.01) and rows[0].tflops == pytest.approx(1e-6)
 
 
@@ -84,8 +93,21 @@ def test_steps_that_overlap_are_said_to():
         "context": 1,
         "repetitions": 1,
         "overlapping": True,
+        "probes": {"copy_gb_s": 1.0, "matrix_tflops": None},
         "passes": [{"device_us": 1.0, "host_us": 2.0}],
-        "ops": [{"op": "a", "calls": 1, "us": 1.0, "share": 1.0, "nbytes": 1, "flops": 1, "gb_per_second": 1.0, "tflops": 1.0}],
+        "ops": [
+            {
+                "op": "a",
+                "calls": 1,
+                "us": 1.0,
+                "share": 1.0,
+                "nbytes": 1,
+                "flops": 1,
+                "gb_per_second": 1.0,
+                "tflops": 1.0,
+                "floor_us": 1.0,
+            }
+        ],
     }
     assert "note: steps overlap here" in text(report) and "--serial" in text(report)
     assert "overlap" not in text({**report, "overlapping": False})

@@ -52,6 +52,8 @@ class OpRow:
     """Of the device's time."""
     nbytes: int
     flops: int
+    floor_us: float
+    """What its bytes and operations would take at the rates of this run's probes."""
 
     @property
     def gb_per_second(self) -> float:
@@ -62,14 +64,20 @@ class OpRow:
         return self.flops / self.us / 1e6 if self.us else 0.0
 
 
-def by_op(steps: Sequence[StepRow]) -> list[OpRow]:
+def floor(step: StepRow, copy_gb_s: float, matrix_tflops: float | None) -> float:
+    """Microseconds below which the step cannot be done at the rates that the probes reached."""
+    return max(step.nbytes / copy_gb_s / 1e3, step.flops / matrix_tflops / 1e6 if matrix_tflops else 0.0)
+
+
+def by_op(steps: Sequence[StepRow], copy_gb_s: float, matrix_tflops: float | None) -> list[OpRow]:
     """Sums by operation, the longest first."""
     total = sum(s.us for s in steps) or 1.0
     found = []
     for op in dict.fromkeys(s.op for s in steps):
         own = [s for s in steps if s.op == op]
         us = sum(s.us for s in own)
-        found.append(OpRow(op, len(own), us, us / total, sum(s.nbytes for s in own), sum(s.flops for s in own)))
+        least = sum(floor(s, copy_gb_s, matrix_tflops) for s in own)
+        found.append(OpRow(op, len(own), us, us / total, sum(s.nbytes for s in own), sum(s.flops for s in own), least))
     return sorted(found, key=lambda row: -row.us)
 
 
@@ -116,6 +124,7 @@ def _steps(plan: Any, context: int, runs: Sequence[Any], begin: float) -> list[S
 
 def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Everything as plain data."""
+    from hybrid.bench.probe import probe
     from hybrid.devices import open_first
     from hybrid.engine import CHUNK, Engine
     from hybrid.spec.schedule import find_schedule, load_schedule
@@ -128,6 +137,7 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
         overlapping = bool(getattr(device, "chain", False)) and not args.serial
         if args.serial and hasattr(device, "chain"):
             device.chain = False
+        probes = probe(device)
         ctx = args.context + 3
         if ctx > checkpoint.hparams.context_length:
             raise ValueError(f"--context {args.context}: the model was made for {checkpoint.hparams.context_length} positions")
@@ -144,8 +154,12 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
             "context": args.context,
             "repetitions": args.repetitions,
             "overlapping": overlapping,
+            "probes": asdict(probes),
             "passes": passes,
-            "ops": [{**asdict(r), "gb_per_second": r.gb_per_second, "tflops": r.tflops} for r in by_op(steps)],
+            "ops": [
+                {**asdict(r), "gb_per_second": r.gb_per_second, "tflops": r.tflops}
+                for r in by_op(steps, probes.copy_gb_s, probes.matrix_tflops)
+            ],
             "steps": [asdict(s) for s in steps],
         }
 
@@ -159,16 +173,28 @@ def text(report: Mapping[str, Any]) -> str:
     ]
     if report["overlapping"]:
         lines.append("note: steps overlap here; a step's time is what it added, not what it takes alone (see --serial)")
-    lines += ["", f"{'operation':24}{'calls':>7}{'us':>12}{'us each':>10}{'share':>9}{'GB/s':>9}{'TFLOPS':>9}"]
+    probes = report["probes"]
+    matrix = "" if probes["matrix_tflops"] is None else f" and {probes['matrix_tflops']:.0f} TFLOPS"
+    lines.append(
+        f"floor: what bytes and operations take at {probes['copy_gb_s']:.0f} GB/s{matrix}, the probes of this run; lost: above it"
+    )
+    lines += [
+        "",
+        f"{'operation':24}{'calls':>7}{'us':>11}{'us each':>10}{'share':>9}{'GB/s':>9}{'TFLOPS':>9}{'floor':>11}{'lost':>11}",
+    ]
     for r in report["ops"]:
-        lines.append(f"{r['op']:24}{r['calls']:7}{r['us']:12.1f}{r['us'] / r['calls']:10.2f}{100 * r['share']:7.1f} %"
-                     f"{r['gb_per_second']:9.1f}{r['tflops']:9.2f}")  # fmt: skip
+        lines.append(_line(r, r["us"]))
     device, host = (sum(p[key] for p in report["passes"]) for key in ("device_us", "host_us"))
-    total = {key: sum(r[key] for r in report["ops"]) for key in ("nbytes", "flops", "calls")}
-    rates = f"{total['nbytes'] / device / 1e3:9.1f}{total['flops'] / device / 1e6:9.2f}"
-    lines.append(f"{'device':24}{total['calls']:7}{device:12.1f}{'':19}{rates}")
-    lines.append(f"{'host, waiting':24}{'':7}{host:12.1f}")
+    total = {key: sum(r[key] for r in report["ops"]) for key in ("nbytes", "flops", "calls", "floor_us")}
+    lines.append(_line({"op": "device", "share": 1.0, **total}, device))
+    lines.append(f"{'host, waiting':24}{'':7}{host:11.1f}")
     return "\n".join(lines)
+
+
+def _line(r: Mapping[str, Any], us: float) -> str:
+    rates = f"{r['nbytes'] / us / 1e3:9.1f}{r['flops'] / us / 1e6:9.2f}" if us else f"{'-':>9}{'-':>9}"
+    each = f"{us / r['calls']:10.2f}{100 * r['share']:7.1f} %"
+    return f"{r['op']:24}{r['calls']:7}{us:11.1f}{each}{rates}{r['floor_us']:11.1f}{us - r['floor_us']:11.1f}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -32,6 +32,8 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(11, 2.1 + 0.28 * len(ops) + 1.7), layout="constrained",
                                          height_ratios=[0.28 * len(ops) + 0.6, 1.5])  # fmt: skip
     top.barh([r["op"] for r in ops], [r["us"] for r in ops], color=[colours[r["op"]] for r in ops])
+    top.barh([r["op"] for r in ops], [r["floor_us"] for r in ops], color="black", height=0.25, label="floor: at the probes' rates")
+    top.legend(loc="lower right", frameon=False, fontsize=8)
     top.invert_yaxis()
     for i, r in enumerate(ops):
         rate = f"{r['tflops']:.1f} TFLOPS" if report["phase"] == "prefill" else f"{r['gb_per_second']:.4g} GB/s"
@@ -56,5 +58,5 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     shown = [layer for layer in starts if layer % every == 0]
     bottom.set_xticks([starts[layer] for layer in shown], [str(layer) for layer in shown], fontsize=8)
     bottom.set(xlim=(0, first), ylim=(0, 1), yticks=[], xlabel="steps of the first pass in their order; ticks: layers")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
