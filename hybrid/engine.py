@@ -15,10 +15,11 @@ from typing import Literal
 import numpy as np
 
 from hybrid import forced
-from hybrid.batch import Chunk, bucket_of, buckets, chunks
+from hybrid.batch import Chunk, bucket_of, chunks
 from hybrid.checkpoint import Checkpoint
 from hybrid.kv import BlockTables, CacheShape, ContextExceeded
 from hybrid.loading import LoadClock
+from hybrid.passes import CHUNK, MATRIX_CHUNK, fixed_rows, pass_sizes
 from hybrid.planner import PrecisionName, Target, plan, segments
 from hybrid.reencode import Reencoded
 from hybrid.rope import rope_table
@@ -31,9 +32,6 @@ from hybrid.spec.tensor import Tensor
 from hybrid.weights import stored_types, upload
 
 DEFAULT_CTX = 4096
-CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
-FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
-LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +81,9 @@ class Engine:
         backend = device.name.split(":")[0].split(" ")[0]
         if chunk is None:
             chunk = MATRIX_CHUNK if device.has("f16_matrices") else CHUNK
-        most = fixed_rows(backend, slots) if deterministic else max(min(chunk, ctx * slots), slots)
+        sizes = pass_sizes(hp, ctx, slots, chunk, fixed_rows(backend, slots) if deterministic else None)
         self.device, self.checkpoint, self.profile = device, checkpoint, profile
-        self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(most, ctx), slots)
+        self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(sizes.rows[-1], ctx), slots)
         self.tables = BlockTables(self.cache)
         schedule = schedule or find_schedule(hp.family)
         self.target = Target(
@@ -101,10 +99,8 @@ class Engine:
         )
         self.reencoded: tuple[Reencoded, ...] = ()
         """Matrices that the device holds in another type than the file, because it does not compute with that."""
-        self.row_buckets = (most,) if deterministic else buckets(most)
-        self.out_buckets = (most,) if deterministic else buckets(slots)
-        self.logits_rows = _within(self.row_buckets, LOGITS_BYTES // (4 * hp.vocab))
-        self.hidden_rows = _within(self.row_buckets, HIDDEN_BYTES // (4 * hp.hidden * (hp.n_layers + 1)))
+        self.row_buckets, self.out_buckets = sizes.rows, sizes.outs
+        self.logits_rows, self.hidden_rows = sizes.logits, sizes.hidden
         self.positions: dict[int, int] = {}
         """Live slot -> position of its next token."""
         self.prefilled = Counters()
@@ -392,18 +388,3 @@ class Engine:
         if decl.name not in self._stored:
             self.device.store(decl)
             self._stored.add(decl.name)
-
-
-def fixed_rows(backend: str, slots: int) -> int:
-    """Rows of every pass of a deterministic engine. A kernel's variant follows from a plan's rows, and its sums for one
-    row from no other row; on cpu BLAS's sums depend on how many rows there are, so there is only one."""
-    if backend != "cpu":
-        return max(FIXED_ROWS, slots)
-    if slots > 1:
-        raise ValueError(f"deterministic on cpu runs one sequence at a time, not {slots}")
-    return 1
-
-
-def _within(sizes: Sequence[int], most: int) -> int:
-    """The largest bucket of at most `most` rows, else the smallest."""
-    return max((s for s in sizes if s <= most), default=sizes[0])

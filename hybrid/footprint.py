@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybrid.batch import buckets
 from hybrid.expand import WeightInfo
 from hybrid.hparams import HParams
 from hybrid.kv import CacheShape
+from hybrid.passes import CHUNK, pass_sizes
 from hybrid.planner import PrecisionName, Target, plan
 from hybrid.spec.plan import Plan, TensorDecl
 from hybrid.spec.schedule import find_schedule
@@ -55,17 +55,13 @@ def footprint(
     Logits and hidden states that are read back (model.logits, model.hidden_states) are not in it. ValueError for a
     batch or context that cannot be.
     """
-    from hybrid.engine import CHUNK, HIDDEN_BYTES, LOGITS_BYTES
-
     if not 1 <= context <= hparams.context_length:
         raise ValueError(f"a context of {context} is outside 1..{hparams.context_length}, which the model was made for")
-    most = max(min(chunk or CHUNK, context * batch), batch)
-    cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(most, context), batch)
+    sizes = pass_sizes(hparams, context, batch, chunk or CHUNK)
+    rows, outs, logits, hidden = sizes.rows[-1], sizes.outs[-1], sizes.logits, sizes.hidden
+    cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(rows, context), batch)
     target = Target(find_schedule(hparams.family), hparams, weights, cache, hparams.vocab, precision, kv)
-    rows, outs = buckets(most), buckets(batch)[-1]
-    prefill = plan(target, rows[-1], outs, "prefill")
-    logits = _within(rows, LOGITS_BYTES // (4 * hparams.vocab))
-    hidden = _within(rows, HIDDEN_BYTES // (4 * hparams.hidden * (hparams.n_layers + 1)))
+    prefill = plan(target, rows, outs, "prefill")
     plans = [
         prefill,
         plan(target, outs, outs, "decode"),
@@ -73,11 +69,6 @@ def footprint(
         plan(target, hidden, 0, "prefill", capture=True, layout=prefill),
     ]
     return _sum(plans, hparams)
-
-
-def _within(sizes: Any, most: int) -> int:
-    """The largest bucket of at most `most` rows, else the smallest."""
-    return max((s for s in sizes if s <= most), default=sizes[0])
 
 
 def _sum(plans: list[Plan], hparams: HParams) -> Footprint:

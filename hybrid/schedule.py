@@ -77,8 +77,9 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
-    from hybrid.engine import CHUNK, DEFAULT_CTX
+    from hybrid.engine import DEFAULT_CTX
     from hybrid.kv import CacheShape
+    from hybrid.passes import CHUNK
     from hybrid.planner import Target
     from hybrid.weights import stored_types
 

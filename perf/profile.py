@@ -126,7 +126,7 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Everything as plain data."""
     from hybrid.bench.probe import probe
     from hybrid.devices import open_first
-    from hybrid.engine import CHUNK, Engine
+    from hybrid.engine import Engine
     from hybrid.spec.schedule import find_schedule, load_schedule
 
     with ExitStack() as held:
@@ -141,7 +141,7 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
         ctx = args.context + 3
         if ctx > checkpoint.hparams.context_length:
             raise ValueError(f"--context {args.context}: the model was made for {checkpoint.hparams.context_length} positions")
-        engine = Engine(checkpoint, device, schedule, precision=args.precision, kv=args.kv, ctx=ctx, chunk=args.chunk or CHUNK,
+        engine = Engine(checkpoint, device, schedule, precision=args.precision, kv=args.kv, ctx=ctx, chunk=args.chunk,
                         n_tokens=checkpoint.hparams.vocab, profile=True, progress=sys.stderr.isatty())  # fmt: skip
         steps, passes = measure(engine, args.phase, args.context, args.repetitions)
         return {
