@@ -27,6 +27,7 @@ from kernels.oracle.quant import from_ggml
 from kernels.vulkan.device import VulkanDevice
 from kernels.vulkan.memory import Buffer, Memory
 from kernels.vulkan.repack import REPACKED
+from tools import make_random_gguf
 from tools.make_random_gguf import random_file
 
 
@@ -240,6 +241,16 @@ def test_what_a_load_took_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--device", "cpu", "-n", "1", "--json"]) == 0
     load = json.loads(capsys.readouterr().out)["load"]
     assert load["bytes_up"] > 9e6 and load["peak_host"] > 1e7 and sum(load["seconds"].values()) > 0
+
+
+def test_random_files_may_have_fewer_layers_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r.gguf"
+    assert make_random_gguf.main(["gemma3-270m", str(out), "--layers", "1", "--vocab", "640", "--head", "q4_0"]) == 0
+    with open_checkpoint(out) as c:
+        assert (c.hparams.n_layers, c.hparams.vocab, c.tokenizer.n_tokens) == (1, 640, 640)
+        assert c.dtype("token_embd.weight") == "q4_0" and c.shape("token_embd.weight") == (640, 640)
+    assert make_random_gguf.main(["gemma3-270m", str(tmp_path / "x.gguf"), "--vocab", "1000000"]) == 1
+    assert "--vocab 1000000 is outside 32.." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)

@@ -91,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--type", default="q4_0", choices=WEIGHT_TYPES, metavar="TYPE", help="of matrices (q4_0)")
     p.add_argument("--head", choices=WEIGHT_TYPES, metavar="TYPE", help="of embedding and head (q6_k; q8_0 for odd rows)")
     p.add_argument("--layers", type=int, metavar="N", help="fewer layers than the model has")
+    p.add_argument("--vocab", type=int, metavar="N", help="fewer tokens than the model has")
     p.add_argument("--force", action="store_true", help="replace OUT")
     args = p.parse_args(argv)
     return run(lambda: _main(args))
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     if args.out.exists() and not args.force:
         raise ValueError(f"{args.out} exists: choose another name, or --force to replace it")
-    hp = random_shape(args.name, args.layers)
+    hp = random_shape(args.name, args.layers, args.vocab)
     random_types(hp, args.type, args.head)  # what cannot be is said before anything is written
     begin = time.perf_counter()
     random_file(args.out, hp, args.type, args.head, f"{args.name} (random)")
