@@ -36,7 +36,7 @@ def sees_overflow() -> bool:
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        k = npu.kernel("exp2_bf16", sanitise=True, SIZE=64)
+        k = npu.kernel("exp2_bf16", options=npu.SANITISE, SIZE=64)
         k._sizes["x"] = 32  # half of what the kernel will read
         k(exact_buffer(32, np.uint16), exact_buffer(64, np.uint16))
         os._exit(0)
@@ -47,7 +47,7 @@ def main() -> None:
     npu.buffer = tiles.buffer = exact_buffer
     if sees_overflow():
         print("caught", flush=True)
-    kernels = tiles.Kernels(sanitise=True)
+    kernels = tiles.Kernels(options=npu.SANITISE)
     specs, dtypes = load_ops(), {"gemm_i8": {"x": "f32", "w": "q8_0"}, "gemm_i8i4": {"x": "f32", "w": "q4_0"}}
     for file, (op, run) in tiles.RUNS.items():
         spec = specs[op]

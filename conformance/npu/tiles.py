@@ -38,17 +38,17 @@ GEMM = {"DIM_M": 16, "DIM_K": 64, "DIM_N": 32}
 @dataclass
 class Kernels:
     """Compiled entry points. `sources`: other texts of a source file, by its name. `modes`: a tile's state before each call;
-    results may not depend on it. `sanitise`: compiled with sanitisers."""
+    results may not depend on it. `options`: of the compiler."""
 
     sources: Mapping[str, Path] = field(default_factory=dict)
     modes: tuple[str, str] = ("ceil", "symmetric")
-    sanitise: bool = False
+    options: tuple[str, ...] = ()
     _made: dict[Any, Kernel] = field(default_factory=dict)
 
     def get(self, name: str, file: str, **macros: int | float) -> Callable[..., None]:
         key = (name, *sorted(macros.items()))
         if key not in self._made:
-            self._made[key] = kernel(name, source=self.sources.get(file), sanitise=self.sanitise, **macros)
+            self._made[key] = kernel(name, source=self.sources.get(file), options=self.options, **macros)
         made = self._made[key]
 
         def call(*args: Any) -> None:

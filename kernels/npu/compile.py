@@ -16,7 +16,8 @@ them, so it puts the tile's modes there before a call and keeps what it finds af
 
 Libraries lie in $XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that they are made of: the source, its
 headers, hostapi/, macros, flags, the compiler's version. `digest(name, **macros)` is the part of it that does not depend on
-this computer. `sanitise=True` builds with AddressSanitizer and UBSan (the process must have their runtimes loaded).
+this computer. `options` are further flags of the compiler: SANITISE builds with AddressSanitizer and UBSan (the process must
+have their runtimes loaded).
 `source=PATH` compiles another text of the kernel (mutations; headers beside it go before those of the folder); `folder=PATH`
 takes entry points from another folder of declarations.
 """
@@ -42,7 +43,7 @@ from kernels.npu.catalogue import AIE, Arg, Entry, Number, entries, find
 HOSTAPI = Path(__file__).resolve().parent / "hostapi"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off",
          "-fno-gnu-unique", "-fvisibility=hidden")  # fmt: skip
-SANITISE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
+SANITISE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0")  # -O1 takes three times as long to compile
 ROUNDING = ("floor", "ceil", "symmetric_floor", "symmetric_ceil", "negative_inf", "positive_inf", "symmetric_zero",
             "symmetric_inf", "conv_even", "conv_odd")  # fmt: skip
 SATURATION = ("none", "saturate", "symmetric")
@@ -126,12 +127,12 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return out
 
 
-def kernel(name: str, *, sanitise: bool = False, source: Path | None = None, folder: Path = AIE, **macros: Number) -> Kernel:
+def kernel(name: str, *, options: tuple[str, ...] = (), source: Path | None = None, folder: Path = AIE, **macros: Number) -> Kernel:
     """The entry point `name` with those macros, compiled if the cache does not have it. SpecError for an unknown name or
     macro; CompileError without g++ or where the source does not compile."""
     entry = find(name, folder)
     values = entry.values(macros)
-    return Kernel(entry, values, _library(source or entry.source, entry.source, tuple(sorted(values.items())), sanitise))
+    return Kernel(entry, values, _library(source or entry.source, entry.source, tuple(sorted(values.items())), options))
 
 
 def digest(name: str, **macros: Number) -> str:
@@ -165,10 +166,10 @@ def cache_folder() -> Path:
 
 
 @lru_cache(maxsize=256)
-def _library(source: Path, of: Path, macros: tuple[tuple[str, Number], ...], sanitise: bool) -> ctypes.CDLL:
+def _library(source: Path, of: Path, macros: tuple[tuple[str, Number], ...], options: tuple[str, ...]) -> ctypes.CDLL:
     """The library of a source file's entry points (`of`: the file that declares them)."""
     compiler, version = _compiler()
-    flags = [*FLAGS, *(SANITISE if sanitise else ())]
+    flags = [*FLAGS, *options]
     headers = [(p.relative_to(HOSTAPI).as_posix(), p.read_text()) for p in sorted(HOSTAPI.rglob("*.h*"))]
     wrapper = _wrapper(source, [e for e in entries(of.parent).values() if e.source == of])
     name = _digest(source, wrapper, macros, flags, version, headers)[:32]
