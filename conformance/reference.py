@@ -75,7 +75,7 @@ def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dt
     else:
         terms = np.abs(ref)
     out = dtype if dtype in UNIT else "f32"
-    acc = tol.unit or spec.numerics.accumulate
+    acc = spec.numerics.accumulate
     limit = compare.bound(ref, terms, float(tol.reduction.eval(case.bind)), out, acc, tol.c, tol.c_out)
     return limit + UNIT["f16"] * terms if call.matrices and tol.scale == "abs" and _on_matrix_units(spec, case) else limit
 

@@ -146,8 +146,7 @@ def _tolerance(t: Tolerance) -> str:
         return t.metric + (f", tie {t.tie:g}" if t.tie is not None else "")
     tie = f", tie {t.tie:g}" if t.tie is not None else ""
     out = f", c_out {t.c_out:g}" if t.c_out != 1 else ""
-    unit = f", unit {t.unit}" if t.unit else ""
-    return f"{t.metric}: c {t.c:g}, reduction {t.reduction}, scale {t.scale}{unit}{out}{tie}"
+    return f"{t.metric}: c {t.c:g}, reduction {t.reduction}, scale {t.scale}{out}{tie}"
 
 
 def support(ops: Mapping[str, OpSpec]) -> str:

@@ -166,7 +166,7 @@ class Tolerance(Model):
     """How near to the oracle's float64 result an output must be.
 
     scaled_bound  |e| <= c_out*u_out*|ref| + c*sqrt(reduction)*u_acc*scale for every element, u = 2^-24 for f32,
-                  2^-11 for f16, 2^-8 for bf16; u_acc is that of `unit`, else of numerics.accumulate
+                  2^-11 for f16, 2^-8 for bf16; u_acc is that of the backend's accumulate, else numerics'
     codes         int8 activations: the scaled bound of the value before it is quantised, plus half a code step; a code
                   may be one off where the value is within `tie` codes of a half-integer; the stored sum is exact
     choice        a chosen index: equal to the oracle's, or one whose score is within `tie` of the best
@@ -179,8 +179,6 @@ class Tolerance(Model):
     c: float = Field(0.0, ge=0)
     c_out: float = Field(1.0, ge=1)
     """2 where both sides are rounded to the storage type (state), or where the device may round towards zero."""
-    unit: Literal["f32", "bf16"] | None = None
-    """u_acc, where it is not that of numerics.accumulate: terms that are themselves rounded to bf16."""
     tie: float | None = Field(None, ge=0)
     nmse_max: float | None = Field(None, gt=0)
     """A summary that is reported; never the gate."""
@@ -293,8 +291,6 @@ class Backend(Model):
     """Conditions on axes and attributes beyond the operation's own constraints."""
     dtypes: dict[str, DTypeList] = Field(default_factory=dict)
     """Narrower dtypes than the operation allows, by tensor."""
-    results: tuple[Literal["bf16"], ...] = ()
-    """Types in which its kernels give real results, beyond the operation's own: whoever calls them converts."""
     static: tuple[str, ...] = ()
     """Axes that must be known when the kernel is built."""
     tile: dict[str, int] = Field(default_factory=dict)
