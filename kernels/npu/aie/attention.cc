@@ -5,7 +5,7 @@
 // since the DMA moves no less than 4 bytes), then softmax.h. A step of 2x2 loads 256 bytes for 4 vmac: as many cycles.
 // Layouts: q [LQ/4][D/8][4][8], k [LK/4][D/8][4][8], v [LK/8][D/4][8][4], o and out [LQ/4][D/4][4][4], s [2][LK/8][4][8],
 // p the same; m, l as in softmax.h. Memory at LQ 32, LK 64, D 128: q 8, k 16, v 16, o 16, s 2, p 1, m 0.5, l 1, tables 4 KB:
-// 64.5 KB do not fit; LQ 32, LK 32: 47 KB with one buffer each, 63 KB with two of k and v. D 256: LQ 16, LK 32: 61 KB.
+// 64.5 KB do not fit; LQ 32, LK 32: 47 KB with one buffer each, 63 KB with two of k and v. D 256: LQ 16, LK 32: 62 KB.
 #include <aie_api/aie.hpp>
 
 #include "softmax.h"

@@ -38,8 +38,8 @@ constexpr int fraction_bits(int f) {
 }
 
 // Two copies, for two memory banks.
-static const table integer_ab = make(integer_bits), integer_cd = make(integer_bits);
-static const table fraction_ab = make(fraction_bits), fraction_cd = make(fraction_bits);
+static constexpr table integer_ab = make(integer_bits), integer_cd = make(integer_bits);
+static constexpr table fraction_ab = make(fraction_bits), fraction_cd = make(fraction_bits);
 
 } // namespace exp2_table
 

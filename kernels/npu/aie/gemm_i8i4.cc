@@ -5,7 +5,7 @@
 // aie::mmul 4x16x8, 2x2 blocks: four sums and one dot are live, which is what the accumulator registers hold. For a group: 8
 // loads of 64 bytes, 8 vmac, 4 shift-round-saturate, 4 vector macs. K at most 512, or the int32 sums could overflow.
 // Layouts: A [M/4][K/16][4][16] (codes -127..127), W [K/16][N/8][16][8] two codes to a byte, m [K/32][N/8][8], S [N],
-// C [M/4][N/8][4][8]. Memory at M 64, K 256, N 64: A 16, W 8, m 1, S 0.25, C 16 KB; A, W, m and S twice: 66.5 KB, so M 32: 42.
+// C [M/4][N/8][4][8]. Memory at M 64, K 256, N 64: A 16, W 8, m 1, S 0.25, C 16 KB; A, W, m and S twice: 66.5 KB; M 32: 42.5.
 #include <aie_api/aie.hpp>
 #include <aie_kernel_utils.h>
 

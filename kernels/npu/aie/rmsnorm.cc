@@ -1,7 +1,7 @@
 // RMSNorm: y = x / sqrt(mean(x^2) + eps) * w for ROWS rows of H, bfloat16 in and out.
 // The scale is a bfloat16 pair, high + low, applied as two exact products (a single bfloat16 would shift a whole row by up to
 // 2^-9); so is w, given as [2][H], high parts and then low ones. 32 lanes; a row is read twice, w once.
-// Memory at H = 5376, ROWS = 1: x 10.5 KB, w 21 KB, y 10.5 KB; x and y twice do not fit beside w: 63 KB.
+// Memory at H = 5376, ROWS = 1: x 10.5 KB, w 21 KB, y 10.5 KB; with x and y twice 63 KB, which leaves 1 KB for the stack.
 #include <aie_api/aie.hpp>
 #include <aie_kernel_utils.h>
 

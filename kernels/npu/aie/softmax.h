@@ -10,6 +10,7 @@
 #pragma once
 
 #include <aie_kernel_utils.h>
+#include <limits>
 
 #include "exp2_table.h"
 #include "split.h"
