@@ -8,29 +8,72 @@ from dataclasses import replace
 import pytest
 
 from kernels.npu.check import Report, check, main, npu_limits, table
-from kernels.npu.design import Acquire, Array, Bind, Buffer, Call, Core, Design, DesignError, Fifo, Finish, Kernel, Link, Loop, Move, Release, Tile, Worker
+from kernels.npu.design import (
+    Acquire,
+    Array,
+    Bind,
+    Buffer,
+    Call,
+    Core,
+    Design,
+    DesignError,
+    Fifo,
+    Finish,
+    Kernel,
+    Link,
+    Loop,
+    Move,
+    Release,
+    Tile,
+    Worker,
+)
 from kernels.npu.designs import shipped
 
 CORE, MEM, SHIM = Tile(0, 2), Tile(0, 1), Tile(0, 0)
+OBJECT = Array("i32", (64,))
+TAKE, MAKE, COPY = Acquire("x", ("a",)), Acquire("y", ("b",)), Call("copy", ("a", "b"))
+GIVE, SEND = Release("x"), Release("y")
 
 
-def through(array: Array = Array("i32", (64,)), depth: int = 2, dims: tuple[tuple[int, int], ...] = (), moves: tuple[Move | Finish, ...] = (),
-            stack: int = 1024, kernel: Kernel | None = None, buffers: tuple[Buffer, ...] = (), columns: int = 1,
-            allocation: str = "basic-sequential", host: int = 1 << 24) -> Design:  # fmt: skip
+def through(
+    array: Array = OBJECT,
+    depth: int = 2,
+    dims: tuple[tuple[int, int], ...] = (),
+    moves: tuple[Move | Finish, ...] = (),
+    stack: int = 1024,
+    kernel: Kernel | None = None,
+    buffers: tuple[Buffer, ...] = (),
+    columns: int = 1,
+    allocation: str = "basic-sequential",
+    host: int = 1 << 24,
+) -> Design:
     """One core that copies objects: shim -> core -> shim."""
     kernel = kernel or Kernel("copy", "copy.o", (array, array))
-    body = (Acquire("x", ("a",)), Acquire("y", ("b",)), Call("copy", ("a", "b")), Release("x"), Release("y"))
+    body = (TAKE, MAKE, COPY, GIVE, SEND)
     core = Core("copy_core", ("x", "y", "copy", *(b.name for b in buffers)), body)
-    binds = (("x", Bind("consume", "x")), ("y", Bind("produce", "y")), ("copy", Bind("kernel", "copy")),
-             *((b.name, Bind("buffer", b.name)) for b in buffers))  # fmt: skip
+    binds = (
+        ("x", Bind("consume", "x")),
+        ("y", Bind("produce", "y")),
+        ("copy", Bind("kernel", "copy")),
+        *((b.name, Bind("buffer", b.name)) for b in buffers),
+    )
     linear = ((1, 1, 1, array.size), (0, 0, 0, 1))
     steps = moves or (Move("drain", "y", "Y", SHIM, 0, *linear, 0, True), Move("fill", "x", "X", SHIM, 0, *linear, 0), Finish(0))
-    return Design("through", columns, (("X", Array(array.dtype, (host,))), ("Y", Array(array.dtype, (host,)))), (kernel,),
-                  (Fifo("x", array, depth, from_stream=dims), Fifo("y", array, depth)), (), (core,),
-                  (Worker(CORE, "copy_core", binds, stack, allocation),), steps, buffers)  # type: ignore[arg-type]  # fmt: skip
+    return Design(
+        "through",
+        columns,
+        (("X", Array(array.dtype, (host,))), ("Y", Array(array.dtype, (host,)))),
+        (kernel,),
+        (Fifo("x", array, depth, from_stream=dims), Fifo("y", array, depth)),
+        (),
+        (core,),
+        (Worker(CORE, "copy_core", binds, stack, allocation),),
+        steps,
+        buffers,
+    )  # type: ignore[arg-type]
 
 
-def through_mem(array: Array = Array("i32", (64,)), dims: tuple[tuple[int, int], ...] = (), depth: int = 2, fan: int = 1) -> Design:
+def through_mem(array: Array = OBJECT, dims: tuple[tuple[int, int], ...] = (), depth: int = 2, fan: int = 1) -> Design:
     """`fan` parallel ways shim -> mem -> shim through one mem tile, two at a shim tile."""
     fifos: list[Fifo] = []
     links, steps = [], list[Move | Finish]()
@@ -38,12 +81,17 @@ def through_mem(array: Array = Array("i32", (64,)), dims: tuple[tuple[int, int],
         fifos += [Fifo(f"in{i}", array, depth), Fifo(f"out{i}", array, depth, to_stream=dims)]
         links.append(Link(MEM, (f"in{i}",), (f"out{i}",)))
         linear = ((1, 1, 1, array.size), (0, 0, 0, 1), 0)
-        steps += [Move("drain", f"out{i}", "Y", Tile(i // 2, 0), 0, *linear, wait=True), Move("fill", f"in{i}", "X", Tile(i // 2, 0), 0, *linear)]
+        steps += [
+            Move("drain", f"out{i}", "Y", Tile(i // 2, 0), 0, *linear, wait=True),
+            Move("fill", f"in{i}", "X", Tile(i // 2, 0), 0, *linear),
+        ]
     arguments = (("X", array), ("Y", array))
     return Design("through_mem", 4, arguments, (), tuple(fifos), tuple(links), (), (), (*steps, Finish(0)))
 
 
-def moved(sizes: tuple[int, int, int, int], strides: tuple[int, int, int, int], dtype: str = "i32", offset: int = 0, host: int = 1 << 24) -> Design:
+def moved(
+    sizes: tuple[int, int, int, int], strides: tuple[int, int, int, int], dtype: str = "i32", offset: int = 0, host: int = 1 << 24
+) -> Design:
     array = Array(dtype, (64,))
     n = sizes[0] * sizes[1] * sizes[2] * sizes[3]
     drain = Move("drain", "y", "Y", SHIM, 0, (1, 1, 1, n), (0, 0, 0, 1), 0, True)
@@ -66,11 +114,16 @@ BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
     "descriptors by parity": ("mem.bds_per_parity", lambda: through_mem(Array("i32", (8,)), depth=8, fan=3)),
     "descriptors of a shim tile": ("shim.bds", lambda: through(moves=many(9))),
     "channels in": ("mem.channels_in", lambda: through_mem(fan=7)),
-    "channels out": ("shim.channels_out", lambda: replace(through_mem(fan=3), sequence=(*(
-        replace(m, tile=SHIM) for m in through_mem(fan=3).moves()), Finish(0)))),
+    "channels out": (
+        "shim.channels_out",
+        lambda: replace(through_mem(fan=3), sequence=(*(replace(m, tile=SHIM) for m in through_mem(fan=3).moves()), Finish(0))),
+    ),
     "lock value": ("core.lock_max", lambda: through(Array("i32", (1,)), depth=64)),
     "words of a core's descriptor": ("core.bd.words", lambda: through(Array("i32", (16384,)), depth=1)),
-    "dimensions of a core's descriptor": ("core.bd.dimensions", lambda: through(Array("i32", (256,)), dims=((4, 16), (4, 64), (4, 1), (4, 4)))),
+    "dimensions of a core's descriptor": (
+        "core.bd.dimensions",
+        lambda: through(Array("i32", (256,)), dims=((4, 16), (4, 64), (4, 1), (4, 4))),
+    ),
     "wrap of a core's descriptor": ("core.bd.wrap", lambda: through(Array("i32", (600,)), dims=((2, 1), (300, 2)))),
     "step of a core's descriptor": ("core.bd.step", lambda: through(Array("i32", (16386,)), dims=((8193, 1), (2, 8193)), depth=1)),
     "wrap of a mem tile's descriptor": ("mem.bd.wrap", lambda: through_mem(Array("i32", (4096,)), dims=((2, 1), (2048, 2)))),
@@ -83,7 +136,10 @@ BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
     "runs of half words": ("stream width", lambda: through(Array("i8", (64,)), dims=((2, 2), (16, 4), (2, 1)))),
     "outside of an argument": ("argument", lambda: moved((1, 1, 1, 64), (0, 0, 0, 1), offset=1, host=64)),
     "columns": ("columns", lambda: through(columns=5)),
-    "arguments": ("arguments", lambda: replace(through(), arguments=(*through().arguments, *((f"z{i}", Array("i32", (4,))) for i in range(4))))),
+    "arguments": (
+        "arguments",
+        lambda: replace(through(), arguments=(*through().arguments, *((f"z{i}", Array("i32", (4,))) for i in range(4)))),
+    ),
 }
 
 
@@ -158,14 +214,14 @@ def test_a_stack_of_1_kb_that_overruns_is_refused() -> None:
 
 
 ORDER: dict[str, tuple[str, tuple[object, ...]]] = {
-    "used before it is acquired": ("not acquired", (Call("copy", ("a", "b")), Acquire("x", ("a",)), Acquire("y", ("b",)), Release("x"), Release("y"))),
-    "released twice": ("does not hold", (Acquire("x", ("a",)), Release("x"), Release("x"), Acquire("y", ("b",)), Release("y"))),
-    "kept": ("keeps 1 objects", (Acquire("x", ("a",)), Acquire("y", ("b",)), Call("copy", ("a", "b")), Release("y"))),
-    "more than the depth": ("waits for itself", (Acquire("x", ("a", "c", "d")), Release("x", 3), Acquire("y", ("b",)), Release("y"))),
-    "acquired again": ("the same ones again", (Acquire("x", ("a",)), Acquire("x", ("c",)), Release("x", 2), Acquire("y", ("b",)), Release("y"))),
-    "unbalanced loop": ("different numbers", (Acquire("x", ("a",)), Acquire("y", ("b",)), Loop(2, (Release("x"),)), Release("y"))),
-    "ports out of step": ("different numbers of iterations", (Acquire("x", ("a",)), Release("x"), Loop(2, (Acquire("y", ("b",)), Release("y"))))),
-}  # fmt: skip
+    "used before it is acquired": ("not acquired", (COPY, TAKE, MAKE, GIVE, SEND)),
+    "released twice": ("does not hold", (TAKE, GIVE, GIVE, MAKE, SEND)),
+    "kept": ("keeps 1 objects", (TAKE, MAKE, COPY, SEND)),
+    "more than the depth": ("waits for itself", (Acquire("x", ("a", "c", "d")), Release("x", 3), MAKE, SEND)),
+    "acquired again": ("the same ones again", (TAKE, Acquire("x", ("c",)), Release("x", 2), MAKE, SEND)),
+    "unbalanced loop": ("different numbers", (TAKE, MAKE, Loop(2, (GIVE,)), SEND)),
+    "ports out of step": ("different numbers of iterations", (TAKE, GIVE, Loop(2, (MAKE, SEND)))),
+}
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -173,15 +229,20 @@ def test_program_order(name: str) -> None:
     text, body = ORDER[name]
     design = through()
     broken = replace(design, cores=(replace(design.cores[0], body=body),))  # type: ignore[arg-type]
-    assert any(text in v.text for v in check(broken).violations if v.limit == "program order"), [str(v) for v in check(broken).violations]
+    assert any(text in v.text for v in check(broken).violations if v.limit == "program order"), [
+        str(v) for v in check(broken).violations
+    ]
 
 
 def test_sequences_out_of_order() -> None:
     design = through()
     drain, fill, finish = design.sequence
-    cases = {"before anything is filled": (drain, finish, replace(fill, group=1), Finish(1)), "never finished": (drain, fill),
-             "no drain is waited for": (replace(drain, wait=False), fill, finish),
-             "not a whole number": (drain, replace(fill, sizes=(1, 1, 1, 32)), finish)}  # fmt: skip
+    cases = {
+        "before anything is filled": (drain, finish, replace(fill, group=1), Finish(1)),
+        "never finished": (drain, fill),
+        "no drain is waited for": (replace(drain, wait=False), fill, finish),
+        "not a whole number": (drain, replace(fill, sizes=(1, 1, 1, 32)), finish),
+    }
     for text, steps in cases.items():
         assert any(text in v.text for v in check(replace(design, sequence=steps)).violations), text  # type: ignore[arg-type]
 
@@ -203,7 +264,12 @@ def test_the_command_prints_what_is_used(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_contradictions_are_refused_when_a_design_is_made() -> None:
     design = through()
-    for change in ({"fifos": design.fifos[:1]}, {"fifos": (*design.fifos, Fifo("z", Array("i32", (4,))))}, {"cores": ()},
-                   {"workers": (replace(design.workers[0], tile=MEM),)}, {"arguments": design.arguments[:1]}):  # fmt: skip
+    for change in (
+        {"fifos": design.fifos[:1]},
+        {"fifos": (*design.fifos, Fifo("z", Array("i32", (4,))))},
+        {"cores": ()},
+        {"workers": (replace(design.workers[0], tile=MEM),)},
+        {"arguments": design.arguments[:1]},
+    ):
         with pytest.raises(DesignError):
             replace(design, **change)

@@ -114,7 +114,7 @@ def test_a_run_that_waits_for_what_is_never_sent_deadlocks() -> None:
     design = gemm_i8(G)
     steps = [s for s in design.sequence if not (isinstance(s, Move) and s.fifo == "b_in1")]
     design = replace(design, sequence=(*steps, replace(next(m for m in design.moves() if m.fifo == "b_in1"), group=99)))
-    with pytest.raises(Deadlock, match="b_in1|runtime sequence"):
+    with pytest.raises(Deadlock, match=r"b_in1|runtime sequence"):
         product(G, design)
 
 
@@ -153,8 +153,10 @@ def _stride(design: Design) -> Design:
 
 
 def _shim_stride(design: Design) -> Design:
-    steps = tuple(replace(s, strides=(*s.strides[:2], s.strides[2] + 4, s.strides[3])) if isinstance(s, Move) and s.fifo == "c_out0" else s
-                  for s in design.sequence)  # fmt: skip
+    steps = tuple(
+        replace(s, strides=(*s.strides[:2], s.strides[2] + 4, s.strides[3])) if isinstance(s, Move) and s.fifo == "c_out0" else s
+        for s in design.sequence
+    )
     return replace(design, sequence=steps)
 
 
@@ -174,6 +176,7 @@ def _sync(design: Design) -> Design:
 
 def _swap(design: Design) -> Design:
     """Rows 0 and 1 of cores take each other's A."""
+
     def swapped(w: Any) -> Any:
         names = {"a0": "a1", "a1": "a0"}
         return replace(w, binds=tuple((f, replace(b, name=names.get(b.name, b.name))) for f, b in w.binds))
@@ -183,25 +186,34 @@ def _swap(design: Design) -> Design:
 
 def _order(design: Design) -> Design:
     core = design.cores[0]
-    body = tuple(replace(s, body=tuple(replace(c, args=("b_tile", "a_tile", c.args[2])) if isinstance(c, Call) else c for c in s.body))
-                 if isinstance(s, Loop) else s for s in core.body)  # fmt: skip
+    body = tuple(
+        replace(s, body=tuple(replace(c, args=("b_tile", "a_tile", c.args[2])) if isinstance(c, Call) else c for c in s.body))
+        if isinstance(s, Loop)
+        else s
+        for s in core.body
+    )
     return replace(design, cores=(replace(core, body=body),))
 
 
 def _never_zeroed(design: Design) -> Design:
     core = design.cores[0]
-    return replace(design, cores=(replace(core, body=tuple(s for s in core.body if not (isinstance(s, Call) and s.kernel == "zero"))),))
+    return replace(
+        design, cores=(replace(core, body=tuple(s for s in core.body if not (isinstance(s, Call) and s.kernel == "zero"))),)
+    )
 
 
 def _dropped_release(design: Design) -> Design:
     core = design.cores[0]
-    body = tuple(replace(s, body=tuple(c for c in s.body if not (isinstance(c, Release) and c.port == "a"))) if isinstance(s, Loop) else s
-                 for s in core.body)  # fmt: skip
+    body = tuple(
+        replace(s, body=tuple(c for c in s.body if not (isinstance(c, Release) and c.port == "a"))) if isinstance(s, Loop) else s
+        for s in core.body
+    )
     return replace(design, cores=(replace(core, body=body),))
 
 
 MUTATIONS: dict[str, Callable[[Design], Design | Lowered]] = {
-    "a stride of the mem tile": _stride, "a stride of the shim tile": _shim_stride, "a lock's count": _lock, "a dropped sync": _sync,
+    "a stride of the mem tile": _stride, "a stride of the shim tile": _shim_stride, "a lock's count": _lock,
+    "a dropped sync": _sync,
     "a swapped fifo": _swap, "operands exchanged": _order, "C never zeroed": _never_zeroed, "a release dropped": _dropped_release,
     "an offset of a link": lambda d: replace(d, links=tuple(
         replace(x, offsets=(0, *x.offsets[:-1])) if x.whole == "c_out0" else x for x in d.links)),
@@ -272,7 +284,8 @@ def test_emitted_programs_read_back_as_the_design(name: str) -> None:
 @pytest.mark.parametrize(("was", "becomes", "text"), [
     ("depth=2, name", "depths=2, name", "unexpected keyword"), ("Tile(0, 2)", "Tile(0, 2, 1)", "too many positional"),
     (".acquire(1)", ".take(1)", "no such call"), ("import Kernel, ", "import Kernal, ", "has no Kernal"),
-    ("rt.finish_task_group(group_0)", "rt.finish_task_group()", "missing a required argument"), ("range_(", "xrange_(", "not imported"),
+    ("rt.finish_task_group(group_0)", "rt.finish_task_group()", "missing a required argument"),
+    ("range_(", "xrange_(", "not imported"),
 ])  # fmt: skip
 def test_calls_that_the_release_does_not_have_are_refused(was: str, becomes: str, text: str) -> None:
     source = emit(gemm_i8(G))
@@ -283,7 +296,12 @@ def test_calls_that_the_release_does_not_have_are_refused(was: str, becomes: str
 
 def test_a_changed_program_reads_back_as_another_design() -> None:
     source = emit(gemm_i8(G))
-    for was, becomes in (("depths=[2]", "depths=[1]"), ("(4, 8)", "(8, 4)"), ("stack_size=1024", "stack_size=2048"), ("range_(2)", "range_(3)")):
+    for was, becomes in (
+        ("depths=[2]", "depths=[1]"),
+        ("(4, 8)", "(8, 4)"),
+        ("stack_size=1024", "stack_size=2048"),
+        ("range_(2)", "range_(3)"),
+    ):
         assert was in source and _sorted(read(source.replace(was, becomes, 1))) != _sorted(gemm_i8(G))
 
 

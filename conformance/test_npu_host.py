@@ -164,14 +164,20 @@ def test_wrong_arguments_end_as_they_do_on_the_hardware(folder: Path) -> None:
     data = find(folder, gemm_i8(G)).stream.read_bytes()
     insts = xrt_sim.bo(device, len(data), flags.cacheable, kernel.group_id(1))
     insts.map()[:] = data
-    buffers = [xrt_sim.bo(device, a.nbytes, flags.host_only, kernel.group_id(3 + i)) for i, (_, a) in enumerate(gemm_i8(G).arguments)]
+    buffers = [
+        xrt_sim.bo(device, a.nbytes, flags.host_only, kernel.group_id(3 + i)) for i, (_, a) in enumerate(gemm_i8(G).arguments)
+    ]
     assert kernel(3, insts, len(data), *buffers).wait() == states.ERT_CMD_STATE_ERROR  # instructions were not synced
     with pytest.raises(xrt_sim.WouldCrash):
         kernel(3, insts, len(data), *buffers, buffers[0])
     with pytest.raises(xrt_sim.WouldCrash):
         xrt_sim.bo(xrt_sim.bo(buffers[0], 64, 0), 32, 0)
-    for wrong in ((1, insts, len(data), *buffers), (3, insts, len(data), buffers[0], "no buffer", buffers[2]), (3, insts, len(data) - 8, *buffers),
-                  (3, buffers[0], len(data), *buffers)):  # fmt: skip
+    for wrong in (
+        (1, insts, len(data), *buffers),
+        (3, insts, len(data), buffers[0], "no buffer", buffers[2]),
+        (3, insts, len(data) - 8, *buffers),
+        (3, buffers[0], len(data), *buffers),
+    ):
         _context = kernel = None  # one that goes later would break the new one
         _, _context, kernel = _opened(folder)
         insts.sync(xrt_sim.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE)
@@ -187,7 +193,9 @@ def test_a_design_whose_depth_is_wrong_ends_in_a_timeout(tmp_path: Path) -> None
     from kernels.npu.emitter import emit
 
     design = shipped()["small.attention"]()
-    shallow = replace(design, fifos=tuple(replace(f, depth=1) if f.name.startswith("kv") and "_in" not in f.name else f for f in design.fifos))
+    shallow = replace(
+        design, fifos=tuple(replace(f, depth=1) if f.name.startswith("kv") and "_in" not in f.name else f for f in design.fifos)
+    )
     write(tmp_path, shallow, "by hand: no check", emit(shallow).encode(), encode(shallow))
     inputs = {n: np.zeros(a.size, np.uint16) for n, a in design.arguments if n != "o"}
     with pytest.raises(NpuError, match="ERT_CMD_STATE_TIMEOUT") as error:
@@ -235,7 +243,21 @@ def test_the_host_calls_nothing_that_pyxrt_lacks() -> None:
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self.xrt", "module")}
     assert used and used <= known, used - known
     methods = {m for c in MANIFEST["class"].values() for m in c}
-    for attr in ("register_xclbin", "get_uuid", "get_kernels", "get_name", "group_id", "map", "sync", "set_arg", "wait", "state", "add", "execute", "get_info"):
+    for attr in (
+        "register_xclbin",
+        "get_uuid",
+        "get_kernels",
+        "get_name",
+        "group_id",
+        "map",
+        "sync",
+        "set_arg",
+        "wait",
+        "state",
+        "add",
+        "execute",
+        "get_info",
+    ):
         assert attr in methods and any(isinstance(n, ast.Attribute) and n.attr == attr for n in ast.walk(tree)), attr
 
 
@@ -286,7 +308,9 @@ def test_instruction_streams_come_back() -> None:
     assert len(data) % 4 == 0 and decode(data) == (fabric_digest(design), design.arguments, design.sequence)
 
 
-def test_the_build_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
     monkeypatch.delenv("PEANO_INSTALL_DIR", raising=False)

@@ -272,7 +272,7 @@ class OpSpec(Model):
     def judged_on(self, backend: str | None) -> OpSpec:
         """The operation as a backend's results are judged: with that backend's tolerances and unit of rounding."""
         b = self._backend(backend) if backend else None
-        if b is None or not b.tolerance and b.accumulate is None:
+        if b is None or (not b.tolerance and b.accumulate is None):
             return self
         numerics = self.numerics.model_copy(update={"accumulate": b.accumulate or self.numerics.accumulate})
         return self.model_copy(update={"tolerance": {**self.tolerance, **b.tolerance}, "numerics": numerics})

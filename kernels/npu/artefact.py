@@ -1,8 +1,8 @@
 """What a design is built into, and the one digest that ties kernels, design and files together.
 
-    NAME-DIGEST.xclbin      the fabric: what the tiles are configured to (a real xclbin; for sim-npu1 the IRON source)
-    NAME-DIGEST-STREAM.bin  an instruction stream: one runtime sequence. A fabric has as many as there are sizes to run
-    NAME-DIGEST.json        the digest, the SHA-256 of each file, who built it
+NAME-DIGEST.xclbin      the fabric: what the tiles are configured to (a real xclbin; for sim-npu1 the IRON source)
+NAME-DIGEST-STREAM.bin  an instruction stream: one runtime sequence. A fabric has as many as there are sizes to run
+NAME-DIGEST.json        the digest, the SHA-256 of each file, who built it
 """
 
 from __future__ import annotations
@@ -27,8 +27,16 @@ class ArtefactError(ValueError):
 
 def fabric_digest(design: Design) -> str:
     """Kernels, fifos, links, cores, workers: what an xclbin holds. Sizes that only the sequence knows are not in it."""
-    parts = (design.columns, len(design.arguments), design.kernels, sorted(design.fifos, key=lambda f: f.name), design.links,
-             design.cores, design.workers, design.buffers)  # fmt: skip
+    parts = (
+        design.columns,
+        len(design.arguments),
+        design.kernels,
+        sorted(design.fifos, key=lambda f: f.name),
+        design.links,
+        design.cores,
+        design.workers,
+        design.buffers,
+    )
     return hashlib.sha256(json.dumps([repr(parts), digests(design), manifest()["release"]]).encode()).hexdigest()
 
 
@@ -56,8 +64,10 @@ def find(folder: Path, design: Design) -> Artefact:
     if not listing.exists():
         others = sorted(p.name for p in folder.glob(f"{design.name}-*.json")) if folder.is_dir() else []
         why = f"{others[0]} was built from other kernels or another design" if others else "nothing was built"
-        raise ArtefactError(f"{folder}: no artefact of {design.name} with digest {digest[:12]}: {why}; "
-                            f"run python -m kernels.npu.build --out {folder}")  # fmt: skip
+        raise ArtefactError(
+            f"{folder}: no artefact of {design.name} with digest {digest[:12]}: {why}; "
+            f"run python -m kernels.npu.build --out {folder}"
+        )
     table = json.loads(listing.read_text())
     if table["digest"] != digest:
         raise ArtefactError(f"{listing}: digest {table['digest'][:12]}, the sources give {digest[:12]}: build it again")
@@ -65,7 +75,9 @@ def find(folder: Path, design: Design) -> Artefact:
     for role, file in (("xclbin", f"{name}.xclbin"), ("stream", f"{name}-{stream_digest(design)[:12]}.bin")):
         path = folder / file
         if file not in table["files"] or not path.exists():
-            raise ArtefactError(f"{folder}: {file} is missing: this {role} was not built; python -m kernels.npu.build --out {folder}")
+            raise ArtefactError(
+                f"{folder}: {file} is missing: this {role} was not built; python -m kernels.npu.build --out {folder}"
+            )
         if hashlib.sha256(path.read_bytes()).hexdigest() != table["files"][file]:
             raise ArtefactError(f"{path}: its bytes are not those that were built (SHA-256 differs): build it again")
         found[role] = path
@@ -96,8 +108,12 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def encode(design: Design) -> bytes:
-    steps = [["finish", s.group] if isinstance(s, Finish) else [s.kind, s.fifo, s.argument, s.tile.col, s.tile.row, s.offset, s.sizes,
-             s.strides, s.group, s.wait] for s in design.sequence]  # fmt: skip
+    steps = [
+        ["finish", s.group]
+        if isinstance(s, Finish)
+        else [s.kind, s.fifo, s.argument, s.tile.col, s.tile.row, s.offset, s.sizes, s.strides, s.group, s.wait]
+        for s in design.sequence
+    ]
     arguments = [[n, a.dtype, a.shape] for n, a in design.arguments]
     text = json.dumps({"fabric": fabric_digest(design), "arguments": arguments, "sequence": steps}).encode()
     return text + b" " * (-len(text) % 4)  # instruction streams are whole words

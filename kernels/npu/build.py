@@ -24,8 +24,16 @@ from kernels.npu.emitter import emit
 from kernels.npu.iron import manifest
 
 # Flags of mlir-aie's own examples for AIE2 (programming_examples/makefile-common, PEANOWRAP2_FLAGS).
-PEANO_FLAGS = ("-O2", "-std=c++20", "--target=aie2-none-unknown-elf", "-Wno-parentheses", "-Wno-attributes", "-Wno-macro-redefined",
-               "-Wno-empty-body", "-DNDEBUG")  # fmt: skip
+PEANO_FLAGS = (
+    "-O2",
+    "-std=c++20",
+    "--target=aie2-none-unknown-elf",
+    "-Wno-parentheses",
+    "-Wno-attributes",
+    "-Wno-macro-redefined",
+    "-Wno-empty-body",
+    "-DNDEBUG",
+)
 AIECC_FLAGS = ("--aie-generate-xclbin", "--aie-generate-npu-insts", "--no-compile-host", "--no-xchesscc", "--no-xbridge")
 
 
@@ -51,9 +59,15 @@ def tools() -> tuple[Tools | None, list[str]]:
     if aiecc is None:
         missing.append("aiecc.py on PATH: it is in the same wheel (mlir_aie/bin)")
     if peano is None:
-        missing.append("Peano, clang++ for AIE2: pip install llvm-aie -f https://github.com/Xilinx/llvm-aie/releases/expanded_assets/nightly, "
-                       "or set PEANO_INSTALL_DIR")  # fmt: skip
-    include = next((p for p in (root.parent / "mlir_aie" / "include", root / "include") if (p / "aie_api").is_dir()), None) if root else None
+        missing.append(
+            "Peano, clang++ for AIE2: pip install llvm-aie -f https://github.com/Xilinx/llvm-aie/releases/expanded_assets/nightly, "
+            "or set PEANO_INSTALL_DIR"
+        )
+    include = (
+        next((p for p in (root.parent / "mlir_aie" / "include", root / "include") if (p / "aie_api").is_dir()), None)
+        if root
+        else None
+    )
     if include is None:
         missing.append("aie_api headers: include/ of the mlir_aie wheel, or Xilinx/aie_api")
     if missing or peano is None or aiecc is None or include is None:
@@ -81,15 +95,35 @@ def build_npu(design: Design, folder: Path, t: Tools) -> None:
     work.mkdir(parents=True, exist_ok=True)
     for kernel in {k.object: k for k in design.kernels}.values():
         source = find(kernel.name).source
-        _tool(work, str(t.clang), *PEANO_FLAGS, *define(dict(kernel.macros)), "-I", str(t.include), "-I", str(AIE), "-c", str(source),
-              "-o", kernel.object)  # fmt: skip
+        _tool(
+            work,
+            str(t.clang),
+            *PEANO_FLAGS,
+            *define(dict(kernel.macros)),
+            "-I",
+            str(t.include),
+            "-I",
+            str(AIE),
+            "-c",
+            str(source),
+            "-o",
+            kernel.object,
+        )
         text = int(_tool(work, str(t.size), kernel.object).splitlines()[1].split()[0])
         limit = npu_limits().core.program_bytes
         if limit is not None and text > limit.value:
             raise RuntimeError(f"{kernel.object}: {text} bytes of code, a core has {limit.value}")
     (work / "design.py").write_text(emit(design))
     (work / "design.mlir").write_text(_tool(work, sys.executable, "design.py"))
-    _tool(work, str(t.aiecc), *AIECC_FLAGS, f"--peano={t.peano}", "--xclbin-name=design.xclbin", "--npu-insts-name=design.bin", "design.mlir")
+    _tool(
+        work,
+        str(t.aiecc),
+        *AIECC_FLAGS,
+        f"--peano={t.peano}",
+        "--xclbin-name=design.xclbin",
+        "--npu-insts-name=design.bin",
+        "design.mlir",
+    )
     write(folder, design, manifest()["release"], (work / "design.xclbin").read_bytes(), (work / "design.bin").read_bytes())
 
 
@@ -105,7 +139,9 @@ def default_folder(sim: bool) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m kernels.npu.build", description="Build NPU designs: xclbin and instruction streams.")
+    p = argparse.ArgumentParser(
+        prog="python -m kernels.npu.build", description="Build NPU designs: xclbin and instruction streams."
+    )
     p.add_argument("names", nargs="*", metavar="NAME", help="designs (default: all; see --list)")
     p.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: the cache folder)")
     p.add_argument("--sim", action="store_true", help="build what sim-npu1 runs; needs no toolchain")

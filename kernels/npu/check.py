@@ -90,7 +90,9 @@ def _shape(design: Design, npu: Npu) -> Iterator[Violation]:
     tiles = {m.tile for m in design.moves()} | {link.tile for link in design.links} | {w.tile for w in design.workers}
     for tile in sorted(tiles):
         if not 0 <= tile.col < min(design.columns, npu.columns.value) or tile.row >= CORE + npu.core_rows.value:
-            yield Violation(design.name, "columns", f"{tile} lies outside of {design.columns} columns x {npu.core_rows.value} core rows")
+            yield Violation(
+                design.name, "columns", f"{tile} lies outside of {design.columns} columns x {npu.core_rows.value} core rows"
+            )
     if len(design.arguments) > npu.arguments.value:
         yield Violation(design.name, "arguments", f"{len(design.arguments)} buffers, a kernel takes {npu.arguments.value}")
 
@@ -138,10 +140,16 @@ def _tile(low: Lowered, use: Use, limits: TileLimits) -> Iterator[Violation]:
             used = sum(len(c.ring) for c in low.on(use.tile) if c.index % 2 == parity)
             if used > limits.bds_per_parity.value:
                 which = "odd" if parity else "even"
-                yield Violation(where, f"{kind}.bds_per_parity", f"{used} descriptors on {which} channels, which reach {limits.bds_per_parity.value}")
+                yield Violation(
+                    where,
+                    f"{kind}.bds_per_parity",
+                    f"{used} descriptors on {which} channels, which reach {limits.bds_per_parity.value}",
+                )
     for lock in (lock for lock in low.locks.values() if lock.tile == use.tile):
         if lock.init > limits.lock_max.value:
-            yield Violation(where, f"{kind}.lock_max", f"lock {lock.name} starts at {lock.init}, a lock counts to {limits.lock_max.value}")
+            yield Violation(
+                where, f"{kind}.lock_max", f"lock {lock.name} starts at {lock.init}, a lock counts to {limits.lock_max.value}"
+            )
     for channel in low.on(use.tile):
         for text in dict.fromkeys(t for bd in channel.ring for t in _descriptor(bd.dims, bd.array, limits, kind)):
             yield Violation(f"{where}: {channel.fifo}", *text)
@@ -151,8 +159,12 @@ def _core(low: Lowered, worker: Worker, limits: TileLimits) -> Iterator[Violatio
     where = f"{low.design.name}: {worker.tile}"
     for kernel in _kernels(low.design, worker):
         if kernel.stack_bytes > worker.stack_bytes:
-            yield Violation(where, "stack", f"{kernel.name} needs {kernel.stack_bytes} bytes of stack, the worker has {worker.stack_bytes}: "
-                            "it would grow into the tile's buffers")  # fmt: skip
+            yield Violation(
+                where,
+                "stack",
+                f"{kernel.name} needs {kernel.stack_bytes} bytes of stack, the worker has {worker.stack_bytes}: "
+                "it would grow into the tile's buffers",
+            )
     if worker.allocation == "bank-aware" and limits.banks and limits.data_bytes:
         yield from _banks(low, worker, limits.data_bytes.value // limits.banks.value, limits.banks.value, where)
 
@@ -164,8 +176,11 @@ def _banks(low: Lowered, worker: Worker, size: int, count: int, where: str) -> I
     for place in sorted((p for p in low.buffers.values() if p.tile == worker.tile), key=lambda p: -p.array.nbytes):
         best = max(range(count), key=room.__getitem__)
         if place.array.nbytes > room[best]:
-            yield Violation(where, "core.banks", f"{place.name} of {place.array.nbytes} bytes fits no bank of {size}: make it smaller, "
-                            "or allocate basic-sequential")  # fmt: skip
+            yield Violation(
+                where,
+                "core.banks",
+                f"{place.name} of {place.array.nbytes} bytes fits no bank of {size}: make it smaller, or allocate basic-sequential",
+            )
             return
         room[best] -= place.array.nbytes
 
@@ -192,8 +207,11 @@ def _moves(design: Design, npu: Npu) -> Iterator[Violation]:
             yield Violation(where, *text)
         end = move.offset + sum((s - 1) * t for s, t in zip(move.sizes, move.strides, strict=True))
         if end >= array.size or move.offset * array.itemsize % WORD:
-            yield Violation(where, "argument", f"elements {move.offset} to {end} of {move.argument}, which has {array.size}; "
-                            "transfers begin at whole words")  # fmt: skip
+            yield Violation(
+                where,
+                "argument",
+                f"elements {move.offset} to {end} of {move.argument}, which has {array.size}; transfers begin at whole words",
+            )
 
 
 def _words(stride: int, array: Array) -> int:
@@ -250,10 +268,12 @@ def table(report: Report) -> str:
         if uses:
             top = {k: max(getattr(u, k) for u in uses) for k in ("memory", "bds", "locks", "channels_in", "channels_out")}
             memory = f"memory {top['memory']:>6} of {uses[0].memory_of}" if kind != "shim" else "memory         -"
-            lines.append(f"  {kind:<5}{memory:<24} BDs {top['bds']:>2} of {uses[0].bds_of:<3} locks {top['locks']:>2} of {uses[0].locks_of:<3} "
-                         f"channels in {top['channels_in']}, out {top['channels_out']} of {uses[0].channels_of}")  # fmt: skip
+            lines.append(
+                f"  {kind:<5}{memory:<24} BDs {top['bds']:>2} of {uses[0].bds_of:<3} "
+                f"locks {top['locks']:>2} of {uses[0].locks_of:<3} "
+                f"channels in {top['channels_in']}, out {top['channels_out']} of {uses[0].channels_of}"
+            )
     return "\n".join([*lines, *(f"  REFUSED {v}" for v in report.violations)])
-
 
 
 def main(argv: list[str] | None = None) -> int:

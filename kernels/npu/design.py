@@ -241,12 +241,16 @@ class Design:
             known = {"fifo": [f.name for f in self.fifos], "argument": [n for n, _ in self.arguments]}
             for key, names in known.items():
                 if getattr(move, key) not in names:
-                    raise DesignError(f"{self.name}: a {move.kind} names no {key}: {getattr(move, key)!r}{nearest(getattr(move, key), names)}")
+                    raise DesignError(
+                        f"{self.name}: a {move.kind} names no {key}: {getattr(move, key)!r}{nearest(getattr(move, key), names)}"
+                    )
         for fifo in self.fifos:
             makers, takers = self.producers(fifo.name), self.consumers(fifo.name)
             if len(makers) != 1 or not takers:
-                raise DesignError(f"{self.name}: fifo {fifo.name} has {len(makers)} producers and {len(takers)} consumers; "
-                                  "it needs one and at least one")  # fmt: skip
+                raise DesignError(
+                    f"{self.name}: fifo {fifo.name} has {len(makers)} producers and {len(takers)} consumers; "
+                    "it needs one and at least one"
+                )
 
     def fifo(self, name: str) -> Fifo:
         return _find(self, "fifo", name, self.fifos)
@@ -278,7 +282,12 @@ class Design:
         return found + sorted({m.tile for m in self.moves() if m.kind == "drain" and m.fifo == fifo})
 
     def _names(self) -> dict[str, list[str]]:
-        declared: dict[str, tuple[Any, ...]] = {"fifos": self.fifos, "kernels": self.kernels, "cores": self.cores, "buffers": self.buffers}
+        declared: dict[str, tuple[Any, ...]] = {
+            "fifos": self.fifos,
+            "kernels": self.kernels,
+            "cores": self.cores,
+            "buffers": self.buffers,
+        }
         names = {what: [x.name for x in parts] for what, parts in declared.items()}
         return names | {"arguments": [n for n, _ in self.arguments], "workers on tiles": [str(w.tile) for w in self.workers]}
 
@@ -302,7 +311,9 @@ class Design:
         for name, offset in zip(link.parts, link.offsets, strict=True):
             part = self.fifo(name).array
             if part.dtype != whole.dtype or offset + part.size > whole.size:
-                raise DesignError(f"{where}: part {name} of {part.size} {part.dtype} at {offset} does not lie in {whole.size} {whole.dtype}")
+                raise DesignError(
+                    f"{where}: part {name} of {part.size} {part.dtype} at {offset} does not lie in {whole.size} {whole.dtype}"
+                )
             if offset < end:
                 raise DesignError(f"{where}: part {name} at {offset} begins before the one before it ends, at {end}")
             end = offset + part.size

@@ -27,7 +27,9 @@ class NpuDevice(CpuDevice):
 
     backend = "npu"
 
-    def __init__(self, kind: str = "npu", *, folder: Path | None = None, guard: int = 0, ops: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, kind: str = "npu", *, folder: Path | None = None, guard: int = 0, ops: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(memory_budget=0, guard=guard, ops=ops)
         self.host: Host = open_host(kind, folder or default_folder(kind == "sim"))
         self.name = self.host.name

@@ -82,8 +82,8 @@ def _fifos(design: Design) -> Iterator[str]:
     """Fifos that no link makes, then the links: each makes the fifos of its parts."""
     made = {name for link in design.links for name in link.parts}
     for fifo in (f for f in design.fifos if f.name not in made):
-        given = f', dims_to_stream={_dims(fifo.to_stream)}' if fifo.to_stream else ""
-        given += f', dims_from_stream_per_cons={_dims(fifo.from_stream)}' if fifo.from_stream else ""
+        given = f", dims_to_stream={_dims(fifo.to_stream)}" if fifo.to_stream else ""
+        given += f", dims_from_stream_per_cons={_dims(fifo.from_stream)}" if fifo.from_stream else ""
         yield f'{fifo.name} = ObjectFifo({_array(fifo.array)}, depth={fifo.depth}, name="{fifo.name}"{given})'
     for link in design.links:
         yield _link(design, link)
@@ -94,8 +94,9 @@ def _link(design: Design, link: Link) -> str:
     verb, handle = ("split", "cons") if len(link.source) == 1 else ("join", "prod")
     listed = ", ".join(link.parts) + ("," if len(parts) == 1 else "")
     return (
-        f"({listed}) = {link.whole}.{handle}().{verb}({list(link.offsets)!r}, placement={_tile(link.tile)}, depths={[p.depth for p in parts]!r}, "
-        f"obj_types=[{', '.join(_array(p.array) for p in parts)}], names={list(link.parts)!r}, dims_to_stream={_each(parts, 'to_stream')}, "
+        f"({listed}) = {link.whole}.{handle}().{verb}({list(link.offsets)!r}, placement={_tile(link.tile)}, "
+        f"depths={[p.depth for p in parts]!r}, obj_types=[{', '.join(_array(p.array) for p in parts)}], names={list(link.parts)!r}, "
+        f"dims_to_stream={_each(parts, 'to_stream')}, "
         f"dims_from_stream={_each(parts, 'from_stream')})"
     )
 
@@ -153,7 +154,8 @@ def _sequence(design: Design) -> Iterator[str]:
         tap = f"TensorAccessPattern({dims!r}, {step.offset}, {list(step.sizes)!r}, {list(step.strides)!r})"
         end = "prod" if step.kind == "fill" else "cons"
         wait = ", wait=True" if step.wait else ""
-        yield f"    rt.{step.kind}({step.fifo}.{end}(), {step.argument}, tap={tap}, task_group=group_{step.group}{wait}, placement={_tile(step.tile)})"
+        place = f"task_group=group_{step.group}{wait}, placement={_tile(step.tile)}"
+        yield f"    rt.{step.kind}({step.fifo}.{end}(), {step.argument}, tap={tap}, {place})"
 
 
 def main(argv: list[str] | None = None) -> int:

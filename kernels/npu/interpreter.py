@@ -202,7 +202,10 @@ class Interpreter:
             host = self.memory[move.argument]
             index = move.offset + walk(tuple(zip(move.sizes, move.strides, strict=True)), 0)
             if index.min() < 0 or index.max() >= host.size:
-                raise NpuFault(f"{self.design.name}: a {move.kind} of {move.fifo} reaches element {index.max()} of {move.argument}, which has {host.size}")
+                raise NpuFault(
+                    f"{self.design.name}: a {move.kind} of {move.fifo} reaches element {index.max()} of {move.argument}, "
+                    f"which has {host.size}"
+                )
             if channel.outward:
                 stream.put(host[index].tobytes())
                 self._go()
@@ -224,8 +227,14 @@ class Interpreter:
         for step in steps:
             if isinstance(step, Move):
                 entry = Task(step)
-                where = next((i for i, c in enumerate(self.low.channels)
-                              if c.tile == step.tile and c.fifo == step.fifo and c.outward == (step.kind == "fill")), None)  # fmt: skip
+                where = next(
+                    (
+                        i
+                        for i, c in enumerate(self.low.channels)
+                        if c.tile == step.tile and c.fifo == step.fifo and c.outward == (step.kind == "fill")
+                    ),
+                    None,
+                )
                 if where is None:
                     raise NpuFault(f"{self.design.name}: no shim channel of {step.tile} carries {step.fifo}")
                 self._tasks[where].append(entry)

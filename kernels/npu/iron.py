@@ -45,7 +45,9 @@ def check_program(source: str) -> int:
     count = 0
     for function in [None, *(f for f in tree.body if isinstance(f, ast.FunctionDef))]:
         formal = {a.arg for a in function.args.args} if function else set()
-        nodes = ast.walk(function) if function else (n for s in tree.body if not isinstance(s, ast.FunctionDef) for n in ast.walk(s))
+        nodes = (
+            ast.walk(function) if function else (n for s in tree.body if not isinstance(s, ast.FunctionDef) for n in ast.walk(s))
+        )
         for call in (n for n in nodes if isinstance(n, ast.Call)):
             _bind(call, imported, formal, table)
             count += 1
@@ -58,7 +60,9 @@ def _imports(tree: ast.Module, table: dict[str, Any]) -> set[str]:
         for alias in node.names:
             known = {n for n, f in table["function"].items() if f["module"] == node.module}
             if alias.name not in known:
-                raise IronError(f"line {node.lineno}: {table['release']} has no {alias.name} in {node.module}{nearest(alias.name, known)}")
+                raise IronError(
+                    f"line {node.lineno}: {table['release']} has no {alias.name} in {node.module}{nearest(alias.name, known)}"
+                )
             names.add(alias.name)
     return names
 
@@ -74,7 +78,9 @@ def _bind(call: ast.Call, imported: set[str], formal: set[str], table: dict[str,
     elif isinstance(call.func, ast.Attribute) and call.func.attr in table["method"]:
         entry = table["method"][call.func.attr]
     else:
-        raise IronError(f"{where}: {table['release']} has no such call{nearest(ast.unparse(call.func).split('.')[-1], table['method'])}")
+        raise IronError(
+            f"{where}: {table['release']} has no such call{nearest(ast.unparse(call.func).split('.')[-1], table['method'])}"
+        )
     try:
         signature(entry["params"]).bind(*call.args, **{str(k.arg): k.value for k in call.keywords})
     except TypeError as error:

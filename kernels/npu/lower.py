@@ -159,4 +159,6 @@ def _covers(design: Design, fifo: str, dims: Dims, array: Array) -> None:
     for size, stride in dims:
         count, last = count * size, last + (size - 1) * stride
     if count != array.size or last >= array.size:
-        raise DesignError(f"{design.name}: fifo {fifo}: dims {list(dims)} touch {count} elements up to {last} of an object of {array.size}")
+        raise DesignError(
+            f"{design.name}: fifo {fifo}: dims {list(dims)} touch {count} elements up to {last} of an object of {array.size}"
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -36,17 +36,18 @@ class Npu(Protocol):
         ...
 
 
-def choose(T: int, K: int, N: int, weights: str, out: str) -> Gemm:  # noqa: N803 - axes of the operation
+def choose(T: int, K: int, N: int, weights: Literal["i8", "i4"], out: Literal["i32", "f32"]) -> Gemm:
     """Sizes of the design for a product, everything padded to whole tiles."""
     small, large = TILES[weights]
-    m, k, n = large if T > ROWS * small[0] and K >= large[1] and N >= COLUMNS * large[2] else small
+    m, k, n = large if ROWS * small[0] < T and large[1] <= K and COLUMNS * large[2] <= N else small
     up = lambda size, unit: -(-size // unit) * unit  # noqa: E731
-    return Gemm(up(T, ROWS * m), up(K, k), up(N, COLUMNS * n), m, k, n, COLUMNS, s=8 if weights == "i8" else 16,
-                weights=weights, out=out)  # type: ignore[arg-type]  # fmt: skip
+    return Gemm(
+        up(T, ROWS * m), up(K, k), up(N, COLUMNS * n), m, k, n, COLUMNS, s=8 if weights == "i8" else 16, weights=weights, out=out
+    )
 
 
 def matmul_i8(npu: Npu, x: np.ndarray, w: np.ndarray, **_: Any) -> tuple[np.ndarray]:
-    g = choose(*x.shape, len(w), "i8", "i32")
+    g = choose(x.shape[0], x.shape[1], len(w), "i8", "i32")
     b = npu.kept((id_of(w), g.k, g.n), lambda: tile_weights(padded(w, g.columns * g.n, g.k), g))
     out = np.empty((g.M, g.N), np.int32)
     npu.run([Job(_gemm(g), {"A": padded(x, ROWS * g.m, g.k), "B": b}, {"C": out})])
@@ -54,7 +55,7 @@ def matmul_i8(npu: Npu, x: np.ndarray, w: np.ndarray, **_: Any) -> tuple[np.ndar
 
 
 def matmul_i8i4(npu: Npu, x: np.ndarray, w: Tensor, **_: Any) -> tuple[np.ndarray]:
-    g = choose(*x.shape, w.shape[0], "i4", "f32")
+    g = choose(x.shape[0], x.shape[1], w.shape[0], "i4", "f32")
     b = npu.kept((id_of(w.parts[0]), g.k, g.n), lambda: _four_bits(w, g))
     out = np.empty((g.M, g.N), np.float32)
     npu.run([Job(_gemm(g), {"A": padded(x, ROWS * g.m, g.k), "B": b}, {"C": out})])
@@ -77,10 +78,20 @@ def rmsnorm(npu: Npu, x: np.ndarray, w: np.ndarray, eps: float, **_: Any) -> tup
     return (real(y[:t]),)
 
 
-def attention(npu: Npu, q: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, block_table: np.ndarray, slots: np.ndarray,
-              positions: np.ndarray, scale: float, window: int, **_: Any) -> tuple[np.ndarray]:  # fmt: skip
+def attention(
+    npu: Npu,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    block_table: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    scale: float,
+    window: int,
+    **_: Any,
+) -> tuple[np.ndarray]:
     """One job for each slot: its blocks gathered into tiles, its rows cut into runs of consecutive positions."""
-    size, kv_heads, d = k_cache.shape[1:]
+    kv_heads, d = k_cache.shape[2:]
     group = group_of(q.shape[1] // d // kv_heads, d)
     heads = q.shape[1] // d // group  # a KV head is streamed again for each part of its group
     o, jobs = np.empty(q.shape, np.float32), []
@@ -93,22 +104,37 @@ def attention(npu: Npu, q: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray,
         runs = _runs(rows, positions[rows], a.LQ // group)
         a = shape_of(heads, group, d, length, -(-len(runs) // CORES_OF_COLUMN))
         where = np.arange(length)
-        gathered = [np.repeat(bf16(c[block_table[slot, where // size], where % size].astype(np.float32)), heads // kv_heads, axis=1)
-                    for c in (k_cache, v_cache)]  # fmt: skip
+        keys, values = (_gathered(c, block_table[slot], where, heads // kv_heads) for c in (k_cache, v_cache))
         tiles = np.zeros((a.blocks * CORES_OF_COLUMN, heads, group, a.LQ // group, d), np.uint16)
         first = np.zeros(len(tiles), np.int32)
         for i, run in enumerate(runs):
             tiles[i, :, :, : len(run)] = queries[run].transpose(1, 2, 0, 3)
             first[i] = positions[run[0]]
         result = np.empty(tiles.size, np.uint16)
-        jobs.append((a, runs, result, Job(_attention(a), {"q": tile_queries(tiles, first, length, window, a), "kv": tile_keys(*gathered, a)},
-                                          {"o": result})))  # fmt: skip
+        jobs.append(
+            (
+                a,
+                runs,
+                result,
+                Job(
+                    _attention(a),
+                    {"q": tile_queries(tiles, first, length, window, a), "kv": tile_keys(keys, values, a)},
+                    {"o": result},
+                ),
+            )
+        )
     npu.run([job for *_, job in jobs])
     for a, runs, result, _job in jobs:
         back = real(untile_results(result, a))
         for i, run in enumerate(runs):
             o[run] = back[i, :, :, : len(run)].transpose(2, 0, 1, 3).reshape(len(run), -1)
     return (o,)
+
+
+def _gathered(cache: np.ndarray, table: np.ndarray, where: np.ndarray, times: int) -> np.ndarray:
+    """A sequence's positions out of its blocks, as bfloat16 bits [positions, heads, D]; every head `times` times."""
+    size = cache.shape[1]
+    return np.repeat(bf16(cache[table[where // size], where % size].astype(np.float32)), times, axis=1)
 
 
 def group_of(group: int, d: int) -> int:

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import ast
-from typing import Any
+from typing import Any, Literal
 
 from kernels.npu.design import (
-    Acquire, Array, Bind, Buffer, Call, Core, Design, DesignError, Fifo, Finish, Kernel, Link, Loop, Move, Release, Statement, Tile, Worker,
+    Acquire,
+    Array,
+    Bind,
+    Buffer,
+    Call,
+    Core,
+    Design,
+    DesignError,
+    Fifo,
+    Finish,
+    Kernel,
+    Link,
+    Loop,
+    Move,
+    Release,
+    Statement,
+    Tile,
+    Worker,
 )  # fmt: skip
 from kernels.npu.emitter import DEVICES, NUMPY
 
@@ -43,9 +60,18 @@ class _Reader:
                 self._with(node)
             elif isinstance(node, ast.ImportFrom) and node.module == "aie.iron.device":
                 self.columns = next(c for c, d in DEVICES.items() if d in {a.name for a in node.names})
-        return Design(self.name, self.columns, tuple(self.arguments), tuple(self.kernels.values()), tuple(self.fifos.values()),
-                      tuple(self.links), tuple(self.cores), tuple(self.workers.values()), tuple(self.sequence),
-                      tuple(self.buffers.values()))  # fmt: skip
+        return Design(
+            self.name,
+            self.columns,
+            tuple(self.arguments),
+            tuple(self.kernels.values()),
+            tuple(self.fifos.values()),
+            tuple(self.links),
+            tuple(self.cores),
+            tuple(self.workers.values()),
+            tuple(self.sequence),
+            tuple(self.buffers.values()),
+        )
 
     def _assign(self, node: ast.Assign) -> None:
         target, value = node.targets[0], node.value
@@ -54,7 +80,9 @@ class _Reader:
         elif isinstance(value, ast.Dict):
             self.objects = ast.literal_eval(value)
         elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-            make = {"Kernel": self._kernel, "ObjectFifo": self._fifo, "Worker": self._worker, "Buffer": self._buffer}.get(value.func.id)
+            make = {"Kernel": self._kernel, "ObjectFifo": self._fifo, "Worker": self._worker, "Buffer": self._buffer}.get(
+                value.func.id
+            )
             if make:
                 make(ast.unparse(target), value)
         elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
@@ -72,8 +100,13 @@ class _Reader:
 
     def _fifo(self, name: str, call: ast.Call) -> None:
         given = _keywords(call)
-        self.fifos[name] = Fifo(name, _array(call.args[0]), ast.literal_eval(given["depth"]), _dims(given.get("dims_to_stream")),
-                                _dims(given.get("dims_from_stream_per_cons")))  # fmt: skip
+        self.fifos[name] = Fifo(
+            name,
+            _array(call.args[0]),
+            ast.literal_eval(given["depth"]),
+            _dims(given.get("dims_to_stream")),
+            _dims(given.get("dims_from_stream_per_cons")),
+        )
 
     def _link(self, call: ast.Call) -> None:
         func, given = call.func, _keywords(call)
@@ -85,8 +118,8 @@ class _Reader:
         assert isinstance(types, ast.List)
         for i, name in enumerate(names):
             self.fifos[name] = Fifo(name, _array(types.elts[i]), depths[i], to[i], since[i])
-        ends = ((whole,), names) if func.attr == "split" else (names, (whole,))
-        self.links.append(Link(_tile(given["placement"]), *ends, tuple(ast.literal_eval(call.args[0]))))
+        source, target = ((whole,), names) if func.attr == "split" else (names, (whole,))
+        self.links.append(Link(_tile(given["placement"]), source, target, tuple(ast.literal_eval(call.args[0]))))
 
     def _buffer(self, target: str, call: ast.Call) -> None:
         name = target.rsplit("_", 2)[0]
@@ -98,8 +131,13 @@ class _Reader:
         core = next(c for c in self.cores if c.name == ast.unparse(call.args[0]))
         assert isinstance(args, ast.List)
         binds = tuple((p, self._bind(a)) for p, a in zip(core.params, args.elts, strict=True))
-        self.workers[name] = Worker(_tile(given["placement"]), core.name, binds, ast.literal_eval(given["stack_size"]),
-                                    ast.literal_eval(given["allocation_scheme"]))  # fmt: skip
+        self.workers[name] = Worker(
+            _tile(given["placement"]),
+            core.name,
+            binds,
+            ast.literal_eval(given["stack_size"]),
+            ast.literal_eval(given["allocation_scheme"]),
+        )
 
     def _bind(self, node: ast.expr) -> Bind:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -117,19 +155,30 @@ class _Reader:
         for statement in node.body:
             call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
             assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-            if call.func.attr in ("fill", "drain"):
-                self.sequence.append(_move(call.func.attr, call))
+            if call.func.attr == "fill":
+                self.sequence.append(_move("fill", call))
+            elif call.func.attr == "drain":
+                self.sequence.append(_move("drain", call))
             elif call.func.attr == "finish_task_group":
                 self.sequence.append(Finish(_group(call.args[0])))
 
 
-def _move(kind: str, call: ast.Call) -> Move:
+def _move(kind: Literal["fill", "drain"], call: ast.Call) -> Move:
     given, end = _keywords(call), call.args[0]
     tap = given["tap"]
     assert isinstance(tap, ast.Call) and isinstance(end, ast.Call) and isinstance(end.func, ast.Attribute)
     offset, sizes, strides = (ast.literal_eval(a) for a in tap.args[1:])
-    return Move(kind, ast.unparse(end.func.value), ast.unparse(call.args[1]), _tile(given["placement"]), offset, tuple(sizes),  # type: ignore[arg-type]
-                tuple(strides), _group(given["task_group"]), "wait" in given)  # fmt: skip
+    return Move(
+        kind,
+        ast.unparse(end.func.value),
+        ast.unparse(call.args[1]),
+        _tile(given["placement"]),
+        offset,
+        tuple(sizes),
+        tuple(strides),
+        _group(given["task_group"]),
+        "wait" in given,
+    )
 
 
 def _statements(body: list[ast.stmt]) -> tuple[Statement, ...]:

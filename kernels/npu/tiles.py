@@ -41,7 +41,7 @@ def tile_keys(k: np.ndarray, v: np.ndarray, a: Attention) -> np.ndarray:
 
 
 def tile_queries(q: np.ndarray, positions: np.ndarray, length: int, window: int, a: Attention) -> np.ndarray:
-    """bfloat16 bits [blocks*CORES, heads, group, LQ/group, D] of consecutive positions that begin at `positions` as query tiles, flat."""
+    """bfloat16 bits [blocks*CORES, heads, group, LQ/group, D], consecutive positions from `positions` on, as query tiles, flat."""
     tiles = np.zeros((a.heads, a.blocks * CORES, a.LQ * a.D + HEAD), np.uint16)
     rows = q.transpose(1, 0, 2, 3, 4).reshape(a.heads, a.blocks * CORES, a.LQ // 4, 4, a.D // 8, 8)
     tiles[..., :-HEAD] = rows.transpose(0, 1, 2, 4, 3, 5).reshape(a.heads, a.blocks * CORES, -1)

@@ -82,8 +82,10 @@ def open_host(kind: str, folder: Path) -> Host:
     try:
         module = importlib.import_module("pyxrt")
     except ImportError as error:
-        raise NpuUnavailable(f"no pyxrt ({error}): it comes with XRT, for one version of Python; source /opt/xilinx/xrt/setup.sh; "
-                             "--npu sim asks for the simulator") from None  # fmt: skip
+        raise NpuUnavailable(
+            f"no pyxrt ({error}): it comes with XRT, for one version of Python; source /opt/xilinx/xrt/setup.sh; "
+            "--npu sim asks for the simulator"
+        ) from None
     try:
         return Host(module, folder)
     except RuntimeError as error:
@@ -218,7 +220,9 @@ class Host:
             if spare:
                 held[i, array.nbytes, name] = spare.pop()
                 continue
-            held[i, array.nbytes, name] = self.xrt.bo(self.device, array.nbytes, self.xrt.bo.host_only, loaded.kernel.group_id(FIRST + i))
+            held[i, array.nbytes, name] = self.xrt.bo(
+                self.device, array.nbytes, self.xrt.bo.host_only, loaded.kernel.group_id(FIRST + i)
+            )
             self.counters.buffers += 1
         return held
 
@@ -228,7 +232,9 @@ class Host:
             if name in job.inputs:
                 given, array = job.inputs[name], job.design.argument(name)
                 if given.dtype != DTYPES[array.dtype] or given.size != array.size:
-                    raise ValueError(f"{job.design.name}: {name} is {given.dtype} of {given.size}, declared {array.dtype} of {array.size}")
+                    raise ValueError(
+                        f"{job.design.name}: {name} is {given.dtype} of {given.size}, declared {array.dtype} of {array.size}"
+                    )
                 view[:] = np.ascontiguousarray(given).reshape(-1).view(np.uint8)
             else:
                 edge = min(STAMP.size, nbytes)

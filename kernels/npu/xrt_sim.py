@@ -33,12 +33,12 @@ class WouldCrash(RuntimeError):
     """On the hardware this ends the process, or reads somebody else's memory."""
 
 
-class xclBOSyncDirection(enum.IntEnum):  # noqa: N801 - pyxrt's names
+class xclBOSyncDirection(enum.IntEnum):
     XCL_BO_SYNC_BO_TO_DEVICE = 0
     XCL_BO_SYNC_BO_FROM_DEVICE = 1
 
 
-class ert_cmd_state(enum.IntEnum):  # noqa: N801
+class ert_cmd_state(enum.IntEnum):
     ERT_CMD_STATE_NEW = 1
     ERT_CMD_STATE_QUEUED = 2
     ERT_CMD_STATE_COMPLETED = 4
@@ -49,9 +49,9 @@ class ert_cmd_state(enum.IntEnum):  # noqa: N801
     ERT_CMD_STATE_NORESPONSE = 9
 
 
-class xrt_info_device(enum.IntEnum):  # noqa: N801
+class xrt_info_device(enum.IntEnum):
     bdf = 0
-    name = 1
+    name = 1  # type: ignore[assignment]
     max_clock_frequency_mhz = 2
 
 
@@ -81,7 +81,7 @@ def reset() -> None:
     _present[0] = True
 
 
-class uuid:  # noqa: N801
+class uuid:
     def __init__(self, text: str) -> None:
         self._text = text
 
@@ -89,7 +89,7 @@ class uuid:  # noqa: N801
         return self._text
 
 
-class xclbinkernel:  # noqa: N801
+class xclbinkernel:
     def __init__(self, count: int = 0) -> None:
         self._count = count
 
@@ -100,7 +100,7 @@ class xclbinkernel:  # noqa: N801
         return self._count
 
 
-class xclbin:  # noqa: N801
+class xclbin:
     def __init__(self, path: str) -> None:
         with open(path, "rb") as file:
             data = file.read()
@@ -116,7 +116,7 @@ class xclbin:  # noqa: N801
         return [xclbinkernel(FIRST + len(self._design.arguments))]
 
 
-class device:  # noqa: N801
+class device:
     def __init__(self, index: int = 0) -> None:
         if index != 0:
             raise RuntimeError(f"Could not open device with index '{index}'")
@@ -130,7 +130,7 @@ class device:  # noqa: N801
         return {xrt_info_device.name: NAME, xrt_info_device.bdf: "sim", xrt_info_device.max_clock_frequency_mhz: "0"}[key]
 
 
-class hw_context:  # noqa: N801
+class hw_context:
     def __init__(self, owner: device, identity: uuid) -> None:
         if not _present[0]:
             raise RuntimeError("No such device")
@@ -159,7 +159,7 @@ def _dropped(others: weakref.WeakSet[hw_context]) -> None:
         context._broken[0] = True
 
 
-class kernel:  # noqa: N801
+class kernel:
     def __init__(self, context: hw_context, name: str) -> None:
         if name != KERNEL:
             raise RuntimeError(f"No such kernel '{name}'")
@@ -181,14 +181,22 @@ class kernel:  # noqa: N801
         return made
 
 
-class bo:  # noqa: N801
-    class flags(enum.IntEnum):  # noqa: N801
+class bo:
+    class flags(enum.IntEnum):
         normal = 0
         cacheable = 1
         device_only = 2
         host_only = 3
 
     _addresses = itertools.count(0x4000000, 0x1000000)
+
+    _host: np.ndarray
+    _device: np.ndarray
+    _parent: bo | None
+    _flags: bo.flags
+    _group: int
+    _base: int
+    _size: int
 
     def __init__(self, owner: device | bo, size: int, *more: int) -> None:
         if isinstance(owner, bo):
@@ -202,8 +210,8 @@ class bo:  # noqa: N801
         else:
             if size < 1:
                 raise RuntimeError("buffer of no bytes")
-            self._parent, (flags, self._group) = None, more
-            self._flags = bo.flags(flags)
+            flags, self._group = more
+            self._parent, self._flags = None, bo.flags(flags)
             self._host, self._device = np.zeros(size, np.uint8), np.full(size, POISON, np.uint8)
             self._base = next(bo._addresses)
         self._size = size
@@ -211,7 +219,7 @@ class bo:  # noqa: N801
     cacheable, host_only, normal, device_only = flags.cacheable, flags.host_only, flags.normal, flags.device_only
 
     def map(self) -> memoryview:
-        return memoryview(self._host)
+        return memoryview(self._host.data)
 
     def sync(self, direction: xclBOSyncDirection, size: int | None = None, offset: int = 0) -> None:
         end = self._size if size is None else offset + size
@@ -236,7 +244,7 @@ class bo:  # noqa: N801
         return self._base
 
 
-class run:  # noqa: N801
+class run:
     def __init__(self, owner: kernel) -> None:
         self._kernel, self._args = owner, dict[int, Any]()
         self._state = ert_cmd_state.ERT_CMD_STATE_NEW
@@ -307,7 +315,7 @@ class run:  # noqa: N801
         return memory, sequence
 
 
-class runlist:  # noqa: N801
+class runlist:
     def __init__(self, context: hw_context) -> None:
         self._context, self._runs = context, list[run]()
 

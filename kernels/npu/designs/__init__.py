@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 from kernels.npu.design import Design
 from kernels.npu.designs.attention import Attention, attention
@@ -34,8 +35,10 @@ def rmsnorm_bf16(n: Norm, eps: float = 1e-6) -> Design:
 
 def attention_bf16(a: Attention) -> Design:
     """Queries come scaled, so that one kernel serves every scale. The exponential's tables take 4 KB of each core."""
-    macros = {"LQ": a.LQ, "LK": a.LK, "DIM_D": a.D, "GROUP": a.group, "SCALE": 1.0}
-    start, tile, finish = (tile_kernel(f"attention_stream_{part}", static_bytes=TABLES, **macros) for part in ("start", "tile", "finish"))
+    macros: dict[str, Any] = {"LQ": a.LQ, "LK": a.LK, "DIM_D": a.D, "GROUP": a.group, "SCALE": 1.0}
+    start, tile, finish = (
+        tile_kernel(f"attention_stream_{part}", static_bytes=TABLES, **macros) for part in ("start", "tile", "finish")
+    )
     return attention(a, start, tile, finish)
 
 

@@ -12,7 +12,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kernels.npu.design import (
-    Acquire, Array, Bind, Buffer, Call, Core, Design, Fifo, Finish, Kernel, Link, Loop, Move, Release, Statement, Tile, Worker,
+    Acquire,
+    Array,
+    Bind,
+    Buffer,
+    Call,
+    Core,
+    Design,
+    Fifo,
+    Finish,
+    Kernel,
+    Link,
+    Loop,
+    Move,
+    Release,
+    Statement,
+    Tile,
+    Worker,
 )  # fmt: skip
 
 ROWS = 4
@@ -40,16 +56,19 @@ class Gemm:
 
     def __post_init__(self) -> None:
         for axis, value, unit, why in (
-            ("M", self.M, ROWS * self.m, "4 rows of cores x m"), ("K", self.K, self.k, "k"), ("N", self.N, self.columns * self.n, "columns x n"),
-            ("m", self.m, 2 * self.r, "2 r: blocks of 2 x 2 accumulators"), ("k", self.k, self.s, "s"), ("n", self.n, 2 * self.t, "2 t"),
-        ):  # fmt: skip
+            ("M", self.M, ROWS * self.m, "4 rows of cores x m"),
+            ("K", self.K, self.k, "k"),
+            ("N", self.N, self.columns * self.n, "columns x n"),
+            ("m", self.m, 2 * self.r, "2 r: blocks of 2 x 2 accumulators"),
+            ("k", self.k, self.s, "s"),
+            ("n", self.n, 2 * self.t, "2 t"),
+        ):
             if value < 1 or value % unit:
                 raise ValueError(f"a product of {self.M} x {self.K} x {self.N}: {axis} = {value} is no multiple of {unit} ({why})")
         if self.weights == "i4" and self.k % 32:
             raise ValueError(f"a tile of {self.k} over K: 4-bit codes have a scale for every 32")
         if self.columns not in (1, 2, 4):
             raise ValueError(f"{self.columns} columns: 4 rows of A divide into 1, 2 or 4")
-
 
     @property
     def tile_bytes(self) -> int:
@@ -80,28 +99,54 @@ def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = No
         links.append(Link(Tile(col, 1), (f"b_in{col}",), (f"b{col}",)))
         fifos += [Fifo(f"c{row}_{col}", c, depth=depth) for row in range(ROWS)]
         fifos.append(Fifo(f"c_out{col}", Array(g.out, (ROWS * c.size,)), to_stream=to_rows))
-        links.append(Link(Tile(col, 1), tuple(f"c{row}_{col}" for row in range(ROWS)), (f"c_out{col}",), tuple(i * c.size for i in range(ROWS))))
+        links.append(
+            Link(
+                Tile(col, 1),
+                tuple(f"c{row}_{col}" for row in range(ROWS)),
+                (f"c_out{col}",),
+                tuple(i * c.size for i in range(ROWS)),
+            )
+        )
     core = _core(g, requantise is not None)
     kernels = (zero, multiply, *([requantise] if requantise else []))
     shared = [("zero", Bind("kernel", zero.name)), ("multiply", Bind("kernel", multiply.name))]
     if requantise:
         shared += [("requantise", Bind("kernel", requantise.name)), ("acc", Bind("buffer", "acc"))]
     workers = [
-        Worker(Tile(col, 2 + row), core.name,
-               (("a", Bind("consume", f"a{row}")), ("b", Bind("consume", f"b{col}")), ("c", Bind("produce", f"c{row}_{col}")), *shared))
+        Worker(Tile(col, 2 + row), core.name, (
+            ("a", Bind("consume", f"a{row}")), ("b", Bind("consume", f"b{col}")), ("c", Bind("produce", f"c{row}_{col}")), *shared))
         for row in range(ROWS) for col in range(g.columns)
     ]  # fmt: skip
-    arguments = (("A", Array("i8", (g.M * g.K,))), ("B", Array(b.dtype, (g.columns * g.stripe_bytes,))), ("C", Array(g.out, (g.M * g.N,))))
+    arguments = (
+        ("A", Array("i8", (g.M * g.K,))),
+        ("B", Array(b.dtype, (g.columns * g.stripe_bytes,))),
+        ("C", Array(g.out, (g.M * g.N,))),
+    )
     facts = {"M": g.M, "K": g.K, "N": g.N, "m": g.m, "k": g.k, "n": g.n}
-    return Design(f"{name}_k{g.K}_{g.m}x{g.k}x{g.n}_c{g.columns}", g.columns, arguments, kernels, tuple(fifos), tuple(links), (core,),
-                  tuple(workers), tuple(_sequence(g)), (Buffer("acc", acc),) if requantise else (), facts)  # fmt: skip
+    return Design(
+        f"{name}_k{g.K}_{g.m}x{g.k}x{g.n}_c{g.columns}",
+        g.columns,
+        arguments,
+        kernels,
+        tuple(fifos),
+        tuple(links),
+        (core,),
+        tuple(workers),
+        tuple(_sequence(g)),
+        (Buffer("acc", acc),) if requantise else (),
+        facts,
+    )
 
 
 def _core(g: Gemm, requantised: bool) -> Core:
     target = "acc" if requantised else "c_tile"
     steps: tuple[Statement, ...] = (
-        Acquire("a", ("a_tile",)), Acquire("b", ("b_tile",)), Call("multiply", ("a_tile", "b_tile", target)), Release("a"), Release("b"),
-    )  # fmt: skip
+        Acquire("a", ("a_tile",)),
+        Acquire("b", ("b_tile",)),
+        Call("multiply", ("a_tile", "b_tile", target)),
+        Release("a"),
+        Release("b"),
+    )
     inner: tuple[Statement, ...] = (Call("zero", (target,)), Loop(g.K // g.k, steps))
     if requantised:
         body = (*inner, Acquire("c", ("c_tile",)), Call("requantise", ("acc", "c_tile", g.shift)), Release("c"))
@@ -119,10 +164,31 @@ def _sequence(g: Gemm) -> list[Move | Finish]:
         group = block // GROUP
         for col in range(g.columns):
             tile, rows = Tile(col, 0), block * ROWS * g.m
-            steps.append(Move("drain", f"c_out{col}", "C", tile, rows * g.N + col * g.n, (1, across, ROWS * g.m, g.n),
-                              (0, g.columns * g.n, g.N, 1), group, wait=True))  # fmt: skip
-            steps.append(Move("fill", f"a_in{col}", "A", tile, (rows + col * per * g.m) * g.K, (across, g.K // g.k, per * g.m, g.k),
-                              (0, g.k, g.K, 1), group))  # fmt: skip
+            steps.append(
+                Move(
+                    "drain",
+                    f"c_out{col}",
+                    "C",
+                    tile,
+                    rows * g.N + col * g.n,
+                    (1, across, ROWS * g.m, g.n),
+                    (0, g.columns * g.n, g.N, 1),
+                    group,
+                    wait=True,
+                )
+            )
+            steps.append(
+                Move(
+                    "fill",
+                    f"a_in{col}",
+                    "A",
+                    tile,
+                    (rows + col * per * g.m) * g.K,
+                    (across, g.K // g.k, per * g.m, g.k),
+                    (0, g.k, g.K, 1),
+                    group,
+                )
+            )
             steps.append(Move("fill", f"b_in{col}", "B", tile, col * stripe, (1, 1, 1, stripe), (0, 0, 0, 1), group))
         if block % GROUP == GROUP - 1 and group > 0:
             steps.append(Finish(group - 1))

@@ -8,7 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.npu.design import Acquire, Array, Bind, Call, Core, Design, Fifo, Finish, Kernel, Link, Loop, Move, Release, Tile, Worker
+from kernels.npu.design import (
+    Acquire,
+    Array,
+    Bind,
+    Call,
+    Core,
+    Design,
+    Fifo,
+    Finish,
+    Kernel,
+    Link,
+    Loop,
+    Move,
+    Release,
+    Tile,
+    Worker,
+)
 
 CORES = 4
 GROUP = 5  # tasks of a shim tile under way: three descriptors each, of sixteen
@@ -46,8 +62,12 @@ def rmsnorm(n: Norm, kernel: Kernel) -> Design:
         fifos += [*(Fifo(f"y{col}_{i}", row, depth_out) for i in parts), Fifo(f"y_out{col}", Array("bf16", (CORES * n.H,)))]
         links.append(Link(tile, tuple(f"y{col}_{i}" for i in parts), (f"y_out{col}",), tuple(i * n.H for i in parts)))
         for i in parts:
-            binds = (("x", Bind("consume", f"x{col}_{i}")), ("w", Bind("consume", f"w{col}")), ("y", Bind("produce", f"y{col}_{i}")),
-                     ("norm", Bind("kernel", kernel.name)))  # fmt: skip
+            binds = (
+                ("x", Bind("consume", f"x{col}_{i}")),
+                ("w", Bind("consume", f"w{col}")),
+                ("y", Bind("produce", f"y{col}_{i}")),
+                ("norm", Bind("kernel", kernel.name)),
+            )
             workers.append(Worker(Tile(col, 2 + i), "norm_rows", binds))
     one = (Acquire("x", ("row",)), Acquire("y", ("out",)), Call("norm", ("row", "gain", "out")), Release("x"), Release("y"))
     core = Core("norm_rows", ("x", "w", "y", "norm"), (Acquire("w", ("gain",)), Loop(n.rows, one), Release("w")))
@@ -57,13 +77,26 @@ def rmsnorm(n: Norm, kernel: Kernel) -> Design:
         for col in range(n.columns):
             at, size = (block * n.columns + col) * per * n.H, per * n.H
             linear = ((1, 1, 1, size), (0, 0, 0, 1), block // (GROUP // 2))
-            steps += [Move("drain", f"y_out{col}", "y", Tile(col, 0), at, *linear, wait=True), Move("fill", f"x_in{col}", "x", Tile(col, 0), at, *linear),
-                      Move("fill", f"w_in{col}", "w", Tile(col, 0), 0, (1, 1, 1, w.size), (0, 0, 0, 1), block // (GROUP // 2))]  # fmt: skip
+            steps += [
+                Move("drain", f"y_out{col}", "y", Tile(col, 0), at, *linear, wait=True),
+                Move("fill", f"x_in{col}", "x", Tile(col, 0), at, *linear),
+                Move("fill", f"w_in{col}", "w", Tile(col, 0), 0, (1, 1, 1, w.size), (0, 0, 0, 1), block // (GROUP // 2)),
+            ]
         group, ends = block // (GROUP // 2), (block + 1) % (GROUP // 2) == 0
         if ends and group > 0:
             steps.append(Finish(group - 1))
     done = {s.group for s in steps if isinstance(s, Finish)}
     steps += [Finish(g) for g in range((blocks - 1) // (GROUP // 2) + 1) if g not in done]
     arguments = (("x", Array("bf16", (n.T * n.H,))), ("w", w), ("y", Array("bf16", (n.T * n.H,))))
-    return Design(f"rmsnorm_h{n.H}_r{n.rows}_c{n.columns}", n.columns, arguments, (kernel,), tuple(fifos), tuple(links), (core,), tuple(workers),
-                  tuple(steps), facts={"T": n.T, "H": n.H, "rows": n.rows})  # fmt: skip
+    return Design(
+        f"rmsnorm_h{n.H}_r{n.rows}_c{n.columns}",
+        n.columns,
+        arguments,
+        (kernel,),
+        tuple(fifos),
+        tuple(links),
+        (core,),
+        tuple(workers),
+        tuple(steps),
+        facts={"T": n.T, "H": n.H, "rows": n.rows},
+    )
