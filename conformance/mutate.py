@@ -1,10 +1,10 @@
 """Saboteurs: the shipped kernels with one piece of source text replaced. Each must make a conformance case fail.
 
-saboteurs/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the NumPy device) and [[aie]] (the NPU's tile
-kernels, run by test_npu_kernels.py; options.kernel names the source file that is run) with
+saboteurs/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the NumPy device), [[npu]] (the NPU's operations) and
+[[aie]] (the NPU's tile kernels, run by test_npu_kernels.py; options.kernel names the source file that is run) with
 
     name     what is broken
-    file     in kernels/vulkan/shaders, kernels/vulkan/ops, kernels/oracle or kernels/npu/aie
+    file     in kernels/vulkan/shaders, kernels/vulkan/ops, kernels/oracle, kernels/npu or kernels/npu/aie
     find     text that occurs exactly once in it; else the saboteur is stale, which is an error
     replace  what it becomes
     needs    capability of the device that chooses the mutated kernel; without it there is nothing to catch
@@ -40,6 +40,7 @@ FOLDERS = {
     "binding": KERNELS / "vulkan" / "ops",
     "oracle": KERNELS / "oracle",
     "aie": KERNELS / "npu" / "aie",
+    "npu": KERNELS / "npu",
 }
 
 
@@ -51,7 +52,7 @@ class StaleSaboteur(ValueError):
 class Saboteur:
     op: str
     kind: str
-    """shader, binding, oracle or aie"""
+    """shader, binding, oracle, npu or aie"""
     name: str
     file: str
     find: str
@@ -61,7 +62,7 @@ class Saboteur:
 
     @property
     def backend(self) -> str:
-        return {"oracle": "cpu", "aie": "npu"}.get(self.kind, "vulkan")
+        return {"oracle": "cpu", "npu": "npu", "aie": "npu"}.get(self.kind, "vulkan")
 
     @property
     def path(self) -> Path:

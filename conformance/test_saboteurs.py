@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.compare import Disagreement
-from conformance.devices import BACKENDS, GUARD, Devices, open_backend, spy_kernels
+from conformance.devices import GUARD, OP_BACKENDS, Devices, open_backend, spy_kernels
 from conformance.harness import run_case
 from conformance.mutate import Saboteur, case_of, load, mutated_function, mutated_spirv
 from hybrid.spec import load_ops
@@ -22,6 +23,10 @@ SABOTEURS = [s for s in load() if s.kind != "aie"]  # tile kernels have a harnes
 def _device(saboteur: Saboteur, kernels: set[str], options: dict[str, Any], folder: Path) -> Any:
     if saboteur.kind == "oracle":
         return open_backend("cpu", overrides={saboteur.op: mutated_function(saboteur, saboteur.op)}, **options)
+    if saboteur.kind == "npu":
+        device = open_backend("npu", **options)
+        device.functions[saboteur.op] = functools.partial(mutated_function(saboteur, saboteur.op), device)
+        return device
     if saboteur.kind == "shader":
         return open_backend("vulkan", spirv=mutated_spirv(saboteur, kernels, folder), **options)
     from kernels.vulkan.ops import BINDINGS
@@ -55,9 +60,11 @@ def test_every_operation_has_saboteurs() -> None:
     """At least two for each operation and backend; for Vulkan one in a shader and one in a binding."""
     kinds = collections.Counter((s.op, s.kind) for s in SABOTEURS)
     for op, spec in SPECS.items():
-        supported = [b for b in BACKENDS if spec.backends[b].status == "supported"]
+        supported = [b for b in OP_BACKENDS if spec.backends[b].status == "supported"]
         if "cpu" in supported:
             assert kinds[op, "oracle"] >= 2, f"saboteurs/{op}.toml needs two [[oracle]] tables"
+        if "npu" in supported:
+            assert kinds[op, "npu"], f"saboteurs/{op}.toml needs an [[npu]] table"
         if "vulkan" in supported:
             for kind in ("shader", "binding"):
                 assert kinds[op, kind], f"saboteurs/{op}.toml needs a [[{kind}]] table"

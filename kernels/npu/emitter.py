@@ -95,8 +95,8 @@ def _link(design: Design, link: Link) -> str:
     listed = ", ".join(link.parts) + ("," if len(parts) == 1 else "")
     return (
         f"({listed}) = {link.whole}.{handle}().{verb}({list(link.offsets)!r}, placement={_tile(link.tile)}, "
-        f"depths={[p.depth for p in parts]!r}, obj_types=[{', '.join(_array(p.array) for p in parts)}], names={list(link.parts)!r}, "
-        f"dims_to_stream={_each(parts, 'to_stream')}, "
+        f"depths={[p.depth for p in parts]!r}, obj_types=[{', '.join(_array(p.array) for p in parts)}], "
+        f"names={list(link.parts)!r}, dims_to_stream={_each(parts, 'to_stream')}, "
         f"dims_from_stream={_each(parts, 'from_stream')})"
     )
 

@@ -71,7 +71,6 @@ class Faults:
 
 
 faults = Faults()
-_contexts: weakref.WeakSet[hw_context] = weakref.WeakSet()
 _present = [True]
 
 
@@ -121,6 +120,7 @@ class device:
         if index != 0:
             raise RuntimeError(f"Could not open device with index '{index}'")
         self._registered: dict[str, xclbin] = {}
+        self._contexts: weakref.WeakSet[hw_context] = weakref.WeakSet()  # each opened device is a machine of its own
 
     def register_xclbin(self, binary: xclbin) -> uuid:
         self._registered[binary.get_uuid().to_string()] = binary
@@ -137,15 +137,14 @@ class hw_context:
         if identity.to_string() not in owner._registered:
             raise RuntimeError(f"xclbin {identity.to_string()} is not registered")
         most = npu_limits().contexts.value
-        if len(_contexts) >= most:
+        if len(owner._contexts) >= most:
             raise RuntimeError(f"DRM_IOCTL_AMDXDNA_CREATE_HWCTX IOCTL failed (err=-2): {most} contexts are open")
         self._design = owner._registered[identity.to_string()]._design
         self._kernels = on_this_computer(self._design)
         self._fabric = Interpreter(self._design, self._kernels)
         self._broken = [False]
-        _contexts.add(self)
-        others = _contexts
-        weakref.finalize(self, _dropped, others)
+        owner._contexts.add(self)
+        weakref.finalize(self, _dropped, owner._contexts)
 
     def _digest(self) -> str:
         from kernels.npu.artefact import fabric_digest

@@ -1,0 +1,144 @@
+"""python -m conformance.npu_capture FILE: every NPU case on an owner's device, into one file; --compare reads such a file.
+
+Vectors from silicon: 0. Nobody has run this on an NPU yet. The file holds, for each case, its text (which reproduces it on
+any machine), the digest of each output and the outputs themselves; and the device's name, clock, driver and firmware, the
+digests of kernels and designs. --compare computes the cases in the simulator and says which outputs differ, and by how much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conformance.cases import Case
+from conformance.devices import GUARD
+from conformance.fixed import dtype_cases, edge_cases, variant_cases
+from conformance.harness import POISON, execute, run_case
+from conformance.inputs import make
+from conformance.sizes import fits
+from hybrid.spec import OpSpec, load_ops
+from kernels.npu.artefact import fabric_digest
+from kernels.npu.designs import shipped
+from kernels.npu.device import NpuDevice
+from kernels.npu.xrt import NpuError, NpuUnavailable
+
+
+def cases() -> Iterator[tuple[str, OpSpec, Case]]:
+    """(name, operation, case): fixed cases only, so that every machine runs the same."""
+    for op, spec in load_ops().items():
+        if spec.backends["npu"].status != "supported":
+            continue
+        choices = enumerate(spec.dtype_choices("npu"))
+        found = [(f"dtypes.{i}.{j}", c) for i, d in choices for j, c in enumerate(dtype_cases(spec, d))]
+        found += list(edge_cases(spec, "npu")) + list(variant_cases(spec, "npu"))
+        for i, (name, case) in enumerate(found):
+            if fits(spec, "npu", case.bind, case.attrs, case.dtypes):
+                yield f"{op}/{i:03d}/{name}", spec, case
+
+
+def capture(device: NpuDevice, file: Path, only: str = "") -> int:
+    """Run and judge every case; write the file. Returns how many failed."""
+    entries: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    failed = 0
+    for name, spec, case in cases():
+        if only not in name:
+            continue
+        try:
+            report = run_case(spec, device, case)
+        except (AssertionError, NpuError) as error:
+            failed += 1
+            entries[name] = {"case": str(case), "failed": str(error)}
+            print(f"{name}: FAILED: {error}", file=sys.stderr)
+            continue
+        outputs = {n: report.outputs[n].parts[0] for n in spec.outputs}
+        entries[name] = {"case": str(case), "outputs": {n: digest(a) for n, a in outputs.items()},
+                         "share of bound": {n: v.passes for n, v in report.verdicts.items()}}  # fmt: skip
+        arrays |= {f"{name}/{n}": a for n, a in outputs.items()}
+    if not entries:
+        raise ValueError(f"no case has {only!r} in its name")
+    head = {"device": device.name, "simulated": device.host.simulated, "machine": machine(device), "entries": entries,
+            "designs": {n: fabric_digest(m()) for n, m in shipped().items()}}  # fmt: skip
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("capture.json", json.dumps(head, indent=1))
+        for name, array in arrays.items():
+            with out.open(f"{name}.npy", "w") as stream:
+                np.save(stream, array)
+    print(f"{file}: {len(entries)} cases on {device.name}, {failed} failed")
+    return failed
+
+
+def compare(file: Path) -> int:
+    """The file's outputs against the simulator's for the same cases. Returns how many differ in a bit."""
+    with zipfile.ZipFile(file) as box:
+        head = json.loads(box.read("capture.json"))
+        known = {name: (spec, case) for name, spec, case in cases()}
+        device, differ, compared = NpuDevice("sim", guard=GUARD), 0, 0
+        for name, entry in head["entries"].items():
+            if "failed" in entry or name not in known or str(known[name][1]) != entry["case"]:
+                print(f"{name}: {'failed there' if 'failed' in entry else 'is another case here'}: not compared")
+                continue
+            spec, case = known[name]
+            run = execute(spec, device, case, make(spec, case), POISON[0])
+            for output in spec.outputs:
+                there = np.load(box.open(f"{name}/{output}.npy"))
+                here = run[output].parts[0]
+                if digest(there) != entry["outputs"][output]:
+                    raise ValueError(f"{file}: {name}/{output} is not what its digest says: the file is damaged")
+                compared += 1
+                live = slice(0, case.rows)
+                if digest(here[live]) != digest(there[live]):
+                    differ += 1
+                    off = np.abs(here[live].astype(np.float64) - there[live].astype(np.float64))
+                    print(f"{name}/{output}: {int((off > 0).sum())} of {off.size} elements differ, by at most {off.max():.6g}")
+    print(f"{file}: {head['device']}: {compared} outputs compared with sim-npu1, {differ} differ in a bit")
+    return differ
+
+
+def digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def machine(device: NpuDevice) -> dict[str, str]:
+    """Clock, driver and firmware, as far as this machine says them."""
+    found = {"kernel": platform.release(), "python": platform.python_version()}
+    xrt = device.host.xrt.xrt_info_device
+    for key in ("bdf", "max_clock_frequency_mhz"):
+        found[key] = device.host.device.get_info(getattr(xrt, key))
+    module = Path("/sys/module/amdxdna/version")
+    found["amdxdna"] = module.read_text().strip() if module.exists() else "not loaded"
+    try:
+        text = subprocess.run(["xrt-smi", "examine", "-r", "platform"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        text = f"xrt-smi: {error}"
+    return found | {"xrt-smi": text}
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m conformance.npu_capture", description="NPU cases of an owner's device, in a file.")
+    p.add_argument("file", type=Path, metavar="FILE", help="the file to write, or with --compare to read")
+    p.add_argument("--compare", action="store_true", help="compare a file with the simulator")
+    p.add_argument("--npu", default="npu", choices=("npu", "sim"), help="the hardware, or the simulator to try the command (npu)")
+    p.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this text")
+    args = p.parse_args(argv)
+    try:
+        if args.compare:
+            return int(compare(args.file) > 0)
+        return int(capture(NpuDevice(args.npu, guard=GUARD), args.file, args.only) > 0)
+    except (NpuUnavailable, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The capture command, on the simulator: what it writes it can compare, and a changed output is found."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.npu_capture import cases, digest, main
+
+
+def test_a_capture_compares_equal_and_a_changed_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.zip"
+    assert main([str(file), "--npu", "sim", "--only", "matmul_i8/00"]) == 0
+    assert "on sim-npu1, 0 failed" in capsys.readouterr().out
+    assert main([str(file), "--compare"]) == 0
+    with zipfile.ZipFile(file) as box:
+        content = {n: box.read(n) for n in box.namelist()}
+    head = json.loads(content["capture.json"])
+    assert head["simulated"] and "amdxdna" in head["machine"] and "27b.down.i8" in head["designs"]
+    name = next(n for n in content if n.endswith("y.npy"))
+    array = np.load(io.BytesIO(content[name])).copy()
+    array[0, 0] += 1
+    stream = io.BytesIO()
+    np.save(stream, array)
+    for renew in (False, True):  # once as damage, once as another result
+        if renew:
+            head["entries"][name.removesuffix("/y.npy")]["outputs"]["y"] = digest(array)
+        with zipfile.ZipFile(file, "w") as box:
+            for n, data in (content | {name: stream.getvalue(), "capture.json": json.dumps(head).encode()}).items():
+                box.writestr(n, data)
+        assert main([str(file), "--compare"]) == (1 if renew else 2)
+
+
+def test_without_hardware_nothing_is_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "c.zip")]) == 2
+    assert "pyxrt" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_every_operation_of_the_npu_is_captured() -> None:
+    assert {name.split("/")[0] for name, *_ in cases()} == {"attention", "matmul_i8", "matmul_i8i4", "rmsnorm"}
