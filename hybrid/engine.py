@@ -267,10 +267,11 @@ class Engine:
     def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True) -> Plan:
         made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase))
         devices = {s.device for s in segments(made)}
-        if devices != {self.target.device}:
+        drives = getattr(self.device, "drives", frozenset({self.target.device}))
+        if not devices <= drives:
             raise SpecError(
                 f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
-                f'but this engine drives one device, {self.target.device}: use device = "main"'
+                f'but this engine drives {", ".join(sorted(drives))}: use device = "main"'
             )
         return made
 

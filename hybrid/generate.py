@@ -55,7 +55,12 @@ def parser() -> argparse.ArgumentParser:
         help="recognise control tokens such as <start_of_turn> in what is typed (else they are ordinary text)",
     )
     p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
-    p.add_argument("--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)")
+    p.add_argument(
+        "--schedule", metavar="NAME", help="a shipped schedule such as gemma3-hybrid, or a file (default: the one of the model's family)"
+    )
+    p.add_argument(
+        "--npu", default="npu", choices=("npu", "sim"), help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)"
+    )
     p.add_argument("--weights", metavar="TYPE", help="convert matrices to f32, f16, bf16, q8_0, q5_1, q4_1 or q4_0 while loading")
     p.add_argument(
         "--precision",
@@ -122,6 +127,7 @@ def _main(args: argparse.Namespace) -> int:
         deterministic=args.deterministic,
         profile=args.trace is not None,
         progress=sys.stderr.isatty(),
+        npu=args.npu,
     )
     with model:
         return _converse(model, args) if converse else _generate(model, text, args)

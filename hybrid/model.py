@@ -16,6 +16,7 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.cli import CACHES, PRECISIONS
 from hybrid.cost import plan_cost, precision_of
 from hybrid.devices import Opened, open_first
+from hybrid.placed import with_others
 from hybrid.engine import Engine
 from hybrid.hparams import HParams
 from hybrid.kv import ContextExceeded
@@ -23,7 +24,7 @@ from hybrid.loading import LoadClock
 from hybrid.planner import PrecisionName
 from hybrid.sampling import Sampling
 from hybrid.session import Session
-from hybrid.spec.schedule import Schedule, find_schedule, load_schedule
+from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
 from hybrid.stats import Finish, Stats
 from hybrid.stops import StopFilter
 from hybrid.tokenizer import StreamDecoder
@@ -42,6 +43,7 @@ def load(
     slots: int = 1,
     profile: bool = False,
     progress: bool = False,
+    npu: Literal["npu", "sim"] = "npu",
 ) -> Model:
     """Open a .gguf file or a Hugging Face directory (or take an open checkpoint) and make it ready on a device.
 
@@ -52,7 +54,8 @@ def load(
     overrides the cache's type. slots: sequences that the cache has room for at a time (engine.logits_of).
     overrides the cache's type.
     deterministic: the same bits for the same tokens, however a prompt is cut and whatever runs beside it; slower.
-    profile: time every step. progress: a bar for slow loads.
+    profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or, only
+    when asked for, its simulator.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
     for name, value, known in (("kv", kv, CACHES), ("precision", precision, PRECISIONS)):
@@ -65,8 +68,8 @@ def load(
         if schedule is None:
             schedule = find_schedule(checkpoint.hparams.family)
         elif not isinstance(schedule, Schedule):
-            schedule = load_schedule(os.fspath(schedule))
-        opened = _open_device(schedule.chain(device), checkpoint, clock)
+            schedule = named_schedule(os.fspath(schedule))
+        opened = with_others(_open_device(schedule.chain(device), checkpoint, clock), schedule, npu)
         try:
             engine = Engine(
                 checkpoint,

@@ -93,6 +93,7 @@ class _Planner:
         wanted = self._wanted_dtypes(edges)  # also by steps that this plan leaves out: all buckets agree
         edges = [e for e in edges if self._included(e[0])]
         steps = [self._step(i, draft, args, wanted) for i, (draft, args) in enumerate(edges)]
+        self._share(steps)
         size = self._place() if layout is None else self._place_as(layout)
         t = self.target
         name = f"{t.schedule.schedule.name}.{self.phase}.r{self.rows}.o{self.outs}"
@@ -262,6 +263,16 @@ class _Planner:
         self.tensors[name] = TensorDecl(name, dtype, shape, "io" if host else "activation")
         if not host:
             self.lives[name] = (index, index)
+
+    def _share(self, steps: list[Step]) -> None:
+        """Activations that pass from one device to another lie outside of either's arena, where both can reach them."""
+        users: dict[str, set[str]] = {}
+        for step in steps:
+            for name in step.args.values():
+                users.setdefault(name, set()).add(step.device)
+        for name in [n for n in self.lives if len(users[n]) > 1]:
+            self.tensors[name] = replace(self.tensors[name], kind="io")
+            del self.lives[name]
 
     def _place(self) -> int:
         """Offsets for all activations; returns the arena's bytes."""

@@ -118,6 +118,8 @@ class Schedule(Model):
     schedule: Head
     axes: dict[str, Expr]
     devices: dict[str, tuple[str, ...]]
+    fallback: dict[Literal["npu"], Literal["main"]] = Field(default_factory=dict)
+    """What takes over the steps of a device that is not there, or fails; without an entry that is an error."""
     precision: dict[Literal["auto", "exact", "fast"], Precision]
     values: dict[str, dict[When, str]] = Field(default_factory=dict)
     fused: dict[str, tuple[str, ...]] = Field(default_factory=dict)
@@ -168,6 +170,12 @@ class Schedule(Model):
 def load_schedule(path: str | Path) -> Schedule:
     """Read a schedule file; SpecError (one line) names the file, the key and the fix."""
     return load_toml(Path(path), Schedule)
+
+
+def named_schedule(name: str | Path) -> Schedule:
+    """A schedule file, or a shipped schedule by its name (`gemma3-hybrid`)."""
+    shipped = SCHEDULES / f"{name}.toml"
+    return load_schedule(shipped if shipped.is_file() and not Path(name).exists() else name)
 
 
 def find_schedule(family: str) -> Schedule:

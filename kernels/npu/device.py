@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from kernels.npu.artefact import ArtefactError, find
-from kernels.npu.build import build_sim, default_folder
+from kernels.npu.build import build_npu, build_sim, default_folder, tools
+from kernels.npu.design import Design
 from kernels.npu.ops import OPS
 from kernels.npu.xrt import Host, Job, open_host
 from kernels.oracle.device import CpuDevice
@@ -38,15 +39,24 @@ class NpuDevice(CpuDevice):
         self._tiled_for = self.generation
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Execute designs; those of the simulator are built on the way. NpuError for what fails."""
-        if self.host.simulated:
-            for job in jobs:
-                try:
-                    find(self.host.folder, job.design)
-                except ArtefactError:
-                    build_sim(job.design, self.host.folder)
+        """Execute designs; what is not built yet is built on the way. NpuError for a run that fails, ArtefactError where
+        the toolchain is missing."""
+        for job in jobs:
+            try:
+                find(self.host.folder, job.design)
+            except ArtefactError:
+                self._build(job.design)
         self.host.run(jobs)
         self.counters.dispatches += len(jobs) - 1  # the step itself counts one
+
+    def _build(self, design: Design) -> None:
+        if self.host.simulated:
+            build_sim(design, self.host.folder)
+            return
+        toolchain, missing = tools()
+        if toolchain is None:
+            raise ArtefactError(f"{self.host.folder}: {design.name} is not built, and the toolchain is not whole: {'; '.join(missing)}")
+        build_npu(design, self.host.folder, toolchain)
 
     def kept(self, key: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
         """An operand in the NPU's order, made once while tensors stay where they are."""

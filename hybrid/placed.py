@@ -1,0 +1,240 @@
+"""One plan on several devices: segments run in order, and what one device writes reaches the other before it reads.
+
+The main device holds everything; another one holds what its steps use. A tensor is copied when the other side has written
+it since, whole, and every copy is counted: sharing memory without one is a seam here (`_carry`), not built yet. A device that
+fails is replaced as the schedule says, for the rest of the run, and the reason is kept for the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from hybrid.devices import Opened
+from hybrid.planner import Segment, segments
+from hybrid.spec import load_ops
+from hybrid.spec.device import Counters, Device, Program, StepTime
+from hybrid.spec.plan import Plan, Step, TensorDecl
+from hybrid.spec.schedule import Schedule
+from hybrid.spec.tensor import Source, Tensor
+
+
+def with_others(opened: Opened, schedule: Schedule, npu: Literal["npu", "sim"]) -> Opened:
+    """The opened device, joined by the NPU where the schedule places steps on it. Where there is none, the schedule's
+    fallback takes its steps over and the reason is listed; without a fallback RuntimeError."""
+    steps = (*schedule.before, *schedule.layer, *schedule.after)
+    if not any(s.device == "npu" for s in steps):
+        return opened
+    from kernels.npu.device import NpuDevice
+    from kernels.npu.xrt import NpuUnavailable
+
+    main, backend = opened.device, opened.device.name.partition(":")[0]
+    try:
+        return replace(opened, device=PlacedDevice(main, backend, {"npu": NpuDevice(npu)}, schedule.fallback))
+    except NpuUnavailable as error:
+        if "npu" not in schedule.fallback:
+            main.close()
+            raise RuntimeError(f"schedule {schedule.schedule.name}: {error}") from None
+        placed = PlacedDevice(main, backend, {}, schedule.fallback)
+        return Opened(placed, (*opened.passed_over, f"npu: {error}"))
+
+
+@dataclass(slots=True)
+class Copies:
+    """Tensors carried between devices."""
+
+    count: int = 0
+    nbytes: int = 0
+
+
+class PlacedDevice:
+    """hybrid.spec.device.Device over a main device and others by the name that steps use."""
+
+    def __init__(self, main: Device, backend: str, others: Mapping[str, Device], fallback: Mapping[Any, str]) -> None:
+        self.main, self.backend_of_main, self.others = main, backend, dict(others)
+        self.fallback = dict(fallback)
+        self.name = " + ".join([main.name, *(d.name for d in others.values())])
+        self.drives = frozenset({backend, *others, *fallback})
+        self.copies = Copies()
+        self.failures: list[str] = []
+        """Why a device's steps run elsewhere by now."""
+        self._tickets = 0
+        self._last: dict[int, int] = {}
+        self._decls: dict[str, TensorDecl] = {}
+        self._writes: dict[str, int] = {}
+        self._seen: dict[tuple[str, str], int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """What only some devices have (check_validation, ...) is the main one's."""
+        return getattr(self.main, name)
+
+    @property
+    def counters(self) -> Counters:
+        all_of = [self.main.counters, *(d.counters for d in self.others.values())]
+        return Counters(**{f.name: sum(getattr(c, f.name) for c in all_of) for f in fields(Counters)})
+
+    # --- tensors: the main device's
+
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
+        self.main.store(decl, value, parts)
+        self._decls[decl.name] = decl
+        self.wrote(decl.name)
+
+    def loading(self, nbytes: int) -> AbstractContextManager[None]:
+        return self.main.loading(nbytes)
+
+    def write(self, name: str, value: Tensor, row: int = 0) -> None:
+        self.main.write(name, value, row)
+        self.wrote(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
+        return self.main.read(name, start, stop, self._last.get(ticket) if ticket is not None else None)
+
+    def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
+        return self.main.peek(name, row, column, self._last.get(ticket) if ticket is not None else None)
+
+    def reserve(self, arena_bytes: int) -> None:
+        self.main.reserve(arena_bytes)
+        for device in self.others.values():
+            device.reserve(arena_bytes)
+
+    def wait(self, ticket: int | None = None) -> None:
+        self.main.wait(self._last.get(ticket) if ticket is not None else None)
+
+    def memory(self) -> Mapping[str, int]:
+        held = dict(self.main.memory())
+        for name, device in self.others.items():
+            held |= {f"{name}.{k}": v for k, v in device.memory().items() if v}
+        return held
+
+    def close(self) -> None:
+        for device in self.others.values():
+            device.close()
+        self.main.close()
+
+    # --- plans
+
+    def compile(self, plan: Plan, profile: bool = False) -> Program:
+        return PlacedProgram(self, plan, profile)
+
+    def submitted(self, ticket: int) -> int:
+        """A ticket of this device for one of the main device's."""
+        self._tickets += 1
+        self._last[self._tickets] = ticket
+        return self._tickets
+
+    def wrote(self, name: str) -> None:
+        """The main device has (or will have, once waited for) new contents."""
+        self._writes[name] = self._writes.get(name, 0) + 1
+
+    def hold(self, where: str, names: Sequence[str]) -> None:
+        """Room for tensors on another device."""
+        for name in names:
+            if (where, name) not in self._seen:
+                self.others[where].store(replace(self._decls[name], kind="state"))
+                self._seen[where, name] = -1
+
+    def carry(self, where: str, names: Sequence[str]) -> None:
+        """Bring to another device what the main one has written since."""
+        for name in names:
+            if self._seen[where, name] != self._writes.get(name, 0):
+                value = self.main.read(name)
+                self.others[where].write(name, value)
+                self._count(value)
+                self._seen[where, name] = self._writes.get(name, 0)
+
+    def bring(self, where: str, names: Sequence[str], rows: Mapping[str, int]) -> None:
+        """Take another device's results to the main one."""
+        for name in names:
+            value = self.others[where].read(name, 0, rows[name])
+            self.main.write(name, value)
+            self._count(value)
+            self.wrote(name)
+            self._seen[where, name] = self._writes[name]
+
+    def _count(self, value: Tensor) -> None:
+        self.copies.count += 1
+        self.copies.nbytes += value.nbytes
+
+
+class PlacedProgram:
+    """A plan cut where the device changes; each segment compiled by its device, the fallback's when it is needed."""
+
+    def __init__(self, device: PlacedDevice, plan: Plan, profile: bool) -> None:
+        self.device, self.plan, self.profile = device, plan, profile
+        self.segments = segments(plan)
+        self._programs: dict[tuple[int, str], Program] = {}
+        self._times: list[StepTime] = []
+        for i in range(len(self.segments)):
+            self._program(i)
+
+    def submit(self, times: int = 1) -> int:
+        ticket = 0
+        for _ in range(times):
+            self._times = []
+            for i in range(len(self.segments)):
+                ticket = self._segment(i, ticket)
+        return self.device.submitted(ticket)
+
+    def times(self) -> Sequence[StepTime]:
+        return tuple(self._times)
+
+    def _where(self, i: int) -> str:
+        """The device of a segment now: its own, or what takes its place."""
+        name = self.segments[i].device
+        return name if name == self.device.backend_of_main or name in self.device.others else self.device.backend_of_main
+
+    def _program(self, i: int) -> Program:
+        where = self._where(i)
+        if (i, where) not in self._programs:
+            steps = tuple(replace(s, device=where) for s in self.segments[i].steps)
+            used = {"control", *(n for s in steps for n in s.args.values())}
+            part = replace(self.plan, name=f"{self.plan.name}.{i}", steps=steps, tensors={n: self.plan.tensors[n] for n in used})
+            if where != self.device.backend_of_main:
+                self.device.hold(where, sorted(used))
+            owner = self.device.main if where == self.device.backend_of_main else self.device.others[where]
+            self._programs[i, where] = owner.compile(part, profile=self.profile)
+        return self._programs[i, where]
+
+    def _segment(self, i: int, ticket: int) -> int:
+        device, segment, where = self.device, self.segments[i], self._where(i)
+        if where == device.backend_of_main:
+            ticket = self._program(i).submit()
+            for name in written(segment):
+                device.wrote(name)
+            if self.profile:
+                device.main.wait(ticket)
+                self._note(self._program(i), "")
+            return ticket
+        try:
+            results = written(segment)
+            device.carry(where, sorted({"control", *(n for s in segment.steps for n in s.args.values())} - set(results)))
+            device.others[where].wait(self._program(i).submit())
+            device.bring(where, results, {n: self.plan.tensors[n].shape[0] for n in results})
+            self._note(self._program(i), f" on {device.others[where].name}")
+        except RuntimeError as error:
+            if where not in device.fallback:
+                raise
+            device.failures.append(f"{where}: {error}")
+            device.others.pop(where).close()
+            return self._segment(i, ticket)
+        return ticket
+
+    def _note(self, program: Program, suffix: str) -> None:
+        """Times of a segment, after those before it."""
+        end = max((t.start + t.duration for t in self._times), default=0.0)
+        self._times += [StepTime(t.name + suffix, t.op, t.layer, end + t.start, t.duration) for t in program.times()]
+
+
+def written(segment: Segment) -> list[str]:
+    """Tensors that a segment's steps write: results, scratch and state; `control` where an operation sets words of it."""
+    ops = load_ops()
+
+    def of(step: Step) -> list[str]:
+        spec = ops[step.op]
+        made = [step.args[n] for n in (*spec.outputs, *spec.scratch, *spec.state)]
+        return made + (["control"] if spec.op.writes_control else [])
+
+    return list(dict.fromkeys(n for s in segment.steps for n in of(s)))
