@@ -7,7 +7,7 @@ PROMPT ?= def read_file(path):
 TOKENS ?= 96
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help generate test lint check conformance docs spirv doctor clean
+.PHONY: help generate test lint check gates conformance docs spirv doctor mesa report clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,7 +15,7 @@ help:
 generate: $(VENV)/.ready ## text from the embedded model (PROMPT="...", TOKENS=96)
 	@$(PY) -m hybrid.generate --device "$$(cat $(VENV)/.device)" --prompt '$(subst ','\'',$(PROMPT))' --max-tokens $(TOKENS) --stats
 
-test: $(VENV)/.ready-test lint check conformance ## everything that CI runs
+test: $(VENV)/.ready-test lint check gates conformance ## everything that CI runs
 
 lint: $(VENV)/.ready-test ## ruff and mypy
 	$(PY) -m ruff check .
@@ -27,6 +27,17 @@ check: $(VENV)/.ready-test ## specs valid, generated docs and SPIR-V up to date
 	$(PY) -m hybrid.spec docs --check
 	$(PY) tools/help.py --check
 	$(PY) -m kernels.vulkan.build --check
+	$(PY) -m kernels.vulkan.build --check --source perf/reference/shaders --out perf/reference/spirv
+
+gates: $(VENV)/.ready-test ## counts, sizes, gfx1103 statistics and ratios against perf/gates
+	OPENBLAS_NUM_THREADS=1 HYBRID_REQUIRE_VULKAN=$${HYBRID_REQUIRE_VULKAN:-$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1)} \
+	$(PY) -m perf.gate
+
+mesa: $(VENV)/.ready ## Debian 13's Mesa in build/, to compile for the Radeon 780M with matrix units
+	$(PY) -m perf.mesa fetch
+
+report: $(VENV)/.ready ## build/report.html: speed by commit, roofline, gates
+	$(PY) -m perf.report
 
 conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole models; saboteurs
 	OPENBLAS_NUM_THREADS=1 HYBRID_REQUIRE_VULKAN=$${HYBRID_REQUIRE_VULKAN:-$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1)} \

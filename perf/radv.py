@@ -17,7 +17,7 @@ from typing import Any
 from hybrid.convert.kinds import Wanted
 from hybrid.hparams import HParams
 from hybrid.spec.device import Counters
-from hybrid.spec.dtypes import WEIGHT_TYPES
+from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES
 from hybrid.spec.model import load_models
 from hybrid.spec.plan import Plan
 from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
@@ -29,6 +29,11 @@ from kernels.vulkan.tuning import Tuning
 from perf.work import Planned, _infos
 
 CAPTURE = 0x40 | 0x80  # VK_PIPELINE_CREATE_CAPTURE_STATISTICS_BIT_KHR, ..._INTERNAL_REPRESENTATIONS_BIT_KHR
+# head_dim 128 with every type that devices hold, and 256 with one of each kind; other models differ in widths only.
+WIDE = {
+    "gemma3-27b": tuple(t for t in WEIGHT_TYPES if t not in ("q4_k", "q5_k", "q5_0")),
+    "gemma3-1b": ("q4_0", "q8_0", "bf16"),
+}
 BUCKETS, DECODE = (1, 8, 32, 128, 512), (1, 2, 3, 8, 32)
 Key = tuple[str, tuple[tuple[str, int], ...]]
 
@@ -67,18 +72,23 @@ def features_of(report: Report) -> dict[str, bool]:
     return {name: report.has(name) for name in sorted(names)}
 
 
+def precisions(dtype: str, name: str) -> tuple[str, ...]:
+    """Those that differ: quantised weights compute alike in auto and fast, others in auto and exact."""
+    if name != "gemma3-27b":
+        return ("auto",)
+    return ("auto", "exact") if DTYPES[dtype].quantised else ("auto", "fast")
+
+
 def plans() -> Iterator[tuple[str, Plan]]:
     """Plans that together use every kernel a schedule can ask for: models, storage types, precisions, phases, buckets.
     Layers repeat, so two of each model are planned: one with a window, one that sees the whole context."""
     from hybrid.planner import plan
 
-    types = [t for t in WEIGHT_TYPES if t not in ("q4_k", "q5_k", "q5_0")]  # those are held as others
     for name, sheet in load_models().items():
         hp = sheet.hparams()
         small = replace(hp, n_layers=2, layer_is_global=(False, True))
-        every = name in ("gemma3-27b", "gemma3-1b")  # head_dim 128 and 256; the others differ in widths only
-        for dtype in types if every else ("q4_0", "q8_0"):
-            for precision in ("auto", "exact", "fast") if name == "gemma3-27b" else ("auto",):
+        for dtype in WIDE.get(name, ("q4_0",)):
+            for precision in precisions(dtype, name):
                 model = _planned(name, small, dtype, precision)
                 tag = f"{name} {dtype} {precision}"
                 for rows in DECODE:

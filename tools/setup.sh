@@ -43,6 +43,11 @@ if driver; then echo vulkan >"$venv/.device"; else
     echo cpu >"$venv/.device"
     echo "setup: no Vulkan driver answers: continuing on the NumPy device 'cpu'" >&2
 fi
+mesa=build/mesa-trixie/usr/share/vulkan/icd.d/radeon_icd.json
+if [ "$want" = test ] && [ ! -e "$mesa" ] && command -v apt-get >/dev/null; then
+    echo "setup: fetching Debian 13's Mesa into build/ (it compiles for gfx1103 with matrix units)"
+    "$py" -m perf.mesa fetch || echo "setup: without it the gates of that version are not compared" >&2
+fi
 if layer; then echo 1 >"$venv/.validation"; else echo "" >"$venv/.validation"; fi
 touch "$venv/.ready"
 if [ "$want" = test ]; then touch "$venv/.ready-test"; fi

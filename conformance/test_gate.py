@@ -1,0 +1,142 @@
+"""The gates hold now, and a deliberate regression of each gated kind is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.devices import without_vulkan
+from hybrid.engine import Engine
+from hybrid.spec.errors import SpecError
+from perf import gate, gated
+from perf.switches import bindings_without, constants_without, find_switch, load_switches
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu_driver():
+    try:
+        gated.cpu_driver()
+    except SpecError as error:
+        without_vulkan(error)
+
+
+def worse(group: str, found: dict[str, float]) -> set[str]:
+    declared = gate.load_gate(group)
+    return {f.name for f in gate.compare(group, declared, declared.expected, found) if f.verdict == "worse"}
+
+
+def once(action: Callable[[Any], object]) -> gated.Step:
+    """A token with something beside it that a token should not do."""
+
+    def step(made: Engine, slot: int, position: int) -> None:
+        action(made)
+        gated.token(made, slot, position)
+
+    return step
+
+
+def forget(made: Any) -> None:
+    """Compiled plans, so that the next token records again."""
+    made._programs.clear()
+    made._decoding = None
+
+
+REGRESSIONS: dict[str, tuple[gated.Step, set[str]]] = {
+    "allocations": (once(lambda e: e.device.memory_pool.allocate(3 << 20, "scratch")), {"token.allocations"}),
+    "recordings": (once(lambda e: forget(e)), {"token.recordings", "token.descriptor_writes"}),
+    "transfers": (once(lambda e: e.device.write("next_token", e.device.read("next_token"))), {"token.transfers", "token.bytes_up"}),
+    "reads": (once(lambda e: e.device.read("history")), {"token.bytes_down"}),
+    "pipelines": (once(lambda e: (e.device._kernels.kernels.clear(), forget(e))), {"token.pipelines"}),
+    "calls": (once(lambda e: [len("") for _ in range(60)]), {"token.python_calls"}),
+    "submits": (once(lambda e: e.decode(1)), {"token.submits", "token.dispatches", "token.barriers"}),
+}
+
+
+@pytest.mark.parametrize("kind", REGRESSIONS)
+def test_what_a_token_should_not_do_is_caught(kind):
+    step, names = REGRESSIONS[kind]
+    assert names <= worse("engine", gated.engine(step))
+
+
+def test_more_dispatches_of_a_plan_are_caught():
+    found = gated.engine(bindings=bindings_without([find_switch("fused-qkv"), find_switch("fused-ffn")]))
+    assert {"token.dispatches", "prefill.dispatches", "ready.descriptor_writes"} <= worse("engine", found)
+
+
+def test_pipelines_memory_and_bytes_of_plans_are_caught():
+    declared = gate.load_gate("plans").expected
+    more = {k: v * 1.01 for k, v in declared.items()}
+    assert worse("plans", more) == set(declared) - {k for k, v in declared.items() if not v}
+    grown = gated.engine(slots=4)  # a cache of four sequences where one was asked for
+    assert {"memory.state"} <= worse("engine", grown)
+    assert "ready.pipelines" in worse("engine", {**gate.load_gate("engine").expected, "ready.pipelines": 40})
+
+
+def test_a_larger_module_is_caught():
+    declared = gate.load_gate("spirv").expected
+    name = next(iter(declared))
+    assert worse("spirv", {**declared, name: declared[name] * 1.05}) == {name}
+    assert not worse("spirv", {**declared, name: declared[name] * 1.01})
+
+
+def test_a_slower_program_is_caught():
+    declared = gate.load_gate("ratios").expected
+    slow = gated.paired(lambda: [sum(range(40000)) for _ in range(4)], lambda: sum(range(40000)))
+    assert 2 < slow < 8
+    assert worse("ratios", {k: v * slow for k, v in declared.items()}) == set(declared)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "change"),
+    [("vgprs", 16), ("instructions", 40), ("spilled_vgprs", 1), ("scratch", 64), ("waves", -4), ("load_128", -2), ("lds", 4096)],
+)
+def test_a_heavier_kernel_is_caught(monkeypatch, statistic, change):
+    from perf.isa import committed
+
+    kernel = "linear.gemv.q4_0.q8_act GATHER=0 SUBGROUP=32 TOKENS=1"
+    table = committed("22.3.6")
+    kernel = kernel if kernel in table else next(k for k in table if k.startswith("linear.") and "q4_0.q8_act" in k)
+    heavier = {**table, kernel: {**table[kernel], statistic: table[kernel][statistic] + change}}
+    monkeypatch.setattr(gate, "_tables", lambda: {"22.3.6": heavier})
+    findings, _ = gate.check("gfx1103")
+    assert f"{kernel}: {statistic}" in {f.name for f in findings if f.verdict == "worse"}
+
+
+def test_better_asks_for_renewal_and_what_is_unknown_fails(capsys, monkeypatch):
+    declared = gate.load_gate("plans").expected
+    name = "gemma3-27b.decode.1.dispatches"
+    for found, code, words in (
+        ({**declared, name: declared[name] - 9}, 0, "renew the tables"),
+        ({**declared, "something.new": 1.0}, 1, "new"),
+        ({k: v for k, v in declared.items() if k != name}, 1, "gone"),
+    ):
+        monkeypatch.setitem(gated.GROUPS, "plans", lambda found=found: found)
+        assert gate.main(["--only", "plans"]) == code
+        assert words in capsys.readouterr().out
+
+
+def test_update_keeps_comments_and_margins(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gate, "GATES", tmp_path)
+    path = tmp_path / "plans.toml"
+    path.write_text('# why\nschema = 1\nmargin = 0.1\n\n[expected]\n"a" = 2\n')
+    monkeypatch.setitem(gated.GROUPS, "plans", lambda: {"a": 3.0, "b": 0.25})
+    assert gate.main(["--only", "plans"]) == 1
+    assert gate.main(["--only", "plans", "--update"]) == 0
+    assert path.read_text() == '# why\nschema = 1\nmargin = 0.1\n\n[expected]\n"a" = 3\n"b" = 0.25\n'
+    assert gate.main(["--only", "plans"]) == 0
+    assert gate.main(["--only", "plants"]) == 1
+
+
+def test_switches_change_what_they_say_and_nothing_else():
+    assert set(load_switches()) >= {"fused-qkv", "fused-ffn", "int8-activations", "split-attention", "device-sampling"}
+    with gated.small_engine() as made:
+        whole = made.prefill({0: [2, 3, 4, 5]}), made.decode(6)
+    for name in ("fused-qkv", "fused-ffn"):
+        with gated.small_engine(bindings=bindings_without([find_switch(name)])) as made:
+            assert (made.prefill({0: [2, 3, 4, 5]}), made.decode(6)) == whole
+    with constants_without(list(load_switches().values())), gated.small_engine() as made:
+        assert (made.prefill({0: [2, 3, 4, 5]}), made.decode(6)) == whole
+    with pytest.raises(SpecError, match="fused-qkv"):
+        find_switch("fused-qvk")

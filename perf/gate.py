@@ -1,0 +1,204 @@
+"""Speed that stays: counts, sizes, compilers' statistics and ratios against committed values.
+
+    python -m perf.gate                      # every group; worse than expected fails, better asks for renewal
+    python -m perf.gate --only engine plans
+    python -m perf.gate --update             # write what was measured, and print what changed
+
+perf/gates/GROUP.toml holds the expected values, with a margin for all and for patterns of names; smaller is better
+unless a name is under `higher`. Absolute times are never gated: perf/records keeps them, by device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hybrid.cli import Parser, run
+from hybrid.spec.errors import SpecError
+from hybrid.spec.load import Model, load_toml
+
+GATES = Path(__file__).resolve().parent / "gates"
+Verdict = Literal["worse", "better", "new", "gone"]
+_FAILS: tuple[Verdict, ...] = ("worse", "new", "gone")
+
+
+class Gate(Model):
+    """One file of perf/gates."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    margin: Annotated[float, Field(ge=0)]
+    margins: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Pattern of names -> its own margin; the last that fits counts."""
+    higher: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
+    expected: dict[str, float] = Field(default_factory=dict)
+
+    def margin_of(self, name: str) -> float:
+        fitting = [m for pattern, m in self.margins.items() if fnmatch(name, pattern)]
+        return fitting[-1] if fitting else self.margin
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A number that is not what was expected."""
+
+    group: str
+    name: str
+    verdict: Verdict
+    expected: float | None
+    found: float | None
+    margin: float
+
+    def __str__(self) -> str:
+        values = f"expected {_number(self.expected)}, found {_number(self.found)}"
+        return f"{self.verdict:7} {self.group}: {self.name}: {values} (margin {100 * self.margin:g} %)"
+
+
+def load_gate(group: str) -> Gate:
+    path = GATES / f"{group}.toml"
+    if not path.exists():
+        known = ", ".join(sorted(p.stem for p in GATES.glob("*.toml")))
+        raise SpecError(f"perf/gates has no group {group!r}; it has {known}")
+    return load_toml(path, Gate)
+
+
+def compare(group: str, gate: Gate, expected: Mapping[str, float], found: Mapping[str, float]) -> list[Finding]:
+    """Every number that left its margin, that nobody expected, or that is gone."""
+    findings = []
+    for name in sorted({*expected, *found}):
+        margin = gate.margin_of(name)
+        if name not in expected or name not in found:
+            verdict: Verdict = "new" if name in found else "gone"
+            findings.append(Finding(group, name, verdict, expected.get(name), found.get(name), margin))
+            continue
+        want, have = expected[name], found[name]
+        slack = abs(want) * margin + 1e-9
+        if abs(have - want) <= slack:
+            continue
+        grew = have > want
+        better = grew == any(fnmatch(name, pattern) for pattern in gate.higher)
+        findings.append(Finding(group, name, "better" if better else "worse", want, have, margin))
+    return findings
+
+
+def _number(value: float | None) -> str:
+    return "nothing" if value is None else f"{value:.10g}" if value == int(value) else f"{value:.4g}"
+
+
+# -------------------------------------------------------------------------------------------------------------- groups
+def check(group: str, update: bool = False) -> tuple[list[Finding], list[str]]:
+    """Measure one group: (findings, lines to say). With `update` the findings are written as the new expectation."""
+    return _check_gfx1103(update) if group == "gfx1103" else _check_numbers(group, update)
+
+
+def _check_numbers(group: str, update: bool) -> tuple[list[Finding], list[str]]:
+    from perf.gated import GROUPS
+
+    gate, found = load_gate(group), GROUPS[group]()
+    findings = compare(group, gate, gate.expected, found)
+    if update and findings:
+        write_expected(GATES / f"{group}.toml", found)
+    return findings, []
+
+
+def _check_gfx1103(update: bool) -> tuple[list[Finding], list[str]]:
+    from perf.isa import TABLES, committed, save
+    from perf.isa import check as check_rules
+
+    gate, findings, lines = load_gate("gfx1103"), [], []
+    tables = _tables()
+    for version, table in tables.items():
+        found = _flat(table, gate.statistics)
+        changed = compare(f"gfx1103 {version}", gate, _flat(committed(version), gate.statistics), found)
+        findings += changed
+        rules = check_rules(table, version)
+        for line in (*rules.broken, *(f"{s}: an exception that nothing needs" for s in rules.stale)):
+            findings.append(Finding(f"gfx1103 {version}", line, "worse", None, None, 0.0))
+        if update and changed:
+            save(version, table)
+    missing = sorted({p.stem for p in TABLES.glob("*.json")} - set(tables))
+    lines += [f"note: Mesa {version} is not here, so its table was not compared (python -m perf.mesa fetch)" for version in missing]
+    return findings, lines
+
+
+def _tables() -> dict[str, Any]:
+    from perf.gated import gfx1103
+
+    return gfx1103()
+
+
+def _flat(table: Mapping[str, Mapping[str, Any]], statistics: Iterable[str]) -> dict[str, float]:
+    return {f"{kernel}: {s}": row[s] for kernel, row in table.items() for s in statistics}
+
+
+def write_expected(path: Path, found: Mapping[str, float]) -> None:
+    """Replace what stands under [expected]; comments and margins stay."""
+    head, section, _ = path.read_text(encoding="utf-8").partition("[expected]\n")
+    if not section:
+        raise SpecError(f"{path.name}: has no [expected] to write to")
+    lines = [f'"{name}" = {_toml(value)}\n' for name, value in sorted(found.items())]
+    path.write_text(head + section + "".join(lines), encoding="utf-8")
+
+
+def _toml(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:.4g}"
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+def groups() -> tuple[str, ...]:
+    from perf.gated import GROUPS
+
+    return (*GROUPS, "gfx1103")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(prog="python -m perf.gate", description="Counts, sizes and ratios against the committed values of perf/gates.")
+    p.add_argument("--only", nargs="+", metavar="GROUP", help="these groups: plans, spirv, engine, ratios, gfx1103 (all)")
+    p.add_argument("--update", action="store_true", help="write what was measured as what is expected, and print the changes")
+    return p
+
+
+def _main(args: argparse.Namespace) -> int:
+    failed = better = False
+    for group in args.only or groups():
+        if group not in groups():
+            raise ValueError(f"no group {group!r}: there are {', '.join(groups())}")
+        try:
+            findings, lines = check(group, args.update)
+        except SpecError as error:
+            if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1" or ("is not here" not in str(error) and "no RADV" not in str(error)):
+                raise
+            print(f"note: {group} was not checked: {error}")
+            continue
+        for line in lines:
+            print(line)
+        for finding in findings:
+            print(finding)
+        failed = failed or any(f.verdict in _FAILS for f in findings)
+        better = better or any(f.verdict == "better" for f in findings)
+        rules = [f for f in findings if f.expected is None and f.found is None]
+        print(f"gate {group}: {'renewed' if args.update and findings else 'holds' if not findings else f'{len(findings)} differ'}")
+        if args.update and rules:
+            raise SpecError(f"{len(rules)} rules of perf/isa.toml do not hold: mend the kernel, or declare and argue an exception")
+    if args.update:
+        return 0
+    if better:
+        print("better than expected: renew the tables with python -m perf.gate --update, and commit them")
+    return int(failed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run(lambda: _main(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
