@@ -6,14 +6,15 @@ import struct
 
 from hybrid.spec.plan import CONTROL
 from kernels.vulkan.memory import Slice
-from kernels.vulkan.ops._gemm import Grid, gemm, wide
+from kernels.vulkan.ops._gemm import Grid, gemm, unit, wide
 from kernels.vulkan.recorder import Live, Recorder
 from kernels.vulkan.tensors import Chunk, DeviceTensor
 
 # These numbers repeat the shaders' constants (gemv.slang, tile.slang, types.slang).
-GEMV_TOKENS, GEMV_ROWS = 4, 4
-GEMV_THREADS, GEMV_FFN_OUTS = 64, 32
+GEMV_TOKENS, GEMV_ROWS, GEMV_FFN_OUTS = 4, 4, 32
 TILE_TOKENS, TILE_ROWS, TILE_THREADS = 8, 4, 64
+WIDE_SUBGROUP = 32  # from this size on subgroups share rows
+TUNING = lambda *a: {}
 
 
 def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: int, extent: str,
@@ -25,9 +26,10 @@ def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: i
     for chunk in w.chunks:
         parts = chunk.parts
         if rows <= GEMV_TOKENS:
-            kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", SUBGROUP=rec.device.subgroup_size, GATHER=gather,
-                                TOKENS=_tokens(rows))
-            grid = _grid(chunk.rows, GEMV_THREADS // rec.device.subgroup_size * GEMV_ROWS, rows, extent)
+            use = gemv(rec, "linear", chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
+            kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", GATHER=gather, **use)
+            per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS * use["PASSES"]
+            grid = _grid(chunk.rows, per, rows, extent)
         elif made := gemm(rec, "linear", x, chunk, rows=rows, extent=extent, GATHER=gather):
             kernel, grid, parts = made.kernel, made.grid, made.weight
         else:
@@ -43,7 +45,8 @@ def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: i
     """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K]; h has the activation type of x."""
     f, parts = w.rows // 2, w.parts
     if rows <= GEMV_TOKENS:
-        kernel = rec.kernel(f"ffn_up.gemv.{w.dtype}.{x.dtype}", SUBGROUP=rec.device.subgroup_size, TOKENS=_tokens(rows))
+        use = gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, x.shape[-1])
+        kernel = rec.kernel(f"ffn_up.gemv.{w.dtype}.{x.dtype}", **use)
         grid = _grid(f, GEMV_FFN_OUTS, rows, extent)
     elif made := gemm(rec, "ffn_up", x, w, rows=rows, extent=extent):
         kernel, grid, parts = made.kernel, made.grid, made.weight
@@ -59,6 +62,22 @@ def geglu(rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int) -> None:
     f = h.shape[-1]
     rec.dispatch(rec.kernel(f"geglu.{h.dtype}"), reads=[gate_up], writes=h.parts, push=struct.pack("<2I", rows, f),
                  grid=(-(-f // 256), Live("rows", cap=rows), 1))
+
+
+def gemv(rec: Recorder, kind: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
+    """Constants of gemv.slang for a product with x [rows, k] and w [n, k]; `kind` is linear or ffn_up."""
+    subgroup = rec.device.subgroup_size
+    pieces = k // (32 if x == "q8_act" else unit(w))
+    use = {"SPLIT": 1, "GROUPS": 8, "PASSES": 1}
+    if subgroup >= WIDE_SUBGROUP:
+        use = {"SPLIT": min(-(-pieces // subgroup), rec.device.max_threads // subgroup), "GROUPS": 1, "PASSES": 1}
+        use |= TUNING(kind, w, x, rows, n, k, pieces) or {}
+    if kind == "ffn_up":  # a workgroup makes a block of 32 outputs: as many rows of gate and up, in bands
+        bands = 64 // GEMV_ROWS
+        use["GROUPS"] = bands if subgroup < WIDE_SUBGROUP else use["GROUPS"]
+        use["PASSES"] = bands // use["GROUPS"]
+    return {"SUBGROUP": subgroup, "TOKENS": _tokens(rows), "THREADS": use["GROUPS"] * use["SPLIT"] * subgroup,
+            "SPLIT": use["SPLIT"], "PASSES": use["PASSES"], "STEPS": -(-pieces // (use["SPLIT"] * subgroup)) if subgroup >= WIDE_SUBGROUP else 0}
 
 
 def _tokens(rows: int) -> int:

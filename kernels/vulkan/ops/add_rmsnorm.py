@@ -15,7 +15,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """sum[T,H] = residual + rms(a) * w_post and y[T,H] = rms(sum) * w_next, for the live rows; y f32, f16 or q8_act."""
     rows, hidden = step.bind["T"], step.bind["H"]
     y = t["y"]
-    kernel = rec.kernel(f"add_rmsnorm.{y.dtype}.{workgroup(hidden)}", SUBGROUP=rec.device.subgroup_size)
+    kernel = rec.kernel(f"add_rmsnorm.{y.dtype}.{workgroup(hidden, rec.device.max_threads)}", SUBGROUP=rec.device.subgroup_size)
     push = struct.pack("<IIff", rows, hidden // 4, hidden, step.attrs["eps"])
     reads = [p for name in ("a", "residual", "w_post", "w_next") for p in t[name].parts]
     rec.dispatch(kernel, reads, [*t["sum"].parts, *y.parts], push, (Live(step.extent, cap=rows),))

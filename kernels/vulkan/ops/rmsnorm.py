@@ -9,17 +9,19 @@ from hybrid.spec.plan import Step
 from kernels.vulkan.recorder import Live, Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
-NARROW = 1024  # hidden sizes up to this one take the workgroup of 64 threads, larger ones 256
+WORKGROUPS = ((64, 1024), (256, 2048), (1024, 1 << 31))  # threads, and the largest hidden size that takes so many
 
 
-def workgroup(hidden: int) -> int:
-    return 64 if hidden <= NARROW else 256
+def workgroup(hidden: int, most: int) -> int:
+    """Threads for a row: a row that two sweeps hold in registers where the device allows that many."""
+    return next(threads for i, (threads, width) in enumerate(WORKGROUPS)
+                if hidden <= width or WORKGROUPS[i + 1][0] > most)
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """y[T,H] = x / sqrt(mean(x^2) + eps) * w, for the live rows; y f32, f16 or q8_act."""
     rows, hidden = step.bind["T"], step.bind["H"]
     y = t["y"]
-    kernel = rec.kernel(f"rmsnorm.{y.dtype}.{workgroup(hidden)}", SUBGROUP=rec.device.subgroup_size)
+    kernel = rec.kernel(f"rmsnorm.{y.dtype}.{workgroup(hidden, rec.device.max_threads)}", SUBGROUP=rec.device.subgroup_size)
     push = struct.pack("<IIff", rows, hidden // 4, hidden, step.attrs["eps"])
     rec.dispatch(kernel, [*t["x"].parts, *t["w"].parts], [*y.parts], push, (Live(step.extent, cap=rows),))
