@@ -13,8 +13,7 @@ from kernels.vulkan.tensors import Chunk, DeviceTensor
 # These numbers repeat the shaders' constants (gemv.slang, tile.slang, types.slang).
 GEMV_TOKENS, GEMV_ROWS, GEMV_FFN_OUTS = 4, 4, 32
 TILE_TOKENS, TILE_ROWS, TILE_THREADS = 8, 4, 64
-WIDE_SUBGROUP = 32  # from this size on subgroups share rows
-TUNING = lambda *a: {}
+FFN_BANDS = 2 * GEMV_FFN_OUTS // GEMV_ROWS
 
 
 def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: int, extent: str,
@@ -64,20 +63,22 @@ def geglu(rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int) -> None:
                  grid=(-(-f // 256), Live("rows", cap=rows), 1))
 
 
-def gemv(rec: Recorder, kind: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
-    """Constants of gemv.slang for a product with x [rows, k] and w [n, k]; `kind` is linear or ffn_up."""
-    subgroup = rec.device.subgroup_size
-    pieces = k // (32 if x == "q8_act" else unit(w))
-    use = {"SPLIT": 1, "GROUPS": 8, "PASSES": 1}
-    if subgroup >= WIDE_SUBGROUP:
-        use = {"SPLIT": min(-(-pieces // subgroup), rec.device.max_threads // subgroup), "GROUPS": 1, "PASSES": 1}
-        use |= TUNING(kind, w, x, rows, n, k, pieces) or {}
-    if kind == "ffn_up":  # a workgroup makes a block of 32 outputs: as many rows of gate and up, in bands
-        bands = 64 // GEMV_ROWS
-        use["GROUPS"] = bands if subgroup < WIDE_SUBGROUP else use["GROUPS"]
-        use["PASSES"] = bands // use["GROUPS"]
-    return {"SUBGROUP": subgroup, "TOKENS": _tokens(rows), "THREADS": use["GROUPS"] * use["SPLIT"] * subgroup,
-            "SPLIT": use["SPLIT"], "PASSES": use["PASSES"], "STEPS": -(-pieces // (use["SPLIT"] * subgroup)) if subgroup >= WIDE_SUBGROUP else 0}
+def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
+    """Constants of gemv.slang for `rows` rows of x (type x) by w [n, k] of type w; `family` is linear or ffn_up."""
+    device = rec.device
+    pieces, subgroup = k // (32 if x == "q8_act" else unit(w)), device.subgroup_size
+    default = {"steps": 1, "groups": 1, "passes": 1} if subgroup >= 32 else {"steps": 0, "groups": 8, "passes": 1}
+    use = device.tuning.choose(f"{family}.gemv", default, w=w, x=x, rows=rows, n=n, k=k)
+    # As many subgroups share a row as its pieces need, so that a lane takes `steps` of them; with 0 one has it alone.
+    most = device.max_threads // subgroup
+    split = min(-(-pieces // (use["steps"] * subgroup)), most) if use["steps"] else 1
+    groups, passes = min(use["groups"], most // split), use["passes"]
+    if family == "ffn_up":  # a workgroup makes 32 outputs: so many rows of gate and of up, in bands
+        groups = max(g for g in (1, 2, 4, 8, 16) if g <= (groups if use["steps"] else most))
+        passes = FFN_BANDS // groups
+    steps = -(-pieces // (split * subgroup)) if use["steps"] else 0
+    return {"SUBGROUP": subgroup, "TOKENS": _tokens(rows), "THREADS": groups * split * subgroup, "SPLIT": split,
+            "PASSES": passes, "STEPS": steps}
 
 
 def _tokens(rows: int) -> int:
