@@ -1,4 +1,4 @@
-"""sample: the next token of each output row, one workgroup per row."""
+"""sample: the next token of each output row, one workgroup per row, after many that find the greatest logit of a long one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kernels.vulkan.tensors import DeviceTensor
 # Up to this one a workgroup has 256 threads, above it 1024 where the device allows them: llvmpipe ends every loop,
 # silently, after 65535 iterations in all, which the passes of 256 threads over a million ids exceed.
 SMALL_VOCAB = 16384
+PART = 2048  # ids of a part of a longer one: 256 threads of sample_best.slang, 8 ids each
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
@@ -24,9 +25,15 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     subgroup = rec.device.subgroup_size
     threads = 1024 if vocab > SMALL_VOCAB else rec.device.tuning.choose("sample", {"threads": 256}, vocab=vocab)["threads"]
     threads = min(threads, 1024 if rec.device.max_threads >= 1024 else 256)
+    parts = -(-valid // PART) if vocab > SMALL_VOCAB else 0
+    found = t["logits"].parts[0]  # not read where there are no parts, but its binding must hold some buffer
+    if parts:
+        found = rec.scratch(8 * outs * parts)
+        rec.dispatch(rec.kernel("sample_best", SUBGROUP=subgroup), t["logits"].parts, [found],
+                     struct.pack("<4I", outs, vocab, valid, parts), (parts, Live("outs", cap=outs)))
     kernel = rec.kernel(f"sample.{threads}", SUBGROUP=subgroup)
     slots, context = t["history"].shape
-    push = struct.pack("<6I", outs, t["slots"].shape[0], slots, vocab, valid, context)
+    push = struct.pack("<7I", outs, t["slots"].shape[0], slots, vocab, valid, context, parts)
     names = ("logits", "out_rows", "slots", "positions", "params")
     writes = [p for name in ("next_token", "next_position", "history") for p in t[name].parts]
-    rec.dispatch(kernel, [p for name in names for p in t[name].parts], writes, push, (Live("outs", cap=outs),))
+    rec.dispatch(kernel, [*(p for name in names for p in t[name].parts), found], writes, push, (Live("outs", cap=outs),))
