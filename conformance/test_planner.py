@@ -137,6 +137,16 @@ def test_each_matrix_has_the_precision_of_its_own_type():
     assert made.tensors["y.2"].dtype == "q8_act" and made.tensors["y.3"].dtype == "f32"
 
 
+def test_a_capability_changes_the_precision_of_prefill_alone():
+    """Activations of prefill are f16 where matrix units multiply them; decode, and the cache, stay as they are."""
+    units = target("q4_0", capabilities=frozenset({"f16_matrices"}))
+    for phase, act in (("prefill", "f16"), ("decode", "q8_act")):
+        made = plan(units, 3, 1, phase)
+        assert {made.tensors[n].dtype for n in ("y.1", "z.1", "h.1", "o.1")} == {act}
+        assert made.tensors["kv.1.k"].dtype == plan(target("q4_0"), 3, 1, phase).tensors["kv.1.k"].dtype
+    assert plan(target("f16", capabilities=frozenset({"f16_matrices"})), 3, 1, "prefill").tensors["y.1"].dtype == "f32"
+
+
 def test_a_joined_matrix_keeps_the_types_of_its_sources():
     v = WeightInfo("q8_0", (32, 64))
     made = plan(target("q4_1", weights={"blk.1.attn_v.weight": v}, device="vulkan"), 8, 1, "prefill")

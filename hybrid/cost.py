@@ -69,3 +69,9 @@ def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
             acts |= {names[k].dtype for k in ("x", "h") if k in names}
         kv |= {d.dtype for d in names.values() if d.name.startswith("kv.")}
     return {"weights": tuple(sorted(weights)), "activations": tuple(sorted(acts)), "kv": tuple(sorted(kv))}
+
+
+def precision_by_phase(decode: Plan, prefill: Plan) -> Mapping[str, tuple[str, ...]]:
+    """precision_of decode, and `prefill activations` where those differ."""
+    found, acts = precision_of(decode), precision_of(prefill)["activations"]
+    return found if acts == found["activations"] else {**found, "prefill activations": acts}

@@ -17,6 +17,7 @@ import numpy as np
 from hybrid import forced
 from hybrid.batch import Chunk, bucket_of, chunks
 from hybrid.checkpoint import Checkpoint
+from hybrid.cost import precision_by_phase
 from hybrid.kv import BlockTables, CacheShape, ContextExceeded
 from hybrid.loading import LoadClock
 from hybrid.passes import CHUNK, MATRIX_CHUNK, fixed_rows, pass_sizes
@@ -256,6 +257,10 @@ class Engine:
     @property
     def counters(self) -> Counters:
         return self.device.counters
+
+    @property
+    def precision(self) -> Mapping[str, tuple[str, ...]]:
+        return precision_by_phase(self.plan("decode", *(self.out_buckets[-1],) * 2), self.plan("prefill", self.row_buckets[-1], 1))
 
     def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True) -> Program:
         """The compiled plan of a bucket, made at its first use."""

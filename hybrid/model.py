@@ -14,7 +14,7 @@ import numpy as np
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.cli import CACHES, PRECISIONS
-from hybrid.cost import plan_cost, precision_of
+from hybrid.cost import plan_cost
 from hybrid.devices import Opened, open_first
 from hybrid.placed import with_others
 from hybrid.engine import Engine
@@ -277,7 +277,7 @@ class Model:
         return Stats(
             device=self.device,
             passed_over=self.passed_over,
-            precision=precision_of(plan),
+            precision=engine.precision,
             prompt_tokens=len(ids) - held,
             tokens=len(out),
             finish=finish,

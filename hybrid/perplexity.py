@@ -240,15 +240,13 @@ def _same_tokens(model: Any, reference: Any, documents: Sequence[str], args: arg
 
 
 def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, seconds: float) -> dict[str, Any]:
-    from hybrid.cost import precision_of
-
     nats = found.nats
     perplexity = math.exp(nats.mean) if not nats.mean > 709 else math.inf
     report: dict[str, Any] = {
         "model": str(args.model),
         "text": str(args.text),
         "device": model.device,
-        "precision": {k: list(v) for k, v in precision_of(model.engine.plan("decode", 1, 1)).items()},
+        "precision": {k: list(v) for k, v in model.engine.precision.items()},
         "documents": len(text.documents),
         "predictions": nats.n,
         "tokens_left_out": text.left_out,

@@ -21,7 +21,7 @@ class Stats:
     passed_over: tuple[str, ...]
     """Devices of the chain that could not be used, and why."""
     precision: Mapping[str, tuple[str, ...]]
-    """Storage types: weights, activations (matrix inputs), kv."""
+    """Storage types: weights, activations (matrix inputs), kv; `prefill activations` where those differ."""
     prompt_tokens: int
     tokens: int
     """Generated, the end-of-text token included."""

@@ -73,7 +73,6 @@ def _main(args: argparse.Namespace, command: str) -> int:
     from hybrid.bench.ceiling import ceiling, impossible
     from hybrid.bench.probe import probe
     from hybrid.bench.report import as_dict, text
-    from hybrid.cost import precision_of
     from hybrid.devices import open_first
     from hybrid.spec.devicesheet import sheet_for
     from hybrid.spec.schedule import find_schedule, load_schedule
@@ -96,7 +95,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
             "driver": driver_of(device),
             "model": checkpoint.name,
             "schedule": schedule.schedule.name,
-            "precision": {k: list(v) for k, v in precision_of(engine.plan("decode", *(engine.out_buckets[-1],) * 2)).items()},
+            "precision": {k: list(v) for k, v in engine.precision.items()},
             "weights_bytes": device.memory()["weights"],
             "context": engine.cache.ctx,
             "chunk": engine.row_buckets[-1],

@@ -16,6 +16,7 @@ from kernels.vulkan.tensors import Chunk, DeviceTensor
 TILES = {"192x128": (192, 128), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64)}
 SUBGROUP = 32
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
+ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
 WIDE = 32768  # groups along x of a grid, as wide_group() of types.slang reads them back
 
 Grid = tuple[GridAxis, GridAxis, GridAxis]
@@ -48,7 +49,7 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, *, rows: int, ex
     device, k = rec.device, x.shape[-1]
     if x.dtype != "f16" or w.dtype not in TYPES or not device.has("f16_matrices") or device.subgroup_size != SUBGROUP:
         return None
-    default = {"tile": default_tile(rows), "unpack": False}
+    default = {"tile": default_tile(rows, w.rows), "unpack": False}
     use = device.tuning.choose(f"{family}.gemm", default, w=w.dtype, rows=rows, n=w.rows, k=k)
     parts, dtype = w.parts, w.dtype
     if use["unpack"] and dtype != "f16" and 2 * w.rows * k <= device.max_range:
@@ -60,9 +61,11 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, *, rows: int, ex
     return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts)
 
 
-def default_tile(rows: int) -> str:
-    """The smallest tile that holds the rows, else the largest."""
-    return next((name for name, (tall, _) in reversed(TILES.items()) if rows <= tall), "192x128")
+def default_tile(rows: int, columns: int) -> str:
+    """The largest tile that the rows fill to half and of which there are enough, else the smallest."""
+    fitting = (name for name, (tall, across) in TILES.items()
+               if tall < 2 * rows and -(-rows // tall) * -(-columns // across) >= ENOUGH)
+    return next(fitting, "32x64")
 
 
 def unpack(rec: Recorder, w: Chunk, dtype: str, y: Slice, k: int, first: int) -> None:
