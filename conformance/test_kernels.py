@@ -27,6 +27,9 @@ ELSEWHERE = [
     ("attention.*.2x[24]", range(16, 65), "a wide subgroup has room for more queries at once"),
     ("attention.*.2x8", range(16, 65), "head sizes end at 512: at most 4 units of a wide subgroup's lanes"),
     ("attention.*.2x16", range(16, 65), "as above"),
+    ("decode_attention.*.1x[48]", range(16, 65), "a wide subgroup holds a head in fewer words per lane"),
+    ("decode_attention.*.1x16", range(16, 65), "as above"),
+    ("flash_attention.*", range(0, 32), "for matrix units, in subgroups of 32"),
     ("sample.1024", range(0, 32), "32 narrow subgroups do not make 1024 threads"),
 ]
 

@@ -29,6 +29,7 @@ LOOPS = 60_000  # iterations of all loops of one invocation: llvmpipe ends every
 MAX_SPLITS = 64
 MAX_PARTS = 1024  # rows * stretches, at most: bounds the scratch memory
 FLASH = (64, 128, 256)  # values of head_dim that flash_attention.slang is built for
+OUTPUTS = {"f32": 0, "f16": 1, "q8_act": 2}  # as in any_output.slang
 PAIRS = 128  # rows times heads of its tile
 QUERIES = {1: (2, 4, 8), 2: (2, 4, 8), 4: (2, 4), 8: (2,), 16: (2,)}  # built variants, by units per lane
 
@@ -72,6 +73,11 @@ def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int) -> Ti
     return Tiling(units, queries, 1, min(ratio, queries), splits, MIN_SPLIT)
 
 
+def two_parts(o: DeviceTensor) -> list[Slice]:
+    """The parts of an output as any_output.slang binds them."""
+    return [o.parts[0], o.parts[-1]]
+
+
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """o[T,HQ*D] = softmax(scale q.k) v over what each live row may see; o f32, f16 or q8_act."""
     rows, d, cache = step.bind["T"], step.bind["D"], cache_layout(step, t)
@@ -88,12 +94,12 @@ def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     tile_heads = min(heads // kv_heads, PAIRS)
     tile_rows = PAIRS // tile_heads
-    kernel = rec.kernel(f"flash_attention.{t['o'].dtype}.{d}")
+    kernel = rec.kernel(f"flash_attention.{d}", OUTPUT=OUTPUTS[t["o"].dtype])
     push = struct.pack("<8If2I", rows, heads, kv_heads, cache.block_size, cache.table_width, cache.slots, cache.blocks,
                        int(step.attrs["window"]), step.attrs["scale"], tile_rows, tile_heads)
     names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
     grid = (kv_heads * -(-(heads // kv_heads) // tile_heads), Live(step.extent, per=tile_rows, cap=rows))
-    rec.dispatch(kernel, [p for name in names for p in t[name].parts], [*t["o"].parts], push, grid)
+    rec.dispatch(kernel, [p for name in names for p in t[name].parts], two_parts(t["o"]), push, grid)
 
 
 def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout) -> None:

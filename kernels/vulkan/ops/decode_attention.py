@@ -14,7 +14,7 @@ from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.plan import Step
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.cache import cache_layout
-from kernels.vulkan.ops.attention import record_combine
+from kernels.vulkan.ops.attention import OUTPUTS, record_combine, two_parts
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
@@ -22,7 +22,7 @@ SUBGROUPS = 8  # of a workgroup, as in the shader
 MOST_SPLITS = 64
 WORD = 16  # bytes that a lane loads at once
 DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "merge": 1}
-HEADS = {1: (1, 2, 4), 2: (1, 2, 4), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane
+HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
     s = shape(rows, heads, kv_heads, d, 2 if cache.dtype == "f16" else 4, span, DTYPES[o.dtype].block, subgroup,
               {**chosen, **choice})
     tiles = -(-(heads // kv_heads) // s.heads)
-    kernel = rec.kernel(f"decode_attention.{cache.dtype}.{o.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
-                        THREADS=SUBGROUPS * subgroup, LANES=s.lanes, MERGE=s.merge)
+    kernel = rec.kernel(f"decode_attention.{cache.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
+                        THREADS=SUBGROUPS * subgroup, LANES=s.lanes, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype])
     parts = rows * heads * s.splits
     part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
     arrived = rec.counters(rows * kv_heads * tiles)
@@ -81,7 +81,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
                        s.heads, s.splits, s.min_split)
     names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
     reads = [p for name in names for p in t[name].parts]
-    writes = [*t["k_cache"].parts, *t["v_cache"].parts, part_o, part_ml, arrived, *o.parts]
+    writes = [*t["k_cache"].parts, *t["v_cache"].parts, part_o, part_ml, arrived, *two_parts(o)]
     rec.dispatch(kernel, reads, writes, push, (s.splits, kv_heads * tiles, rows))
     if not s.merge:
         record_combine(rec, step, t, part_o, part_ml, s.splits, s.min_split)
