@@ -44,6 +44,12 @@ def test_json_has_a_time_for_every_candidate(devices, capsys):
     assert all(c["seconds"] > 0 for c in out["candidates"]) and out["device"] and out["driver"] and out["commit"]
 
 
+def test_workloads_can_be_changed(devices, capsys):
+    devices.get("vulkan")
+    assert tune.main([*QUICK, "--set", "V=8192", "--set", "O=1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["facts"] == {"vocab": 8192}
+
+
 def test_a_table_is_written_with_where_its_figures_come_from(devices, folder, capsys):
     device = devices.get("vulkan")
     before = load_toml(folder / f"{device.tuning.name}.toml", Table)
@@ -152,6 +158,8 @@ def test_many_candidates_are_searched_number_by_number():
         (["sample", "--workload", "gemma3-27b"], 1, "no workload of sample gemma3-27b asks for sample here"),
         (["sample", "--device", "cpu"], 1, "the cpu device has no tuning table"),
         (["sample", "--seconds", "x"], 2, "invalid float value"),
+        (["sample", "--set", "V=x"], 2, "'V=x' is no setting such as T=2048 or x=f16"),
+        (["sample", "--set", "logit=f16"], 1, "--set logit: sample has no such axis or tensor; did you mean 'logits'?"),
     ],
 )
 def test_errors_are_one_line(devices, capsys, options, code, says):

@@ -12,6 +12,7 @@ than --margin over it; what the default does as well gets none.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -30,6 +31,8 @@ from conformance.tuned import facts_of, plan_for
 from hybrid.cli import Parser, run
 from hybrid.devices import open_first
 from hybrid.spec import OpSpec, load_op
+from hybrid.spec.errors import nearest
+from hybrid.spec.fields import Workload
 from hybrid.spec.schedule import find_schedule
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.dry import asked
@@ -68,6 +71,8 @@ class Tuner:
     spec: OpSpec
     seconds: float
     footprint: int
+    changed: Mapping[str, str] = field(default_factory=dict)
+    """Axes and dtypes that workloads get instead of their own."""
     wrong: list[str] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
     _proved: dict[tuple[Any, ...], bool] = field(default_factory=dict)
@@ -76,11 +81,21 @@ class Tuner:
         """One for each workload of the operation that asks for the family, and for each way in which it asks."""
         named = workloads(self.spec, wanted) if wanted else self.spec.workload
         for workload in named:
-            case = case_of(self.spec, workload)
+            case = self._case(workload)
             questions = [a for a in asked(plan_for(self.spec, case), self.device) if a.family == self.family.name]
             for facts in {tuple(a.facts.items()): None for a in questions}:
                 default = next(a.use for a in questions if tuple(a.facts.items()) == facts)
                 yield self.sweep(workload.id, case, dict(facts), tuple(default.items()))
+
+    def _case(self, workload: Workload) -> Case:
+        axes = {k: int(v) for k, v in self.changed.items() if k in self.spec.axes}
+        dtypes = {k: v for k, v in self.changed.items() if k in self.spec.tensors}
+        stray = next((k for k in self.changed if k not in axes and k not in dtypes), None)
+        if stray:
+            known = nearest(stray, [*self.spec.axes, *self.spec.tensors])
+            raise ValueError(f"--set {stray}: {self.spec.name} has no such axis or tensor{known}")
+        update = {"bind": {**workload.bind, **axes}, "dtypes": {**workload.dtypes, **dtypes}}
+        return case_of(self.spec, workload.model_copy(update=update))
 
     def sweep(self, name: str, case: Case, facts: Mapping[str, Value], default: Use) -> Sweep:
         found = Sweep(name, facts, default, self.spec.nbytes(case.bind, case.dtypes, case.attrs))
@@ -187,6 +202,14 @@ def _note(s: Sweep, use: Use) -> str:
     return f"{s.workload}: {1e6 * s.seconds[use]:.1f} us, {rate:.0f} GB/s; {default}; {last}"
 
 
+def setting(text: str) -> tuple[str, str]:
+    """For arguments such as T=2048 and x=f16."""
+    name, _, value = text.partition("=")
+    if not name or not value or (name.isupper() and not value.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no setting such as T=2048 or x=f16")
+    return name, value
+
+
 def shown(use: Use) -> str:
     return " ".join(f"{k}={v}" for k, v in use)
 
@@ -206,6 +229,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("family", nargs="*", metavar="FAMILY", help="families of kernels/vulkan/tuning/space.toml (all)")
     p.add_argument("--workload", action="append", default=[], metavar="ID", help="only workloads whose id begins so (repeatable)")
+    p.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=setting,
+        metavar="NAME=VALUE",
+        help="an axis or a dtype of the workloads: T=2048, x=f16",
+    )
     p.add_argument("--device", default="vulkan", help="vulkan or vulkan:N (vulkan)")
     p.add_argument("--seconds", type=float, default=0.05, metavar="S", help="how long to repeat each candidate (0.05)")
     p.add_argument("--footprint", type=float, default=256.0, metavar="MB", help="as for perf.op (256)")
@@ -231,7 +262,7 @@ def _main(args: Any, command: str) -> int:
         about = {"device": device.name, "driver": device.report.driver, "commit": args.commit or commit_of(), "command": command}
         wrong: list[str] = []
         for family in families:
-            tuner = Tuner(device, family, load_op(family.op), args.seconds, int(args.footprint * 1e6))
+            tuner = Tuner(device, family, load_op(family.op), args.seconds, int(args.footprint * 1e6), dict(args.set))
             sweeps = []
             for sweep in tuner.sweeps(args.workload):
                 sweeps.append(sweep)
