@@ -25,7 +25,7 @@ from typing import Any
 
 from conformance.cases import Case
 from conformance.compare import Disagreement
-from conformance.fixed import edge_cases, variant_cases
+from conformance.fixed import dtype_cases, edge_cases, variant_cases
 from conformance.harness import run_case
 from conformance.tuned import facts_of, plan_for
 from hybrid.cli import Parser, run
@@ -139,13 +139,15 @@ class Tuner:
         return self._proved[key]
 
     def _cases(self, types: tuple[tuple[str, Value], ...], like: Case) -> list[Case]:
-        """Small cases of the same types, and as many rows where there are such, that ask for the family."""
+        """Small cases of the workload's dtypes, else of the same types, that ask for the family; those of as many rows
+        first."""
+        known = [case for _, case in (*edge_cases(self.spec, "vulkan"), *variant_cases(self.spec, "vulkan"))]
         found = []
-        for _, case in (*edge_cases(self.spec, "vulkan"), *variant_cases(self.spec, "vulkan")):
+        for case in (*dtype_cases(self.spec, like.dtypes), *known):
             for facts in facts_of(self.family.name, self.spec, self.device, case)[:1]:
                 if all(facts[k] == v for k, v in types):
                     found.append(case)
-        found.sort(key=lambda c: c.bind.get("T", 1) != like.bind.get("T", 1))
+        found.sort(key=lambda c: (c.dtypes != like.dtypes, c.bind.get("T", 1) != like.bind.get("T", 1)))
         return found[:PROOFS]
 
     def _time(self, sweep: Sweep, case: Case, uses: Sequence[Use]) -> None:
