@@ -22,7 +22,7 @@ def use(**values):
 
 
 def swept(name, facts, default, **seconds):
-    made = Sweep(name, facts, use(threads=default), 1000)
+    made = Sweep(name, facts, use(threads=default), 1000, 10**12)
     made.seconds = {use(threads=int(k[1:])): v for k, v in seconds.items()}
     return made
 
@@ -105,7 +105,8 @@ def test_one_entry_serves_workloads_of_the_same_types_and_exceptions_come_before
         ({"w": "q4_0"}, {"threads": 1024}),
     ]
     assert (
-        len(found[1].notes) == 3 and "a: 1000000.0 us, 0 GB/s; default 2000000.0; worst 2000000.0 (threads=256)" in found[1].notes
+        len(found[1].notes) == 3
+        and "a: 1000000.0 us, 0 GB/s, 1 TFLOPS; default 2000000.0; worst 2000000.0 (threads=256)" in found[1].notes
     )
 
 
@@ -141,6 +142,8 @@ def test_many_candidates_are_searched_number_by_number():
     class Spec:
         def nbytes(self, *args):
             return 1
+
+        flops = nbytes
 
     class Small:
         bind, dtypes, attrs = {}, {}, {}

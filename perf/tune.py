@@ -53,6 +53,7 @@ class Sweep:
     facts: Mapping[str, Value]
     default: Use
     nbytes: int
+    flops: int
     seconds: dict[Use, float] = field(default_factory=dict)
 
     @property
@@ -98,7 +99,8 @@ class Tuner:
         return case_of(self.spec, workload.model_copy(update=update))
 
     def sweep(self, name: str, case: Case, facts: Mapping[str, Value], default: Use) -> Sweep:
-        found = Sweep(name, facts, default, self.spec.nbytes(case.bind, case.dtypes, case.attrs))
+        nbytes, flops = self.spec.nbytes(case.bind, case.dtypes, case.attrs), self.spec.flops(case.bind, case.attrs)
+        found = Sweep(name, facts, default, nbytes, flops)
         tried: set[Use] = set()
         while new := [use for use in self._next(found, tried) if use not in tried]:
             tried |= set(new)
@@ -197,11 +199,11 @@ def entries(sweeps: Sequence[Sweep], margin: float) -> list[Found]:
 
 
 def _note(s: Sweep, use: Use) -> str:
-    rate = s.nbytes / s.seconds[use] / 1e9
+    rate = _rates(s, s.seconds[use])
     worst = max(s.seconds, key=lambda u: s.seconds[u])
     default = f"default {1e6 * s.seconds[s.default]:.1f}" if s.default in s.seconds else "default unfit"
     last = f"worst {1e6 * s.seconds[worst]:.1f} ({shown(worst)})"
-    return f"{s.workload}: {1e6 * s.seconds[use]:.1f} us, {rate:.0f} GB/s; {default}; {last}"
+    return f"{s.workload}: {1e6 * s.seconds[use]:.1f} us, {rate}; {default}; {last}"
 
 
 def setting(text: str) -> tuple[str, str]:
@@ -216,12 +218,16 @@ def shown(use: Use) -> str:
     return " ".join(f"{k}={v}" for k, v in use)
 
 
+def _rates(s: Sweep, seconds: float) -> str:
+    return f"{s.nbytes / seconds / 1e9:.0f} GB/s, {s.flops / seconds / 1e12:.3g} TFLOPS"
+
+
 def text(sweep: Sweep) -> str:
     """Every candidate of a workload, the fastest first."""
     lines = [f"{sweep.workload}  {' '.join(f'{k}={v}' for k, v in sweep.facts.items())}"]
     for use, seconds in sorted(sweep.seconds.items(), key=lambda item: item[1]):
         default = "  (default)" if use == sweep.default else ""
-        lines.append(f"  {shown(use):44}{1e6 * seconds:10.1f} us {sweep.nbytes / seconds / 1e9:9.1f} GB/s{default}")
+        lines.append(f"  {shown(use):44}{1e6 * seconds:10.1f} us  {_rates(sweep, seconds)}{default}")
     return "\n".join(lines)
 
 
@@ -288,7 +294,7 @@ def as_dict(family: str, about: Mapping[str, str], sweep: Sweep) -> dict[str, An
     """A sweep as plain data."""
     tried = [{"use": dict(use), "seconds": seconds} for use, seconds in sweep.seconds.items()]
     return {**about, "family": family, "workload": sweep.workload, "facts": dict(sweep.facts), "default": dict(sweep.default),
-            "nbytes": sweep.nbytes, "candidates": tried}  # fmt: skip
+            "nbytes": sweep.nbytes, "flops": sweep.flops, "candidates": tried}  # fmt: skip
 
 
 if __name__ == "__main__":
