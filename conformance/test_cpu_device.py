@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -243,3 +246,13 @@ def test_an_operation_on_weights_alone_runs_without_live_rows() -> None:
     step = Step("dequantize", "numbers", {"N": N, "K": H}, {"w": "w", "y": "y"})
     device.compile(Plan("alone", 0, 0, (step,), decls)).submit()
     assert np.array_equal(device.read("y").array, dequantise(w))
+
+
+@pytest.mark.parametrize("given", [None, "22"])
+def test_threads_of_blas_are_told_not_to_spin_before_it_is_loaded(given: str | None) -> None:
+    """Unless the user has said otherwise. The library reads it once."""
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_THREAD_TIMEOUT"}
+    environment |= {} if given is None else {"OPENBLAS_THREAD_TIMEOUT": given}
+    code = "import hybrid, os, sys; print(os.environ['OPENBLAS_THREAD_TIMEOUT'], 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == [given or "18", "False"]

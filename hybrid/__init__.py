@@ -8,7 +8,12 @@ with hybrid.load("model.gguf") as model:
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# NumPy's BLAS reads this when it is loaded: its threads wait for work by spinning for 2**n cycles, 26 unless told
+# otherwise. Where other programs want the cores, a spinner is the first to lose its own when work comes.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
     from hybrid.model import Model, load
