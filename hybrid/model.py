@@ -276,7 +276,8 @@ class Model:
         counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
         return Stats(
             device=self.device,
-            passed_over=self.passed_over,
+            passed_over=(*self.passed_over, *getattr(engine.device, "failures", ())),
+            carried=str(getattr(engine.device, "copies", "")),
             precision=engine.precision,
             prompt_tokens=len(ids) - held,
             tokens=len(out),

@@ -48,6 +48,9 @@ class Copies:
     count: int = 0
     nbytes: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.count} copies, {self.nbytes / 1e6:.2f} MB; no memory is shared"
+
 
 class PlacedDevice:
     """hybrid.spec.device.Device over a main device and others by the name that steps use."""

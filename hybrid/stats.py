@@ -33,6 +33,8 @@ class Stats:
     per_pass: Mapping[str, float] = field(default_factory=dict)
     """Submits, dispatches, allocations, ... per decode pass."""
     ids: tuple[int, ...] = ()
+    carried: str = ""
+    """Copies between the devices of one plan, since they were opened."""
     notes: tuple[str, ...] = ()
     """What the checkpoint's reader assumed or left out."""
     cached_tokens: int = 0
@@ -87,6 +89,8 @@ class Stats:
         ]
         if self.load is not None:
             lines.append(self.load.line())
+        if self.carried:
+            lines.append(f"between devices: {self.carried}")
         lines += [f"re-encoded: {r}" for r in self.reencoded]
         held = ", ".join(f"{k} {show_bytes(n)}" for k, n in self.memory.items() if n and k != "left_in_files")
         left = self.memory.get("left_in_files", 0)

@@ -1,0 +1,132 @@
+"""One model on two devices: attention on sim-npu1, the rest on the main device. Same text, every copy counted, and a device
+that fails is replaced as the schedule says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hybrid
+from conformance.devices import BACKENDS, open_backend
+from conformance.models import MODELS
+from hybrid.placed import PlacedDevice, written
+from hybrid.planner import segments
+from hybrid.spec.schedule import find_schedule, named_schedule
+from hybrid.trace import events
+from kernels.npu import xrt_sim
+
+FILE = MODELS / "demo-gemma3-q8_0.gguf"
+PROMPT = "def read_file(path):"
+TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def _machine() -> Iterator[None]:
+    xrt_sim.reset()
+    yield
+    xrt_sim.reset()
+
+
+def load(backend: str, **options: Any) -> hybrid.Model:
+    if backend == "vulkan":
+        open_backend("vulkan").close()  # skips, or fails, where there is none
+    return hybrid.load(FILE, backend, "gemma3-hybrid", ctx=64, npu="sim", **options)
+
+
+def text(model: hybrid.Model) -> str:
+    return "".join(model.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[tuple[str, np.ndarray]]:
+    with hybrid.load(FILE, "cpu", ctx=64) as model:
+        yield text(model), model.logits(model.encode(PROMPT))
+
+
+def test_the_schedule_is_gemma3_with_attention_elsewhere() -> None:
+    """Nothing else differs: a change of gemma3.toml that is not made here too fails."""
+    ours, theirs = named_schedule("gemma3-hybrid"), find_schedule("gemma3")
+    assert ours.fallback == {"npu": "main"}
+    back = []
+    for step in ours.layer:
+        if step.op == "attention":
+            assert step.device == "npu"
+            step = step.model_copy(update={"device": "main"})
+        elif step.name.endswith("attn_output"):
+            step = step.model_copy(update={"act": {"x": "auto:w"}})
+        back.append(step)
+    head = ours.schedule.model_copy(update={"name": theirs.schedule.name, "summary": theirs.schedule.summary})
+    assert ours.model_copy(update={"schedule": head, "layer": tuple(back), "fallback": {}}) == theirs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_text_is_that_of_one_device(backend: str, plain: tuple[str, np.ndarray]) -> None:
+    with load(backend, profile=backend == "vulkan") as model:
+        assert text(model) == plain[0]
+        assert model.stats is not None and model.stats.device.endswith("+ sim-npu1") and "copies" in model.stats.carried
+        device = model.engine.device
+        assert isinstance(device, PlacedDevice) and device.copies.count > 0 and not device.failures
+        layers = model.hparams.n_layers
+        assert len(segments(model.engine.program("decode", 1, 1).plan)) == 2 * layers + 1
+        logits = model.logits(model.encode(PROMPT))
+        assert divergence(plain[1], logits).max() < 0.01
+        if backend == "vulkan":
+            names = [e["name"] for e in events(model.engine.trace, model.device)]
+            assert sum(n.endswith("on sim-npu1") for n in names) > layers and any(n.endswith("attn_output") for n in names)
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL of each row's distribution q from p, in nats."""
+    a, b = (x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), axis=-1, keepdims=True) for x in (p, q))
+    return (np.exp(a) * (a - b)).sum(-1)
+
+
+def test_tables_are_carried_once_and_caches_when_they_change() -> None:
+    with load("cpu") as model:
+        text(model)
+        device = model.engine.device
+        assert isinstance(device, PlacedDevice)
+        carried: list[str] = []
+        device.others["npu"].write = lambda name, value, row=0, w=device.others["npu"].write: (carried.append(name), w(name, value, row))[1]  # type: ignore[attr-defined,misc]
+        model.engine.program("decode", 1, 1).submit()
+        assert not [n for n in carried if n.startswith("block_table")]
+        assert sum(n.startswith("kv.") for n in carried) == 2 * model.hparams.n_layers and "control" in carried
+
+
+@pytest.mark.parametrize("fault", ["timeout_after", "silent_after", "vanish_after"])
+def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(fault: str, plain: tuple[str, np.ndarray]) -> None:
+    with load("cpu") as model:
+        setattr(xrt_sim.faults, fault, 20)  # in the middle of the text
+        assert text(model) == plain[0]
+        assert model.stats is not None and any(p.startswith("npu: sim-npu1") for p in model.stats.passed_over)
+        assert "(fallback)" in model.stats.line()
+
+
+def test_without_a_fallback_a_failure_is_an_error(tmp_path: Path) -> None:
+    schedule = named_schedule("gemma3-hybrid").model_copy(update={"fallback": {}})
+    with hybrid.load(FILE, "cpu", schedule, ctx=64, npu="sim") as model:
+        xrt_sim.faults.timeout_after = 3
+        with pytest.raises(RuntimeError, match="ERT_CMD_STATE_TIMEOUT"):
+            text(model)
+    with pytest.raises(RuntimeError, match="pyxrt"):
+        hybrid.load(FILE, "cpu", schedule, ctx=64)
+
+
+def test_without_an_npu_the_fallback_is_reported(plain: tuple[str, np.ndarray]) -> None:
+    with hybrid.load(FILE, "cpu", "gemma3-hybrid", ctx=64) as model:
+        assert model.device == "cpu" and text(model) == plain[0]
+        assert any("pyxrt" in p for p in model.passed_over)
+
+
+def test_what_a_segment_writes() -> None:
+    with load("cpu") as model:
+        plan = model.engine.program("decode", 1, 1).plan
+        first = segments(plan)[0]
+        assert {"x.0", "q.0", "kv.0.k", "control", "positions"} <= set(written(first))
+        assert plan.tensors["q.0"].kind == plan.tensors["o.0"].kind == "io" and plan.tensors["y.0"].kind == "activation"
+        assert replace(first, device="npu").device == "npu"
