@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
     p.add_argument(
-        "--schedule", metavar="NAME", help="a shipped schedule such as gemma3-hybrid, or a file (default: the one of the model's family)"
+        "--schedule",
+        metavar="NAME",
+        help="a shipped schedule such as gemma3-hybrid, or a file (default: the one of the model's family)",
     )
     p.add_argument(
         "--npu", default="npu", choices=("npu", "sim"), help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from hybrid.devices import Opened
 from hybrid.planner import Segment, segments
@@ -32,13 +32,13 @@ def with_others(opened: Opened, schedule: Schedule, npu: Literal["npu", "sim"]) 
 
     main, backend = opened.device, opened.device.name.partition(":")[0]
     try:
-        return replace(opened, device=PlacedDevice(main, backend, {"npu": NpuDevice(npu)}, schedule.fallback))
+        return Opened(cast(Device, PlacedDevice(main, backend, {"npu": NpuDevice(npu)}, schedule.fallback)), opened.passed_over)
     except NpuUnavailable as error:
         if "npu" not in schedule.fallback:
             main.close()
             raise RuntimeError(f"schedule {schedule.schedule.name}: {error}") from None
         placed = PlacedDevice(main, backend, {}, schedule.fallback)
-        return Opened(placed, (*opened.passed_over, f"npu: {error}"))
+        return Opened(cast(Device, placed), (*opened.passed_over, f"npu: {error}"))
 
 
 @dataclass(slots=True)

@@ -27,6 +27,9 @@ COMMANDS = (
     "perf.tune",
     "perf.probe",
     "kernels.vulkan.build",
+    "kernels.npu.build",
+    "perf.npu",
+    "conformance.npu_capture",
 )
 HEAD = """# Commands
 
