@@ -139,3 +139,16 @@ def test_what_a_segment_writes() -> None:
         assert {"x.0", "q.0", "kv.0.k", "control", "positions"} <= set(written(first))
         assert plan.tensors["q.0"].kind == plan.tensors["o.0"].kind == "io" and plan.tensors["y.0"].kind == "activation"
         assert replace(first, device="npu").device == "npu"
+
+
+def test_prefill_projections_in_int8(plain: tuple[str, np.ndarray]) -> None:
+    """Rows of activations quantised whole instead of per 32: other numbers, nearly the same distributions."""
+    with hybrid.load(FILE, "cpu", "gemma3-npu-prefill", ctx=64, npu="sim") as model:
+        device = model.engine.device
+        assert isinstance(device, PlacedDevice)
+        prefill, decode = (model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode"))
+        assert {s.device for s in decode.steps} == {"cpu"}
+        assert sum(s.device == "npu" for s in prefill.steps) == 4 * model.hparams.n_layers
+        kl = divergence(plain[1], model.logits(model.encode(PROMPT)))
+        assert kl.mean() < 0.01, kl
+        assert device.memory()["npu.tiled"] > 0 and not device.failures

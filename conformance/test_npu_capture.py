@@ -42,4 +42,4 @@ def test_without_hardware_nothing_is_captured(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_every_operation_of_the_npu_is_captured() -> None:
-    assert {name.split("/")[0] for name, *_ in cases()} == {"attention", "matmul_i8", "matmul_i8i4", "rmsnorm"}
+    assert {name.split("/")[0] for name, *_ in cases()} == {"attention", "linear_rows", "matmul_i8", "matmul_i8i4", "rmsnorm"}

@@ -61,7 +61,10 @@ def parser() -> argparse.ArgumentParser:
         help="a shipped schedule such as gemma3-hybrid, or a file (default: the one of the model's family)",
     )
     p.add_argument(
-        "--npu", default="npu", choices=("npu", "sim"), help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)"
+        "--npu",
+        default="npu",
+        choices=("npu", "sim"),
+        help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)",
     )
     p.add_argument("--weights", metavar="TYPE", help="convert matrices to f32, f16, bf16, q8_0, q5_1, q4_1 or q4_0 while loading")
     p.add_argument(

@@ -16,11 +16,11 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.cli import CACHES, PRECISIONS
 from hybrid.cost import plan_cost
 from hybrid.devices import Opened, open_first
-from hybrid.placed import with_others
 from hybrid.engine import Engine
 from hybrid.hparams import HParams
 from hybrid.kv import ContextExceeded
 from hybrid.loading import LoadClock
+from hybrid.placed import with_others
 from hybrid.planner import PrecisionName
 from hybrid.sampling import Sampling
 from hybrid.session import Session

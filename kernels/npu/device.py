@@ -55,7 +55,8 @@ class NpuDevice(CpuDevice):
             return
         toolchain, missing = tools()
         if toolchain is None:
-            raise ArtefactError(f"{self.host.folder}: {design.name} is not built, and the toolchain is not whole: {'; '.join(missing)}")
+            lacks = "; ".join(missing)
+            raise ArtefactError(f"{self.host.folder}: {design.name} is not built, and the toolchain is not whole: {lacks}")
         build_npu(design, self.host.folder, toolchain)
 
     def kept(self, key: Any, make: Callable[[], np.ndarray]) -> np.ndarray:

@@ -19,9 +19,10 @@ from kernels.npu.designs.attention import CORES as CORES_OF_COLUMN
 from kernels.npu.designs.attention import Attention
 from kernels.npu.designs.gemm import ROWS, Gemm
 from kernels.npu.designs.rmsnorm import CORES, Norm
-from kernels.npu.layout import bf16, padded, real, two_parts
+from kernels.npu.layout import bf16, int8_rows, padded, real, two_parts
 from kernels.npu.tiles import tile_keys, tile_queries, tile_weights, untile_results
 from kernels.npu.xrt import Job
+from kernels.oracle.quant import dequantise
 
 # (m, k, n) of a core's tile: for few rows or columns, and for prefill.
 TILES = {"i8": ((16, 32, 16), (64, 128, 64)), "i4": ((16, 64, 16), (32, 256, 64))}
@@ -52,6 +53,17 @@ def matmul_i8(npu: Npu, x: np.ndarray, w: np.ndarray, **_: Any) -> tuple[np.ndar
     out = np.empty((g.M, g.N), np.int32)
     npu.run([Job(_gemm(g), {"A": padded(x, ROWS * g.m, g.k), "B": b}, {"C": out})])
     return (out[: len(x), : len(w)],)
+
+
+def linear_rows(npu: Npu, x: np.ndarray, w: Any, **_: Any) -> tuple[np.ndarray]:
+    """Activations are quantised by the host, weights once; the NPU's integers then meet both scales."""
+    codes, scale = int8_rows(x)
+    parts = w.parts if isinstance(w, Tensor) else (w,)
+    key = (id_of(parts[0]), "rows")
+    weights = npu.kept((*key, "codes"), lambda: int8_rows(dequantise(w, np.float32))[0])
+    across = npu.kept((*key, "scales"), lambda: int8_rows(dequantise(w, np.float32))[1])
+    (dots,) = matmul_i8(npu, codes, weights)
+    return (dots.astype(np.float32) * scale[:, None] * across,)
 
 
 def matmul_i8i4(npu: Npu, x: np.ndarray, w: Tensor, **_: Any) -> tuple[np.ndarray]:
@@ -166,4 +178,6 @@ _gemm: Callable[[Gemm], Design] = lru_cache(maxsize=256)(lambda g: gemm_i8(g) if
 _norm: Callable[[Norm, float], Design] = lru_cache(maxsize=64)(rmsnorm_bf16)
 _attention: Callable[[Attention], Design] = lru_cache(maxsize=64)(attention_bf16)
 
-OPS: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {f.__name__: f for f in (matmul_i8, matmul_i8i4, rmsnorm, attention)}
+OPS: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
+    f.__name__: f for f in (linear_rows, matmul_i8, matmul_i8i4, rmsnorm, attention)
+}

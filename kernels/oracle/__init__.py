@@ -34,6 +34,7 @@ ORACLE: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
         linear.dequantize,
         linear.quantize_act,
         linear.logits,
+        integer.linear_rows,
         integer.matmul_i8,
         integer.matmul_i8i4,
         sampling.sample,

@@ -5,12 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 from hybrid.spec.tensor import Tensor
-from kernels.oracle.quant import Real, dequantise
+from kernels.oracle.quant import Real, Value, dequantise
 
 
 def matmul_i8(x: np.ndarray, w: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]:
     """x i8 [T, K], w i8 [N, K] -> x @ w.T as integers: float64 holds them exactly up to K = 2^39."""
     return ((x.astype(np.float64) @ w.astype(np.float64).T).astype(np.int64),)
+
+
+def linear_rows(x: np.ndarray, w: Value, real: Real = np.float64) -> tuple[np.ndarray]:
+    """x f32 [T, K], w [N, K] -> x @ w.T with int8 codes of both, a scale for each row of either."""
+    left, right = int8_rows(x), int8_rows(dequantise(w, np.float32))
+    dots = left[0].astype(np.float64) @ right[0].astype(np.float64).T
+    return (dots.astype(real) * left[1][:, None].astype(real) * right[1].astype(real),)
+
+
+def int8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """f32 [R, C] -> int8 codes [R, C] and f32 scales [R], all in float32: scale = max|row| / 127 (1 for a row of zeros)."""
+    most = np.abs(x).max(axis=1)
+    scale = np.where(most > 0, most / np.float32(127), np.float32(1)).astype(np.float32)
+    return np.clip(np.rint(x / scale[:, None]), -127, 127).astype(np.int8), scale
 
 
 def matmul_i8i4(x: np.ndarray, w: Tensor, real: Real = np.float64) -> tuple[np.ndarray]:
