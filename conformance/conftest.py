@@ -8,7 +8,8 @@ HYBRID_VULKAN_VALIDATION=1     with the validation layer; any message fails the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,20 @@ settings.load_profile("long" if LONG else "ci")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     apply_expected(items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_was_proved(request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]) -> None:
+    """With --junitxml: which kernels, on which device, by which command (perf.record asks)."""
+    if request.config.getoption("xmlpath", None) is None:
+        return
+    from kernels.vulkan.instance import list_devices, select
+    from perf.record import kernels_digest
+
+    device = select(list_devices(), os.environ.get("HYBRID_VULKAN_DEVICE", "auto"))
+    record_testsuite_property("device", device.name)
+    record_testsuite_property("kernels", kernels_digest())
+    record_testsuite_property("command", " ".join(["python -m pytest", *request.config.invocation_params.args]))
 
 
 @pytest.fixture(scope="session")

@@ -1,20 +1,31 @@
 """Measured runs, kept: perf/records/*.json, one file for each device and commit.
 
+    python -m pytest -n 0 conformance/test_ops.py --junitxml=proof.xml     # on the device
+    python -m hybrid.bench --random gemma3-27b --json > bench.json             # on the device
+    python -m perf.record bench.json --proof proof.xml --clock "not locked"    # here, on the commit that ran
+
 A run is taken in only with the conformance result of the same kernels on the same device, and only if it is possible: a
 speed above the ceiling that perf.roofline gives its device is a mistake in the measurement, and is refused.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from hybrid.cli import Parser, run
 from hybrid.spec.devicesheet import sheet_for
 from hybrid.spec.errors import SpecError
 from hybrid.spec.load import ROOT, Model
@@ -164,3 +175,95 @@ def nearest_run(device: str, model: str, kind: str, want: float | None) -> str |
     shown = f"{1e3 * one.context / one.tokens_per_second:.0f} ms for {one.context} tokens" if kind == "first_token" else ""
     shown = shown or (f"{1e3 / one.tokens_per_second:.1f} ms" if kind == "token_time" else f"{one.tokens_per_second:.4g} tok/s")
     return f"{shown} ({record.device}, {one.dtype}, B={one.batch}, context {one.context}, {record.commit[:9]})"
+
+
+# --------------------------------------------------------------------------------------------------------------- taking in
+def proof_of(path: Path, device: str) -> Proof:
+    """What a JUnit file of the suite proves. SpecError where anything failed, or it is about another device."""
+    suite = next(ET.parse(path).getroot().iter("testsuite"))
+    said = {p.get("name"): p.get("value", "") for p in suite.iter("property")}
+    count = {k: int(suite.get(k, "0")) for k in ("tests", "failures", "errors", "skipped")}
+    missing = {"device", "kernels", "command"} - said.keys()
+    if missing:
+        raise SpecError(f"{path}: does not say its {', '.join(sorted(missing))}: run the suite with --junitxml and -n 0")
+    if count["failures"] or count["errors"]:
+        raise SpecError(f"{path}: {count['failures'] + count['errors']} tests failed: what is not right is not recorded")
+    if re.search(r"pytest.* (-k|--deselect|--lf|-m)\b|::", str(said["command"])):
+        raise SpecError(f"{path}: {said['command']} ran a selection: a proof is the whole of conformance/test_ops.py")
+    if device not in str(said["device"]):
+        raise SpecError(f"{path}: proves kernels on {said['device']}, but the run was on {device}")
+    passed = count["tests"] - count["skipped"]
+    return Proof(command=str(said["command"]), passed=passed, failed=0, kernels=str(said["kernels"]))
+
+
+def run_of(bench: Mapping[str, Any], result: Mapping[str, Any]) -> Run:
+    """One result of hybrid.bench. A model that was cut (--layers, --vocab) is not called by its sheet's name."""
+    name = str(bench["model"]).removesuffix(" (random)")
+    cut = re.findall(r"--(layers|vocab)[ =](\d+)", bench["command"])
+    name += "".join(f", {key} {value}" for key, value in cut)
+    precision = re.search(r"--precision[ =](\w+)", bench["command"])
+    prompt = result["phase"] == "prefill"
+    return Run(
+        model=name,
+        dtype=bench["precision"]["weights"][0],
+        phase=result["phase"],
+        batch=result["batch"],
+        context=result["depth"] + (result["n"] if prompt else 0),
+        tokens_per_second=result["tokens_per_second"],
+        precision=precision[1] if precision else "auto",  # type: ignore[arg-type]
+        note=f"{result['test']}; weights {'/'.join(bench['precision']['weights'])}, {bench['weights_bytes'] / 1e9:.2f} GB",
+    )
+
+
+def take(bench: Mapping[str, Any], proof: Proof, commit: str, clock: str, date: str) -> Record:
+    """A record of one `hybrid.bench --json`. SpecError for one that reports errors of its own."""
+    if bench["errors"]:
+        raise SpecError(f"the bench says itself that it is wrong: {'; '.join(bench['errors'])}")
+    inner = re.search(r"\((.*)\)$", bench["device"])
+    return Record(
+        schema=1,
+        device=inner[1] if inner else bench["device"],
+        driver=bench["driver"],
+        clock=clock,
+        commit=commit,
+        date=date,
+        command=bench["command"],
+        kernels=proof.kernels,
+        conformance=proof,
+        runs=tuple(run_of(bench, r) for r in bench["results"]),
+    )
+
+
+def commit_here() -> str:
+    """The commit that is checked out, with `+changes` where tracked files differ from it."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    clean = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode == 0
+    return head if clean else f"{head}+changes"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(prog="python -m perf.record", description="Keep runs of hybrid.bench whose kernels were proved on the same device.")
+    p.add_argument("bench", nargs="+", type=Path, metavar="BENCH.json", help="output of python -m hybrid.bench --json")
+    p.add_argument("--proof", type=Path, required=True, metavar="FILE", help="--junitxml of the conformance suite on that device")
+    p.add_argument("--clock", required=True, metavar="TEXT", help="what is known of the device's clocks")
+    p.add_argument("--commit", metavar="ID", help="the commit that ran (the one checked out)")
+    p.add_argument("--date", metavar="DAY", help="when, as 2026-11-21 (today)")
+    return p
+
+
+def _main(args: argparse.Namespace) -> int:
+    commit, date = args.commit or commit_here(), args.date or datetime.date.today().isoformat()
+    for path in args.bench:
+        bench = json.loads(path.read_text(encoding="utf-8"))
+        name = re.sub(r"^vulkan:\d+ \(|\)$", "", bench["device"])
+        print(add(take(bench, proof_of(args.proof, name), commit, args.clock, date)))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run(lambda: _main(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

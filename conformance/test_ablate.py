@@ -1,0 +1,68 @@
+"""Every switch can be measured, decodes the same tokens where its arithmetic is the same, and is undone afterwards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from conformance.devices import without_vulkan
+from conformance.models import MODELS
+from hybrid.checkpoint import open_checkpoint
+from hybrid.spec.errors import SpecError
+from perf import ablate, gated
+from perf.switches import Switch, find_switch, load_switches
+
+
+@pytest.fixture(scope="module")
+def device():
+    try:
+        return gated.cpu_driver()
+    except SpecError as error:
+        without_vulkan(error)
+
+
+@pytest.fixture(scope="module")
+def whole(device):
+    with open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint, ablate.opened(checkpoint, device, [], 8, 24) as made:
+        yield made
+
+
+def text(made, step):
+    """Ids chosen for positions 9..25 by way of `step`, the last by the engine itself."""
+    ablate.restart(made, 8)
+    while made.positions[0] < 25:
+        step(made, made.positions[0] + 1)
+    made.wait()
+    return made.token(0, made.positions[0] + 1, made.submit_decode((0,))), made.device.read("history").array[0, 9:25].tolist()
+
+
+@pytest.mark.parametrize("name", [s.name for s in load_switches().values() if not (s.profile or s.constant)])
+def test_every_way_to_decode_gives_the_same_tokens(whole, name):
+    """Sampling is greedy: choosing on the host, recording anew or cutting weights apart changes no id."""
+    switch = find_switch(name)
+    step = ablate.DRIVES[switch.engine][1] if switch.engine else ablate.program_without(whole, [switch])
+    last, ids = text(whole, ablate.on_device)
+    assert len(set(ids)) > 3
+    assert text(whole, step) == (last, ids)
+    if switch.engine:
+        assert text(whole, ablate.DRIVES[switch.engine][0]) == (last, ids)
+
+
+def test_the_command_measures_what_it_is_asked(device, capsys):
+    shape = ["--random", "gemma3-270m", "--layers", "2", "--vocab", "2048", "--device", device]
+    given = [*shape, "--depth", "16", "--tokens", "4", "-r", "2", "--only", "recorded-commands", "int8-activations", "--json"]
+    assert ablate.main(given) == 0
+    found = {w["name"]: w for w in json.loads(capsys.readouterr().out)["worth"]}
+    for one in found.values():
+        assert one["ratios"][0] <= one["times"] * 1.5 and one["with_it"] > 0 and one["without"] > 0
+    assert found["recorded-commands"]["times"] > 1  # recording a plan is work beside running it
+    assert ablate.main([*shape, "--only", "fused-ffm"]) == 1
+    assert "fused-ffn" in capsys.readouterr().err
+
+
+def test_a_switch_says_exactly_one_thing():
+    with pytest.raises(ValueError, match="exactly one"):
+        Switch(name="nothing", summary="")
+    with pytest.raises(SpecError, match="no optimisation"):
+        find_switch("x")
