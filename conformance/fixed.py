@@ -71,8 +71,8 @@ VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "fused_qkv": ({"T": 131},),
     "fused_ffn": ({"T": 195, "H": 96, "F": 160},),
     "logits": ({"O": 70, "V": 203},),
-    "rmsnorm": ({"H": 2080, "T": 2},),
-    "add_rmsnorm": ({"H": 2080, "T": 2},),
+    "rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
+    "add_rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
     "sample": ({"V": 17000, "O": 2}, {"V": 17000, "O": 2, "S": 1, "T": 1}),
     # Head sizes and groups; more rows than a decode batch; contexts long enough to be cut into stretches.
     "attention": tuple(

@@ -67,7 +67,7 @@ def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) 
     """Constants of gemv.slang for `rows` rows of x (type x) by w [n, k] of type w; `family` is linear or ffn_up."""
     device = rec.device
     pieces, subgroup = k // (32 if x == "q8_act" else unit(w)), device.subgroup_size
-    default = {"steps": 1, "groups": 1, "passes": 1} if subgroup >= 32 else {"steps": 0, "groups": 8, "passes": 1}
+    default = {"steps": 1, "groups": 4, "passes": 1} if subgroup >= 32 else {"steps": 0, "groups": 8, "passes": 1}
     use = device.tuning.choose(f"{family}.gemv", default, w=w, x=x, rows=rows, n=n, k=k)
     # As many subgroups share a row as its pieces need, so that a lane takes `steps` of them; with 0 one has it alone.
     most = device.max_threads // subgroup
