@@ -49,6 +49,12 @@ def as_dict(about: Mapping[str, Any], rows: Sequence[Row], probes: Probes, limit
     }
 
 
+def _activations(precision: Mapping[str, Sequence[str]]) -> str:
+    """Types of matrix inputs, those of prefill where they differ."""
+    prefill = precision.get("prefill activations")
+    return ", ".join(precision["activations"]) + (f" (prefill {', '.join(prefill)})" if prefill else "")
+
+
 def text(report: Mapping[str, Any]) -> str:
     """For people. Speeds are medians; the spread is the standard deviation of the repetitions."""
     probes, limit = report["probes"], report["ceiling"]
@@ -56,7 +62,7 @@ def text(report: Mapping[str, Any]) -> str:
     lines = [
         f"{report['device']}, {report['driver']}; measured",
         f"{report['model']}: {report['weights_bytes'] / 1e9:.2f} GB of weights ({', '.join(report['precision']['weights'])}), "
-        f"activations {', '.join(report['precision']['activations'])}, KV {', '.join(report['precision']['kv'])}; "
+        f"activations {_activations(report['precision'])}, KV {', '.join(report['precision']['kv'])}; "
         f"ready in {report['load_seconds']:.1f} s",
         f"probes: copy {probes['copy_gb_s']:.1f} GB/s ({probes['copy']}), matrix {matrix}",
         f"shares: of bytes against {limit['of_bytes']} ({limit['gb_s']:.1f} GB/s), of operations against {limit['of_flops']}",

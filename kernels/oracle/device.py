@@ -68,8 +68,7 @@ class CpuDevice:
         self._open = True
 
     def has(self, feature: str) -> bool:
-        """See Device.has: NumPy has none of the units that change which precision pays."""
-        return False
+        return False  # none of the units that change which precision pays
 
     # --- tensors
 
