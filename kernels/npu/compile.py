@@ -130,7 +130,13 @@ def aligned(array: np.ndarray) -> np.ndarray:
 def kernel(name: str, *, options: tuple[str, ...] = (), source: Path | None = None, folder: Path = AIE, **macros: Number) -> Kernel:
     """The entry point `name` with those macros, compiled if the cache does not have it. SpecError for an unknown name or
     macro; CompileError without g++ or where the source does not compile."""
-    entry = find(name, folder)
+    return compiled(find(name, folder), macros, options=options, source=source)
+
+
+def compiled(
+    entry: Entry, macros: Mapping[str, Number], *, options: tuple[str, ...] = (), source: Path | None = None
+) -> Kernel:
+    """As kernel(), for an entry at hand and macros as a mapping."""
     values = entry.values(macros)
     return Kernel(entry, values, _library(source or entry.source, entry.source, tuple(sorted(values.items())), options))
 

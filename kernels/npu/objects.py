@@ -37,5 +37,4 @@ def digests(design: Design) -> dict[str, str]:
 def on_this_computer(design: Design, sources: Mapping[str, Any] | None = None) -> dict[str, Callable[..., None]]:
     """The compiled kernels by name. `sources`: other texts of them, for mutations. CompileError without a compiler."""
     given = sources or {}
-    macros: dict[str, dict[str, Any]] = {k.name: dict(k.macros) for k in design.kernels}
-    return {k.name: host.kernel(k.name, source=given.get(k.name), **macros[k.name]) for k in design.kernels}
+    return {k.name: host.compiled(find(k.name), dict(k.macros), source=given.get(k.name)) for k in design.kernels}
