@@ -34,10 +34,13 @@ def test_assembly_is_read():
     assert found["valu"] == 4
 
 
-def test_the_hot_loop_is_the_innermost():
-    loop = hot_loop(TEXT)
+def test_the_hot_loop_is_where_most_is_multiplied():
+    looped = TEXT.replace("v_wmma_f32_16x16x16_f16 v[0:7], v[8:15], v[16:23], v[0:7]", "v_mov_b32 v0, v1")
+    loop = hot_loop(looped)
     assert loop is not None and loop.macs == 2 * 4 * 32 and loop.cycles == 1 + 1 + 4
-    assert hot_loop(TEXT.replace("scc1 BB2", "scc1 BB3").replace("s_branch BB1", "s_branch BB3")) is None
+    unrolled = hot_loop(TEXT)  # the straight line behind the loops multiplies more
+    assert unrolled is not None and unrolled.macs == 16**3 and unrolled.cycles == 32
+    assert hot_loop(looped.replace("v_dot4_i32_iu8", "v_mov_b32")) is None
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,15 @@ def cycles_of(names: Sequence[str]) -> float:
 
 
 def hot_loop(text: str) -> Loop | None:
-    """None for a kernel whose innermost loops multiply nothing."""
+    """The loop (without the loops inside it), or the straight line, with the most multiply-adds; None where nothing is
+    multiplied. A kernel whose loop is unrolled away does its work in the straight line."""
     names, labels, branches = parse(text)
-    loops = {(labels[t], i + 1) for i, t in branches if labels.get(t, i + 1) <= i}
-    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    found = [Loop(cycles_of(names[a:b]), macs_of(names[a:b])) for a, b in inner]
+    loops = {(labels[t], i + 1) for i, t in branches if labels.get(t, i + 1) <= i} | {(0, len(names))}
+    found = []
+    for a, b in loops:
+        inside = [(c, d) for c, d in loops if (c, d) != (a, b) and a <= c and d <= b]
+        own = [n for i, n in enumerate(names[a:b], a) if not any(c <= i < d for c, d in inside)]
+        found.append(Loop(cycles_of(own), macs_of(own)))
     return max((loop for loop in found if loop.macs), key=lambda loop: loop.macs, default=None)
 
 

@@ -68,7 +68,7 @@ def shown(key: Key) -> str:
 
 def features_of(report: Report) -> dict[str, bool]:
     """Everything that Report.has answers, by every name that it takes."""
-    names = {f.name for f in (*report.features, *report.extensions)} | set(_SHORT) | {"cooperative_matrix"}
+    names = {f.name for f in (*report.features, *report.extensions)} | set(_SHORT) | {"cooperative_matrix", "f16_matrices"}
     return {name: report.has(name) for name in sorted(names)}
 
 
