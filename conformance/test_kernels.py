@@ -29,6 +29,7 @@ ELSEWHERE = [
     ("attention.*.2x16", range(16, 65), "as above"),
     ("decode_attention.*.1x[48]", range(16, 65), "a wide subgroup holds a head in fewer words per lane"),
     ("decode_attention.*.1x16", range(16, 65), "as above"),
+    ("probe_*", range(0, 65), "the bench's ceilings, no operation: test_bench.py runs them"),
     ("flash_attention.*", range(0, 32), "for matrix units, in subgroups of 32"),
     ("sample.1024", range(0, 32), "32 narrow subgroups do not make 1024 threads"),
 ]

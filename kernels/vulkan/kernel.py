@@ -87,7 +87,7 @@ class KernelCache:
             raise VulkanError(f"{path} does not exist: build the shaders with python -m kernels.vulkan.build")
         self.manifest: dict[str, dict[str, Any]] = json.loads(path.read_text())
         self.kernels: dict[tuple[str, tuple[tuple[str, int], ...]], Kernel] = {}
-        self.modules: dict[str, tuple[bytes, Any]] = {}
+        self.modules: dict[str, Any] = {}
         self.set_layouts: dict[int, Any] = {}
         self.layouts: dict[tuple[int, int], Any] = {}
         self.path = cache_path(report.uuid, report.driver)
@@ -123,9 +123,10 @@ class KernelCache:
         if unknown:
             raise VulkanError(f"{name} has no specialisation constants {unknown}; known: {sorted(entry['constants'])}")
         ids = {entry["constants"][k]: int(v) & 0xFFFFFFFF for k, v in constants.items()}
-        code, module = self._module(name, entry["spirv"])
+        code = self._code(name, entry["spirv"])
         info = inspect(code, ids)
-        self._fits(name, constants, info, entry)
+        self._fits(name, constants, info, entry)  # before the driver sees a module that it may not know
+        module = self._module(name, code)
         layout = self._layout(entry["bindings"], entry["push"])
         pipeline = self._pipeline(name, module, ids, info, layout)
         self.counters.pipelines += 1
@@ -149,18 +150,21 @@ class KernelCache:
         if over:
             raise VulkanError(f"{name} {dict(constants)} does not fit this device: it needs {', '.join(over)}")
 
-    def _module(self, name: str, digest: str) -> tuple[bytes, Any]:
+    def _code(self, name: str, digest: str) -> bytes:
+        code = (self.folder / f"{name}.spv").read_bytes()
+        if hashlib.sha256(code).hexdigest() != digest:
+            raise VulkanError(f"{self.folder / name}.spv is not the module that manifest.json describes; run "
+                              "python -m kernels.vulkan.build")
+        return code
+
+    def _module(self, name: str, code: bytes) -> Any:
         if name not in self.modules:
-            code = (self.folder / f"{name}.spv").read_bytes()
-            if hashlib.sha256(code).hexdigest() != digest:
-                raise VulkanError(f"{self.folder / name}.spv is not the module that manifest.json describes; run "
-                                  "python -m kernels.vulkan.build")
             words = ffi.new("char[]", code)
             info = vk.VkShaderModuleCreateInfo(codeSize=len(code))
             info.pCode = ffi.cast("uint32_t *", words)
             out = ffi.new("VkShaderModule *")
             check(lib.vkCreateShaderModule(self.device, ffi.addressof(info), ffi.NULL, out), f"loading {name}")
-            self.modules[name] = code, out[0]
+            self.modules[name] = out[0]
         return self.modules[name]
 
     def _layout(self, bindings: int, push: int) -> Any:
@@ -212,7 +216,7 @@ class KernelCache:
         """Destroy everything. What was built is already saved: compile() does that."""
         for kernel in self.kernels.values():
             vk.vkDestroyPipeline(self.device, kernel.pipeline, None)
-        for _, module in self.modules.values():
+        for module in self.modules.values():
             vk.vkDestroyShaderModule(self.device, module, None)
         for layout in self.layouts.values():
             vk.vkDestroyPipelineLayout(self.device, layout, None)
