@@ -140,3 +140,10 @@ def test_switches_change_what_they_say_and_nothing_else():
         assert (made.prefill({0: [2, 3, 4, 5]}), made.decode(6)) == whole
     with pytest.raises(SpecError, match="fused-qkv"):
         find_switch("fused-qvk")
+
+
+def test_a_mesa_without_a_reviewed_table_is_named_and_not_judged(monkeypatch):
+    row = {statistic: 10**6 for statistic in gate.load_gate("gfx1103").statistics}  # breaks every rule
+    monkeypatch.setattr("perf.gate._tables", lambda: {"99.1.2": {"linear.gemv.q4_0.q8_act": row}})
+    findings, lines = gate.check("gfx1103")
+    assert not findings and any("99.1.2" in line and "not compared" in line for line in lines)
