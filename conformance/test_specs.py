@@ -24,7 +24,7 @@ OPERATIONS = (
     "add_rmsnorm", "attention", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn", "fused_qkv", "geglu",
     "linear", "linear_rows", "logits", "matmul_i8", "matmul_i8i4", "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample",
 )  # fmt: skip
-NPU_ONLY = ("linear_rows", "matmul_i8", "matmul_i8i4")  # products of codes that are quantised per row
+NPU_ONLY = ("matmul_i8", "matmul_i8i4")  # products of bare codes
 GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
 OPS = load_ops()
 SPIRV = Path(__file__).parents[1] / "kernels" / "vulkan" / "spirv"
@@ -48,7 +48,7 @@ def test_workloads_cover_every_gemma3_size(name: str) -> None:
 def test_backends_are_declared(name: str) -> None:
     status = {b: s.status for b, s in OPS[name].backends.items()}
     vulkan = "planned" if name in NPU_ONLY else "supported"
-    npu = "supported" if name in (*NPU_ONLY, "attention", "rmsnorm") else "planned"
+    npu = "supported" if name in (*NPU_ONLY, "attention", "linear_rows", "rmsnorm") else "planned"
     assert status == {"oracle": "supported", "cpu": "supported", "vulkan": vulkan, "npu": npu}
 
 
@@ -274,6 +274,7 @@ def test_requirements_follow_the_dtypes() -> None:
 
 # Operations that run other operations' kernels, beside their own.
 SHARED = {"fused_qkv": ("linear",), "logits": ("linear",), "fused_ffn": ("linear", "ffn_up", "geglu"),
+          "linear_rows": ("linear_rows", "quantize_rows"),
           "attention": ("attention", "attention_combine", "flash_attention"),
           "decode_attention": ("decode_attention", "attention_combine")}  # fmt: skip
 
