@@ -3,6 +3,7 @@ that fails is replaced as the schedule says."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,14 @@ import pytest
 import hybrid
 from conformance.devices import BACKENDS, open_backend
 from conformance.models import MODELS
+from hybrid import carrier
 from hybrid.placed import PlacedDevice, written
 from hybrid.planner import segments
+from hybrid.spec.dtypes import DTYPES
+from hybrid.spec.hostmemory import NotShareable, anonymous
+from hybrid.spec.plan import TensorDecl
 from hybrid.spec.schedule import find_schedule, named_schedule
+from hybrid.spec.tensor import Tensor
 from hybrid.trace import events
 from kernels.npu import xrt_sim
 
@@ -71,9 +77,12 @@ def test_the_schedule_is_gemma3_with_attention_elsewhere() -> None:
 def test_the_text_is_that_of_one_device(backend: str, plain: tuple[str, np.ndarray]) -> None:
     with load(backend, profile=backend == "vulkan") as model:
         assert text(model) == plain[0]
-        assert model.stats is not None and model.stats.device.endswith("+ sim-npu1") and "copies" in model.stats.carried
+        assert model.stats is not None and model.stats.device.endswith("+ sim-npu1") and "shared" in model.stats.carried
         device = model.engine.device
-        assert isinstance(device, PlacedDevice) and device.copies.count > 0 and not device.failures
+        assert isinstance(device, PlacedDevice) and not device.failures
+        assert device.copies.shared > 2 * model.hparams.n_layers, "caches, and what passes between the devices"
+        assert (device.copies.count, device.copies.why_not) == (0, "")
+        assert "npu.state" not in device.memory(), "held once"
         layers = model.hparams.n_layers
         assert len(segments(model.engine.program("decode", 1, 1).plan)) == 2 * layers + 1
         logits = model.logits(model.encode(PROMPT))
@@ -89,22 +98,61 @@ def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return (np.exp(a) * (a - b)).sum(-1)
 
 
-def test_tables_are_carried_once_and_caches_when_they_change() -> None:
-    with load("cpu") as model:
-        text(model)
+def drivers_memory(decl: TensorDecl) -> Tensor:
+    """A tensor in a mapping of a simulated buffer, which is no anonymous memory."""
+    (part,) = DTYPES[decl.dtype].parts
+    mapped = xrt_sim.bo(xrt_sim.device(0), decl.nbytes, xrt_sim.bo.host_only, 0).map()
+    return Tensor(decl.dtype, decl.shape, (np.frombuffer(mapped, part.dtype)[: math.prod(decl.shape)].reshape(decl.shape),))
+
+
+def test_what_cannot_be_shared_is_copied_and_of_caches_what_a_pass_reads(
+    monkeypatch: pytest.MonkeyPatch, plain: tuple[str, np.ndarray]
+) -> None:
+    """A driver's own mapping is refused, tables are carried once, caches by the blocks in use."""
+    monkeypatch.setattr(carrier, "anonymous", drivers_memory)
+    with load("vulkan") as model:
+        assert text(model) == plain[0]
         device = model.engine.device
         assert isinstance(device, PlacedDevice)
-        carried: list[str] = []
+        assert device.copies.shared == 0 and "not anonymous" in device.copies.why_not
+        assert model.stats is not None and "not shared: memory at" in model.stats.carried
+        slot = model.engine.admit()
+        model.engine.prefill({slot: model.encode(PROMPT)})
+        model.engine.decode(1)
+        carried: list[tuple[str, int]] = []
         write = device.others["npu"].write
 
         def noted(name: str, value: Any, row: int = 0) -> None:
-            carried.append(name)
+            carried.append((name, value.shape[0]))
             write(name, value, row)
 
         device.others["npu"].write = noted  # type: ignore[method-assign]
-        model.engine.program("decode", 1, 1).submit()
-        assert not [n for n in carried if n.startswith("block_table")]
-        assert sum(n.startswith("kv.") for n in carried) == 2 * model.hparams.n_layers and "control" in carried
+        model.engine.decode(1)
+        names = [n for n, _ in carried]
+        assert not [n for n in names if n.startswith("block_table")] and "control" in names
+        caches = [(n, rows) for n, rows in carried if n.startswith("kv.")]
+        assert len(caches) == 2 * model.hparams.n_layers
+        assert {rows for _, rows in caches} == {1}, "of the blocks, the one in which all positions so far are"
+        assert max(model.engine.cache.global_blocks, model.engine.cache.local_blocks) > 1
+
+
+def test_only_anonymous_pages_can_be_imported() -> None:
+    decl = TensorDecl("t", "f32", (5, 1000), "io")
+    good = anonymous(decl)
+    opened: Any = open_backend("vulkan")
+    with opened as device:
+        device.adopt(decl, good)
+        value = Tensor.of(np.arange(5000, dtype=np.float32).reshape(5, 1000))
+        device.write("t", value)
+        assert (good.array == value.array).all(), "the same memory"
+        good.array[3] = 7
+        assert (device.read("t", 3, 4).array == 7).all()
+        device.drop("t")
+        with pytest.raises(NotShareable, match="not anonymous"):
+            device.adopt(decl, drivers_memory(decl))
+        with pytest.raises(NotShareable, match="does not begin at a page"):
+            device.adopt(replace(decl, shape=(4, 1000)), good.rows(1, 5))
+        assert "t" not in device._tensors and not device.memory_pool.imported
 
 
 @pytest.mark.parametrize("fault", ["timeout_after", "silent_after", "vanish_after"])

@@ -1,17 +1,17 @@
 """One plan on several devices: segments run in order, and what one device writes reaches the other before it reads.
 
-The main device holds everything; another one holds what its steps use. A tensor is copied when the other side has written
-it since, whole, and every copy is counted: sharing memory without one is a seam here (`_carry`), not built yet. A device that
-fails is replaced as the schedule says, for the rest of the run, and the reason is kept for the report.
+The main device holds everything; another one holds what its steps use, in the same memory or as a copy (carrier.py). A device
+that fails is replaced as the schedule says, for the rest of the run, and the reason is kept for the report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal, cast
 
+from hybrid.carrier import Carrier
 from hybrid.devices import Opened
 from hybrid.planner import Segment, segments
 from hybrid.spec import load_ops
@@ -41,17 +41,6 @@ def with_others(opened: Opened, schedule: Schedule, npu: Literal["npu", "sim"]) 
         return Opened(cast(Device, placed), (*opened.passed_over, f"npu: {error}"))
 
 
-@dataclass(slots=True)
-class Copies:
-    """Tensors carried between devices."""
-
-    count: int = 0
-    nbytes: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.count} copies, {self.nbytes / 1e6:.2f} MB; no memory is shared"
-
-
 class PlacedDevice:
     """hybrid.spec.device.Device over a main device and others by the name that steps use."""
 
@@ -60,14 +49,12 @@ class PlacedDevice:
         self.fallback = dict(fallback)
         self.name = " + ".join([main.name, *(d.name for d in others.values())])
         self.drives = frozenset({backend, *others, *fallback})
-        self.copies = Copies()
+        self.carrier = Carrier(main, self.others)
+        self.copies = self.carrier.carried
         self.failures: list[str] = []
         """Why a device's steps run elsewhere by now."""
         self._tickets = 0
         self._last: dict[int, int] = {}
-        self._decls: dict[str, TensorDecl] = {}
-        self._writes: dict[str, int] = {}
-        self._seen: dict[tuple[str, str], int] = {}
 
     def __getattr__(self, name: str) -> Any:
         """What only some devices have (check_validation, ...) is the main one's."""
@@ -81,16 +68,14 @@ class PlacedDevice:
     # --- tensors: the main device's
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
-        self.main.store(decl, value, parts)
-        self._decls[decl.name] = decl
-        self.wrote(decl.name)
+        self.carrier.store(decl, value, parts)
 
     def loading(self, nbytes: int) -> AbstractContextManager[None]:
         return self.main.loading(nbytes)
 
     def write(self, name: str, value: Tensor, row: int = 0) -> None:
         self.main.write(name, value, row)
-        self.wrote(name)
+        self.carrier.wrote(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
         return self.main.read(name, start, stop, self._last.get(ticket) if ticket is not None else None)
@@ -109,7 +94,9 @@ class PlacedDevice:
     def memory(self) -> Mapping[str, int]:
         held = dict(self.main.memory())
         for name, device in self.others.items():
-            held |= {f"{name}.{k}": v for k, v in device.memory().items() if v}
+            own = {**device.memory()}
+            own["state"] -= self.carrier.shared_with(name)
+            held |= {f"{name}.{k}": v for k, v in own.items() if v}
         return held
 
     def close(self) -> None:
@@ -127,39 +114,6 @@ class PlacedDevice:
         self._tickets += 1
         self._last[self._tickets] = ticket
         return self._tickets
-
-    def wrote(self, name: str) -> None:
-        """The main device has (or will have, once waited for) new contents."""
-        self._writes[name] = self._writes.get(name, 0) + 1
-
-    def hold(self, where: str, names: Sequence[str]) -> None:
-        """Room for tensors on another device."""
-        for name in names:
-            if (where, name) not in self._seen:
-                self.others[where].store(replace(self._decls[name], kind="state"))
-                self._seen[where, name] = -1
-
-    def carry(self, where: str, names: Sequence[str]) -> None:
-        """Bring to another device what the main one has written since."""
-        for name in names:
-            if self._seen[where, name] != self._writes.get(name, 0):
-                value = self.main.read(name)
-                self.others[where].write(name, value)
-                self._count(value)
-                self._seen[where, name] = self._writes.get(name, 0)
-
-    def bring(self, where: str, names: Sequence[str], rows: Mapping[str, int]) -> None:
-        """Take another device's results to the main one."""
-        for name in names:
-            value = self.others[where].read(name, 0, rows[name])
-            self.main.write(name, value)
-            self._count(value)
-            self.wrote(name)
-            self._seen[where, name] = self._writes[name]
-
-    def _count(self, value: Tensor) -> None:
-        self.copies.count += 1
-        self.copies.nbytes += value.nbytes
 
 
 class PlacedProgram:
@@ -196,7 +150,7 @@ class PlacedProgram:
             used = {"control", *(n for s in steps for n in s.args.values())}
             part = replace(self.plan, name=f"{self.plan.name}.{i}", steps=steps, tensors={n: self.plan.tensors[n] for n in used})
             if where != self.device.backend_of_main:
-                self.device.hold(where, sorted(used))
+                self.device.carrier.hold(where, sorted(used))
             owner = self.device.main if where == self.device.backend_of_main else self.device.others[where]
             self._programs[i, where] = owner.compile(part, profile=self.profile)
         return self._programs[i, where]
@@ -206,16 +160,16 @@ class PlacedProgram:
         if where == device.backend_of_main:
             ticket = self._program(i).submit()
             for name in written(segment):
-                device.wrote(name)
+                device.carrier.wrote(name)
             if self.profile:
                 device.main.wait(ticket)
                 self._note(self._program(i), "")
             return ticket
         try:
             results = written(segment)
-            device.carry(where, sorted({"control", *(n for s in segment.steps for n in s.args.values())} - set(results)))
+            device.carrier.carry(where, segment.steps, set(results))
             device.others[where].wait(self._program(i).submit())
-            device.bring(where, results, {n: self.plan.tensors[n].shape[0] for n in results})
+            device.carrier.bring(where, results, {n: self.plan.tensors[n].shape[0] for n in results})
             self._note(self._program(i), f" on {device.others[where].name}")
         except RuntimeError as error:
             if where not in device.fallback:

@@ -78,6 +78,11 @@ class Device(Protocol):
         another (each made when it is needed), or with zeros."""
         ...
 
+    def adopt(self, decl: TensorDecl, value: Tensor) -> None:
+        """A state or io tensor in memory that is there already and that others use too: page-aligned and anonymous
+        (hybrid.spec.hostmemory). Who uses it keeps the order. NotShareable where this device cannot."""
+        ...
+
     def loading(self, nbytes: int) -> AbstractContextManager[None]:
         """Around the stores of a model's weights, of about `nbytes` in all: what only loading needs is made and freed
         here, and stores may go on while the next one begins. Errors of a tensor's data (a damaged block, a file that

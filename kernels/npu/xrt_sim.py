@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import mmap
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -211,7 +212,8 @@ class bo:
                 raise RuntimeError("buffer of no bytes")
             flags, self._group = more
             self._parent, self._flags = None, bo.flags(flags)
-            self._host, self._device = np.zeros(size, np.uint8), np.full(size, POISON, np.uint8)
+            # As a driver's mapping, this one belongs to a file: it is no anonymous memory that others could import.
+            self._host, self._device = np.frombuffer(mmap.mmap(-1, size), np.uint8), np.full(size, POISON, np.uint8)
             self._base = next(bo._addresses)
         self._size = size
 

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from hybrid.spec.device import Counters, StepTime
+from hybrid.spec.hostmemory import NotShareable
 from hybrid.spec.plan import ALIGN, CONTROL, Plan, Step, TensorDecl
 from hybrid.spec.tensor import Packed, Rows, Source, Tensor, unpacked
 from kernels.oracle import ORACLE
 from kernels.oracle.memory import Guarded, Slabs, aligned, in_memory, place, usable_bytes
-from kernels.oracle.quant import Value, argument, copy_rows, dequantise, joined, round_into
+from kernels.oracle.quant import Value, argument, copy_rows, dequantise, joined, round_into, runs
 
 # Weights that BLAS reads whole: worth keeping as float32. (Embedding reads a few rows of the same tensor.)
 _MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "w_down"), "logits": ("w",)}
@@ -83,12 +84,20 @@ class CpuDevice:
         if decl.kind == "weight" and parts and not self.guard and decl.nbytes > self._room():
             tensor = self._left_in_file(decl, parts)
         elif decl.pieces:
-            tensor = self._runs(decl, parts)
+            tensor = runs(decl, parts)
         else:
             tensor = self._filled(decl, value, parts)
         self._decls[decl.name], self._tensors[decl.name] = decl, tensor
         self._float.pop(decl.name, None)
         self.counters.bytes_up += in_memory(tensor) if value is not None or parts else 0
+        self.generation += 1
+
+    def adopt(self, decl: TensorDecl, value: Tensor) -> None:
+        """See Device.adopt: NumPy takes any memory."""
+        self.check_open()
+        if self.guard:
+            raise NotShareable("tensors with guard bytes around them have memory of their own")
+        self._decls[decl.name], self._tensors[decl.name] = decl, value
         self.generation += 1
 
     def _room(self) -> int:
@@ -109,18 +118,6 @@ class CpuDevice:
         if value is not None or parts:
             copy_rows(decl.name, made.tensor, [value] if value is not None else (unpacked(make()) for make in parts))
         return made.tensor
-
-    def _runs(self, decl: TensorDecl, parts: Sequence[Source]) -> Rows:
-        """A weight of several storage types: each run of rows becomes a tensor of its own."""
-        runs = [Tensor.empty(dtype, (rows, *decl.shape[1:])) for dtype, rows in decl.pieces]
-        makers = iter(parts)
-        for run in runs:
-            at = 0
-            while at < run.shape[0]:
-                piece = unpacked(next(makers)())
-                copy_rows(decl.name, run.rows(at, run.shape[0]).rows(0, piece.shape[0]), [piece])
-                at += piece.shape[0]
-        return Rows(tuple(runs))
 
     def _left_in_file(self, decl: TensorDecl, parts: Sequence[Source]) -> Tensor | Rows | Packed:
         """The parts as they come: what is computed while loading is kept all the same."""

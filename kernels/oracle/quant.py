@@ -5,12 +5,13 @@ All functions are vectorised; those that make temporaries work in blocks of rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.tensor import Packed, Rows, Tensor, unpacked
+from hybrid.spec.plan import TensorDecl
+from hybrid.spec.tensor import Packed, Rows, Source, Tensor, unpacked
 from kernels.oracle.blocks import ORDER, RELAY, factors, integers
 
 Real = type[np.float32] | type[np.float64]
@@ -71,6 +72,19 @@ def copy_rows(what: str, target: Tensor, pieces: Iterable[Tensor]) -> None:
         at += piece.shape[0]
     if at != target.shape[0]:
         raise ValueError(f"{what}: {at} rows given for a tensor of {target.shape[0]}")
+
+
+def runs(decl: TensorDecl, parts: Sequence[Source]) -> Rows:
+    """A weight of several storage types: each run of rows becomes a tensor of its own."""
+    made = [Tensor.empty(dtype, (rows, *decl.shape[1:])) for dtype, rows in decl.pieces]
+    makers = iter(parts)
+    for run in made:
+        at = 0
+        while at < run.shape[0]:
+            piece = unpacked(next(makers)())
+            copy_rows(decl.name, run.rows(at, run.shape[0]).rows(0, piece.shape[0]), [piece])
+            at += piece.shape[0]
+    return Rows(tuple(made))
 
 
 def joined(what: str, value: Tensor | Rows | Packed) -> Tensor:

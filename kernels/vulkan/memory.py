@@ -113,12 +113,14 @@ class Memory:
         self.budget_extension, self.budget = budget_extension, budget
         self.properties = vk.vkGetPhysicalDeviceMemoryProperties(physical)
         self.blocks: dict[str, list[Buffer]] = {pool: [] for pool in _PREFERENCE}
+        self.imported: list[Buffer] = []
+        """Over pages of the host's (hostmemory.py), each with one tensor's part."""
         self.held: dict[str, int] = {}
         self.types = {pool: self._type(pool) for pool in _PREFERENCE}
 
     def _type(self, pool: str) -> int:
         # Buffers of one usage have the same memoryTypeBits (the specification guarantees it): a small one tells.
-        probe = self._buffer(256)
+        probe = self.buffer(256)
         bits = vk.vkGetBufferMemoryRequirements(self.device, probe).memoryTypeBits
         vk.vkDestroyBuffer(self.device, probe, None)
         for want in _PREFERENCE[pool]:
@@ -165,6 +167,11 @@ class Memory:
     def release(self, piece: Slice, purpose: str) -> None:
         """Free a slice that allocate() returned; an empty block goes back to the driver."""
         block = piece.buffer
+        if block.pool == "imported":
+            self.held[purpose] -= piece.size
+            self.imported.remove(block)
+            self._destroy(block)
+            return
         block.free.give(piece.offset, piece.size)
         self.held[purpose] -= align_up(piece.size)
         if block.free.empty and (len(self.blocks[block.pool]) > 1 or block.size > BLOCK_BYTES[block.pool]):
@@ -192,16 +199,17 @@ class Memory:
             raise OutOfDeviceMemory(f"out of device memory: the driver refused {size / MIB:.1f} MiB for {purpose} "
                                     f"although {available / MIB:.1f} MiB were reported as available") from None
 
-    def _buffer(self, size: int) -> Any:
+    def buffer(self, size: int, more: Any = None) -> Any:
+        """A VkBuffer without memory; `more` follows its creation info."""
         usage = (vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
                  | vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT | vk.VK_BUFFER_USAGE_TRANSFER_DST_BIT)
         out = ffi.new("VkBuffer *")
-        info = vk.VkBufferCreateInfo(size=size, usage=usage, sharingMode=vk.VK_SHARING_MODE_EXCLUSIVE)
+        info = vk.VkBufferCreateInfo(pNext=more, size=size, usage=usage, sharingMode=vk.VK_SHARING_MODE_EXCLUSIVE)
         check(lib.vkCreateBuffer(self.device, ffi.addressof(info), ffi.NULL, out), f"creating a buffer of {size} bytes")
         return out[0]
 
     def _create(self, size: int, pool: str) -> Buffer:
-        handle = self._buffer(size)
+        handle = self.buffer(size)
         need = vk.vkGetBufferMemoryRequirements(self.device, handle)
         info = vk.VkMemoryAllocateInfo(allocationSize=need.size, memoryTypeIndex=self.types[pool])
         out = ffi.new("VkDeviceMemory *")
@@ -228,6 +236,6 @@ class Memory:
     def close(self) -> None:
         """Give every block back to the driver."""
         self.held.clear()
-        for blocks in self.blocks.values():
+        for blocks in (self.imported, *self.blocks.values()):
             while blocks:
                 self._destroy(blocks.pop())

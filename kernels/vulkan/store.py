@@ -10,8 +10,10 @@ import numpy as np
 
 from hybrid.spec.device import Counters
 from hybrid.spec.dtypes import DTYPES
+from hybrid.spec.hostmemory import NotShareable
 from hybrid.spec.plan import TensorDecl
 from hybrid.spec.tensor import Packed, Source, Tensor, unpacked
+from kernels.vulkan.hostmemory import import_pages
 from kernels.vulkan.memory import Memory, Slice, align_up
 from kernels.vulkan.repack import Loader, takes
 from kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
@@ -81,6 +83,24 @@ class Storage(ABC):
         except BaseException:
             self.drop(decl.name)
             raise
+
+    def adopt(self, decl: TensorDecl, value: Tensor) -> None:
+        """See Device.adopt: the pages are imported. NotShareable where the device or the memory do not allow it."""
+        self.check_open()
+        if self.guard:
+            raise NotShareable("tensors with guard bytes around them have memory of their own")
+        if max(part_bytes(decl.dtype, decl.shape)) > self.max_range:
+            raise NotShareable(f"{decl.name} is larger than one storage buffer of this device may be")
+        held = self._allocations.setdefault(decl.name, [])
+        try:
+            for part in value.parts:
+                held.append((import_pages(self.memory_pool, part, PURPOSE[decl.kind]), PURPOSE[decl.kind]))
+        except BaseException:
+            self.drop(decl.name)
+            raise
+        self._kinds[decl.name] = decl.kind
+        chunk = Chunk(0, rows_of(decl.shape), tuple(piece for piece, _ in held), decl.dtype)
+        self._tensors[decl.name] = DeviceTensor(decl.name, decl.dtype, decl.shape, (chunk,))
 
     def write(self, name: str, value: Tensor, row: int = 0) -> None:
         """Overwrite rows from `row` on. io: at once (a plan that is running may see it); state and weights: in order
