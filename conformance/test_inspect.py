@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.gemma3 import tensors
 from hybrid.convert import Wanted, convert
 from hybrid.engine import Engine
+from hybrid.expand import WeightInfo
 from hybrid.footprint import footprint
-from hybrid.inspect import main
+from hybrid.inspect import main, planned_on
 from hybrid.spec.errors import SpecError
 from hybrid.spec.model import find_model, load_models
 from hybrid.units import parse_bytes, shortest, show_bytes
 from hybrid.weights import stored_types
 from kernels.oracle.device import CpuDevice
+from kernels.vulkan.dry import DryDevice, scratch_bytes
 
 MODELS = Path(__file__).parent.parent / "models"
 
@@ -38,6 +41,42 @@ def test_a_footprint_is_what_an_engine_holds(tmp_path: Path, batch: int, context
         kv = engine.plan("decode", 1, 1).tensors
         own = [kv[f"kv.{layer}.{part}"].nbytes for layer in range(3) for part in "kv"]
         assert (planned.kv_local, planned.kv_global) == (sum(own[:2] + own[4:]), sum(own[2:4]))
+
+
+class Units(CpuDevice):
+    """Stores and plans as a device with matrix units would; nothing runs."""
+
+    name = "vulkan:0 (dry)"
+
+    def has(self, feature: str) -> bool:
+        return feature == "f16_matrices"
+
+
+@pytest.mark.parametrize(("context", "kv_rows"), [(40, 40), (2560, 2048)])
+def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(tmp_path: Path, context: int, kv_rows: int) -> None:
+    hp = tiny(head_dim=32, layer_is_global=(False, True, False), context_length=4096)
+    dry = DryDevice(features=Units().has)
+    with open_checkpoint(write_hf(tmp_path / "hf", hp)) as c:
+        planned = footprint(c.hparams, stored_types(c, "q8_0", "vulkan"), context=context, **planned_on(dry))
+        device = Units()
+        engine = Engine(c, device, weights="q8_0", ctx=context)
+        assert engine.cache.chunk == kv_rows and engine.row_buckets[-1] == kv_rows
+        held = sum(engine.device._decls[name].nbytes for name in engine._stored)
+        made = [engine.plan("prefill", kv_rows, 1), engine.plan("decode", 1, 1)]
+        assert made[0].tensors["h.0"].dtype == "f16"
+        assert planned.total - planned.beside == held + device.memory()["activations"]
+        assert planned.beside >= max(scratch_bytes(p, dry) for p in made) > 0
+
+
+def test_a_weight_that_is_unpacked_is_counted() -> None:
+    hp = replace(find_model("gemma3-4b").hparams(), n_layers=2, layer_is_global=(False, True))
+    infos = {n: WeightInfo("q6_k" if len(s) > 1 else "f32", s) for n, s in tensors(hp).items()}
+    found = {}
+    for table in ("default", "nvidia"):
+        options = planned_on(DryDevice(features=Units().has, tuning=table))
+        found[table] = footprint(hp, infos, context=2048, **options).beside
+    most = max(a * b for n, (a, *rest) in tensors(hp).items() for b in rest if "embd" not in n)  # gate and up are one matrix
+    assert found["nvidia"] >= 2 * 2 * most > found["default"] > 0
 
 
 def test_sheets_hold_the_published_sizes() -> None:

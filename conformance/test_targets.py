@@ -55,7 +55,7 @@ def test_advice_fits_and_suffices():
     assert [s.config.model for s in found][:2] == ["gemma3-12b", "gemma3n-e4b"]
     for s in found:
         assert s.expected >= 50
-        assert search.memory_of(s.config.model, s.config.dtype, s.config.batch, 256) <= 16 << 30
+        assert search.memory_of(s.config.model, s.config.dtype, s.config.batch, 256, APU) <= 16 << 30
 
 
 def test_command_wants_both_numbers(capsys):

@@ -20,7 +20,7 @@ from hybrid.checkpoint import Checkpoint
 from hybrid.cost import precision_by_phase
 from hybrid.kv import BlockTables, CacheShape, ContextExceeded
 from hybrid.loading import LoadClock
-from hybrid.passes import CHUNK, MATRIX_CHUNK, fixed_rows, pass_sizes
+from hybrid.passes import capabilities_of, chunk_of, fixed_rows, pass_sizes
 from hybrid.planner import PrecisionName, Target, plan, segments
 from hybrid.reencode import Reencoded
 from hybrid.rope import rope_table
@@ -80,8 +80,8 @@ class Engine:
         if not 1 <= ctx <= hp.context_length:
             raise ValueError(f"ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
         backend = device.name.split(":")[0].split(" ")[0]
-        if chunk is None:
-            chunk = MATRIX_CHUNK if device.has("f16_matrices") else CHUNK
+        capabilities = capabilities_of(device.has)
+        chunk = chunk_of(capabilities) if chunk is None else chunk
         sizes = pass_sizes(hp, ctx, slots, chunk, fixed_rows(backend, slots) if deterministic else None)
         self.device, self.checkpoint, self.profile = device, checkpoint, profile
         self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(sizes.rows[-1], ctx), slots)
@@ -96,7 +96,7 @@ class Engine:
             precision,
             kv,
             backend,
-            frozenset(c for c in schedule.capabilities if device.has(c)),
+            capabilities,
         )
         self.reencoded: tuple[Reencoded, ...] = ()
         """Matrices that the device holds in another type than the file, because it does not compute with that."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybrid.expand import WeightInfo
 from hybrid.hparams import HParams
 from hybrid.kv import CacheShape
-from hybrid.passes import CHUNK, pass_sizes
+from hybrid.passes import chunk_of, pass_sizes
 from hybrid.planner import PrecisionName, Target, plan
 from hybrid.spec.plan import Plan, TensorDecl
 from hybrid.spec.schedule import find_schedule
@@ -31,6 +31,8 @@ class Footprint:
     """Tokens, positions, parameters, the ids chosen."""
     scratch: int
     """The arena that activations share."""
+    beside: int = 0
+    """What kernels take beside it: partial results, a weight's f16 numbers where it is unpacked before a product."""
 
     @property
     def total(self) -> int:
@@ -49,18 +51,22 @@ def footprint(
     chunk: int | None = None,
     precision: PrecisionName = "auto",
     kv: Any = "auto",
+    capabilities: frozenset[str] = frozenset(),
+    beside: Callable[[Plan], int] = lambda plan: 0,
 ) -> Footprint:
-    """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows would hold it.
+    """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default: what suits the
+    capabilities) would hold it on a device that has `capabilities`, whose kernels take `beside(plan)` bytes of their own.
 
     Logits and hidden states that are read back (model.logits, model.hidden_states) are not in it. ValueError for a
     batch or context that cannot be.
     """
     if not 1 <= context <= hparams.context_length:
         raise ValueError(f"a context of {context} is outside 1..{hparams.context_length}, which the model was made for")
-    sizes = pass_sizes(hparams, context, batch, chunk or CHUNK)
+    sizes = pass_sizes(hparams, context, batch, chunk or chunk_of(capabilities))
     rows, outs, logits, hidden = sizes.rows[-1], sizes.outs[-1], sizes.logits, sizes.hidden
     cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(rows, context), batch)
-    target = Target(find_schedule(hparams.family), hparams, weights, cache, hparams.vocab, precision, kv)
+    family = find_schedule(hparams.family)
+    target = Target(family, hparams, weights, cache, hparams.vocab, precision, kv, capabilities=capabilities)
     prefill = plan(target, rows, outs, "prefill")
     plans = [
         prefill,
@@ -68,10 +74,10 @@ def footprint(
         plan(target, logits, logits, "prefill", sample=False, layout=prefill),
         plan(target, hidden, 0, "prefill", capture=True, layout=prefill),
     ]
-    return _sum(plans, hparams)
+    return _sum(plans, hparams, beside)
 
 
-def _sum(plans: list[Plan], hparams: HParams) -> Footprint:
+def _sum(plans: list[Plan], hparams: HParams, beside: Callable[[Plan], int]) -> Footprint:
     decls: dict[str, TensorDecl] = {}
     for name, decl in (item for p in plans for item in p.tensors.items()):
         if decl.kind != "activation" and name != "logits" and not name.startswith("hidden."):
@@ -79,7 +85,7 @@ def _sum(plans: list[Plan], hparams: HParams) -> Footprint:
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
     for name, decl in decls.items():
         held[_purpose(decl, name, hparams)] += decl.nbytes
-    return Footprint(**held, scratch=max(p.arena_bytes for p in plans))
+    return Footprint(**held, scratch=max(p.arena_bytes for p in plans), beside=max(beside(p) for p in plans))
 
 
 def _purpose(decl: TensorDecl, name: str, hparams: HParams) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ _NEEDS = {
     "weights": ("weights",),
     "KV, global layers": ("kv_global",),
     "KV, local layers": ("kv_local",),
-    "scratch": ("scratch",),
+    "activations": ("scratch",),
+    "kernels' scratch": ("beside",),
     "tables and state": ("tables", "state", "io"),
     "total": ("total",),
 }
@@ -91,10 +92,12 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     if not 1 <= args.batch <= MAX_SLOTS:
         raise ValueError(f"--batch {args.batch} is outside 1..{MAX_SLOTS}, the sequences that run at once")
     context = min(hp.context_length, DEFAULT_CTX) if args.context is None else args.context
-    needs = {}
-    for backend in ("vulkan", "cpu"):  # they differ where one of them re-encodes a file's type
-        infos = {n: WeightInfo(native(k, backend) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()}
-        held = footprint(hp, infos, batch=args.batch, context=context, precision=args.precision, kv=args.kv)
+    devices, needs = memories(args.memory), {}
+    for backend, dry in _asked(devices).items():
+        storage = "cpu" if backend == "cpu" else "vulkan"  # they differ where one of them re-encodes a file's type
+        infos = {n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()}
+        options = {} if dry is None else planned_on(dry)
+        held = footprint(hp, infos, batch=args.batch, context=context, precision=args.precision, kv=args.kv, **options)
         needs[backend] = held.as_dict()
     return {
         **subject.head,
@@ -109,12 +112,44 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
         "context": context,
         "precision": args.precision,
         "needs": needs,
-        "fits": [{**d, "spare": d["bytes"] - needs[_backend(d["device"])]["total"]} for d in memories(args.memory)],
+        "fits": [{**m.as_dict(), "spare": m.bytes - needs[m.needs]["total"]} for m in devices],
     }
 
 
-def _backend(device: str) -> str:
-    return "cpu" if device == "cpu" else "vulkan"
+UNITS = "matrix units"
+"""Column of `needs` for Vulkan devices that multiply f16 matrices: their prompts pass in larger chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A device's memory, and by which entry of `needs` it is judged."""
+
+    device: str
+    bytes: int
+    needs: str
+    problem: str | None = None
+    dry: Any = None
+    """The device as kernels.vulkan.dry records for it, where it is there."""
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {"device": self.device, "bytes": self.bytes, "needs": self.needs}
+        return found if self.problem is None else {**found, "problem": self.problem}
+
+
+def _asked(devices: Sequence[Memory]) -> dict[str, Any]:
+    """What `needs` is worked out for: Vulkan without and with matrix units, every device that is there, the cpu."""
+    from kernels.vulkan.dry import DryDevice
+
+    kinds = {"vulkan": DryDevice(), UNITS: DryDevice(features=lambda feature: feature == "f16_matrices")}
+    return {**kinds, **{m.needs: m.dry for m in devices if m.dry is not None}, "cpu": None}
+
+
+def planned_on(dry: Any) -> dict[str, Any]:
+    """Footprint's arguments for a device as kernels.vulkan.dry records for it."""
+    from hybrid.passes import capabilities_of
+    from kernels.vulkan.dry import scratch_bytes
+
+    return {"capabilities": capabilities_of(dry.has), "beside": lambda plan: scratch_bytes(plan, dry)}
 
 
 def _subject(model: str) -> Subject:
@@ -152,30 +187,34 @@ def _tokenizer(checkpoint: Any) -> dict[str, Any]:
     }
 
 
-def memories(given: int | None) -> list[dict[str, Any]]:
+def memories(given: int | None) -> list[Memory]:
     """Memory sizes to compare with: the one given, every Vulkan device's, what the cpu device takes at most."""
     from hybrid.devices import NoDevice
     from kernels.oracle.memory import usable_bytes
 
-    found = [] if given is None else [{"device": "--memory", "bytes": given}]
+    found = [] if given is None else [Memory("--memory", given, "vulkan"), Memory(f"--memory, {UNITS}", given, UNITS)]
     try:
         found += _vulkan()
     except NoDevice as error:
-        found.append({"device": "vulkan", "bytes": 0, "problem": str(error)})
-    return [*found, {"device": "cpu", "bytes": usable_bytes()}]
+        found.append(Memory("vulkan", 0, "vulkan", str(error)))
+    return [*found, Memory("cpu", usable_bytes(), "cpu")]
 
 
-def _vulkan() -> list[dict[str, Any]]:
+def _vulkan() -> list[Memory]:
     """The largest device-local heap of each device; nothing is opened."""
     from hybrid.devices import NoDevice
 
     try:
         from kernels.vulkan.api import VulkanUnavailable
+        from kernels.vulkan.dry import DryDevice
         from kernels.vulkan.instance import survey
     except ImportError as error:
         raise NoDevice(f"the Vulkan backend cannot be imported ({error})") from None
     try:
-        return [{"device": i.label, "bytes": max(n for n, local in r.heaps if local)} for i, r in survey()]
+        return [
+            Memory(i.label, max(n for n, own in r.heaps if own), i.label, None, DryDevice.like(r))
+            for i, r in survey()
+        ]
     except VulkanUnavailable as error:
         raise NoDevice(str(error)) from None
 
@@ -221,16 +260,12 @@ def _tensor_lines(table: list[dict[str, Any]], every: bool) -> list[str]:
 
 
 def _needs_lines(report: Mapping[str, Any]) -> list[str]:
-    needs = [report["needs"][backend] for backend in ("vulkan", "cpu")]
-    titles = ["", ""]
-    if needs[0] == needs[1]:
-        needs, titles = needs[:1], titles[:1]
-    else:
-        titles = ["vulkan", "cpu"]
+    titles = ("vulkan", UNITS, "cpu")
+    needs = [report["needs"][title] for title in titles]
     lines = [f"needs, for {report['batch']} x {report['context']} positions, precision {report['precision']}"]
-    lines += [f"  {'':18}" + "".join(f" {t:>10}" for t in titles)] if titles[0] else []
+    lines += [f"  {'':18}" + "".join(f" {t:>12}" for t in titles)]
     for key, parts in _NEEDS.items():
-        lines.append(f"  {key:18}" + "".join(f" {show_bytes(sum(n[p] for p in parts)):>10}" for n in needs))
+        lines.append(f"  {key:18}" + "".join(f" {show_bytes(sum(n[p] for p in parts)):>12}" for n in needs))
     lines += ["", "fits"]
     for row in report["fits"]:
         if "problem" in row:

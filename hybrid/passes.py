@@ -1,16 +1,27 @@
-"""How many rows the passes of an engine have: what its plans are made for."""
+"""How many rows the passes of an engine have, and what its device can multiply: what its plans are made for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from hybrid.batch import buckets
 from hybrid.hparams import HParams
+from hybrid.spec.schedule import CAPABILITIES
 
 CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
 FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
 LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
+
+
+def capabilities_of(has: Callable[[str], bool]) -> frozenset[str]:
+    """What a device (its `has`) can do that plans depend on."""
+    return frozenset(c for c in CAPABILITIES if has(c))
+
+
+def chunk_of(capabilities: Collection[str]) -> int:
+    """Rows of a prefill pass on a device with these capabilities, where nobody asks for others."""
+    return MATRIX_CHUNK if "f16_matrices" in capabilities else CHUNK
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Target:
     device: str = "cpu"
     """What the schedule's device `main` is."""
     capabilities: frozenset[str] = frozenset()
-    """Those of the schedule's capabilities that the device has."""
+    """What the device can do that schedules ask about (hybrid.passes.capabilities_of)."""
 
     def profile(self, weight_dtype: str) -> Profile:
         """Dtypes for the matrix inputs and the KV cache that go with weights of this type."""

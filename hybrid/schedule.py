@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         "--device",
         default="cpu",
         metavar="NAME",
-        help="cpu or vulkan: whose limits are checked, whose dispatches are counted (cpu)",
+        help="cpu, vulkan or vulkan:N: whose limits are checked, whose dispatches are counted (cpu); N: planned as that one can",
     )
     p.add_argument("--weights", metavar="TYPE", help="as if matrices were converted to this type")
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="precision profile (auto)")
@@ -47,8 +48,8 @@ def _main(args: argparse.Namespace) -> int:
         raise ValueError(f"--rows {args.rows}: a pass has at least one row")
     if args.phase == "decode" and args.rows > MAX_SLOTS:
         raise ValueError(f"--rows {args.rows}: a decode pass has at most {MAX_SLOTS} rows, one for each sequence")
-    if args.device.partition(":")[0] not in ("cpu", "vulkan"):
-        raise ValueError(f"--device {args.device}: use cpu or vulkan")
+    if args.device != "cpu" and not re.fullmatch(r"vulkan(:\d+)?", args.device):
+        raise ValueError(f"--device {args.device}: use cpu, vulkan or vulkan:NUMBER")
     path = args.file
     if not path.exists() and (SCHEDULES / f"{path}.toml").is_file():
         path = SCHEDULES / f"{path}.toml"
@@ -71,7 +72,7 @@ def _main(args: argparse.Namespace) -> int:
         steps = ", ".join(f"{k} {len(p.steps)} steps" for k, p in checked.items())
         print(json.dumps(summary) if args.json else f"{path}: fits {args.model}: {steps}; every edge agrees")
         return 0
-    report = _report(made, target)
+    report = _report(made, target, _dispatches(made, args.device))
     print(json.dumps(report) if args.json else _text(report))
     return 0
 
@@ -79,7 +80,7 @@ def _main(args: argparse.Namespace) -> int:
 def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
     from hybrid.engine import DEFAULT_CTX
     from hybrid.kv import CacheShape
-    from hybrid.passes import CHUNK
+    from hybrid.passes import capabilities_of, chunk_of
     from hybrid.planner import Target
     from hybrid.weights import stored_types
 
@@ -88,7 +89,8 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
     if not 1 <= ctx <= hp.context_length:
         raise ValueError(f"--ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
     slots = args.rows if args.phase == "decode" else 1
-    cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(CHUNK, ctx), slots)
+    can = capabilities_of(_dry(args.device).has) if args.device != "cpu" else frozenset()
+    cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(chunk_of(can), ctx), slots)
     return Target(
         schedule,
         hp,
@@ -97,15 +99,29 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
         hp.vocab,
         args.precision,
         device=args.device.partition(":")[0],
+        capabilities=can,
     )
 
 
-def _report(plan: Any, target: Any) -> dict[str, Any]:
+def _dry(device: str) -> Any:
+    """A device of the survey as plans are counted for it; for plain `vulkan` one with subgroups of 32, no matrix units."""
+    from kernels.vulkan.dry import DryDevice
+
+    if device == "vulkan":
+        return DryDevice()
+    from kernels.vulkan.instance import survey
+
+    found = {f"vulkan:{info.index}": report for info, report in survey()}
+    if device not in found:
+        raise ValueError(f"--device {device}: there is {', '.join(found) or 'no Vulkan device'}")
+    return DryDevice.like(found[device])
+
+
+def _report(plan: Any, target: Any, dispatches: dict[str, int]) -> dict[str, Any]:
     """The plan as plain data."""
     from hybrid.cost import memory, plan_cost, precision_of, step_cost
     from hybrid.planner import segments
 
-    dispatches = _dispatches(plan, target.device)
     rows = []
     for step in plan.steps:
         args = {k: (n, plan.tensors[n].dtype, list(plan.tensors[n].shape)) for k, n in step.args.items()}
@@ -145,11 +161,9 @@ def _dispatches(plan: Any, device: str) -> dict[str, int]:
     """Dispatches by step, for devices that can count without running."""
     if device == "cpu":
         return {s.name: 1 for s in plan.steps}
-    if device == "vulkan":
-        from kernels.vulkan.dry import count
+    from kernels.vulkan.dry import count
 
-        return count(plan).dispatches
-    return {}
+    return count(plan, _dry(device)).dispatches
 
 
 def _text(report: dict[str, Any]) -> str:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.engine import Engine
-from hybrid.footprint import footprint
 from hybrid.spec.device import Counters
 from hybrid.spec.errors import SpecError
+from hybrid.spec.schedule import CAPABILITIES
 from perf.record import MANIFEST
 from perf.switches import bindings_without, find_switch
 from perf.work import Planned, subject
@@ -32,23 +32,25 @@ PAIRS = 15
 
 
 def plans() -> Numbers:
-    """Of plans alone, no device needed: dispatches, barriers and bytes of a pass, memory by purpose."""
+    """Of plans alone, no device needed: dispatches, barriers and bytes of a pass, memory by purpose; under `units` as
+    planned for a device with matrix units."""
     found: Numbers = {}
     for name in ("gemma3-1b", "gemma3-27b"):
-        model = subject(name, "q4_0")
-        assert isinstance(model, Planned)
+        plain, units = (subject(name, "q4_0", capabilities=can) for can in ((), CAPABILITIES))
+        assert isinstance(plain, Planned) and isinstance(units, Planned)
         passes = {
-            "decode.1": model.decode(1, 512),
-            "decode.8": model.decode(8, 512),
-            "prefill.512": model.work("prefill", 512, 1, 512, 1),
+            "decode.1": plain.decode(1, 512),
+            "decode.8": plain.decode(8, 512),
+            "prefill.512": plain.work("prefill", 512, 1, 512, 1),
+            "units.prefill.2048": units.work("prefill", 2048, 1, 2048, 1),
         }
         for key, work in passes.items():
             found[f"{name}.{key}.dispatches"] = work.dispatches
             found[f"{name}.{key}.barriers"] = sum(i.barriers for i in work.items)
             found[f"{name}.{key}.bytes"] = work.nbytes
             found[f"{name}.{key}.flops"] = work.flops
-        held = footprint(model.hparams, model.weights, batch=1, context=4096).as_dict()
-        found |= {f"{name}.memory.{purpose}": size for purpose, size in held.items()}
+        for key, model in (("memory", plain), ("units.memory", units)):
+            found |= {f"{name}.{key}.{purpose}": size for purpose, size in model.held(1, 4096).as_dict().items()}
     return found
 
 

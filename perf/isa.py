@@ -23,6 +23,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from hybrid.cli import Parser, run
+from hybrid.passes import capabilities_of
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.errors import SpecError
 from hybrid.spec.load import Model, load_toml
@@ -247,7 +248,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _modelled(args: argparse.Namespace, table: Table, features: Mapping[str, bool]) -> list[str]:
-    model = subject(args.model, args.type)
+    model = subject(args.model, args.type, capabilities=capabilities_of(features.__getitem__))
     if not isinstance(model, Planned):
         raise SpecError(f"{args.model} has no schedule: no kernels can be counted for it")
     lines = [

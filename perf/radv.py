@@ -16,6 +16,7 @@ from typing import Any
 
 from hybrid.convert.kinds import Wanted
 from hybrid.hparams import HParams
+from hybrid.passes import capabilities_of, chunk_of
 from hybrid.spec.device import Counters
 from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES
 from hybrid.spec.model import load_models
@@ -25,7 +26,6 @@ from kernels.vulkan.dry import DryDevice, record
 from kernels.vulkan.features import _SHORT, Report, enabled_chain, query
 from kernels.vulkan.instance import DeviceInfo, Instance, select
 from kernels.vulkan.kernel import Kernel, KernelCache
-from kernels.vulkan.tuning import Tuning
 from perf.work import Planned, _infos
 
 CAPTURE = 0x40 | 0x80  # VK_PIPELINE_CREATE_CAPTURE_STATISTICS_BIT_KHR, ..._INTERNAL_REPRESENTATIONS_BIT_KHR
@@ -34,7 +34,7 @@ WIDE = {
     "gemma3-27b": tuple(t for t in WEIGHT_TYPES if t not in ("q4_k", "q5_k", "q5_0")),
     "gemma3-1b": ("q4_0", "q8_0", "bf16"),
 }
-BUCKETS, DECODE = (1, 8, 32, 128, 512), (1, 2, 3, 8, 32)
+BUCKETS, DECODE, LOGITS = (1, 8, 32, 128, 512, 2048), (1, 2, 3, 8, 32), (8, 64)
 Key = tuple[str, tuple[tuple[str, int], ...]]
 
 
@@ -49,8 +49,7 @@ class Collector(DryDevice):
     that it returns are called by their names and constants, as in the tables."""
 
     def __init__(self, features: Mapping[str, bool], max_range: int = 2**32 - 1) -> None:
-        super().__init__(32, max_range, features.__getitem__)
-        self.tuning = Tuning("radv")
+        super().__init__(32, max_range, features.__getitem__, "radv")
         self.used: dict[Key, str] = {}
         """Kernel -> the first plan that used it."""
         self.where = ""
@@ -79,8 +78,9 @@ def precisions(dtype: str, name: str) -> tuple[str, ...]:
     return ("auto", "exact") if DTYPES[dtype].quantised else ("auto", "fast")
 
 
-def plans() -> Iterator[tuple[str, Plan]]:
-    """Plans that together use every kernel a schedule can ask for: models, storage types, precisions, phases, buckets.
+def plans(capabilities: frozenset[str]) -> Iterator[tuple[str, Plan]]:
+    """Plans that together use every kernel a schedule can ask for on a device with these capabilities: models, storage
+    types, precisions, phases, buckets.
     Layers repeat, so two of each model are planned: one with a window, one that sees the whole context."""
     from hybrid.planner import plan
 
@@ -89,28 +89,29 @@ def plans() -> Iterator[tuple[str, Plan]]:
         small = replace(hp, n_layers=2, layer_is_global=(False, True))
         for dtype in WIDE.get(name, ("q4_0",)):
             for precision in precisions(dtype, name):
-                model = _planned(name, small, dtype, precision)
+                model = _planned(name, small, dtype, precision, capabilities)
                 tag = f"{name} {dtype} {precision}"
                 for rows in DECODE:
                     yield f"{tag} decode {rows}", model.plan("decode", rows, rows, 4096, 32)
-                for rows in BUCKETS:
+                for rows in (n for n in BUCKETS if n <= chunk_of(capabilities)):
                     yield f"{tag} prefill {rows}", model.plan("prefill", rows, 1, 4096, 1)
-                yield f"{tag} logits", plan(model.target(8, 4096, 1), 8, 8, "prefill", sample=False)
+                for rows in LOGITS:
+                    yield f"{tag} logits {rows}", plan(model.target(rows, 4096, 1), rows, rows, "prefill", sample=False)
 
 
-def _planned(name: str, hp: HParams, dtype: str, precision: Any) -> Planned:
+def _planned(name: str, hp: HParams, dtype: str, precision: Any, capabilities: frozenset[str]) -> Planned:
     from hybrid.checkpoint import gemma3
     from hybrid.convert.kinds import plan_types
 
     shapes = gemma3.tensors(hp)
     kinds = plan_types({n: ("bf16" if len(s) > 1 else "f32", s) for n, s in shapes.items()}, Wanted(dtype), writing=False).kinds
-    return Planned(name, hp, _infos(kinds, shapes), dtype, precision)
+    return Planned(name, hp, _infos(kinds, shapes), dtype, precision, capabilities=capabilities)
 
 
 def collect(report: Report) -> dict[Key, str]:
     """Every kernel of every plan, with what loading a model uses, and where each was first met."""
     device = Collector(features_of(report), report.limits.max_storage_range)
-    for where, made in plans():
+    for where, made in plans(capabilities_of(device.has)):
         device.where = where
         record(made, device)
     manifest = device._manifest

@@ -105,7 +105,7 @@ def ceiling_of(one: Run, device: str) -> float | None:
     sheet = sheet_for(device)
     if sheet is None or sheet.peak.bandwidth_gb_s is None or one.model not in {**load_models(), **load_sizes()}:
         return None
-    model = subject(one.model, one.dtype, precision=one.precision)
+    model = subject(one.model, one.dtype, precision=one.precision, capabilities=sheet.limits.capabilities)
     context = max(one.context, 32)
     if one.phase == "decode":
         return estimate(model.decode(one.batch, context), sheet, "ceiling").tokens_per_second

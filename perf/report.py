@@ -143,7 +143,8 @@ class Report:
             self.parts.append(section(f"Measured on {peer.device}", note, body))
 
     def modelled(self) -> None:
-        model, sheet = model_of(MODEL, "q4_0"), find_sheet(DEVICE)
+        sheet = find_sheet(DEVICE)
+        model = model_of(MODEL, "q4_0", sheet)
         works = [model.decode(b, 256) for b in (1, 8, 32)]
         body = self.picture("roofline", roofline_page(model, sheet, works, 256))
         note = (
@@ -184,7 +185,8 @@ class Report:
         self.parts.append(section("Gates", note, body))
 
     def cards(self) -> str:
-        sheet, model = find_sheet(DEVICE), model_of(MODEL, "q4_0")
+        sheet = find_sheet(DEVICE)
+        model = model_of(MODEL, "q4_0", sheet)
         from perf.roofline import estimate
 
         one, many = (estimate(model.decode(b, 256), sheet, "expected").tokens_per_second for b in (1, 32))

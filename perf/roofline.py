@@ -273,14 +273,16 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _main(args: argparse.Namespace) -> int:
-    sheet, model = find_sheet(args.device), subject(args.model, args.type, precision=args.precision)
+    sheet = find_sheet(args.device)
+    can = sheet.limits.capabilities
+    model = subject(args.model, args.type, precision=args.precision, capabilities=can)
     if args.prefill:
         works = [model.work("prefill", n, 1, max(n, args.context), 1) for n in args.prefill]
     else:
         works = [model.decode(b, args.context) for b in args.batch]
     data = report(model, sheet, works, args.context)
     if args.draft:
-        s = Speculation(subject(args.draft, args.type), args.draft_length, args.acceptance)
+        s = Speculation(subject(args.draft, args.type, capabilities=can), args.draft_length, args.acceptance)
         data["speculation"] = {
             "draft": s.draft.name,
             "length": s.length,

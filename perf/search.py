@@ -43,21 +43,30 @@ class Speed:
     bound: str
 
 
+def model_of(name: str, dtype: str, sheet: DeviceSheet) -> Subject:
+    """As it is planned for what the sheet's device can do."""
+    return _planned(name, dtype, sheet.limits.capabilities)
+
+
+def memory_of(name: str, dtype: str, batch: int, context: int, sheet: DeviceSheet) -> int:
+    return _memory(name, dtype, batch, context, sheet.limits.capabilities)
+
+
 @lru_cache(maxsize=64)
-def model_of(name: str, dtype: str) -> Subject:
-    return subject(name, dtype)
+def _planned(name: str, dtype: str, capabilities: tuple[str, ...]) -> Subject:
+    return subject(name, dtype, capabilities=capabilities)
 
 
 @lru_cache(maxsize=256)
-def memory_of(name: str, dtype: str, batch: int, context: int) -> int:
-    return model_of(name, dtype).memory(batch, context)
+def _memory(name: str, dtype: str, batch: int, context: int, capabilities: tuple[str, ...]) -> int:
+    return _planned(name, dtype, capabilities).memory(batch, context)
 
 
 def speed(config: Config, sheet: DeviceSheet) -> Speed:
     """Both levels of one configuration."""
     if config.draft:
         return _speculative(config, sheet)
-    work = model_of(config.model, config.dtype).decode(config.batch, config.context)
+    work = model_of(config.model, config.dtype, sheet).decode(config.batch, config.context)
     ceiling, expected = (estimate(work, sheet, level) for level in _LEVELS)
     return Speed(config, ceiling.tokens_per_second, expected.tokens_per_second, ceiling.bound)
 
@@ -67,8 +76,8 @@ _LEVELS: tuple[Level, ...] = ("ceiling", "expected")
 
 def _speculative(config: Config, sheet: DeviceSheet) -> Speed:
     length, acceptance = config.draft or (1, 0.0)
-    plan = Speculation(model_of(DRAFT, config.dtype), length, acceptance)
-    model = model_of(config.model, config.dtype)
+    plan = Speculation(model_of(DRAFT, config.dtype, sheet), length, acceptance)
+    model = model_of(config.model, config.dtype, sheet)
     ceiling, expected = (plan.tokens_per_second(model, config.context, sheet, level) for level in _LEVELS)
     return Speed(config, ceiling, expected, "memory")
 
@@ -99,7 +108,7 @@ _PROMPTS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
 def longest_prompt(name: str, dtype: str, seconds: float, sheet: DeviceSheet, level: Level) -> int:
     """Tokens of the longest prompt whose first token comes within `seconds`, at most 2048; 0: not even one token's.
     Between the lengths that are planned, time is taken to grow in proportion."""
-    model, before = model_of(name, dtype), (0, 0.0)
+    model, before = model_of(name, dtype, sheet), (0, 0.0)
     for rows in _PROMPTS:
         spent = estimate(model.work("prefill", rows, 1, max(rows, 32), 1), sheet, level).seconds
         if spent > seconds:

@@ -91,7 +91,7 @@ def _speed(t: Target, sheet: DeviceSheet) -> Answer:
         return "no", f"{one}; together: at most {best.config}; {_needs(want, best, sheet)}", _lacks(want, best, sheet), _rates(best)
     verdict, found = together if single is None or single[0] != "yes" else single
     how = f"{one}; together: {together[1].config}" if found is together[1] else one
-    need = memory_of(t.model, found.config.dtype, found.config.batch, t.context)
+    need = memory_of(t.model, found.config.dtype, found.config.batch, t.context, sheet)
     how += f" ({show_bytes(need)})"
     return verdict, how, found.bound, _rates(found)
 
@@ -106,19 +106,19 @@ def _best_single(t: Target, sheet: DeviceSheet, want: float) -> str:
     return f"one sequence: no, at most {best.ceiling:.0f}{' speculating' if best.config.draft else ''}"
 
 
-def _operations(want: float, best: Speed) -> float:
+def _operations(want: float, best: Speed, sheet: DeviceSheet) -> float:
     """Operations per second that `want` tokens per second take."""
-    work = model_of(best.config.model, best.config.dtype).decode(best.config.batch, best.config.context)
+    work = model_of(best.config.model, best.config.dtype, sheet).decode(best.config.batch, best.config.context)
     return want * work.flops / work.rows
 
 
 def _lacks(want: float, best: Speed, sheet: DeviceSheet) -> str:
     """What no batch, however large, could mend: arithmetic where it does not suffice, else memory."""
-    return "int8" if _operations(want, best) > rate(sheet, "int8", "ceiling") else best.bound
+    return "int8" if _operations(want, best, sheet) > rate(sheet, "int8", "ceiling") else best.bound
 
 
 def _needs(want: float, best: Speed, sheet: DeviceSheet) -> str:
-    need, have = _operations(want, best), rate(sheet, "int8", "ceiling")
+    need, have = _operations(want, best, sheet), rate(sheet, "int8", "ceiling")
     stream = bandwidth(sheet, "ceiling")
     return (
         f"{want:g} tok/s need {want / best.ceiling * stream / 1e9:.0f} of {stream / 1e9:g} GB/s so, and "
@@ -152,11 +152,12 @@ def _bytes(t: Target, sheet: DeviceSheet) -> Answer:
 def _first_token(t: Target, sheet: DeviceSheet) -> Answer:
     expected, ceiling = (longest_prompt(t.model, "q4_0", t.want or 0, sheet, level) for level in ("expected", "ceiling"))
     verdict: Verdict = "yes" if expected else "borderline" if ceiling else "no"
-    once = estimate(model_of(t.model, "q4_0").decode(1, t.context), sheet, "ceiling")
+    once = estimate(model_of(t.model, "q4_0", sheet).decode(1, t.context), sheet, "ceiling")
     how = f"prompts up to {expected} tokens (ceiling {ceiling}), longer ones behind a cached prefix"
     if verdict == "no":
         how = f"one pass over the weights takes {1e3 * once.seconds:.0f} ms"
-    bound = estimate(model_of(t.model, "q4_0").work("prefill", max(ceiling, 1), 1, max(ceiling, 32), 1), sheet, "ceiling").bound
+    longest = model_of(t.model, "q4_0", sheet).work("prefill", max(ceiling, 1), 1, max(ceiling, 32), 1)
+    bound = estimate(longest, sheet, "ceiling").bound
     return verdict, how, bound, f"{expected} tokens (ceiling {ceiling})"
 
 
@@ -175,18 +176,18 @@ def _budget(t: Target, sheet: DeviceSheet) -> Answer:
     """The most sequences of the target's model that fit; for a model that does not, the largest one that does."""
     want = int(t.want or 0)
     for batch in (32, 16, 8, 4, 2, 1):
-        need = memory_of(t.model, "q4_0", batch, t.context)
+        need = memory_of(t.model, "q4_0", batch, t.context, sheet)
         if need <= want:
             return "yes", f"q4_0 with up to {batch} sequences of {t.context} positions", "memory", show_bytes(need)
-    smaller = [(n, d) for n in reversed(load_models()) for d in TYPES if memory_of(n, d, 1, 2048) <= want]
+    smaller = [(n, d) for n in reversed(load_models()) for d in TYPES if memory_of(n, d, 1, 2048, sheet) <= want]
     name, dtype = smaller[0] if smaller else ("nothing", "")
-    least = show_bytes(memory_of(t.model, "q4_0", 1, t.context))
+    least = show_bytes(memory_of(t.model, "q4_0", 1, t.context, sheet))
     return "no", f"{t.model} needs {least}; the largest that fits is {name} {dtype}", "memory", least
 
 
 def _means(t: Target, sheet: DeviceSheet) -> Answer:
     config = Config(t.model, "q4_0", 1, t.context)
-    work = model_of(config.model, config.dtype).decode(1, t.context)
+    work = model_of(config.model, config.dtype, sheet).decode(1, t.context)
     before = estimate(work, sheet, "ceiling").tokens_per_second
     after = before
     if t.means == "no_attention":
@@ -196,7 +197,8 @@ def _means(t: Target, sheet: DeviceSheet) -> Answer:
         shared = find_sheet(sheet.device.shares or "")
         before, after = (bandwidth(s, "expected") / work.streamed for s in (sheet, shared))
     elif t.means == "mixture":
-        after = estimate(subject(t.model, "q4_0", {"attn": "q8_0"}).decode(1, t.context), sheet, "ceiling").tokens_per_second
+        mixed = subject(t.model, "q4_0", {"attn": "q8_0"}, capabilities=sheet.limits.capabilities)
+        after = estimate(mixed.decode(1, t.context), sheet, "ceiling").tokens_per_second
     change = after / before - 1
     how = f"changes one sequence's speed by {100 * change:+.1f} % at most (context {t.context})" if t.means != "none" else ""
     return "by means", how, "memory", f"{before:.3g} -> {after:.3g} tok/s"
@@ -223,7 +225,7 @@ def advice(memory: int, want: float, context: int, sheet: DeviceSheet) -> Iterat
     sizes = {**{n: m.model.parameters for n, m in load_models().items()}, **{n: s.stored for n, s in load_sizes().items()}}
     for name in sorted(sizes, key=lambda n: -sizes[n]):
         for s in chain(_alone(name, context, sheet), plain(name, context, sheet)):
-            if s.expected >= want and memory_of(name, s.config.dtype, s.config.batch, context) <= memory:
+            if s.expected >= want and memory_of(name, s.config.dtype, s.config.batch, context, sheet) <= memory:
                 yield s
                 break
 
@@ -260,8 +262,8 @@ def _advise(args: argparse.Namespace, sheet: DeviceSheet) -> int:
     )
     for s in found:
         c = s.config
-        need = memory_of(c.model, c.dtype, c.batch, args.context)
-        basis = "" if isinstance(model_of(c.model, c.dtype), Planned) else "  (from its sizes: no schedule yet)"
+        need = memory_of(c.model, c.dtype, c.batch, args.context, sheet)
+        basis = "" if isinstance(model_of(c.model, c.dtype, sheet), Planned) else "  (from its sizes: no schedule yet)"
         speeds = f"{s.expected:7.1f} expected, {s.ceiling:7.1f} ceiling, {show_bytes(need):>9}"
         print(f"  {c.model:12} {c!s:46} {speeds}{basis}")
     if not found:

@@ -7,7 +7,7 @@ each tensor touched once. Sizes are in bytes, contexts in positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from pydantic import Field
 from hybrid.convert.kinds import Wanted, plan_types
 from hybrid.cost import step_cost
 from hybrid.expand import WeightInfo
-from hybrid.footprint import footprint
+from hybrid.footprint import Footprint, footprint
 from hybrid.hparams import HParams
 from hybrid.kv import CacheShape
 from hybrid.planner import PrecisionName, Target, plan
@@ -29,6 +29,7 @@ from hybrid.spec.model import find_model, load_models
 from hybrid.spec.op import load_op
 from hybrid.spec.plan import Plan, Step, TensorDecl
 from hybrid.spec.schedule import Phase, find_schedule
+from kernels.vulkan.dry import DryDevice, count, scratch_bytes
 
 SIZES = Path(__file__).resolve().parent / "sizes"
 Rate = Literal["int8", "f16", "f32"]
@@ -99,7 +100,8 @@ class Subject:
 
 
 class Planned(Subject):
-    """A model with a schedule. types: storage type by tensor; dtype: what to call the mixture."""
+    """A model with a schedule. dtype: what to call the mixture of its storage types; capabilities: what the device that
+    is asked about can do (DeviceSheet.limits)."""
 
     def __init__(
         self,
@@ -109,16 +111,19 @@ class Planned(Subject):
         dtype: str,
         precision: PrecisionName = "auto",
         kv: Literal["auto", "f32", "f16"] = "auto",
+        capabilities: frozenset[str] = frozenset(),
     ) -> None:
         self.name, self.hparams, self.weights, self.dtype = name, hparams, dict(weights), dtype
-        self.precision, self.kv = precision, kv
+        self.precision, self.kv, self.capabilities = precision, kv, capabilities
         self.basis = f"the plan of schedule {hparams.family}, {dtype}"
+        self._dry = DryDevice(features=capabilities.__contains__)
         self._works: dict[tuple[object, ...], Work] = {}
 
     def target(self, rows: int, context: int, slots: int) -> Target:
         hp = self.hparams
         cache = CacheShape(context, 0 if all(hp.layer_is_global) else hp.window, max(min(rows, context), slots), slots)
-        return Target(find_schedule(hp.family), hp, self.weights, cache, hp.vocab, self.precision, self.kv, "vulkan")
+        family = find_schedule(hp.family)
+        return Target(family, hp, self.weights, cache, hp.vocab, self.precision, self.kv, "vulkan", self.capabilities)
 
     def plan(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Plan:
         if not 1 <= context <= self.hparams.context_length:
@@ -128,12 +133,24 @@ class Planned(Subject):
     def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Work:
         key = (phase, rows, outs, context, slots)
         if key not in self._works:
-            self._works[key] = _work(self.plan(phase, rows, outs, context, slots), context)
+            self._works[key] = _work(self.plan(phase, rows, outs, context, slots), context, self._dry)
         return self._works[key]
 
     def memory(self, slots: int, context: int) -> int:
-        hp, kv = self.hparams, self.kv
-        return footprint(hp, self.weights, batch=slots, context=context, precision=self.precision, kv=kv).total
+        return self.held(slots, context).total
+
+    def held(self, slots: int, context: int) -> Footprint:
+        """`memory` by purpose."""
+        return footprint(
+            self.hparams,
+            self.weights,
+            batch=slots,
+            context=context,
+            precision=self.precision,
+            kv=self.kv,
+            capabilities=self.capabilities,
+            beside=lambda p: scratch_bytes(p, self._dry),
+        )
 
 
 class Sized(Subject):
@@ -217,37 +234,42 @@ def subject(
     by_class: Mapping[str, str] | None = None,
     precision: PrecisionName = "auto",
     kv: Literal["auto", "f32", "f16"] = "auto",
+    capabilities: Iterable[str] = (),
 ) -> Subject:
     """A model by name (specs/models, perf/sizes) with its matrices stored as `dtype`, or a checkpoint by its path as
-    stored. SpecError with the nearest name for one that is unknown."""
+    stored, planned for a device with `capabilities`. SpecError with the nearest name for one that is unknown."""
     if dtype not in DTYPES:
         raise ValueError(f"no storage type {dtype!r}{nearest(dtype, DTYPES)}")
     if name in load_sizes():
         return Sized(load_sizes()[name], dtype)
     if name not in load_models() and Path(name).exists():
-        return _opened(name, precision, kv)
+        return _opened(name, precision, kv, frozenset(capabilities))
     known = [*load_models(), *load_sizes()]
     if name not in known:
         raise SpecError(f"no model is called {name!r}{nearest(name, known)}; known: {', '.join(known)}, or a file")
-    return _named(name, Wanted(dtype, dict(by_class or {})), precision, kv)
+    return _named(name, Wanted(dtype, dict(by_class or {})), precision, kv, frozenset(capabilities))
 
 
-def _named(name: str, wanted: Wanted, precision: PrecisionName, kv: Literal["auto", "f32", "f16"]) -> Planned:
+Kv = Literal["auto", "f32", "f16"]
+
+
+def _named(name: str, wanted: Wanted, precision: PrecisionName, kv: Kv, capabilities: frozenset[str]) -> Planned:
     from hybrid.checkpoint import gemma3
 
     hp = find_model(name).hparams()
     tensors = {n: ("bf16" if len(s) > 1 else "f32", s) for n, s in gemma3.tensors(hp).items()}
     types = plan_types(tensors, wanted, writing=False)
-    return Planned(name, hp, _infos(types.kinds, {n: s for n, (_, s) in tensors.items()}), wanted.dtype, precision, kv)
+    infos = _infos(types.kinds, {n: s for n, (_, s) in tensors.items()})
+    return Planned(name, hp, infos, wanted.dtype, precision, kv, capabilities)
 
 
-def _opened(path: str, precision: PrecisionName, kv: Literal["auto", "f32", "f16"]) -> Planned:
+def _opened(path: str, precision: PrecisionName, kv: Kv, capabilities: frozenset[str]) -> Planned:
     from hybrid.checkpoint import open_checkpoint
 
     with open_checkpoint(path) as c:
         kinds, shapes = {n: c.dtype(n) for n in c.names}, {n: c.shape(n) for n in c.names}
         mixture = "/".join(sorted({kinds[n] for n in c.names if len(shapes[n]) > 1}))
-        return Planned(Path(path).name, c.hparams, _infos(kinds, shapes), mixture, precision, kv)
+        return Planned(Path(path).name, c.hparams, _infos(kinds, shapes), mixture, precision, kv, capabilities)
 
 
 def _infos(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, WeightInfo]:
@@ -256,10 +278,8 @@ def _infos(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> d
     return {n: WeightInfo(native(k, "vulkan") if len(shapes[n]) > 1 else k, shapes[n]) for n, k in kinds.items()}
 
 
-def _work(made: Plan, context: int) -> Work:
-    from kernels.vulkan.dry import count
-
-    counted = count(made)
+def _work(made: Plan, context: int, device: DryDevice) -> Work:
+    counted = count(made, device)
     costs: dict[tuple[object, ...], tuple[int, int, int]] = {}  # layers repeat: each distinct step is evaluated once
     items = []
     for step in made.steps:

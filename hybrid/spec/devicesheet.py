@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from hybrid.spec.errors import SpecError, nearest
 from hybrid.spec.load import ROOT, Model, load_toml
 from hybrid.spec.npusheet import Npu
+from hybrid.spec.schedule import Capability
 
 SHEETS = ROOT / "specs" / "devices"
 
@@ -81,6 +82,8 @@ class Limits(Model):
     shared_bytes: int | None = None
     memory_bytes: int | None = None
     """What models may take of the device's memory."""
+    capabilities: tuple[Capability, ...] = ()
+    """What the device's driver offers that changes what is planned."""
 
 
 class DeviceSheet(Model):

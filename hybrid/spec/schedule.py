@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,6 +21,7 @@ Phase = Literal["prefill", "decode"]
 Act = Literal["f32", "f16", "q8_act"]
 Capability = Literal["f16_matrices"]
 """What a device may have that changes which precision pays: f16_matrices = subgroups multiply 16x16 f16 matrices."""
+CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 When = Literal["first", "last", "local", "global", "any"]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -151,12 +152,6 @@ class Schedule(Model):
                 if step.name == other.name and step.meets(other):
                     raise ValueError(f"two steps are named {step.name!r} in the same layers and phase")
         return self
-
-    @property
-    def capabilities(self) -> tuple[Capability, ...]:
-        """Every device capability that some precision profile asks about."""
-        pairs = [p for pair in self.precision.values() for p in (pair.quantised, pair.unquantised)]
-        return tuple(dict.fromkeys(need for p in pairs for need in p.prefill))
 
     def chain(self, device: str) -> tuple[str, ...]:
         """Devices to try, in order, for a --device choice: a chain's name, or one device such as vulkan:1."""

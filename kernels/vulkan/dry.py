@@ -6,26 +6,41 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from hybrid.spec.plan import Plan, TensorDecl
+from kernels.vulkan.features import Report, choose_subgroup
 from kernels.vulkan.kernel import SPIRV, Kernel
 from kernels.vulkan.memory import Buffer, Slice
 from kernels.vulkan.recorder import Recorder, Recording
 from kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes
-from kernels.vulkan.tuning import Asked, Tuning
+from kernels.vulkan.tuning import DEFAULT, Asked, Tuning, device_class, traits
+
+
+@lru_cache(maxsize=1)
+def manifest() -> dict[str, Any]:
+    """What is built, by the kernel's name."""
+    return json.loads((SPIRV / "manifest.json").read_text())
 
 
 class DryDevice:
     """What bindings ask of a device, answered from the manifest and given limits."""
 
     def __init__(self, subgroup_size: int = 32, max_range: int = 2**32 - 1,
-                 features: Callable[[str], bool] = lambda feature: False) -> None:
+                 features: Callable[[str], bool] = lambda feature: False, tuning: str = DEFAULT) -> None:
         self.subgroup_size, self.max_range, self.max_threads = subgroup_size, max_range, 1024
         self.has = features  # optional ones only choose between kernels
         self.max_groups = (2**31 - 1, 65535, 65535)
-        self.tuning = Tuning()
-        self._manifest = json.loads((SPIRV / "manifest.json").read_text())
+        self.tuning = Tuning(tuning)
+        self._manifest = manifest()
+
+    @classmethod
+    def like(cls, report: Report) -> DryDevice:
+        """One that plans and chooses kernels as the reported device would."""
+        size, limits = choose_subgroup(report), report.limits
+        most = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation)
+        return cls(size, most, report.has, device_class(traits(report, size)))
 
     def kernel(self, name: str, **constants: int) -> Kernel:
         entry = self._manifest[name]
@@ -40,14 +55,19 @@ class Count:
     barriers: dict[str, int]
 
 
-def count(plan: Plan, subgroup_size: int = 32, max_range: int = 2**32 - 1) -> Count:
-    """Record a plan and count. The subgroup size matters little, the range where weights are split."""
-    recording = record(plan, DryDevice(subgroup_size, max_range))
+def count(plan: Plan, device: DryDevice | None = None) -> Count:
+    """Record a plan and count, for a device with subgroups of 32 and no optional feature unless one is given."""
+    recording = record(plan, device or DryDevice())
     counts = Count(dict.fromkeys((s.name for s in plan.steps), 0), dict.fromkeys((s.name for s in plan.steps), 0))
     for dispatch, barrier in zip(recording.dispatches, recording.barriers, strict=True):
         counts.dispatches[plan.steps[dispatch.step].name] += 1
         counts.barriers[plan.steps[dispatch.step].name] += barrier is not None
     return counts
+
+
+def scratch_bytes(plan: Plan, device: DryDevice) -> int:
+    """What the plan's kernels take beside its arena: partial results, weights that are unpacked before a product."""
+    return record(plan, device).scratch_bytes
 
 
 def asked(plan: Plan, device: Any) -> list[Asked]:
