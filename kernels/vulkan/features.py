@@ -243,7 +243,7 @@ def subgroup_fits(report: Report) -> Feature:
 
 
 # Extension, its feature -> the first validation layer that knows it: an older one refuses the device's creation.
-_LAYER_KNOWS = {("VK_KHR_cooperative_matrix", "cooperativeMatrix"): vk.VK_MAKE_VERSION(1, 3, 255)}
+_LAYER_KNOWS = {("VK_KHR_cooperative_matrix", "cooperativeMatrix"): 1 << 22 | 3 << 12 | 255}  # 1.3.255
 
 
 def known_to_layer(report: Report, version: int) -> Report:
