@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from hybrid.passes import capabilities_of
+from kernels.vulkan.dry import record
 from perf import isa
 from perf.assembly import hot_loop, mix, parse
 from perf.mesa import version_of
+from perf.radv import Collector, shown
+from perf.work import Planned, subject
 
 TEXT = """BB0:
 \ts_load_b128 s[12:15], s[2:3], null                          ; f4080301
@@ -73,3 +79,21 @@ def test_driver_versions():
     assert version_of("radv Mesa 25.0.7-2+deb13u1") == "25.0.7"
     with pytest.raises(ValueError, match="no version"):
         version_of("llvmpipe")
+
+
+def test_the_table_has_what_prefill_on_matrix_units_runs():
+    features = {"f16_matrices": True, "cooperative_matrix": True}
+    device = Collector(features, 2**32 - 1)
+    for dtype in ("q4_0", "q8_0", "q6_k"):
+        model = subject("gemma3-27b", dtype, capabilities=capabilities_of(features.__getitem__))
+        hp = replace(model.hparams, n_layers=2, layer_is_global=(False, True))
+        small = Planned(model.name, hp, model.weights, dtype, capabilities=model.capabilities)
+        for rows in (32, 2048):
+            record(small.plan("prefill", rows, 1, 4096, 1), device)
+    table = isa.committed("25.0.7")
+    used = {shown(key) for key in device.used}
+    assert used <= set(table), sorted(used - set(table))
+    products = {name.split()[0] for name in used if ".gemm." in name}
+    assert {f"ffn_up.gemm.{t}.f16.{tile}" for t in ("q4_0", "q8_0", "q6_k") for tile in ("32x64", "64x64")} <= products
+    assert all(table[name]["scratch"] == 0 and table[name]["waves"] >= 6 for name in used if ".gemm." in name)
+    assert "flash_attention.128 OUTPUT=1" in used

@@ -45,6 +45,9 @@ def test_arithmetic_bounds_what_memory_does_not():
     prompt = subject("gemma3-27b").work("prefill", 4096, 1, 4096, 1)
     found = estimate(prompt, APU, "ceiling")
     assert found.bound == "int8" and 250 < found.tokens_per_second < 318  # 318 would be the matrices alone
+    units = subject("gemma3-27b", capabilities=APU.limits.capabilities).work("prefill", 4096, 1, 4096, 1)
+    assert {i.op: i.rate for i in units.items if i.op in ("fused_ffn", "attention")} == {"fused_ffn": "f16", "attention": "f16"}
+    assert units.flops == prompt.flops and estimate(units, APU, "ceiling").bound == "f16"
     exact = subject("gemma3-27b", precision="exact").work("prefill", 4096, 1, 4096, 1)
     assert 75 < estimate(exact, APU, "ceiling").tokens_per_second < 85  # a prompt's last row alone gets logits
 

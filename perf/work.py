@@ -294,7 +294,7 @@ def _work(made: Plan, context: int, device: DryDevice) -> Work:
             cost = step_cost(made, step, context)
             costs[key] = cost.flops, cost.nbytes, _activations(step, used)
         counts = counted.dispatches[step.name], counted.barriers[step.name]
-        items.append(Item(step.name, step.op, rate_of(used), *costs[key], *counts))
+        items.append(Item(step.name, step.op, rate_of(step, used, device.has("f16_matrices")), *costs[key], *counts))
     return Work(made.rows, made.outs, tuple(items))
 
 
@@ -309,8 +309,12 @@ def _activations(step: Step, used: Mapping[str, TensorDecl]) -> int:
     return round(size(True) - size(False))
 
 
-def rate_of(used: Mapping[str, TensorDecl]) -> Rate:
-    """What a step's products are made of, by its tensors: int8 codes, f16 numbers, or f32."""
+def rate_of(step: Step, used: Mapping[str, TensorDecl], units: bool) -> Rate:
+    """What a step's products are made of: int8 codes, f16 numbers, or f32; by its tensors, and by what its specification
+    lets matrix units round, where the device has them."""
+    rounded = load_op(step.op).numerics.matrices
+    if units and rounded and rounded.when.eval(step.bind) and all(used[k].dtype == d for k, d in rounded.dtypes.items()):
+        return "f16"
     inputs = {used[k].dtype for k in ("x", "h") if k in used}
     matrix = any(d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.") for d in used.values())
     if matrix and "q8_act" in inputs:
