@@ -32,7 +32,8 @@ class Footprint:
     scratch: int
     """The arena that activations share."""
     beside: int = 0
-    """What kernels take beside it: partial results, a weight's f16 numbers where it is unpacked before a product."""
+    """What kernels take beside it: partial results, a weight's f16 numbers where it is unpacked before a product.
+    Of the pass that takes most; a device that runs smaller ones first keeps what those took beside it."""
 
     @property
     def total(self) -> int:
