@@ -36,7 +36,7 @@ gates: $(VENV)/.ready-test ## counts, sizes, gfx1103 statistics and ratios again
 mesa: $(VENV)/.ready ## Debian 13's Mesa in build/, to compile for the Radeon 780M with matrix units
 	$(PY) -m perf.mesa fetch
 
-report: $(VENV)/.ready ## build/report.html: speed by commit, roofline, gates
+report: $(VENV)/.ready ## build/report/index.html: speed by commit, roofline, gates
 	$(PY) -m perf.report
 
 conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole models; saboteurs

@@ -5,8 +5,6 @@
 Method: the engine writes a timestamp after every step and waits for each pass; every pass is repeated, and a step's time
 is its median. Bytes and operations are the declared costs. What the steps leave of the host's time for a pass is the
 submit and the wait; in an ordinary run the next pass hides it.
-Where a device lets steps overlap (dispatches that wait for each other without barriers), a timestamp says when a step was
-done, not how long it took alone: `--serial` puts a barrier between any two that depend on each other.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.bench.__main__ import driver_of, positive
-from hybrid.cli import Parser, add_model, open_model, run
+from hybrid.bench.__main__ import driver_of
+from hybrid.cli import Parser, add_model, open_model, positive, run
 
 SCHEMA = 1
 
@@ -134,9 +132,6 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
         schedule = find_schedule(checkpoint.hparams.family) if args.schedule is None else load_schedule(args.schedule)
         device: Any = open_first(schedule.chain(args.device)).device
         held.callback(device.close)
-        overlapping = bool(getattr(device, "chain", False)) and not args.serial
-        if args.serial and hasattr(device, "chain"):
-            device.chain = False
         probes = probe(device)
         ctx = args.context + 3
         if ctx > checkpoint.hparams.context_length:
@@ -153,7 +148,6 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
             "phase": args.phase,
             "context": args.context,
             "repetitions": args.repetitions,
-            "overlapping": overlapping,
             "probes": asdict(probes),
             "passes": passes,
             "ops": [
@@ -164,6 +158,17 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
         }
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What --json printed into a file. ValueError for anything else."""
+    try:
+        report = json.loads(path.read_text())
+    except ValueError:
+        report = None
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA or "steps" not in report:
+        raise ValueError(f"{path}: not what perf.profile --json prints")
+    return report
+
+
 def text(report: Mapping[str, Any]) -> str:
     """For people."""
     what = f"one token after {report['context']}" if report["phase"] == "decode" else f"a prompt of {report['context']} tokens"
@@ -171,8 +176,6 @@ def text(report: Mapping[str, Any]) -> str:
         f"{report['device']}, {report['driver']}; measured, medians of {report['repetitions']}",
         f"{report['model']}: {what}, {len(report['passes'])} pass{'es' * (len(report['passes']) > 1)}",
     ]
-    if report["overlapping"]:
-        lines.append("note: steps overlap here; a step's time is what it added, not what it takes alone (see --serial)")
     probes = report["probes"]
     matrix = "" if probes["matrix_tflops"] is None else f" and {probes['matrix_tflops']:.0f} TFLOPS"
     lines.append(
@@ -203,7 +206,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--phase", default="decode", choices=("decode", "prefill"), help="one token, or a prompt (decode)")
     p.add_argument("--context", type=positive, default=512, metavar="N", help="positions before the token, or of the prompt (512)")
     p.add_argument("-r", "--repetitions", type=positive, default=9, metavar="N", help="of every pass, after one to warm up (9)")
-    p.add_argument("--serial", action="store_true", help="a barrier between any two steps that depend on each other: none overlap")
     p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
     p.add_argument("--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)")
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
@@ -224,9 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from perf import profile_picture  # before anything is measured: it may not be installed
 
             profile_picture.check(args.picture)
-        report = json.loads(args.read.read_text()) if args.read else profile(args, command)
-        if report.get("schema") != SCHEMA or "steps" not in report:
-            raise ValueError(f"{args.read}: not what perf.profile --json prints")
+        report = read(args.read) if args.read else profile(args, command)
         print(json.dumps(report) if args.json else text(report))
         if args.picture is not None:
             profile_picture.draw(report, args.picture)

@@ -17,6 +17,8 @@ def check(path: Path) -> None:
         raise ValueError('--picture needs matplotlib: pip install "hybrid-kernels[perf]"') from None
     if path.suffix not in KINDS:
         raise ValueError(f"--picture {path}: give a name that ends in {' or '.join(KINDS)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--picture {path}: there is no folder {path.parent}")
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -43,8 +45,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     top.set_xlabel("us of the device")
     top.spines[["top", "right"]].set_visible(False)
     what = f"one token after {report['context']}" if report["phase"] == "decode" else f"a prompt of {report['context']} tokens"
-    overlap = "; steps overlap" if report["overlapping"] else ""
-    top.set_title(f"{report['model']}, {what}: {device / 1e3:.2f} ms of the device, measured{overlap}\n"
+    top.set_title(f"{report['model']}, {what}: {device / 1e3:.2f} ms of the device, measured\n"
                   f"{report['device']}, {report['driver']}", fontsize=9)  # fmt: skip
     first = report["passes"][0]["device_us"]
     for op, colour in colours.items():
