@@ -7,7 +7,6 @@ digests of kernels and designs. --compare computes the cases in the simulator an
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import platform
@@ -26,11 +25,12 @@ from conformance.fixed import dtype_cases, edge_cases, variant_cases
 from conformance.harness import POISON, execute, run_case
 from conformance.inputs import make
 from conformance.sizes import fits
+from hybrid.cli import Parser, run
 from hybrid.spec import OpSpec, load_ops
 from kernels.npu.artefact import fabric_digest
 from kernels.npu.designs import shipped
 from kernels.npu.device import NpuDevice
-from kernels.npu.xrt import NpuError, NpuUnavailable
+from kernels.npu.xrt import NpuError
 
 
 def cases() -> Iterator[tuple[str, OpSpec, Case]]:
@@ -125,19 +125,19 @@ def machine(device: NpuDevice) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m conformance.npu_capture", description="NPU cases of an owner's device, in a file.")
+    p = Parser(prog="python -m conformance.npu_capture", description="NPU cases of an owner's device, in a file.")
     p.add_argument("file", type=Path, metavar="FILE", help="the file to write, or with --compare to read")
     p.add_argument("--compare", action="store_true", help="compare a file with the simulator")
     p.add_argument("--npu", default="npu", choices=("npu", "sim"), help="the hardware, or the simulator to try the command (npu)")
     p.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this text")
     args = p.parse_args(argv)
-    try:
+
+    def command() -> int:
         if args.compare:
             return int(compare(args.file) > 0)
         return int(capture(NpuDevice(args.npu, guard=GUARD), args.file, args.only) > 0)
-    except (NpuUnavailable, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+
+    return run(command)
 
 
 if __name__ == "__main__":

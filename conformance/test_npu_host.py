@@ -314,13 +314,19 @@ def test_the_build_says_what_is_missing(
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
     monkeypatch.delenv("PEANO_INSTALL_DIR", raising=False)
-    assert build_main(["--out", str(tmp_path)]) == 2
+    assert build_main(["--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     for part in ("nothing was built", "mlir_aie -f https://github.com/Xilinx/mlir-aie/releases", "aiecc.py", "Peano", "aie_api"):
         assert part in said
     assert not list(tmp_path.iterdir())
     assert build_main(["small.i8.c1", "--sim", "--out", str(tmp_path)]) == 0 and list(tmp_path.glob("*.xclbin"))
-    assert build_main(["nothing"]) == 1
+    capsys.readouterr()
+    (tmp_path / "file").touch()
+    unwritable = ["small.i8.c1", "--sim", "--out", str(tmp_path / "file" / "x")]
+    for wrong, says in ((["nothing"], "no design 'nothing'"), (unwritable, "file")):
+        assert build_main(wrong) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and says in err and err.count("\n") == 1
 
 
 def test_the_build_drives_the_real_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybrid.cli import Parser, run
 from kernels.npu.artefact import ArtefactError, encode, stem, write
 from kernels.npu.catalogue import AIE, find
 from kernels.npu.check import check, npu_limits
@@ -139,9 +140,7 @@ def default_folder(sim: bool) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m kernels.npu.build", description="Build NPU designs: xclbin and instruction streams."
-    )
+    p = Parser(prog="python -m kernels.npu.build", description="Build NPU designs: xclbin and instruction streams.")
     p.add_argument("names", nargs="*", metavar="NAME", help="designs (default: all; see --list)")
     p.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: the cache folder)")
     p.add_argument("--sim", action="store_true", help="build what sim-npu1 runs; needs no toolchain")
@@ -150,30 +149,30 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from kernels.npu.designs import shipped
+    args = parser().parse_args(argv)
+    return run(lambda: _main(args))
 
-    args, known = parser().parse_args(argv), shipped()
+
+def _main(args: argparse.Namespace) -> int:
+    from kernels.npu.designs import chosen, shipped
+
     if args.list:
-        print("\n".join(known))
+        print("\n".join(shipped()))
         return 0
-    if unknown := [n for n in args.names if n not in known]:
-        print(f"no design {unknown[0]!r}; known: {', '.join(known)}", file=sys.stderr)
-        return 1
+    makers = chosen(args.names)
     folder = args.out or default_folder(args.sim)
     found, missing = (None, []) if args.sim else tools()
     if missing:
-        print("no NPU toolchain, nothing was built. Missing:", *(f"  - {m}" for m in missing), sep="\n", file=sys.stderr)
-        return 2
-    for name in args.names or known:
-        design = known[name]()
+        raise RuntimeError(f"no NPU toolchain, nothing was built (--sim needs none). Missing: {'; '.join(missing)}")
+    for name, make in makers.items():
+        design = make()
         try:
             if found is None:
                 build_sim(design, folder)
             else:
                 build_npu(design, folder, found)
         except (RuntimeError, ArtefactError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return 1
+            raise RuntimeError(f"{name}: {error}") from error
         print(f"{name}: {folder / stem(design)}.xclbin")
     return 0
 

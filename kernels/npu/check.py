@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from hybrid.cli import Parser, run
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.errors import SpecError
 from hybrid.spec.npusheet import Npu, TileLimits
@@ -278,18 +279,21 @@ def table(report: Report) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Tables of designs by name; 1 if any is refused."""
-    from kernels.npu.designs import shipped
+    p = Parser(prog="python -m kernels.npu.check", description="What designs take of every tile; 1 if any is refused.")
+    p.add_argument("names", nargs="*", metavar="NAME", help="designs (all)")
+    args = p.parse_args(argv)
 
-    known, refused = shipped(), 0
-    names = sys.argv[1:] if argv is None else argv
-    if unknown := [n for n in names if n not in known]:
-        print(f"no design {unknown[0]!r}; known: {', '.join(known)}", file=sys.stderr)
-        return 1
-    for name in names or known:
-        report = check(known[name]())
-        print(f"{name} = {table(report)}")
-        refused |= bool(report.violations)
-    return refused
+    def command() -> int:
+        from kernels.npu.designs import chosen
+
+        refused = 0
+        for name, make in chosen(args.names).items():
+            report = check(make())
+            print(f"{name} = {table(report)}")
+            refused |= bool(report.violations)
+        return refused
+
+    return run(command)
 
 
 if __name__ == "__main__":

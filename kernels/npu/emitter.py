@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
+from hybrid.cli import Parser, run
 from kernels.npu.design import Acquire, Array, Bind, Call, Design, Dims, Fifo, Link, Loop, Move, Release, Statement, Tile, Worker
 from kernels.npu.iron import check_program, manifest
 
@@ -159,16 +160,18 @@ def _sequence(design: Design) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from kernels.npu.designs import shipped
+    p = Parser(prog="python -m kernels.npu.emitter", description="A design as IRON source, on standard output.")
+    p.add_argument("name", metavar="NAME", help="a design, as python -m kernels.npu.build --list has them")
+    args = p.parse_args(argv)
 
-    names = argv if argv is not None else sys.argv[1:]
-    known = shipped()
-    for name in names or list(known):
-        if name not in known:
-            print(f"no design {name!r}; known: {', '.join(known)}", file=sys.stderr)
-            return 1
-        sys.stdout.write(emit(known[name]()))
-    return 0
+    def command() -> int:
+        from kernels.npu.designs import chosen
+
+        (make,) = chosen([args.name]).values()
+        sys.stdout.write(emit(make()))
+        return 0
+
+    return run(command)
 
 
 if __name__ == "__main__":

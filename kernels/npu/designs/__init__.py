@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+from hybrid.spec.errors import nearest
 from kernels.npu.design import Design
 from kernels.npu.designs.attention import Attention, attention
 from kernels.npu.designs.gemm import Gemm, gemm
@@ -40,6 +41,14 @@ def attention_bf16(a: Attention) -> Design:
         tile_kernel(f"attention_stream_{part}", static_bytes=TABLES, **macros) for part in ("start", "tile", "finish")
     )
     return attention(a, start, tile, finish)
+
+
+def chosen(names: Sequence[str]) -> dict[str, Maker]:
+    """The makers of those names, of all for none. ValueError for a name that is not shipped."""
+    known = shipped()
+    if unknown := [n for n in names if n not in known]:
+        raise ValueError(f"no design {unknown[0]!r}{nearest(unknown[0], known)}")
+    return {n: known[n] for n in names or known}
 
 
 @lru_cache(maxsize=1)
