@@ -18,7 +18,7 @@ from hybrid.cli import CACHES, PRECISIONS
 from hybrid.engine import Engine
 from hybrid.planner import PrecisionName, Target
 from kernels.vulkan.kernel import warn_once, write_cache
-from perf import op
+from perf import ablate, npu, op, tune
 
 MODEL = MODELS / "demo-gemma3-q8_0.gguf"
 
@@ -33,6 +33,22 @@ def test_unknown_precisions_and_caches_are_wrong_usage(module, options, capsys):
             module.main(args)
         error = capsys.readouterr().err
         assert stopped.value.code == 2 and f"argument {option}: invalid choice: 'best'" in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (op, ["linear", "--seconds", "nan"]), (op, ["linear", "--footprint", "-1"]), (op, ["linear", "--seconds", "inf"]),
+        (tune, ["--margin", "nan"]), (tune, ["--seconds", "0"]), (npu, ["--placement", "--tokens", "0"]),
+        (ablate, [str(MODEL), "-r", "0"]), (ablate, [str(MODEL), "--depth", "-1"]), (ablate, [str(MODEL), "--tokens", "1.5"]),
+    ],
+)  # fmt: skip
+def test_numbers_that_measure_nothing_are_wrong_usage(module, options, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        module.main(options)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and f"argument {'-r/--repetitions' if '-r' in options else options[-2]}: " in error
+    assert error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_what_commands_take_is_what_plans_know():

@@ -160,7 +160,7 @@ def test_many_candidates_are_searched_number_by_number():
         (["sample", "--workload", "nothing"], 1, "has no workload nothing"),
         (["sample", "--workload", "gemma3-27b"], 1, "no workload of sample gemma3-27b asks for sample here"),
         (["sample", "--device", "cpu"], 1, "the cpu device has no tuning table"),
-        (["sample", "--seconds", "x"], 2, "invalid float value"),
+        (["sample", "--seconds", "x"], 2, "'x' is not a number above 0"),
         (["sample", "--set", "V=x"], 2, "'V=x' is no setting such as T=2048 or x=f16"),
         (["sample", "--set", "logit=f16"], 1, "--set logit: sample has no such axis or tensor; did you mean 'logits'?"),
     ],

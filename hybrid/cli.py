@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import signal
 import sys
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 PRECISIONS, CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
 """What --precision and --kv take."""
+
+
+class UsageError(ValueError):
+    """Arguments that do not go together: exit code 2, as argparse's own."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,6 +48,9 @@ def run(command: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except UsageError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
     except Exception as e:
         if os.environ.get("HYBRID_DEBUG") == "1":
             raise
@@ -95,25 +103,43 @@ def add_model(p: argparse.ArgumentParser) -> None:
     """MODEL, or --random NAME with what belongs to it: commands that measure take either."""
     p.add_argument("model", nargs="?", metavar="MODEL", help=".gguf file or Hugging Face directory")
     p.add_argument("--random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models, no file")
-    p.add_argument("--type", default="q4_0", metavar="TYPE", help="with --random: of matrices (q4_0)")
+    p.add_argument("--type", metavar="TYPE", help="with --random: of matrices (q4_0)")
     p.add_argument("--head", metavar="TYPE", help="with --random: of embedding and head (q6_k; q8_0 for odd rows)")
     p.add_argument("--layers", type=int, metavar="N", help="with --random: only the first N layers")
     p.add_argument("--vocab", type=int, metavar="N", help="with --random: a vocabulary of N tokens")
 
 
 def open_model(args: argparse.Namespace) -> Checkpoint:
-    """The checkpoint that the arguments of `add_model` name. ValueError for none, both, or one that cannot be."""
+    """The checkpoint that the arguments of `add_model` name. UsageError for none or both, ValueError for one that cannot be."""
     from hybrid.checkpoint import open_checkpoint
     from hybrid.checkpoint.random import random_checkpoint
 
     if (args.model is None) == (args.random is None):
-        raise ValueError("name a MODEL, or give --random NAME: one of the two")
+        raise UsageError("name a MODEL, or give --random NAME: one of the two")
     if args.random is not None:
-        return random_checkpoint(args.random, args.type, args.head, args.layers, args.vocab)
-    stray = next((k for k in ("head", "layers", "vocab") if getattr(args, k) is not None), None)
+        return random_checkpoint(args.random, args.type or "q4_0", args.head, args.layers, args.vocab)
+    stray = next((k for k in ("type", "head", "layers", "vocab") if getattr(args, k) is not None), None)
     if stray:
-        raise ValueError(f"--{stray} belongs to --random: a file has its own")
+        raise UsageError(f"--{stray} belongs to --random: a file has its own")
     return open_checkpoint(args.model)
+
+
+def positive(text: str) -> int:
+    """For arguments that are at least 1."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """For arguments that are finite and above 0, such as seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def size(text: str) -> int:

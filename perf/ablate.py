@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.checkpoint import Checkpoint
-from hybrid.cli import Parser, add_model, open_model, run
+from hybrid.cli import Parser, add_model, open_model, positive, run
 from hybrid.engine import Engine
 from hybrid.spec.plan import TensorDecl
 from hybrid.spec.schedule import find_schedule
@@ -210,9 +210,9 @@ def parser() -> argparse.ArgumentParser:
     add_model(p)
     p.add_argument("--device", default="vulkan", metavar="NAME", help="vulkan or vulkan:N (vulkan)")
     p.add_argument("--only", nargs="+", metavar="SWITCH", help="these switches of perf/switches.toml (all)")
-    p.add_argument("--depth", type=int, default=512, metavar="N", help="positions in the cache (512)")
-    p.add_argument("--tokens", type=int, default=16, metavar="N", help="tokens of one repetition (16)")
-    p.add_argument("-r", "--repetitions", type=int, default=7, metavar="N", help="pairs of repetitions (7)")
+    p.add_argument("--depth", type=positive, default=512, metavar="N", help="positions in the cache (512)")
+    p.add_argument("--tokens", type=positive, default=16, metavar="N", help="tokens of one repetition (16)")
+    p.add_argument("-r", "--repetitions", type=positive, default=7, metavar="N", help="pairs of repetitions (7)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return p
 

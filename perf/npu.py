@@ -12,7 +12,6 @@ its shim channels and memory; then the last tile of C, the host's dispatch and t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from hybrid.cli import Parser, positive
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.npusheet import Rates
 from kernels.npu.check import npu_limits
@@ -271,13 +271,11 @@ def placement_table(tokens: int = 512) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
-        prog="python -m perf.npu", description="Modelled times of NPU designs; no measurement of this project."
-    )
+    p = Parser(prog="python -m perf.npu", description="Modelled times of NPU designs; no measurement of this project.")
     p.add_argument("--fit", action="store_true", help="print the parameters that the fitted measurements give")
     p.add_argument("--designs", action="store_true", help="print the modelled times of the shipped products")
     p.add_argument("--placement", action="store_true", help="print NPU or iGPU for the matrices of 27B and E2B")
-    p.add_argument("--tokens", type=int, default=512, metavar="N", help="tokens of a prefill (512)")
+    p.add_argument("--tokens", type=positive, default=512, metavar="N", help="tokens of a prefill (512)")
     args = p.parse_args(argv)
     if args.fit:
         print("\n".join(f"{k} = {v:.4f}" for k, v in fit().items()))

@@ -23,7 +23,7 @@ from conformance.cases import Case
 from conformance.harness import control_of, declared, plan_of, run_case, step_of
 from conformance.inputs import make
 from hybrid.checkpoint.random import random_packed
-from hybrid.cli import Parser, run
+from hybrid.cli import Parser, amount, run
 from hybrid.devices import open_first
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.device import Device
@@ -162,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workload", action="append", default=[], metavar="ID",
                         help="workloads whose id begins so (repeatable; default: those tagged demo)")  # fmt: skip
     parser.add_argument("--device", default="vulkan", help="cpu, vulkan, vulkan:N or auto (default: vulkan)")
-    parser.add_argument("--footprint", type=float, default=256.0, metavar="MB",
+    parser.add_argument("--footprint", type=amount, default=256.0, metavar="MB",
                         help="bytes of weights and caches to rotate through, in 1e6 (default: 256)")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long to repeat each workload (default: 0.5)")
+    parser.add_argument("--seconds", type=amount, default=0.5, help="how long to repeat each workload (default: 0.5)")
     parser.add_argument("--json", action="store_true", help="one JSON object per workload")
     args = parser.parse_args(argv)
 

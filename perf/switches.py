@@ -73,7 +73,7 @@ def load_switches() -> dict[str, Switch]:
 def find_switch(name: str) -> Switch:
     known = load_switches()
     if name not in known:
-        raise SpecError(f"no optimisation is called {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+        raise SpecError(f"no optimisation is called {name!r}{nearest(name, known)}")
     return known[name]
 
 

@@ -28,7 +28,7 @@ from conformance.compare import Disagreement
 from conformance.fixed import dtype_cases, edge_cases, variant_cases
 from conformance.harness import run_case
 from conformance.tuned import facts_of, plan_for
-from hybrid.cli import Parser, run
+from hybrid.cli import Parser, amount, run
 from hybrid.devices import open_first
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.errors import nearest
@@ -246,9 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="an axis or a dtype of the workloads: T=2048, x=f16",
     )
     p.add_argument("--device", default="vulkan", help="vulkan or vulkan:N (vulkan)")
-    p.add_argument("--seconds", type=float, default=0.05, metavar="S", help="how long to repeat each candidate (0.05)")
-    p.add_argument("--footprint", type=float, default=256.0, metavar="MB", help="as for perf.op (256)")
-    p.add_argument("--margin", type=float, default=0.03, metavar="X", help="a smaller gain is none (0.03)")
+    p.add_argument("--seconds", type=amount, default=0.05, metavar="S", help="how long to repeat each candidate (0.05)")
+    p.add_argument("--footprint", type=amount, default=256.0, metavar="MB", help="as for perf.op (256)")
+    p.add_argument("--margin", type=amount, default=0.03, metavar="X", help="a smaller gain is none (0.03)")
     p.add_argument("--write", action="store_true", help="write the families' sections of this device class's table")
     p.add_argument("--table", metavar="NAME", help="the table to write, for a device of no known class (its own)")
     p.add_argument("--commit", metavar="ID", help="for the table's header, where there is no git")

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid.cli import Parser, add_model, open_model, progress_bar, run
+from hybrid.cli import Parser, UsageError, add_model, open_model, positive, progress_bar, run
 
 if TYPE_CHECKING:
     from hybrid.bench.measure import Row
@@ -28,13 +28,6 @@ def counts(text: str) -> tuple[int, ...]:
     if any(n < 0 for n in found):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of counts such as 512,2048")
     return found
-
-
-def positive(text: str) -> int:
-    """For arguments that are at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,6 +70,8 @@ def _main(args: argparse.Namespace, command: str) -> int:
     from hybrid.spec.devicesheet import sheet_for
     from hybrid.spec.schedule import find_schedule, load_schedule
 
+    if not any((*args.prompt, *args.tokens)):
+        raise UsageError("nothing to measure: give -p or -n a number that is not 0")
     with ExitStack() as held:
         begin = time.perf_counter()
         checkpoint = held.enter_context(open_model(args))
@@ -143,8 +138,6 @@ def _rows(args: argparse.Namespace, engine: Engine) -> list[Row]:
     bench = Bench(engine, args.repetitions, args.tokens_per_submit)
     tests = [(bench.prefill, n, d) for d in args.ctx_depth for n in args.prompt if n]
     tests += [(bench.decode, n, d) for d in args.ctx_depth for n in args.tokens if n]
-    if not tests:
-        raise ValueError("nothing to measure: give -p or -n a number that is not 0")
     rows = []
     with progress_bar(len(tests), "tests", False, "") as advance:
         for test, n, depth in tests:
