@@ -7,6 +7,7 @@ import json
 import pytest
 
 from conformance.devices import BACKENDS
+from conformance.models import MODELS
 from conformance.synthetic import tiny, write_hf
 from hybrid.bench import __main__ as bench
 from hybrid.bench.ceiling import ceiling, impossible
@@ -132,6 +133,20 @@ def test_impossible_figures_of_either_kind_are_found():
     assert impossible([ROW], PROBES, find_sheet("h200")) == ["decode 10 @ 0: 5000 GB/s is above the 4800 of NVIDIA H200"]
     found = impossible([ROW], PROBES, sheet(f16_tflops=2, int8_tops=4))
     assert found == ["copy probe: 500 TFLOPS is above the 4 of tiny", "decode 10 @ 0: 5 TFLOPS is above the 4 of tiny"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_test_may_end_where_the_context_ends(devices, capsys, backend):
+    """The demonstration model's 2048 positions: the last token of a prompt, and the last that decoding chooses."""
+    devices.get(backend)
+    model = [str(MODELS / "demo-gemma3-q8_0.gguf"), "--device", backend, "-r", "1", "--json"]
+    for phase, n in (("prefill", 4), ("decode", 3)):
+        test = [["-p", "0", "-n"], ["-n", "0", "-p"]][phase == "prefill"]
+        ends, beyond = ([*test, str(k), "--ctx-depth", "2044"] for k in (n, n + 1))
+        assert bench.main([*model, *ends]) == 0
+        assert json.loads(capsys.readouterr().out)["context"] == 2048
+        assert bench.main([*model, *beyond]) == 1
+        assert "need 2049 positions: the model was made for 2048" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

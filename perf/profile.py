@@ -177,9 +177,9 @@ def text(report: Mapping[str, Any]) -> str:
         f"{report['model']}: {what}, {len(report['passes'])} pass{'es' * (len(report['passes']) > 1)}",
     ]
     probes = report["probes"]
-    matrix = "" if probes["matrix_tflops"] is None else f" and {probes['matrix_tflops']:.0f} TFLOPS"
+    matrix = "" if probes["matrix_tflops"] is None else f" and {probes['matrix_tflops']:.3g} TFLOPS"
     lines.append(
-        f"floor: what bytes and operations take at {probes['copy_gb_s']:.0f} GB/s{matrix}, the probes of this run; lost: above it"
+        f"floor: what bytes and operations take at {probes['copy_gb_s']:.4g} GB/s{matrix}, the probes of this run; lost: above it"
     )
     lines += [
         "",

@@ -111,11 +111,12 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
     """An engine whose context holds the longest test."""
     from hybrid.engine import Engine
 
-    longest = max((*args.prompt, *(n + 2 for n in args.tokens if n)))
-    ctx = max(args.ctx_depth) + longest + 1
+    depth, longest = max(args.ctx_depth), max((*args.prompt, *args.tokens))
+    # Decoding begins with two tokens, and what it chose last is read from the position after the last.
+    ctx = max(depth + max(args.prompt), max((max(depth, 2) + n + 1 for n in args.tokens if n), default=0))
     if ctx > checkpoint.hparams.context_length:
-        raise ValueError(f"a depth of {max(args.ctx_depth)} and {longest} tokens more need {ctx} positions: the model was "
-                         f"made for {checkpoint.hparams.context_length}")  # fmt: skip
+        raise ValueError(f"a depth of {depth} and {longest} tokens more need {ctx} positions: the model was made for "
+                         f"{checkpoint.hparams.context_length}")  # fmt: skip
     return Engine(
         checkpoint,
         device,
