@@ -74,7 +74,7 @@ def test_auto_computes_on_the_cpu_where_there_is_no_gpu_and_says_so(folder, monk
     with hybrid.load(folder, device="auto") as model:
         assert "".join(model.generate("the", 2, ignore_eos=True)) and model.device == "cpu"
         assert model.stats.line().startswith("cpu (fallback) | ")
-        assert "passed over: vulkan:gpu: no gpu here" in model.stats.details()
+        assert "passed over: vulkan:gpu: no gpu here" in model.stats.reasons()
     with pytest.raises(NoDevice, match="vulkan:3: no 3 here"):
         hybrid.load(folder, device="vulkan:3")
 

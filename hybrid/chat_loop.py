@@ -166,7 +166,7 @@ def _turn(conversation: Conversation, text: str, details: bool) -> None:
     elif stats is not None and stats.finish == "context":
         _say(f"the context of {model.engine.cache.ctx} tokens is full: /reset, or start with a larger --ctx")
     if details and stats is not None:
-        _say("\n".join([stats.line(), *stats.details()]))
+        _say("\n".join([stats.line(), *stats.reasons(), *stats.details()]))
 
 
 def _say(text: str) -> None:

@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens-per-submit", type=int, default=1, metavar="N", help="text comes N tokens at a time, for less work (1)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
-    p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, devices passed over")
+    p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
     p.add_argument(
         "--trace",
         type=Path,
@@ -195,7 +195,7 @@ def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
         print(json.dumps({"prompt": text, "text": "".join(out), **stats.as_dict()}))
     else:
         print(flush=True)
-        print("\n".join([stats.line(), *(stats.details() if args.stats else [])]), file=sys.stderr)
+        print("\n".join([stats.line(), *stats.reasons(), *(stats.details() if args.stats else [])]), file=sys.stderr)
     if args.trace is not None:
         from hybrid.trace import write_trace
 

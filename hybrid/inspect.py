@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import CACHES, PRECISIONS, Parser, run, size
+from hybrid.cli import CACHES, PRECISIONS, Parser, positive, run, size
 from hybrid.units import show_bytes
 
 _NEEDS = {
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("model", metavar="FILE|NAME", help=".gguf file, Hugging Face directory, or a name such as gemma3-27b")
     p.add_argument("--tensors", action="store_true", help="every tensor, not one line for each kind")
-    p.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at a time (1)")
+    p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at a time (1)")
     p.add_argument("--context", type=int, metavar="N", help="positions of each sequence (the model's, at most 4096)")
     p.add_argument("--memory", type=size, metavar="SIZE", help="also compare with this much memory, such as 16GiB")
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (auto)")

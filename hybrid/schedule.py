@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import Parser, run
+from hybrid.cli import Parser, positive, run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("file", type=Path, metavar="FILE", help="schedule file, or the name of a shipped one such as gemma3")
     p.add_argument("--model", type=Path, required=True, metavar="M", help=".gguf file or Hugging Face directory")
     p.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="which plan to show (decode)")
-    p.add_argument("--rows", type=int, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)")
+    p.add_argument("--rows", type=positive, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)")
     p.add_argument("--ctx", type=int, metavar="N", help="context to plan for (the model's, at most 4096)")
     p.add_argument(
         "--device",

@@ -79,6 +79,10 @@ class Stats:
             f"first token {1000 * self.first_token_seconds:.0f} ms | {self.gb_per_second:.2f} GB/s{peak} | {self.finish}"
         )
 
+    def reasons(self) -> list[str]:
+        """A line for each device that was wanted first or failed: a fallback is never without its reason."""
+        return [f"passed over: {p}" for p in self.passed_over]
+
     def details(self) -> list[str]:
         """More lines, for --stats."""
         types = "; ".join(f"{k} {', '.join(v)}" for k, v in self.precision.items())
@@ -96,7 +100,7 @@ class Stats:
         left = self.memory.get("left_in_files", 0)
         if held:
             lines.append(f"memory: {held}" + f"; weights read from their file at every use: {show_bytes(left)}" * bool(left))
-        return lines + [f"passed over: {p}" for p in self.passed_over] + [f"checkpoint: {n}" for n in self.notes]
+        return lines + [f"checkpoint: {n}" for n in self.notes]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""

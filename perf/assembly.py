@@ -47,10 +47,6 @@ class Loop:
     cycles: float
     macs: float
 
-    @property
-    def cycles_per_mac(self) -> float:
-        return self.cycles / self.macs
-
 
 def mix(names: Sequence[str]) -> dict[str, int]:
     """Instructions by kind; `valu` counts dot4 and wmma too."""

@@ -229,8 +229,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _main(args: argparse.Namespace) -> int:
     found = compiled()
+    if not any(fnmatch(name, args.kernels) for table, _ in found.values() for name in table):
+        raise SpecError(f"--kernels: no kernel of a schedule is called {args.kernels!r}")
     if args.json:
-        print(json.dumps({version: table for version, (table, _) in found.items()}))
+        shown = {v: {n: row for n, row in table.items() if fnmatch(n, args.kernels)} for v, (table, _) in found.items()}
+        print(json.dumps(shown))
         return 0
     failed = False
     for version, (table, features) in found.items():

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hybrid.cli import Parser, run
+from hybrid.cli import Parser, amount, run
 from hybrid.spec.devicesheet import DeviceSheet, Figure, find_sheet
 from hybrid.spec.errors import SpecError
 from perf.work import Item, Rate, Subject, Work, subject
@@ -256,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--draft", metavar="NAME", help="also with this draft model, one sequence")
     p.add_argument("--draft-length", type=int, default=4, metavar="N", help="tokens drafted per pass (4)")
-    p.add_argument("--acceptance", type=float, default=0.8, metavar="A", help="chance that a drafted token is right (0.8)")
+    p.add_argument("--acceptance", type=amount, default=0.8, metavar="A", help="chance that a drafted token is right (0.8)")
     p.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline and the speeds by batch as SVG")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybrid.cli import Parser, run, size
+from hybrid.cli import Parser, amount, run, size
 from hybrid.spec.devicesheet import DeviceSheet, find_sheet
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import load_models
@@ -235,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="file name in specs/devices (radeon-780m)")
     p.add_argument("--measured-on", default="H200", metavar="TEXT", help="device whose recorded runs are shown beside (H200)")
     p.add_argument("--memory", type=size, metavar="SIZE", help="answer what to run in this much memory, such as 16GiB")
-    p.add_argument("--want", type=float, metavar="N", help="tokens per second asked for (with --memory)")
+    p.add_argument("--want", type=amount, metavar="N", help="tokens per second asked for (with --memory)")
     p.add_argument("--context", type=int, default=256, metavar="N", help="positions of each sequence, for --want (256)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p

@@ -246,7 +246,7 @@ def subject(
         return _opened(name, precision, kv, frozenset(capabilities))
     known = [*load_models(), *load_sizes()]
     if name not in known:
-        raise SpecError(f"no model is called {name!r}{nearest(name, known)}; known: {', '.join(known)}, or a file")
+        raise SpecError(f"no model is called {name!r}{nearest(name, known)}")
     return _named(name, Wanted(dtype, dict(by_class or {})), precision, kv, frozenset(capabilities))
 
 
