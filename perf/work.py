@@ -7,6 +7,7 @@ each tensor touched once. Sizes are in bytes, contexts in positions.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,20 +77,20 @@ class Work:
         return sum(i.dispatches for i in self.items)
 
 
-class Subject:
+class Subject(ABC):
     """A model whose passes can be costed: `work` of a pass, `memory` that it needs."""
 
     name: str
     basis: str
     """What the figures follow from."""
 
+    @abstractmethod
     def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Work:
         """A pass over `rows` rows of `slots` sequences that hold `context` positions each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def memory(self, slots: int, context: int) -> int:
         """Bytes of weights, cache and activations."""
-        raise NotImplementedError
 
     def decode(self, batch: int, context: int) -> Work:
         return self.work("decode", batch, batch, context, batch)
