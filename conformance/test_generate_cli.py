@@ -157,7 +157,7 @@ def test_ctrl_c_ends_with_statistics_and_130(folder):
         (["/no/such.gguf"], 1, "/no/such.gguf: no such file or directory"),
         (["{model}", "--device", "tpu"], 1, "unknown device 'tpu': use auto"),
         (["{model}", "--device", "vulkan:77"], 1, "vulkan:77"),
-        (["{model}", "--schedule", "missing.toml"], 1, "missing.toml: there is no such file"),
+        (["{model}", "--schedule", "missing.toml"], 1, "missing.toml: neither a file nor a shipped schedule"),
         (["{model}", "--temperature", "-1"], 1, "temperature must be 0"),
         (["{model}", "--temperature", "1e39"], 1, "finite in float32"),
         (["{model}", "--top-k", "4294967296"], 1, "top_k must be between 0 (off) and 2**32 - 1"),

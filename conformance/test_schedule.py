@@ -11,7 +11,7 @@ from conformance.synthetic import tiny, write_hf
 from hybrid import schedule as command
 from hybrid.spec.devicesheet import load_sheets, sheet_for
 from hybrid.spec.errors import SpecError
-from hybrid.spec.schedule import SCHEDULES, find_schedule, load_schedule
+from hybrid.spec.schedule import SCHEDULES, find_schedule, load_schedule, named_schedule
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,9 @@ def test_device_sheets():
     assert sheet_for("vulkan:0 (NVIDIA H200)").peak.bandwidth_gb_s.value == 4800
     assert sheet_for("vulkan:0 (llvmpipe (LLVM 15.0.6, 256 bits))").device.kind == "cpu"
     assert sheet_for("cpu") is None
+
+
+def test_a_schedule_is_named_or_a_file_and_else_the_known_ones_are_listed():
+    assert named_schedule("gemma3") == named_schedule(SCHEDULES / "gemma3.toml")
+    with pytest.raises(ValueError, match=r"gemma4: neither a file nor a shipped schedule; .*gemma3-hybrid"):
+        named_schedule("gemma4")

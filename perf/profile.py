@@ -125,11 +125,11 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
     from hybrid.bench.probe import probe
     from hybrid.devices import open_first
     from hybrid.engine import Engine
-    from hybrid.spec.schedule import find_schedule, load_schedule
+    from hybrid.spec.schedule import find_schedule, named_schedule
 
     with ExitStack() as held:
         checkpoint = held.enter_context(open_model(args))
-        schedule = find_schedule(checkpoint.hparams.family) if args.schedule is None else load_schedule(args.schedule)
+        schedule = find_schedule(checkpoint.hparams.family) if args.schedule is None else named_schedule(args.schedule)
         device: Any = open_first(schedule.chain(args.device)).device
         held.callback(device.close)
         probes = probe(device)
@@ -207,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", type=positive, default=512, metavar="N", help="positions before the token, or of the prompt (512)")
     p.add_argument("-r", "--repetitions", type=positive, default=9, metavar="N", help="of every pass, after one to warm up (9)")
     p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
-    p.add_argument("--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)")
+    p.add_argument("--schedule", metavar="NAME", help="a shipped schedule, or a file (default: the one of the model's family)")
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
     p.add_argument("--kv", default="auto", choices=("auto", "f32", "f16"), help="type of the KV cache (auto)")
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid.cli import Parser, UsageError, add_model, open_model, positive, progress_bar, run
@@ -45,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ctx-depth", type=counts, default=(0,), metavar="N,..", help="positions in the cache before a test (0)")
     p.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="of each test, after one to warm up (5)")
     p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
-    p.add_argument("--schedule", type=Path, metavar="FILE", help="schedule file (default: the one of the model's family)")
+    p.add_argument("--schedule", metavar="NAME", help="a shipped schedule, or a file (default: the one of the model's family)")
     p.add_argument("--weights", metavar="TYPE", help="convert matrices of a file to this type while loading")
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
     p.add_argument("--kv", default="auto", choices=("auto", "f32", "f16"), help="type of the KV cache (auto)")
@@ -68,14 +67,14 @@ def _main(args: argparse.Namespace, command: str) -> int:
     from hybrid.bench.report import as_dict, text
     from hybrid.devices import open_first
     from hybrid.spec.devicesheet import sheet_for
-    from hybrid.spec.schedule import find_schedule, load_schedule
+    from hybrid.spec.schedule import find_schedule, named_schedule
 
     if not any((*args.prompt, *args.tokens)):
         raise UsageError("nothing to measure: give -p or -n a number that is not 0")
     with ExitStack() as held:
         begin = time.perf_counter()
         checkpoint = held.enter_context(open_model(args))
-        schedule = find_schedule(checkpoint.hparams.family) if args.schedule is None else load_schedule(args.schedule)
+        schedule = find_schedule(checkpoint.hparams.family) if args.schedule is None else named_schedule(args.schedule)
         device = open_first(schedule.chain(args.device)).device
         held.callback(device.close)
         opening = time.perf_counter() - begin

@@ -168,9 +168,14 @@ def load_schedule(path: str | Path) -> Schedule:
 
 
 def named_schedule(name: str | Path) -> Schedule:
-    """A schedule file, or a shipped schedule by its name (`gemma3-hybrid`)."""
+    """A schedule file, or a shipped schedule by its name (`gemma3-hybrid`). ValueError where there is neither."""
     shipped = SCHEDULES / f"{name}.toml"
-    return load_schedule(shipped if shipped.is_file() and not Path(name).exists() else name)
+    if Path(name).exists():
+        return load_schedule(name)
+    if not shipped.is_file():
+        known = ", ".join(sorted(p.stem for p in SCHEDULES.glob("*.toml")))
+        raise ValueError(f"{name}: neither a file nor a shipped schedule; specs/schedules has {known}")
+    return load_schedule(shipped)
 
 
 def find_schedule(family: str) -> Schedule:
