@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -189,6 +190,12 @@ def test_a_session_answers_as_if_everything_were_run_anew(tmp_path: Path) -> Non
         assert "".join(model.generate("the", 3, ignore_eos=True))  # the slot is free again
 
 
+def _at_a_terminal() -> None:
+    """In the child: a controlling terminal, and Ctrl-C heard even where the tests' own shell ignores it (jobs with &)."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A child whose standard streams are a terminal of its own."""
 
@@ -197,7 +204,7 @@ class Terminal:
         start = [sys.executable, "-c", code + "from hybrid.generate import main; import sys; sys.exit(main(sys.argv[1:]))"]
         self.process = subprocess.Popen(
             [*start, *args], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), env={**os.environ, "TERM": "dumb"},
+            preexec_fn=_at_a_terminal, env={**os.environ, "TERM": "dumb"},
         )  # fmt: skip
         os.close(slave)
         self.seen = ""
