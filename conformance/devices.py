@@ -57,6 +57,12 @@ def open_backend(backend: str, **options: Any) -> Device:
         without_vulkan(error)
 
 
+def own_memory(device: Any) -> bool:
+    """Whether a device computes on memory that the host cannot map: a discrete GPU."""
+    pool = getattr(device, "memory_pool", None)
+    return pool is not None and pool.flags("device") & 2 == 0  # VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
+
+
 def without_vulkan(error: Exception) -> NoReturn:
     """Skip the test that runs, or fail it under HYBRID_REQUIRE_VULKAN=1."""
     if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.fixed import edge_cases, variant_cases
 from conformance.harness import run_case
 from conformance.tuned import asking, uses
 from hybrid.spec import load_op
@@ -123,13 +122,9 @@ def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices, family):
     if declared.needs and not device.has(declared.needs):
         pytest.skip(f"{device.name} lacks {declared.needs}: nothing asks for {family} there")
     spec = load_op(declared.op)
-    found = asking(family, spec, device, fixed(spec))
+    found = asking(declared, spec, device)
     assert found, f"no fixed case of {declared.op} asks for {family}"
     for use in uses(declared):
         with device.tuning.forced(family, use):
             for case in found[:2] if not declared.needs else found:
                 run_case(spec, device, case)
-
-
-def fixed(spec):
-    return [c for cases in (edge_cases(spec, "vulkan"), variant_cases(spec, "vulkan")) for _, c in cases]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from conformance.cases import Case
+from conformance.fixed import VARIANTS, covering, edge_cases, variant, variant_cases
 from conformance.harness import control_of, declared, plan_of, step_of
+from conformance.sizes import base_bind
 from hybrid.spec import OpSpec
 from hybrid.spec.plan import Plan
 from kernels.vulkan.dry import asked
@@ -25,8 +27,14 @@ def facts_of(family: str, spec: OpSpec, device: Any, case: Case) -> list[Mapping
     return [a.facts for a in asked(plan_for(spec, case), device) if a.family == family]
 
 
-def asking(family: str, spec: OpSpec, device: Any, cases: Iterable[Case]) -> list[Case]:
-    return [c for c in cases if facts_of(family, spec, device, c)]
+def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
+    """The fixed cases that ask for the family; for matrix units, which decode each type apart, in all types together."""
+    cases = [c for found in (edge_cases(spec, "vulkan"), variant_cases(spec, "vulkan")) for _, c in found]
+    if family.needs:
+        sizes = VARIANTS.get(spec.name, ())
+        cases += [variant(spec, {**base_bind(spec), **s}, dtypes, i)
+                  for s in sizes for i, dtypes in enumerate(covering(spec, "vulkan"))]  # fmt: skip
+    return [c for c in cases if facts_of(family.name, spec, device, c)]
 
 
 def uses(declared: Family) -> list[dict[str, Value]]:
