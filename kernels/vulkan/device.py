@@ -19,6 +19,7 @@ from kernels.vulkan.api import VulkanError, VulkanUnavailable, lib
 from kernels.vulkan.instance import DeviceInfo, list_devices
 from kernels.vulkan.kernel import Kernel, KernelCache
 from kernels.vulkan.memory import Memory, Slice, align_up
+from kernels.vulkan.pages import record_steps
 from kernels.vulkan.program import Program
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.repack import Loader
@@ -159,9 +160,7 @@ class VulkanDevice(Storage):
         owned: list[str] = []
         try:
             tensors = {name: self._bind(plan, decl, owned) for name, decl in plan.tensors.items()}
-            for index, step in enumerate(plan.steps):
-                recorder.begin_step(index)
-                self._binding(step.op)(recorder, step, {arg: tensors[name] for arg, name in step.args.items()})
+            record_steps(recorder, plan, tensors, self._binding)
         except BaseException:
             for name in owned:
                 self.drop(name)

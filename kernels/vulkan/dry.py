@@ -13,6 +13,7 @@ from hybrid.spec.plan import Plan, TensorDecl
 from kernels.vulkan.features import Report, choose_subgroup
 from kernels.vulkan.kernel import SPIRV, Kernel
 from kernels.vulkan.memory import Buffer, Slice
+from kernels.vulkan.pages import record_steps
 from kernels.vulkan.recorder import Recorder, Recording
 from kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes
 from kernels.vulkan.tuning import DEFAULT, Asked, Tuning, device_class, traits
@@ -84,9 +85,7 @@ def record(plan: Plan, device: DryDevice) -> Recording:
 
     tensors = {name: _tensor(decl, device.max_range) for name, decl in plan.tensors.items()}
     recorder = Recorder(device, tensors["control"].parts[0])
-    for index, step in enumerate(plan.steps):
-        recorder.begin_step(index)
-        BINDINGS[step.op](recorder, step, {arg: tensors[name] for arg, name in step.args.items()})
+    record_steps(recorder, plan, tensors, BINDINGS.__getitem__)
     return recorder.finish()
 
 
