@@ -1,4 +1,4 @@
-"""Flash attention on matrix units: every head size and result type, over tiles, slots, windows and chunks."""
+"""Flash attention on matrix units: every head size, share of its columns and result type, over tiles, slots, windows, chunks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from conformance.harness import run_case
 from conformance.sizes import base_bind
 from hybrid.spec import load_op
 from kernels.vulkan.ops.attention import FLASH
+from kernels.vulkan.tuning import space
 
-SPEC = load_op("attention")
+SPEC, FAMILY = load_op("attention"), space().named("flash_attention")
 # Rows: just more than go to the other kernel, a tile less one, more than a tile; heads: one, some, all of a tile.
 SIZES = (
     {"T": 33, "HQ": 4, "HK": 2, "S": 4, "BS": 16, "MB": 12},
@@ -43,17 +44,22 @@ def _cases(d: int) -> Iterator[Case]:
                 yield replace(case, attrs={**case.attrs, "window": window})
 
 
+VARIANTS = [(d, own) for d in FLASH for own in FAMILY.candidates["columns"] if own <= d]
+
+
 @pytest.mark.parametrize("style", ["ragged", "mixed", "empty", "full"])
-@pytest.mark.parametrize("d", FLASH)
-def test_tiles(device: Any, monkeypatch: pytest.MonkeyPatch, d: int, style: str) -> None:
+@pytest.mark.parametrize(("d", "own"), VARIANTS)
+def test_tiles(device: Any, monkeypatch: pytest.MonkeyPatch, d: int, own: int, style: str) -> None:
     chosen = spy_kernels(device, monkeypatch)
-    for case in _cases(d):
-        run_case(SPEC, device, replace(case, style=style))
-    assert f"flash_attention.{d}" in chosen and not any(k.startswith("attention.") for k in chosen)
+    with device.tuning.forced(FAMILY.name, {"columns": own}):
+        for case in _cases(d):
+            run_case(SPEC, device, replace(case, style=style))
+    assert f"flash_attention.{d}.{own}" in chosen and not any(k.startswith("attention.") for k in chosen)
 
 
-@pytest.mark.parametrize("d", FLASH)
+@pytest.mark.parametrize(("d", "own"), VARIANTS)
 @pytest.mark.parametrize("kind", [("q", "all_zero"), ("v_cache", "outlier"), ("block_table", "ring")])
-def test_edge_values(device: Any, d: int, kind: tuple[str, str]) -> None:
+def test_edge_values(device: Any, d: int, own: int, kind: tuple[str, str]) -> None:
     case = next(c for c in _cases(d) if c.dtypes["o"] == "f32")
-    run_case(SPEC, device, replace(case, kinds=dict([kind])))
+    with device.tuning.forced(FAMILY.name, {"columns": own}):
+        run_case(SPEC, device, replace(case, kinds=dict([kind])))

@@ -96,4 +96,4 @@ def test_the_table_has_what_prefill_on_matrix_units_runs():
     products = {name.split()[0] for name in used if ".gemm." in name}
     assert {f"ffn_up.gemm.{t}.f16.{tile}" for t in ("q4_0", "q8_0", "q6_k") for tile in ("32x64", "64x64")} <= products
     assert all(table[name]["scratch"] == 0 and table[name]["waves"] >= 6 for name in used if ".gemm." in name)
-    assert "flash_attention.128 OUTPUT=1" in used
+    assert "flash_attention.128.64 OUTPUT=1" in used

@@ -50,13 +50,13 @@ class VulkanDevice(Storage):
     max_range: a lower limit (bytes) on one storage buffer, above which weights are split. guard: bytes of a pattern
     around every tensor (activations included) for check_guards(). budget: bytes of device memory at most.
     validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that a wait may take. staging:
-    bytes of one staging chunk.
+    bytes of one staging chunk. tuning: another class's table (kernels/vulkan/tuning) than this device's own.
     """
 
     def __init__(self, selector: str = "auto", *, spirv: Path | None = None,
                  bindings: Mapping[str, Binding] | None = None, max_range: int | None = None, guard: int = 0,
                  budget: int | None = None, validation: bool | str | None = None, timeout: float | None = None,
-                 staging: int = CHUNK_BYTES) -> None:
+                 staging: int = CHUNK_BYTES, tuning: str | None = None) -> None:
         self._queue: Queue | None = None
         self._closing = ExitStack()  # everything made here, freed in reverse order
         q = Queue(selector, validation, default_timeout() if timeout is None else timeout)
@@ -69,7 +69,7 @@ class VulkanDevice(Storage):
         self.max_range = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation,
                              max_range or sys.maxsize)
         self.max_groups, self.max_threads = limits.groups, q.max_threads
-        self.tuning = Tuning(device_class(traits(self.report, self.subgroup_size)))
+        self.tuning = Tuning(tuning or device_class(traits(self.report, self.subgroup_size)))
         self._bindings = bindings
         self.programs: set[Program] = set()
         self._arena: Slice | None = None

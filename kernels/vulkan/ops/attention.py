@@ -30,7 +30,8 @@ MAX_SPLITS = 64
 MAX_PARTS = 1024  # rows * stretches, at most: bounds the scratch memory
 FLASH = (64, 128, 256)  # values of head_dim that flash_attention.slang is built for
 OUTPUTS = {"f32": 0, "f16": 1, "q8_act": 2}  # as in any_output.slang
-PAIRS = 128  # rows times heads of its tile
+PAIRS = 128  # rows times heads of its tile, where each subgroup has all columns of a head
+FLASH_DEFAULT = {"columns": 256}
 QUERIES = {1: (2, 4, 8), 2: (2, 4, 8), 4: (2, 4), 8: (2,), 16: (2,)}  # built variants, by units per lane
 
 
@@ -92,11 +93,16 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
 def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout) -> None:
     """On matrix units: heads and tiles of rows, the rows that see most first."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
-    tile_heads = min(heads // kv_heads, PAIRS)
-    tile_rows = PAIRS // tile_heads
-    kernel = rec.kernel(f"flash_attention.{d}", OUTPUT=OUTPUTS[t["o"].dtype])
+    window = int(step.attrs["window"])
+    span = min(window, cache.context) if window else cache.context
+    chosen = rec.device.tuning.choose("flash_attention", FLASH_DEFAULT, rows=rows, head_dim=d, span=span)
+    own = min(chosen["columns"], d)
+    pairs = PAIRS * own // d
+    tile_heads = min(heads // kv_heads, pairs)
+    tile_rows = pairs // tile_heads
+    kernel = rec.kernel(f"flash_attention.{d}.{own}", OUTPUT=OUTPUTS[t["o"].dtype])
     push = struct.pack("<8If2I", rows, heads, kv_heads, cache.block_size, cache.table_width, cache.slots, cache.blocks,
-                       int(step.attrs["window"]), step.attrs["scale"], tile_rows, tile_heads)
+                       window, step.attrs["scale"], tile_rows, tile_heads)
     names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
     grid = (kv_heads * -(-(heads // kv_heads) // tile_heads), Live(step.extent, per=tile_rows, cap=rows))
     rec.dispatch(kernel, [p for name in names for p in t[name].parts], two_parts(t["o"]), push, grid)
