@@ -95,8 +95,9 @@ VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
 
 # Of the NPU: each head size and group is a kernel of its own; products choose larger tiles from these sizes on.
 NPU_VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
-    "attention": tuple({"T": 35, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 4}
-                       for d, group, heads in ((64, 2, 4), (128, 2, 2), (256, 8, 1), (512, 1, 2))),
+    **{op: tuple({"T": 35, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 4}
+                 for d, group, heads in ((64, 2, 4), (128, 2, 2), (256, 8, 1), (512, 1, 2)))
+       for op in ("attention", "attention_i8")},
     "rmsnorm": ({"T": 17, "H": 2080},),
     "matmul_i8": ({"T": 65, "K": 256, "N": 256},),
     "matmul_i8i4": ({"T": 65, "K": 512, "N": 256},),

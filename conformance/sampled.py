@@ -19,6 +19,7 @@ LARGE = 250_000_000  # flops of a case from which on rows are drawn
 # Operation -> axis -> rows of it that are judged, at most.
 ROWS: dict[str, dict[str, int]] = {
     "attention": {"T": 12},
+    "attention_i8": {"T": 12},
     "logits": {"O": 8, "V": 2048},
     "linear": {"T": 48, "N": 1024},
     "fused_qkv": {"T": 16},

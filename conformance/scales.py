@@ -14,7 +14,7 @@ import numpy as np
 from conformance import block_values
 from hybrid.spec.tensor import Tensor
 from kernels.oracle import ORACLE
-from kernels.oracle.attention import rotate
+from kernels.oracle.attention import in_int8, rotate
 from kernels.oracle.norm import rms
 
 
@@ -80,6 +80,14 @@ def _attention(call: Call) -> dict[str, np.ndarray]:
     return {"o": out, "o.values": plain}
 
 
+def _attention_i8(call: Call) -> dict[str, np.ndarray]:
+    """As attention, of the codes times their scales."""
+    d = call.values["k_cache"].shape[3]
+    q, k = (in_int8(call.values[n].astype(np.float32), d, np.float64) for n in ("q", "k_cache"))
+    out, plain = _attended(call, q, np.abs(q), k, call.values["v_cache"])
+    return {"o": out, "o.values": plain}
+
+
 def _decode_attention(call: Call) -> dict[str, np.ndarray]:
     """As attention, of a q whose rotation adds and subtracts."""
     v, d = call.values, call.values["k_cache"].shape[3]
@@ -132,6 +140,7 @@ _SCALES: dict[str, Callable[[Call], dict[str, np.ndarray]]] = {
     "logits": _logits,
     "add_rmsnorm": _add_rmsnorm,
     "attention": _attention,
+    "attention_i8": _attention_i8,
     "decode_attention": _decode_attention,
     "matmul_i8i4": _matmul_i8i4,
     "geglu": _geglu,

@@ -19,12 +19,11 @@ SIZES: dict[str, tuple[int, int]] = {
 PRIMES = {"tokens": 13, "outs": 7, "rows": 11, "features": 37, "vocab": 61}
 
 Choices = Callable[[Mapping[str, int]], list[Any]]
+ATTENTIONS = ("attention", "attention_i8", "decode_attention")
 ATTRIBUTES: dict[tuple[str, str], Choices] = {
     ("embed", "scale"): lambda b: [float(b["H"]) ** 0.5, 1.0, 16.0],
-    ("attention", "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0],
-    ("attention", "window"): lambda b: [0, 1, 3, b["BS"], b["BS"] + 1, b["MB"] * b["BS"] - 1],
-    ("decode_attention", "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0],
-    ("decode_attention", "window"): lambda b: [0, 1, 3, b["BS"], b["BS"] + 1, b["MB"] * b["BS"] - 1],
+    **{(op, "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0] for op in ATTENTIONS},
+    **{(op, "window"): lambda b: [0, 1, 3, b["BS"], b["BS"] + 1, b["MB"] * b["BS"] - 1] for op in ATTENTIONS},
     ("logits", "softcap"): lambda b: [0.0, 30.0],
     ("sample", "valid"): lambda b: [b["V"], max(1, b["V"] - 3), 1],
 }

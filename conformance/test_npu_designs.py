@@ -106,6 +106,7 @@ def test_a_depth_too_small_deadlocks() -> None:
         shallow = with_fifo(shallow, f"kv{col}", depth=1)
     assert any("waits for itself" in v.text for v in check(shallow).violations)
     memory = {n: np.zeros(a.size, DTYPES[a.dtype]) for n, a in design.arguments}
+    memory["q"].reshape(-1, design.fifo("q0_0").array.size)[:, -32:].view(np.int32)[:, 4] = 2  # both key tiles are seen
     with pytest.raises(Deadlock, match="kv0"):
         Interpreter(shallow, on_this_computer(design)).run(memory)
 

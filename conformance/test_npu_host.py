@@ -198,6 +198,7 @@ def test_a_design_whose_depth_is_wrong_ends_in_a_timeout(tmp_path: Path) -> None
     )
     write(tmp_path, shallow, "by hand: no check", emit(shallow).encode(), encode(shallow))
     inputs = {n: np.zeros(a.size, np.uint16) for n, a in design.arguments if n != "o"}
+    inputs["q"].reshape(-1, design.fifo("q0_0").array.size)[:, -32:].view(np.int32)[:, 4] = 2  # both key tiles are seen
     with pytest.raises(NpuError, match="ERT_CMD_STATE_TIMEOUT") as error:
         open_host("sim", tmp_path).run([Job(shallow, inputs, {"o": np.zeros(design.argument("o").size, np.uint16)})])
     assert error.value.kind == "timeout"

@@ -21,10 +21,11 @@ from kernels.vulkan.features import CAPABILITIES
 from kernels.vulkan.spirv import inspect
 
 OPERATIONS = (
-    "add_rmsnorm", "attention", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn", "fused_qkv", "geglu",
-    "linear", "linear_rows", "logits", "matmul_i8", "matmul_i8i4", "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample",
+    "add_rmsnorm", "attention", "attention_i8", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn",
+    "fused_qkv", "geglu", "linear", "linear_rows", "logits", "matmul_i8", "matmul_i8i4", "qk_norm_rope_append", "quantize_act",
+    "rmsnorm", "sample",
 )  # fmt: skip
-NPU_ONLY = ("matmul_i8", "matmul_i8i4")  # products of bare codes
+NPU_ONLY = ("attention_i8", "matmul_i8", "matmul_i8i4")  # products of codes
 GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
 OPS = load_ops()
 SPIRV = Path(__file__).parents[1] / "kernels" / "vulkan" / "spirv"

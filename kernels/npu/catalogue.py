@@ -25,9 +25,11 @@ from hybrid.spec.load import Model, load_toml, shown_path
 AIE = Path(__file__).resolve().parent / "aie"
 Number = int | float
 
-# dtype -> (C++ type, NumPy type). bf16 travels as its 16 bits; i4 as bytes of two codes, the first in the low half.
+# dtype -> (C++ type, NumPy type). bf16 travels as its 16 bits; i4 as bytes of two codes, the first in the low half; u8 are
+# bytes of an object that holds several things.
 TYPES: dict[str, tuple[str, np.dtype]] = {
     "i8": ("int8", np.dtype("i1")),
+    "u8": ("uint8", np.dtype("u1")),
     "i4x2": ("uint8", np.dtype("u1")),
     "i16": ("int16", np.dtype("i2")),
     "i32": ("int32", np.dtype("i4")),
@@ -47,7 +49,7 @@ class Macro(Model):
 class Arg(Model):
     """An array of `size` elements, or (access = "scalar") an int32 by value."""
 
-    dtype: Literal["i8", "i4x2", "i16", "i32", "bf16", "f32"]
+    dtype: Literal["i8", "u8", "i4x2", "i16", "i32", "bf16", "f32"]
     size: Expr = Expr(1)
     access: Literal["in", "out", "inout", "scalar"]
     layout: str = ""

@@ -145,8 +145,16 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Element:
+    """A number that a kernel writes while the core runs: element `index` of an i32 buffer, by its formal name."""
+
+    buffer: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Loop:
-    count: int
+    count: int | Element
     body: tuple[Statement, ...]
     index: str = ""
     """Name of the iteration number, an i32 that calls may take; empty where none does."""

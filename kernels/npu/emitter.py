@@ -11,7 +11,23 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from hybrid.cli import Parser, run
-from kernels.npu.design import Acquire, Array, Bind, Call, Design, Dims, Fifo, Link, Loop, Move, Release, Statement, Tile, Worker
+from kernels.npu.design import (
+    Acquire,
+    Array,
+    Bind,
+    Call,
+    Design,
+    Dims,
+    Element,
+    Fifo,
+    Link,
+    Loop,
+    Move,
+    Release,
+    Statement,
+    Tile,
+    Worker,
+)
 from kernels.npu.iron import check_program, manifest
 
 DEVICES = {1: "NPU1Col1", 2: "NPU1Col2", 4: "NPU1"}
@@ -109,7 +125,8 @@ def _each(parts: Sequence[Fifo], key: str) -> str:
 def _body(body: Sequence[Statement], indent: str) -> Iterator[str]:
     for s in body:
         if isinstance(s, Loop):
-            yield f"{indent}for {s.index or '_'} in range_({s.count}):"
+            count = f"{s.count.buffer}[{s.count.index}]" if isinstance(s.count, Element) else s.count
+            yield f"{indent}for {s.index or '_'} in range_({count}):"
             yield from _body(s.body, indent + "    ")
         elif isinstance(s, Acquire):
             left = s.names[0] if len(s.names) == 1 else f"({', '.join(s.names)})"

@@ -14,10 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from kernels.npu.design import DTYPES, Acquire, Call, Design, Finish, Loop, Move, Release, Statement, Worker, walk
+from kernels.npu.design import (
+    DTYPES,
+    Acquire,
+    Call,
+    Design,
+    Element,
+    Finish,
+    Loop,
+    Move,
+    Release,
+    Statement,
+    Worker,
+    walk,
+)
 from kernels.npu.lower import Channel, Descriptor, Lowered, lower
 
 POISON, GUARD = 0xA5, 64
+MOST = 1 << 16
+"""Iterations of a loop whose count is read while it runs: more are a number that nobody wrote."""
 RESET = ("floor", "none")
 Agent = Generator[None, None, None]
 
@@ -115,6 +130,9 @@ class Interpreter:
         Rings, locks and modes go on from where the last run left them. Raises Deadlock or NpuFault."""
         self.memory = memory
         self._drive(self._sequence(self.design.sequence if sequence is None else sequence))
+        left = [name.removesuffix(".full") for name, value in self.locks.items() if name.endswith(".full") and value]
+        if left:
+            raise NpuFault(f"{self.design.name}: objects of {', '.join(left)} stay behind: the next run would begin with them")
         return self.counts
 
     def _drive(self, sequence: Agent) -> None:
@@ -242,7 +260,7 @@ class Interpreter:
                 self._go()
             else:
                 for task in groups.pop(step.group, []):
-                    while task.move.wait and not task.done:
+                    while not task.done:  # of those not waited for the descriptor is freed: it must not be under way
                         self._wait(f"waits for the {task.move.kind} of {task.move.fifo}")
                         yield
                     if task.move.wait and task.index is not None:
@@ -264,7 +282,7 @@ class Interpreter:
     def _run(self, worker: Worker, body: Sequence[Statement], held: dict[str, Any], at: dict[str, int]) -> Agent:
         for s in body:
             if isinstance(s, Loop):
-                for i in range(s.count):
+                for i in range(self._count(worker, s.count, held)):
                     if s.index:
                         held[s.index] = i
                     yield from self._run(worker, s.body, held, at)
@@ -283,6 +301,16 @@ class Interpreter:
                 self._go()
             else:
                 self._call(worker, s, held)
+
+    def _count(self, worker: Worker, count: int | Element, held: Mapping[str, Any]) -> int:
+        if isinstance(count, int):
+            return count
+        value = int(self.buffers[held[count.buffer]][count.index])
+        if not 0 <= value <= MOST:
+            raise NpuFault(
+                f"{self.design.name}: a loop on {worker.tile} counts to element {count.index} of {count.buffer}, which is {value}"
+            )
+        return value
 
     def _call(self, worker: Worker, call: Call, held: dict[str, Any]) -> None:
         kernel = self.design.kernel(dict(worker.binds)[call.kernel].name)

@@ -5,7 +5,6 @@ Functions take what the oracle's take and return what they return; `npu.run` exe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, Protocol
@@ -13,14 +12,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from hybrid.spec.tensor import Tensor
+from kernels.npu.attend import attention, attention_i8
 from kernels.npu.design import Design
-from kernels.npu.designs import attention_bf16, gemm_i8, gemm_i8i4, rmsnorm_bf16
-from kernels.npu.designs.attention import CORES as CORES_OF_COLUMN
-from kernels.npu.designs.attention import Attention
+from kernels.npu.designs import gemm_i8, gemm_i8i4, rmsnorm_bf16
 from kernels.npu.designs.gemm import ROWS, Gemm
 from kernels.npu.designs.rmsnorm import CORES, Norm
 from kernels.npu.layout import bf16, int8_rows, padded, real, two_parts
-from kernels.npu.tiles import tile_keys, tile_queries, tile_weights, untile_results
+from kernels.npu.tiles import tile_weights
 from kernels.npu.xrt import Job
 from kernels.oracle.quant import dequantise
 
@@ -90,85 +88,6 @@ def rmsnorm(npu: Npu, x: np.ndarray, w: np.ndarray, eps: float, **_: Any) -> tup
     return (real(y[:t]),)
 
 
-def attention(
-    npu: Npu,
-    q: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
-    block_table: np.ndarray,
-    slots: np.ndarray,
-    positions: np.ndarray,
-    scale: float,
-    window: int,
-    **_: Any,
-) -> tuple[np.ndarray]:
-    """One job for each slot: its blocks gathered into tiles, its rows cut into runs of consecutive positions."""
-    kv_heads, d = k_cache.shape[2:]
-    group = group_of(q.shape[1] // d // kv_heads, d)
-    heads = q.shape[1] // d // group  # a KV head is streamed again for each part of its group
-    o, jobs = np.empty(q.shape, np.float32), []
-    queries = bf16(q * np.float32(scale)).reshape(len(q), heads, group, d)
-    for slot in np.unique(slots):
-        rows = np.flatnonzero(slots == slot)
-        rows = rows[np.argsort(positions[rows], kind="stable")]
-        length = int(positions[rows].max()) + 1
-        a = shape_of(heads, group, d, length)
-        runs = _runs(rows, positions[rows], a.LQ // group)
-        a = shape_of(heads, group, d, length, -(-len(runs) // CORES_OF_COLUMN))
-        where = np.arange(length)
-        keys, values = (_gathered(c, block_table[slot], where, heads // kv_heads) for c in (k_cache, v_cache))
-        tiles = np.zeros((a.blocks * CORES_OF_COLUMN, heads, group, a.LQ // group, d), np.uint16)
-        first = np.zeros(len(tiles), np.int32)
-        for i, run in enumerate(runs):
-            tiles[i, :, :, : len(run)] = queries[run].transpose(1, 2, 0, 3)
-            first[i] = positions[run[0]]
-        result = np.empty(tiles.size, np.uint16)
-        jobs.append(
-            (
-                a,
-                runs,
-                result,
-                Job(
-                    _attention(a),
-                    {"q": tile_queries(tiles, first, length, window, a), "kv": tile_keys(keys, values, a)},
-                    {"o": result},
-                ),
-            )
-        )
-    npu.run([job for *_, job in jobs])
-    for a, runs, result, _job in jobs:
-        back = real(untile_results(result, a))
-        for i, run in enumerate(runs):
-            o[run] = back[i, :, :, : len(run)].transpose(2, 0, 1, 3).reshape(len(run), -1)
-    return (o,)
-
-
-def _gathered(cache: np.ndarray, table: np.ndarray, where: np.ndarray, times: int) -> np.ndarray:
-    """A sequence's positions out of its blocks, as bfloat16 bits [positions, heads, D]; every head `times` times."""
-    size = cache.shape[1]
-    return np.repeat(bf16(cache[table[where // size], where % size].astype(np.float32)), times, axis=1)
-
-
-def group_of(group: int, d: int) -> int:
-    """The most query heads of a KV head whose tile of queries fits a core beside its results and sums: 4096 numbers."""
-    return next(g for g in range(group, 0, -1) if group % g == 0 and math.lcm(8, g) * d <= 4096)
-
-
-def shape_of(heads: int, group: int, d: int, length: int, blocks: int = 1) -> Attention:
-    """The design's sizes: tiles that fit a core, a power of two of key tiles."""
-    unit = math.lcm(8, group)
-    lq, lk = min(32, 4096 // d), 32 if d <= 128 else 16 if d <= 256 else 8
-    columns = next(c for c in (4, 2, 1) if heads % c == 0)
-    tiles = 1 << max(0, (-(-length // lk) - 1).bit_length())
-    return Attention(heads, blocks, tiles, d, max(unit, lq // unit * unit), lk, group, columns)
-
-
-def _runs(rows: np.ndarray, positions: np.ndarray, most: int) -> list[np.ndarray]:
-    """Rows (sorted by position) in runs of consecutive positions, at most `most` each."""
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [run[i : i + most] for run in np.split(rows, breaks) for i in range(0, len(run), most)]
-
-
 def id_of(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
     return array.ctypes.data, array.shape
 
@@ -176,8 +95,7 @@ def id_of(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
 # Designs are compared and hashed on every run: the same one is kept.
 _gemm: Callable[[Gemm], Design] = lru_cache(maxsize=256)(lambda g: gemm_i8(g) if g.weights == "i8" else gemm_i8i4(g))
 _norm: Callable[[Norm, float], Design] = lru_cache(maxsize=64)(rmsnorm_bf16)
-_attention: Callable[[Attention], Design] = lru_cache(maxsize=64)(attention_bf16)
 
 OPS: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
-    f.__name__: f for f in (linear_rows, matmul_i8, matmul_i8i4, rmsnorm, attention)
+    f.__name__: f for f in (linear_rows, matmul_i8, matmul_i8i4, rmsnorm, attention, attention_i8)
 }

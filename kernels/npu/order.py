@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from kernels.npu.design import Acquire, Call, Design, Finish, Loop, Release, Statement, Worker
+from kernels.npu.design import Acquire, Call, Design, Element, Finish, Loop, Release, Statement, Worker
 from kernels.npu.lower import Lowered
 
 Found = tuple[str, str, str]
@@ -36,6 +36,8 @@ def _walk(design: Design, worker: Worker, body: Sequence[Statement], held: dict[
     for s in body:
         if isinstance(s, Loop):
             before = dict(held)
+            if isinstance(s.count, Element):
+                yield from _bound(design, worker, s.count, names)
             yield from _walk(design, worker, s.body, held, owner, names | {s.index})
             if held != before:
                 yield f"a loop of {worker.core} takes and gives different numbers of objects"
@@ -58,6 +60,17 @@ def _walk(design: Design, worker: Worker, body: Sequence[Statement], held: dict[
                 del owner[name]
         else:
             yield from _call(design, worker, s, owner, names)
+
+
+def _bound(design: Design, worker: Worker, count: Element, names: set[str]) -> Iterator[str]:
+    """A loop's count that is read while the core runs."""
+    bind = dict(worker.binds).get(count.buffer)
+    if bind is None or count.buffer not in names:
+        yield f"a loop of {worker.core} counts to an element of {count.buffer}, which is no buffer"
+        return
+    array = design.buffer(bind.name).array
+    if array.dtype != "i32" or not 0 <= count.index < array.size:
+        yield f"a loop of {worker.core} counts to element {count.index} of {count.buffer}, which has {array.size} {array.dtype}"
 
 
 def _call(design: Design, worker: Worker, call: Call, owner: dict[str, str], names: set[str]) -> Iterator[str]:
@@ -118,8 +131,8 @@ def _balance(design: Design) -> Iterator[Found]:
             objects[link.whole] = objects[link.parts[0]]
     for worker in design.workers:
         per = {p: 0 for p in worker.ports}
-        _releases(design.core(worker.core).body, per, 1)
-        rounds = {p: objects[b.name] / per[p] for p, b in worker.ports.items() if b.name in objects and per[p]}
+        _releases(design.core(worker.core).body, per, 1)  # a port whose count the data decides is not in it afterwards
+        rounds = {p: objects[b.name] / per[p] for p, b in worker.ports.items() if b.name in objects and per.get(p)}
         if len(set(rounds.values())) > 1 or any(r.denominator != 1 for r in rounds.values()):
             shown = ", ".join(f"{p} {float(r):g}" for p, r in rounds.items())
             yield f"{design.name}: {worker.tile}", "program order", f"ports see different numbers of iterations: {shown}"
@@ -127,7 +140,12 @@ def _balance(design: Design) -> Iterator[Found]:
 
 def _releases(body: Sequence[Statement], per: dict[str, int], times: int) -> None:
     for s in body:
-        if isinstance(s, Loop):
+        if isinstance(s, Loop) and isinstance(s.count, int):
             _releases(s.body, per, times * s.count)
+        elif isinstance(s, Loop):
+            inside = dict.fromkeys(per, 0)
+            _releases(s.body, inside, 1)
+            for port in (p for p, count in inside.items() if count):
+                per.pop(port, None)
         elif isinstance(s, Release) and s.port in per:
             per[s.port] += times * s.count

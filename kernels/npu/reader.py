@@ -14,6 +14,7 @@ from kernels.npu.design import (
     Core,
     Design,
     DesignError,
+    Element,
     Fifo,
     Finish,
     Kernel,
@@ -187,7 +188,7 @@ def _statements(body: list[ast.stmt]) -> tuple[Statement, ...]:
         if isinstance(s, ast.For):
             assert isinstance(s.iter, ast.Call)
             index = ast.unparse(s.target)
-            made.append(Loop(ast.literal_eval(s.iter.args[0]), _statements(s.body), "" if index == "_" else index))
+            made.append(Loop(_count(s.iter.args[0]), _statements(s.body), "" if index == "_" else index))
             continue
         call = s.value if isinstance(s, (ast.Expr, ast.Assign)) else None
         assert isinstance(call, ast.Call)
@@ -201,6 +202,12 @@ def _statements(body: list[ast.stmt]) -> tuple[Statement, ...]:
             args = tuple(ast.literal_eval(a) if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args)
             made.append(Call(ast.unparse(call.func), args))
     return tuple(made)
+
+
+def _count(node: ast.expr) -> int | Element:
+    if isinstance(node, ast.Subscript):
+        return Element(ast.unparse(node.value), ast.literal_eval(node.slice))
+    return int(ast.literal_eval(node))
 
 
 def _keywords(call: ast.Call) -> dict[str, ast.expr]:

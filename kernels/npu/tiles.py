@@ -27,27 +27,37 @@ def tile_weights(codes: np.ndarray, g: Gemm, scales: np.ndarray | None = None) -
     return np.concatenate(flat, axis=-1).reshape(-1)
 
 
-def tile_keys(k: np.ndarray, v: np.ndarray, a: Attention) -> np.ndarray:
-    """bfloat16 bits [positions, heads, D] of one sequence as the KV stream, flat: [heads][tiles][K, V] tiles; zeros behind the
-    last position (masked by the kernel, which needs them finite)."""
-    out = np.zeros((a.heads, a.tiles, 2, a.LK * a.D), np.uint16)
-    for which, cache in enumerate((k, v)):
-        full = np.zeros((a.tiles * a.LK, a.heads, a.D), np.uint16)
-        full[: len(cache)] = cache
-        r, c = (4, 8) if which == 0 else (8, 4)
-        cut = full.reshape(a.tiles, a.LK // r, r, a.heads, a.D // c, c).transpose(3, 0, 1, 4, 2, 5)
-        out[:, :, which] = cut.reshape(a.heads, a.tiles, a.LK * a.D)
-    return out.reshape(-1)
+def tile_keys(k: np.ndarray, v: np.ndarray, a: Attention, scales: np.ndarray | None = None) -> np.ndarray:
+    """Keys and values [positions, heads, D] of one sequence as the KV stream, flat: [heads][tiles][K, V]; zeros behind the last
+    position (masked by the kernel, which needs them finite). bfloat16 bits both; or K int8 codes with scales
+    [positions, heads], which stand between K and V: then bytes."""
+    parts = [_dealt(k, 8 if a.scores == "i8" else 4, 8, a), _dealt(v, 8, 4, a)]
+    if scales is not None:
+        parts.insert(1, _dealt(scales[..., None], a.LK, 1, a))
+    flat = np.concatenate(parts, axis=-1).reshape(-1)
+    return flat.view(np.uint16) if scales is None else flat
 
 
-def tile_queries(q: np.ndarray, positions: np.ndarray, length: int, window: int, a: Attention) -> np.ndarray:
-    """bfloat16 bits [blocks*CORES, heads, group, LQ/group, D], consecutive positions from `positions` on, as query tiles, flat."""
-    tiles = np.zeros((a.heads, a.blocks * CORES, a.LQ * a.D + HEAD), np.uint16)
-    rows = q.transpose(1, 0, 2, 3, 4).reshape(a.heads, a.blocks * CORES, a.LQ // 4, 4, a.D // 8, 8)
-    tiles[..., :-HEAD] = rows.transpose(0, 1, 2, 4, 3, 5).reshape(a.heads, a.blocks * CORES, -1)
-    head = tiles[..., -HEAD:].view(np.int32)
-    head[..., 0], head[..., 1], head[..., 2] = positions, length, window
-    return tiles.reshape(-1)
+def _dealt(x: np.ndarray, r: int, c: int, a: Attention) -> np.ndarray:
+    """[positions, heads, C] -> bytes [heads, tiles, -1]: every LK positions in r x c tiles, row after row."""
+    full = np.zeros((a.tiles * a.LK, a.heads, x.shape[2]), x.dtype)
+    full[: len(x)] = x
+    cut = full.reshape(a.tiles, a.LK // r, r, a.heads, x.shape[2] // c, c).transpose(3, 0, 1, 4, 2, 5)
+    return np.ascontiguousarray(cut).reshape(a.heads, a.tiles, -1).view(np.uint8)
+
+
+def tile_queries(q: np.ndarray, header: np.ndarray, a: Attention, scales: np.ndarray | None = None) -> np.ndarray:
+    """[blocks*CORES, heads, group, LQ/group, D] as query tiles, flat, each with its words `header` [blocks*CORES, 7] behind it.
+    bfloat16 bits; or int8 codes with scales [blocks*CORES, heads, group, LQ/group] in front of the header: then bytes."""
+    n = a.blocks * CORES
+    rows = q.transpose(1, 0, 2, 3, 4).reshape(a.heads, n, a.LQ // 4, 4, a.D // 8, 8).transpose(0, 1, 2, 4, 3, 5)
+    words = np.zeros((a.heads, n, HEAD // 4), np.int32)
+    words[..., : header.shape[1]] = header
+    parts = [np.ascontiguousarray(rows).reshape(a.heads, n, -1), words]
+    if scales is not None:
+        parts.insert(1, np.ascontiguousarray(scales.transpose(1, 0, 2, 3)).reshape(a.heads, n, a.LQ))
+    flat = np.concatenate([p.view(np.uint8) for p in parts], axis=-1).reshape(-1)
+    return flat.view(np.uint16) if scales is None else flat
 
 
 def untile_results(o: np.ndarray, a: Attention) -> np.ndarray:

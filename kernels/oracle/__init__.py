@@ -28,6 +28,7 @@ ORACLE: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
         linear.fused_qkv,
         attention.qk_norm_rope_append,
         attention.attention,
+        attention.attention_i8,
         attention.decode_attention,
         ffn.geglu,
         ffn.fused_ffn,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from kernels.oracle.integer import int8_rows
 from kernels.oracle.norm import rms
 from kernels.oracle.quant import Real, row_blocks, widened
 
@@ -76,6 +79,18 @@ def attention(
             visible, keys = visible[:, seen], keys[seen]
             o[chunk] = _one_slot(q[chunk], k_cache, v_cache, block_table[slot], keys, visible, scale, real)
     return (o,)
+
+
+def attention_i8(*, q: np.ndarray, k_cache: np.ndarray, real: Real = np.float64, **others: Any) -> tuple[np.ndarray]:
+    """attention of queries and keys that are int8 codes times a float32 scale for each head's vector."""
+    d = k_cache.shape[3]
+    return attention(q=in_int8(q, d, real), k_cache=in_int8(k_cache, d, real), real=real, **others)
+
+
+def in_int8(x: np.ndarray, d: int, real: Real) -> np.ndarray:
+    """Every vector of d elements as int8 codes times its float32 scale, in `real`."""
+    codes, scale = int8_rows(x.astype(np.float32, copy=False).reshape(-1, d))
+    return (codes.astype(real) * scale[:, None].astype(real)).reshape(x.shape)
 
 
 def decode_attention(

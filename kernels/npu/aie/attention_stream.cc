@@ -1,20 +1,20 @@
 // attention.cc as a design feeds it: positions ride behind the query tile, since a core has no other way in left.
 // A core's two incoming channels bring query tiles and, in turn, tiles of keys and values. Behind the LQ x D queries lie 16
-// int32: position of the tile's first row, positions in the cache, window. The key tile's position is counted here.
+// int32 (softmax.h, header): positions, window, and how many key tiles pass by before, during and after what the rows see.
 #include "attention.cc"
 
 extern "C" {
 
-void attention_stream_start(float *o, bfloat16 *m, float *l, int32 *count) {
+void attention_stream_start(const bfloat16 *q, float *o, bfloat16 *m, float *l, int32 *bounds) {
+    begin(q + LQ * DIM_D, bounds);
     start(o, m, l);
-    count[0] = 0;
 }
 
 void attention_stream_tile(const bfloat16 *q, const bfloat16 *k, const bfloat16 *v, float *o, bfloat16 *m, float *l, float *s,
-                           bfloat16 *p, int32 *count) {
-    const int32 *head = reinterpret_cast<const int32 *>(q + LQ * DIM_D);
-    attention_tile(q, k, v, o, m, l, s, p, head[0], count[0], head[1], head[2]);
-    count[0] += LK;
+                           bfloat16 *p, int32 *bounds) {
+    const header *h = reinterpret_cast<const header *>(q + LQ * DIM_D);
+    attention_tile(q, k, v, o, m, l, s, p, h->q_pos, bounds[3], h->k_len, h->window);
+    bounds[3] += LK;
 }
 
 void attention_stream_finish(const float *o, const float *l, bfloat16 *out) { finish(o, l, out); }

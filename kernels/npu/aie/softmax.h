@@ -158,6 +158,18 @@ inline void attend(unsigned z, float *s, bfloat16 *p, const bfloat16 *v, float *
     weigh_values(p, v, o + z * 4 * DIM_D, c0, c1);
 }
 
+// What rides behind a query tile of a design, in int32 words. The keys come in `before + seen + after` tiles, of which this
+// query tile sees the middle ones; the core's loops count to the first three of `bounds`, whose fourth is the position of the
+// next key.
+struct header {
+    int32 q_pos, k_len, window, before, seen, after, k_pos;
+};
+inline header begin(const void *words, int32 *bounds) {
+    const header h = *static_cast<const header *>(words);
+    bounds[0] = h.before, bounds[1] = h.seen, bounds[2] = h.after, bounds[3] = h.k_pos;
+    return h;
+}
+
 inline void start(float *o, bfloat16 *m, float *l) {
     aie::set_rounding(aie::rounding_mode::conv_even);
     for (unsigned i = 0; i < LQ * DIM_D; i += 16) aie::store_v(o + i, aie::zeros<float, 16>());
@@ -167,13 +179,13 @@ inline void start(float *o, bfloat16 *m, float *l) {
     }
 }
 
-// out = O / l, layout of O in bfloat16.
+// out = O / l, layout of O in bfloat16; zeros where no key was seen.
 inline void finish(const float *o, const float *l, bfloat16 *out) {
     aie::set_rounding(aie::rounding_mode::conv_even);
     for (unsigned z = 0; z < LQ / 4; z++) {
         aie::vector<float, 16> inverse;
         for (unsigned r = 0; r < 4; r++) {
-            const float one = aie::inv(aie::reduce_add(aie::load_v<8>(l + 32 * z + 8 * r)));
+            const float sum = aie::reduce_add(aie::load_v<8>(l + 32 * z + 8 * r)), one = sum > 0.0f ? aie::inv(sum) : 0.0f;
             for (unsigned i = 0; i < 4; i++) inverse.set(one, 4 * r + i);
         }
         const auto by = split(inverse);

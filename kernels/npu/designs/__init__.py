@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 from hybrid.spec.errors import nearest
 from kernels.npu.design import Design
-from kernels.npu.designs.attention import Attention, attention
+from kernels.npu.designs.attention import CORES, Attention, Scores, attention
 from kernels.npu.designs.gemm import Gemm, gemm
 from kernels.npu.designs.rmsnorm import Norm, rmsnorm
 from kernels.npu.objects import tile_kernel
@@ -34,13 +35,18 @@ def rmsnorm_bf16(n: Norm, eps: float = 1e-6) -> Design:
     return rmsnorm(n, tile_kernel("rmsnorm", ROWS=1, DIM_H=n.H, EPS=eps))
 
 
-def attention_bf16(a: Attention) -> Design:
+def flash_attention(a: Attention) -> Design:
     """Queries come scaled, so that one kernel serves every scale. The exponential's tables take 4 KB of each core."""
     macros: dict[str, Any] = {"LQ": a.LQ, "LK": a.LK, "DIM_D": a.D, "GROUP": a.group, "SCALE": 1.0}
-    start, tile, finish = (
-        tile_kernel(f"attention_stream_{part}", static_bytes=TABLES, **macros) for part in ("start", "tile", "finish")
-    )
+    stem = "attention_stream" if a.scores == "bf16" else "attention_i8_stream"
+    start, tile, finish = (tile_kernel(f"{stem}_{part}", static_bytes=TABLES, **macros) for part in ("start", "tile", "finish"))
     return attention(a, start, tile, finish)
+
+
+def causal(a: Attention) -> Attention:
+    """With the spans of a prompt's first rows: as many as the query tiles hold, each seeing itself and what is before it."""
+    rows = CORES * a.LQ // a.group  # of a block
+    return replace(a, spans=tuple((0, min(a.tiles, -(-(b + 1) * rows // a.LK))) for b in range(a.blocks)))
 
 
 def chosen(names: Sequence[str]) -> dict[str, Maker]:
@@ -60,12 +66,14 @@ def shipped() -> dict[str, Maker]:
             found[f"{model}.{part}.i8"] = partial(gemm_i8, Gemm(512, k, n, 64, 128, 64, 4))
             found[f"{model}.{part}.i4"] = partial(gemm_i8i4, Gemm(512, k, n, 32, 256, 64, 4, s=16, weights="i4", out="f32"))
         found[f"{model}.norm"] = partial(rmsnorm_bf16, Norm(512, hidden))
-    found["27b.attention"] = partial(attention_bf16, Attention(16, 8, 16, 128, 32, 32, 2))
-    found["e2b.attention"] = partial(attention_bf16, Attention(2, 32, 32, 256, 16, 16, 4, 2))
+    kinds: tuple[tuple[Scores, str], ...] = (("bf16", ""), ("i8", ".i8"))
+    for scores, suffix in kinds:
+        for model, a in (("27b", Attention(16, 8, 16, 128, 32, 32, 2)), ("e2b", Attention(2, 32, 32, 256, 16, 16, 4, 2))):
+            found[f"{model}.attention{suffix}"] = partial(flash_attention, causal(replace(a, scores=scores)))
+        found[f"small.attention{suffix}"] = partial(flash_attention, Attention(2, 1, 2, 32, 32, 32, 2, 2, scores=scores))
     for columns in (1, 2, 4):
         found[f"small.i8.c{columns}"] = partial(gemm_i8, Gemm(64, 64, 32 * columns, 16, 32, 16, columns))
     found["small.i4"] = partial(gemm_i8i4, Gemm(64, 128, 64, 16, 64, 16, 4, s=16, weights="i4", out="f32"))
     found["small.norm"] = partial(rmsnorm_bf16, Norm(16, 64, 1))
-    found["small.attention"] = partial(attention_bf16, Attention(2, 1, 2, 32, 32, 32, 2, 2))
     found["small.i8.requant"] = partial(gemm_i8, Gemm(64, 64, 64, 16, 32, 16, 4, out="i8", shift=9))
     return found

@@ -1,10 +1,13 @@
 """Flash attention: the 4 cores of a column share a KV head's stream, each with a query tile of its own.
 
-A tile holds LQ / GROUP consecutive positions of the GROUP query heads that read the KV head. Keys and values come in tiles,
-K and V in turn on one channel (a core has two: the other brings queries), in the order of the matrix unit: the gather step
-that makes the cache contiguous also deals it out (gather.py). In front of them the query tile carries its position, the
-cache's length and the window. Every query tile walks over `tiles` key tiles; those it may not see are masked, not skipped:
-the loop's length is the fabric's.
+A tile holds LQ / GROUP consecutive positions of the GROUP query heads that read the KV head. Keys and values come in tiles on
+one channel (a core has two: the other brings queries), in the order of the matrix unit: the gather step that makes the cache
+contiguous also deals it out (tiles.py). With scores in bfloat16 K and V come in turn, each an object; with scores in int8 a
+key tile is one object: codes, their scales, values.
+
+What causality or the window hides from a whole block of four query tiles is not sent: the runtime sequence fills each block
+with its own span of key tiles. Of those, a core lets pass what its own query tile does not see: its three loops (before,
+seen, after) count to numbers that ride behind the query tile. The fabric knows neither lengths nor positions.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from kernels.npu.design import (
     Call,
     Core,
     Design,
+    Element,
     Fifo,
     Finish,
     Kernel,
@@ -31,13 +35,14 @@ from kernels.npu.design import (
     Worker,
 )
 
+Scores = Literal["bf16", "i8"]
 CORES = 4
-HEAD = 32  # bfloat16 places behind a query tile for its 16 words of parameters
+HEAD = 64  # bytes behind a query tile: 16 words of parameters (aie/softmax.h, header)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """heads: KV heads; blocks: of CORES query tiles for each of them; tiles: key tiles of the cache."""
+    """heads: KV heads; blocks: of CORES query tiles for each of them; tiles: key tiles of the gathered cache."""
 
     heads: int
     blocks: int
@@ -47,33 +52,57 @@ class Attention:
     LK: int = 32
     group: int = 1
     columns: int = 4
+    scores: Scores = "bf16"
+    spans: tuple[tuple[int, int], ...] = ()
+    """Of each block: its first key tile and how many. None: every block gets all tiles."""
 
     def __post_init__(self) -> None:
+        for first, count in self.spans:
+            if first < 0 or count < 1 or first + count > self.tiles:
+                raise ValueError(f"a span of {count} key tiles from {first} on does not lie in {self.tiles}")
+        if self.spans and len(self.spans) != self.blocks:
+            raise ValueError(f"{len(self.spans)} spans for {self.blocks} blocks of query tiles")
         if self.heads % self.columns:
             raise ValueError(f"{self.heads} KV heads do not divide into {self.columns} columns")
         if self.LQ % (8 * self.group) and self.LQ % self.group:
             raise ValueError(f"a query tile of {self.LQ} rows does not hold {self.group} heads")
 
+    @property
+    def query_bytes(self) -> int:
+        """Of a query tile: bfloat16, or codes with a float each row; and its header."""
+        return (2 * self.LQ * self.D if self.scores == "bf16" else self.LQ * (self.D + 4)) + HEAD
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a tile of keys and values."""
+        return self.LK * (4 * self.D if self.scores == "bf16" else 3 * self.D + 4)
+
+    def span(self, block: int) -> tuple[int, int]:
+        return self.spans[block] if self.spans else (0, self.tiles)
+
 
 def attention(a: Attention, start: Kernel, tile: Kernel, finish: Kernel) -> Design:
-    """The design with the given tile kernels (aie/attention_stream.cc)."""
-    q, kv, out = Array("bf16", (a.LQ * a.D + HEAD,)), Array("bf16", (a.LK * a.D,)), Array("bf16", (a.LQ * a.D,))
-    f32, bf16 = "f32", "bf16"
+    """The design with the given tile kernels (aie/attention_stream.cc, aie/attention_i8_stream.cc)."""
+    f32, bf16, raw = "f32", "bf16", "bf16" if a.scores == "bf16" else "u8"
+    width = 2 if raw == "bf16" else 1
+    parts_of_kv = 2 if raw == "bf16" else 1  # objects of a key tile
+    q, kv = Array(raw, (a.query_bytes // width,)), Array(raw, (a.key_bytes // width // parts_of_kv,))
+    out = Array(bf16, (a.LQ * a.D,))
     buffers = (
         Buffer("o", Array(f32, (a.LQ * a.D,))),
         Buffer("m", Array(bf16, (a.LQ * 8,))),
         Buffer("l", Array(f32, (a.LQ * 8,))),
         Buffer("s", Array(f32, (8 * a.LK,))),
         Buffer("p", Array(bf16, (8 * a.LK,))),
-        Buffer("count", Array("i32", (8,))),
+        Buffer("bounds", Array("i32", (8,))),
     )
     to_rows = ((a.LQ // 4, 4 * a.D), (4, 4), (a.D // 4, 16), (4, 1))
     fifos, links, workers, steps = [], [], [], list[Move | Finish]()
     for col in range(a.columns):
         parts, at = range(CORES), Tile(col, 1)
-        fifos += [Fifo(f"q_in{col}", Array(bf16, (CORES * q.size,))), *(Fifo(f"q{col}_{i}", q, 1) for i in parts)]
+        fifos += [Fifo(f"q_in{col}", Array(raw, (CORES * q.size,))), *(Fifo(f"q{col}_{i}", q, 1) for i in parts)]
         links.append(Link(at, (f"q_in{col}",), tuple(f"q{col}_{i}" for i in parts), tuple(i * q.size for i in parts)))
-        fifos += [Fifo(f"kv_in{col}", kv, 4), Fifo(f"kv{col}", kv, 2)]
+        fifos += [Fifo(f"kv_in{col}", kv, 2 * parts_of_kv), Fifo(f"kv{col}", kv, 2)]
         links.append(Link(at, (f"kv_in{col}",), (f"kv{col}",)))
         fifos += [
             *(Fifo(f"o{col}_{i}", out, 1) for i in parts),
@@ -93,29 +122,30 @@ def attention(a: Attention, start: Kernel, tile: Kernel, finish: Kernel) -> Desi
                 ("out", Bind("produce", f"o{col}_{i}")),
             )
             workers.append(Worker(Tile(col, 2 + i), "query_tile", (*ports, *shared)))
+    tile_size = parts_of_kv * kv.size
     for h in range(a.heads // a.columns):
         for block in range(a.blocks):
-            group = h * a.blocks + block
+            group, (first, count) = h * a.blocks + block, a.span(block)
             for col in range(a.columns):
                 head, shim = h * a.columns + col, Tile(col, 0)
                 which = head * a.blocks + block
                 steps += [
-                    _linear("drain", f"o_out{col}", "o", shim, which, CORES * out.size, group),
-                    _linear("fill", f"q_in{col}", "q", shim, which, CORES * q.size, group),
-                    _linear("fill", f"kv_in{col}", "kv", shim, head, a.tiles * 2 * kv.size, group),
+                    _linear("drain", f"o_out{col}", "o", shim, which * CORES * out.size, CORES * out.size, group),
+                    _linear("fill", f"q_in{col}", "q", shim, which * CORES * q.size, CORES * q.size, group),
+                    _linear("fill", f"kv_in{col}", "kv", shim, (head * a.tiles + first) * tile_size, count * tile_size, group),
                 ]
             if group > 0:
                 steps.append(Finish(group - 1))
     steps.append(Finish(a.heads // a.columns * a.blocks - 1))
     total = a.heads * a.blocks * CORES
     arguments = (
-        ("q", Array(bf16, (total * q.size,))),
-        ("kv", Array(bf16, (a.heads * a.tiles * 2 * kv.size,))),
+        ("q", Array(raw, (total * q.size,))),
+        ("kv", Array(raw, (a.heads * a.tiles * tile_size,))),
         ("o", Array(bf16, (total * out.size,))),
     )
-    facts = {"heads": a.heads, "blocks": a.blocks, "tiles": a.tiles, "D": a.D, "LQ": a.LQ, "LK": a.LK}
+    facts = {"heads": a.heads, "blocks": a.blocks, "tiles": a.tiles, "D": a.D, "LQ": a.LQ, "LK": a.LK, "group": a.group}
     return Design(
-        f"attention_d{a.D}_g{a.group}_{a.LQ}x{a.LK}_t{a.tiles}_c{a.columns}",
+        f"attention_{a.scores}_d{a.D}_g{a.group}_{a.LQ}x{a.LK}_c{a.columns}",
         a.columns,
         arguments,
         (start, tile, finish),
@@ -129,24 +159,24 @@ def attention(a: Attention, start: Kernel, tile: Kernel, finish: Kernel) -> Desi
     )
 
 
-def _linear(kind: Literal["fill", "drain"], fifo: str, argument: str, tile: Tile, index: int, size: int, group: int) -> Move:
-    """The index-th stretch of `size` elements."""
-    return Move(kind, fifo, argument, tile, index * size, (1, 1, 1, size), (0, 0, 0, 1), group, wait=kind == "drain")
+def _linear(kind: Literal["fill", "drain"], fifo: str, argument: str, tile: Tile, at: int, size: int, group: int) -> Move:
+    """A stretch of `size` elements."""
+    return Move(kind, fifo, argument, tile, at, (1, 1, 1, size), (0, 0, 0, 1), group, wait=kind == "drain")
 
 
 def _core(a: Attention) -> Core:
-    walk = (
-        Acquire("kv", ("k_tile", "v_tile")),
-        Call("tile", ("query", "k_tile", "v_tile", "o", "m", "l", "s", "p", "count")),
-        Release("kv", 2),
-    )
+    names = ("k_tile", "v_tile") if a.scores == "bf16" else ("kv_tile",)
+    take, give = Acquire("kv", names), Release("kv", len(names))
+    walk = (take, Call("tile", ("query", *names, "o", "m", "l", "s", "p", "bounds")), give)
     body = (
         Acquire("q", ("query",)),
-        Call("start", ("o", "m", "l", "count")),
-        Loop(a.tiles, walk),
+        Call("start", ("query", "o", "m", "l", "bounds")),
+        Loop(Element("bounds", 0), (take, give)),
+        Loop(Element("bounds", 1), walk),
+        Loop(Element("bounds", 2), (take, give)),
         Acquire("out", ("result",)),
         Call("finish", ("o", "l", "result")),
         Release("out"),
         Release("q"),
     )
-    return Core("query_tile", ("q", "kv", "out", "start", "tile", "finish", "o", "m", "l", "s", "p", "count"), body)
+    return Core("query_tile", ("q", "kv", "out", "start", "tile", "finish", "o", "m", "l", "s", "p", "bounds"), body)
