@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hybrid.lanes import CACHES
 from hybrid.spec.device import Device
 from hybrid.spec.hostmemory import NotShareable, anonymous
 from hybrid.spec.plan import CONTROL, Step, TensorDecl
 from hybrid.spec.tensor import Source, Tensor
-
-CACHES = ("k_cache", "v_cache")  # arguments that are read through block_table
 
 
 @dataclass(slots=True)
@@ -86,24 +85,24 @@ class Carrier:
         """Bytes that another device does not hold itself."""
         return sum(self._pages[n].nbytes for w, n in self._seen if w == where and n in self._pages)
 
-    def carry(self, where: str, steps: Sequence[Step], but: set[str]) -> None:
-        """All that steps read on another device is there and finished, except for the tensors `but`, which they write."""
-        self.main.wait()
+    def carry(self, where: str, steps: Sequence[Step], but: set[str], control: str) -> None:
+        """All that steps read on another device is there, except for the tensors `but`, which they write. The main device
+        has finished it (whoever calls has waited); `control` names the pass's control words."""
         caches = {s.args[c]: s for s in steps if "block_table" in s.args for c in CACHES if c in s.args}
-        names = {"control", *(n for s in steps for n in s.args.values())} - but - set(self._pages)
+        names = {control, *(n for s in steps for n in s.args.values())} - but - set(self._pages)
         for name in sorted(names - set(caches)):
             if self._seen[where, name] != self._writes.get(name, 0):
                 self._copy(where, name, 0, None)
                 self._seen[where, name] = self._writes.get(name, 0)
         for name in sorted(names & set(caches)):
-            for start, stop in self._blocks(where, caches[name], self._decls[name].shape[1]):
+            for start, stop in self._blocks(caches[name], self._decls[name].shape[1], control):
                 self._copy(where, name, start, stop)
 
-    def bring(self, where: str, names: Sequence[str], rows: Mapping[str, int]) -> None:
-        """Another device's finished results are the main one's."""
+    def bring(self, where: str, names: Sequence[str], rows: Mapping[str, int], ticket: int) -> None:
+        """What another device has finished with `ticket` is the main one's."""
         for name in names:
             if name not in self._pages:
-                value = self.others[where].read(name, 0, rows[name])
+                value = self.others[where].read(name, 0, rows[name], ticket)
                 self.main.write(name, value)
                 self._count(value)
             self.wrote(name)
@@ -114,12 +113,12 @@ class Carrier:
         self.others[where].write(name, value, start)
         self._count(value)
 
-    def _blocks(self, where: str, step: Step, size: int) -> list[tuple[int, int]]:
-        """Runs of a cache's blocks, `size` positions each, that a step's live rows see; by what the device holds already."""
-        device = self.others[where]
-        live = int(device.read("control").array[CONTROL[step.extent]])
-        slots, positions = (device.read(step.args[n], 0, live).array for n in ("slots", "positions"))
-        table, window, blocks = device.read(step.args["block_table"]).array, int(step.attrs["window"]), list[int]()
+    def _blocks(self, step: Step, size: int, control: str) -> list[tuple[int, int]]:
+        """Runs of a cache's blocks, `size` positions each, that a step's live rows see."""
+        main = self.main
+        live = int(main.read(control).array[CONTROL[step.extent]])
+        slots, positions = (main.read(step.args[n], 0, live).array for n in ("slots", "positions"))
+        table, window, blocks = main.read(step.args["block_table"]).array, int(step.attrs["window"]), list[int]()
         for slot in np.unique(slots):
             at = positions[slots == slot]
             first = max(0, int(at.min()) - window + 1) if window else 0

@@ -6,10 +6,8 @@ After warm-up a pass is one submit. Tokens, positions and choices stay on the de
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -19,30 +17,22 @@ from hybrid.batch import Chunk, bucket_of, chunks
 from hybrid.checkpoint import Checkpoint
 from hybrid.cost import precision_by_phase
 from hybrid.kv import BlockTables, CacheShape, ContextExceeded
+from hybrid.lanes import in_lane, named, outlasting
 from hybrid.loading import LoadClock
 from hybrid.passes import capabilities_of, chunk_of, fixed_rows, pass_sizes
 from hybrid.planner import PrecisionName, Target, plan, segments
 from hybrid.reencode import Reencoded
-from hybrid.rope import rope_table
+from hybrid.rope import rope_of
 from hybrid.sampling import Sampling
-from hybrid.spec.device import Counters, Device, Program, StepTime
+from hybrid.spec.device import Counters, Device, Program
 from hybrid.spec.errors import SpecError
-from hybrid.spec.plan import CONTROL, CONTROL_WORDS, Plan, TensorDecl
+from hybrid.spec.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, Plan, TensorDecl
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
 from hybrid.spec.tensor import Tensor
+from hybrid.trace import Pass, Timing
 from hybrid.weights import stored_types, upload
 
 DEFAULT_CTX = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One timed submit: seconds on the host's clock, and the device's times of its steps (of its last repetition)."""
-
-    plan: str
-    begin: float
-    seconds: float
-    steps: tuple[StepTime, ...]
 
 
 class Engine:
@@ -84,7 +74,10 @@ class Engine:
         chunk = chunk_of(capabilities) if chunk is None else chunk
         sizes = pass_sizes(hp, ctx, slots, chunk, fixed_rows(backend, slots) if deterministic else None)
         self.device, self.checkpoint, self.profile = device, checkpoint, profile
-        self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(sizes.rows[-1], ctx), slots)
+        self.lanes = getattr(device, "lanes", 1)
+        """Prefill passes that overlap; each has rows and activations of its own (hybrid/lanes.py)."""
+        in_flight = min(self.lanes * sizes.rows[-1], ctx)
+        self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, in_flight, slots)
         self.tables = BlockTables(self.cache)
         schedule = schedule or find_schedule(hp.family)
         self.target = Target(
@@ -107,8 +100,11 @@ class Engine:
         self.prefilled = Counters()
         """The device's counters after the last prefill: decoding is what came since."""
         self.trace: list[Pass] = []
-        """With profile: every pass so far."""
-        self._programs: dict[tuple[object, ...], Program] = {}
+        """With profile: every pass that has been waited for."""
+        self._timing = Timing(self.trace)
+        self._lane = self.lanes - 1  # of the last prefill pass
+        self._in_lane: dict[int, int] = {}  # the ticket of a lane's last pass
+        self._programs: dict[tuple[Phase, int, int, bool, bool, int], Program] = {}
         self._layouts: dict[str, Plan] = {}
         self._decoding: tuple[int, ...] | None = None  # slots that the device's rows are set up for
         self._decoder: Program | None = None
@@ -164,7 +160,10 @@ class Engine:
         ticket = 0
         for chunk in self.passes(prompts):
             outs = bucket_of(len(chunk.out_rows), self.out_buckets) if len(chunk.out_rows) else 0
-            ticket = self.run_chunk(chunk, self.program("prefill", bucket_of(len(chunk.tokens), self.row_buckets), outs))
+            rows = bucket_of(len(chunk.tokens), self.row_buckets)
+            ticket = self.run_chunk(chunk, self.program("prefill", rows, outs, lane=self.next_lane()))
+        if self.lanes > 1:
+            self._settle()  # passes advance while they are waited for
         for slot, ids in prompts.items():
             self.positions[slot] += len(ids)
         self.prefilled = self.counters.copy()
@@ -262,14 +261,19 @@ class Engine:
     def precision(self) -> Mapping[str, tuple[str, ...]]:
         return precision_by_phase(self.plan("decode", *(self.out_buckets[-1],) * 2), self.plan("prefill", self.row_buckets[-1], 1))
 
-    def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True) -> Program:
+    def next_lane(self) -> int:
+        """The lane for the next prefill pass: the one whose last pass is the longest ago."""
+        self._lane = (self._lane + 1) % self.lanes
+        return self._lane
+
+    def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, lane: int = 0) -> Program:
         """The compiled plan of a bucket, made at its first use."""
-        key = (phase, rows, outs, capture, sample)
+        key = (phase, rows, outs, capture, sample, lane)
         if key not in self._programs:
-            self._programs[key] = self.device.compile(self.plan(phase, rows, outs, capture, sample), profile=self.profile)
+            self._programs[key] = self.device.compile(self.plan(*key), profile=self.profile)
         return self._programs[key]
 
-    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True) -> Plan:
+    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, lane: int = 0) -> Plan:
         made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase))
         devices = {s.device for s in segments(made)}
         drives = getattr(self.device, "drives", frozenset({self.target.device}))
@@ -278,15 +282,18 @@ class Engine:
                 f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
                 f'but this engine drives {", ".join(sorted(drives))}: use device = "main"'
             )
-        return made
+        if self.lanes == 1 or phase == "decode":
+            return made
+        return in_lane(made, lane, self.target.schedule, self._layouts.get(phase, made).arena_bytes)
 
     def warm_up(self, rows: int = 1) -> None:
         """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit."""
         largest = self.row_buckets[-1]
-        if rows > largest:
-            self.program("prefill", largest, 0)  # only full chunks can lack a last row
         last = rows % largest or largest
-        self.program("prefill", bucket_of(last, self.row_buckets), self.out_buckets[0])
+        for lane in range(self.lanes):
+            if rows > largest:
+                self.program("prefill", largest, 0, lane=lane)  # only full chunks can lack a last row
+            self.program("prefill", bucket_of(last, self.row_buckets), self.out_buckets[0], lane=lane)
         for outs in self.out_buckets:
             self.program("decode", outs, outs)
 
@@ -296,20 +303,17 @@ class Engine:
         most, outs = self.row_buckets[-1], self.out_buckets[-1]
         with self.clock.phase("plan"):
             self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
-            plans = [
-                *self._layouts.values(),
-                self.plan("prefill", self.logits_rows, self.logits_rows, sample=False),
-                self.plan("prefill", self.hidden_rows, 0, capture=True),
-            ]
-        decls: dict[str, TensorDecl] = {}
-        for name, decl in (item for p in plans for item in p.tensors.items()):
-            if decl.kind != "activation" and name != "logits" and not name.startswith("hidden."):
-                decls[name] = max(decls.get(name, decl), decl, key=lambda d: d.shape)
+            plans = [self._layouts["decode"]]
+            for lane in range(self.lanes):
+                plans.append(self.plan("prefill", most, outs, lane=lane))
+                plans.append(self.plan("prefill", self.logits_rows, self.logits_rows, sample=False, lane=lane))
+                plans.append(self.plan("prefill", self.hidden_rows, 0, capture=True, lane=lane))
+        decls = outlasting(plans)
         weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
         with self.clock.phase("cache"):
             for name, decl in decls.items():
                 if name.startswith("rope."):
-                    self.device.store(decl, Tensor.of(self._rope(name)))
+                    self.device.store(decl, Tensor.of(rope_of(name, self.target.hparams, self.cache.ctx)))
                 elif decl.kind != "weight":
                     self.device.store(decl)
             self.device.reserve(max(p.arena_bytes for p in plans))
@@ -319,11 +323,6 @@ class Engine:
             self.reencoded = upload(self.checkpoint, self.device, weights, self.target.weights, progress, sample)
         self.clock.bytes_up = self.counters.bytes_up - before
         self._stored = set(decls)
-
-    def _rope(self, name: str) -> np.ndarray:
-        hp = self.target.hparams
-        theta, factor = (hp.rope_theta_global, hp.rope_factor) if name == "rope.global" else (hp.rope_theta_local, 1.0)
-        return rope_table(self.cache.ctx, hp.head_dim, theta, factor)
 
     def check(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """ValueError for a prompt that cannot be run."""
@@ -351,43 +350,47 @@ class Engine:
         n, context = len(slots), max(self.positions[s] for s in slots) + 1
         bucket = bucket_of(n, self.out_buckets)
         self._decoder = self.program("decode", bucket, bucket)
-        self._write_rows(n, n, context, slots=np.array(slots, np.int32), out_rows=np.arange(n, dtype=np.int32))
+        self._write_rows(n, n, context, 0, slots=np.array(slots, np.int32), out_rows=np.arange(n, dtype=np.int32))
         self._decoding = slots
 
     def _settle(self) -> None:
         """The host may write io tensors only when no pass reads them."""
         self.device.wait()
+        self._timing.stop()
 
     def run_chunk(self, chunk: Chunk, program: Program) -> int:
-        """Submit one prepared pass of a prompt; returns its ticket."""
-        self._settle()
+        """Submit one prepared pass of a prompt, when its lane is free; returns its ticket."""
+        lane = program.plan.lane
+        if lane is None:
+            self._settle()
+        elif lane in self._in_lane:
+            self.device.wait(self._in_lane[lane])
+            self._timing.stop(lane)
         self._decoding = None
-        self._write_rows(
-            len(chunk.tokens),
-            len(chunk.out_rows),
-            chunk.context,
-            tokens=chunk.tokens,
-            positions=chunk.positions,
-            slots=chunk.slots,
-            out_rows=chunk.out_rows,
-        )
-        return self._submit(program)
-
-    def _submit(self, program: Program, times: int = 1) -> int:
-        begin = time.perf_counter()
-        ticket = program.submit(times)
-        if self.profile:
-            self.device.wait(ticket)
-            self.trace.append(Pass(program.plan.name, begin, time.perf_counter() - begin, tuple(program.times())))
+        arrays = {name: getattr(chunk, name) for name in ("tokens", "positions", "slots", "out_rows")}
+        self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, lane or 0, **arrays)
+        ticket = self._submit(program)
+        if lane is not None:
+            self._in_lane[lane] = ticket
         return ticket
 
-    def _write_rows(self, rows: int, outs: int, context: int, **arrays: np.ndarray) -> None:
+    def _submit(self, program: Program, times: int = 1) -> int:
+        if not self.profile:
+            return program.submit(times)
+        self._timing.start(program)
+        ticket = program.submit(times)
+        if program.plan.lane is None:
+            self.device.wait(ticket)
+            self._timing.stop()
+        return ticket
+
+    def _write_rows(self, rows: int, outs: int, context: int, lane: int, **arrays: np.ndarray) -> None:
         control = np.zeros(CONTROL_WORDS, np.uint32)
         control[CONTROL["rows"]], control[CONTROL["outs"]], control[CONTROL["context"]] = rows, outs, context
-        self.device.write("control", Tensor.of(control))
+        self.device.write(named(CONTROL_TENSOR, lane), Tensor.of(control))
         for name, array in arrays.items():
             if len(array):
-                self.device.write(name, Tensor.of(np.ascontiguousarray(array)))
+                self.device.write(named(name, lane), Tensor.of(np.ascontiguousarray(array)))
 
     def result(self, decl: TensorDecl) -> None:
         """Make room for numbers that a plan leaves for the host."""

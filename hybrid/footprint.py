@@ -9,6 +9,7 @@ from typing import Any
 from hybrid.expand import WeightInfo
 from hybrid.hparams import HParams
 from hybrid.kv import CacheShape
+from hybrid.lanes import outlasting
 from hybrid.passes import chunk_of, pass_sizes
 from hybrid.planner import PrecisionName, Target, plan
 from hybrid.spec.plan import Plan, TensorDecl
@@ -79,10 +80,7 @@ def footprint(
 
 
 def _sum(plans: list[Plan], hparams: HParams, beside: Callable[[Plan], int]) -> Footprint:
-    decls: dict[str, TensorDecl] = {}
-    for name, decl in (item for p in plans for item in p.tensors.items()):
-        if decl.kind != "activation" and name != "logits" and not name.startswith("hidden."):
-            decls[name] = max(decls.get(name, decl), decl, key=lambda d: d.shape)
+    decls = outlasting(plans)
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
     for name, decl in decls.items():
         held[_purpose(decl, name, hparams)] += decl.nbytes

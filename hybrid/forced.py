@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hybrid.batch import Chunk, bucket_of, chunks
+from hybrid.lanes import named
 from hybrid.spec.plan import TensorDecl
 
 if TYPE_CHECKING:
@@ -35,22 +38,32 @@ def hidden_states(engine: Engine, ids: Sequence[int], chunk: int | None) -> np.n
 def _passes(
     engine: Engine, sequences: Sequence[Sequence[int]], rows: int, decls: list[TensorDecl], capture: bool
 ) -> Iterator[list[np.ndarray]]:
-    """Passes over sequences, each in a slot of its own; after each pass, the live rows of the result tensors."""
-    for decl in decls:
-        engine.result(decl)
+    """Passes over sequences, each in a slot of its own; the live rows of each pass's result tensors, read while the next
+    one runs where passes overlap."""
+    for lane in range(engine.lanes):
+        for decl in decls:
+            engine.result(replace(decl, name=named(decl.name, lane)))
     prompts: dict[int, Sequence[int]] = {}
+    running = deque[tuple[int, int, int]]()  # ticket, lane, rows
     try:
         for ids in sequences:
             prompts[engine.admit(max(len(ids), 1))] = ids
         engine.check(prompts)
         for chunk in chunks(prompts, engine.positions, rows):
-            n = len(chunk.tokens)
+            if len(running) == engine.lanes:
+                yield _results(engine, decls, *running.popleft())
+            n, lane = len(chunk.tokens), engine.next_lane()
             size = bucket_of(n, engine.row_buckets)
             every = Chunk(chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32))
-            program = engine.program("prefill", size, 0 if capture else size, capture, sample=False)
-            engine.wait(engine.run_chunk(every, program))
-            yield [engine.device.read(d.name, 0, n).array for d in decls]
+            program = engine.program("prefill", size, 0 if capture else size, capture, sample=False, lane=lane)
+            running.append((engine.run_chunk(every, program), lane, n))
+        while running:
+            yield _results(engine, decls, *running.popleft())
     finally:
         engine.wait()
         for slot in prompts:
             engine.release(slot)
+
+
+def _results(engine: Engine, decls: Sequence[TensorDecl], ticket: int, lane: int, rows: int) -> list[np.ndarray]:
+    return [engine.device.read(named(d.name, lane), 0, rows, ticket).array for d in decls]

@@ -1,22 +1,23 @@
 """One plan on several devices: segments run in order, and what one device writes reaches the other before it reads.
 
-The main device holds everything; another one holds what its steps use, in the same memory or as a copy (carrier.py). A device
-that fails is replaced as the schedule says, for the rest of the run, and the reason is kept for the report.
+The main device holds everything; another one holds what its steps use, in the same memory or as a copy (carrier.py). Passes
+in different lanes overlap (flight.py, lanes.py): they advance in turn whenever the host waits for one of them. A device that
+fails is replaced as the schedule says, for the rest of the run, and the reason is kept for the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any, Literal, cast
 
 from hybrid.carrier import Carrier
 from hybrid.devices import Opened
-from hybrid.planner import Segment, segments
-from hybrid.spec import load_ops
+from hybrid.flight import Flight
+from hybrid.planner import segments
 from hybrid.spec.device import Counters, Device, Program, StepTime
-from hybrid.spec.plan import Plan, Step, TensorDecl
+from hybrid.spec.plan import Plan, TensorDecl
 from hybrid.spec.schedule import Schedule
 from hybrid.spec.tensor import Source, Tensor
 
@@ -32,7 +33,8 @@ def with_others(opened: Opened, schedule: Schedule, npu: Literal["npu", "sim"]) 
 
     main, backend = opened.device, opened.device.name.partition(":")[0]
     try:
-        return Opened(cast(Device, PlacedDevice(main, backend, {"npu": NpuDevice(npu)}, schedule.fallback)), opened.passed_over)
+        placed = PlacedDevice(main, backend, {"npu": NpuDevice(npu)}, schedule.fallback, schedule.schedule.pipeline)
+        return Opened(cast(Device, placed), opened.passed_over)
     except NpuUnavailable as error:
         if "npu" not in schedule.fallback:
             main.close()
@@ -42,19 +44,23 @@ def with_others(opened: Opened, schedule: Schedule, npu: Literal["npu", "sim"]) 
 
 
 class PlacedDevice:
-    """hybrid.spec.device.Device over a main device and others by the name that steps use."""
+    """hybrid.spec.device.Device over a main device and others by the name that steps use. lanes: passes that may overlap."""
 
-    def __init__(self, main: Device, backend: str, others: Mapping[str, Device], fallback: Mapping[Any, str]) -> None:
+    def __init__(
+        self, main: Device, backend: str, others: Mapping[str, Device], fallback: Mapping[Any, str], lanes: int = 1
+    ) -> None:
         self.main, self.backend_of_main, self.others = main, backend, dict(others)
-        self.fallback = dict(fallback)
+        self.fallback, self.lanes = dict(fallback), lanes
         self.name = " + ".join([main.name, *(d.name for d in others.values())])
         self.drives = frozenset({backend, *others, *fallback})
         self.carrier = Carrier(main, self.others)
         self.copies = self.carrier.carried
         self.failures: list[str] = []
         """Why a device's steps run elsewhere by now."""
+        self.flights: list[Flight] = []
+        """Passes that are not submitted whole yet, oldest first."""
         self._tickets = 0
-        self._last: dict[int, int] = {}
+        self._last: dict[int, Flight | int] = {}  # a pass by its ticket; once it is submitted whole, the main device's ticket
 
     def __getattr__(self, name: str) -> Any:
         """What only some devices have (check_validation, ...) is the main one's."""
@@ -78,18 +84,17 @@ class PlacedDevice:
         self.carrier.wrote(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
-        return self.main.read(name, start, stop, self._last.get(ticket) if ticket is not None else None)
+        return self.main.read(name, start, stop, self._landed(ticket))
 
     def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
-        return self.main.peek(name, row, column, self._last.get(ticket) if ticket is not None else None)
+        return self.main.peek(name, row, column, self._landed(ticket))
 
     def reserve(self, arena_bytes: int) -> None:
+        """Of the main device; others make room for what their segments keep to themselves when these are compiled."""
         self.main.reserve(arena_bytes)
-        for device in self.others.values():
-            device.reserve(arena_bytes)
 
     def wait(self, ticket: int | None = None) -> None:
-        self.main.wait(self._last.get(ticket) if ticket is not None else None)
+        self.main.wait(self._landed(ticket))
 
     def memory(self) -> Mapping[str, int]:
         held = dict(self.main.memory())
@@ -100,6 +105,7 @@ class PlacedDevice:
         return held
 
     def close(self) -> None:
+        self.flights.clear()
         for device in self.others.values():
             device.close()
         self.main.close()
@@ -109,11 +115,56 @@ class PlacedDevice:
     def compile(self, plan: Plan, profile: bool = False) -> Program:
         return PlacedProgram(self, plan, profile)
 
-    def submitted(self, ticket: int) -> int:
-        """A ticket of this device for one of the main device's."""
+    def launch(self, program: PlacedProgram) -> int:
+        """Begin a pass; returns its ticket. One that has a lane goes on while others do, as waits demand; one without runs
+        alone and is submitted whole."""
+        lane = program.plan.lane
+        self._land(lambda f: lane is None or f.program.plan.lane == lane)
+        flight = program.flight = Flight(program, tuple(self.flights))
+        self.flights.append(flight)
         self._tickets += 1
-        self._last[self._tickets] = ticket
+        self._last[self._tickets] = flight
+        if lane is None:
+            self._land(lambda f: f is flight)
+        else:
+            self._turns([flight])
         return self._tickets
+
+    def give_up(self, where: str, error: RuntimeError) -> None:
+        """Do without a device from now on; raises `error` where the schedule names nobody in its place. Work of other
+        passes that it has not begun is dropped, what it is doing ends first: nothing is written behind their backs."""
+        if where not in self.fallback:
+            raise error
+        if where in self.others:
+            self.failures.append(f"{where}: {error}")
+            self.others.pop(where).close()
+
+    def _landed(self, ticket: int | None) -> int | None:
+        """The main device's ticket for one of this device's, once its pass (None: every pass) is submitted whole."""
+        if ticket is None:
+            self._land(lambda f: True)
+            return None
+        wanted = self._last.get(ticket)
+        if isinstance(wanted, Flight):
+            self._land(lambda f: f is wanted)
+            wanted = self._last[ticket] = wanted.ticket
+        return wanted
+
+    def _land(self, wanted: Callable[[Flight], bool]) -> None:
+        """Let passes take turns, the oldest first, until those wanted are submitted whole."""
+        while any(wanted(f) for f in self.flights):
+            self._turns(self.flights)
+
+    def _turns(self, flights: Sequence[Flight]) -> None:
+        try:
+            for flight in flights:
+                flight.turn()
+        except BaseException:
+            for flight in self.flights:
+                flight.abandon()
+            self.flights.clear()
+            raise
+        self.flights = [f for f in self.flights if not f.done]
 
 
 class PlacedProgram:
@@ -122,76 +173,40 @@ class PlacedProgram:
     def __init__(self, device: PlacedDevice, plan: Plan, profile: bool) -> None:
         self.device, self.plan, self.profile = device, plan, profile
         self.segments = segments(plan)
+        self.flight: Flight | None = None
+        """Its last pass."""
         self._programs: dict[tuple[int, str], Program] = {}
-        self._times: list[StepTime] = []
         for i in range(len(self.segments)):
-            self._program(i)
+            self.part(i)
 
     def submit(self, times: int = 1) -> int:
         ticket = 0
         for _ in range(times):
-            self._times = []
-            for i in range(len(self.segments)):
-                ticket = self._segment(i, ticket)
-        return self.device.submitted(ticket)
-
-    def times(self) -> Sequence[StepTime]:
-        return tuple(self._times)
-
-    def _where(self, i: int) -> str:
-        """The device of a segment now: its own, or what takes its place."""
-        name = self.segments[i].device
-        return name if name == self.device.backend_of_main or name in self.device.others else self.device.backend_of_main
-
-    def _program(self, i: int) -> Program:
-        where = self._where(i)
-        if (i, where) not in self._programs:
-            steps = tuple(replace(s, device=where) for s in self.segments[i].steps)
-            used = {"control", *(n for s in steps for n in s.args.values())}
-            part = replace(self.plan, name=f"{self.plan.name}.{i}", steps=steps, tensors={n: self.plan.tensors[n] for n in used})
-            if where != self.device.backend_of_main:
-                self.device.carrier.hold(where, sorted(used))
-            owner = self.device.main if where == self.device.backend_of_main else self.device.others[where]
-            self._programs[i, where] = owner.compile(part, profile=self.profile)
-        return self._programs[i, where]
-
-    def _segment(self, i: int, ticket: int) -> int:
-        device, segment, where = self.device, self.segments[i], self._where(i)
-        if where == device.backend_of_main:
-            ticket = self._program(i).submit()
-            for name in written(segment):
-                device.carrier.wrote(name)
-            if self.profile:
-                device.main.wait(ticket)
-                self._note(self._program(i), "")
-            return ticket
-        try:
-            results = written(segment)
-            device.carrier.carry(where, segment.steps, set(results))
-            device.others[where].wait(self._program(i).submit())
-            device.carrier.bring(where, results, {n: self.plan.tensors[n].shape[0] for n in results})
-            self._note(self._program(i), f" on {device.others[where].name}")
-        except RuntimeError as error:
-            if where not in device.fallback:
-                raise
-            device.failures.append(f"{where}: {error}")
-            device.others.pop(where).close()
-            return self._segment(i, ticket)
+            ticket = self.device.launch(self)
         return ticket
 
-    def _note(self, program: Program, suffix: str) -> None:
-        """Times of a segment, after those before it."""
-        end = max((t.start + t.duration for t in self._times), default=0.0)
-        self._times += [StepTime(t.name + suffix, t.op, t.layer, end + t.start, t.duration) for t in program.times()]
+    def times(self) -> Sequence[StepTime]:
+        return self.flight.times() if self.profile and self.flight is not None else ()
 
+    def began(self) -> float | None:
+        return self.flight.begin if self.profile and self.flight is not None else None
 
-def written(segment: Segment) -> list[str]:
-    """Tensors that a segment's steps write: results, scratch and state; `control` where an operation sets words of it."""
-    ops = load_ops()
+    def where(self, i: int) -> str:
+        """The device of a segment now: its own, or what takes its place."""
+        name, device = self.segments[i].device, self.device
+        return name if name in device.others else device.backend_of_main
 
-    def of(step: Step) -> list[str]:
-        spec = ops[step.op]
-        made = [step.args[n] for n in (*spec.outputs, *spec.scratch, *spec.state)]
-        return made + (["control"] if spec.op.writes_control else [])
-
-    return list(dict.fromkeys(n for s in segment.steps for n in of(s)))
+    def part(self, i: int) -> Program:
+        """A segment's program on the device that it runs on now."""
+        where, device = self.where(i), self.device
+        if (i, where) not in self._programs:
+            steps = tuple(replace(s, device=where) for s in self.segments[i].steps)
+            used = {self.plan.control, *(n for s in steps for n in s.args.values())}
+            tensors = {n: self.plan.tensors[n] for n in used}
+            arena = max((d.offset + d.nbytes for d in tensors.values() if d.kind == "activation"), default=0)
+            part = replace(self.plan, name=f"{self.plan.name}.{i}", steps=steps, tensors=tensors, arena_bytes=arena)
+            if where != device.backend_of_main:
+                device.carrier.hold(where, sorted(used))
+            owner = device.main if where == device.backend_of_main else device.others[where]
+            self._programs[i, where] = owner.compile(part, profile=self.profile)
+        return self._programs[i, where]

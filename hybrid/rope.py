@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybrid.hparams import HParams
+
 
 def rope_table(ctx: int, head_dim: int, theta: float, factor: float = 1.0) -> np.ndarray:
     """float32 [ctx, head_dim]: angle[p, i] = p * theta^(-2i/head_dim) / factor, i < head_dim / 2.
@@ -14,3 +16,9 @@ def rope_table(ctx: int, head_dim: int, theta: float, factor: float = 1.0) -> np
     frequency = theta ** (-np.arange(half, dtype=np.float64) / half) / factor
     angle = np.arange(ctx, dtype=np.float64)[:, None] * frequency
     return np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+
+
+def rope_of(name: str, hp: HParams, ctx: int) -> np.ndarray:
+    """The table `rope.global`, or of local layers, of a model."""
+    theta, factor = (hp.rope_theta_global, hp.rope_factor) if name == "rope.global" else (hp.rope_theta_local, 1.0)
+    return rope_table(ctx, hp.head_dim, theta, factor)

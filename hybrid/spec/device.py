@@ -50,6 +50,8 @@ class StepTime:
     layer: int | None
     start: float
     duration: float
+    device: str = ""
+    """Which of several devices it ran on; empty: the main one."""
 
 
 class Program(Protocol):
@@ -61,6 +63,11 @@ class Program(Protocol):
 
     def times(self) -> Sequence[StepTime]:
         """Times of the last finished submit; empty unless compiled with profile=True."""
+        ...
+
+    def began(self) -> float | None:
+        """When the last finished submit began, on the clock of time.perf_counter; None where the device's clock cannot be
+        compared with it, or without profile=True."""
         ...
 
 

@@ -15,7 +15,8 @@ from hybrid.spec.dtypes import DTYPES, DType
 
 Extent = Literal["rows", "outs"]
 CONTROL_WORDS = 8
-# Words of `control` (u32): live rows, live output rows, and the longest context (position + 1) of any live row.
+# Words of a plan's control tensor (u32): live rows, live output rows, and the longest context (position + 1) of any live row.
+CONTROL_TENSOR = "control"
 CONTROL = {"rows": 0, "outs": 1, "context": 2}
 
 ALIGN = 256  # no Vulkan device may ask for a larger storage-buffer offset alignment
@@ -89,6 +90,10 @@ class Plan:
     steps: tuple[Step, ...]
     tensors: Mapping[str, TensorDecl]
     arena_bytes: int = 0
+    control: str = CONTROL_TENSOR
+    """The tensor with this pass's control words: passes that run at the same time have their own."""
+    lane: int | None = None
+    """Which set of rows and activations it uses, where passes overlap (hybrid/lanes.py); None: it runs alone."""
 
     def __post_init__(self) -> None:
         for step in self.steps:

@@ -34,6 +34,8 @@ class Head(Model):
     """Architecture it serves: `general.architecture` of GGUF files."""
     summary: Text
     source: str = ""
+    pipeline: Literal[1, 2] = 1
+    """Prefill passes that overlap where steps run on several devices: each holds rows and activations of its own."""
     residual: Text = "x"
     """Activation of the residual stream: `<residual>.0` before the layers, `<residual>.{l+1}` after layer l."""
 

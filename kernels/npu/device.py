@@ -1,18 +1,24 @@
 """The device `npu`: a plan whose operations run as designs on an XDNA NPU, or, when asked for, on sim-npu1.
 
 XDNA shares the host's memory, so tensors are the NumPy device's; what differs is who computes. Operands that stay (weights)
-are kept a second time in the order in which the designs read them: memory() shows it as `tiled`.
+are kept a second time in the order in which the designs read them: memory() shows it as `tiled`. A submitted plan runs in a
+thread of its own (operands dealt out, runs started and awaited, results put together), so that the host goes on meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as settle
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hybrid.spec.device import Program, StepTime
+from hybrid.spec.plan import Plan, TensorDecl
+from hybrid.spec.tensor import Source, Tensor
 from kernels.npu.artefact import ArtefactError, find
 from kernels.npu.build import build_npu, build_sim, default_folder, tools
 from kernels.npu.design import Design
@@ -35,6 +41,10 @@ class NpuDevice(CpuDevice):
         self.host: Host = open_host(kind, folder or default_folder(kind == "sim"))
         self.name = self.host.name
         self.functions = {name: partial(function, self) for name, function in OPS.items()}
+        self._worker = ThreadPoolExecutor(1, self.name)
+        self._tickets = 0
+        self._begun: dict[int, Future[Any]] = {}
+        """What the worker was given and nobody has waited for, by ticket: passes and writes."""
         self._tiled: dict[Any, np.ndarray] = {}
         self._tiled_for = self.generation
 
@@ -68,9 +78,70 @@ class NpuDevice(CpuDevice):
             self._tiled[key] = make()
         return self._tiled[key]
 
+    # --- the worker: passes, and writes between them, in the order in which they came
+
+    def enqueue(self, work: Callable[[], Any]) -> int:
+        """A ticket for work of the worker's."""
+        self.check_open()
+        self._tickets += 1
+        self._begun[self._tickets] = self._worker.submit(work)
+        return self._tickets
+
+    def wait(self, ticket: int | None = None) -> None:
+        """See Device.wait. Raises what a pass or write up to that ticket raised (NpuError, ...), once."""
+        self.check_open()
+        if ticket is not None and ticket > self._tickets:
+            raise ValueError(f"no such ticket: {ticket}; the last submit was {self._tickets}")
+        for one in [t for t in self._begun if ticket is None or t <= ticket]:
+            self._begun.pop(one).result()
+
+    def write(self, name: str, value: Tensor, row: int = 0) -> None:
+        """See Device.write; while a pass runs, after those submitted so far."""
+        self.enqueue(partial(super().write, name, value, row))
+
+    def compile(self, plan: Plan, profile: bool = False) -> Program:  # type: ignore[override]
+        self._rest()
+        return NpuProgram(self, super().compile(plan, profile))
+
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
+        self._rest()
+        super().store(decl, value, parts)
+
+    def adopt(self, decl: TensorDecl, value: Tensor) -> None:
+        self._rest()
+        super().adopt(decl, value)
+
+    def reset(self) -> None:
+        self._rest()
+        super().reset()
+
+    def _rest(self) -> None:
+        """Until the worker has nothing to do; what failed is left for those who wait for it."""
+        settle(self._begun.values())
+
     def memory(self) -> dict[str, int]:
+        self._rest()
         return {**super().memory(), "tiled": sum(a.nbytes for a in self._tiled.values())}
 
     def close(self) -> None:
+        """What runs ends, what has not begun never does."""
+        self._worker.shutdown(cancel_futures=True)
+        self._begun.clear()
         super().close()
         self.host.close()
+
+
+class NpuProgram:
+    """A compiled plan that the device's worker runs."""
+
+    def __init__(self, device: NpuDevice, bound: Program) -> None:
+        self.device, self.bound, self.plan = device, bound, bound.plan
+
+    def submit(self, times: int = 1) -> int:
+        return self.device.enqueue(partial(self.bound.submit, times))
+
+    def times(self) -> Sequence[StepTime]:
+        return self.bound.times()
+
+    def began(self) -> float | None:
+        return self.bound.began()

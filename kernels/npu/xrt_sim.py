@@ -1,7 +1,8 @@
 """sim-npu1: a stand-in for the module `pyxrt` that runs designs in the interpreter. Asked for by --npu sim, never taken.
 
-It keeps to pyxrt's surface (pyxrt.toml) and to its traps: a buffer has a host copy and a device copy, and only sync moves
-bytes between them; calling a kernel swallows arguments that it cannot cast; a run that deadlocks ends in
+It keeps to pyxrt's surface (pyxrt.toml) and to its traps: a started run goes on by itself (a thread for each opened device,
+one run at a time, in the order of their starts) until somebody waits for it; a buffer has a host copy and a device copy, and
+only sync moves bytes between them; calling a kernel swallows arguments that it cannot cast; a run that deadlocks ends in
 ERT_CMD_STATE_TIMEOUT and takes its context with it; the driver opens six contexts, and dropping one of several breaks those
 that stay. What would crash the process raises WouldCrash. Its time is nobody's measurement.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 import enum
 import itertools
 import mmap
+import threading
 import weakref
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,13 +23,14 @@ import numpy as np
 from kernels.npu.artefact import KERNEL, decode
 from kernels.npu.check import npu_limits
 from kernels.npu.design import DTYPES, Design
-from kernels.npu.interpreter import Deadlock, Interpreter, NpuFault
+from kernels.npu.interpreter import Deadlock, Interpreter
 from kernels.npu.objects import on_this_computer
 from kernels.npu.reader import read
 
 NAME = "sim-npu1"
 POISON = 0x5C  # device memory that nobody wrote
 OPCODE = 3  # run an instruction stream
+_GONE = "DRM_IOCTL_AMDXDNA_EXEC_CMD IOCTL failed (err=-19): No such device"
 FIRST = 3  # kernel arguments before the buffers: opcode, instructions, their length in bytes
 
 
@@ -73,6 +77,9 @@ class Faults:
 
 faults = Faults()
 _present = [True]
+_computing = threading.Lock()
+"""Held while a run executes: compiled kernels keep their modes in static memory, so this computer stands for one array at a
+time."""
 
 
 def reset() -> None:
@@ -122,6 +129,9 @@ class device:
             raise RuntimeError(f"Could not open device with index '{index}'")
         self._registered: dict[str, xclbin] = {}
         self._contexts: weakref.WeakSet[hw_context] = weakref.WeakSet()  # each opened device is a machine of its own
+        self._runs: SimpleQueue[run | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._runs,), name=NAME, daemon=True).start()
+        weakref.finalize(self, self._runs.put, None)
 
     def register_xclbin(self, binary: xclbin) -> uuid:
         self._registered[binary.get_uuid().to_string()] = binary
@@ -129,6 +139,16 @@ class device:
 
     def get_info(self, key: xrt_info_device) -> str:
         return {xrt_info_device.name: NAME, xrt_info_device.bdf: "sim", xrt_info_device.max_clock_frequency_mhz: "0"}[key]
+
+
+def _serve(runs: SimpleQueue[run | None]) -> None:
+    """The machine: runs in the order in which they were started."""
+    while (one := runs.get()) is not None:
+        done = one._done
+        with _computing:
+            one._execute()
+        del one  # whoever waits may drop the run, and with it its context, at once
+        done.set()
 
 
 class hw_context:
@@ -144,6 +164,7 @@ class hw_context:
         self._kernels = on_this_computer(self._design)
         self._fabric = Interpreter(self._design, self._kernels)
         self._broken = [False]
+        self._runs = owner._runs
         owner._contexts.add(self)
         weakref.finalize(self, _dropped, owner._contexts)
 
@@ -249,6 +270,8 @@ class run:
     def __init__(self, owner: kernel) -> None:
         self._kernel, self._args = owner, dict[int, Any]()
         self._state = ert_cmd_state.ERT_CMD_STATE_NEW
+        self._done, self._gone = threading.Event(), False
+        self._done.set()
         self.message = ""
 
     def set_arg(self, index: int, value: bo | int) -> None:
@@ -257,22 +280,32 @@ class run:
         self._args[index] = value
 
     def start(self) -> None:
-        self._state = ert_cmd_state.ERT_CMD_STATE_SUBMITTED
+        if not self._done.is_set():
+            raise RuntimeError("bad command state, can't launch")
+        if not _present[0]:
+            raise RuntimeError(_GONE)
+        self._done.clear()
+        self._state = ert_cmd_state.ERT_CMD_STATE_QUEUED
+        self._kernel._context._runs.put(self)
 
     def state(self) -> ert_cmd_state:
         return self._state
 
     def wait(self, timeout_ms: int = 0) -> ert_cmd_state:
-        if self._state == ert_cmd_state.ERT_CMD_STATE_SUBMITTED:
-            self._state = self._execute()
+        """The state when the run has ended; where a timeout comes first, the state then."""
+        self._done.wait(timeout_ms / 1000 if timeout_ms else None)
+        if self._gone:
+            raise RuntimeError(_GONE)
         return self._state
 
-    def _execute(self) -> ert_cmd_state:
+    def _execute(self) -> None:
         context = self._kernel._context
+        self._state = ert_cmd_state.ERT_CMD_STATE_SUBMITTED
         if faults.due("vanish_after"):
             _present[0] = False
-        if not _present[0]:
-            raise RuntimeError("DRM_IOCTL_AMDXDNA_EXEC_CMD IOCTL failed (err=-19): No such device")
+        self._gone = not _present[0]
+        if self._gone:
+            return
         if context._broken[0]:
             return self._end(ert_cmd_state.ERT_CMD_STATE_ABORT, "the context is broken")
         if faults.due("timeout_after"):
@@ -286,14 +319,13 @@ class run:
         except Deadlock as error:
             context._broken[0] = True
             return self._end(ert_cmd_state.ERT_CMD_STATE_TIMEOUT, str(error))
-        except (NpuFault, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # a machine has no way to raise: what went wrong is the run's end
             context._broken[0] = True
-            return self._end(ert_cmd_state.ERT_CMD_STATE_ERROR, str(error))
+            return self._end(ert_cmd_state.ERT_CMD_STATE_ERROR, f"{type(error).__name__}: {error}")
         return self._end(ert_cmd_state.ERT_CMD_STATE_COMPLETED, "")
 
-    def _end(self, state: ert_cmd_state, message: str) -> ert_cmd_state:
-        self.message = message
-        return state
+    def _end(self, state: ert_cmd_state, message: str) -> None:
+        self._state, self.message = state, message
 
     def _memory(self, context: hw_context) -> tuple[dict[str, np.ndarray], Any]:
         """Device copies of the buffers, typed. ValueError for what the firmware would stumble over."""

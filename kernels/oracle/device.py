@@ -297,10 +297,11 @@ class CpuProgram:
             used = dict.fromkeys(plan.tensors[name] for step in plan.steps for name in step.args.values())
             self.guarded = {d.name: device.allocate(d) for d in used if d.kind == "activation"}
         self._times: list[StepTime] = []
+        self._began: float | None = None
         self._bind()
 
     def _bind(self) -> None:
-        self._control = self.device.whole("control").array
+        self._control = self.device.whole(self.plan.control).array
         self._steps = [_Bound(self, step) for step in self.plan.steps]
         self._generation = self.device.generation
 
@@ -324,13 +325,14 @@ class CpuProgram:
                 bound.run(self._control)
                 marks.append((start, time.perf_counter()))
         if self.profile:
-            self._times = [
-                StepTime(s.name, s.op, s.layer, a - begin, b - a)
-                for s, (a, b) in zip(self.plan.steps, marks, strict=True)
-            ]
+            named = zip(self.plan.steps, marks, strict=True)
+            self._began, self._times = begin, [StepTime(s.name, s.op, s.layer, a - begin, b - a) for s, (a, b) in named]
 
     def times(self) -> Sequence[StepTime]:
         return tuple(self._times)
+
+    def began(self) -> float | None:
+        return self._began
 
 
 class _Bound:

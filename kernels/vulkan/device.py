@@ -156,7 +156,7 @@ class VulkanDevice(Storage):
         if profile and not self.timestamp_bits:
             raise VulkanError(f"{self.name} has no timestamps on its queue; run without profiling")
         self.reserve(0 if self.guard else plan.arena_bytes)
-        recorder = Recorder(self, self.tensor("control").parts[0])
+        recorder = Recorder(self, self.tensor(plan.control).parts[0])
         owned: list[str] = []
         try:
             tensors = {name: self._bind(plan, decl, owned) for name, decl in plan.tensors.items()}

@@ -84,7 +84,7 @@ def record(plan: Plan, device: DryDevice) -> Recording:
     from kernels.vulkan.ops import BINDINGS
 
     tensors = {name: _tensor(decl, device.max_range) for name, decl in plan.tensors.items()}
-    recorder = Recorder(device, tensors["control"].parts[0])
+    recorder = Recorder(device, tensors[plan.control].parts[0])
     record_steps(recorder, plan, tensors, BINDINGS.__getitem__)
     return recorder.finish()
 

@@ -10,6 +10,7 @@ import numpy as np
 from hybrid.spec.device import StepTime
 from hybrid.spec.plan import Plan
 from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
+from kernels.vulkan.clock import host_seconds
 from kernels.vulkan.memory import Slice, align_up
 from kernels.vulkan.recorder import GRID_WORDS, Barrier, Dispatch, Recorder
 
@@ -196,16 +197,27 @@ class Program:
         """Device time of each step of the last run, from timestamps; waits for it. Empty without profile=True."""
         if self.queries is None or not self.ticket:
             return []
+        data = self._stamps()
+        valid = np.uint64((1 << self.device.timestamp_bits) - 1)
+        ticks = ((data - data[0]) & valid).astype(np.float64) * self.device.report.limits.timestamp_period * 1e-9
+        return [StepTime(s.name, s.op, s.layer, float(ticks[i]), float(max(0.0, ticks[i + 1] - ticks[i])))
+                for i, s in enumerate(self.plan.steps)]
+
+    def began(self) -> float | None:
+        """See hybrid.spec.device.Program."""
+        if self.queries is None or not self.ticket:
+            return None
+        return host_seconds(self.device, int(self._stamps()[0]))
+
+    def _stamps(self) -> np.ndarray:
+        """Raw timestamps of the last run, uint64 [steps + 1]; waits for it."""
         self.device.wait(self.ticket)
         n = len(self.plan.steps) + 1
         data = np.zeros(n, np.uint64)
         flags = vk.VK_QUERY_RESULT_64_BIT | vk.VK_QUERY_RESULT_WAIT_BIT
         check(lib.vkGetQueryPoolResults(self.device.handle, self.queries, 0, n, data.nbytes, ffi.from_buffer(data), 8,
                                         flags), "reading timestamps")
-        valid = np.uint64((1 << self.device.timestamp_bits) - 1)
-        ticks = ((data - data[0]) & valid).astype(np.float64) * self.device.report.limits.timestamp_period * 1e-9
-        return [StepTime(s.name, s.op, s.layer, float(ticks[i]), float(max(0.0, ticks[i + 1] - ticks[i])))
-                for i, s in enumerate(self.plan.steps)]
+        return data
 
     def close(self) -> None:
         """Free the command buffer, descriptors and this program's own memory. Waits for its last submit."""
