@@ -1,4 +1,12 @@
-"""A compiled plan: one command buffer, recorded once, submitted again and again."""
+"""A compiled plan: one command buffer, recorded once, submitted again and again.
+
+What a dispatch costs beside its work, H200, driver 580.159.04, us: an empty one behind a barrier 1.8 (1 group), 1.9 (132),
+2.4 (1056 of 256 threads); without the barrier 0.16, 0.21, 0.83. In the chain of a 27B token (14.5 a dispatch) none of these
+changed 0.1 us: execution-only barriers, other access masks, synchronization2, barriers of a buffer, direct instead of
+indirect grids, one set with dynamic offsets, pushed descriptors, descriptor buffers, a queue family without graphics,
+recording without simultaneous use, equal kernels one after another. Dearer, a dispatch: VkEvent 4.3, MEMORY_READ and
+MEMORY_WRITE or all stages 2.9, the indirect stage 2.3, a command buffer for each layer 2.3.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +138,6 @@ class Program:
         device, command = self.device, self.command
         begin = vk.VkCommandBufferBeginInfo(flags=vk.VK_COMMAND_BUFFER_USAGE_SIMULTANEOUS_USE_BIT)
         check(lib.vkBeginCommandBuffer(command, ffi.addressof(begin)), "recording")
-        device.barrier_all(command)  # after whatever was submitted before, this plan's own last run included
         if self.queries is not None:
             lib.vkCmdResetQueryPool(command, self.queries, 0, len(self.plan.steps) + 1)
             self._stamp(0)
@@ -163,7 +170,7 @@ class Program:
         while step < len(self.plan.steps):
             step += 1
             self._stamp(step)
-        device.barrier_all(command)
+        device.barrier_all(command)  # as every command buffer ends, so that none needs to begin with one
         check(lib.vkEndCommandBuffer(command), "recording")
         device.counters.recordings += 1
 

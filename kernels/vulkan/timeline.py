@@ -92,7 +92,8 @@ class Queue:
         lib.vkFreeCommandBuffers(self.handle, self.pool, 1, ffi.new("VkCommandBuffer[1]", [command]))
 
     def barrier_all(self, command: Any) -> None:
-        """Everything before (host and copies included) is done and visible to everything after, the host included."""
+        """Everything before (copies included) is done and visible to everything after, in later submits and on the host too.
+        Every command buffer ends with it; what the host has written is visible to what it submits then anyway."""
         to = _ALL_STAGES | vk.VK_PIPELINE_STAGE_HOST_BIT
         lib.vkCmdPipelineBarrier(command, _ALL_STAGES, to, 0, 1, self._barrier, 0, ffi.NULL, 0, ffi.NULL)
 

@@ -118,10 +118,9 @@ class Transfer:
 
 
 def begin(device: VulkanDevice, command: Any) -> None:
-    """Record anew, for one submit: after everything submitted before."""
+    """Record anew, for one submit. Whatever was submitted before ended with a barrier to everything after it."""
     vk.vkBeginCommandBuffer(command, vk.VkCommandBufferBeginInfo(
         flags=vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT))
-    device.barrier_all(command)
 
 
 def submit(device: VulkanDevice, command: Any) -> int:
