@@ -6,7 +6,7 @@ Each group is a function that returns numbers by name; perf/gates/GROUP.toml hol
 from __future__ import annotations
 
 import json
-import statistics
+import math
 import struct
 import sys
 import time
@@ -20,7 +20,7 @@ from hybrid.engine import Engine
 from hybrid.spec.device import Counters
 from hybrid.spec.errors import SpecError
 from hybrid.spec.schedule import CAPABILITIES
-from perf.record import MANIFEST
+from kernels.vulkan.kernel import SPIRV
 from perf.switches import bindings_without, find_switch
 from perf.work import Planned, subject
 
@@ -28,7 +28,7 @@ Numbers = dict[str, float]
 REFERENCE = Path(__file__).resolve().parent / "reference" / "spirv"
 COUNTS = tuple(f.name for f in fields(Counters))
 WARM, STEPS, PROMPT = 3, 10, 24
-PAIRS = 15
+PAIRS = 20
 
 
 def plans() -> Numbers:
@@ -56,8 +56,8 @@ def plans() -> Numbers:
 
 def spirv() -> Numbers:
     """Bytes of every SPIR-V module."""
-    names = json.loads(MANIFEST.read_text())
-    return {name: (MANIFEST.parent / f"{name}.spv").stat().st_size for name in names}
+    names = json.loads((SPIRV / "manifest.json").read_text())
+    return {name: (SPIRV / f"{name}.spv").stat().st_size for name in names}
 
 
 def cpu_driver() -> str:
@@ -141,32 +141,40 @@ def count_calls(work: Callable[[], object]) -> int:
 
 
 def ratios() -> Numbers:
-    """Of two ways to do the same, run in turn in one process: the first way's time over the second's, medians."""
+    """Of two ways to do the same, run in turn in one process: the first way's processor time over the second's."""
     unfused = bindings_without([find_switch("fused-qkv"), find_switch("fused-ffn")])
     with small_engine() as ours, small_engine(bindings=unfused) as theirs:
-        found = {"decode.recorded_over_unfused": paired(_stepper(ours), _stepper(theirs))}
+        found = {"decode.recorded_over_unfused": paired(decoding(ours), decoding(theirs))}
     with product() as kernel, reference() as fixed:
         found["gemv.q4_0_over_reference"] = paired(kernel, fixed)
     return found
 
 
-def paired(first: Callable[[], object], second: Callable[[], object]) -> float:
-    """Median over pairs of time(first) / time(second), in alternating order: what slows the machine slows both."""
+def paired(first: Callable[[], object], second: Callable[[], object], pairs: int = PAIRS) -> float:
+    """time(first) / time(second), each the least of `pairs` runs in alternating order.
+
+    Time is that of this process on its processors, the driver's threads included: what others do on the machine only
+    ever adds to it, and least where they happened to do little. perf/gates/ratios.toml says how much it scatters."""
     first(), second()
-    found = []
-    for i in range(PAIRS):
-        spent = {}
+    least = {first: math.inf, second: math.inf}
+    for i in range(pairs):
         for work in (first, second) if i % 2 else (second, first):
-            begin = time.perf_counter()
+            begin = time.process_time()
             work()
-            spent[work] = time.perf_counter() - begin
-        found.append(spent[first] / spent[second])
-    return statistics.median(found)
+            least[work] = min(least[work], time.process_time() - begin)
+    return least[first] / least[second]
 
 
-def _stepper(made: Engine) -> Callable[[], object]:
+def decoding(made: Engine, tokens: int = 12) -> Callable[[], object]:
+    """Decodes `tokens` tokens, each time after the same three."""
     made.prefill({0: [2, 3, 4]})
-    return lambda: made.decode(12)
+
+    def work() -> None:
+        made.rewind(0, 2)
+        made.prefill({0: [4]})
+        made.decode(tokens)
+
+    return work
 
 
 K, N = 6912, 1152  # the feed-forward output of gemma3-1b
@@ -190,7 +198,7 @@ def product() -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def reference() -> Iterator[Callable[[], object]]:
-    """The fixed kernel of perf/reference on a float32 matrix of the same shape, checked before it is used."""
+    """The fixed kernel of perf/reference on a matrix of the same shape and types, checked before it is used."""
     import numpy as np
 
     from hybrid.spec.plan import Plan, TensorDecl
@@ -199,20 +207,27 @@ def reference() -> Iterator[Callable[[], object]]:
     from kernels.vulkan.device import open_device
 
     def record(rec: Any, step: Any, t: Mapping[str, Any]) -> None:
-        parts = [t[name].parts[0] for name in ("w", "x", "y")]
-        rec.dispatch(rec.kernel("reference"), parts[:2], parts[2:], struct.pack("<I", K), (N, 1, 1))
+        parts = [t[name].parts[0] for name in ("w", "ws", "x", "xs", "y")]
+        rec.dispatch(rec.kernel("reference"), parts[:4], parts[4:], struct.pack("<I", K // 32), (N, 1, 1))
 
-    shapes = {"w": ("weight", (N, K)), "x": ("state", (1, K)), "y": ("state", (1, N))}
-    decls = {n: TensorDecl(n, "f32", shape, kind) for n, (kind, shape) in shapes.items()}  # type: ignore[arg-type]
+    values = {  # codes of 9 - 8 times 2, scaled by a half: every product is 1
+        "w": np.full((N, K // 8), 0x99999999, np.uint32),
+        "ws": np.full((N, K // 32), 0.5, np.float32),
+        "x": np.full((1, K // 4), 0x02020202, np.uint32),
+        "xs": np.ones((1, K // 32), np.float32),
+        "y": np.zeros((1, N), np.float32),
+    }
+    dtypes = {name: "u32" if name in ("w", "x") else "f32" for name in values}
+    decls = {name: TensorDecl(name, dtypes[name], v.shape, "state") for name, v in values.items()}
     control = TensorDecl("control", "u32", (8,), "io")
     with open_device(cpu_driver(), validation=False, spirv=REFERENCE, bindings={"reference": record}) as device:
         device.store(control, Tensor.of(np.array([1, 1, 1, 0, 0, 0, 0, 0], np.uint32)))
         for name, decl in decls.items():
-            device.store(decl, Tensor.of(np.full(decl.shape, 0.5, np.float32)) if name != "y" else None)
+            device.store(decl, Tensor.of(values[name]))
         only = PlanStep("reference", "reference", {}, {n: n for n in decls}, device="vulkan")
         program = device.compile(Plan("reference", 1, 1, (only,), {"control": control, **decls}))
         device.wait(program.submit())
-        if not (device.read("y").array == K / 4).all():
+        if not (device.read("y").array == K).all():
             raise RuntimeError("the reference kernel computes wrongly: nothing can be compared with it")
         yield lambda: device.wait(program.submit())
 
