@@ -100,7 +100,7 @@ NPU_VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
        for op in ("attention", "attention_i8")},
     "rmsnorm": ({"T": 17, "H": 2080},),
     "matmul_i8": ({"T": 65, "K": 256, "N": 256},),
-    "matmul_i8i4": ({"T": 65, "K": 512, "N": 256},),
+    "matmul_blocks": ({"T": 65, "K": 512, "N": 256},),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from kernels.oracle import ORACLE, argument
 
 Tensors = Mapping[str, Tensor]
 # Products whose every order of summation is exact for small integers.
-EXACT = ("embed", "linear", "fused_qkv", "dequantize", "logits")
+EXACT = ("embed", "linear", "fused_qkv", "dequantize", "logits", "matmul_blocks")
 
 
 def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) -> Call:

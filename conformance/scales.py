@@ -58,7 +58,7 @@ def _linear(call: Call) -> dict[str, np.ndarray]:
     return {name: product(call.values["x"], call.dtypes["x"], call.tensors["w"], call.values["w"])}
 
 
-def _matmul_i8i4(call: Call) -> dict[str, np.ndarray]:
+def _matmul_blocks(call: Call) -> dict[str, np.ndarray]:
     return {"y": np.abs(call.values["x"].astype(np.float64)) @ np.abs(call.values["w"]).T}
 
 
@@ -142,7 +142,7 @@ _SCALES: dict[str, Callable[[Call], dict[str, np.ndarray]]] = {
     "attention": _attention,
     "attention_i8": _attention_i8,
     "decode_attention": _decode_attention,
-    "matmul_i8i4": _matmul_i8i4,
+    "matmul_blocks": _matmul_blocks,
     "geglu": _geglu,
     "fused_ffn": _fused_ffn,
 }

@@ -26,7 +26,8 @@ from conformance.strategies import cases
 from hybrid.spec import load_ops
 from kernels.npu import compile as npu
 from kernels.npu.catalogue import AIE, entries
-from kernels.npu.layout import bf16, nibbles, real, tiled, two_level, two_parts, untiled
+from kernels.npu.layout import bf16, from_limbs, limbs, nibbles, real, tiled, two_parts, untiled
+from perf.npu import BLOCKS
 
 SPECS = load_ops()
 # The declared types whose numbers a tile kernel's own are made from.
@@ -34,6 +35,7 @@ DTYPES = {
     "rmsnorm": {"y": "f32"},
     "gemm_i8": {"x": "f32", "w": "q8_0"},
     "gemm_i8i4": {"x": "f32", "w": "q4_0"},
+    "gemm_i8q8": {"x": "f32", "w": "q8_0"},
     "attention": {"k_cache": "f32", "o": "f32"},
     "attention_i8": {"k_cache": "f16", "o": "f32"},
 }
@@ -129,16 +131,17 @@ def test_another_requantisation_is_seen(change: tuple[str, str], tmp_path: Path,
         prove_requantisation(tmp_path / "gemm_i8.cc")
 
 
-def test_int4_sums_at_their_limit() -> None:
-    """The largest codes and multipliers over the largest tile do not overflow int32."""
-    macros = {"DIM_M": 8, "DIM_K": 512, "DIM_N": 16}
-    zero, step = (npu.kernel(n, **macros) for n in ("gemm_i8i4_zero", "gemm_i8i4"))
+@pytest.mark.parametrize(("stem", "depth", "code", "deep"), [("gemm_i8i4", 512, -8, 16), ("gemm_i8q8", 2048, -127, 8)])
+def test_sums_of_blocks_at_their_limit(stem: str, depth: int, code: int, deep: int) -> None:
+    """The largest codes and multipliers over the largest tile do not overflow."""
+    macros = {"DIM_M": 8, "DIM_K": depth, "DIM_N": 16}
+    zero, step = (npu.kernel(n, **macros) for n in (f"{stem}_zero", stem))
     c = npu.buffer((2, 2, 4, 8), np.float32, np.nan)
     zero(c)
-    a, w = np.full((8, 512), 127, np.int8), np.full((512, 16), -8, np.int8)
-    m = np.full((16, 16), -4095, np.int16)
-    step(npu.aligned(tiled(a, 4, 16)), npu.aligned(nibbles(tiled(w, 16, 8))), npu.aligned(m), npu.buffer(16, np.float32, 1), c)
-    assert (c == np.float32(512 * 127 * 8 * 4095)).all()
+    a, w = tiled(np.full((8, depth), 127, np.int8), 4, deep), tiled(np.full((depth, 16), code, np.int8), deep, 8)
+    m = np.full((depth // 32, 2, 2, 8), -2048, np.int16)
+    step(npu.aligned(a), npu.aligned(nibbles(w) if deep == 16 else w), npu.aligned(m), npu.buffer(16, np.float32, 1), c)
+    assert (c == np.float32(depth * 127 * code * -2048 * 4097)).all()
 
 
 def prove_exp2(source: Path | None = None) -> None:
@@ -201,10 +204,14 @@ def test_counts_follow_from_the_sizes() -> None:
         assert counts("gemm_i8", DIM_M=m, DIM_K=k, DIM_N=n) == {
             "mac_i8": m * k * n // 256, "load": blocks * (k // 8 * 6 + 16), "store": blocks * 16, "srs": blocks * 8
         }  # fmt: skip
-        i4 = counts("gemm_i8i4", DIM_M=m, DIM_K=k, DIM_N=n)
-        assert i4["mac_i8i4"] == m * k * n // 512
-        assert i4["load"] == blocks * (k // 32 * 18 + 2 + 16) and i4["store"] == blocks * 16
-        assert i4["mac_vector"] == blocks * 4 * (k // 32 + 12)
+        tiles = m * n // 32
+        i4, q8 = (counts(name, DIM_M=m, DIM_K=k, DIM_N=n) for name in ("gemm_i8i4", "gemm_i8q8"))
+        assert i4["mac_i8i4"] == m * k * n // 512 and q8["mac_i8"] == m * k * n // 256
+        assert i4["load"] == tiles * (k // 32 * 7 + 5) and q8["load"] == tiles * (k // 32 * 13 + 5)
+        assert i4["store"] == q8["store"] == tiles * 4
+        for name, found in (("q4_0", i4), ("q8_0", q8)):
+            per_block, per_tile = BLOCKS[name]
+            assert found["mac_vector"] + found["alu"] == tiles * (k // 32 * per_block + per_tile), name
     lq, lk, d = 16, 16, 32
     tile = counts("attention_tile", LQ=lq, LK=lk, DIM_D=d)
     assert tile["mac_bf16"] == 2 * lq * lk * d // 128
@@ -242,13 +249,17 @@ def test_defaults_in_sources_are_those_declared() -> None:
             assert value and float(value[1].rstrip("f")) == macro.default, f"{e.source.name}: {name}"
 
 
-def test_two_level_scales_keep_the_declared_precision() -> None:
-    scales = values.normal(2, "scales", (8, 16)).astype(np.float16).astype(np.float64)
-    m, unit = two_level(scales, 8)
-    back = m.reshape(8, 2, 8) * unit[..., None].astype(np.float64)
-    top = np.abs(scales.reshape(8, 2, 8)).max(axis=2, keepdims=True)
-    assert (np.abs(back - scales.reshape(8, 2, 8)) <= top * 2**-13).all() and np.abs(m).max() == 4095
-    assert (two_level(np.zeros((2, 4)), 2)[0] == 0).all()
+def test_scales_in_two_multipliers_are_exact_within_their_range() -> None:
+    """Every float16 within 2^-12 of the largest of its tile; below, to 2^-23 of the largest; units are powers of two."""
+    every = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
+    scales = np.concatenate([every, -every, np.zeros(2)]).reshape(-1, 4)
+    for pair in (scales, np.random.default_rng(3).permutation(scales.reshape(-1)).reshape(-1, 4)):
+        m, unit = limbs(pair, 4)
+        back, top = from_limbs(m, unit), np.abs(pair).max(axis=1, keepdims=True)
+        near = np.abs(pair) >= top * 2**-12
+        assert (back[near] == pair[near]).all() and (np.abs(back - pair) <= top * 2**-23).all()
+        assert np.abs(m).max() == 2048 and (np.frexp(unit)[0] == 0.5).all()
+    assert (limbs(np.zeros((2, 4)), 2)[0] == 0).all()
 
 
 def test_layouts_are_undone() -> None:

@@ -22,10 +22,10 @@ from kernels.vulkan.spirv import inspect
 
 OPERATIONS = (
     "add_rmsnorm", "attention", "attention_i8", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn",
-    "fused_qkv", "geglu", "linear", "linear_rows", "logits", "matmul_i8", "matmul_i8i4", "qk_norm_rope_append", "quantize_act",
+    "fused_qkv", "geglu", "linear", "linear_rows", "logits", "matmul_blocks", "matmul_i8", "qk_norm_rope_append", "quantize_act",
     "rmsnorm", "sample",
 )  # fmt: skip
-NPU_ONLY = ("attention_i8", "matmul_i8", "matmul_i8i4")  # products of codes
+NPU_ONLY = ("attention_i8", "matmul_blocks", "matmul_i8")  # products of codes
 GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
 OPS = load_ops()
 SPIRV = Path(__file__).parents[1] / "kernels" / "vulkan" / "spirv"

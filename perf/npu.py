@@ -30,15 +30,19 @@ else:
     import tomli as tomllib
 
 MEASURED = Path(__file__).with_name("npu_measured.toml")
-BYTES = {"i8": 1.0, "i4": 0.5, "i16": 2.0, "bf16": 2.0, "i32": 4.0, "f32": 4.0}
+# Of an element in a core; a block of 32 weights has two multipliers of 2 bytes.
+BYTES = {"i8": 1.0, "q4_0": 0.625, "q8_0": 1.125, "i16": 2.0, "bf16": 2.0, "i32": 4.0, "f32": 4.0}
 # aie::mmul by operand type: M x K x N, and the bytes of its operands.
-MMUL = {"i8": (4, 8, 8, 32, 64), "i4": (4, 16, 8, 64, 64), "bf16": (4, 8, 4, 64, 64)}
+MMUL = {"i8": (4, 8, 8, 32, 64), "q4_0": (4, 16, 8, 64, 64), "q8_0": (4, 8, 8, 32, 64), "bf16": (4, 8, 4, 64, 64)}
+# Weights in blocks: vector operations beside the matrix unit's, of a block of 32 for 4 x 8 results, and of those results once
+# a tile over K (the kernels' own counts: test_npu_kernels.py).
+BLOCKS = {"q4_0": (2, 32), "q8_0": (4, 40)}
 CORES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """C[M,N] = A[M,K] B[K,N] on 4 x columns cores with tiles m, k, n. inputs: type of B (A is int8 beside 4-bit weights)."""
+    """C[M,N] = A[M,K] B[K,N] on 4 x columns cores with tiles m, k, n. inputs: type of B (A is int8 beside weights in blocks)."""
 
     tile: tuple[int, int, int]
     size: tuple[int, int, int]
@@ -81,9 +85,12 @@ def step_cycles(p: Product, r: Rates) -> float:
     m, k, n = p.tile
     unit = MMUL[p.inputs]
     instructions = m * k * n / prod(unit[:3])
-    loads = instructions * (unit[3] + unit[4]) / 2 / (2 * r.load_bytes.value)  # 2 x 2 blocks share them
+    share = {"q4_0": (1, 2), "q8_0": (1, 1)}.get(p.inputs, (2, 2))  # tiles of C that use a B, and an A, that is loaded once
+    loads = instructions * (unit[3] / share[1] + unit[4] / share[0]) / (2 * r.load_bytes.value)
     accumulate = m * n * (r.accumulate_cycles.value + r.accumulate_cycles_per_byte.value * BYTES[p.output])
-    return max(instructions / p.issue, loads) + accumulate
+    per_block, per_tile = BLOCKS.get(p.inputs, (0, 0))
+    scaled = m * n / 32 * (k / 32 * per_block + per_tile)
+    return max(instructions / p.issue + scaled, loads) + accumulate
 
 
 def run_times(p: Product, r: Rates, chained: bool = False) -> Times:
@@ -191,8 +198,8 @@ def designs() -> str:
             p = Product(
                 (f["m"], f["k"], f["n"]),
                 (f["M"], f["K"], f["N"]),
-                "i4" if "i4" in name else "i8",
-                "f32" if "i4" in name else "i32",
+                name.rsplit(".", 1)[1] if name.endswith(tuple(BLOCKS)) else "i8",
+                "f32" if name.endswith(tuple(BLOCKS)) else "i32",
                 make().columns,
             )
             t = run_times(p, rates())

@@ -49,6 +49,7 @@ def main() -> None:
         print("caught", flush=True)
     kernels = tiles.Kernels(options=npu.SANITISE)
     specs, dtypes = load_ops(), {"gemm_i8": {"x": "f32", "w": "q8_0"}, "gemm_i8i4": {"x": "f32", "w": "q4_0"}}
+    dtypes["gemm_i8q8"] = dtypes["gemm_i8"]
     for file, (op, run) in tiles.RUNS.items():
         spec = specs[op]
         run(spec, variant(spec, base_bind(spec), spec.dtypes(dtypes.get(file, {next(iter(spec.outputs)): "f32"})), 1), kernels)

@@ -26,7 +26,7 @@ from conformance.scales import Call
 from hybrid.spec import OpSpec
 from hybrid.spec.tensor import Tensor
 from kernels.npu.compile import Kernel, aligned, buffer, kernel
-from kernels.npu.layout import bf16, int8_rows, nibbles, padded, real, tiled, two_level, two_parts, untiled
+from kernels.npu.layout import bf16, from_limbs, int8_rows, limbs, nibbles, padded, real, tiled, two_parts, untiled
 from kernels.oracle import ORACLE
 from kernels.oracle.blocks import integers
 
@@ -93,38 +93,61 @@ def linear_i8(spec: OpSpec, case: Case, kernels: Kernels) -> compare.Verdict:
 
 
 def linear_i4(spec: OpSpec, case: Case, kernels: Kernels) -> compare.Verdict:
-    """W4A8: q4_0's codes, its scales in two levels, a scale for each row of x. Then once more with every float scale 1, where
-    the result is an integer: equality."""
+    """W4A8: q4_0's codes and scales, a scale for each row of x, which the kernel applies too."""
     inputs = _live(spec, case)
-    (n, depth), groups = inputs["w"].shape, GEMM["DIM_K"] // 32
     x, x_scale = int8_rows(values.real(inputs["x"]))
-    w = integers("q4_0", [p.reshape(-1, p.shape[-1] // (depth // 32)) for p in inputs["w"].parts]).reshape(n, depth)
-    tiles = -(-depth // GEMM["DIM_K"])
-    m, unit = two_level(padded(inputs["w"].parts[1].astype(np.float64), 1, groups), groups)
-    scales = np.repeat(m.reshape(n, tiles, groups) * unit[..., None].astype(np.float64), 32, axis=2).reshape(n, -1)[:, :depth]
-    call = _call(spec, case, {"x": x * x_scale[:, None].astype(np.float64), "w": w * scales})
-    y = _i4(kernels, x, w, m, unit, x_scale)
-    small = np.clip(m, -3, 3)
-    wanted = x.astype(np.int64) @ (w * np.repeat(small, 32, axis=1)[:, :depth].astype(np.int64)).T
-    got = _i4(kernels, x, w, small, np.ones_like(unit), np.ones_like(x_scale))
-    compare.same(f"{case}: integer sums", got, wanted.astype(np.float32))
-    return _judge(spec, case, call, "y", y, "f32")
+    call = _call(spec, case, {"x": x * x_scale[:, None].astype(np.float64)})
+    y = _blockwise(spec, case, kernels, x, "gemm_i8i4")
+    rows, out = kernels.get("gemm_i8i4_rows", "gemm_i8i4.cc", **GEMM), np.empty_like(y)
+    for r, c in _blocks(*y.shape):
+        scaled = buffer((GEMM["DIM_M"] // 4, GEMM["DIM_N"] // 8, 4, 8), np.float32, np.nan)
+        down = aligned(padded(x_scale[r], GEMM["DIM_M"]))
+        rows(aligned(tiled(padded(y[r, c], GEMM["DIM_M"], GEMM["DIM_N"]), 4, 8)), down, scaled)
+        out[r, c] = untiled(scaled)[: len(x[r]), : y[r, c].shape[1]]
+    return _judge(spec, case, call, "y", out, "f32")
 
 
-def _i4(kernels: Kernels, x: np.ndarray, w: np.ndarray, m: np.ndarray, unit: np.ndarray, x_scale: np.ndarray) -> np.ndarray:
-    zero, step, scale = (kernels.get(f"gemm_i8i4{n}", "gemm_i8i4.cc", **GEMM) for n in ("_zero", "", "_rows"))
-    y = np.empty((len(x), len(w)), np.float32)
-    groups = GEMM["DIM_K"] // 32
+def linear_q8(spec: OpSpec, case: Case, kernels: Kernels) -> compare.Verdict:
+    """W8A8 with q8_0's codes and scales; the scales of x's rows are the host's."""
+    x, x_scale = int8_rows(values.real(_live(spec, case)["x"]))
+    call = _call(spec, case, {"x": x * x_scale[:, None].astype(np.float64)})
+    return _judge(spec, case, call, "y", _blockwise(spec, case, kernels, x, "gemm_i8q8") * x_scale[:, None], "f32")
+
+
+def _blockwise(spec: OpSpec, case: Case, kernels: Kernels, x: np.ndarray, stem: str) -> np.ndarray:
+    """codes x @ w.T with a scale for every 32; first with integers for scales, where equality is demanded."""
+    w = _live(spec, case)["w"]
+    (n, depth), groups, tiles = w.shape, GEMM["DIM_K"] // 32, -(-w.shape[1] // GEMM["DIM_K"])
+    codes = integers(w.dtype, [p.reshape(-1, p.shape[-1] // (depth // 32)) for p in w.parts]).reshape(n, depth)
+    m, unit = limbs(padded(w.parts[1].astype(np.float64), 1, groups), groups)
+    spread = np.abs(w.parts[1].astype(np.float64))
+    if (spread[spread > 0].min(initial=1) >= spread.max(initial=1) / 4096).all():
+        compare.same(f"{case}: scales", from_limbs(m, unit)[:, : depth // 32], w.parts[1].astype(np.float64))
+    for which, size in enumerate((2.0**-12, 1.0)):  # the upper multipliers alone, then the lower ones
+        small = np.zeros_like(m)
+        small[..., which] = np.clip(m[..., which], -3, 3)
+        wanted = x.astype(np.int64) @ (codes * np.repeat(small[..., which].astype(np.int64), 32, axis=1)[:, :depth]).T
+        got = _multiplied(kernels, stem, x, codes, small, np.full((n, tiles), size, np.float32))
+        compare.same(f"{case}: integer sums", got, wanted.astype(np.float32))
+    return _multiplied(kernels, stem, x, codes, m, unit)
+
+
+def _multiplied(
+    kernels: Kernels, stem: str, x: np.ndarray, w: np.ndarray, m: np.ndarray, unit: np.ndarray
+) -> np.ndarray:
+    zero, step = (kernels.get(f"{stem}{n}", f"{stem}.cc", **GEMM) for n in ("_zero", ""))
+    y, groups, deep = np.empty((len(x), len(w)), np.float32), GEMM["DIM_K"] // 32, 16 if stem == "gemm_i8i4" else 8
     for rows, columns in _blocks(*y.shape):
         a, b = padded(x[rows], GEMM["DIM_M"], GEMM["DIM_K"]), padded(w[columns].T, GEMM["DIM_K"], GEMM["DIM_N"])
-        many, one = padded(m[columns].T, 1, GEMM["DIM_N"]), padded(unit[columns].T, 1, GEMM["DIM_N"])
-        c, out = (buffer((GEMM["DIM_M"] // 4, GEMM["DIM_N"] // 8, 4, 8), np.float32, np.nan) for _ in range(2))
+        by = padded(m[columns], GEMM["DIM_N"], 1, 1).reshape(GEMM["DIM_N"] // 8, 8, -1, 2).transpose(2, 0, 3, 1)
+        one = padded(unit[columns].T, 1, GEMM["DIM_N"])
+        c = buffer((GEMM["DIM_M"] // 4, GEMM["DIM_N"] // 8, 4, 8), np.float32, np.nan)
         zero(c)
         for i, k in enumerate(range(0, a.shape[1], GEMM["DIM_K"])):
-            step(aligned(tiled(a[:, k : k + GEMM["DIM_K"]], 4, 16)), aligned(nibbles(tiled(b[k : k + GEMM["DIM_K"]], 16, 8))),
-                 aligned(many[i * groups : (i + 1) * groups]), aligned(one[i]), c)  # fmt: skip
-        scale(c, aligned(padded(x_scale[rows], GEMM["DIM_M"])), out)
-        y[rows, columns] = untiled(out)[: len(x[rows]), : len(w[columns])]
+            codes = tiled(b[k : k + GEMM["DIM_K"]], deep, 8)
+            step(aligned(tiled(a[:, k : k + GEMM["DIM_K"]], 4, deep)), aligned(nibbles(codes) if deep == 16 else codes),
+                 aligned(np.ascontiguousarray(by[i * groups : (i + 1) * groups])), aligned(one[i]), c)  # fmt: skip
+        y[rows, columns] = untiled(c)[: len(x[rows]), : len(w[columns])]
     return y
 
 
@@ -190,6 +213,7 @@ RUNS: dict[str, tuple[str, Callable[[OpSpec, Case, Kernels], compare.Verdict]]] 
     "rmsnorm": ("rmsnorm", rmsnorm),
     "gemm_i8": ("linear", linear_i8),
     "gemm_i8i4": ("linear", linear_i4),
+    "gemm_i8q8": ("linear", linear_q8),
     "attention": ("attention", attention),
     "attention_i8": ("attention", attention_i8),
 }

@@ -48,9 +48,9 @@ ROUNDING = ("floor", "ceil", "symmetric_floor", "symmetric_ceil", "negative_inf"
             "symmetric_inf", "conv_even", "conv_odd")  # fmt: skip
 SATURATION = ("none", "saturate", "symmetric")
 COUNTERS = ("mac_i8", "mac_i8i4", "mac_i16", "mac_bf16", "mac_vector", "load", "store", "srs", "shuffle", "lookup", "alu")
-"""One each: a native aie::mmul of that type; a lane-wise multiply(-accumulate) of 16 bfloat16 or 32 integer lanes; a load or
-store of 256 bits; an accumulator's conversion to 512 bits of vector; a shuffle; 16 table look-ups; other vector operations of
-512 bits."""
+"""One each: a native aie::mmul of that type; a lane-wise multiply(-accumulate) of 16 bfloat16, 16 int32 or 32 narrower lanes; a
+load or store of 256 bits; an accumulator's conversion to 512 bits of vector; a shuffle; 16 table look-ups; other vector
+operations of 512 bits."""
 
 
 class KernelTrap(RuntimeError):

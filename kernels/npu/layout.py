@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK = 32
-MOST = 4095
-"""Of a multiplier of gemm_i8i4 (12 bits): int32 sums over 512 codes of 4 bits cannot overflow."""
+LIMB, BITS = 4096, 23
+"""A scale is an integer of 23 bits in two multipliers of 12: int32 sums over 512 codes of 4 bits cannot overflow."""
 
 
 def tiled(x: np.ndarray, r: int, c: int) -> np.ndarray:
@@ -65,16 +65,25 @@ def nibbles(codes: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray((low & np.uint8(15)) | (high << np.uint8(4)))
 
 
-def two_level(scales: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scales [N, G] of groups of 32 -> multipliers int16 [N, G] and float32 [N, G/groups]: scale = multiplier * float.
+def limbs(scales: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scales [N, G] of blocks of 32 -> multipliers int16 [N, G, 2] and float32 units [N, G/groups]:
+    scale = unit (4096 m[0] + m[1]), |m| <= 2048 (aie/scales.h).
 
-    `groups` of a tile (DIM_K / 32) share the float. The error is below 2^-13 of the tile's largest scale. A float16 scale of
-    that size is exact when its own 11 bits are enough."""
+    `groups` of a tile (DIM_K / 32) share the unit, a power of two. A float16 scale within 2^-12 of the tile's largest is
+    exact; a smaller one is off by at most 2^-23 of the largest."""
     n, g = scales.shape
     if g % groups:
         raise ValueError(f"{g} groups are not made of tiles of {groups}")
     cut = np.asarray(scales, np.float64).reshape(n, g // groups, groups)
     top = np.abs(cut).max(axis=2)
-    unit = np.where(top > 0, top / MOST, 1).astype(np.float32)
-    codes = np.clip(np.rint(cut / unit[..., None]), -MOST, MOST)
-    return codes.reshape(n, g).astype(np.int16), unit
+    unit = np.exp2(np.frexp(top)[1] - float(BITS)) * (top > 0) + (top == 0)
+    whole = np.rint(cut / unit[..., None]).astype(np.int64)
+    high = (whole + LIMB // 2) // LIMB
+    return np.stack([high, whole - LIMB * high], axis=-1).reshape(n, g, 2).astype(np.int16), unit.astype(np.float32)
+
+
+def from_limbs(m: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    """float64 scales [N, G] of what limbs() gives."""
+    n, g, _ = m.shape
+    whole = (m[..., 0].astype(np.int64) * LIMB + m[..., 1]).reshape(n, unit.shape[1], -1)
+    return (whole * unit[..., None].astype(np.float64)).reshape(n, g)

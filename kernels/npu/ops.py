@@ -14,8 +14,8 @@ import numpy as np
 from hybrid.spec.tensor import Tensor
 from kernels.npu.attend import attention, attention_i8
 from kernels.npu.design import Design
-from kernels.npu.designs import gemm_i8, gemm_i8i4, rmsnorm_bf16
-from kernels.npu.designs.gemm import ROWS, Gemm
+from kernels.npu.designs import gemm_blocks, gemm_i8, rmsnorm_bf16
+from kernels.npu.designs.gemm import ROWS, Gemm, Weights
 from kernels.npu.designs.rmsnorm import CORES, Norm
 from kernels.npu.layout import bf16, int8_rows, padded, real, two_parts
 from kernels.npu.tiles import tile_weights
@@ -23,7 +23,11 @@ from kernels.npu.xrt import Job
 from kernels.oracle.quant import dequantise
 
 # (m, k, n) of a core's tile: for few rows or columns, and for prefill.
-TILES = {"i8": ((16, 32, 16), (64, 128, 64)), "i4": ((16, 64, 16), (32, 256, 64))}
+TILES: dict[Weights, tuple[tuple[int, int, int], ...]] = {
+    "i8": ((16, 32, 16), (64, 128, 64)),
+    "q4_0": ((16, 64, 16), (32, 256, 64)),
+    "q8_0": ((16, 32, 16), (32, 256, 32)),
+}
 COLUMNS = 4
 
 
@@ -35,13 +39,13 @@ class Npu(Protocol):
         ...
 
 
-def choose(T: int, K: int, N: int, weights: Literal["i8", "i4"], out: Literal["i32", "f32"]) -> Gemm:
+def choose(T: int, K: int, N: int, weights: Weights, out: Literal["i32", "f32"]) -> Gemm:
     """Sizes of the design for a product, everything padded to whole tiles."""
     small, large = TILES[weights]
     m, k, n = large if ROWS * small[0] < T and large[1] <= K and COLUMNS * large[2] <= N else small
     up = lambda size, unit: -(-size // unit) * unit  # noqa: E731
     return Gemm(
-        up(T, ROWS * m), up(K, k), up(N, COLUMNS * n), m, k, n, COLUMNS, s=8 if weights == "i8" else 16, weights=weights, out=out
+        up(T, ROWS * m), up(K, k), up(N, COLUMNS * n), m, k, n, COLUMNS, s=16 if weights == "q4_0" else 8, weights=weights, out=out
     )
 
 
@@ -64,19 +68,25 @@ def linear_rows(npu: Npu, x: np.ndarray, w: Any, **_: Any) -> tuple[np.ndarray]:
     return (dots.astype(np.float32) * scale[:, None] * across,)
 
 
-def matmul_i8i4(npu: Npu, x: np.ndarray, w: Tensor, **_: Any) -> tuple[np.ndarray]:
-    g = choose(x.shape[0], x.shape[1], w.shape[0], "i4", "f32")
-    b = npu.kept((id_of(w.parts[0]), g.k, g.n), lambda: _four_bits(w, g))
+def matmul_blocks(npu: Npu, x: np.ndarray, w: Tensor, **_: Any) -> tuple[np.ndarray]:
+    g = choose(x.shape[0], x.shape[1], w.shape[0], "q4_0" if w.dtype == "q4_0" else "q8_0", "f32")
+    b = npu.kept((id_of(w.parts[0]), g.k, g.n), lambda: _stored(w, g))
     out = np.empty((g.M, g.N), np.float32)
     npu.run([Job(_gemm(g), {"A": padded(x, ROWS * g.m, g.k), "B": b}, {"C": out})])
     return (out[: len(x), : w.shape[0]],)
 
 
-def _four_bits(w: Tensor, g: Gemm) -> np.ndarray:
+def _stored(w: Tensor, g: Gemm) -> np.ndarray:
+    """The checkpoint's codes and scales in the design's order; nothing is rounded again."""
+    codes = w.parts[0] if w.dtype == "q8_0" else _four_bits(w)
+    return tile_weights(padded(codes, g.columns * g.n, g.k), g, padded(w.parts[1].astype(np.float32), g.columns * g.n, g.k // 32))
+
+
+def _four_bits(w: Tensor) -> np.ndarray:
     """q4_0: byte i of a block of 32 holds element i in its low half and i + 16 in the high one, each 8 too large."""
     packed = w.parts[0].reshape(w.shape[0], -1, 16)
     codes = np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8).reshape(w.shape) - np.int8(8)
-    return tile_weights(padded(codes, g.columns * g.n, g.k), g, padded(w.parts[1].astype(np.float32), g.columns * g.n, g.k // 32))
+    return codes
 
 
 def rmsnorm(npu: Npu, x: np.ndarray, w: np.ndarray, eps: float, **_: Any) -> tuple[np.ndarray]:
@@ -93,9 +103,9 @@ def id_of(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
 
 
 # Designs are compared and hashed on every run: the same one is kept.
-_gemm: Callable[[Gemm], Design] = lru_cache(maxsize=256)(lambda g: gemm_i8(g) if g.weights == "i8" else gemm_i8i4(g))
+_gemm: Callable[[Gemm], Design] = lru_cache(maxsize=256)(lambda g: gemm_i8(g) if g.weights == "i8" else gemm_blocks(g))
 _norm: Callable[[Norm, float], Design] = lru_cache(maxsize=64)(rmsnorm_bf16)
 
 OPS: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
-    f.__name__: f for f in (linear_rows, matmul_i8, matmul_i8i4, rmsnorm, attention, attention_i8)
+    f.__name__: f for f in (linear_rows, matmul_i8, matmul_blocks, rmsnorm, attention, attention_i8)
 }

@@ -6,24 +6,25 @@ import numpy as np
 
 from kernels.npu.designs.attention import CORES, HEAD, Attention
 from kernels.npu.designs.gemm import Gemm
-from kernels.npu.layout import nibbles, two_level
+from kernels.npu.layout import limbs, nibbles
 
 
 def tile_weights(codes: np.ndarray, g: Gemm, scales: np.ndarray | None = None) -> np.ndarray:
     """int8 codes [N, K] as B of a design, flat bytes: [columns][N/(columns n)][K/k] tiles of [k/s][n/t][s][t].
 
-    4-bit codes (-8..7) lie two to a byte; each tile ends with its multipliers and floats, from `scales` [N, K/32]."""
+    q4_0's codes (-8..7) lie two to a byte. With blocks each tile ends with its multipliers and units, from `scales` [N, K/32]."""
     blocks = g.N // (g.columns * g.n)
     w = codes.reshape(blocks, g.columns, g.n // g.t, g.t, g.K // g.k, g.k // g.s, g.s)
     cut = np.ascontiguousarray(w.transpose(1, 0, 4, 5, 2, 6, 3)).reshape(g.columns, blocks, g.K // g.k, g.k * g.n)
     if g.weights == "i8":
         return cut.reshape(-1)
     if scales is None:
-        raise ValueError("4-bit weights have a scale for every 32")
-    m, unit = two_level(scales, g.k // 32)
-    m = m.reshape(blocks, g.columns, g.n, g.K // g.k, g.k // 32).transpose(1, 0, 3, 4, 2)
+        raise ValueError(f"{g.weights} weights have a scale for every 32")
+    m, unit = limbs(scales, g.k // 32)
+    m = m.reshape(blocks, g.columns, g.n // g.t, g.t, g.K // g.k, g.k // 32, 2).transpose(1, 0, 4, 5, 2, 6, 3)
     s = unit.reshape(blocks, g.columns, g.n, g.K // g.k).transpose(1, 0, 3, 2)
-    flat = [np.ascontiguousarray(part).reshape(g.columns, blocks, g.K // g.k, -1).view(np.uint8) for part in (nibbles(cut), m, s)]
+    packed = nibbles(cut) if g.weights == "q4_0" else cut
+    flat = [np.ascontiguousarray(part).reshape(g.columns, blocks, g.K // g.k, -1).view(np.uint8) for part in (packed, m, s)]
     return np.concatenate(flat, axis=-1).reshape(-1)
 
 

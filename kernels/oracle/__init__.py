@@ -37,7 +37,7 @@ ORACLE: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
         linear.logits,
         integer.linear_rows,
         integer.matmul_i8,
-        integer.matmul_i8i4,
+        integer.matmul_blocks,
         sampling.sample,
         sampling.decode_rows,
     )

@@ -27,6 +27,6 @@ def int8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(np.rint(x / scale[:, None]), -127, 127).astype(np.int8), scale
 
 
-def matmul_i8i4(x: np.ndarray, w: Tensor, real: Real = np.float64) -> tuple[np.ndarray]:
-    """x i8 [T, K], w q4_0 [N, K] -> x @ w.T."""
+def matmul_blocks(x: np.ndarray, w: Tensor, real: Real = np.float64) -> tuple[np.ndarray]:
+    """x i8 [T, K], w q4_0 or q8_0 [N, K] -> x @ w.T."""
     return (x.astype(real) @ dequantise(w, real).T,)

@@ -25,10 +25,10 @@ def gemm_i8(g: Gemm) -> Design:
     return gemm(g, tile_kernel("gemm_i8_zero", **tile), tile_kernel("gemm_i8", **tile), requantise, f"gemm_i8_{g.out}")
 
 
-def gemm_i8i4(g: Gemm) -> Design:
-    """INT8 x 4-bit product, a scale for every 32 weights; float32 results."""
-    tile = {"DIM_M": g.m, "DIM_K": g.k, "DIM_N": g.n}
-    return gemm(g, tile_kernel("gemm_i8i4_stream_zero", **tile), tile_kernel("gemm_i8i4_stream", **tile), name="gemm_i8i4")
+def gemm_blocks(g: Gemm) -> Design:
+    """INT8 activations on weights with a scale for every 32 (q4_0, q8_0); float32 results."""
+    tile, stem = {"DIM_M": g.m, "DIM_K": g.k, "DIM_N": g.n}, {"q4_0": "gemm_i8i4", "q8_0": "gemm_i8q8"}[g.weights]
+    return gemm(g, tile_kernel(f"{stem}_stream_zero", **tile), tile_kernel(f"{stem}_stream", **tile), name=stem)
 
 
 def rmsnorm_bf16(n: Norm, eps: float = 1e-6) -> Design:
@@ -64,7 +64,8 @@ def shipped() -> dict[str, Maker]:
     for model, hidden, q, kv, ffn in (("27b", 5376, 4096, 2048, 21504), ("e2b", 2048, 2048, 512, 8192)):
         for part, k, n in (("qkv", hidden, q + 2 * kv), ("out", q, hidden), ("gate_up", hidden, 2 * ffn), ("down", ffn, hidden)):
             found[f"{model}.{part}.i8"] = partial(gemm_i8, Gemm(512, k, n, 64, 128, 64, 4))
-            found[f"{model}.{part}.i4"] = partial(gemm_i8i4, Gemm(512, k, n, 32, 256, 64, 4, s=16, weights="i4", out="f32"))
+            found[f"{model}.{part}.q4_0"] = partial(gemm_blocks, Gemm(512, k, n, 32, 256, 64, 4, s=16, weights="q4_0", out="f32"))
+            found[f"{model}.{part}.q8_0"] = partial(gemm_blocks, Gemm(512, k, n, 32, 256, 32, 4, weights="q8_0", out="f32"))
         found[f"{model}.norm"] = partial(rmsnorm_bf16, Norm(512, hidden))
     kinds: tuple[tuple[Scores, str], ...] = (("bf16", ""), ("i8", ".i8"))
     for scores, suffix in kinds:
@@ -73,7 +74,8 @@ def shipped() -> dict[str, Maker]:
         found[f"small.attention{suffix}"] = partial(flash_attention, Attention(2, 1, 2, 32, 32, 32, 2, 2, scores=scores))
     for columns in (1, 2, 4):
         found[f"small.i8.c{columns}"] = partial(gemm_i8, Gemm(64, 64, 32 * columns, 16, 32, 16, columns))
-    found["small.i4"] = partial(gemm_i8i4, Gemm(64, 128, 64, 16, 64, 16, 4, s=16, weights="i4", out="f32"))
+    found["small.q4_0"] = partial(gemm_blocks, Gemm(64, 128, 64, 16, 64, 16, 4, s=16, weights="q4_0", out="f32"))
+    found["small.q8_0"] = partial(gemm_blocks, Gemm(64, 128, 64, 16, 32, 16, 4, weights="q8_0", out="f32"))
     found["small.norm"] = partial(rmsnorm_bf16, Norm(16, 64, 1))
     found["small.i8.requant"] = partial(gemm_i8, Gemm(64, 64, 64, 16, 32, 16, 4, out="i8", shift=9))
     return found

@@ -31,13 +31,15 @@ from kernels.npu.design import (
     Worker,
 )  # fmt: skip
 
+Weights = Literal["i8", "q4_0", "q8_0"]
 ROWS = 4
 GROUP = 2  # row blocks whose tasks are issued together; two groups are under way at once
+REPEAT = 256  # times that a task can send the same: a row block of A goes once for every block of columns
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """Sizes of a product. m, k, n: a core's tile; r, s, t: the matrix unit's. weights: int8, or 4-bit codes with their scales."""
+    """Sizes of a product. m, k, n: a core's tile; r, s, t: the matrix unit's. weights: bare int8, or codes with their scales."""
 
     M: int
     K: int
@@ -49,7 +51,7 @@ class Gemm:
     r: int = 4
     s: int = 8
     t: int = 8
-    weights: Literal["i8", "i4"] = "i8"
+    weights: Weights = "i8"
     out: Literal["i32", "i8", "f32"] = "i32"
     shift: int = 0
     """Of i8 results: C = saturate(round(A @ B / 2^shift))."""
@@ -65,15 +67,16 @@ class Gemm:
         ):
             if value < 1 or value % unit:
                 raise ValueError(f"a product of {self.M} x {self.K} x {self.N}: {axis} = {value} is no multiple of {unit} ({why})")
-        if self.weights == "i4" and self.k % 32:
-            raise ValueError(f"a tile of {self.k} over K: 4-bit codes have a scale for every 32")
+        if self.weights != "i8" and self.k % 32:
+            raise ValueError(f"a tile of {self.k} over K: {self.weights} has a scale for every 32")
         if self.columns not in (1, 2, 4):
             raise ValueError(f"{self.columns} columns: 4 rows of A divide into 1, 2 or 4")
 
     @property
     def tile_bytes(self) -> int:
-        """Of B in a core: codes; for 4-bit ones also an int16 for each 32 and a float for each column."""
-        return self.k * self.n if self.weights == "i8" else self.k * self.n // 2 + self.k // 16 * self.n + 4 * self.n
+        """Of B in a core: codes; with scales also two int16 for each 32 of them and a float for each column."""
+        codes = self.k * self.n // (2 if self.weights == "q4_0" else 1)
+        return codes if self.weights == "i8" else codes + self.k // 8 * self.n + 4 * self.n
 
     @property
     def stripe_bytes(self) -> int:
@@ -177,18 +180,19 @@ def _sequence(g: Gemm) -> list[Move | Finish]:
                     wait=True,
                 )
             )
-            steps.append(
-                Move(
-                    "fill",
-                    f"a_in{col}",
-                    "A",
-                    tile,
-                    (rows + col * per * g.m) * g.K,
-                    (across, g.K // g.k, per * g.m, g.k),
-                    (0, g.k, g.K, 1),
-                    group,
+            for start in range(0, across, REPEAT):
+                steps.append(
+                    Move(
+                        "fill",
+                        f"a_in{col}",
+                        "A",
+                        tile,
+                        (rows + col * per * g.m) * g.K,
+                        (min(REPEAT, across - start), g.K // g.k, per * g.m, g.k),
+                        (0, g.k, g.K, 1),
+                        group,
+                    )
                 )
-            )
             steps.append(Move("fill", f"b_in{col}", "B", tile, col * stripe, (1, 1, 1, stripe), (0, 0, 0, 1), group))
         if block % GROUP == GROUP - 1 and group > 0:
             steps.append(Finish(group - 1))

@@ -30,7 +30,7 @@ template <class A, class B, class Tag> struct product {
 
 template <class A, class B, class Tag, unsigned N>
 void multiply_add(accum<Tag, N> &acc, const vector<A, N> &a, const vector<B, N> &b, bool subtract) {
-    host::count(host::mac_vector, host::groups(N, is_real<A> ? 16 : 32));
+    host::count(host::mac_vector, host::groups(N, is_real<A> || sizeof(A) + sizeof(B) > 4 ? 16 : 32));
     for (unsigned i = 0; i < N; i++) {
         if constexpr (is_real<A>) {
             const double term = static_cast<double>(static_cast<float>(a.get(i))) * static_cast<float>(b.get(i));
