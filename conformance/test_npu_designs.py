@@ -3,6 +3,8 @@ source that reads back as the design, and mutations that must all be seen."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from kernels.npu.designs.rmsnorm import Norm
 from kernels.npu.emitter import emit
 from kernels.npu.emitter import main as emitter_main
 from kernels.npu.interpreter import Deadlock, Interpreter, NpuFault
-from kernels.npu.iron import IronError, check_program
+from kernels.npu.iron import IronError, check_program, manifest
 from kernels.npu.lower import Descriptor, Lowered, lower
 from kernels.npu.objects import on_this_computer
 from kernels.npu.reader import read
@@ -291,7 +293,7 @@ def test_emitted_programs_read_back_as_the_design(name: str) -> None:
 
 
 @pytest.mark.parametrize(("was", "becomes", "text"), [
-    ("depth=2, name", "depths=2, name", "unexpected keyword"), ("Tile(0, 2)", "Tile(0, 2, 1)", "too many positional"),
+    ("depth=2, name", "depths=2, name", "unexpected keyword"), ("Tile(0, 2)", "Tile(0, 2, 1, 1)", "too many positional"),
     (".acquire(1)", ".take(1)", "no such call"), ("import Kernel, ", "import Kernal, ", "has no Kernal"),
     ("rt.finish_task_group(group_0)", "rt.finish_task_group()", "missing a required argument"),
     ("range_(", "xrange_(", "not imported"),
@@ -301,6 +303,23 @@ def test_calls_that_the_release_does_not_have_are_refused(was: str, becomes: str
     assert was in source
     with pytest.raises(IronError, match=text):
         check_program(source.replace(was, becomes))
+
+
+def test_signatures_say_where_they_were_read() -> None:
+    """One commit for all, and for each its file and the page or the stored version; none that no emitted program calls."""
+    table = manifest()
+    assert re.fullmatch(r"[0-9a-f]{40}", table["commit"]) and table["commit"][:12] in table["release"]
+    called: set[str] = set()
+    for make in shipped().values():
+        for node in ast.walk(ast.parse(emit(make()))):
+            if isinstance(node, ast.Call):
+                called.add(node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func).split(".")[-1])
+    entries = {**table["function"], **table["method"]}
+    assert set(entries) <= called, set(entries) - called
+    for name, entry in entries.items():
+        assert entry["path"].startswith("python/") and entry["path"].endswith(".py"), name
+        read = entry.get("page", "").endswith(".html") or re.fullmatch(r"[0-9a-f]{40}", entry.get("file_commit", ""))
+        assert read, f"{name}: neither a page of the reference nor a version of the file"
 
 
 def test_a_changed_program_reads_back_as_another_design() -> None:

@@ -7,6 +7,7 @@ import ast
 import inspect
 import json
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.npu import build, xrt, xrt_sim
+from kernels.npu import build, iron, xrt, xrt_sim
 from kernels.npu.artefact import ArtefactError, decode, encode, fabric_digest, find, stem
 from kernels.npu.build import build_sim
 from kernels.npu.build import main as build_main
 from kernels.npu.designs import gemm_i8, shipped
 from kernels.npu.designs.gemm import Gemm
 from kernels.npu.device import NpuDevice
+from kernels.npu.emitter import emit
 from kernels.npu.tiles import tile_weights
 from kernels.npu.xrt import Host, Job, NpuError, NpuUnavailable, open_host
 
@@ -330,6 +332,49 @@ def test_the_build_says_what_is_missing(
         assert err.startswith("error: ") and says in err and err.count("\n") == 1
 
 
+def _package(monkeypatch: pytest.MonkeyPatch, **changed: list[str]) -> None:
+    """A package `aie` of empty functions with the manifest's signatures, but for those in `changed`."""
+    table = iron.manifest()
+    modules: dict[str, Any] = {}
+
+    def module(name: str) -> Any:
+        return modules.setdefault(name, types.ModuleType(name))
+
+    def made(name: str, params: list[str], first: str = "") -> Any:
+        given = ", ".join([*([first] if first else []), *(p + "None" if p.endswith("=") else p for p in params)])
+        scope: dict[str, Any] = {}
+        exec(f"def {name}({given}): pass", scope)
+        return scope[name]
+
+    for name, entry in table["function"].items():
+        function = made("__init__", changed.get(name, entry["params"]), "self")
+        setattr(module(entry["module"]), name, type(name, (), {"__init__": function}))
+    for name, entry in table["method"].items():
+        where, cls = entry["of"].rsplit(".", 1)
+        if not hasattr(module(where), cls):
+            setattr(module(where), cls, type(cls, (), {}))
+        setattr(getattr(module(where), cls), name, made(name, changed.get(name, entry["params"]), "self"))
+    for name, value in modules.items():
+        monkeypatch.setitem(sys.modules, name, value)
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), modules.get(".".join(parts[:i]), types.ModuleType(parts[i - 1])))
+
+
+def test_programs_are_bound_to_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = emit(shipped()["small.attention"]())
+    with pytest.raises(iron.IronError, match=r"is not mlir-aie .*No module named 'aie"):
+        iron.installed()
+    _package(monkeypatch)
+    found = iron.installed()
+    for kind in ("function", "method"):
+        assert {n: e["params"] for n, e in found[kind].items()} == {n: e["params"] for n, e in iron.manifest()[kind].items()}
+    assert iron.check_program(source, found) > 100
+    _package(monkeypatch, Worker=["core_fn", "fn_args=", "tile="])  # as later releases have it
+    with pytest.raises(iron.IronError, match=r"Worker: .*placement.*the installed package aie"):
+        iron.check_program(source, iron.installed())
+
+
 def test_the_build_drives_the_real_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands, in order, with stand-ins that only write their files."""
     commands: list[tuple[str, ...]] = []
@@ -347,7 +392,7 @@ def test_the_build_drives_the_real_tools(tmp_path: Path, monkeypatch: pytest.Mon
     build.build_npu(design, tmp_path, tools)
     assert [Path(c[0]).name for c in commands] == ["clang++", "llvm-size", Path(sys.executable).name, "aiecc.py"]
     assert "--target=aie2-none-unknown-elf" in commands[0] and "-DDIM_M=16" in commands[0]
-    assert {"--aie-generate-xclbin", "--no-xchesscc", "--npu-insts-name=design.bin"} <= set(commands[-1])
+    assert {"--aie-generate-xclbin", "--no-xchesscc", "--dynamic-objFifos", "--npu-insts-name=design.bin"} <= set(commands[-1])
     assert find(tmp_path, design).builder.startswith("mlir-aie")
     monkeypatch.setattr(build, "_tool", lambda at, *c: "text\n 20000 0\n" if "size" in c[0] else "")
     with pytest.raises(RuntimeError, match="a core has 16384"):

@@ -12,8 +12,10 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hybrid.cli import Parser, run
 from kernels.npu.artefact import ArtefactError, encode, stem, write
@@ -22,7 +24,7 @@ from kernels.npu.check import check, npu_limits
 from kernels.npu.compile import cache_folder, define
 from kernels.npu.design import Design
 from kernels.npu.emitter import emit
-from kernels.npu.iron import manifest
+from kernels.npu.iron import IronError, check_program, installed, manifest
 
 # Flags of mlir-aie's own examples for AIE2 (programming_examples/makefile-common, PEANOWRAP2_FLAGS).
 PEANO_FLAGS = (
@@ -35,7 +37,15 @@ PEANO_FLAGS = (
     "-Wno-empty-body",
     "-DNDEBUG",
 )
-AIECC_FLAGS = ("--aie-generate-xclbin", "--aie-generate-npu-insts", "--no-compile-host", "--no-xchesscc", "--no-xbridge")
+# Dynamic object fifos: attention's loops over key tiles count to numbers in memory, so their buffers cannot be unrolled.
+AIECC_FLAGS = (
+    "--aie-generate-xclbin",
+    "--aie-generate-npu-insts",
+    "--no-compile-host",
+    "--no-xchesscc",
+    "--no-xbridge",
+    "--dynamic-objFifos",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,8 @@ class Tools:
     aiecc: Path
     include: Path
     peano: Path
+    api: Mapping[str, Any] = field(default_factory=manifest)
+    """Signatures of the installed package, that emitted programs are bound to before they run."""
 
 
 def tools() -> tuple[Tools | None, list[str]]:
@@ -54,8 +66,17 @@ def tools() -> tuple[Tools | None, list[str]]:
     spec = importlib.util.find_spec("aie")
     root = Path(next(iter(spec.submodule_search_locations))).parent if spec and spec.submodule_search_locations else None
     peano = _peano()
+    api: Mapping[str, Any] = release
     if root is None:
-        missing.append(f"Python package `aie` ({release['release']}): pip install mlir_aie -f {release['wheels']}")
+        missing.append(
+            f"Python package `aie` ({release['release']}): pip install mlir_aie -f {release['wheels']} (the wheel of commit "
+            f"{release['commit'][:7]}), or build {release['repository']} at {release['commit']}"
+        )
+    else:
+        try:
+            api = installed()
+        except IronError as error:
+            missing.append(str(error))
     aiecc = shutil.which("aiecc.py") or shutil.which("aiecc")
     if aiecc is None:
         missing.append("aiecc.py on PATH: it is in the same wheel (mlir_aie/bin)")
@@ -73,7 +94,7 @@ def tools() -> tuple[Tools | None, list[str]]:
         missing.append("aie_api headers: include/ of the mlir_aie wheel, or Xilinx/aie_api")
     if missing or peano is None or aiecc is None or include is None:
         return None, missing
-    return Tools(peano / "bin" / "clang++", peano / "bin" / "llvm-size", Path(aiecc), include, peano), []
+    return Tools(peano / "bin" / "clang++", peano / "bin" / "llvm-size", Path(aiecc), include, peano, api), []
 
 
 def _peano() -> Path | None:
@@ -114,7 +135,9 @@ def build_npu(design: Design, folder: Path, t: Tools) -> None:
         limit = npu_limits().core.program_bytes
         if limit is not None and text > limit.value:
             raise RuntimeError(f"{kernel.object}: {text} bytes of code, a core has {limit.value}")
-    (work / "design.py").write_text(emit(design))
+    program = emit(design)
+    check_program(program, t.api)
+    (work / "design.py").write_text(program)
     (work / "design.mlir").write_text(_tool(work, sys.executable, "design.py"))
     _tool(
         work,

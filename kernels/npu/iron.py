@@ -1,10 +1,12 @@
-"""Holds an IRON program against the signatures of the release that it is written for (iron.toml)."""
+"""Holds an IRON program against the signatures of the release that it is written for (iron.toml), or of the one installed."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,29 @@ def manifest() -> dict[str, Any]:
     return tomllib.loads(MANIFEST.read_text())
 
 
+def installed() -> dict[str, Any]:
+    """The manifest's table with the signatures of the installed package `aie`. IronError for what that does not have."""
+    table = manifest()
+    found: dict[str, Any] = {"release": "the installed package aie", "function": {}, "method": {}}
+    for kind, at in (("function", "module"), ("method", "of")):
+        for name, entry in table[kind].items():
+            where, _, cls = entry[at].rpartition(".") if kind == "method" else (entry[at], "", "")
+            try:
+                owner = importlib.import_module(where)
+                value = getattr(getattr(owner, cls) if cls else owner, name)
+            except (ImportError, AttributeError) as error:
+                raise IronError(f"the installed package aie is not {table['release']}: {entry[at]}: {name}: {error}") from None
+            found[kind][name] = {**entry, "params": _params(value, bound=kind == "method")}
+    return found
+
+
+def _params(value: Any, bound: bool) -> list[str]:
+    """A signature in the manifest's form; `bound`: without the first parameter, the object."""
+    listed = list(inspect.signature(value).parameters.values())[1 if bound else 0 :]
+    named = [p for p in listed if p.kind is not p.VAR_KEYWORD]
+    return [f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name if p.default is p.empty else f"{p.name}=" for p in named]
+
+
 def signature(params: list[str]) -> inspect.Signature:
     """`name` is required, `name=` may be left out, `*name` takes any number."""
     made = []
@@ -38,9 +63,10 @@ def signature(params: list[str]) -> inspect.Signature:
     return inspect.Signature(made)
 
 
-def check_program(source: str) -> int:
-    """Number of calls bound. Raises IronError, with the line, for an import or a call that the release does not have."""
-    tree, table = ast.parse(source), manifest()
+def check_program(source: str, table: Mapping[str, Any] | None = None) -> int:
+    """Number of calls bound. Raises IronError, with the line, for an import or a call that the release does not have.
+    `table`: of another release than the manifest's (installed())."""
+    tree, table = ast.parse(source), table or manifest()
     imported = _imports(tree, table)
     count = 0
     for function in [None, *(f for f in tree.body if isinstance(f, ast.FunctionDef))]:
@@ -54,7 +80,7 @@ def check_program(source: str) -> int:
     return count
 
 
-def _imports(tree: ast.Module, table: dict[str, Any]) -> set[str]:
+def _imports(tree: ast.Module, table: Mapping[str, Any]) -> set[str]:
     names: set[str] = set()
     for node in (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("aie")):
         for alias in node.names:
@@ -67,7 +93,7 @@ def _imports(tree: ast.Module, table: dict[str, Any]) -> set[str]:
     return names
 
 
-def _bind(call: ast.Call, imported: set[str], formal: set[str], table: dict[str, Any]) -> None:
+def _bind(call: ast.Call, imported: set[str], formal: set[str], table: Mapping[str, Any]) -> None:
     where = f"line {call.lineno}: {ast.unparse(call.func)}"
     if isinstance(call.func, ast.Name):
         if call.func.id in formal or call.func.id in PLAIN:
@@ -84,4 +110,4 @@ def _bind(call: ast.Call, imported: set[str], formal: set[str], table: dict[str,
     try:
         signature(entry["params"]).bind(*call.args, **{str(k.arg): k.value for k in call.keywords})
     except TypeError as error:
-        raise IronError(f"{where}: {error}; {table['release']}: ({', '.join(entry['params'])}), {entry['source']}") from None
+        raise IronError(f"{where}: {error}; {table['release']}: ({', '.join(entry['params'])}), {entry['path']}") from None
