@@ -9,11 +9,11 @@ from typing import Any
 from hybrid.expand import WeightInfo
 from hybrid.hparams import HParams
 from hybrid.kv import CacheShape
-from hybrid.lanes import outlasting
+from hybrid.lanes import in_lane, lanes_of, outlasting
 from hybrid.passes import chunk_of, pass_sizes
 from hybrid.planner import PrecisionName, Target, plan
 from hybrid.spec.plan import Plan, TensorDecl
-from hybrid.spec.schedule import find_schedule
+from hybrid.spec.schedule import Schedule, find_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,12 @@ def footprint(
     kv: Any = "auto",
     capabilities: frozenset[str] = frozenset(),
     beside: Callable[[Plan], int] = lambda plan: 0,
+    schedule: Schedule | None = None,
 ) -> Footprint:
     """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default: what suits the
     capabilities) would hold it on a device that has `capabilities`, whose kernels take `beside(plan)` bytes of their own.
+    schedule: another than the family's. Where it places steps on a second device, this is what the main one holds, rows and
+    activations of every pass in flight included.
 
     Logits and hidden states that are read back (model.logits, model.hidden_states) are not in it. ValueError for a
     batch or context that cannot be.
@@ -66,16 +69,18 @@ def footprint(
         raise ValueError(f"a context of {context} is outside 1..{hparams.context_length}, which the model was made for")
     sizes = pass_sizes(hparams, context, batch, chunk or chunk_of(capabilities))
     rows, outs, logits, hidden = sizes.rows[-1], sizes.outs[-1], sizes.logits, sizes.hidden
-    cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(rows, context), batch)
-    family = find_schedule(hparams.family)
-    target = Target(family, hparams, weights, cache, hparams.vocab, precision, kv, capabilities=capabilities)
+    schedule = schedule or find_schedule(hparams.family)
+    lanes = lanes_of(schedule)
+    cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(lanes * rows, context), batch)
+    target = Target(schedule, hparams, weights, cache, hparams.vocab, precision, kv, capabilities=capabilities)
     prefill = plan(target, rows, outs, "prefill")
-    plans = [
+    passes = [
         prefill,
-        plan(target, outs, outs, "decode"),
         plan(target, logits, logits, "prefill", sample=False, layout=prefill),
         plan(target, hidden, 0, "prefill", capture=True, layout=prefill),
     ]
+    plans = [plan(target, outs, outs, "decode")]
+    plans += [in_lane(p, lane, schedule, prefill.arena_bytes) for p in passes for lane in range(lanes)]
     return _sum(plans, hparams, beside)
 
 

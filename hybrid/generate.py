@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import CACHES, PRECISIONS, Parser, run
+from hybrid.cli import CACHES, PRECISIONS, Parser, positive, run
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "demo-gemma3-q8_0.gguf"
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
     p.add_argument("--ctx", type=int, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
+    p.add_argument("--chunk", type=positive, metavar="N", help="most rows of a prefill pass (what suits the device)")
     p.add_argument(
         "--deterministic",
         action="store_true",
@@ -130,6 +131,7 @@ def _main(args: argparse.Namespace) -> int:
         args.kv,
         args.precision,
         deterministic=args.deterministic,
+        chunk=args.chunk,
         profile=args.trace is not None,
         progress=sys.stderr.isatty(),
         npu=args.npu,

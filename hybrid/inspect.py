@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at a time (1)")
     p.add_argument("--context", type=int, metavar="N", help="positions of each sequence (the model's, at most 4096)")
     p.add_argument("--memory", type=size, metavar="SIZE", help="also compare with this much memory, such as 16GiB")
+    p.add_argument("--schedule", metavar="NAME", help="a shipped schedule such as gemma3-hybrid, or a file (the family's)")
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (auto)")
     p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
     add_types(p, default=" (the default; a NAME is stored in bf16)")
@@ -77,6 +78,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.kv import MAX_SLOTS
     from hybrid.reencode import native
     from hybrid.spec.dtypes import DTYPES
+    from hybrid.spec.schedule import named_schedule
 
     subject = _subject(args.model)
     args.type = args.type or SAME
@@ -92,12 +94,14 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     if not 1 <= args.batch <= MAX_SLOTS:
         raise ValueError(f"--batch {args.batch} is outside 1..{MAX_SLOTS}, the sequences that run at once")
     context = min(hp.context_length, DEFAULT_CTX) if args.context is None else args.context
+    schedule = None if args.schedule is None else named_schedule(args.schedule)
     devices, needs = memories(args.memory), {}
     for backend, dry in _asked(devices).items():
         storage = "cpu" if backend == "cpu" else "vulkan"  # they differ where one of them re-encodes a file's type
         infos = {n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()}
         options = {} if dry is None else planned_on(dry)
-        held = footprint(hp, infos, batch=args.batch, context=context, precision=args.precision, kv=args.kv, **options)
+        sizes = {"batch": args.batch, "context": context, "precision": args.precision, "kv": args.kv, "schedule": schedule}
+        held = footprint(hp, infos, **sizes, **options)
         needs[backend] = held.as_dict()
     return {
         **subject.head,

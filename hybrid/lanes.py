@@ -21,6 +21,12 @@ from hybrid.spec.schedule import Schedule
 CACHES = ("k_cache", "v_cache")  # arguments that are read and appended to through block_table
 
 
+def lanes_of(schedule: Schedule) -> int:
+    """Prefill passes that a schedule lets overlap: 1 where all its steps are the main device's."""
+    elsewhere = any(s.device != "main" for s in (*schedule.before, *schedule.layer, *schedule.after))
+    return schedule.schedule.pipeline if elsewhere else 1
+
+
 def named(name: str, lane: int) -> str:
     """What a pass's own tensor is called in a lane."""
     return f"{name}@{lane}" if lane else name
@@ -59,9 +65,9 @@ def in_lane(plan: Plan, lane: int, schedule: Schedule, arena_bytes: int) -> Plan
 
 
 def passing(plan: Plan, name: str, schedule: Schedule) -> bool:
-    """Does a host-visible tensor belong to one pass? Control words, rows, outputs and what goes from one device to another
-    do; what the schedule declares for sequences (`params`, `history`) does not."""
-    if plan.tensors[name].kind != "io":
+    """Does a tensor belong to one pass? Activations, control words, rows, outputs and what goes from one device to another
+    do; weights, state, and what the schedule declares for sequences (`params`, `history`) do not."""
+    if plan.tensors[name].kind in ("weight", "state"):
         return False
     for text, declared in schedule.tensors.items():
         if name != plan.control and fnmatchcase(name, sub(r"\{[^}]*\}", "*", text)):

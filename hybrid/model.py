@@ -41,6 +41,7 @@ def load(
     *,
     deterministic: bool = False,
     slots: int = 1,
+    chunk: int | None = None,
     profile: bool = False,
     progress: bool = False,
     npu: Literal["npu", "sim"] = "npu",
@@ -52,7 +53,7 @@ def load(
     matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
     weights: int8 activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv
     overrides the cache's type. slots: sequences that the cache has room for at a time (engine.logits_of).
-    overrides the cache's type.
+    chunk: rows of a prefill pass (default: what suits the device).
     deterministic: the same bits for the same tokens, however a prompt is cut and whatever runs beside it; slower.
     profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or, only
     when asked for, its simulator.
@@ -81,6 +82,7 @@ def load(
                 ctx=ctx,
                 deterministic=deterministic,
                 slots=slots,
+                chunk=chunk,
                 profile=profile,
                 progress=progress,
                 clock=clock,

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from hybrid.carrier import Carrier
 from hybrid.devices import Opened
 from hybrid.flight import Flight
+from hybrid.lanes import lanes_of
 from hybrid.planner import segments
 from hybrid.spec.device import Counters, Device, Program, StepTime
 from hybrid.spec.plan import Plan, TensorDecl
@@ -25,15 +26,14 @@ from hybrid.spec.tensor import Source, Tensor
 def with_others(opened: Opened, schedule: Schedule, npu: Literal["npu", "sim"]) -> Opened:
     """The opened device, joined by the NPU where the schedule places steps on it. Where there is none, the schedule's
     fallback takes its steps over and the reason is listed; without a fallback RuntimeError."""
-    steps = (*schedule.before, *schedule.layer, *schedule.after)
-    if not any(s.device == "npu" for s in steps):
+    if not any(s.device == "npu" for s in (*schedule.before, *schedule.layer, *schedule.after)):
         return opened
     from kernels.npu.device import NpuDevice
     from kernels.npu.xrt import NpuUnavailable
 
     main, backend = opened.device, opened.device.name.partition(":")[0]
     try:
-        placed = PlacedDevice(main, backend, {"npu": NpuDevice(npu)}, schedule.fallback, schedule.schedule.pipeline)
+        placed = PlacedDevice(main, backend, {"npu": NpuDevice(npu)}, schedule.fallback, lanes_of(schedule))
         return Opened(cast(Device, placed), opened.passed_over)
     except NpuUnavailable as error:
         if "npu" not in schedule.fallback:
@@ -127,7 +127,7 @@ class PlacedDevice:
         if lane is None:
             self._land(lambda f: f is flight)
         else:
-            self._turns([flight])
+            self._turn(flight)
         return self._tickets
 
     def give_up(self, where: str, error: RuntimeError) -> None:
@@ -151,17 +151,22 @@ class PlacedDevice:
         return wanted
 
     def _land(self, wanted: Callable[[Flight], bool]) -> None:
-        """Let passes take turns, the oldest first, until those wanted are submitted whole."""
+        """Let passes take turns, the oldest first, until those wanted are submitted whole; the others stay where they are."""
         while any(wanted(f) for f in self.flights):
-            self._turns(self.flights)
+            for flight in self._order():
+                self._turn(flight)
+                if not any(wanted(f) for f in self.flights):
+                    break
 
-    def _turns(self, flights: Sequence[Flight]) -> None:
+    def _order(self) -> Sequence[Flight]:
+        return tuple(self.flights)
+
+    def _turn(self, flight: Flight) -> None:
         try:
-            for flight in flights:
-                flight.turn()
+            flight.turn()
         except BaseException:
-            for flight in self.flights:
-                flight.abandon()
+            for one in self.flights:
+                one.abandon()
             self.flights.clear()
             raise
         self.flights = [f for f in self.flights if not f.done]

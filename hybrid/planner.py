@@ -93,7 +93,7 @@ class _Planner:
         wanted = self._wanted_dtypes(edges)  # also by steps that this plan leaves out: all buckets agree
         edges = [e for e in edges if self._included(e[0])]
         steps = [self._step(i, draft, args, wanted) for i, (draft, args) in enumerate(edges)]
-        self._share(steps)
+        steps = self._share(steps)
         size = self._place() if layout is None else self._place_as(layout)
         t = self.target
         name = f"{t.schedule.schedule.name}.{self.phase}.r{self.rows}.o{self.outs}"
@@ -264,15 +264,22 @@ class _Planner:
         if not host:
             self.lives[name] = (index, index)
 
-    def _share(self, steps: list[Step]) -> None:
-        """Activations that pass from one device to another lie outside of either's arena, where both can reach them."""
+    def _share(self, steps: list[Step]) -> list[Step]:
+        """Activations that pass from one device to another lie outside of either's arena, where both can reach them. Those of
+        one shape whose lives are apart take turns in one tensor, under the name of the first."""
         users: dict[str, set[str]] = {}
         for step in steps:
             for name in step.args.values():
                 users.setdefault(name, set()).add(step.device)
-        for name in [n for n in self.lives if len(users[n]) > 1]:
-            self.tensors[name] = replace(self.tensors[name], kind="io")
-            del self.lives[name]
+        taken: dict[tuple[str, tuple[int, ...]], dict[str, int]] = {}  # dtype and shape -> tensor: the last step that uses it
+        found: dict[str, str] = {}
+        for name in sorted((n for n in self.lives if len(users[n]) > 1), key=lambda n: self.lives[n]):
+            (first, last), decl = self.lives.pop(name), self.tensors.pop(name)
+            pool = taken.setdefault((decl.dtype, decl.shape), {})
+            found[name] = next((n for n, end in pool.items() if end < first), name)
+            pool[found[name]] = last
+            self.tensors[found[name]] = replace(decl, name=found[name], kind="io")
+        return [replace(s, args={k: found.get(n, n) for k, n in s.args.items()}) for s in steps] if found else steps
 
     def _place(self) -> int:
         """Offsets for all activations; returns the arena's bytes."""

@@ -112,11 +112,14 @@ class Host:
             same = at + 1
             while same < len(jobs) and fabric_digest(jobs[same].design) == fabric:
                 same += 1
+            failed = None
             try:
                 self._batch(fabric, jobs[at:same])
-            except NpuError:
+            except NpuError as error:  # its traceback would keep the context: one that goes late breaks those that came after
+                failed = NpuError(error.kind, str(error))
+            if failed is not None:
                 self.drop()
-                raise
+                raise failed
             at = same
 
     def drop(self) -> None:
