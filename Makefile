@@ -26,6 +26,7 @@ check: $(VENV)/.ready-test ## specs valid, generated docs and SPIR-V up to date
 	$(PY) -m hybrid.spec check
 	$(PY) -m hybrid.spec docs --check
 	$(PY) tools/help.py --check
+	$(PY) -m perf.report --markdown --check
 	$(PY) -m kernels.vulkan.build --check
 	$(PY) -m kernels.vulkan.build --check --source perf/reference/shaders --out perf/reference/spirv
 
@@ -47,6 +48,7 @@ conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole mo
 docs: $(VENV)/.ready ## renew the generated pages
 	$(PY) -m hybrid.spec docs
 	$(PY) tools/help.py
+	$(PY) -m perf.report --markdown
 
 spirv: $(VENV)/.ready-test ## rebuild kernels/vulkan/spirv from the shaders
 	$(PY) -m kernels.vulkan.build

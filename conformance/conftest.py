@@ -9,9 +9,10 @@ HYBRID_VULKAN_VALIDATION=1     with the validation layer; any message fails the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from _pytest.junitxml import xml_key
 from hypothesis import HealthCheck, settings
 
 from conformance.devices import Devices
@@ -29,18 +30,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     apply_expected(items)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def what_was_proved(request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]) -> None:
-    """With --junitxml: which kernels, on which device, by which command (perf.record asks)."""
-    if request.config.getoption("xmlpath", None) is None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With --junitxml: which kernels were proved, on which device, by which command (perf.record asks). Said by the
+    process that writes the file, so that a run on many processes says it too."""
+    xml = session.config.stash.get(xml_key, None)
+    if xml is None:
         return
+    from kernels.vulkan.api import VulkanUnavailable
     from kernels.vulkan.instance import list_devices, select
-    from perf.record import kernels_digest
+    from kernels.vulkan.kernel import kernels_digest
 
-    device = select(list_devices(), os.environ.get("HYBRID_VULKAN_DEVICE", "auto"))
-    record_testsuite_property("device", device.name)
-    record_testsuite_property("kernels", kernels_digest())
-    record_testsuite_property("command", " ".join(["python -m pytest", *request.config.invocation_params.args]))
+    try:
+        device = select(list_devices(), os.environ.get("HYBRID_VULKAN_DEVICE", "auto"))
+    except VulkanUnavailable:
+        return  # the file then proves no kernel, and perf.record says what is missing
+    xml.add_global_property("device", device.name)
+    xml.add_global_property("kernels", kernels_digest())
+    xml.add_global_property("command", " ".join(["python -m pytest", *session.config.invocation_params.args]))
 
 
 @pytest.fixture(scope="session")

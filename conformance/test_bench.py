@@ -23,7 +23,7 @@ from kernels.oracle.device import CpuDevice
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "-r", "2", "-n", "4", "-p", "5,9"]
 PROBES = Probes(3000.0, "copy", 500.0, "matrix", {})
 ROW = Row("decode", 10, 0, 1, 10, (0.1, 0.2, 0.4), 10**12, 10**12, {"dispatches": 1.0, "barriers": 1.0})
-KEYS = {"schema", "command", "device", "driver", "model", "schedule", "precision", "weights_bytes", "context", "chunk",
+KEYS = {"schema", "command", "device", "driver", "kernels", "model", "schedule", "precision", "weights_bytes", "context", "chunk",
         "tokens_per_submit", "deterministic", "load_seconds", "probes", "ceiling", "results", "errors"}  # fmt: skip
 RESULT = {"test", "phase", "n", "depth", "batch", "tokens", "seconds", "tokens_per_second", "mean", "spread", "gb_per_second",
           "share_of_copy", "tflops", "share_of_matrix", "host_us_per_token", "per_pass"}  # fmt: skip

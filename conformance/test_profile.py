@@ -18,6 +18,8 @@ KEYS = {
     "command",
     "device",
     "driver",
+    "kernels",
+    "precision",
     "model",
     "phase",
     "context",

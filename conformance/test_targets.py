@@ -64,7 +64,8 @@ def test_command_wants_both_numbers(capsys):
 
 
 PROOF = {"command": "pytest conformance/test_kernels.py", "passed": 900, "failed": 0, "kernels": "0123456789abcdef"}
-RUN = {"model": "gemma3-27b", "dtype": "q4_0", "phase": "decode", "batch": 1, "context": 256, "tokens_per_second": 85.0}
+RUN = {"model": "gemma3-27b", "dtype": "q4_0", "phase": "decode", "batch": 1, "context": 256, "tokens_per_second": 85.0,
+       "command": "python -m hybrid.bench --random gemma3-27b"}  # fmt: skip
 RECORD = {
     "schema": 1,
     "device": "NVIDIA H200",
@@ -72,7 +73,6 @@ RECORD = {
     "clock": "not locked",
     "commit": "4564b6f",
     "date": "2026-11-20",
-    "command": "python -m hybrid.bench gemma3-27b",
     "kernels": "0123456789abcdef",
     "conformance": PROOF,
     "runs": [RUN],
@@ -88,7 +88,9 @@ def test_a_record_is_kept_and_found(tmp_path):
     record.add(made(runs=[{**RUN, "batch": 8, "tokens_per_second": 300.0}]), tmp_path)
     kept = record.load_record(path)
     assert [r.batch for r in kept.runs] == [1, 8] and path.name == "2026-11-20-nvidia-h200-4564b6f.json"
-    assert [r.batch for _, r in record.runs("H200", "gemma3-27b", "decode", [kept])] == [1, 8]
+    assert [r.batch for _, r in record.newest([kept], "H200")] == [1, 8]
+    with pytest.raises(SpecError, match="commit them first"):
+        record.add(made(kernels="other", conformance={**PROOF, "kernels": "other"}), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,24 +13,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from hybrid.bench.__main__ import driver_of, kernels_of
 from hybrid.checkpoint import Checkpoint
-from hybrid.cli import Parser, add_model, open_model, positive, run
+from hybrid.cli import Parser, UsageError, add_model, open_model, positive, progress_bar, run
 from hybrid.engine import Engine
 from hybrid.spec.plan import TensorDecl
 from hybrid.spec.schedule import find_schedule
 from hybrid.spec.tensor import Tensor
 from perf.switches import Drive, Switch, bindings_without, constants_without, find_switch, load_switches, schedule_without
 
+SCHEMA = 1
 AT_ONCE = 8
 Step = Callable[[Engine, int], int]
 """Decode some tokens of slot 0 and wait for them; the number of tokens."""
@@ -50,6 +53,9 @@ class Worth:
     def times(self) -> float:
         """How many times faster a token is with it."""
         return self.without / self.with_it
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"times": self.times}
 
 
 # ------------------------------------------------------------------------------------------------------- ways to decode
@@ -120,6 +126,11 @@ def program_without(made: Engine, switches: Sequence[Switch]) -> Step:
     return step
 
 
+def context_for(depth: int, tokens: int) -> int:
+    """Positions of an engine: a repetition may end in the midst of a submit of AT_ONCE tokens."""
+    return depth + tokens + AT_ONCE + 2
+
+
 @contextmanager
 def opened(checkpoint: Checkpoint, device: str, switches: Sequence[Switch], depth: int, tokens: int) -> Iterator[Engine]:
     """An engine with the schedule that the switches leave, whose slot 0 holds `depth` tokens."""
@@ -127,7 +138,7 @@ def opened(checkpoint: Checkpoint, device: str, switches: Sequence[Switch], dept
 
     with open_device(device) as found:
         schedule = schedule_without(find_schedule(checkpoint.hparams.family), switches)
-        made = Engine(checkpoint, found, schedule, ctx=depth + tokens + AT_ONCE + 2, n_tokens=checkpoint.hparams.vocab)
+        made = Engine(checkpoint, found, schedule, ctx=context_for(depth, tokens), n_tokens=checkpoint.hparams.vocab)
         made.prefill({0: np.random.default_rng(0).integers(2, 1000, depth).tolist()})
         yield made
 
@@ -173,8 +184,16 @@ class Ablation:
             self._engines[key] = made, program_without(made, [])
         return self._engines[key]
 
-    def worth(self, switches: Sequence[Switch], name: str) -> Worth:
-        """The whole beside the whole without `switches`."""
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the whole is and runs on."""
+        made, _ = self._engine([])
+        return {"device": made.device.name, "driver": driver_of(made.device), "kernels": kernels_of(made.device),
+                "model": self.checkpoint.name, "precision": {k: list(v) for k, v in made.precision.items()},
+                "depth": self.depth, "tokens": self.tokens, "pairs": self.repeats}  # fmt: skip
+
+    def worth(self, switches: Sequence[Switch], name: str, advance: Callable[[int], object] = lambda done: None) -> Worth:
+        """The whole beside the whole without `switches`; `advance` is called with 1 after each pair."""
         whole, ours = self._engine([])
         other, theirs = self._engine(switches)
         drive = next((s.engine for s in switches if s.engine), None)
@@ -187,6 +206,7 @@ class Ablation:
             first = seconds(whole, ours, self.depth, self.tokens) if i % 2 else 0.0
             without = seconds(other, theirs, self.depth, self.tokens)
             pairs.append((first or seconds(whole, ours, self.depth, self.tokens), without))
+            advance(1)
         pairs = pairs[1:]  # the first warms up
         ratios = [b / a for a, b in pairs]
         medians = [statistics.median(p[i] for p in pairs) for i in (0, 1)]
@@ -194,8 +214,9 @@ class Ablation:
         return Worth(name, summary, medians[0], medians[1], (min(ratios), max(ratios)))
 
 
-def text(found: Sequence[Worth], device: str, model: str, depth: int) -> str:
-    lines = [f"{model} on {device}, decode of one sequence at {depth} positions; measured", "",
+def text(about: Mapping[str, Any], found: Sequence[Worth]) -> str:
+    lines = [f"{about['model']} on {about['device']}, {about['driver']}, decode of one sequence at {about['depth']} positions; "
+             f"measured, medians of {about['pairs']} pairs", "",
              f"{'optimisation':22}{'ms with':>10}{'without':>10}{'times':>8}{'from':>8}{'to':>7}  what it is"]  # fmt: skip
     for w in found:
         lines.append(f"{w.name:22}{1e3 * w.with_it:10.3f}{1e3 * w.without:10.3f}{w.times:8.2f}{w.ratios[0]:8.2f}"
@@ -217,32 +238,34 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _main(args: argparse.Namespace) -> int:
+def _main(args: argparse.Namespace, command: str) -> int:
     from kernels.vulkan.instance import list_devices, select
 
+    if args.device == "cpu":
+        raise UsageError("--device cpu: the switches are of Vulkan's plans and submits; give vulkan or vulkan:N")
+    select(list_devices(), args.device)  # before a model is made
     chosen = [find_switch(name) for name in args.only or load_switches()]
-    device = select(list_devices(), args.device).label
-    with open_model(args) as checkpoint:
-        measure: Any = [([s], s.name) for s in chosen]
-        if not args.only:
-            measure.append(([s for s in chosen if s.engine is None], "all in the plan"))
-        with Ablation(checkpoint, args.device, args.depth, args.tokens, args.repetitions) as ablation:
-            found = [ablation.worth(switches, name) for switches, name in measure]
-        model = checkpoint.name
-    if args.json:
-        print(
-            json.dumps(
-                {"device": device, "model": model, "depth": args.depth, "worth": [asdict(w) | {"times": w.times} for w in found]}
-            )
-        )
-    else:
-        print(text(found, device, model, args.depth))
+    measure: list[tuple[list[Switch], str]] = [([s], s.name) for s in chosen]
+    if not args.only:
+        measure.append(([s for s in chosen if s.engine is None], "all in the plan"))
+    with ExitStack() as held:
+        checkpoint = held.enter_context(open_model(args))
+        needed, most = context_for(args.depth, args.tokens), checkpoint.hparams.context_length
+        if needed > most:
+            raise ValueError(f"--depth {args.depth} and --tokens {args.tokens} need {needed} positions, eight of them for several "
+                             f"tokens in a submit: the model was made for {most}")  # fmt: skip
+        ablation = held.enter_context(Ablation(checkpoint, args.device, args.depth, args.tokens, args.repetitions))
+        advance = held.enter_context(progress_bar(len(measure) * (args.repetitions + 1), "ablate", False, "pair"))
+        found = [ablation.worth(switches, name, advance) for switches, name in measure]
+        about = {"schema": SCHEMA, "command": command, **ablation.about}
+    print(json.dumps({**about, "worth": [w.as_dict() for w in found]}) if args.json else text(about, found))
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    return run(lambda: _main(args))
+    command = f"python -m perf.ablate {shlex.join(sys.argv[1:] if argv is None else argv)}"
+    return run(lambda: _main(args, command))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.bench.__main__ import driver_of
+from hybrid.bench.__main__ import driver_of, kernels_of
 from hybrid.cli import Parser, add_model, open_model, positive, run
 
 SCHEMA = 1
@@ -144,7 +144,9 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
             "command": command,
             "device": device.name,
             "driver": driver_of(device),
+            "kernels": kernels_of(device),
             "model": checkpoint.name,
+            "precision": {k: list(v) for k, v in engine.precision.items()},
             "phase": args.phase,
             "context": args.context,
             "repetitions": args.repetitions,

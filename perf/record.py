@@ -1,41 +1,35 @@
 """Measured runs, kept: perf/records/*.json, one file for each device and commit.
 
-    python -m pytest -n 0 conformance/test_ops.py --junitxml=proof.xml     # on the device
-    python -m hybrid.bench --random gemma3-27b --json > bench.json             # on the device
-    python -m perf.record bench.json --proof proof.xml --clock "not locked"    # here, on the commit that ran
+    python -m perf.record bench.json ablate.json profile.json --proof proof.xml --clock "not locked"
 
-A run is taken in only with the conformance result of the same kernels on the same device, and only if it is possible: a
-speed above the ceiling that perf.roofline gives its device is a mistake in the measurement, and is refused.
+takes in what `hybrid.bench`, `perf.ablate` and `perf.profile` printed with --json (perf.taking; `python -m perf.campaign`
+makes all of it on a device). A record is kept only with the conformance result of the same kernels on the same device,
+and only if it is possible: a speed above the ceiling that perf.roofline gives its device is a mistake in the measurement,
+and is refused.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import hashlib
 import json
-import re
-import subprocess
 import sys
-import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from hybrid.cli import Parser, run
 from hybrid.spec.devicesheet import sheet_for
 from hybrid.spec.errors import SpecError
-from hybrid.spec.load import ROOT, Model
+from hybrid.spec.load import Model
 from hybrid.spec.model import load_models
 from perf.roofline import estimate
 from perf.work import load_sizes, subject
 
 RECORDS = Path(__file__).resolve().parent / "records"
-MANIFEST = ROOT / "kernels" / "vulkan" / "spirv" / "manifest.json"
 SLACK = 1.02  # clocks of host and device differ by less
+Phase = Literal["decode", "prefill"]
+Command = Annotated[str, Field(min_length=1)]
 
 
 class Proof(Model):
@@ -46,7 +40,7 @@ class Proof(Model):
     failed: Literal[0]
     """A record of kernels that failed is none."""
     kernels: str
-    """Digest of the SPIR-V manifest that was proved (kernels_digest)."""
+    """Digest of the SPIR-V manifest that was proved."""
 
 
 class Run(Model):
@@ -54,13 +48,91 @@ class Run(Model):
 
     model: str
     dtype: str
-    phase: Literal["decode", "prefill"]
+    phase: Phase
     batch: Annotated[int, Field(gt=0)] = 1
     context: Annotated[int, Field(ge=0)] = 0
-    """Positions that each sequence held before (prefill: tokens of the prompt)."""
+    """Positions that each sequence held before (prefill: those and the tokens of the prompt)."""
     tokens_per_second: Annotated[float, Field(gt=0)]
+    """Median of the repetitions."""
+    spread: float = 0.0
+    """Their standard deviation."""
     precision: Literal["auto", "exact", "fast"] = "auto"
+    schedule: str = ""
+    tokens_per_submit: int = 1
+    share: float | None = None
+    """Of what the same run's probe reached: of the copy in decode, of the matrix product in prefill."""
+    host_us: float | None = None
+    dispatches: float = 0.0
+    """Of a pass."""
     note: str = ""
+    command: Command
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """A later run of the same replaces an earlier one."""
+        return (self.model, self.dtype, self.phase, self.batch, self.context, self.precision, self.schedule,
+                self.tokens_per_submit)  # fmt: skip
+
+
+class Worth(Model):
+    """One optimisation: seconds of a token with and without it (medians), the least and largest ratio of a pair."""
+
+    name: str
+    summary: str
+    with_it: Annotated[float, Field(gt=0)]
+    without: Annotated[float, Field(gt=0)]
+    low: float
+    high: float
+
+    @property
+    def times(self) -> float:
+        """How many times faster a token is with it."""
+        return self.without / self.with_it
+
+
+class Ablation(Model):
+    """What perf.ablate found for one model."""
+
+    model: str
+    dtype: str
+    depth: int
+    tokens: int
+    pairs: int
+    worth: Annotated[tuple[Worth, ...], Field(min_length=1)]
+    command: Command
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.model, self.dtype, self.depth
+
+
+class OpTime(Model):
+    """All steps of one operation in a pass: device time, and what the probes' rates would need for the same."""
+
+    op: str
+    calls: int
+    us: float
+    nbytes: int
+    flops: int
+    floor_us: float
+
+
+class Profile(Model):
+    """Where the device time of a token, or of a prompt, went (perf.profile)."""
+
+    model: str
+    dtype: str
+    phase: Phase
+    context: int
+    copy_gb_s: float
+    matrix_tflops: float | None
+    host_us: float
+    ops: Annotated[tuple[OpTime, ...], Field(min_length=1)]
+    command: Command
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.model, self.dtype, self.phase, self.context
 
 
 class Record(Model):
@@ -75,16 +147,19 @@ class Record(Model):
     host: str = ""
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,40}(\+changes)?$")]
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
-    command: Annotated[str, Field(min_length=1)]
     kernels: str
     """Digest of the SPIR-V manifest that ran."""
     conformance: Proof
-    runs: Annotated[tuple[Run, ...], Field(min_length=1)]
+    runs: tuple[Run, ...] = ()
+    ablations: tuple[Ablation, ...] = ()
+    profiles: tuple[Profile, ...] = ()
 
     @model_validator(mode="after")
     def _validate_proof(self) -> Record:
         if self.conformance.kernels != self.kernels:
             raise ValueError("conformance.kernels: the kernels that were proved are not those that ran: prove these first")
+        if not (self.runs or self.ablations or self.profiles):
+            raise ValueError("runs: there are neither runs nor ablations nor profiles: nothing was measured")
         for i, one in enumerate(self.runs):
             most = ceiling_of(one, self.device)
             if most is not None and one.tokens_per_second > most * SLACK:
@@ -95,11 +170,7 @@ class Record(Model):
         return self
 
 
-def kernels_digest() -> str:
-    """Of the SPIR-V in this tree: which kernels a result is about."""
-    return hashlib.sha256(MANIFEST.read_bytes()).hexdigest()[:16]
-
-
+@lru_cache(maxsize=256)
 def ceiling_of(one: Run, device: str) -> float | None:
     """Modelled upper limit of a run on a device; None where the model or the device has no sheet."""
     sheet = sheet_for(device)
@@ -128,12 +199,14 @@ def load_records(folder: Path = RECORDS) -> tuple[Record, ...]:
     return tuple(sorted((load_record(p) for p in folder.glob("*.json")), key=lambda r: (r.date, r.commit)))
 
 
+def slug(text: str) -> str:
+    """`NVIDIA H200` -> `nvidia-h200`"""
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
+
+
 def file_of(record: Record, folder: Path = RECORDS) -> Path:
     """perf/records/DATE-DEVICE-COMMIT.json"""
-    device = "".join(c if c.isalnum() else "-" for c in record.device.lower()).strip("-")
-    while "--" in device:
-        device = device.replace("--", "-")
-    return folder / f"{record.date}-{device}-{record.commit.split('+')[0][:9]}.json"
+    return folder / f"{record.date}-{slug(record.device)}-{record.commit.split('+')[0][:9]}.json"
 
 
 def add(record: Record, folder: Path = RECORDS) -> Path:
@@ -141,128 +214,57 @@ def add(record: Record, folder: Path = RECORDS) -> Path:
     path = file_of(record, folder)
     if path.exists():
         before = load_record(path)
-        new = {_key(r): r for r in (*before.runs, *record.runs)}
-        record = record.model_copy(update={"runs": tuple(new.values())})
+        if before.kernels != record.kernels:
+            raise SpecError(f"{path}: holds runs of kernels {before.kernels}, these are of {record.kernels}: commit them first")
+        joined = {
+            field: tuple({one.key: one for one in (*getattr(before, field), *getattr(record, field))}.values())
+            for field in ("runs", "ablations", "profiles")
+        }
+        record = record.model_copy(update=joined)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record.model_dump(by_alias=True, mode="json"), indent=1) + "\n", encoding="utf-8")
     load_records.cache_clear()
     return path
 
 
-def _key(one: Run) -> tuple[object, ...]:
-    return one.model, one.dtype, one.phase, one.batch, one.context, one.precision
-
-
-def runs(device: str, model: str, phase: str, records: Iterable[Record] | None = None) -> list[tuple[Record, Run]]:
-    """Runs of a model on devices whose name contains `device`, newest record of each configuration only."""
-    newest: dict[tuple[object, ...], tuple[Record, Run]] = {}
-    for record in load_records() if records is None else records:
+def newest(records: Iterable[Record], device: str) -> list[tuple[Record, Run]]:
+    """The last run of each configuration on devices whose name contains `device`."""
+    found: dict[tuple[object, ...], tuple[Record, Run]] = {}
+    for record in records:
         if device in record.device:
-            newest.update({_key(r): (record, r) for r in record.runs if r.model == model and r.phase == phase})
-    return list(newest.values())
+            found.update({one.key: (record, one) for one in record.runs})
+    return [found[key] for key in sorted(found, key=str)]
 
 
 def nearest_run(device: str, model: str, kind: str, want: float | None) -> str | None:
-    """The recorded run that says most about a target, as text; None where nothing was recorded."""
+    """The recorded run that says most about a target, as text; None where nothing was recorded. speed: the fewest
+    sequences that reach it, else the fastest run; first_token: the longest prompt within the time, else the shortest;
+    anything else: the fastest single sequence."""
     phase = "prefill" if kind == "first_token" else "decode"
-    found = runs(device, model, phase)
-    if kind == "token_time":
+    found = [f for f in newest(load_records(), device) if (f[1].model, f[1].phase) == (model, phase)]
+    if kind not in ("speed", "first_token"):
         found = [f for f in found if f[1].batch == 1]
     if not found:
         return None
-    enough = [f for f in found if want is None or kind != "speed" or f[1].tokens_per_second >= want]
-    record, one = min(enough, key=lambda f: f[1].batch) if enough else max(found, key=lambda f: f[1].tokens_per_second)
-    shown = f"{1e3 * one.context / one.tokens_per_second:.0f} ms for {one.context} tokens" if kind == "first_token" else ""
-    shown = shown or (f"{1e3 / one.tokens_per_second:.1f} ms" if kind == "token_time" else f"{one.tokens_per_second:.4g} tok/s")
+    fastest = max(found, key=lambda f: f[1].tokens_per_second)
+    if kind == "first_token":
+        within = [f for f in found if want is None or f[1].context / f[1].tokens_per_second <= want]
+        record, one = max(within, key=lambda f: f[1].context) if within else min(found, key=lambda f: f[1].context)
+        shown = f"{1e3 * one.context / one.tokens_per_second:.0f} ms for {one.context} tokens"
+    elif kind == "token_time":
+        record, one = fastest
+        shown = f"{1e3 / one.tokens_per_second:.1f} ms"
+    else:
+        enough = [f for f in found if want is not None and f[1].tokens_per_second >= want]
+        record, one = min(enough, key=lambda f: (f[1].batch, -f[1].tokens_per_second)) if enough else fastest
+        shown = f"{one.tokens_per_second:.4g} tok/s"
     return f"{shown} ({record.device}, {one.dtype}, B={one.batch}, context {one.context}, {record.commit[:9]})"
 
 
-# --------------------------------------------------------------------------------------------------------------- taking in
-def proof_of(path: Path, device: str) -> Proof:
-    """What a JUnit file of the suite proves. SpecError where anything failed, or it is about another device."""
-    suite = next(ET.parse(path).getroot().iter("testsuite"))
-    said = {p.get("name"): p.get("value", "") for p in suite.iter("property")}
-    count = {k: int(suite.get(k, "0")) for k in ("tests", "failures", "errors", "skipped")}
-    missing = {"device", "kernels", "command"} - said.keys()
-    if missing:
-        raise SpecError(f"{path}: does not say its {', '.join(sorted(missing))}: run the suite with --junitxml and -n 0")
-    if count["failures"] or count["errors"]:
-        raise SpecError(f"{path}: {count['failures'] + count['errors']} tests failed: what is not right is not recorded")
-    if re.search(r"pytest.* (-k|--deselect|--lf|-m)\b|::", str(said["command"])):
-        raise SpecError(f"{path}: {said['command']} ran a selection: a proof is the whole of conformance/test_ops.py")
-    if device not in str(said["device"]):
-        raise SpecError(f"{path}: proves kernels on {said['device']}, but the run was on {device}")
-    passed = count["tests"] - count["skipped"]
-    return Proof(command=str(said["command"]), passed=passed, failed=0, kernels=str(said["kernels"]))
-
-
-def run_of(bench: Mapping[str, Any], result: Mapping[str, Any]) -> Run:
-    """One result of hybrid.bench. A model that was cut (--layers, --vocab) is not called by its sheet's name."""
-    name = str(bench["model"]).removesuffix(" (random)")
-    cut = re.findall(r"--(layers|vocab)[ =](\d+)", bench["command"])
-    name += "".join(f", {key} {value}" for key, value in cut)
-    precision = re.search(r"--precision[ =](\w+)", bench["command"])
-    prompt = result["phase"] == "prefill"
-    return Run(
-        model=name,
-        dtype=bench["precision"]["weights"][0],
-        phase=result["phase"],
-        batch=result["batch"],
-        context=result["depth"] + (result["n"] if prompt else 0),
-        tokens_per_second=result["tokens_per_second"],
-        precision=precision[1] if precision else "auto",  # type: ignore[arg-type]
-        note=f"{result['test']}; weights {'/'.join(bench['precision']['weights'])}, {bench['weights_bytes'] / 1e9:.2f} GB",
-    )
-
-
-def take(bench: Mapping[str, Any], proof: Proof, commit: str, clock: str, date: str) -> Record:
-    """A record of one `hybrid.bench --json`. SpecError for one that reports errors of its own."""
-    if bench["errors"]:
-        raise SpecError(f"the bench says itself that it is wrong: {'; '.join(bench['errors'])}")
-    inner = re.search(r"\((.*)\)$", bench["device"])
-    return Record(
-        schema=1,
-        device=inner[1] if inner else bench["device"],
-        driver=bench["driver"],
-        clock=clock,
-        commit=commit,
-        date=date,
-        command=bench["command"],
-        kernels=proof.kernels,
-        conformance=proof,
-        runs=tuple(run_of(bench, r) for r in bench["results"]),
-    )
-
-
-def commit_here() -> str:
-    """The commit that is checked out, with `+changes` where tracked files differ from it."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    clean = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode == 0
-    return head if clean else f"{head}+changes"
-
-
-def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.record", description="Keep runs of hybrid.bench whose kernels were proved on the same device.")
-    p.add_argument("bench", nargs="+", type=Path, metavar="BENCH.json", help="output of python -m hybrid.bench --json")
-    p.add_argument("--proof", type=Path, required=True, metavar="FILE", help="--junitxml of the conformance suite on that device")
-    p.add_argument("--clock", required=True, metavar="TEXT", help="what is known of the device's clocks")
-    p.add_argument("--commit", metavar="ID", help="the commit that ran (the one checked out)")
-    p.add_argument("--date", metavar="DAY", help="when, as 2026-11-21 (today)")
-    return p
-
-
-def _main(args: argparse.Namespace) -> int:
-    commit, date = args.commit or commit_here(), args.date or datetime.date.today().isoformat()
-    for path in args.bench:
-        bench = json.loads(path.read_text(encoding="utf-8"))
-        name = re.sub(r"^vulkan:\d+ \(|\)$", "", bench["device"])
-        print(add(take(bench, proof_of(args.proof, name), commit, args.clock, date)))
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return run(lambda: _main(args))
+    from perf import taking
+
+    return taking.main(argv)
 
 
 if __name__ == "__main__":

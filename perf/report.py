@@ -1,6 +1,7 @@
-"""One static page of everything that is known about speed, with its pictures.
+"""One static page of everything that is known about speed, with its pictures; and docs/measured.md, its tables.
 
     python -m perf.report                 # build/report/index.html and *.svg
+    python -m perf.report --markdown      # renew docs/measured.md from perf/records (--check: compare)
 
 Measured: perf/records (device, driver, clock, commit and command under each). Modelled: perf.roofline on a device
 sheet. The peer's figures come from perf/peer.toml and are named. Nothing is measured here; --gates also runs the gates.
@@ -10,72 +11,48 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from hybrid.cli import Parser, run
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.errors import SpecError
-from hybrid.spec.load import ROOT, Model, load_toml
+from hybrid.spec.load import ROOT
 from perf.isa import TABLES, check, committed
+from perf.measured import FILE as MARKDOWN
+from perf.measured import markdown
 from perf.pictures import roofline_page
-from perf.record import Record, Run, ceiling_of, load_records
-from perf.report_pictures import by_commit, kernel_chart, shares, versus
+from perf.record import Record, load_records, newest, slug
+from perf.report_pictures import by_commit, kernel_chart, shares, versus, where_time_goes, worths
+from perf.roofline import estimate
 from perf.search import model_of
 from perf.svg import Chart, page
+from perf.tables import Table, ablation, ablations, load_peer, measured, ordered, profile, profiles, table, what
 from perf.targets import judge, load_targets
 
-PEER = Path(__file__).with_name("peer.toml")
 MODEL, DEVICE = "gemma3-27b", "radeon-780m"
 STYLE = Path(__file__).with_name("report.css")
+HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
 
 
-class Figure(Model):
-    model: str
-    dtype: str
-    phase: Literal["decode", "prefill"]
-    batch: int = 1
-    context: int = 0
-    tokens_per_second: Annotated[float, Field(gt=0)]
-
-
-class Peer(Model):
-    schema_version: Literal[1] = Field(alias="schema")
-    name: str
-    device: str
-    source: str
-    figure: tuple[Figure, ...]
-
-
-def load_peer() -> Peer:
-    return load_toml(PEER, Peer)
-
-
-def newest(records: Iterable[Record], device: str) -> list[tuple[Record, Run]]:
-    """The last run of each configuration on devices whose name contains `device`."""
-    found: dict[tuple[object, ...], tuple[Record, Run]] = {}
-    for record in records:
-        if device in record.device:
-            found.update({(r.model, r.dtype, r.phase, r.batch, r.context, r.precision): (record, r) for r in record.runs})
-    return [found[key] for key in sorted(found, key=str)]
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Cells are HTML already."""
+def html(found: Table, marked: Sequence[str] = ()) -> str:
+    """`marked`: columns whose cells are HTML already."""
 
     def line(cells: Sequence[str], tag: str) -> str:
-        return "".join(f"<{tag}{' class=n' if i in numbers else ''}>{c}</{tag}>" for i, c in enumerate(cells))
+        shown = [c if tag == "td" and found.heads[i] in marked else escape(c) for i, c in enumerate(cells)]
+        return "".join(f"<{tag}{' class=n' if i in found.numbers else ''}>{c}</{tag}>" for i, c in enumerate(shown))
 
-    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-    return f"<table><tr>{line(heads, 'th')}</tr>{body}</table>"
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in found.rows)
+    return f'<div class="wide"><table><tr>{line(found.heads, "th")}</tr>{body}</table></div>'
 
 
-def section(title: str, note: str, body: str) -> str:
-    return f'<section><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{body}</section>'
+def tag(text: str, kind: str) -> str:
+    return f'<span class="tag {kind}">{escape(text)}</span>'
+
+
+MEASURED, MODELLED, COMPILED = tag("measured", "yes"), tag("modelled", "by"), tag("compiled", "by")
 
 
 class Report:
@@ -85,62 +62,69 @@ class Report:
         self.folder, self.records = folder, records
         self.pictures: dict[str, str] = {}
         self.parts: list[str] = []
+        self.titles: list[str] = []
 
     def picture(self, name: str, svg: str) -> str:
         self.pictures[f"{name}.svg"] = svg
-        return svg
+        return f'<figure id="{name}">{svg}</figure>'
 
     def charts(self, name: str, charts: Sequence[Chart], columns: int = 2) -> str:
-        return self.picture(name, page(charts, columns)) if charts else "<p>Nothing was recorded yet.</p>"
+        return self.picture(name, page(charts, columns)) if charts else ""
+
+    def section(self, title: str, kind: str, note: str, body: str) -> None:
+        self.titles.append(title)
+        self.parts.append(f'<section id="{slug(title)}"><h2>{escape(title)} {kind}</h2><p class="note">{note}</p>{body}</section>')
 
     # ------------------------------------------------------------------------------------------------------ sections
     def measured(self) -> None:
         peer = load_peer()
         for device in sorted({r.device for r in self.records}):
-            found = newest(self.records, device)
-            beside = peer.figure if peer.device in device else ()
-            rows, pairs = [], []
-            for record, one in found:
-                theirs = next((f for f in beside if _same(f, one)), None)
-                most = ceiling_of(one, record.device)
-                share = f"{100 * one.tokens_per_second / most:.0f} %" if most else "-"
-                rows.append(
-                    (
-                        escape(one.model),
-                        one.dtype,
-                        one.phase,
-                        str(one.batch),
-                        str(one.context),
-                        f"{one.tokens_per_second:,.1f}",
-                        f"{most:,.0f}" if most else "-",
-                        share,
-                        f"{theirs.tokens_per_second:,.1f}" if theirs else "-",
-                        f"<code>{record.commit[:9]}</code>",
-                    )
-                )
-                if theirs:
-                    pairs.append((one, theirs.tokens_per_second))
-            heads = ("model", "type", "phase", "B", "context", "tok/s", "ceiling", "share", "peer", "commit")
-            body = table(heads, rows, (3, 4, 5, 6, 7, 8))
-            charts = [*by_commit(self.records, device), *shares(found), *versus(pairs, peer.name)]
-            slug = "".join(c if c.isalnum() else "-" for c in device.lower())
-            body += self.charts(f"measured-{slug}", charts)
-            sources = sorted({(r.driver, r.clock, r.command, r.conformance.passed) for r, _ in found})
-            body += "".join(
-                f"<p><small>{escape(d)}; clock {escape(c)}; {n} cases proved; <code>{escape(k)}</code></small></p>"
-                for d, c, k, n in sources
-            )
-            note = "Measured. Ceiling: modelled from the device's sheet."
-            if beside:
-                note += f" Peer: {peer.name}, {peer.source}."
-            self.parts.append(section(device, note, body))
+            found = ordered(newest(self.records, device))
+            if found:
+                pairs = [(one, theirs) for record, one in found if (theirs := peer.of(one, record.device))]
+                charts = [*by_commit(self.records, device), *shares(found), *versus(pairs, peer.name)]
+                body = self.charts(f"measured-{slug(device)}", charts) + html(measured(self.records, device))
+                note = "Ceiling: modelled from the device's sheet. Probe: the run's own copy (decode) or matrix product (prefill)."
+                if pairs:
+                    note += f" Peer: {escape(peer.name)}, {escape(peer.source)}."
+                self.section(device, MEASURED, note, body + self.sources(device))
+            self.profiles(device)
+            self.ablations(device)
         if not self.records:
-            figures = [
-                (f.model, f.dtype, f.phase, str(f.batch), str(f.context), f"{f.tokens_per_second:,.1f}") for f in peer.figure
-            ]
-            body = table(("model", "type", "phase", "B", "context", f"{peer.name}, tok/s"), figures, (3, 4, 5))
-            note = f"No run of ours is kept yet (python -m perf.record). The peer: {peer.source}."
-            self.parts.append(section(f"Measured on {peer.device}", note, body))
+            heads = ("model", "type", "phase", "B", "context", f"{peer.name}, tok/s")
+            rows = [(f.model, f.dtype, f.phase, str(f.batch), str(f.context), f"{f.tokens_per_second:,.1f}") for f in peer.figure]
+            note = f"No run of ours is kept yet (python -m perf.campaign, perf.record). The peer: {escape(peer.source)}."
+            self.section(f"Measured on {peer.device}", MEASURED, note, html(table(heads, rows, ("model", "type", "phase"))))
+
+    def sources(self, device: str) -> str:
+        """Where the figures of a device come from."""
+        own = [r for r in self.records if r.device == device]
+        lines = [
+            f"<li><code>{r.commit[:9]}</code>, {r.date}: {escape(r.driver)}; clock {escape(r.clock)}; <code>{r.kernels}</code>, "
+            f"{r.conformance.passed} cases proved by <code>{escape(r.conformance.command)}</code></li>"
+            for r in own
+        ]
+        made = dict.fromkeys(one.command for r in own for one in (*r.runs, *r.profiles, *r.ablations))
+        lines += [f"<li><code>{escape(command)}</code></li>" for command in made]
+        return f"<details><summary>sources: {len(own)} records, {len(made)} commands</summary><ul>{''.join(lines)}</ul></details>"
+
+    def profiles(self, device: str) -> None:
+        for _, one in profiles(self.records, device):
+            matrix = f" and {one.matrix_tflops:,.0f} TFLOPS" if one.matrix_tflops else ""
+            note = "Device time by timestamps after every step. Floor: what the declared bytes and operations take at the rates of "
+            note += f"this run's probes, {one.copy_gb_s:,.0f} GB/s{matrix}; lost: above it. <code>{escape(one.command)}</code>"
+            body = self.charts(f"profile-{slug(device)}-{slug(what(one))}", where_time_goes(one, device)) + html(profile(one))
+            self.section(f"Where the time goes: {what(one)}", MEASURED, note, body)
+
+    def ablations(self, device: str) -> None:
+        for _, one in ablations(self.records, device):
+            note = (
+                f"{escape(device)}: one sequence decodes after {one.depth} positions with and without each optimisation, in turn; "
+            )
+            note += f"medians of {one.pairs} pairs, and the least and most that a pair showed. Worths are not multiplied together. "
+            note += f"<code>{escape(one.command)}</code>"
+            body = self.charts(f"ablation-{slug(device)}-{slug(one.model)}", [worths(one, device)], 1) + html(ablation(one))
+            self.section(f"What each optimisation is worth: {one.model} {one.dtype}", MEASURED, note, body)
 
     def modelled(self) -> None:
         sheet = find_sheet(DEVICE)
@@ -148,78 +132,73 @@ class Report:
         works = [model.decode(b, 256) for b in (1, 8, 32)]
         body = self.picture("roofline", roofline_page(model, sheet, works, 256))
         note = (
-            f"Modelled from the plan's declared costs and the sheet of {sheet.device.name}; this project was never measured there."
+            f"From the plan's declared costs and the sheet of {escape(sheet.device.name)}; this project was never measured there."
         )
-        self.parts.append(section("Roofline of the target machine", note, body))
+        self.section("Roofline of the target machine", MODELLED, note, body)
 
     def targets(self) -> None:
-        sheet, rows = find_sheet(DEVICE), []
+        sheet, device, rows = find_sheet(DEVICE), load_peer().device, []
         for t in load_targets():
-            j = judge(t, sheet, load_peer().device)
-            tag = f'<span class="tag {j.verdict.split()[0]}">{j.verdict}</span>'
-            rows.append((escape(j.target), tag, escape(j.modelled), escape(j.bound), f"{escape(j.how)}", escape(j.measured)))
-        body = table(("target", "on the APU", "modelled", "bound", "how", f"measured, {load_peer().device}"), rows)
-        self.parts.append(
-            section(
-                "Targets",
-                "Verdicts follow from the roofline: expected speed reaches it (yes), only the ceiling does (borderline).",
-                body,
-            )
-        )
+            j = judge(t, sheet, device)
+            rows.append((j.target, tag(j.verdict, j.verdict.split()[0]), j.modelled, j.bound, j.how, j.measured))
+        heads = ("target", "on the APU", "modelled", "bound", "how", f"measured, {device}")
+        note = "Verdicts follow from the roofline: expected speed reaches it (yes), only the ceiling does (borderline), or neither."
+        self.section("Targets", MODELLED, note, html(table(heads, rows, heads), ("on the APU",)))
 
     def gates(self, ran: Sequence[tuple[str, list[Any]]] | None) -> None:
         rows: list[tuple[str, str, str]] = []
         for group, findings in ran or ():
-            tag = f'<span class="tag {"no" if findings else "yes"}">{"differs" if findings else "holds"}</span>'
-            rows.append((group, tag, "<br>".join(escape(str(f)) for f in findings[:8])))
+            state = tag("differs", "no") if findings else tag("holds", "yes")
+            rows.append((group, state, "; ".join(str(f) for f in findings[:8])))
         charts = []
         for path in sorted(TABLES.glob("*.json")):
             kernels, version = committed(path.stem), path.stem
             verdicts = check(kernels, version)
-            tag = f'<span class="tag {"no" if verdicts.broken else "yes"}">{"broken" if verdicts.broken else "kept"}</span>'
-            worst = "<br>".join(escape(v) for v in (*verdicts.broken, *verdicts.excused)[:6])
-            rows.append((f"gfx1103 rules, Mesa {version}, {len(kernels)} kernels", tag, worst))
+            state = tag("broken", "no") if verdicts.broken else tag("kept", "yes")
+            reasons = dict.fromkeys(line.partition(" (")[2].removesuffix(")") for line in verdicts.excused)
+            said = "; ".join(verdicts.broken[:6]) or f"{len(verdicts.excused)} excused: {'; '.join(reasons)}"
+            rows.append((f"gfx1103 rules, Mesa {version}, {len(kernels)} kernels", state, said))
             charts.append(kernel_chart(kernels, version))
-        body = table(("gate", "state", "what differs, or is excused"), rows) + self.charts("gfx1103", charts, 1)
-        note = "gfx1103: compiled for the Radeon 780M by RADV's null device. Registers bound how many waves hide memory's latency."
-        self.parts.append(section("Gates", note, body))
+        heads = ("gate", "state", "what differs, or is excused and why")
+        body = self.charts("gfx1103", charts, 1) + html(table(heads, rows, heads), ("state",))
+        note = "Every kernel compiled for the Radeon 780M (gfx1103) by RADV's null device. Registers bound how many waves hide "
+        note += "memory's latency; hollow points spill."
+        self.section("Gates", COMPILED, note, body)
 
     def cards(self) -> str:
         sheet = find_sheet(DEVICE)
         model = model_of(MODEL, "q4_0", sheet)
-        from perf.roofline import estimate
-
         one, many = (estimate(model.decode(b, 256), sheet, "expected").tokens_per_second for b in (1, 32))
-        runs = [r for _, r in newest(self.records, "H200") if r.phase == "decode" and r.model == MODEL]
-        best = max((r.tokens_per_second for r in runs), default=None)
+        mine = [r for _, r in newest(self.records, load_peer().device) if r.model == MODEL]
+        alone = max((r.tokens_per_second for r in mine if r.phase == "decode" and r.batch == 1), default=None)
+        prompt = max((r.tokens_per_second for r in mine if r.phase == "prefill"), default=None)
         kernels = sum(len(committed(p.stem)) for p in TABLES.glob("*.json"))
         cards = (
-            (f"{one:.1f} tok/s", "27B Q4_0 on the 780M, one sequence, modelled"),
-            (f"{many:.0f} tok/s", "the same, 32 sequences, modelled"),
-            (f"{best:,.0f} tok/s" if best else "-", "27B on the H200, best batch, measured"),
-            (str(kernels), "kernels compiled for gfx1103 and gated"),
+            (f"{alone:,.0f} tok/s" if alone else "-", f"27B on the {load_peer().device}, one sequence", MEASURED),
+            (f"{prompt:,.0f} tok/s" if prompt else "-", f"27B on the {load_peer().device}, prompts", MEASURED),
+            (f"{one:.1f} tok/s", "27B Q4_0 on the 780M, one sequence", MODELLED),
+            (f"{many:.0f} tok/s", "the same, 32 sequences together", MODELLED),
+            (f"{kernels:,}", "kernels for gfx1103, gated", COMPILED),
         )
-        return '<div class="cards">' + "".join(f'<div class="card"><b>{a}</b><span>{b}</span></div>' for a, b in cards) + "</div>"
+        made = "".join(f'<div class="card"><b>{a}</b><span>{escape(b)}</span>{kind}</div>' for a, b, kind in cards)
+        return f'<div class="cards">{made}</div>'
 
     def write(self) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, svg in self.pictures.items():
             (self.folder / name).write_text(svg, encoding="utf-8")
-        head = '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        intro = "<h1>Hybrid Kernels: speed</h1><p class=note>Every figure is measured (a run, on a named device) or modelled "
-        intro += "(from a device sheet), and says which.</p>"
+        links = "".join(f'<a href="#{slug(t)}">{escape(t)}</a>' for t in self.titles)
+        intro = (
+            f"<h1>Hybrid Kernels: speed</h1><p class=note>Every figure is {MEASURED} (a run, on a named device), {MODELLED} (from "
+        )
+        intro += f"a device sheet) or {COMPILED} (a compiler's own numbers), and says which.</p>"
         path = self.folder / "index.html"
         path.write_text(
-            f"{head}<title>Hybrid Kernels: speed</title><style>{STYLE.read_text()}</style><main>{intro}{self.cards()}"
-            f"{''.join(self.parts)}</main></html>\n",
+            f"{HEAD}<title>Hybrid Kernels: speed</title><style>{STYLE.read_text()}</style><main>{intro}{self.cards()}"
+            f"<nav>{links}</nav>{''.join(self.parts)}</main></html>\n",
             encoding="utf-8",
         )
         return path
-
-
-def _same(figure: Figure, one: Run) -> bool:
-    near = figure.context == one.context or (figure.phase == "decode" and max(figure.context, one.context) <= 512)
-    return near and (figure.model, figure.dtype, figure.phase, figure.batch) == (one.model, one.dtype, one.phase, one.batch)
 
 
 def build(folder: Path, records: Sequence[Record], gates: Sequence[tuple[str, list[Any]]] | None = None) -> Path:
@@ -233,13 +212,17 @@ def build(folder: Path, records: Sequence[Record], gates: Sequence[tuple[str, li
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.report", description="One static page: measured speed, roofline, targets, gates.")
+    p = Parser(prog="python -m perf.report", description="One static page: speed, profiles, ablation, roofline, targets, gates.")
     p.add_argument("--out", type=Path, default=ROOT / "build" / "report", metavar="DIR", help="where it goes (build/report)")
     p.add_argument("--gates", action="store_true", help="run the gates and show their state")
+    p.add_argument("--markdown", action="store_true", help="instead: renew docs/measured.md from perf/records")
+    p.add_argument("--check", action="store_true", help="with --markdown: only compare; 1 where it is out of date")
     return p
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.markdown:
+        return _markdown(args.check)
     ran: list[tuple[str, list[Any]]] | None = None
     if args.gates:
         from perf.gate import check as check_group
@@ -252,6 +235,16 @@ def _main(args: argparse.Namespace) -> int:
             except SpecError as error:
                 ran.append((group, [str(error)]))
     print(build(args.out, load_records(), ran))
+    return 0
+
+
+def _markdown(check_only: bool) -> int:
+    wanted = markdown(load_records())
+    if check_only and MARKDOWN.read_text(encoding="utf-8") != wanted:
+        raise ValueError(f"{MARKDOWN.relative_to(ROOT)} is not what perf/records gives: python -m perf.report --markdown")
+    if not check_only:
+        MARKDOWN.write_text(wanted, encoding="utf-8")
+        print(f"wrote {MARKDOWN.relative_to(ROOT)}")
     return 0
 
 

@@ -1,11 +1,13 @@
-"""Charts of the report: speed by commit, share of the ceiling, ours beside a peer's, registers and waves of kernels."""
+"""Charts of the report: speed by commit, share of the ceiling, ours beside a peer's, time by operation and each operation's
+place under the roof, worth of optimisations, registers of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perf.record import Record, Run, ceiling_of
+from hybrid.spec.devicesheet import sheet_for
+from perf.record import Ablation, Profile, Record, Run, ceiling_of
 from perf.svg import Axis, Chart
 
 
@@ -116,3 +118,71 @@ def kernel_chart(table: Mapping[str, Mapping[str, Any]], version: str) -> Chart:
             label=f"spills {row['spilled_vgprs']}" if spills else "",
         )
     return chart
+
+
+def worths(found: Ablation, device: str) -> Chart:
+    """Times faster with each optimisation; the line spans what single pairs showed."""
+    high = 1.1 * max(2.0, *(w.high for w in found.worth))
+    chart = Chart(
+        1110,
+        300,
+        f"{found.model} {found.dtype}: times faster with each",
+        Axis("", 0, len(found.worth)),
+        Axis("times", 0, high),
+        [w.name for w in found.worth],
+        note=f"measured, {device}",
+    )
+    for i, w in enumerate(found.worth):
+        about = f"{w.name}: {1e3 * w.with_it:.3f} ms with, {1e3 * w.without:.3f} without ({w.low:.2f} to {w.high:.2f})"
+        chart.bar(i, w.times, 2 if w.low > 1 else 6, width=0.5, title=about)
+        chart.line([(i + 0.5, w.low), (i + 0.5, w.high)], 1)
+        chart.text((i + 0.5, w.high), f"{w.times:.2f}", dy=-6, anchor="middle")
+    chart.line([(0, 1), (len(found.worth), 1)], 6, dashed=True)
+    return chart
+
+
+def where_time_goes(found: Profile, device: str) -> list[Chart]:
+    """Time by operation, stacked: what its bytes and operations need, and what is lost; and its place under the roof."""
+    ops = sorted((o for o in found.ops if o.us), key=lambda o: -o.us)
+    total = sum(o.us for o in ops)
+    shown = [o for o in ops if o.us > 0.004 * total][:9]
+    bars = Chart(
+        660,
+        380,
+        f"{total / 1e3:.2f} ms of the device, by operation",
+        Axis("", 0, len(shown)),
+        Axis("us", 0, 1.12 * shown[0].us),
+        [_wrapped(o.op) for o in shown],
+        note=f"measured, {device}",
+    )
+    for i, o in enumerate(shown):
+        about = f"{o.op}: {o.calls} calls, {o.us:.1f} us, floor {o.floor_us:.1f}"
+        least = min(o.floor_us, o.us)
+        bars.bar(i, least, 2, name="floor", title=about)
+        bars.bar(i, o.us, 1, name="lost", title=about, base=least, label=f"{100 * o.us / total:.0f} %")
+    return [bars, measured_roof(found, device)]
+
+
+def measured_roof(found: Profile, device: str) -> Chart:
+    """Operations per second over operations per byte, by operation; the roof is what this run's probes reached."""
+    sheet = sheet_for(device)
+    points = [(o.flops / o.nbytes, o.flops / o.us * 1e6, o) for o in found.ops if o.flops and o.nbytes and o.us]
+    stream = 1e9 * found.copy_gb_s
+    top = 1e12 * found.matrix_tflops if found.matrix_tflops else 2 * max(y for _, y, _ in points)
+    x = Axis("operations per byte", min(0.1, *(p[0] for p in points)) / 2, max(4096, *(p[0] for p in points)) * 2, log=True)
+    y = Axis("operations per second", min(p[1] for p in points) / 3, top * 3, log=True)
+    chart = Chart(450, 380, "operations under the roof", x, y, note=f"measured, {device}; solid: this run's probes")
+    ridge = top / stream
+    chart.line([(max(x.low, y.low / stream), max(y.low, x.low * stream)), (ridge, top), (x.high, top)], 6)
+    if sheet is not None and sheet.peak.bandwidth_gb_s is not None:
+        peak = sheet.peak.bandwidth_gb_s.value * 1e9
+        chart.line([(max(x.low, y.low / peak), max(y.low, x.low * peak)), (top / peak, top)], 5, dashed=True)
+    longest = {o.op for o in sorted(found.ops, key=lambda o: -o.us)[:4]}
+    for at, speed, o in points:
+        about = f"{o.op}: {at:.2f} operations per byte, {speed / 1e12:.3g} T/s, {o.nbytes / o.us / 1e3:.0f} GB/s"
+        chart.point((at, speed), 0, title=about, label=o.op if o.op in longest else "")
+    return chart
+
+
+def _wrapped(name: str) -> str:
+    return name.replace("_", " ")

@@ -34,8 +34,11 @@ COMMANDS = (
     "perf.record",
     "perf.report",
     "perf.ablate",
+    "perf.campaign",
     "kernels.vulkan.build",
     "kernels.npu.build",
+    "kernels.npu.check",
+    "kernels.npu.emitter",
     "perf.npu",
     "conformance.npu_capture",
 )

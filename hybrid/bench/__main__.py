@@ -87,6 +87,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
             "command": command,
             "device": device.name,
             "driver": driver_of(device),
+            "kernels": kernels_of(device),
             "model": checkpoint.name,
             "schedule": schedule.schedule.name,
             "precision": {k: list(v) for k, v in engine.precision.items()},
@@ -151,6 +152,13 @@ def driver_of(device: Any) -> str:
     import numpy as np
 
     return f"NumPy {np.__version__}" if device.name == "cpu" else str(device.report.driver)
+
+
+def kernels_of(device: Any) -> str | None:
+    """Digest of the SPIR-V that a Vulkan device runs; None for the cpu."""
+    from kernels.vulkan.kernel import kernels_digest
+
+    return None if device.name == "cpu" else kernels_digest()
 
 
 if __name__ == "__main__":

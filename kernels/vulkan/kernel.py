@@ -22,6 +22,11 @@ _FULL_SUBGROUPS = 2  # VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BI
 SPIRV = Path(__file__).resolve().parent / "spirv"
 
 
+def kernels_digest(manifest: bytes | None = None) -> str:
+    """Of a SPIR-V manifest (this tree's): which kernels a result is about."""
+    return hashlib.sha256((SPIRV / "manifest.json").read_bytes() if manifest is None else manifest).hexdigest()[:16]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
     """A pipeline and what a dispatch of it must supply."""
