@@ -22,6 +22,8 @@ from kernels.npu.objects import on_this_computer
 from kernels.npu.ops import OPS
 from kernels.npu.xrt import Job
 from kernels.oracle import ORACLE
+from perf.npu import rates
+from perf.npu_attention import work
 
 SCORES = {"attention": "attention_stream_tile", "attention_i8": "attention_i8_stream_tile"}
 
@@ -70,6 +72,7 @@ def test_only_visible_key_tiles_are_computed(op: str, rows: int, start: int, win
     assert np.abs(got - wanted).max() < 0.05
     a = shape_of(2, 1, 16, "bf16" if op == "attention" else "i8")
     assert npu.counts[0].calls[SCORES[op]] == 2 * visible(args["positions"], window, a.LK, a.LQ)
+    assert npu.counts[0].calls[SCORES[op]] == work(2, 1, 16, rows, start, window, a.scores, rates()).tiles
 
 
 def test_causal_prefill_computes_half_the_square() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from hybrid.spec.devicesheet import find_sheet
 from kernels.npu.check import npu_limits
+from perf import npu_attention
 from perf.npu import (
     Product,
     designs,
@@ -73,7 +74,8 @@ def test_bf16_runs_at_half_the_rate() -> None:
 def test_every_output_says_that_it_is_modelled(capsys: pytest.CaptureFixture[str]) -> None:
     assert "modelled" in residuals() and "predicted" in residuals()
     assert "modelled, never measured" in designs() and "modelled, never measured" in placement_table()
-    for args in ([], ["--fit"], ["--designs"], ["--placement", "--tokens", "1024"]):
+    assert "modelled, never measured" in npu_attention.table(rates())
+    for args in ([], ["--fit"], ["--designs"], ["--attention"], ["--placement", "--tokens", "1024"]):
         assert main(args) == 0
     assert "accumulate_cycles_per_byte" in capsys.readouterr().out
 
@@ -81,6 +83,25 @@ def test_every_output_says_that_it_is_modelled(capsys: pytest.CaptureFixture[str
 def test_decode_stays_on_the_gpu() -> None:
     """The plain answer for batch 1: the NPU reads more bytes, at a lower rate, with a dearer dispatch."""
     assert all(p.best == "gpu" for p in placement() if p.phase == "decode")
+
+
+def test_attention_is_priced_by_the_key_tiles_that_are_seen() -> None:
+    """27B's causal prefill of 512: 272 of 512 tiles of a head (each 16 positions of queries see one key tile more every second
+    time); behind a window the work does not grow with the position."""
+    r = rates()
+    whole = npu_attention.work(16, 2, 128, 512, 0, 0, "bf16", r)
+    assert whole.tiles == 16 * 272 and whole.square == 16 * 512
+    near, far = (npu_attention.work(16, 2, 128, 512, start, 1024, "bf16", r) for start in (4096, 16384))
+    assert near == replace(far, square=near.square) and far.square > 3 * near.square
+
+
+def test_int8_scores_leave_room_for_a_second_key_tile() -> None:
+    """What keys in int8 save is memory first: the next tile arrives while this one is computed."""
+    r = rates()
+    for heads, group, d in ((16, 2, 128), (2, 4, 256)):
+        plain, coded = (npu_attention.work(heads, group, d, 512, 0, 0, s, r) for s in ("bf16", "i8"))
+        assert plain.tiles == coded.tiles and coded.streams < 0.8 * plain.streams and coded.total < 0.6 * plain.total
+        assert coded.ddr < plain.ddr
 
 
 @pytest.mark.parametrize("name", ["phoenix-npu", "hawk-point-npu"])

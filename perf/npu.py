@@ -3,6 +3,7 @@
     python -m perf.npu                    the residuals: three measurements fitted, the others predicted
     python -m perf.npu --fit              the parameters that the three give (they stand in the device sheets)
     python -m perf.npu --designs          every product among the shipped designs, by what bounds it
+    python -m perf.npu --attention        attention with scores in bfloat16 and in int8 (npu_attention.py)
     python -m perf.npu --placement        NPU or iGPU, matrix by matrix, for 27B and E2B
 
 Nothing here is a measurement of this project: no design has run on an NPU. A core's step over K takes the longer of its
@@ -281,6 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     p = Parser(prog="python -m perf.npu", description="Modelled times of NPU designs; no measurement of this project.")
     p.add_argument("--fit", action="store_true", help="print the parameters that the fitted measurements give")
     p.add_argument("--designs", action="store_true", help="print the modelled times of the shipped products")
+    p.add_argument("--attention", action="store_true", help="print the modelled times of attention for 27B and E2B")
     p.add_argument("--placement", action="store_true", help="print NPU or iGPU for the matrices of 27B and E2B")
     p.add_argument("--tokens", type=positive, default=512, metavar="N", help="tokens of a prefill (512)")
     args = p.parse_args(argv)
@@ -288,6 +290,10 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(f"{k} = {v:.4f}" for k, v in fit().items()))
     elif args.designs:
         print(designs())
+    elif args.attention:
+        from perf.npu_attention import table  # it compiles the tile kernels, to count their instructions
+
+        print(table(rates()))
     elif args.placement:
         print(placement_table(args.tokens))
     else:
