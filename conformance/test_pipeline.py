@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.devices import BACKENDS, open_backend
+from conformance.devices import BACKENDS, open_backend, own_memory
 from conformance.models import MODELS
 from conformance.synthetic import tiny, write_hf
+from conformance.test_hybrid import drivers_memory
+from hybrid import carrier
 from hybrid import engine as engine_module
 from hybrid.checkpoint import open_checkpoint
 from hybrid.devices import open_first
@@ -181,9 +183,10 @@ def test_two_lanes_give_the_bits_of_one(name: str, backend: str, folder: Path, o
     with Opened(folder, backend, schedule_of(name, 2)) as one:
         assert one.engine.lanes == 2 and "positions@1" in one.engine._stored
         assert same(one.run(), one_lane[name, backend])
-        assert not one.device.failures and not one.device.flights and one.device.copies.count == (
-            0 if name == "gemma3-hybrid" else 3 * 4  # linear_rows' weights, once
-        )
+        assert not one.device.failures and not one.device.flights
+        if not own_memory(one.device):
+            weights = 0 if name == "gemma3-hybrid" else 3 * 4
+            assert one.device.copies.count == weights, "nothing else is copied, and those once"
 
 
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +261,6 @@ def test_a_second_device_that_sees_no_common_memory_gets_copies_in_order(
     folder: Path, one_lane: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes of one chunk's copies wait for the passes before them."""
-    from conformance.test_hybrid import drivers_memory
-    from hybrid import carrier
-
     late(monkeypatch)
     monkeypatch.setattr(carrier, "anonymous", drivers_memory)
     with Opened(folder, "vulkan", schedule_of("gemma3-hybrid", 2)) as one:
@@ -280,7 +280,7 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks() -> None:
             one.engine.wait()
             one.engine._timing.stop()
             found[lanes] = [e for e in events(one.engine.trace, one.device.name) if e["ph"] == "X"]
-            chunks, layers = len(one.engine.trace), one.checkpoint.hparams.n_layers
+            chunks, layers, apart = len(one.engine.trace), one.checkpoint.hparams.n_layers, own_memory(one.device)
     assert chunks >= 4
     slack = 0.01  # microseconds: what adding floats of this size may lose
     for lanes, trace in found.items():
@@ -293,6 +293,8 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks() -> None:
             assert not both, "one chunk after another: while one device works the other waits"
             continue
         assert all(p != q for p, q in both), "within a chunk they take turns"
+        if apart:  # copies between the two wait for all that the main device was given
+            continue
         assert {tuple(sorted(pair)) for pair in both} >= {(i, i + 1) for i in range(chunks - 1)}, "every two neighbours overlap"
         beside = {c for a, b, _ in rows[1] for c, d, _ in rows[2] if min(b, d) > max(a, c) + slack}
         assert len(beside) > len(rows[2]) / 2, "most of the NPU's steps have the GPU at work beside them"

@@ -164,7 +164,7 @@ class hw_context:
         self._kernels = on_this_computer(self._design)
         self._fabric = Interpreter(self._design, self._kernels)
         self._broken = [False]
-        self._runs = owner._runs
+        self._owner = owner  # open while a context of it is
         owner._contexts.add(self)
         weakref.finalize(self, _dropped, owner._contexts)
 
@@ -286,7 +286,7 @@ class run:
             raise RuntimeError(_GONE)
         self._done.clear()
         self._state = ert_cmd_state.ERT_CMD_STATE_QUEUED
-        self._kernel._context._runs.put(self)
+        self._kernel._context._owner._runs.put(self)
 
     def state(self) -> ert_cmd_state:
         return self._state
