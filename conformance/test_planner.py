@@ -18,7 +18,7 @@ from hybrid.planner import Target, plan, segments
 from hybrid.spec.errors import SpecError
 from hybrid.spec.op import load_ops
 from hybrid.spec.plan import ALIGN, Plan
-from hybrid.spec.schedule import find_schedule
+from hybrid.spec.schedule import FEW_ROWS, find_schedule
 from kernels.vulkan.dry import count
 
 GEMMA3 = find_schedule("gemma3")
@@ -137,13 +137,21 @@ def test_each_matrix_has_the_precision_of_its_own_type():
     assert made.tensors["y.2"].dtype == "q8_act" and made.tensors["y.3"].dtype == "f32"
 
 
-def test_a_capability_changes_the_precision_of_prefill_alone():
-    """Activations of prefill are f16 where matrix units multiply them; decode, and the cache, stay as they are."""
-    units = target("q4_0", capabilities=frozenset({"f16_matrices"}))
-    for phase, act in (("prefill", "f16"), ("decode", "q8_act")):
-        made = plan(units, 3, 1, phase)
+def test_a_capability_changes_the_precision_of_prefill_and_of_batches():
+    """Activations of prefill, and of decode with more than a few rows, are f16 where matrix units multiply them; decode of
+    few rows, and the cache, stay as they are."""
+    units = target("q4_0", capabilities=frozenset({"f16_matrices"}), slots=8)
+    for phase, rows, act in (
+        ("prefill", 3, "f16"),
+        ("decode", 1, "q8_act"),
+        ("decode", FEW_ROWS, "q8_act"),
+        ("decode", FEW_ROWS + 1, "f16"),
+        ("decode", 8, "f16"),
+    ):
+        made, without = plan(units, rows, 1, phase), plan(target("q4_0", slots=8), rows, 1, phase)
         assert {made.tensors[n].dtype for n in ("y.1", "z.1", "h.1", "o.1")} == {act}
-        assert made.tensors["kv.1.k"].dtype == plan(target("q4_0"), 3, 1, phase).tensors["kv.1.k"].dtype
+        assert {without.tensors[n].dtype for n in ("y.1", "z.1", "h.1", "o.1")} == {"q8_act"}
+        assert made.tensors["kv.1.k"].dtype == without.tensors["kv.1.k"].dtype
     assert plan(target("f16", capabilities=frozenset({"f16_matrices"})), 3, 1, "prefill").tensors["y.1"].dtype == "f32"
 
 

@@ -144,7 +144,7 @@ class _Planner:
         if info is None:
             shown = args.get(arg, "no argument of this step")
             raise self._error(draft, f"act.{key} = {text!r}: {arg} is {shown}, not a weight of the checkpoint")
-        return self.target.profile(info.dtype).act_in(self.phase, self.target.capabilities)
+        return self.target.profile(info.dtype).act_in(self.phase, self.rows, self.target.capabilities)
 
     def _wanted_dtypes(self, edges: list[tuple[Draft, dict[str, str]]]) -> dict[str, str]:
         """Activation -> the dtype that its readers take. Two readers that differ are an error."""

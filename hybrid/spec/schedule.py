@@ -22,6 +22,8 @@ Act = Literal["f32", "f16", "q8_act"]
 Capability = Literal["f16_matrices"]
 """What a device may have that changes which precision pays: f16_matrices = subgroups multiply 16x16 f16 matrices."""
 CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
+FEW_ROWS = 4
+"""Rows of a decode pass up to which reading the weights is all that takes time; with more it is a batch."""
 When = Literal["first", "last", "local", "global", "any"]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -48,10 +50,13 @@ class Profile(Model):
     prefill: dict[Capability, Act] = Field(default_factory=dict)
     """Device capability -> `act` of prefill on devices that have it; the first that holds."""
 
-    def act_in(self, phase: Phase, capabilities: Collection[str]) -> Act:
-        """The dtype of matrix inputs in a phase, on a device with these capabilities."""
-        found = (act for need, act in self.prefill.items() if need in capabilities)
-        return next(found, self.act) if phase == "prefill" else self.act
+    batch: dict[Capability, Act] = Field(default_factory=dict)
+    """The same for decode passes of more than FEW_ROWS rows."""
+
+    def act_in(self, phase: Phase, rows: int, capabilities: Collection[str]) -> Act:
+        """The dtype of matrix inputs in a pass of at most `rows` rows, on a device with these capabilities."""
+        instead = self.prefill if phase == "prefill" else self.batch if rows > FEW_ROWS else {}
+        return next((act for need, act in instead.items() if need in capabilities), self.act)
 
 
 class Precision(Model):
@@ -60,7 +65,7 @@ class Precision(Model):
 
     @model_validator(mode="after")
     def _validate_unquantised(self) -> Precision:
-        if "q8_act" in (self.unquantised.act, *self.unquantised.prefill.values()):
+        if "q8_act" in (self.unquantised.act, *self.unquantised.prefill.values(), *self.unquantised.batch.values()):
             raise ValueError("unquantised.act cannot be q8_act: only quantised weights take int8 activations")
         return self
 

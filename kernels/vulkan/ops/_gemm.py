@@ -1,4 +1,5 @@
-"""Which matrix products go to the matrix units, by which tile (gemm.slang), with weights decoded on the way or before."""
+"""Which matrix products go to the matrix units, by which tile (gemm.slang), with weights decoded on the way or before, and
+how K is cut where the tiles do not fill the device (gemm_parts.slang)."""
 
 from __future__ import annotations
 
@@ -13,10 +14,15 @@ from kernels.vulkan.tensors import Chunk, DeviceTensor
 
 # These repeat the shader's: rows and columns of a workgroup's tile by name, its subgroups' size, and the types that
 # operands.slang decodes.
-TILES = {"192x128": (192, 128), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64)}
+TILES = {"192x128": (192, 128), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64),
+         "32x128": (32, 128), "16x128": (16, 128)}  # fmt: skip
+DEFAULTS = ("192x128", "96x128", "64x64", "32x64")
 SUBGROUP = 32
+STAGE = 64  # columns of K in a stage
+MOST_PARTS = 16
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
+GROUPS = 24  # workgroups that even a small device runs at once
 WIDE = 32768  # groups along x of a grid, as wide_group() of types.slang reads them back
 
 Grid = tuple[GridAxis, GridAxis, GridAxis]
@@ -24,11 +30,14 @@ Grid = tuple[GridAxis, GridAxis, GridAxis]
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A kernel, the grid that covers the product with its tile (rows run fastest: see gemm.slang), and the weight."""
+    """A kernel, the grid that covers the product with its tile (rows run fastest: see gemm.slang), the weight, and how K is
+    cut: the end of the push constants, and what is written beside the result (partial sums, counters of arrivals)."""
 
     kernel: Kernel
     grid: Grid
     weight: tuple[Slice, ...]
+    push: bytes
+    beside: tuple[Slice, ...]
 
 
 def wide(groups: int) -> tuple[int, int]:
@@ -41,15 +50,17 @@ def unit(dtype: str) -> int:
     return 16 if DTYPES[dtype].quantised else 8
 
 
-def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, *, rows: int, extent: str, **constants: int) -> Gemm | None:
-    """The kernel of a family (linear, ffn_up) for f16 rows of x, or None where the device or the types have none.
+def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, rows: int, extent: str,
+         **constants: int) -> Gemm | None:
+    """The kernel of a family (linear, ffn_up) for f16 rows of x, or None where the device or the types have none. `y`: some
+    part of the result.
 
     Where the tuning says `unpack`, a dispatch before it writes the weight's numbers as f16 into scratch memory.
     """
     device, k = rec.device, x.shape[-1]
     if x.dtype != "f16" or w.dtype not in TYPES or not device.has("f16_matrices") or device.subgroup_size != SUBGROUP:
         return None
-    default = {"tile": default_tile(rows, w.rows), "unpack": False}
+    default = {"tile": default_tile(rows, w.rows), "unpack": False, "groups": GROUPS}
     use = device.tuning.choose(f"{family}.gemm", default, w=w.dtype, rows=rows, n=w.rows, k=k)
     parts, dtype = w.parts, w.dtype
     if use["unpack"] and dtype != "f16" and 2 * w.rows * k <= device.max_range:
@@ -58,13 +69,34 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, *, rows: int, ex
         parts, dtype = (scratch,), "f16"
     tall, across = TILES[use["tile"]]
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{use['tile']}", **constants)
-    return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts)
+    down, columns = -(-rows // tall), -(-w.rows // across)
+    whole, parts_of_k = cut(down, columns, -(-k // STAGE), use["groups"])
+    beside = (y, y)  # where nothing is cut: bindings must hold some buffer, and this one adds no hazard
+    if parts_of_k > 1:
+        tiles = down * (columns - whole)
+        beside = (rec.scratch(4 * tall * across * tiles * parts_of_k), rec.counters(tiles))
+    grid = (Live(extent, per=tall, cap=rows), whole + (columns - whole) * parts_of_k, 1)
+    return Gemm(kernel, grid, parts, struct.pack("<2I", whole, parts_of_k), beside)
+
+
+def cut(down: int, columns: int, stages: int, groups: int) -> tuple[int, int]:
+    """(columns of tiles that stay whole, workgroups that share K of each other tile) of down x columns tiles, where a device
+    runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns, which do not fill the
+    device as often as the others do, are cut. (columns, 1): nothing is."""
+    whole = down * columns // groups * groups // down if groups else columns
+    tiles = down * (columns - whole)
+
+    def cost(parts: int) -> float:  # in stages: 2 to begin and to end a workgroup, half of one to gather a part's sums
+        return -(-tiles * parts // groups) * (-(-stages // parts) + 2) + parts / 2
+
+    parts = min(range(1, min(stages, MOST_PARTS) + 1), key=cost) if tiles else 1
+    return (whole, parts) if parts > 1 else (columns, 1)
 
 
 def default_tile(rows: int, columns: int) -> str:
     """The largest tile that the rows fill to half and of which there are enough, else the smallest."""
-    fitting = (name for name, (tall, across) in TILES.items()
-               if tall < 2 * rows and -(-rows // tall) * -(-columns // across) >= ENOUGH)
+    fitting = (name for name in DEFAULTS
+               if TILES[name][0] < 2 * rows and -(-rows // TILES[name][0]) * -(-columns // TILES[name][1]) >= ENOUGH)
     return next(fitting, "32x64")
 
 

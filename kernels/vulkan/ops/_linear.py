@@ -13,6 +13,7 @@ from kernels.vulkan.tensors import Chunk, DeviceTensor
 # These numbers repeat the shaders' constants (gemv.slang, tile.slang, types.slang).
 GEMV_TOKENS, GEMV_ROWS, GEMV_FFN_OUTS = 4, 4, 32
 TILE_TOKENS, TILE_ROWS, TILE_THREADS = 8, 4, 64
+NOTHING: tuple[Slice, ...] = ()
 FFN_BANDS = 2 * GEMV_FFN_OUTS // GEMV_ROWS
 
 
@@ -23,37 +24,37 @@ def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: i
     storage type of its own, fills its columns of y in a dispatch of its own."""
     gather = int(out_rows is not None)
     for chunk in w.chunks:
-        parts = chunk.parts
+        parts, beside, more = chunk.parts, NOTHING, b""
         if rows <= GEMV_TOKENS:
             use = gemv(rec, "linear", chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
             kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", GATHER=gather, **use)
             per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS * use["PASSES"]
             grid = _grid(chunk.rows, per, rows, extent)
-        elif made := gemm(rec, "linear", x, chunk, rows=rows, extent=extent, GATHER=gather):
-            kernel, grid, parts = made.kernel, made.grid, made.weight
+        elif made := gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, GATHER=gather):
+            kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
         else:
             kernel = rec.kernel(f"linear.tile.{chunk.dtype}.{x.dtype}", GATHER=gather)
             grid = _grid(chunk.rows, TILE_THREADS * TILE_ROWS, rows, extent)
         push = _push(chunk.rows, w.shape[-1], chunk.row, w.shape[0], extent, rows, x.shape[0], softcap)
         # Without a gather the kernel does not read out_rows, but its binding must hold some buffer.
         reads = [*x.parts, *parts, x.parts[0] if out_rows is None else out_rows]
-        rec.dispatch(kernel, reads=reads, writes=[y], push=push, grid=grid)
+        rec.dispatch(kernel, reads=reads, writes=[y, *beside], push=push + more, grid=grid)
 
 
 def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str) -> None:
     """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K]; h has the activation type of x."""
-    f, parts = w.rows // 2, w.parts
+    f, parts, beside, more = w.rows // 2, w.parts, NOTHING, b""
     if rows <= GEMV_TOKENS:
         use = gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, x.shape[-1])
         kernel = rec.kernel(f"ffn_up.gemv.{w.dtype}.{x.dtype}", **use)
         grid = _grid(f, GEMV_FFN_OUTS, rows, extent)
-    elif made := gemm(rec, "ffn_up", x, w, rows=rows, extent=extent):
-        kernel, grid, parts = made.kernel, made.grid, made.weight
+    elif made := gemm(rec, "ffn_up", x, w, h.parts[0], rows=rows, extent=extent):
+        kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
     else:
         kernel = rec.kernel(f"ffn_up.tile.{w.dtype}.{x.dtype}")
         grid = _grid(f, TILE_THREADS * TILE_ROWS // 2, rows, extent)
     push = _push(f, x.shape[-1], 0, f, extent, rows, x.shape[0], 0.0)
-    rec.dispatch(kernel, reads=[*x.parts, *parts], writes=h.parts, push=push, grid=grid)
+    rec.dispatch(kernel, reads=[*x.parts, *parts], writes=[*h.parts, *beside], push=push + more, grid=grid)
 
 
 def geglu(rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int) -> None:
