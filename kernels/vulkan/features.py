@@ -42,6 +42,7 @@ _EXTENSIONS = (
     ("VK_EXT_external_memory_host", "sharing host memory with another device without a copy"),
     ("VK_KHR_pipeline_executable_properties", "compiler statistics of a pipeline"),
     ("VK_EXT_calibrated_timestamps", "device and host times on one axis"),
+    ("VK_NV_shader_sm_builtins", "the number of multiprocessors"),
 )
 _SHORT = {"cooperative_matrix": "VK_KHR_cooperative_matrix", "memory_budget": "VK_EXT_memory_budget",
           "external_memory_host": "VK_EXT_external_memory_host",
@@ -90,6 +91,8 @@ class Limits:
     max_subgroup: int
     workgroup_subgroups: int
     timestamp_period: float
+    cores: int
+    """Multiprocessors, each of which holds a workgroup of any size; 1 where the driver does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +202,9 @@ def query(instance: Any, physical: Any) -> Report:
     p11 = vk.VkPhysicalDeviceVulkan11Properties()
     p12 = vk.VkPhysicalDeviceVulkan12Properties(pNext=p11)
     p13 = vk.VkPhysicalDeviceVulkan13Properties(pNext=p12)
-    p2 = vk.VkPhysicalDeviceProperties2(pNext=p13)
+    sm = vk.VkPhysicalDeviceShaderSMBuiltinsPropertiesNV(pNext=p13)
+    counted = "VK_NV_shader_sm_builtins" in extensions  # else the structure must not be in the chain
+    p2 = vk.VkPhysicalDeviceProperties2(pNext=sm if counted else p13)
     lib.vkGetPhysicalDeviceProperties2(physical, ffi.addressof(p2))
     api = p2.properties.apiVersion >> 22, p2.properties.apiVersion >> 12 & 0x3FF
     present = [Feature(f"Vulkan {API[0]}.{API[1]}", api >= API, True, "the core that everything is written to")]
@@ -221,7 +226,7 @@ def query(instance: Any, physical: Any) -> Report:
         push_bytes=lim.maxPushConstantsSize, offset_alignment=lim.minStorageBufferOffsetAlignment,
         subgroup=p11.subgroupSize, min_subgroup=p13.minSubgroupSize or p11.subgroupSize,
         max_subgroup=p13.maxSubgroupSize or p11.subgroupSize, workgroup_subgroups=p13.maxComputeWorkgroupSubgroups,
-        timestamp_period=lim.timestampPeriod)
+        timestamp_period=lim.timestampPeriod, cores=sm.shaderSMCount if counted else 1)
     driver = " ".join(ffi.string(getattr(p12, f)).decode() for f in ("driverName", "driverInfo"))
     uuid = bytes(p2.properties.pipelineCacheUUID).hex()
     offered = tuple(Feature(name, name in extensions, False, why) for name, why in _EXTENSIONS)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybrid.spec.plan import Plan
+from kernels.vulkan import runs
 from kernels.vulkan.memory import MIB, Slice
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor
@@ -29,15 +30,13 @@ SLICES = 8  # that a dispatch of touch_pages takes
 
 
 def record_steps(rec: Recorder, plan: Plan, tensors: Mapping[str, DeviceTensor], binding: Callable[[str], Any]) -> None:
-    """Record every step of a plan by its operation's binding, and between them what touches pages."""
+    """Record every step of a plan, and between their dispatches what touches pages."""
     far = [_far(plan, tensors, index) for index in range(len(plan.steps))]
     total = sum(s.size for s in {(id(s.buffer), s.offset): s for slices in far for s in slices}.values())
     copies = rec.device.tuning.choose("touch_pages", {"copies": 0}, mib=total // MIB, rows=plan.rows)["copies"]
-    for index, step in enumerate(plan.steps):
-        rec.begin_step(index)
-        binding(step.op)(rec, step, {arg: tensors[name] for arg, name in step.args.items()})
-        if copies:
-            touch(rec, far[(index + AHEAD) % len(far)], copies)  # plans run again and again: after the last comes the first
+    for taken in runs.record(rec, plan.steps, tensors, binding):
+        if copies:  # plans run again and again: after the last step comes the first
+            touch(rec, [s for index in taken for s in far[(index + AHEAD) % len(far)]], copies)
 
 
 def touch(rec: Recorder, slices: list[Slice], copies: int) -> None:

@@ -54,6 +54,8 @@ class Family(Model):
     """The operation whose workloads the sweep times, and whose cases prove each candidate."""
     needs: str | None = None
     """Capability without which no binding asks."""
+    run: bool = False
+    """Asked where `op` begins a run of steps (kernels/vulkan/runs.py): no single step's sweep or case reaches it."""
     facts: tuple[str, ...] = Field(min_length=1)
     candidates: dict[str, tuple[Value, ...]] = Field(min_length=1)
 

@@ -1,4 +1,5 @@
-"""Bindings: how each operation becomes dispatches. One module per operation, `record(recorder, step, tensors)`."""
+"""Bindings: how each operation becomes dispatches. One module per operation, `record(recorder, step, tensors)`; and which
+runs of operations become one dispatch."""
 
 from __future__ import annotations
 
@@ -7,8 +8,14 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+from kernels.vulkan.ops import _layer
+from kernels.vulkan.runs import Run
+
 BINDINGS: dict[str, Callable[..., Any]] = {
     m.name: importlib.import_module(f"{__name__}.{m.name}").record
     for m in pkgutil.iter_modules(__path__)
     if not m.name.startswith("_")
 }
+
+# Steps that follow one another, by their operations: what may record them together (kernels/vulkan/runs.py).
+RUNS: dict[tuple[str, ...], Run] = {_layer.OPS: _layer.record}

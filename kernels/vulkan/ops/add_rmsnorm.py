@@ -16,6 +16,6 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     rows, hidden = step.bind["T"], step.bind["H"]
     y = t["y"]
     kernel = rec.kernel(f"add_rmsnorm.{y.dtype}.{workgroup(hidden, rec.device.max_threads)}", SUBGROUP=rec.device.subgroup_size)
-    push = struct.pack("<IIff", rows, hidden // 4, hidden, step.attrs["eps"])
+    push = struct.pack("<IIf", rows, hidden // 4, step.attrs["eps"])
     reads = [p for name in ("a", "residual", "w_post", "w_next") for p in t[name].parts]
     rec.dispatch(kernel, reads, [*t["sum"].parts, *y.parts], push, (Live(step.extent, cap=rows),))

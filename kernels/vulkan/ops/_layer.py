@@ -1,0 +1,61 @@
+"""From one layer's attention to the next one's q, k and v in one dispatch: layer.slang."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from hybrid.spec.plan import CONTROL, Step
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
+# What these steps hand to one another: (step, its argument) and (later step, its argument).
+EDGES = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")), ((3, "y"), (4, "x")))
+ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
+
+
+def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
+    """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T, for one row. False where
+    the kernel does not fit: these steps do not follow from one another, several rows, weights of different types or in
+    several chunks, activations that are not q8_act, or a device whose table does not ask for it."""
+    out, add, ffn, then, qkv = t
+    weights = (out["w"], ffn["w_gate_up"], ffn["w_down"], qkv["w"])
+    activations = (out["x"], add["y"], ffn["h"], then["y"])
+    follow = all(steps[i].args[a] == steps[j].args[b] for (i, a), (j, b) in EDGES)
+    kinds = {chunk.dtype for w in weights for chunk in w.chunks}
+    alone = all(len(w.chunks) == 1 for w in weights) and len(kinds) == 1
+    if not (follow and alone and out["x"].shape[0] == 1 and {x.dtype for x in activations} == {"q8_act"}):
+        return False
+    (kind,), device = kinds, rec.device
+    sizes = {"HIDDEN": add["a"].shape[-1], "HEADS": out["x"].shape[-1], "FFN": ffn["h"].shape[-1], "QKV": qkv["qkv"].shape[-1]}
+    use = device.tuning.choose("layer", {"workgroups": 0, "threads": 256}, w=kind, hidden=sizes["HIDDEN"])
+    threads = min(use["threads"], device.max_threads)
+    grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
+    shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
+    shared = 4 * shares + sizes["HIDDEN"] // PIECE * (PIECE + 8) + threads
+    if not grid or sizes["HIDDEN"] > HELD * threads or sizes["QKV"] % ROWS or shared > device.shared_bytes:
+        return False
+    if steps[1].attrs["eps"] != steps[3].attrs["eps"]:
+        return False
+    kernel = rec.kernel(f"layer.{kind}", SUBGROUP=device.subgroup_size, THREADS=threads, GRID=grid, SHARES=shares, **sizes)
+    norms = (add["residual"], add["w_post"], add["w_next"], then["w_post"], then["w_next"])
+    made = (add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], qkv["qkv"])
+    rec.dispatch(kernel, reads=[p for x in (out["x"], *norms, *weights) for p in x.parts],
+                 writes=[*(p for x in made for p in x.parts), rec.counters(1)],
+                 push=struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent]), grid=(grid,))
+    return True
+
+
+def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Each has at least one quad of rows of every product, and of the feed-forward's a whole block of h."""
+    return sizes["HIDDEN"] // ROWS, sizes["QKV"] // ROWS, sizes["FFN"] // BLOCK
+
+
+def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int) -> int:
+    """Row sums that a workgroup holds at most, each in as many shares as subgroups have pieces of the row."""
+    hidden, ffn = sizes["HIDDEN"], sizes["FFN"]
+    # Columns, and how many runs of rows that stay together there are of how many rows.
+    products = ((sizes["HEADS"], hidden // ROWS, ROWS), (hidden, ffn // BLOCK, 2 * BLOCK), (ffn, hidden // ROWS, ROWS),
+                (hidden, sizes["QKV"] // ROWS, ROWS))  # fmt: skip
+    return max(-(-runs // grid) * rows * min(subgroups, -(-(k // PIECE) // lanes)) for k, runs, rows in products)

@@ -1,0 +1,43 @@
+"""Recording the steps of a plan: one by one through their operations' bindings, or a run of them as one dispatch, where a
+kernel does what they do together.
+
+A run leaves in memory what its steps would have left one after another: every tensor that one of them writes. So its
+proof needs no definition of its own: conformance judges each step by its operation's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hybrid.spec.plan import Step
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+Tensors = Mapping[str, DeviceTensor]
+Binding = Callable[[Recorder, Any, Tensors], None]
+Run = Callable[[Recorder, Sequence[Step], Sequence[Tensors]], bool]
+
+LONGEST = 5  # steps that one dispatch may take
+
+
+def record(rec: Recorder, steps: Sequence[Step], tensors: Tensors, binding: Callable[[str], Binding]) -> Iterator[range]:
+    """Record all steps, and give the indices of those that were recorded together. `tensors`: by their names in the plan;
+    `binding`: of an operation. An operation whose binding is not the shipped one is recorded by that, in no run."""
+    from kernels.vulkan.ops import BINDINGS, RUNS
+
+    given = [{arg: tensors[name] for arg, name in step.args.items()} for step in steps]
+    at = 0
+    while at < len(steps):
+        rec.begin_step(at)
+        taken = 1
+        for ops, run in RUNS.items():
+            end = at + len(ops)
+            together = tuple(s.op for s in steps[at:end]) == ops and len(ops) <= LONGEST
+            if together and all(binding(op) is BINDINGS[op] for op in ops) and run(rec, steps[at:end], given[at:end]):
+                taken = len(ops)
+                break
+        else:
+            binding(steps[at].op)(rec, steps[at], given[at])
+        yield range(at, at + taken)
+        at += taken
