@@ -104,10 +104,12 @@ def mutated_function(saboteur: Saboteur, of: str) -> Callable[..., Any]:
     module = _execute(saboteur.path, saboteur.mutated())
     if not saboteur.file.startswith("_"):
         return getattr(module, of)
+    own = saboteur.path.with_name(f"{saboteur.op}.py")
+    if not own.exists():  # of a run of operations
+        return getattr(module, of)
     kept = sys.modules[module.__name__]
     sys.modules[module.__name__] = module
     try:
-        own = saboteur.path.with_name(f"{saboteur.op}.py")
         return getattr(_execute(own, own.read_text()), of)
     finally:
         sys.modules[module.__name__] = kept

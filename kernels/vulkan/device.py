@@ -69,7 +69,7 @@ class VulkanDevice(Storage):
         self.max_range = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation,
                              max_range or sys.maxsize)
         self.max_groups, self.max_threads = limits.groups, q.max_threads
-        self.cores, self.shared_bytes = limits.cores, limits.shared_bytes
+        self.cores, self.shared_bytes, self.storage_buffers = limits.cores, limits.shared_bytes, limits.storage_buffers
         self.tuning = Tuning(tuning or device_class(traits(self.report, self.subgroup_size)))
         self._bindings = bindings
         self.programs: set[Program] = set()

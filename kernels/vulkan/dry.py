@@ -30,11 +30,11 @@ class DryDevice:
 
     def __init__(self, subgroup_size: int = 32, max_range: int = 2**32 - 1,
                  features: Callable[[str], bool] = lambda feature: False, tuning: str = DEFAULT, cores: int = 1,
-                 shared_bytes: int = 32768) -> None:
+                 shared_bytes: int = 32768, storage_buffers: int = 32) -> None:
         self.subgroup_size, self.max_range, self.max_threads = subgroup_size, max_range, 1024
         self.has = features  # optional ones only choose between kernels
         self.max_groups = (2**31 - 1, 65535, 65535)
-        self.cores, self.shared_bytes = cores, shared_bytes
+        self.cores, self.shared_bytes, self.storage_buffers = cores, shared_bytes, storage_buffers
         self.tuning = Tuning(tuning)
         self._manifest = manifest()
 
@@ -43,7 +43,8 @@ class DryDevice:
         """One that plans and chooses kernels as the reported device would."""
         size, limits = choose_subgroup(report), report.limits
         most = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation)
-        return cls(size, most, report.has, device_class(traits(report, size)), limits.cores, limits.shared_bytes)
+        return cls(size, most, report.has, device_class(traits(report, size)), limits.cores,
+                   limits.shared_bytes, limits.storage_buffers)
 
     def kernel(self, name: str, **constants: int) -> Kernel:
         entry = self._manifest[name]

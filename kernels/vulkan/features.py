@@ -91,6 +91,8 @@ class Limits:
     max_subgroup: int
     workgroup_subgroups: int
     timestamp_period: float
+    storage_buffers: int
+    """That one kernel may bind."""
     cores: int
     """Multiprocessors, each of which holds a workgroup of any size; 1 where the driver does not say."""
 
@@ -226,7 +228,8 @@ def query(instance: Any, physical: Any) -> Report:
         push_bytes=lim.maxPushConstantsSize, offset_alignment=lim.minStorageBufferOffsetAlignment,
         subgroup=p11.subgroupSize, min_subgroup=p13.minSubgroupSize or p11.subgroupSize,
         max_subgroup=p13.maxSubgroupSize or p11.subgroupSize, workgroup_subgroups=p13.maxComputeWorkgroupSubgroups,
-        timestamp_period=lim.timestampPeriod, cores=sm.shaderSMCount if counted else 1)
+        timestamp_period=lim.timestampPeriod, storage_buffers=lim.maxPerStageDescriptorStorageBuffers,
+        cores=sm.shaderSMCount if counted else 1)
     driver = " ".join(ffi.string(getattr(p12, f)).decode() for f in ("driverName", "driverInfo"))
     uuid = bytes(p2.properties.pipelineCacheUUID).hex()
     offered = tuple(Feature(name, name in extensions, False, why) for name, why in _EXTENSIONS)

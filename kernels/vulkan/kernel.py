@@ -150,6 +150,8 @@ class KernelCache:
             over.append(f"a workgroup of more than {limits.workgroup_subgroups} subgroups of {self.subgroup_size}")
         if entry["push"] > limits.push_bytes:
             over.append(f"{entry['push']} bytes of push constants (limit {limits.push_bytes})")
+        if entry["bindings"] > limits.storage_buffers:
+            over.append(f"{entry['bindings']} storage buffers (limit {limits.storage_buffers})")
         present = {f.name: f.present for f in self.report.features}
         over += [f"the feature {f}" for c, f in CAPABILITIES.items() if c in info.capabilities and not present[f]]
         if over:

@@ -34,15 +34,16 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
     shared = 4 * shares + sizes["HIDDEN"] // PIECE * (PIECE + 8) + threads
-    if not grid or sizes["HIDDEN"] > HELD * threads or sizes["QKV"] % ROWS or shared > device.shared_bytes:
+    norms = (add["residual"], add["w_post"], add["w_next"], then["w_post"], then["w_next"])
+    made = (add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], qkv["qkv"])
+    reads, writes = ([p for x in some for p in x.parts] for some in ((out["x"], *norms, *weights), made))
+    fits = shared <= device.shared_bytes and len(reads) + len(writes) + 2 <= device.storage_buffers
+    if not (grid and fits and sizes["HIDDEN"] <= HELD * threads and sizes["QKV"] % ROWS == 0):
         return False
     if steps[1].attrs["eps"] != steps[3].attrs["eps"]:
         return False
     kernel = rec.kernel(f"layer.{kind}", SUBGROUP=device.subgroup_size, THREADS=threads, GRID=grid, SHARES=shares, **sizes)
-    norms = (add["residual"], add["w_post"], add["w_next"], then["w_post"], then["w_next"])
-    made = (add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], qkv["qkv"])
-    rec.dispatch(kernel, reads=[p for x in (out["x"], *norms, *weights) for p in x.parts],
-                 writes=[*(p for x in made for p in x.parts), rec.counters(1)],
+    rec.dispatch(kernel, reads=reads, writes=[*writes, rec.counters(1)],
                  push=struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent]), grid=(grid,))
     return True
 
