@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,11 @@ def cases(sizes: Mapping[str, int], w: str, rows: int, act: str, seed: int, live
     ]
 
 
-def run(device: Any, made: list[Case], order: tuple[int, ...] = (0, 1, 2, 3, 4), swaps: Mapping[str, str] = {}) -> int:
-    """Run the steps as one plan, twice from different poison, and judge each on what it finds in memory. Returns the
-    plan's dispatches. `swaps`: other tensors for arguments, "step.argument" -> tensor."""
+def planned(
+    made: list[Case], device: str, order: tuple[int, ...] = (0, 1, 2, 3, 4), swaps: Mapping[str, str] = {}
+) -> tuple[Plan, dict[str, Tensor]]:
+    """The steps as one plan, and values of what none of them writes first. `swaps`: other tensors for arguments,
+    "step.argument" -> tensor."""
     values: dict[str, Tensor] = {}
     decls: dict[str, TensorDecl] = {}
     steps = []
@@ -69,32 +72,38 @@ def run(device: Any, made: list[Case], order: tuple[int, ...] = (0, 1, 2, 3, 4),
         drawn = make(SPECS[op], case)
         for arg, name in args.items():
             if name not in decls:
-                decl = declared(SPECS[op], case, arg)
-                decls[name] = TensorDecl(name, decl.dtype, decl.shape, decl.kind)
+                decls[name] = replace(declared(SPECS[op], case, arg), name=name)
                 if arg in SPECS[op].inputs:
                     values[name] = drawn[arg]
-        steps.append(Step(op, f"{i}.{op}", dict(case.bind), args, dict(case.attrs), device=device.name))
+        steps.append(Step(op, f"{i}.{op}", dict(case.bind), args, dict(case.attrs), device=device))
     decls["control"], values["control"] = control_of(made[0], {})
-    plan, found = Plan("run", made[0].bind["T"], 1, tuple(steps), decls), []
+    return Plan("run", made[0].bind["T"], 1, tuple(steps), decls), values
+
+
+def run(device: Any, made: list[Case], **how: Any) -> int:
+    """Run the steps as one plan, twice from different poison, and judge each on what it finds in memory. Returns the
+    plan's dispatches. `how`: planned()'s order and swaps."""
+    plan, values = planned(made, device.name, **how)
+    found = []
     for byte in POISON:
         device.reset()
-        for name, decl in decls.items():
+        for name, decl in plan.tensors.items():
             device.store(decl, values.get(name, poisoned(decl, byte)))
         program = device.compile(plan)
         for _ in range(2):  # what a run leaves behind must not change the next one
             device.wait(program.submit())
         assert not device.check_guards()
-        found.append({name: device.read(name) for name in decls})
-    for name in decls:
+        found.append({name: device.read(name) for name in plan.tensors})
+    for name, decl in plan.tensors.items():
         if made[0].rows:
             _same(f"{name} depends on what its memory held before (unwritten elements, or a race)", *(f[name] for f in found))
         elif name not in values:
-            _same(f"{name} was written, of no live row", found[0][name], poisoned(decls[name], POISON[0]))
-    for step, i in zip(steps, order, strict=True) if made[0].rows else ():
-        spec = SPECS[step.op]
+            _same(f"{name} was written, of no live row", found[0][name], poisoned(decl, POISON[0]))
+    for step in plan.steps if made[0].rows else ():
+        spec, case = SPECS[step.op], made[int(step.name[0])]
         held = {arg: found[0][name] for arg, name in step.args.items()}
-        call = expect(spec, made[i], {n: held[n] for n in spec.inputs}, device.has("f16_matrices"))
-        check(spec, made[i], f"{device.name}: {step.name} of {made[i]}", call, held)
+        call = expect(spec, case, {n: held[n] for n in spec.inputs}, device.has("f16_matrices"))
+        check(spec, case, f"{device.name}: {step.name} of {case}", call, held)
     return program.dispatches
 
 
@@ -146,6 +155,20 @@ def test_sizes_at_the_edges(devices: Devices, sizes: dict[str, int]) -> None:
     device = devices.get("vulkan", guard=GUARD)
     for use in USES[:1] + USES[2:3]:
         assert judged(device, use, cases({**SIZES, **sizes}, "q4_0", 1, "q8_act", 3, 1)) == 1
+
+
+def test_the_time_of_a_run_is_told_once(devices: Devices) -> None:
+    device, made = devices.get("vulkan", guard=GUARD), cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
+    for use, within in ((USES[0], [None, *["0.linear"] * 4]), ({"workgroups": 0}, [None] * 5)):
+        with device.tuning.forced("layer", use):
+            plan, values = planned(made, device.name)
+            device.reset()
+            for name, decl in plan.tensors.items():
+                device.store(decl, values.get(name, poisoned(decl, 0)))
+            program = device.compile(plan, profile=True)
+        device.wait(program.submit())
+        assert [t.within for t in program.times()] == within
+        assert program.times()[0].duration > 0
 
 
 def test_no_live_row_is_written(devices: Devices) -> None:

@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,12 @@ def _steps(plan: Any, context: int, runs: Sequence[Any], begin: float) -> list[S
     found = []
     for i, step in enumerate(plan.steps):
         us, cost = 1e6 * statistics.median(steps[i].duration for steps in runs), step_cost(plan, step, context)
+        if runs[0][i].within is not None:  # one dispatch: one row, from its first operation to its last
+            row = found.pop()
+            ops = f"{row.op.partition(' .. ')[0]} .. {step.op}"
+            found.append(replace(row, op=ops, us=row.us + us, nbytes=row.nbytes + cost.nbytes, flops=row.flops + cost.flops))
+            begin += us
+            continue
         found.append(StepRow(step.name, step.op, step.layer, begin, us, cost.nbytes, cost.flops))
         begin += us
     return found

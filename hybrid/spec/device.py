@@ -52,6 +52,8 @@ class StepTime:
     duration: float
     device: str = ""
     """Which of several devices it ran on; empty: the main one."""
+    within: str | None = None
+    """Name of the step whose dispatch did this one's work too: the time is there."""
 
 
 class Program(Protocol):

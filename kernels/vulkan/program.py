@@ -207,8 +207,12 @@ class Program:
         data = self._stamps()
         valid = np.uint64((1 << self.device.timestamp_bits) - 1)
         ticks = ((data - data[0]) & valid).astype(np.float64) * self.device.report.limits.timestamp_period * 1e-9
-        return [StepTime(s.name, s.op, s.layer, float(ticks[i]), float(max(0.0, ticks[i + 1] - ticks[i])))
-                for i, s in enumerate(self.plan.steps)]
+        dispatched, found = {d.step for d in self.recording.dispatches}, list[StepTime]()
+        for i, s in enumerate(self.plan.steps):
+            within = None if i in dispatched else found[-1].within or found[-1].name  # part of a run (runs.py)
+            took = float(max(0.0, ticks[i + 1] - ticks[i]))
+            found.append(StepTime(s.name, s.op, s.layer, float(ticks[i]), took, within=within))
+        return found
 
     def began(self) -> float | None:
         """See hybrid.spec.device.Program."""
