@@ -79,7 +79,7 @@ def test_counters_are_left_as_they_were_found(devices: Devices) -> None:
         program = prepare(spec, device, case, make(spec, case), POISON[0])
     assert program.recording.counter_bytes
     device.wait(program.submit())
-    first = device.read("y").array.copy()
+    first = device.read("y").array.view(np.uint32).copy()  # rows that are not live hold a NaN
     for _ in range(3):
         device.wait(program.submit())
-        assert (device.read("y").array == first).all()
+        assert (device.read("y").array.view(np.uint32) == first).all()

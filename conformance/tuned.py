@@ -39,7 +39,10 @@ def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
 
 def uses(declared: Family) -> list[dict[str, Value]]:
     """Choices in which every value of every number of a family occurs, and those of every table."""
-    values = declared.candidates.values()
-    rows = [[v[i % len(v)] for v in values] for i in range(max(map(len, values)))]
+    values = list(declared.candidates.values())
+    # Of matrix units, where a value decides which module runs, in two companies.
+    shifts = (0, 1) if declared.needs else (0,)
+    rows = [[v[(i + shift * j) % len(v)] for j, v in enumerate(values)]
+            for shift in shifts for i in range(max(map(len, values)))]  # fmt: skip
     tuned = [e.use for table in tables().values() for e in table.family if e.name == declared.name]
     return [dict(zip(declared.candidates, row, strict=True)) for row in rows] + tuned
