@@ -69,6 +69,21 @@ def test_sampled_text_is_the_same_on_both_devices(tmp_path, device):
     assert texts[0] == texts[1]
 
 
+def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, device):
+    """Of every layer but the last, whose sum goes to the logits; the counter that workgroups meet at is zero again."""
+    checkpoint, texts, dispatches = model(tmp_path), [], []
+    for workgroups in (0, 1):
+        with device.tuning.forced("layer", {"workgroups": workgroups}):
+            made = Engine(checkpoint, device, weights="q8_0")
+            first = made.prefill({0: IDS[:9]})[0]
+            before = made.counters.copy()
+            texts.append([first, *made.decode(30)[0]])
+            dispatches.append(made.counters.minus(before).dispatches)
+        device.reset()
+    assert texts[0] == texts[1]
+    assert dispatches[0] - dispatches[1] == 30 * 5 * (checkpoint.hparams.n_layers - 1)
+
+
 def test_sequences_of_a_ragged_batch_do_not_touch_each_other(tmp_path, device):
     checkpoint, prompts, alone = model(tmp_path), {0: IDS[:30], 1: IDS[:1], 3: IDS[5:18]}, {}
     single = Engine(checkpoint, device, chunk=16)
