@@ -23,7 +23,7 @@ SPEC = load_op("decode_attention")
 FORMS = {
     "last arrival": {"merge": 1, "groups": 4096, "min_split": 5},
     "own dispatch": {"merge": 0, "groups": 4096, "min_split": 5},
-    "few stretches": {"merge": 1, "groups": 24, "min_split": 37, "heads": 1},
+    "few stretches": {"merge": 1, "groups": 24, "min_split": 37, "heads": 1, "subgroups": 4},
     "one stretch": {"merge": 1, "groups": 1},
 }
 SIZES: tuple[Mapping[str, int], ...] = (

@@ -18,10 +18,10 @@ from kernels.vulkan.ops.attention import OUTPUTS, record_combine, two_parts
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
-SUBGROUPS = 8  # of a workgroup, as in the shader
 MOST_SPLITS = 64
+POOL = 4096  # float32 of the subgroups' sums in shared memory, as in the shader
 WORD = 16  # bytes that a lane loads at once
-DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "merge": 1}
+DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "merge": 1}
 HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane
 
 
@@ -34,6 +34,8 @@ class Shape:
     heads: int
     units: int
     lanes: int
+    piece: int
+    subgroups: int
     splits: int
     min_split: int
     merge: int
@@ -48,14 +50,16 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv_bytes: int, sp
         most = max(HEADS) * subgroup * WORD // kv_bytes
         raise VulkanError(f"decode_attention takes head_dim up to {most} on a device with subgroups of {subgroup}, not "
                           f"{head_dim}")
-    ratio = heads // kv_heads
-    lanes = max(4, min(subgroup, 1 << (words - 1).bit_length()))
-    tile = next((h for h in HEADS[units] if h >= min(ratio, chosen["heads"])), HEADS[units][-1])
+    ratio, subgroups = heads // kv_heads, chosen["subgroups"]
+    most_heads = min(ratio, chosen["heads"], max(1, POOL // (subgroups * head_dim)))
+    tile = next((h for h in HEADS[units] if h >= most_heads), HEADS[units][-1])
+    lanes = 1 << (-(-words // units) - 1).bit_length()
+    piece = min(subgroup, max(8, 1 << (tile * head_dim // 4 // subgroups - 1).bit_length()))
     groups = rows * kv_heads * -(-ratio // tile)
     splits = max(1, min(-(-chosen["groups"] // groups), MOST_SPLITS, -(-span // chosen["min_split"])))
     # Blocks of 32 that straddle two heads are not one workgroup's to write.
     merge = chosen["merge"] if head_dim % block == 0 else 0
-    return Shape(tile, units, lanes, splits, chosen["min_split"], merge)
+    return Shape(tile, units, lanes, piece, subgroups, splits, chosen["min_split"], merge)
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
@@ -72,16 +76,16 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
               {**chosen, **choice})
     tiles = -(-(heads // kv_heads) // s.heads)
     kernel = rec.kernel(f"decode_attention.{cache.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
-                        THREADS=SUBGROUPS * subgroup, LANES=s.lanes, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype])
+                        THREADS=s.subgroups * subgroup, LANES=s.lanes, PIECE=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype])
     parts = rows * heads * s.splits
-    part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
-    arrived = rec.counters(rows * kv_heads * tiles)
-    push = struct.pack("<10I2f3I", rows, heads, kv_heads, d // 4, t["rope"].shape[0], cache.block_size,
-                       cache.table_width, cache.slots, cache.blocks, window, step.attrs["eps"], step.attrs["scale"],
-                       s.heads, s.splits, s.min_split)
+    part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * (d // 4 if s.merge else 1) * 8)
+    arrived = rec.counters(rows * kv_heads * tiles * -(-s.heads * d // 4 // s.piece))
+    push = struct.pack("<6If4I2f3If2I", rows, heads, kv_heads, d // 4, t["rope"].shape[0], cache.block_size,
+                       1 / cache.block_size, cache.table_width, cache.slots, cache.blocks, window, step.attrs["eps"],
+                       step.attrs["scale"], heads // kv_heads, s.heads, tiles, 1 / tiles, s.splits, s.min_split)
     names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
     reads = [p for name in names for p in t[name].parts]
     writes = [*t["k_cache"].parts, *t["v_cache"].parts, part_o, part_ml, arrived, *two_parts(o)]
-    rec.dispatch(kernel, reads, writes, push, (s.splits, kv_heads * tiles, rows))
+    rec.dispatch(kernel, reads, writes, push, (kv_heads * tiles, rows, s.splits))
     if not s.merge:
         record_combine(rec, step, t, part_o, part_ml, s.splits, s.min_split)
