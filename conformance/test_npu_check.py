@@ -104,6 +104,27 @@ def many(count: int) -> tuple[Move | Finish, ...]:
     return (*(m for _ in range(count) for m in pair), Finish(0))
 
 
+def taking(fifos: int) -> Design:
+    """One core that takes from that many fifos and sends into as many."""
+    base, names = through(), [f"{way}{i}" for i in range(fifos) for way in "xy"]
+    linear = ((1, 1, 1, OBJECT.size), (0, 0, 0, 1), 0)
+    steps: list[Move | Finish] = [
+        Move("fill", n, "X", Tile(int(n[1:]) % 4, 0), 0, *linear) if n[0] == "x"
+        else Move("drain", n, "Y", Tile(int(n[1:]) % 4, 0), 0, *linear, wait=True)
+        for n in names
+    ]  # fmt: skip
+    body = tuple(s for n in names for s in (Acquire(n, (f"{n}_tile",)), Release(n)))
+    binds = tuple((n, Bind("consume" if n[0] == "x" else "produce", n)) for n in names)
+    return replace(
+        base, columns=4, kernels=(), fifos=tuple(Fifo(n, OBJECT, 1) for n in names), cores=(Core("taking", tuple(names), body),),
+        workers=(Worker(CORE, "taking", binds),), sequence=(*steps, Finish(0)),
+    )  # fmt: skip
+
+
+def at_one_shim_tile(fan: int) -> Design:
+    return replace(through_mem(fan=fan), sequence=(*(replace(m, tile=SHIM) for m in through_mem(fan=fan).moves()), Finish(0)))
+
+
 BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
     "memory of a core": ("core.data_bytes", lambda: through(Array("i32", (4096,)), depth=2)),
     "memory of a mem tile": ("mem.data_bytes", lambda: through_mem(Array("i32", (70000,)))),
@@ -113,12 +134,25 @@ BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
     "descriptors of a mem tile": ("mem.bds", lambda: through_mem(Array("i32", (8,)), depth=5, fan=5)),
     "descriptors by parity": ("mem.bds_per_parity", lambda: through_mem(Array("i32", (8,)), depth=8, fan=3)),
     "descriptors of a shim tile": ("shim.bds", lambda: through(moves=many(9))),
-    "channels in": ("mem.channels_in", lambda: through_mem(fan=7)),
-    "channels out": (
-        "shim.channels_out",
-        lambda: replace(through_mem(fan=3), sequence=(*(replace(m, tile=SHIM) for m in through_mem(fan=3).moves()), Finish(0))),
+    "channels into a mem tile": ("mem.channels_in", lambda: through_mem(fan=7)),
+    "channels out of a mem tile": ("mem.channels_out", lambda: through_mem(fan=7)),
+    "channels into a core": ("core.channels_in", lambda: taking(3)),
+    "channels out of a core": ("core.channels_out", lambda: taking(3)),
+    "channels into a shim tile": ("shim.channels_in", lambda: at_one_shim_tile(3)),
+    "channels out of a shim tile": ("shim.channels_out", lambda: at_one_shim_tile(3)),
+    "locks of a core": ("core.locks", lambda: taking(5)),
+    "locks of a mem tile": ("mem.locks", lambda: through_mem(Array("i32", (8,)), depth=1, fan=33)),
+    "lock value of a core": ("core.lock_max", lambda: through(Array("i32", (1,)), depth=64)),
+    "lock value of a mem tile": ("mem.lock_max", lambda: through_mem(Array("i32", (1,)), depth=64)),
+    "words of a mem tile's descriptor": ("mem.bd.words", lambda: through_mem(Array("i32", (131072,)), depth=1)),
+    "dimensions of a mem tile's descriptor": (
+        "mem.bd.dimensions",
+        lambda: through_mem(Array("i32", (512,)), dims=((4, 1), (2, 256), (4, 16), (4, 64), (4, 4))),
     ),
-    "lock value": ("core.lock_max", lambda: through(Array("i32", (1,)), depth=64)),
+    "step of a mem tile's descriptor": (
+        "mem.bd.step",
+        lambda: through_mem(Array("i32", (262146,)), dims=((131073, 1), (2, 131073)), depth=1),
+    ),
     "words of a core's descriptor": ("core.bd.words", lambda: through(Array("i32", (16384,)), depth=1)),
     "dimensions of a core's descriptor": (
         "core.bd.dimensions",
@@ -136,6 +170,7 @@ BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
     "runs of half words": ("stream width", lambda: through(Array("i8", (64,)), dims=((2, 2), (16, 4), (2, 1)))),
     "outside of an argument": ("argument", lambda: moved((1, 1, 1, 64), (0, 0, 0, 1), offset=1, host=64)),
     "columns": ("columns", lambda: through(columns=5)),
+    "rows of cores": ("columns", lambda: replace(through(), workers=(replace(through().workers[0], tile=Tile(0, 6)),))),
     "arguments": (
         "arguments",
         lambda: replace(through(), arguments=(*through().arguments, *((f"z{i}", Array("i32", (4,))) for i in range(4)))),
@@ -150,7 +185,28 @@ def test_a_design_beyond_a_limit_is_refused(name: str) -> None:
     assert limit in found, found
 
 
+# Limits of the sheet that no design can be beyond, and why.
+ELSEWHERE = {
+    "core.program_bytes": "the build measures the object files", "mem.banks": "buffers may straddle them",
+    "core.bd.iterations": "rings have no iteration counter", "mem.bd.iterations": "the same",
+    "shim.locks": "tasks take none", "shim.lock_max": "the same",
+    "shim.bd.words": "4 GiB: more than an argument holds", "shim.bd.dimensions": "a move has four places",
+}  # fmt: skip
+
+
+def test_every_limit_of_the_sheet_has_a_design_beyond_it() -> None:
+    npu = npu_limits()
+    listed = set()
+    for kind in ("core", "mem", "shim"):
+        limits = getattr(npu, kind)
+        own = {n for n in type(limits).model_fields if n != "bd" and getattr(limits, n) is not None}
+        listed |= {f"{kind}.{n}" for n in own} | {f"{kind}.bd.{n}" for n in type(limits.bd).model_fields}
+    covered = {limit for limit, _ in BEYOND.values() if "." in limit}
+    assert covered | set(ELSEWHERE) == listed and not covered & set(ELSEWHERE)
+
+
 def test_what_is_within_all_limits_is_not_refused() -> None:
+    assert check(taking(2)).violations == []
     assert check(through()).violations == []
     assert check(through_mem(fan=4)).violations == []
 

@@ -3,8 +3,6 @@ source that reads back as the design, and mutations that must all be seen."""
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from kernels.npu.designs.rmsnorm import Norm
 from kernels.npu.emitter import emit
 from kernels.npu.emitter import main as emitter_main
 from kernels.npu.interpreter import Deadlock, Interpreter, NpuFault
-from kernels.npu.iron import IronError, check_program, manifest
+from kernels.npu.iron import check_program
 from kernels.npu.lower import Descriptor, Lowered, lower
 from kernels.npu.objects import on_this_computer
 from kernels.npu.reader import read
@@ -50,9 +48,9 @@ def wanted(g: Gemm) -> np.ndarray:
     return codes(1, g.M, g.K).astype(np.int64) @ codes(2, g.N, g.K).astype(np.int64).T
 
 
-@pytest.mark.parametrize("columns", [1, 2, 4])
+@pytest.mark.parametrize("columns", [1, 2, 3, 4])
 def test_a_product_is_exact_on_any_number_of_columns(columns: int) -> None:
-    g = replace(G, columns=columns)
+    g = replace(G, columns=columns, N=32 * columns)
     assert (product(g, gemm_i8(g)) == wanted(g)).all()
 
 
@@ -290,36 +288,6 @@ def test_emitted_programs_read_back_as_the_design(name: str) -> None:
     source = emit(design)
     assert check_program(source) > 3 * len(design.workers)
     assert _sorted(read(source)) == _sorted(design)
-
-
-@pytest.mark.parametrize(("was", "becomes", "text"), [
-    ("depth=2, name", "depths=2, name", "unexpected keyword"), ("Tile(0, 2)", "Tile(0, 2, 1, 1)", "too many positional"),
-    (".acquire(1)", ".take(1)", "no such call"), ("import Kernel, ", "import Kernal, ", "has no Kernal"),
-    ("rt.finish_task_group(group_0)", "rt.finish_task_group()", "missing a required argument"),
-    ("range_(", "xrange_(", "not imported"),
-])  # fmt: skip
-def test_calls_that_the_release_does_not_have_are_refused(was: str, becomes: str, text: str) -> None:
-    source = emit(gemm_i8(G))
-    assert was in source
-    with pytest.raises(IronError, match=text):
-        check_program(source.replace(was, becomes))
-
-
-def test_signatures_say_where_they_were_read() -> None:
-    """One commit for all, and for each its file and the page or the stored version; none that no emitted program calls."""
-    table = manifest()
-    assert re.fullmatch(r"[0-9a-f]{40}", table["commit"]) and table["commit"][:12] in table["release"]
-    called: set[str] = set()
-    for make in shipped().values():
-        for node in ast.walk(ast.parse(emit(make()))):
-            if isinstance(node, ast.Call):
-                called.add(node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func).split(".")[-1])
-    entries = {**table["function"], **table["method"]}
-    assert set(entries) <= called, set(entries) - called
-    for name, entry in entries.items():
-        assert entry["path"].startswith("python/") and entry["path"].endswith(".py"), name
-        read = entry.get("page", "").endswith(".html") or re.fullmatch(r"[0-9a-f]{40}", entry.get("file_commit", ""))
-        assert read, f"{name}: neither a page of the reference nor a version of the file"
 
 
 def test_a_changed_program_reads_back_as_another_design() -> None:

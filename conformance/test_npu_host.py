@@ -8,7 +8,6 @@ import inspect
 import json
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,14 @@ import pytest
 from hybrid.spec import load_ops
 from hybrid.spec.plan import CONTROL, CONTROL_WORDS, Plan, Step, TensorDecl
 from hybrid.spec.tensor import Tensor
-from kernels.npu import build, iron, xrt, xrt_sim
+from kernels.npu import build, xrt, xrt_sim
 from kernels.npu.artefact import ArtefactError, decode, encode, fabric_digest, find, stem
 from kernels.npu.build import build_sim
 from kernels.npu.build import main as build_main
+from kernels.npu.check import npu_limits
 from kernels.npu.designs import gemm_i8, shipped
 from kernels.npu.designs.gemm import Gemm
 from kernels.npu.device import NpuDevice
-from kernels.npu.emitter import emit
 from kernels.npu.tiles import tile_weights
 from kernels.npu.xrt import Host, Job, NpuError, NpuUnavailable, open_host
 
@@ -92,6 +91,24 @@ def test_more_fabrics_than_contexts_drop_the_whole_cache(folder: Path) -> None:
     host._loaded.pop(one).close()
     with pytest.raises(NpuError, match="ABORT"):
         host.run([job(replace(G, K=64))[0]])
+
+
+def test_instructions_share_a_heap(folder: Path) -> None:
+    """The driver's heap for a device is 64 MiB; what is dropped is free again. Data buffers are the host's memory."""
+    device, flags = xrt_sim.device(0), xrt_sim.bo.flags
+    whole = npu_limits().heap_bytes.value
+    first = xrt_sim.bo(device, whole - 64, flags.cacheable, 1)
+    xrt_sim.bo(device, 8192, flags.host_only, 3)
+    with pytest.raises(RuntimeError, match=f"heap of {whole} bytes is full"):
+        xrt_sim.bo(device, 8192, flags.cacheable, 1)
+    with pytest.raises(NpuError, match="heap"):
+        open_host("sim", folder).run([job(replace(G, M=128))[0], job()[0]])
+    del first
+    xrt_sim.bo(device, 8192, flags.cacheable, 1)
+    host = open_host("sim", folder)
+    made, expected = job()
+    host.run([made])
+    assert (made.outputs["C"] == expected).all()
 
 
 # --- failures
@@ -470,49 +487,6 @@ def test_the_build_says_what_is_missing(
         assert build_main(wrong) == 1
         err = capsys.readouterr().err
         assert err.startswith("error: ") and says in err and err.count("\n") == 1
-
-
-def _package(monkeypatch: pytest.MonkeyPatch, **changed: list[str]) -> None:
-    """A package `aie` of empty functions with the manifest's signatures, but for those in `changed`."""
-    table = iron.manifest()
-    modules: dict[str, Any] = {}
-
-    def module(name: str) -> Any:
-        return modules.setdefault(name, types.ModuleType(name))
-
-    def made(name: str, params: list[str], first: str = "") -> Any:
-        given = ", ".join([*([first] if first else []), *(p + "None" if p.endswith("=") else p for p in params)])
-        scope: dict[str, Any] = {}
-        exec(f"def {name}({given}): pass", scope)
-        return scope[name]
-
-    for name, entry in table["function"].items():
-        function = made("__init__", changed.get(name, entry["params"]), "self")
-        setattr(module(entry["module"]), name, type(name, (), {"__init__": function}))
-    for name, entry in table["method"].items():
-        where, cls = entry["of"].rsplit(".", 1)
-        if not hasattr(module(where), cls):
-            setattr(module(where), cls, type(cls, (), {}))
-        setattr(getattr(module(where), cls), name, made(name, changed.get(name, entry["params"]), "self"))
-    for name, value in modules.items():
-        monkeypatch.setitem(sys.modules, name, value)
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), modules.get(".".join(parts[:i]), types.ModuleType(parts[i - 1])))
-
-
-def test_programs_are_bound_to_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = emit(shipped()["small.attention"]())
-    with pytest.raises(iron.IronError, match=r"is not mlir-aie .*No module named 'aie"):
-        iron.installed()
-    _package(monkeypatch)
-    found = iron.installed()
-    for kind in ("function", "method"):
-        assert {n: e["params"] for n, e in found[kind].items()} == {n: e["params"] for n, e in iron.manifest()[kind].items()}
-    assert iron.check_program(source, found) > 100
-    _package(monkeypatch, Worker=["core_fn", "fn_args=", "tile="])  # as later releases have it
-    with pytest.raises(iron.IronError, match=r"Worker: .*placement.*the installed package aie"):
-        iron.check_program(source, iron.installed())
 
 
 def test_the_build_drives_the_real_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

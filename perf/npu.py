@@ -232,7 +232,10 @@ class Placed:
 
 
 def placement(tokens: int = 512) -> list[Placed]:
-    """Each matrix of a layer, alone on the NPU (int8 weights, chained dispatch) and alone on the iGPU (q4_0)."""
+    """Each matrix of a layer, alone on the NPU (int8 weights, chained dispatch) and alone on the iGPU (q4_0); and its attention
+    over `tokens` positions, with int8 scores on the NPU, of an f16 cache on the iGPU."""
+    from perf import npu_attention
+
     gpu = find_sheet("radeon-780m")
     best = {k: getattr(gpu.reached, k) or getattr(gpu.peak, k) for k in ("bandwidth_gb_s", "f16_tflops")}
     wait = gpu.costs.dependent_dispatch_us
@@ -246,12 +249,20 @@ def placement(tokens: int = 512) -> list[Placed]:
                 moved = (k * n * Q4_BYTES + t * (k + 4 * n)) / (best["bandwidth_gb_s"].value * 1e9)
                 on_gpu = max(moved, 2 * t * k * n / (best["f16_tflops"].value * 1e12)) + (wait.value * 1e-6 if wait else 0)
                 found.append(Placed(model, phase, part, 1e3 * on_npu, 1e3 * on_gpu))
+            heads, group, d, _ = npu_attention.MODELS[model]
+            on_npu = npu_attention.work(heads, group, d, t, tokens - t, 0, "i8", rates()).total
+            seen = t * (2 * tokens - t + 1) / 2  # pairs of a query and a key
+            moved = (4 * tokens * heads * d + 6 * t * heads * group * d) / (best["bandwidth_gb_s"].value * 1e9)
+            on_gpu = max(moved, 4 * seen * heads * group * d / (best["f16_tflops"].value * 1e12))
+            on_gpu += wait.value * 1e-6 if wait else 0
+            found.append(Placed(model, phase, "attention", 1e3 * on_npu, 1e3 * on_gpu))
     return found
 
 
 def placement_table(tokens: int = 512) -> str:
     lines = [
-        f"modelled, never measured: one layer's matrices, {tokens} tokens of prefill and one of decode; ms alone on each device.",
+        f"modelled, never measured: one layer's matrices and attention, {tokens} tokens of prefill, and one of decode over as many "
+        "positions; ms alone on each device.",
         "NPU: the sheet's 1.0 GHz and the memory rate fitted there. iGPU: its sheet's rates, for prefill its matrix units' peak.",
         f"{'model':<6}{'phase':<9}{'matrix':<14}{'NPU int8':>10}{'iGPU q4_0':>11}  the quicker",
     ]
@@ -287,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--tokens", type=positive, default=512, metavar="N", help="tokens of a prefill (512)")
     args = p.parse_args(argv)
     if args.fit:
-        print("\n".join(f"{k} = {v:.4f}" for k, v in fit().items()))
+        print("\n".join(f"{k} = {v:.4f}  (modelled: solved from the three measurements marked fitted)" for k, v in fit().items()))
     elif args.designs:
         print(designs())
     elif args.attention:

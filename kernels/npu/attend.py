@@ -133,9 +133,9 @@ def headers(p: Plan, a: Attention, positions: np.ndarray, length: int, window: i
 
 def fitted(shape: Attention, p: Plan) -> Attention:
     """The design for a plan. A span's length is rounded up to one of four in each octave: a fabric has an instruction stream
-    for each tuple of spans, and a tile that nobody sees passes by without being computed."""
+    for each tuple of spans, and a tile that nobody sees passes by without being computed. (So is the cache's: buffers are kept.)"""
     spans = tuple((first - p.base, rounded(end - first)) for first, end in p.spans)
-    return replace(shape, blocks=len(spans), tiles=max(first + count for first, count in spans), spans=spans)
+    return replace(shape, blocks=len(spans), tiles=rounded(max(first + count for first, count in spans)), spans=spans)
 
 
 def rounded(count: int) -> int:
@@ -159,7 +159,7 @@ def shape_of(heads: int, group: int, d: int, scores: Scores = "bf16") -> Attenti
     """The fabric's sizes: tiles that fit a core; one block and one key tile, until a plan says how many."""
     unit = math.lcm(8, group)
     lq, lk = min(32, 4096 // d), 32 if d <= 128 else 16 if d <= 256 else 8
-    columns = next(c for c in (4, 2, 1) if heads % c == 0)
+    columns = next(c for c in (4, 3, 2, 1) if heads % c == 0)
     return Attention(heads, 1, 1, d, max(unit, lq // unit * unit), lk, group, columns, scores)
 
 

@@ -30,7 +30,7 @@ from kernels.npu.design import (
 )
 from kernels.npu.iron import check_program, manifest
 
-DEVICES = {1: "NPU1Col1", 2: "NPU1Col2", 4: "NPU1"}
+DEVICES = {1: "NPU1Col1", 2: "NPU1Col2", 3: "NPU1Col3", 4: "NPU1"}
 NUMPY = {"i8": "np.int8", "u8": "np.uint8", "i16": "np.int16", "i32": "np.int32", "bf16": "bfloat16", "f32": "np.float32"}
 
 

@@ -232,6 +232,8 @@ class bo:
             if size < 1:
                 raise RuntimeError("buffer of no bytes")
             flags, self._group = more
+            if flags == bo.flags.cacheable:
+                _take_heap(self, size)
             self._parent, self._flags = None, bo.flags(flags)
             # As a driver's mapping, this one belongs to a file: it is no anonymous memory that others could import.
             self._host, self._device = np.frombuffer(mmap.mmap(-1, size), np.uint8), np.full(size, POISON, np.uint8)
@@ -264,6 +266,21 @@ class bo:
 
     def address(self) -> int:
         return self._base
+
+
+_heap = [0]  # bytes of instruction buffers, which lie in the device's heap
+
+
+def _take_heap(owner: bo, size: int) -> None:
+    most = npu_limits().heap_bytes.value
+    if _heap[0] + size > most:
+        raise RuntimeError(f"DRM_IOCTL_AMDXDNA_CREATE_BO IOCTL failed (err=-12): the device heap of {most} bytes is full")
+    _heap[0] += size
+    weakref.finalize(owner, _give_heap, size)
+
+
+def _give_heap(size: int) -> None:
+    _heap[0] -= size
 
 
 class run:

@@ -72,7 +72,7 @@ def shipped() -> dict[str, Maker]:
         for model, a in (("27b", Attention(16, 8, 16, 128, 32, 32, 2)), ("e2b", Attention(2, 32, 32, 256, 16, 16, 4, 2))):
             found[f"{model}.attention{suffix}"] = partial(flash_attention, causal(replace(a, scores=scores)))
         found[f"small.attention{suffix}"] = partial(flash_attention, Attention(2, 1, 2, 32, 32, 32, 2, 2, scores=scores))
-    for columns in (1, 2, 4):
+    for columns in (1, 2, 3, 4):
         found[f"small.i8.c{columns}"] = partial(gemm_i8, Gemm(64, 64, 32 * columns, 16, 32, 16, columns))
     found["small.q4_0"] = partial(gemm_blocks, Gemm(64, 128, 64, 16, 64, 16, 4, s=16, weights="q4_0", out="f32"))
     found["small.q8_0"] = partial(gemm_blocks, Gemm(64, 128, 64, 16, 32, 16, 4, weights="q8_0", out="f32"))

@@ -1,4 +1,4 @@
-"""C = A @ B on 4 rows of cores x 1, 2 or 4 columns: A is broadcast along rows, B along columns, C is joined in the mem tiles.
+"""C = A @ B on 4 rows of cores x 1 to 4 columns: A is broadcast along rows, B along columns, C is joined in the mem tiles.
 
 A [M, K] lies row-major: the mem tile's DMA deals it out in the r x s tiles of the matrix unit. B is stored once in the
 order in which the columns read it (tiles.py), so that one shim task without strides brings a whole stripe. The core keeps
@@ -69,8 +69,12 @@ class Gemm:
                 raise ValueError(f"a product of {self.M} x {self.K} x {self.N}: {axis} = {value} is no multiple of {unit} ({why})")
         if self.weights != "i8" and self.k % 32:
             raise ValueError(f"a tile of {self.k} over K: {self.weights} has a scale for every 32")
-        if self.columns not in (1, 2, 4):
-            raise ValueError(f"{self.columns} columns: 4 rows of A divide into 1, 2 or 4")
+        if not 1 <= self.columns <= ROWS:
+            raise ValueError(f"{self.columns} columns: each brings one of the {ROWS} row blocks of A at least")
+
+    def rows(self, col: int) -> list[int]:
+        """Row blocks of A that come through a column: of three columns the first brings two."""
+        return [row for row in range(ROWS) if row * self.columns // ROWS == col]
 
     @property
     def tile_bytes(self) -> int:
@@ -86,7 +90,6 @@ class Gemm:
 
 def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = None, name: str = "gemm_i8") -> Design:
     """The design of a product with the given tile kernels; `requantise` for i8 results."""
-    per = ROWS // g.columns  # row blocks of A that come through one column
     a, b = Array("i8", (g.m * g.k,)), Array("i8" if g.weights == "i8" else "u8", (g.tile_bytes,))
     c, acc = Array(g.out, (g.m * g.n,)), Array("i32", (g.m * g.n,))
     depth = 2 if 2 * (a.nbytes + b.nbytes + c.nbytes) + (acc.nbytes if requantise else 0) < 60 * 1024 else 1
@@ -94,10 +97,11 @@ def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = No
     to_rows = ((g.m // g.r, g.r * g.n), (g.r, g.t), (g.n // g.t, g.r * g.t), (g.t, 1))
     fifos, links = [], []
     for col in range(g.columns):
-        rows = range(col * per, (col + 1) * per)
-        fifos.append(Fifo(f"a_in{col}", Array("i8", (per * g.m * g.k,))))
+        rows = g.rows(col)
+        fifos.append(Fifo(f"a_in{col}", Array("i8", (len(rows) * g.m * g.k,))))
         fifos += [Fifo(f"a{row}", a, to_stream=to_mmul) for row in rows]
-        links.append(Link(Tile(col, 1), (f"a_in{col}",), tuple(f"a{row}" for row in rows), tuple(i * a.size for i in range(per))))
+        starts = tuple(i * a.size for i in range(len(rows)))
+        links.append(Link(Tile(col, 1), (f"a_in{col}",), tuple(f"a{row}" for row in rows), starts))
         fifos += [Fifo(f"b_in{col}", b), Fifo(f"b{col}", b)]
         links.append(Link(Tile(col, 1), (f"b_in{col}",), (f"b{col}",)))
         fifos += [Fifo(f"c{row}_{col}", c, depth=depth) for row in range(ROWS)]
@@ -160,13 +164,13 @@ def _core(g: Gemm, requantised: bool) -> Core:
 def _sequence(g: Gemm) -> list[Move | Finish]:
     """Tasks of all row blocks of 4 m rows; a descriptor is made for each block, because a stride over several of them
     would not fit its field (4 m N words)."""
-    blocks, across, per = g.M // (ROWS * g.m), g.N // (g.columns * g.n), ROWS // g.columns
+    blocks, across = g.M // (ROWS * g.m), g.N // (g.columns * g.n)
     stripe = g.stripe_bytes
     steps: list[Move | Finish] = []
     for block in range(blocks):
         group = block // GROUP
         for col in range(g.columns):
-            tile, rows = Tile(col, 0), block * ROWS * g.m
+            tile, rows, own = Tile(col, 0), block * ROWS * g.m, g.rows(col)
             steps.append(
                 Move(
                     "drain",
@@ -187,8 +191,8 @@ def _sequence(g: Gemm) -> list[Move | Finish]:
                         f"a_in{col}",
                         "A",
                         tile,
-                        (rows + col * per * g.m) * g.K,
-                        (min(REPEAT, across - start), g.K // g.k, per * g.m, g.k),
+                        (rows + own[0] * g.m) * g.K,
+                        (min(REPEAT, across - start), g.K // g.k, len(own) * g.m, g.k),
                         (0, g.k, g.K, 1),
                         group,
                     )

@@ -1,0 +1,92 @@
+"""Emitted programs call what IRON has: the manifest's signatures, where they were read, and those of an installed package."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from kernels.npu import iron
+from kernels.npu.designs import gemm_i8, shipped
+from kernels.npu.designs.gemm import Gemm
+from kernels.npu.emitter import emit
+from kernels.npu.iron import IronError, check_program, manifest
+
+G = Gemm(128, 64, 64, 16, 32, 16, 2)
+
+
+@pytest.mark.parametrize(("was", "becomes", "text"), [
+    ("depth=2, name", "depths=2, name", "unexpected keyword"), ("Tile(0, 2)", "Tile(0, 2, 1, 1)", "too many positional"),
+    (".acquire(1)", ".take(1)", "no such call"), ("import Kernel, ", "import Kernal, ", "has no Kernal"),
+    ("rt.finish_task_group(group_0)", "rt.finish_task_group()", "missing a required argument"),
+    ("range_(", "xrange_(", "not imported"),
+])  # fmt: skip
+def test_calls_that_the_release_does_not_have_are_refused(was: str, becomes: str, text: str) -> None:
+    source = emit(gemm_i8(G))
+    assert was in source
+    with pytest.raises(IronError, match=text):
+        check_program(source.replace(was, becomes))
+
+
+def test_signatures_say_where_they_were_read() -> None:
+    """One commit for all, and for each its file and the page or the stored version; none that no emitted program calls."""
+    table = manifest()
+    assert re.fullmatch(r"[0-9a-f]{40}", table["commit"]) and table["commit"][:12] in table["release"]
+    called: set[str] = set()
+    for make in shipped().values():
+        for node in ast.walk(ast.parse(emit(make()))):
+            if isinstance(node, ast.Call):
+                called.add(node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func).split(".")[-1])
+    entries = {**table["function"], **table["method"]}
+    assert set(entries) <= called, set(entries) - called
+    for name, entry in entries.items():
+        assert entry["path"].startswith("python/") and entry["path"].endswith(".py"), name
+        read = entry.get("page", "").endswith(".html") or re.fullmatch(r"[0-9a-f]{40}", entry.get("file_commit", ""))
+        assert read, f"{name}: neither a page of the reference nor a version of the file"
+
+
+def _package(monkeypatch: pytest.MonkeyPatch, **changed: list[str]) -> None:
+    """A package `aie` of empty functions with the manifest's signatures, but for those in `changed`."""
+    table = iron.manifest()
+    modules: dict[str, Any] = {}
+
+    def module(name: str) -> Any:
+        return modules.setdefault(name, types.ModuleType(name))
+
+    def made(name: str, params: list[str], first: str = "") -> Any:
+        given = ", ".join([*([first] if first else []), *(p + "None" if p.endswith("=") else p for p in params)])
+        scope: dict[str, Any] = {}
+        exec(f"def {name}({given}): pass", scope)
+        return scope[name]
+
+    for name, entry in table["function"].items():
+        function = made("__init__", changed.get(name, entry["params"]), "self")
+        setattr(module(entry["module"]), name, type(name, (), {"__init__": function}))
+    for name, entry in table["method"].items():
+        where, cls = entry["of"].rsplit(".", 1)
+        if not hasattr(module(where), cls):
+            setattr(module(where), cls, type(cls, (), {}))
+        setattr(getattr(module(where), cls), name, made(name, changed.get(name, entry["params"]), "self"))
+    for name, value in modules.items():
+        monkeypatch.setitem(sys.modules, name, value)
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), modules.get(".".join(parts[:i]), types.ModuleType(parts[i - 1])))
+
+
+def test_programs_are_bound_to_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = emit(shipped()["small.attention"]())
+    with pytest.raises(iron.IronError, match=r"is not mlir-aie .*No module named 'aie"):
+        iron.installed()
+    _package(monkeypatch)
+    found = iron.installed()
+    for kind in ("function", "method"):
+        assert {n: e["params"] for n, e in found[kind].items()} == {n: e["params"] for n, e in iron.manifest()[kind].items()}
+    assert iron.check_program(source, found) > 100
+    _package(monkeypatch, Worker=["core_fn", "fn_args=", "tile="])  # as later releases have it
+    with pytest.raises(iron.IronError, match=r"Worker: .*placement.*the installed package aie"):
+        iron.check_program(source, iron.installed())
