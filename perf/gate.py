@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hybrid.cli import Parser, run
+from hybrid.cli import Parser, progress_bar, run
 from hybrid.spec.errors import SpecError
 from hybrid.spec.load import Model, load_toml
 
@@ -169,11 +169,20 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _each(wanted: Sequence[str]) -> Iterator[str]:
+    with progress_bar(len(wanted), "gate", False, "group") as advance:
+        for group in wanted:
+            yield group
+            advance(1)
+
+
 def _main(args: argparse.Namespace) -> int:
     failed = better = False
-    for group in args.only or groups():
-        if group not in groups():
-            raise ValueError(f"no group {group!r}: there are {', '.join(groups())}")
+    wanted = args.only or groups()
+    unknown = next((g for g in wanted if g not in groups()), None)
+    if unknown:
+        raise ValueError(f"no group {unknown!r}: there are {', '.join(groups())}")
+    for group in _each(wanted):
         try:
             findings, lines = check(group, args.update)
         except SpecError as error:

@@ -57,7 +57,7 @@ def roof(model: Subject, sheet: DeviceSheet, works: Sequence[Work], context: int
             chart.point(
                 (flops / moved, flops / seconds),
                 i,
-                f"{work.rows} rows",
+                f"{work.rows} row{'s' * (work.rows > 1)}",
                 title=f"{op}, {work.rows} rows: "
                 f"{flops / moved:.2f} per byte, {flops / seconds / 1e9:.0f} G/s, {1e3 * seconds:.3f} ms",
                 label=op if i == len(works) - 1 and place < SHOWN and op in ("fused_ffn", "attention") else "",

@@ -81,11 +81,11 @@ class Report:
         for device in sorted({r.device for r in self.records}):
             found = ordered(newest(self.records, device))
             if found:
-                pairs = [(one, theirs) for record, one in found if (theirs := peer.of(one, record.device))]
-                charts = [*by_commit(self.records, device), *shares(found), *versus(pairs, peer.name)]
+                beside = versus(found, peer)
+                charts = [*by_commit(self.records, device), *shares(found), *beside]
                 body = self.charts(f"measured-{slug(device)}", charts) + html(measured(self.records, device))
                 note = "Ceiling: modelled from the device's sheet. Probe: the run's own copy (decode) or matrix product (prefill)."
-                if pairs:
+                if beside:
                     note += f" Peer: {escape(peer.name)}, {escape(peer.source)}."
                 self.section(device, MEASURED, note, body + self.sources(device))
             self.profiles(device)

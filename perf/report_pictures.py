@@ -9,6 +9,7 @@ from typing import Any
 from hybrid.spec.devicesheet import sheet_for
 from perf.record import Ablation, Profile, Record, Run, ceiling_of
 from perf.svg import Axis, Chart
+from perf.tables import Peer
 
 
 def short(one: Run) -> str:
@@ -24,71 +25,59 @@ def short(one: Run) -> str:
 def by_commit(records: Sequence[Record], device: str) -> list[Chart]:
     """One chart for each phase: a line for every configuration that was measured more than once, else a point."""
     charts = []
+    own = [r for r in records if r.device == device and r.runs]
     for phase in ("decode", "prefill"):
         lines: dict[str, list[tuple[float, float]]] = {}
-        own = [r for r in records if r.device == device]
         for i, record in enumerate(own):
             for one in record.runs:
                 if one.phase == phase:
                     lines.setdefault(short(one), []).append((i + 0.5, one.tokens_per_second))
         if not lines:
             continue
-        high = max(y for points in lines.values() for _, y in points)
+        speeds = [y for points in lines.values() for _, y in points]
         chart = Chart(
             570,
             330,
             f"{phase}, tokens per second by commit",
-            Axis("commit", 0, max(len(own), 1)),
-            Axis("tok/s", 0, 1.15 * high),
+            Axis("commit", 0, 1.5 * max(len(own), 1)),  # room for names at the lines' ends
+            Axis("tok/s", min(speeds) / 1.5, 1.5 * max(speeds), log=True),
             [r.commit[:7] for r in own],
             note=f"measured, {device}",
         )
-        for i, (name, points) in enumerate(sorted(lines.items(), key=lambda line: -line[1][-1][1])[:6]):
+        shown = sorted(lines.items(), key=lambda line: -line[1][-1][1])[:12]
+        for i, (_, points) in enumerate(shown):
             chart.line(points, i, dots=True)
-            chart.text(points[-1], name, dx=7, dy=4)
+        chart.labels([(points[-1], name.replace(f" {phase}", "")) for name, points in shown])
         charts.append(chart)
     return charts
 
 
 def shares(found: Sequence[tuple[Record, Run]]) -> list[Chart]:
-    """Of the modelled ceiling, by configuration; nothing where no ceiling is known."""
-    known = [(one, most) for record, one in found if (most := ceiling_of(one, record.device))]
+    """Of the modelled ceiling, by the table's numbers; nothing where no ceiling is known."""
+    known = [(i, one, most) for i, (record, one) in enumerate(found, 1) if (most := ceiling_of(one, record.device))]
     if not known:
         return []
-    chart = Chart(
-        570,
-        330,
-        "share of the device's ceiling",
-        Axis("", 0, len(known)),
-        Axis("per cent", 0, 100),
-        [str(i + 1) for i in range(len(known))],
-        note="measured over modelled",
-    )
-    for i, (one, most) in enumerate(known):
+    names = [str(i) for i, _, _ in known]
+    x, y = Axis("number in the table", 0, len(known)), Axis("per cent", 0, 100)
+    chart = Chart(570, 330, "share of the device's ceiling", x, y, names, note="measured over modelled")
+    for at, (_, one, most) in enumerate(known):
         share = 100 * one.tokens_per_second / most
-        chart.bar(
-            i, share, 0 if one.phase == "decode" else 1, name=one.phase, label=f"{share:.0f}", title=f"{short(one)}: {share:.1f} %"
-        )
+        about = f"{short(one)}: {share:.1f} %"
+        chart.bar(at, share, 0 if one.phase == "decode" else 1, name=one.phase, label=f"{share:.0f}", title=about)
     return [chart]
 
 
-def versus(pairs: Sequence[tuple[Run, float]], peer: str) -> list[Chart]:
-    """Ours over the peer's speed; 1 is as fast."""
+def versus(found: Sequence[tuple[Record, Run]], peer: Peer) -> list[Chart]:
+    """Ours over the peer's speed, by the table's numbers; 1 is as fast. Nothing where it has no figure."""
+    pairs = [(i, one, theirs) for i, (record, one) in enumerate(found, 1) if (theirs := peer.of(one, record.device))]
     if not pairs:
         return []
-    high = max(1.2, *(1.15 * one.tokens_per_second / theirs for one, theirs in pairs))
-    chart = Chart(
-        570,
-        330,
-        f"ours over {peer}",
-        Axis("", 0, len(pairs)),
-        Axis("times", 0, high),
-        [str(i + 1) for i in range(len(pairs))],
-        note="both measured on the same device",
-    )
-    for i, (one, theirs) in enumerate(pairs):
+    high = max(1.2, *(1.15 * one.tokens_per_second / theirs for _, one, theirs in pairs))
+    x, y = Axis("number in the table", 0, len(pairs)), Axis("times", 0, high)
+    chart = Chart(570, 330, f"ours over {peer.name}", x, y, [str(i) for i, _, _ in pairs], note="both measured on this device")
+    for at, (_, one, theirs) in enumerate(pairs):
         ratio = one.tokens_per_second / theirs
-        chart.bar(i, ratio, 2 if ratio >= 1 else 1, label=f"{ratio:.2f}", title=f"{short(one)}: {ratio:.2f}")
+        chart.bar(at, ratio, 2 if ratio >= 1 else 1, label=f"{ratio:.2f}", title=f"{short(one)}: {ratio:.2f}")
     chart.line([(0, 1), (len(pairs), 1)], 6, dashed=True)
     return [chart]
 
@@ -104,19 +93,13 @@ def kernel_chart(table: Mapping[str, Mapping[str, Any]], version: str) -> Chart:
         Axis("vector registers", 0, 272),
         note="compiled by RADV's null device",
     )
-    families = ("linear.gemv", "ffn_up", "linear.tile", "attention", "rmsnorm", "other")
+    families = ("linear.gemv", "linear.gemm", "linear.tile", "ffn_up", "attention", "rmsnorm", "other")
     for name, row in table.items():
         family = next((i for i, f in enumerate(families) if name.startswith(f) or f in name.split(".")[0]), len(families) - 1)
-        about = f"{name}: {row['vgprs']} registers, {row['waves']} waves, {row['instructions']} instructions"
-        spills = row["spilled_vgprs"] or row["scratch"]
-        chart.point(
-            (row["code_bytes"], row["vgprs"]),
-            family,
-            families[family],
-            title=about,
-            hollow=bool(spills),
-            label=f"spills {row['spilled_vgprs']}" if spills else "",
-        )
+        spills = f", {row['spilled_vgprs']} spilled" if row["spilled_vgprs"] else ""
+        about = f"{name}: {row['vgprs']} registers{spills}, {row['waves']} waves, {row['instructions']} instructions"
+        hollow = bool(row["spilled_vgprs"] or row["scratch"])
+        chart.point((row["code_bytes"], row["vgprs"]), family, families[family], title=about, hollow=hollow)
     return chart
 
 
@@ -171,7 +154,7 @@ def measured_roof(found: Profile, device: str) -> Chart:
     top = 1e12 * found.matrix_tflops if found.matrix_tflops else 2 * max(y for _, y, _ in points)
     x = Axis("operations per byte", min(0.1, *(p[0] for p in points)) / 2, max(4096, *(p[0] for p in points)) * 2, log=True)
     y = Axis("operations per second", min(p[1] for p in points) / 3, top * 3, log=True)
-    chart = Chart(450, 380, "operations under the roof", x, y, note=f"measured, {device}; solid: this run's probes")
+    chart = Chart(450, 380, "operations under the roof", x, y, note="measured; line: this run's probes")
     ridge = top / stream
     chart.line([(max(x.low, y.low / stream), max(y.low, x.low * stream)), (ridge, top), (x.high, top)], 6)
     if sheet is not None and sheet.peak.bandwidth_gb_s is not None:
@@ -180,7 +163,8 @@ def measured_roof(found: Profile, device: str) -> Chart:
     longest = {o.op for o in sorted(found.ops, key=lambda o: -o.us)[:4]}
     for at, speed, o in points:
         about = f"{o.op}: {at:.2f} operations per byte, {speed / 1e12:.3g} T/s, {o.nbytes / o.us / 1e3:.0f} GB/s"
-        chart.point((at, speed), 0, title=about, label=o.op if o.op in longest else "")
+        chart.point((at, speed), 0, title=about)
+    chart.labels([((at, speed), o.op) for at, speed, o in points if o.op in longest])
     return chart
 
 

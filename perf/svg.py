@@ -48,9 +48,12 @@ class Axis:
                     break
             first = math.ceil(self.low / step)
             return [step * i for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
-        base = 2 if self.high / self.low <= 128 else 10
-        powers = range(math.ceil(math.log(self.low, base) - 1e-9), math.floor(math.log(self.high, base) + 1e-9) + 1)
-        return [float(base) ** p for p in powers]
+        ratio = self.high / self.low
+        base = 2 if math.log2(ratio).is_integer() and ratio <= 128 else 10
+        powers = range(math.floor(math.log(self.low, base) + 1e-9), math.floor(math.log(self.high, base) + 1e-9) + 1)
+        within = (1, 2, 5) if base == 10 and ratio <= 1000 else (1,)
+        found = [factor * float(base) ** p for p in powers for factor in within]
+        return [t for t in found if self.low * (1 - 1e-9) <= t <= self.high * (1 + 1e-9)]
 
 
 def number(value: float) -> str:
@@ -126,6 +129,14 @@ class Chart:
         self._marks.append(
             f'<text x="{x + dx:.1f}" y="{y + dy:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="11">{escape(text)}</text>'
         )
+
+    def labels(self, named: Sequence[tuple[Point, str]]) -> None:
+        """Names right of their points, moved apart where they would lie on each other."""
+        last = -math.inf
+        for point, name in sorted(named, key=lambda item: self.at(item[0])[1]):
+            y = self.at(point)[1] + 4
+            last = max(y, last + 12)
+            self.text(point, name, dx=8, dy=4 + last - y)
 
     def svg(self) -> str:
         """The chart as a <g> of its own size."""

@@ -80,17 +80,17 @@ def ordered(found: Iterable[tuple[Record, Run]]) -> list[tuple[Record, Run]]:
 def measured(records: Iterable[Record], device: str) -> Table:
     """The newest run of every configuration on a device."""
     peer, rows = load_peer(), []
-    for record, one in ordered(newest(records, device)):
+    for i, (record, one) in enumerate(ordered(newest(records, device)), 1):
         most, theirs = ceiling_of(one, record.device), peer.of(one, record.device)
         rows.append((
-            one.model, one.dtype, one.phase + (f", {one.tokens_per_submit} a submit" if one.tokens_per_submit > 1 else ""),
+            str(i), one.model, one.dtype, one.phase + (f", {one.tokens_per_submit} a submit" if one.tokens_per_submit > 1 else ""),
             str(one.batch), str(one.context), f"{one.tokens_per_second:,.1f}", f"{one.spread:,.1f}",
             f"{100 * one.tokens_per_second / most:.0f} %" if most else "-",
             f"{100 * one.share:.0f} %" if one.share is not None else "-",
             f"{theirs:,.1f}" if theirs else "-", f"{one.tokens_per_second / theirs:.2f}" if theirs else "-",
             f"{one.host_us:.1f}" if one.host_us is not None else "-", record.commit[:9],
         ))  # fmt: skip
-    heads = ("model", "type", "phase", "B", "context", "tok/s", "spread", "of ceiling", "of probe", "peer", "times", "host us")
+    heads = ("#", "model", "type", "phase", "B", "context", "tok/s", "spread", "of ceiling", "of probe", "peer", "times", "host us")
     return table((*heads, "commit"), rows, ("model", "type", "phase", "commit"))
 
 

@@ -191,7 +191,7 @@ def _means(t: Target, sheet: DeviceSheet) -> Answer:
     before = estimate(work, sheet, "ceiling").tokens_per_second
     after = before
     if t.means == "no_attention":
-        saved = sum(i.nbytes - i.activations for i in work.items if i.op == "attention")
+        saved = sum(i.nbytes - i.activations for i in work.items if i.op.endswith("attention"))
         after = bandwidth(sheet, "ceiling") / (work.streamed - saved)
     elif t.means == "both_engines":
         shared = find_sheet(sheet.device.shares or "")

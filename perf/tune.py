@@ -28,7 +28,7 @@ from conformance.compare import Disagreement
 from conformance.fixed import dtype_cases, edge_cases, variant_cases
 from conformance.harness import run_case
 from conformance.tuned import facts_of, plan_for
-from hybrid.cli import Parser, amount, run
+from hybrid.cli import Parser, amount, progress_bar, run
 from hybrid.devices import open_first
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.errors import nearest
@@ -81,12 +81,17 @@ class Tuner:
     def sweeps(self, wanted: Sequence[str]) -> Iterator[Sweep]:
         """One for each workload of the operation that asks for the family, and for each way in which it asks."""
         named = workloads(self.spec, wanted) if wanted else self.spec.workload
-        for workload in named:
-            case = self._case(workload)
-            questions = [a for a in asked(plan_for(self.spec, case), self.device) if a.family == self.family.name]
-            for facts in {tuple(a.facts.items()): None for a in questions}:
-                default = next(a.use for a in questions if tuple(a.facts.items()) == facts)
-                yield self.sweep(workload.id, case, dict(facts), tuple(default.items()))
+        with progress_bar(len(named), self.family.name, False, "workload") as advance:
+            for workload in named:
+                yield from self._asked(workload)
+                advance(1)
+
+    def _asked(self, workload: Workload) -> Iterator[Sweep]:
+        case = self._case(workload)
+        questions = [a for a in asked(plan_for(self.spec, case), self.device) if a.family == self.family.name]
+        for facts in {tuple(a.facts.items()): None for a in questions}:
+            default = next(a.use for a in questions if tuple(a.facts.items()) == facts)
+            yield self.sweep(workload.id, case, dict(facts), tuple(default.items()))
 
     def _case(self, workload: Workload) -> Case:
         axes = {k: int(v) for k, v in self.changed.items() if k in self.spec.axes}
