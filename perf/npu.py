@@ -5,6 +5,7 @@
     python -m perf.npu --designs          every product among the shipped designs, by what bounds it
     python -m perf.npu --attention        attention with scores in bfloat16 and in int8 (npu_attention.py)
     python -m perf.npu --placement        NPU or iGPU, matrix by matrix, for 27B and E2B
+    python -m perf.npu --pipeline         two prefill chunks in flight against one after another (npu_pipeline.py)
 
 Nothing here is a measurement of this project: no design has run on an NPU. A core's step over K takes the longer of its
 multiply-adds and its loads, then loads, adds to and stores its tile of C. A run takes the longest of its cores, its streams,
@@ -295,7 +296,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--designs", action="store_true", help="print the modelled times of the shipped products")
     p.add_argument("--attention", action="store_true", help="print the modelled times of attention for 27B and E2B")
     p.add_argument("--placement", action="store_true", help="print NPU or iGPU for the matrices of 27B and E2B")
-    p.add_argument("--tokens", type=positive, default=512, metavar="N", help="tokens of a prefill (512)")
+    p.add_argument("--pipeline", action="store_true", help="print what two prefill chunks in flight are worth")
+    p.add_argument("--tokens", type=positive, default=512, metavar="N", help="tokens of a prefill, or of a chunk of it (512)")
     args = p.parse_args(argv)
     if args.fit:
         print("\n".join(f"{k} = {v:.4f}  (modelled: solved from the three measurements marked fitted)" for k, v in fit().items()))
@@ -305,6 +307,10 @@ def main(argv: list[str] | None = None) -> int:
         from perf.npu_attention import table  # it compiles the tile kernels, to count their instructions
 
         print(table(rates()))
+    elif args.pipeline:
+        from perf.npu_pipeline import table as pipelined  # it needs this module
+
+        print(pipelined(args.tokens))
     elif args.placement:
         print(placement_table(args.tokens))
     else:
