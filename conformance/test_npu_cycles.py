@@ -23,6 +23,8 @@ from perf.npu import (
     run_times,
     step_cycles,
 )
+from perf.npu_pipeline import gain, makespan
+from perf.npu_pipeline import table as pipeline_table
 
 
 def test_three_measurements_are_fitted_and_stand_in_the_sheets() -> None:
@@ -75,7 +77,7 @@ def test_every_output_says_that_it_is_modelled(capsys: pytest.CaptureFixture[str
     assert "modelled" in residuals() and "predicted" in residuals()
     assert "modelled, never measured" in designs() and "modelled, never measured" in placement_table()
     assert "modelled, never measured" in npu_attention.table(rates())
-    for args in ([], ["--fit"], ["--designs"], ["--attention"], ["--placement", "--tokens", "1024"]):
+    for args in ([], ["--fit"], ["--designs"], ["--attention"], ["--placement", "--tokens", "1024"], ["--pipeline"]):
         assert main(args) == 0
     assert "accumulate_cycles_per_byte" in capsys.readouterr().out
 
@@ -111,3 +113,18 @@ def test_peaks_follow_from_the_rates(name: str) -> None:
     assert sheet.peak.int8_tops is not None
     assert sheet.peak.int8_tops.value == pytest.approx(2e-3 * cores * npu.rates.macs_i8.value * npu.rates.clock_ghz.value, rel=0.01)
     assert all(r.error < 0.25 for r in rows())
+
+
+def test_two_chunks_in_flight_take_what_the_busier_device_takes() -> None:
+    """By hand where it can be done by hand; for every shape between the larger share and the sum."""
+    one = (("gpu", 1.0), ("npu", 1.0))
+    assert makespan([one], 2) == makespan([one], 1) == 2.0
+    assert makespan([one] * 4, 1) == 8.0 and makespan([one] * 4, 2) == 5.0, "the first and the last second of one device alone"
+    uneven = (("gpu", 1.0), ("npu", 3.0), ("gpu", 1.0))
+    assert makespan([uneven] * 10, 2) == 1.0 + 10 * 3.0 + 1.0, "the NPU never waits but for the first"
+    assert makespan([uneven] * 2, 1) == 10.0
+    for g in (gain(model, chunks) for model in ("27b", "e2b") for chunks in (1, 2, 8)):
+        assert g.in_turn == pytest.approx(g.npu + g.gpu)
+        assert max(g.npu, g.gpu) <= g.in_flight + 1e-9 and g.in_flight <= g.in_turn + 1e-9
+        assert (g.in_flight < g.in_turn - 1e-6) == (g.chunks > 1)
+    assert "modelled, never measured" in pipeline_table()

@@ -3,6 +3,7 @@ one chunk needs of another waited for, and a device that fails in one lane repla
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,12 +26,13 @@ from hybrid.devices import open_first
 from hybrid.engine import Engine
 from hybrid.flight import Flight
 from hybrid.footprint import footprint
+from hybrid.generate import main
 from hybrid.kv import CacheShape
 from hybrid.lanes import in_lane, needs, passing
 from hybrid.placed import PlacedDevice, with_others
 from hybrid.planner import segments
+from hybrid.spec.schedule import SCHEDULES as SCHEDULE_FILES
 from hybrid.spec.schedule import Schedule, named_schedule
-from hybrid.trace import events
 from hybrid.weights import stored_types
 from kernels.npu import xrt_sim
 from kernels.npu.device import NpuDevice
@@ -271,21 +273,27 @@ def test_a_second_device_that_sees_no_common_memory_gets_copies_in_order(
 # --- both at work
 
 
-def test_the_trace_shows_both_devices_at_work_on_different_chunks() -> None:
+def test_the_trace_shows_both_devices_at_work_on_different_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a user asks for it, with pipeline = 1 and 2 in the schedule: the text is one, the spans are not."""
+    device: Any = open_backend("vulkan")
+    with device:
+        apart = own_memory(device)  # then copies between the two wait for all that the main device was given
     prompt = "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write_file(path"
-    found = {}
+    shipped, found, said = (SCHEDULE_FILES / "gemma3-hybrid.toml").read_text(), {}, set()
     for lanes in (1, 2):
-        with Opened(DEMO, "vulkan", schedule_of("gemma3-hybrid", lanes), chunk=8, slots=1, profile=True) as one:
-            one.engine.logits(one.checkpoint.tokenizer.encode(prompt))
-            one.engine.wait()
-            one.engine._timing.stop()
-            found[lanes] = [e for e in events(one.engine.trace, one.device.name) if e["ph"] == "X"]
-            chunks, layers, apart = len(one.engine.trace), one.checkpoint.hparams.n_layers, own_memory(one.device)
-    assert chunks >= 4
+        schedule, trace = tmp_path / f"{lanes}.toml", tmp_path / f"{lanes}.json"
+        schedule.write_text(shipped.replace("\npipeline = 2", f"\npipeline = {lanes}"))
+        args = ["--schedule", str(schedule), "--npu", "sim", "--device", "vulkan", "--ctx", "128", "--chunk", "8", "-n", "3"]
+        assert main([str(DEMO), "--prompt", prompt, "--ignore-eos", "--trace", str(trace), *args]) == 0
+        said.add(capsys.readouterr().out)
+        spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+        found[lanes] = [e for e in spans if ".prefill." in e["args"].get("plan", "")]
+    assert len(said) == 1 and prompt in said.pop()
     slack = 0.01  # microseconds: what adding floats of this size may lose
-    for lanes, trace in found.items():
-        rows = {row: sorted((e["ts"], e["ts"] + e["dur"], e["args"]["pass"]) for e in trace if e["tid"] == row) for row in (1, 2)}
-        assert len(rows[2]) == chunks * layers and len(rows[1]) > 4 * len(rows[2])
+    for lanes, trace_of in found.items():
+        rows = {r: sorted((e["ts"], e["ts"] + e["dur"], e["args"]["pass"]) for e in trace_of if e["tid"] == r) for r in (1, 2)}
+        chunks = len({number for *_, number in rows[1]})
+        assert chunks >= 4 and len(rows[2]) == 12 * chunks and len(rows[1]) > 4 * len(rows[2])
         for row in rows.values():
             assert all(b[0] > a[1] - slack for a, b in pairwise(row)), "a device does one thing at a time"
         both = [(p, q) for a, b, p in rows[1] for c, d, q in rows[2] if min(b, d) > max(a, c) + slack]
@@ -293,7 +301,7 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks() -> None:
             assert not both, "one chunk after another: while one device works the other waits"
             continue
         assert all(p != q for p, q in both), "within a chunk they take turns"
-        if apart:  # copies between the two wait for all that the main device was given
+        if apart:
             continue
         assert {tuple(sorted(pair)) for pair in both} >= {(i, i + 1) for i in range(chunks - 1)}, "every two neighbours overlap"
         beside = {c for a, b, _ in rows[1] for c, d, _ in rows[2] if min(b, d) > max(a, c) + slack}
