@@ -1,7 +1,8 @@
 """decode_attention: norm, rotation, append and attention of one new row per sequence in one dispatch.
 
-The grid is constant (stretches, kv heads, rows of the plan): how much of it has work follows from the positions in
-device memory. Where the merge of the stretches is a dispatch of its own, it is attention's.
+The grid is constant (kv heads, rows of the plan, stretches): how much of it has work follows from the positions in
+device memory, and stretches that no row has come last. Where the merge of the stretches is a dispatch of its own, it is
+attention's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by
 class Shape:
     """Which kernel, and how the context of a row is cut.
 
-    merge: 1: the last workgroup to arrive merges; 0: a dispatch of its own does."""
+    heads: query heads of a workgroup. units, lanes: words of 16 bytes per lane, and lanes, that hold a key. piece: quads of
+    the result that a subgroup merges at a time. merge: 1: the last to arrive merges; 0: a dispatch of its own does."""
 
     heads: int
     units: int
