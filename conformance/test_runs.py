@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,10 +81,11 @@ def planned(
     return Plan("run", made[0].bind["T"], 1, tuple(steps), decls), values
 
 
-def run(device: Any, made: list[Case], **how: Any) -> int:
+def run(device: Any, made: list[Case], given: Mapping[str, Tensor] = {}, **how: Any) -> int:
     """Run the steps as one plan, twice from different poison, and judge each on what it finds in memory. Returns the
-    plan's dispatches. `how`: planned()'s order and swaps."""
+    plan's dispatches. `given`: other values of tensors; `how`: planned()'s order and swaps."""
     plan, values = planned(made, device.name, **how)
+    values |= given
     found = []
     for byte in POISON:
         device.reset()
@@ -115,6 +117,33 @@ def _same(label: str, got: Tensor, wanted: Tensor) -> None:
 def judged(device: Any, use: Mapping[str, Any], made: list[Case], **how: Any) -> int:
     with device.tuning.forced("layer", use):
         return run(device, made, **how)
+
+
+def cancelled(device: Any, use: Mapping[str, Any], made: list[Case]) -> None:
+    """The residual is nearly minus what is added: the sum of squares does not follow from parts, it is taken anew."""
+    judged(device, use, made)
+    a = device.read("a").array.astype(np.float64)
+    scaled = a / np.sqrt((a**2).mean() + made[1].attrs["eps"]) * device.read("w_post").array
+    for left in (1e-1, 1e-3):
+        noise = np.random.default_rng(1).standard_normal(a.shape) * left
+        judged(device, use, made, given={"x": Tensor.of((-scaled * (1 + noise)).astype(np.float32))})
+
+
+def test_a_residual_that_cancels_what_is_added(devices: Devices) -> None:
+    device = devices.get("vulkan", guard=GUARD)
+    for use in USES:
+        cancelled(device, use, cases({**SIZES, "hidden": 1056}, "q8_0", 1, "q8_act", 5, 1))
+
+
+@pytest.mark.parametrize("w", ["q4_0", "q8_0"])
+def test_workgroups_that_meet(devices: Devices, w: str) -> None:
+    """The shape of Gemma 3 4B on as many workgroups as there are multiprocessors, again and again."""
+    device = devices.get("vulkan")
+    if device.cores == 1:
+        pytest.skip(f"{device.name} does not say how many multiprocessors it has: one workgroup, which meets nobody")
+    shape = {"hidden": 2560, "heads": 2048, "ffn": 10240, "hq": 8, "hk": 4, "d": 256}
+    for threads in (768, 1024):
+        assert judged(device, {"workgroups": 132, "threads": threads}, cases(shape, w, 1, "q8_act", 3, 1)) == 1
 
 
 @pytest.mark.parametrize("w", TYPES)
@@ -234,7 +263,7 @@ def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatc
     if saboteur.kind == "binding":
         monkeypatch.setitem(RUNS, _layer.OPS, mutated_function(saboteur, "record"))
     with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
-        judged(device, USES[0], made)
+        cancelled(device, USES[0], made)
 
 
 def test_every_run_has_a_shader_and_a_binding_saboteur() -> None:
