@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kernels.npu.artefact import fabric_digest
 from kernels.npu.attend import fitted, headers, plan, rounded, shape_of
 from kernels.npu.check import check
-from kernels.npu.design import DTYPES, Design, Element, Loop
+from kernels.npu.design import DTYPES, Design, Element, Loop, Move
 from kernels.npu.designs import flash_attention, shipped
 from kernels.npu.designs.attention import CORES, Attention
 from kernels.npu.interpreter import Counts, Deadlock, Interpreter, NpuFault
+from kernels.npu.lower import Lowered, lower
 from kernels.npu.objects import on_this_computer
 from kernels.npu.ops import OPS
 from kernels.npu.xrt import Job
@@ -29,16 +30,17 @@ SCORES = {"attention": "attention_stream_tile", "attention_i8": "attention_i8_st
 
 
 class Direct:
-    """Runs jobs in the interpreter, with no host between, and keeps what was counted."""
+    """Runs jobs in the interpreter, with no host between, and keeps what was counted. `change`: of each design."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[Design], Design | Lowered] = lambda design: design) -> None:
+        self.change = change
         self.counts: list[Counts] = []
         self.designs: list[Design] = []
 
     def run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             memory = {n: a.reshape(-1) for n, a in (*job.inputs.items(), *job.outputs.items())}
-            self.counts.append(Interpreter(job.design, on_this_computer(job.design)).run(memory))
+            self.counts.append(Interpreter(self.change(job.design), on_this_computer(job.design)).run(memory))
             self.designs.append(job.design)
 
 
@@ -80,6 +82,67 @@ def test_three_heads_run_on_three_columns(op: str) -> None:
     args, npu = inputs(40, 5, 6, 3, 16, 0), Direct()
     (got,) = OPS[op](npu, **args)
     assert npu.designs[0].columns == 3 and np.abs(got - ORACLE[op](**args)[0]).max() < 0.05
+
+
+def _loops(design: Design, change: Callable[[Loop], Loop | None]) -> Design:
+    core = design.cores[0]
+    body = tuple(made for s in core.body if (made := change(s) if isinstance(s, Loop) else s) is not None)
+    return replace(design, cores=(replace(core, body=body),))
+
+
+def _counted(exchange: dict[int, int]) -> Callable[[Design], Design]:
+    def change(loop: Loop) -> Loop:
+        assert isinstance(loop.count, Element)
+        return replace(loop, count=Element("bounds", exchange.get(loop.count.index, loop.count.index)))
+
+    return lambda design: _loops(design, change)
+
+
+def _moved(fifo: str, objects: int) -> Callable[[Design], Design]:
+    """The tasks that feed a fifo begin some objects later; the last of them ends where it did."""
+
+    def change(design: Design) -> Design:
+        step = objects * design.fifo(fifo).array.size
+        most = design.argument("kv").size
+        return replace(design, sequence=tuple(
+            replace(s, offset=min(s.offset + step, most - s.size)) if isinstance(s, Move) and s.fifo == fifo else s
+            for s in design.sequence))  # fmt: skip
+
+    return change
+
+
+def _dealt(design: Design) -> Design:
+    """Two cores take each other's queries, and give their results where they did."""
+    names = {"q0_0": "q0_1", "q0_1": "q0_0"}
+    exchanged = (tuple((f, replace(b, name=names.get(b.name, b.name))) for f, b in w.binds) for w in design.workers)
+    return replace(design, workers=tuple(replace(w, binds=b) for w, b in zip(design.workers, exchanged, strict=True)))
+
+
+def _early(design: Design) -> Lowered:
+    """A lock that says that a tile of keys is there before it is."""
+    low = lower(design)
+    low.locks["kv0@0.2.full"] = replace(low.locks["kv0@0.2.full"], init=1)
+    return low
+
+
+MUTATIONS: dict[str, Callable[[Design], Design | Lowered]] = {
+    "tiles before and tiles seen exchanged": _counted({0: 1, 1: 0}), "tiles after taken for tiles seen": _counted({1: 2, 2: 1}),
+    "tiles before not let pass": lambda d: _loops(d, lambda s: None if s.count == Element("bounds", 0) else s),
+    "a span that begins one tile late": _moved("kv_in0", 2), "queries exchanged between cores": _dealt,
+    "a lock's count": _early,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", SCORES)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_mutation_of_the_data_flow_is_seen(name: str, op: str) -> None:
+    args = inputs(130, 200, 2, 2, 16, 40)
+    (sound,) = OPS[op](Direct(), **args)
+    try:
+        (got,) = OPS[op](Direct(MUTATIONS[name]), **args)
+    except (Deadlock, NpuFault):
+        return
+    assert not np.array_equal(got, sound), f"{name}: the result is unchanged"
 
 
 def test_causal_prefill_computes_half_the_square() -> None:
