@@ -7,14 +7,16 @@ gathers them anyway.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from hybrid.lanes import CACHES
 from hybrid.spec.device import Device
-from hybrid.spec.hostmemory import NotShareable, anonymous
+from hybrid.spec.hostmemory import Exported, NotShareable, anonymous
 from hybrid.spec.plan import CONTROL, Step, TensorDecl
 from hybrid.spec.tensor import Source, Tensor
 
@@ -27,12 +29,22 @@ class Carried:
     shared_bytes: int = 0
     count: int = 0
     nbytes: int = 0
+    dma_bufs: int = 0
+    """Of what is shared: buffers that one device exported and the main one imported, not anonymous pages."""
     why_not: str = ""
     """Why what could be shared is copied."""
 
     def __str__(self) -> str:
-        text = f"{self.shared} tensors shared ({self.shared_bytes / 1e6:.2f} MB), {self.count} copies, {self.nbytes / 1e6:.2f} MB"
+        shared = f"{self.shared_bytes / 1e6:.2f} MB" + (f", {self.dma_bufs} dma-bufs" if self.dma_bufs else "")
+        text = f"{self.shared} tensors shared ({shared}), {self.count} copies, {self.nbytes / 1e6:.2f} MB"
         return text + (f"; not shared: {self.why_not}" if self.why_not else "")
+
+
+@runtime_checkable
+class Exporter(Protocol):
+    """A device whose driver gives buffers on as dma-bufs."""
+
+    def export(self, decl: TensorDecl) -> Exported: ...
 
 
 class Carrier:
@@ -43,6 +55,7 @@ class Carrier:
         self.carried = Carried()
         self._decls: dict[str, TensorDecl] = {}
         self._pages: dict[str, Tensor] = {}
+        self._exported: list[Exported] = []  # they outlive their device: the main one goes on with what lies in them
         self._writes: dict[str, int] = {}
         self._seen: dict[tuple[str, str], int] = {}
 
@@ -54,14 +67,36 @@ class Carrier:
         self.wrote(decl.name)
 
     def _share(self, decl: TensorDecl) -> bool:
+        """In anonymous pages, else in a buffer that another device exports; False, and why not, where neither is possible."""
+        reasons = []
+        for way in (self._in_pages, self._in_dma_buf):
+            try:
+                self._pages[decl.name] = way(decl)
+            except NotShareable as error:
+                reasons.append(str(error))
+                continue
+            return True
+        self.carried.why_not = "; ".join(reasons)
+        return False
+
+    def _in_pages(self, decl: TensorDecl) -> Tensor:
         pages = anonymous(decl)
+        self.main.adopt(decl, pages)
+        return pages
+
+    def _in_dma_buf(self, decl: TensorDecl) -> Tensor:
+        name, exporter = next(iter(self.others.items()))
+        if not isinstance(exporter, Exporter):
+            raise NotShareable(f"{name} exports no buffers")
+        exported = exporter.export(decl)
         try:
-            self.main.adopt(decl, pages)
-        except NotShareable as error:
-            self.carried.why_not = str(error)
-            return False
-        self._pages[decl.name] = pages
-        return True
+            self.main.adopt(decl, exported.value, exported.fds)
+        finally:
+            for fd in exported.fds:
+                os.close(fd)
+        self._exported.append(exported)
+        self.carried.dma_bufs += len(exported.fds)
+        return exported.value
 
     def wrote(self, name: str) -> None:
         """The main device has (or will have, once waited for) new contents."""

@@ -87,9 +87,10 @@ class Device(Protocol):
         another (each made when it is needed), or with zeros."""
         ...
 
-    def adopt(self, decl: TensorDecl, value: Tensor) -> None:
+    def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
         """A state or io tensor in memory that is there already and that others use too: page-aligned and anonymous
-        (hybrid.spec.hostmemory). Who uses it keeps the order. NotShareable where this device cannot."""
+        (hybrid.spec.hostmemory), or, with a dma-buf for each part, another driver's; the descriptors stay the caller's. Who
+        uses it keeps the order. NotShareable where this device cannot."""
         ...
 
     def loading(self, nbytes: int) -> AbstractContextManager[None]:

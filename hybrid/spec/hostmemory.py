@@ -1,6 +1,7 @@
-"""Host memory that several devices of one machine may use at once: anonymous, private, in whole pages.
+"""Host memory that several devices of one machine may use at once: anonymous, private, in whole pages; or a driver's own
+buffers, given on as dma-bufs.
 
-Drivers pin such pages for a GPU or an NPU. A mapping of a driver's own buffer, of a file or of shared memory is not such
+Drivers pin anonymous pages for a GPU or an NPU. A mapping of a driver's own buffer, of a file or of shared memory is not such
 memory: amdgpu refuses it (AMDGPU_GEM_USERPTR_ANONONLY: no page of the range may belong to a file), other drivers may take it
 and break later, so it is refused here for all.
 """
@@ -8,7 +9,10 @@ and break later, so it is refused here for all.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +27,29 @@ class NotShareable(RuntimeError):
     """This memory, or this device, cannot share without a copy; the message says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A tensor in a driver's buffers: one dma-buf for each part, as file descriptors that whoever takes them closes."""
+
+    value: Tensor
+    """The exporter's own mapping."""
+    fds: tuple[int, ...]
+    buffers: tuple[Any, ...]
+    """Alive for as long as the mapping is used."""
+
+
 def anonymous(decl: TensorDecl) -> Tensor:
     """A tensor of zeros whose parts begin at pages of their own."""
+    return over(decl, lambda nbytes: mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def over(decl: TensorDecl, room: Callable[[int], Any]) -> Tensor:
+    """A tensor whose parts lie at the beginning of `room(whole pages of bytes)` each."""
     parts = []
     for part in DTYPES[decl.dtype].parts:
         shape = DTYPES[decl.dtype].part_shape(part, decl.shape)
         nbytes = int(np.prod(shape, dtype=np.int64)) * part.dtype.itemsize
-        room = mmap.mmap(-1, pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        parts.append(np.frombuffer(room, np.uint8)[:nbytes].view(part.dtype).reshape(shape))
+        parts.append(np.frombuffer(room(pages(nbytes)), np.uint8)[:nbytes].view(part.dtype).reshape(shape))
     return Tensor(decl.dtype, decl.shape, tuple(parts))
 
 

@@ -7,6 +7,7 @@ thread of its own (operands dealt out, runs started and awaited, results put tog
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as settle
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.spec.device import Program, StepTime
+from hybrid.spec.hostmemory import Exported, over
 from hybrid.spec.plan import Plan, TensorDecl
 from hybrid.spec.tensor import Source, Tensor
 from kernels.npu.artefact import ArtefactError, find
@@ -107,9 +109,28 @@ class NpuDevice(CpuDevice):
         self._rest()
         super().store(decl, value, parts)
 
-    def adopt(self, decl: TensorDecl, value: Tensor) -> None:
+    def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
         self._rest()
-        super().adopt(decl, value)
+        super().adopt(decl, value, fds)
+
+    def export(self, decl: TensorDecl) -> Exported:
+        """Room for a tensor in XRT's buffers, to be imported by other drivers. NotShareable where the binding cannot."""
+        self._rest()
+        made: list[tuple[Any, int]] = []
+
+        def room(nbytes: int) -> Any:
+            made.append(self.host.export(nbytes))
+            return made[-1][0].map()
+
+        try:
+            value = over(decl, room)
+        except BaseException:
+            for _, fd in made:
+                os.close(fd)
+            raise
+        for part in value.parts:
+            part.fill(0)
+        return Exported(value, tuple(fd for _, fd in made), tuple(buffer for buffer, _ in made))
 
     def reset(self) -> None:
         self._rest()

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.spec.hostmemory import NotShareable
 from kernels.npu.artefact import KERNEL, fabric_digest, find, stream_digest
 from kernels.npu.check import npu_limits
 from kernels.npu.design import DTYPES, Design
@@ -121,6 +122,14 @@ class Host:
                 self.drop()
                 raise failed
             at = same
+
+    def export(self, nbytes: int) -> tuple[Any, int]:
+        """(a buffer that nothing runs on, its dma-buf). NotShareable where XRT's binding does not pass on what XRT can."""
+        if not hasattr(self.xrt.bo, "export_buffer"):
+            raise NotShareable(f"{self.name} exports no dma-buf: pyxrt's bo has no export_buffer, though XRT's has")
+        buffer = self.xrt.bo(self.device, nbytes, self.xrt.bo.host_only, 0)
+        self.counters.buffers += 1
+        return buffer, int(buffer.export_buffer())
 
     def drop(self) -> None:
         """Close every context. One alone is never closed: on npu1 that breaks those that stay."""

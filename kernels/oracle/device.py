@@ -92,7 +92,7 @@ class CpuDevice:
         self.counters.bytes_up += in_memory(tensor) if value is not None or parts else 0
         self.generation += 1
 
-    def adopt(self, decl: TensorDecl, value: Tensor) -> None:
+    def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
         """See Device.adopt: NumPy takes any memory."""
         self.check_open()
         if self.guard:

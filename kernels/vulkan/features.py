@@ -40,6 +40,8 @@ _EXTENSIONS = (
     ("VK_KHR_cooperative_matrix", "matrix units for prefill"),
     ("VK_EXT_memory_budget", "how much memory other processes have left"),
     ("VK_EXT_external_memory_host", "sharing host memory with another device without a copy"),
+    ("VK_KHR_external_memory_fd", "importing another driver's buffers"),
+    ("VK_EXT_external_memory_dma_buf", "those that are dma-bufs, without a copy"),
     ("VK_KHR_pipeline_executable_properties", "compiler statistics of a pipeline"),
     ("VK_EXT_calibrated_timestamps", "device and host times on one axis"),
     ("VK_NV_shader_sm_builtins", "the number of multiprocessors"),

@@ -13,7 +13,7 @@ from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.hostmemory import NotShareable
 from hybrid.spec.plan import TensorDecl
 from hybrid.spec.tensor import Packed, Source, Tensor, unpacked
-from kernels.vulkan.hostmemory import import_pages
+from kernels.vulkan.hostmemory import import_fd, import_pages
 from kernels.vulkan.memory import Memory, Slice, align_up
 from kernels.vulkan.repack import Loader, takes
 from kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
@@ -84,8 +84,12 @@ class Storage(ABC):
             self.drop(decl.name)
             raise
 
-    def adopt(self, decl: TensorDecl, value: Tensor) -> None:
-        """See Device.adopt: the pages are imported. NotShareable where the device or the memory do not allow it."""
+    @abstractmethod
+    def has(self, feature: str) -> bool:
+        """See Device.has."""
+
+    def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
+        """See Device.adopt: pages or dma-bufs are imported. NotShareable where the device or the memory do not allow it."""
         self.check_open()
         if self.guard:
             raise NotShareable("tensors with guard bytes around them have memory of their own")
@@ -93,8 +97,12 @@ class Storage(ABC):
             raise NotShareable(f"{decl.name} is larger than one storage buffer of this device may be")
         held = self._allocations.setdefault(decl.name, [])
         try:
-            for part in value.parts:
-                held.append((import_pages(self.memory_pool, part, PURPOSE[decl.kind]), PURPOSE[decl.kind]))
+            purpose = PURPOSE[decl.kind]
+            for i, part in enumerate(value.parts):
+                if fds:
+                    held.append((import_fd(self.memory_pool, self.has, fds[i], part, purpose), purpose))
+                else:
+                    held.append((import_pages(self.memory_pool, part, purpose), purpose))
         except BaseException:
             self.drop(decl.name)
             raise
