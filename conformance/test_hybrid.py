@@ -165,10 +165,13 @@ def test_only_anonymous_pages_can_be_imported() -> None:
         assert "t" not in device._tensors and not device.memory_pool.imported
 
 
+@pytest.mark.parametrize(("after", "options"), [(20, {}), (15, {"chunk": 4})])  # in the middle of the text, of two chunks in flight
 @pytest.mark.parametrize("fault", ["timeout_after", "silent_after", "vanish_after"])
-def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(fault: str, plain: tuple[str, np.ndarray]) -> None:
-    with load("cpu") as model:
-        setattr(xrt_sim.faults, fault, 20)  # in the middle of the text
+def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(
+    fault: str, after: int, options: dict[str, int], plain: tuple[str, np.ndarray]
+) -> None:
+    with load("cpu", **options) as model:
+        setattr(xrt_sim.faults, fault, after)
         assert text(model) == plain[0]
         assert model.stats is not None and any(p.startswith("npu: sim-npu1") for p in model.stats.passed_over)
         assert "(fallback)" in model.stats.line()
