@@ -341,6 +341,8 @@ def test_a_failure_without_a_fallback_ends_both_lanes(folder: Path, one_lane: An
     """And the engine is usable: what was in flight is gone."""
     wanted = one_lane["gemma3-hybrid", "cpu"]
     with Opened(folder, "cpu", schedule_of("gemma3-hybrid", 2, fallback={})) as one:
+        with pytest.raises(ValueError, match="no such ticket"):
+            one.device.wait(1)
         xrt_sim.faults.timeout_after = 3
         with pytest.raises(RuntimeError, match="ERT_CMD_STATE_TIMEOUT"):
             one.run()

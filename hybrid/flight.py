@@ -40,10 +40,10 @@ class Ran:
 
 
 class Flight:
-    """A pass of `program`; `earlier`: the passes in flight before it, oldest first."""
+    """A pass of `program`. number: its ticket of the placed device. earlier: the passes in flight before it, oldest first."""
 
-    def __init__(self, program: PlacedProgram, earlier: Sequence[Flight]) -> None:
-        self.program, self.device = program, program.device
+    def __init__(self, program: PlacedProgram, number: int, earlier: Sequence[Flight]) -> None:
+        self.program, self.device, self.number = program, program.device, number
         self.events: list[Event] = []
         """Of the segments done so far, in order."""
         self.ran: list[Ran] = []

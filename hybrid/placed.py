@@ -60,7 +60,7 @@ class PlacedDevice:
         self.flights: list[Flight] = []
         """Passes that are not submitted whole yet, oldest first."""
         self._tickets = 0
-        self._last: dict[int, Flight | int] = {}  # a pass by its ticket; once it is submitted whole, the main device's ticket
+        self._last: dict[int, int] = {}  # the main device's ticket of a pass that is submitted whole, by this one's
 
     def __getattr__(self, name: str) -> Any:
         """What only some devices have (check_validation, ...) is the main one's."""
@@ -95,6 +95,8 @@ class PlacedDevice:
 
     def wait(self, ticket: int | None = None) -> None:
         self.main.wait(self._landed(ticket))
+        if ticket is None:  # all are done
+            self._last.clear()
 
     def memory(self) -> Mapping[str, int]:
         held = dict(self.main.memory())
@@ -120,10 +122,9 @@ class PlacedDevice:
         alone and is submitted whole."""
         lane = program.plan.lane
         self._land(lambda f: lane is None or f.program.plan.lane == lane)
-        flight = program.flight = Flight(program, tuple(self.flights))
-        self.flights.append(flight)
         self._tickets += 1
-        self._last[self._tickets] = flight
+        flight = program.flight = Flight(program, self._tickets, tuple(self.flights))
+        self.flights.append(flight)
         if lane is None:
             self._land(lambda f: f is flight)
         else:
@@ -141,14 +142,10 @@ class PlacedDevice:
 
     def _landed(self, ticket: int | None) -> int | None:
         """The main device's ticket for one of this device's, once its pass (None: every pass) is submitted whole."""
-        if ticket is None:
-            self._land(lambda f: True)
-            return None
-        wanted = self._last.get(ticket)
-        if isinstance(wanted, Flight):
-            self._land(lambda f: f is wanted)
-            wanted = self._last[ticket] = wanted.ticket
-        return wanted
+        if ticket is not None and ticket > self._tickets:
+            raise ValueError(f"no such ticket: {ticket}; the last submit was {self._tickets}")
+        self._land(lambda f: ticket is None or f.number == ticket)
+        return None if ticket is None else self._last.get(ticket, 0)  # 0: before everything submitted
 
     def _land(self, wanted: Callable[[Flight], bool]) -> None:
         """Let passes take turns, the oldest first, until those wanted are submitted whole; the others stay where they are."""
@@ -169,6 +166,7 @@ class PlacedDevice:
                 one.abandon()
             self.flights.clear()
             raise
+        self._last |= {f.number: f.ticket for f in self.flights if f.done}
         self.flights = [f for f in self.flights if not f.done]
 
 
