@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from conformance.devices import Devices
 from conformance.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.gemma3 import tensors
+from hybrid.checkpoint.random import random_checkpoint
 from hybrid.convert import Wanted, convert
 from hybrid.engine import Engine
 from hybrid.expand import WeightInfo
@@ -66,6 +68,24 @@ def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(tmp_pat
         assert made[0].tensors["h.0"].dtype == "f16"
         assert planned.total - planned.beside == held + device.memory()["activations"]
         assert planned.beside >= max(scratch_bytes(p, dry) for p in made) > 0
+
+
+def test_what_kernels_take_beside_the_arena_is_counted_and_taken_once(devices: Devices) -> None:
+    """Prompts of every bucket, the smallest first: 32 rows are cut into stretches and take more than 128."""
+    device = devices.get("vulkan")
+    checkpoint = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
+    engine = Engine(checkpoint, device, ctx=256, n_tokens=2048)
+    try:
+        sizes = engine.row_buckets
+        for rows in sizes:
+            slot = engine.admit()
+            engine.wait(engine.submit_prefill({slot: [2] * min(rows, 255)}))
+            engine.token(slot, min(rows, 255), engine.submit_decode((slot,)))
+            engine.release(slot)
+        planned = footprint(checkpoint.hparams, engine.target.weights, context=256, **planned_on(DryDevice.like(device.report)))
+        assert planned.beside == device.memory()["scratch"] > 0
+    finally:
+        device.reset()
 
 
 def test_a_weight_that_is_unpacked_is_counted() -> None:

@@ -16,6 +16,7 @@ from hybrid import forced
 from hybrid.batch import Chunk, bucket_of, chunks
 from hybrid.checkpoint import Checkpoint
 from hybrid.cost import precision_by_phase
+from hybrid.footprint import every_size
 from hybrid.kv import BlockTables, CacheShape, ContextExceeded
 from hybrid.lanes import in_lane, named, outlasting
 from hybrid.loading import LoadClock
@@ -73,7 +74,7 @@ class Engine:
         capabilities = capabilities_of(device.has)
         chunk = chunk_of(capabilities) if chunk is None else chunk
         sizes = pass_sizes(hp, ctx, slots, chunk, fixed_rows(backend, slots) if deterministic else None)
-        self.device, self.checkpoint, self.profile = device, checkpoint, profile
+        self.device, self.checkpoint, self.profile, self._sizes = device, checkpoint, profile, sizes
         self.lanes = getattr(device, "lanes", 1)
         """Prefill passes that overlap; each has rows and activations of its own (hybrid/lanes.py)."""
         in_flight = min(self.lanes * sizes.rows[-1], ctx)
@@ -316,7 +317,7 @@ class Engine:
                     self.device.store(decl, Tensor.of(rope_of(name, self.target.hparams, self.cache.ctx)))
                 elif decl.kind != "weight":
                     self.device.store(decl)
-            self.device.reserve(max(p.arena_bytes for p in plans))
+            self.device.reserve(max(p.arena_bytes for p in plans), every_size(self.target, self._sizes))
         before = self.counters.bytes_up
         with self.clock.phase("weights"):
             sample = self.clock.sample

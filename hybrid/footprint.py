@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybrid.expand import WeightInfo
 from hybrid.hparams import HParams
 from hybrid.kv import CacheShape
 from hybrid.lanes import in_lane, lanes_of, outlasting
-from hybrid.passes import chunk_of, pass_sizes
+from hybrid.passes import PassSizes, chunk_of, pass_sizes
 from hybrid.planner import PrecisionName, Target, plan
 from hybrid.spec.plan import Plan, TensorDecl
 from hybrid.spec.schedule import Schedule, find_schedule
@@ -33,8 +33,8 @@ class Footprint:
     scratch: int
     """The arena that activations share."""
     beside: int = 0
-    """What kernels take beside it: partial results, a weight's f16 numbers where it is unpacked before a product.
-    Of the pass that takes most; a device that runs smaller ones first keeps what those took beside it."""
+    """What kernels take beside it: partial results, a weight's f16 numbers where it is unpacked before a product. Of the
+    pass that takes most, which need not be the largest: few rows are cut into more parts."""
 
     @property
     def total(self) -> int:
@@ -81,15 +81,37 @@ def footprint(
     ]
     plans = [plan(target, outs, outs, "decode")]
     plans += [in_lane(p, lane, schedule, prefill.arena_bytes) for p in passes for lane in range(lanes)]
-    return _sum(plans, hparams, beside)
+    return _sum(plans, hparams, max(map(beside, [*plans, *every_size(target, sizes)])))
 
 
-def _sum(plans: list[Plan], hparams: HParams, beside: Callable[[Plan], int]) -> Footprint:
+def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
+    """Plans of every number of rows that an engine compiles, of the first layers only: up to where each kind of layer
+    (what it sees, and the types of its weights) has been met. What kernels take beside the arena is taken by one step at
+    a time, so these tell the most of it, in a tenth of the time. Not for several lanes, whose plans are cut anew."""
+    if lanes_of(target.schedule) > 1:
+        return
+    kinds: dict[object, int] = {}
+    for layer, seen in enumerate(target.hparams.layer_is_global):
+        prefix = f"blk.{layer}."
+        own = [(name[len(prefix) :], w.dtype, w.pieces) for name, w in target.weights.items() if name.startswith(prefix)]
+        kinds.setdefault((seen, *sorted(own)), layer)
+    count = max(kinds.values()) + 1
+    few = replace(target.hparams, n_layers=count, layer_is_global=target.hparams.layer_is_global[:count])
+    small = replace(target, hparams=few)
+    for outs in sizes.outs:
+        yield plan(small, outs, outs, "decode")
+    for rows in sizes.rows:
+        yield plan(small, rows, max((o for o in sizes.outs if o <= rows), default=1), "prefill")
+    yield plan(small, sizes.logits, sizes.logits, "prefill", sample=False)
+    yield plan(small, sizes.hidden, 0, "prefill", capture=True)
+
+
+def _sum(plans: list[Plan], hparams: HParams, beside: int) -> Footprint:
     decls = outlasting(plans)
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
     for name, decl in decls.items():
         held[_purpose(decl, name, hparams)] += decl.nbytes
-    return Footprint(**held, scratch=max(p.arena_bytes for p in plans), beside=max(beside(p) for p in plans))
+    return Footprint(**held, scratch=max(p.arena_bytes for p in plans), beside=beside)
 
 
 def _purpose(decl: TensorDecl, name: str, hparams: HParams) -> str:

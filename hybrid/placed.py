@@ -7,7 +7,7 @@ fails is replaced as the schedule says, for the rest of the run, and the reason 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any, Literal, cast
@@ -89,8 +89,9 @@ class PlacedDevice:
     def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
         return self.main.peek(name, row, column, self._landed(ticket))
 
-    def reserve(self, arena_bytes: int) -> None:
-        """Of the main device; others make room for what their segments keep to themselves when these are compiled."""
+    def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
+        """Of the main device; others make room for what their segments keep to themselves when these are compiled, and all of
+        them then for what their kernels take beside it."""
         self.main.reserve(arena_bytes)
 
     def wait(self, ticket: int | None = None) -> None:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -113,8 +113,9 @@ class Device(Protocol):
         submits run: costs the same whatever the matrix's size."""
         ...
 
-    def reserve(self, arena_bytes: int) -> None:
-        """Make room for the activations of every plan that will be compiled (plans share one arena)."""
+    def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
+        """Make room for the activations of every plan that will be compiled (plans share one arena), and for what the
+        kernels of `plans`, one of each size, take beside it."""
         ...
 
     def compile(self, plan: Plan, profile: bool = False) -> Program: ...

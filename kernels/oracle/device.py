@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -154,7 +154,7 @@ class CpuDevice:
         self.wait(ticket)
         return self.whole(name).array.item(row, column)
 
-    def reserve(self, arena_bytes: int) -> None:
+    def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
         self.check_open()
         if not self.guard and arena_bytes > self._arena.size:
             self._arena = aligned(arena_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,11 @@ class VulkanDevice(Storage):
 
     # --- plans -------------------------------------------------------------------------------------------------------
 
-    def reserve(self, arena_bytes: int) -> None:
-        """Make the arena of activations at least this large; before plans are compiled into it."""
+    def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
+        """Make the arena of activations at least this large, before plans are compiled into it; and the scratch memory as
+        large as the kernels of `plans` need it: growing later would leave the smaller pieces behind."""
         self.check_open()
+        self._reserve_scratch(plans)
         if self._arena is not None:
             if arena_bytes <= self._arena.size:
                 return
@@ -143,6 +145,14 @@ class VulkanDevice(Storage):
             self._arena = None
         if arena_bytes:
             self._arena = self.memory_pool.allocate(arena_bytes, "activations")
+
+    def _reserve_scratch(self, plans: Iterable[Plan]) -> None:
+        from kernels.vulkan.dry import DryDevice, scratch_bytes  # records with the bindings, which import the recorder
+
+        dry = DryDevice.like(self.report)
+        dry.tuning = self.tuning
+        if most := max((scratch_bytes(p, dry) for p in plans), default=0):
+            self.scratch(most)
 
     def scratch(self, nbytes: int) -> Slice:
         """Memory for steps' temporaries, shared by all programs; grows by a new allocation when a plan needs more."""
