@@ -9,9 +9,10 @@ import pytest
 from conformance.devices import without_vulkan
 from conformance.models import MODELS
 from hybrid.checkpoint import open_checkpoint
+from hybrid.checkpoint.random import random_checkpoint
 from hybrid.spec.errors import SpecError
 from perf import ablate, gated
-from perf.switches import Switch, find_switch, load_switches
+from perf.switches import Switch, Switches, find_switch, load_switches
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,22 @@ def test_the_command_measures_what_it_is_asked(device, capsys):
     assert found["recorded-commands"]["times"] > 1  # recording a plan is work beside running it
     assert ablate.main([*shape, "--only", "fused-ffm"]) == 1
     assert "fused-ffn" in capsys.readouterr().err
+
+
+def test_a_worth_is_told_beside_a_whole_without_what_cannot_stay(device, monkeypatch):
+    """Both sides are then compiled without it; the other side without the switch as well."""
+    compiled = []
+    real = ablate.program_without
+    monkeypatch.setattr(
+        ablate, "program_without", lambda made, gone: (compiled.append([s.name for s in gone]), real(made, gone))[1]
+    )
+    with random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048) as checkpoint:
+        with ablate.Ablation(checkpoint, device, 16, 4, 1) as ablation:
+            found = ablation.worth([find_switch("fused-qkv")], "fused-qkv")
+    assert compiled[-2:] == [["layer-in-one"], ["fused-qkv", "layer-in-one"]]
+    assert found.summary.endswith("both sides without layer-in-one")
+    with pytest.raises(ValueError, match="no optimisation is called 'layer-in-two'"):
+        Switches(schema=1, switch=(Switch(name="a", summary="", engine="host_sampling", beside=("layer-in-two",)),))
 
 
 def test_a_switch_says_exactly_one_thing():

@@ -197,10 +197,11 @@ class Ablation:
         whole, ours = self._engine([])
         other, theirs = self._engine(switches)
         drive = next((s.engine for s in switches if s.engine), None)
+        gone = [find_switch(n) for s in switches for n in s.beside if n not in {s.name for s in switches}]
         if drive:
             ours, theirs = DRIVES[drive]
-        elif any(s.apart or s.constant for s in switches):
-            theirs = program_without(other, switches)
+        elif gone or any(s.apart or s.constant for s in switches):
+            ours, theirs = program_without(whole, gone), program_without(other, [*switches, *gone])
         pairs = []
         for i in range(self.repeats + 1):
             first = seconds(whole, ours, self.depth, self.tokens) if i % 2 else 0.0
@@ -211,6 +212,7 @@ class Ablation:
         ratios = [b / a for a, b in pairs]
         medians = [statistics.median(p[i] for p in pairs) for i in (0, 1)]
         summary = switches[0].summary if len(switches) == 1 else "those of the plan at once"
+        summary += f"; both sides without {', '.join(s.name for s in gone)}" if gone else ""
         return Worth(name, summary, medians[0], medians[1], (min(ratios), max(ratios)))
 
 

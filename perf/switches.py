@@ -52,6 +52,8 @@ class Switch(Model):
     profile: Profile | None = None
     constant: Constant | None = None
     engine: Drive | None = None
+    beside: tuple[str, ...] = ()
+    """Switches of what cannot stay without it: its worth is told beside a whole that lacks those too."""
 
     @model_validator(mode="after")
     def _validate_one(self) -> Switch:
@@ -64,6 +66,14 @@ class Switch(Model):
 class Switches(Model):
     schema_version: Literal[1] = Field(alias="schema")
     switch: tuple[Switch, ...]
+
+    @model_validator(mode="after")
+    def _validate_beside(self) -> Switches:
+        names = [s.name for s in self.switch]
+        for name in (n for s in self.switch for n in s.beside):
+            if name not in names:
+                raise FieldError("beside", f"no optimisation is called {name!r}{nearest(name, names)}")
+        return self
 
 
 def load_switches() -> dict[str, Switch]:
