@@ -69,9 +69,9 @@ def test_a_worth_is_told_beside_a_whole_without_what_cannot_stay(device, monkeyp
     monkeypatch.setattr(
         ablate, "program_without", lambda made, gone: (compiled.append([s.name for s in gone]), real(made, gone))[1]
     )
-    with random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048) as checkpoint:
-        with ablate.Ablation(checkpoint, device, 16, 4, 1) as ablation:
-            found = ablation.worth([find_switch("fused-qkv")], "fused-qkv")
+    shape = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
+    with shape as checkpoint, ablate.Ablation(checkpoint, device, 16, 4, 1) as ablation:
+        found = ablation.worth([find_switch("fused-qkv")], "fused-qkv")
     assert compiled[-2:] == [["layer-in-one"], ["fused-qkv", "layer-in-one"]]
     assert found.summary.endswith("both sides without layer-in-one")
     with pytest.raises(ValueError, match="no optimisation is called 'layer-in-two'"):
