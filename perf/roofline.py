@@ -222,7 +222,7 @@ def text(data: dict[str, Any]) -> str:
     for p in data["passes"]:
         lines += [
             "",
-            f"{p['rows']} rows, expected, by operation",
+            f"{p['rows']} row{'s' * (p['rows'] > 1)}, expected, by operation",
             f"  {'operation':22} {'steps':>5} {'MB':>10} {'GFLOP':>9} {'FLOP/B':>8} {'ms':>9} {'share':>7}  bound",
         ]
         for r in p["ops"]:
