@@ -33,12 +33,12 @@ from kernels.vulkan.ops._gemm import MOST_PARTS, TILES, cut
     ],
 )
 def test_the_tiles_that_do_not_fill_a_device_are_cut(shape, groups, found):
-    assert cut(*shape, groups) == found
+    assert cut(*shape, groups, 10**6) == found
 
 
 def test_what_is_cut_takes_fewer_stages_and_no_tile_is_lost():
     for down, columns, groups in itertools.product(range(1, 13), range(1, 90), (24, 132, 264)):
-        whole, parts = cut(down, columns, 50, groups)
+        whole, parts = cut(down, columns, 50, groups, 10**6)
         rest = (columns - whole) * down
         assert 0 <= whole <= columns and 1 <= parts <= MOST_PARTS
         assert (parts > 1) == (rest > 0)

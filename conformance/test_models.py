@@ -209,4 +209,4 @@ def test_a_token_costs_one_submit_and_nothing_else(models: Models, backend: str,
     assert done.submits == 20
     assert done.allocations == done.recordings == done.transfers == done.descriptor_writes == done.pipelines == 0
     program = engine.program("decode", 1, 1)
-    assert done.dispatches % 20 == 0 and done.dispatches >= 20 * len(program.plan.steps)
+    assert done.dispatches == 20 * (program.dispatches if backend == "vulkan" else len(program.plan.steps))

@@ -40,9 +40,8 @@ def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
 def uses(declared: Family) -> list[dict[str, Value]]:
     """Choices in which every value of every number of a family occurs, and those of every table."""
     values = list(declared.candidates.values())
-    # Of matrix units, where a value decides which module runs, in two companies.
-    shifts = (0, 1) if declared.needs else (0,)
+    # Each in two companies: together they decide which module runs.
     rows = [[v[(i + shift * j) % len(v)] for j, v in enumerate(values)]
-            for shift in shifts for i in range(max(map(len, values)))]  # fmt: skip
+            for shift in (0, 1) for i in range(max(map(len, values)))]  # fmt: skip
     tuned = [e.use for table in tables().values() for e in table.family if e.name == declared.name]
     return [dict(zip(declared.candidates, row, strict=True)) for row in rows] + tuned

@@ -115,7 +115,7 @@ class Recorder:
         return piece
 
     def counters(self, words: int) -> Slice:
-        """u32 words of the program's own that are zero before its first run; what a kernel counts in, it leaves zero behind."""
+        """u32 words of the program's own that are zero before its first run; kernels leave them zero behind."""
         piece = Slice(self.counter_buffer, self._counter_bytes, 4 * words)
         self._counter_bytes += align_up(4 * words)
         return piece

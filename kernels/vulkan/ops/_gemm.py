@@ -70,7 +70,7 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     tall, across = TILES[use["tile"]]
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{use['tile']}", **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
-    whole, parts_of_k = cut(down, columns, -(-k // STAGE), use["groups"])
+    whole, parts_of_k = cut(down, columns, -(-k // STAGE), use["groups"], device.max_range // (4 * tall * across))
     beside = (y, y)  # where nothing is cut: bindings must hold some buffer, and this one adds no hazard
     if parts_of_k > 1:
         tiles = down * (columns - whole)
@@ -79,17 +79,18 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     return Gemm(kernel, grid, parts, struct.pack("<2I", whole, parts_of_k), beside)
 
 
-def cut(down: int, columns: int, stages: int, groups: int) -> tuple[int, int]:
+def cut(down: int, columns: int, stages: int, groups: int, room: int) -> tuple[int, int]:
     """(columns of tiles that stay whole, workgroups that share K of each other tile) of down x columns tiles, where a device
     runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns, which do not fill the
-    device as often as the others do, are cut. (columns, 1): nothing is."""
+    device as often as the others do, are cut; there is room for the sums of `room` tiles. (columns, 1): nothing is."""
     whole = down * columns // groups * groups // down if groups else columns
     tiles = down * (columns - whole)
 
     def cost(parts: int) -> float:  # in stages: 2 to begin and to end a workgroup, half of one to gather a part's sums
         return -(-tiles * parts // groups) * (-(-stages // parts) + 2) + parts / 2
 
-    parts = min(range(1, min(stages, MOST_PARTS) + 1), key=cost) if tiles else 1
+    most = min(stages, MOST_PARTS, room // tiles) if tiles else 0
+    parts = min(range(1, most + 1), key=cost, default=1)
     return (whole, parts) if parts > 1 else (columns, 1)
 
 

@@ -12,8 +12,7 @@ from kernels.vulkan.tensors import DeviceTensor
 OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
 # What these steps hand to one another: (step, its argument) and (later step, its argument).
 EDGES = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")), ((3, "y"), (4, "x")))
-# These repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread; words before the parts of sums.
-ROWS, PIECE, BLOCK, HELD, PARTS = 4, 32, 32, 8, 32
+ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
@@ -34,7 +33,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     threads = min(use["threads"], device.max_threads)
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
-    shared = 4 * shares + sizes["HIDDEN"] // PIECE * (PIECE + 8) + 3 * threads
+    shared = 4 * shares + sizes["HIDDEN"] // PIECE * (PIECE + 8) + threads
     norms = (add["residual"], add["w_post"], add["w_next"], then["w_post"], then["w_next"])
     made = (add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], qkv["qkv"])
     reads, writes = ([p for x in some for p in x.parts] for some in ((out["x"], *norms, *weights), made))
@@ -44,8 +43,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     if steps[1].attrs["eps"] != steps[3].attrs["eps"]:
         return False
     kernel = rec.kernel(f"layer.{kind}", SUBGROUP=device.subgroup_size, THREADS=threads, GRID=grid, SHARES=shares, **sizes)
-    slots = -(-(-(-sizes["HIDDEN"] // ROWS // grid) * ROWS) // device.subgroup_size)
-    rec.dispatch(kernel, reads=reads, writes=[*writes, rec.counters(PARTS + 4 * slots * grid)],
+    rec.dispatch(kernel, reads=reads, writes=[*writes, rec.counters(1)],
                  push=struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent]), grid=(grid,))
     return True
 
