@@ -43,6 +43,7 @@ def proof_of(path: Path, device: str) -> Proof:
         raise SpecError(f"{path}: {command} ran a selection: a proof is the whole of conformance/test_ops.py")
     if device not in str(said["device"]):
         raise SpecError(f"{path}: proves kernels on {said['device']}, but the run was on {device}")
+    command = re.sub(r"(--junitxml[= ])\S*/", r"\1", command)  # not where it lay
     return Proof(command=command, passed=count["tests"] - count["skipped"], failed=0, kernels=str(said["kernels"]))
 
 
