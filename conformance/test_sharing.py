@@ -14,7 +14,7 @@ import pytest
 from conformance.devices import open_backend, own_memory
 from conformance.synthetic import tiny, write_hf
 from conformance.test_hybrid import drivers_memory
-from conformance.test_npu_host import MANIFEST
+from conformance.test_npu_surface import MANIFEST
 from conformance.test_pipeline import Opened, same, schedule_of
 from hybrid import carrier
 from hybrid.spec.hostmemory import NotShareable, over, pages
