@@ -131,12 +131,13 @@ class Chart:
         )
 
     def labels(self, named: Sequence[tuple[Point, str]]) -> None:
-        """Names right of their points, moved apart where they would lie on each other."""
+        """Names right of their points (left, where the chart ends), moved apart where they would lie on each other."""
         last = -math.inf
         for point, name in sorted(named, key=lambda item: self.at(item[0])[1]):
-            y = self.at(point)[1] + 4
-            last = max(y, last + 12)
-            self.text(point, name, dx=8, dy=4 + last - y)
+            x, y = self.at(point)
+            last = max(y + 4, last + 12)
+            fits = x + 8 + LETTER * len(name) < self.width
+            self.text(point, name, dx=8 if fits else -8, dy=last - y, anchor="start" if fits else "end")
 
     def svg(self) -> str:
         """The chart as a <g> of its own size."""
