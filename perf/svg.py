@@ -14,6 +14,7 @@ from html import escape
 # Okabe and Ito's colours: told apart by every kind of sight, and in grey.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777", "#8c564b")
 INK, FAINT, GRID = "#222222", "#777777", "#e4e4e4"
+LETTER = 6.5  # points, at most, that one letter takes
 LEFT, RIGHT, TOP, BOTTOM = 64, 18, 46, 50
 Point = tuple[float, float]
 
