@@ -271,6 +271,11 @@ class bo:
 _heap = [0]  # bytes of instruction buffers, which lie in the device's heap
 
 
+def heap_taken() -> int:
+    """Bytes of the device's heap in use."""
+    return _heap[0]
+
+
 def _take_heap(owner: bo, size: int) -> None:
     most = npu_limits().heap_bytes.value
     if _heap[0] + size > most:
