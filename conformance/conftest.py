@@ -62,3 +62,13 @@ def devices(open_devices: Devices) -> Iterator[Devices]:
     """The session's devices; whatever the validation layer says during a test fails that test."""
     yield open_devices
     open_devices.inspect()
+
+
+@pytest.fixture
+def sim_machine() -> Iterator[None]:
+    """A simulated NPU that is there, with no faults to come; whatever a test does to it ends with the test."""
+    from kernels.npu import xrt_sim
+
+    xrt_sim.reset()
+    yield
+    xrt_sim.reset()

@@ -33,11 +33,7 @@ TOKENS = 12
 OWN = "the device has memory of its own"
 
 
-@pytest.fixture(autouse=True)
-def _machine() -> Iterator[None]:
-    xrt_sim.reset()
-    yield
-    xrt_sim.reset()
+pytestmark = pytest.mark.usefixtures("sim_machine")
 
 
 def load(backend: str, **options: Any) -> hybrid.Model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,7 @@ from kernels.npu.designs import gemm_i8
 from kernels.npu.device import NpuDevice
 from kernels.npu.xrt import NpuError
 
-
-@pytest.fixture(autouse=True)
-def _machine() -> Iterator[None]:
-    xrt_sim.reset()
-    yield
-    xrt_sim.reset()
+pytestmark = pytest.mark.usefixtures("sim_machine")
 
 
 @pytest.fixture(scope="module")

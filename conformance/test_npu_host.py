@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,7 @@ from kernels.npu.xrt import Host, Job, NpuError, NpuUnavailable, open_host
 G = Gemm(64, 64, 32, 16, 32, 16, 1)
 
 
-@pytest.fixture(autouse=True)
-def _machine() -> Iterator[None]:
-    xrt_sim.reset()
-    yield
-    xrt_sim.reset()
+pytestmark = pytest.mark.usefixtures("sim_machine")
 
 
 @pytest.fixture(scope="module")

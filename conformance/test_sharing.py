@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,7 @@ DECL = TensorDecl("t", "f32", (5, 1000), "io")
 DMA_BUF = "VK_EXT_external_memory_dma_buf"
 
 
-@pytest.fixture(autouse=True)
-def _machine() -> Iterator[None]:
-    xrt_sim.reset()
-    yield
-    xrt_sim.reset()
+pytestmark = pytest.mark.usefixtures("sim_machine")
 
 
 @pytest.fixture
@@ -197,7 +193,7 @@ def test_memory_of_one_vulkan_device_is_imported_by_another() -> None:
     first, second = open_backend("vulkan"), open_backend("vulkan")
     with first as one, second as two:  # type: ignore[attr-defined]
         if own_memory(one) or not one.has("VK_KHR_external_memory_fd"):
-            pytest.skip("a device whose memory the host can map, with VK_KHR_external_memory_fd")
+            pytest.skip(f"{one.name} has memory of its own or lacks VK_KHR_external_memory_fd: nothing to export and map here")
         nbytes = pages(20000)
         memory, buffer, fd, seen = exported_by(one, nbytes)
         seen[:] = 1
