@@ -14,9 +14,9 @@ from kernels.vulkan.tensors import Chunk, DeviceTensor
 
 # These repeat the shader's: rows and columns of a workgroup's tile by name, its subgroups' size, and the types that
 # operands.slang decodes.
-TILES = {"192x128": (192, 128), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64),
+TILES = {"128x192": (128, 192), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64),
          "32x128": (32, 128), "16x128": (16, 128)}  # fmt: skip
-DEFAULTS = ("192x128", "96x128", "64x64", "32x64")
+DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
 STAGE = 64  # columns of K in a stage
 MOST_PARTS = 16
