@@ -18,7 +18,7 @@ TILES = {"128x192": (128, 192), "96x128": (96, 128), "64x64": (64, 64), "32x64":
          "32x128": (32, 128), "16x128": (16, 128)}  # fmt: skip
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
-STAGE = 64  # columns of K in a stage
+STAGE = 64  # columns of K in a stage, and the fewest that there must be
 MOST_PARTS = 16
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
@@ -58,7 +58,9 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     Where the tuning says `unpack`, a dispatch before it writes the weight's numbers as f16 into scratch memory.
     """
     device, k = rec.device, x.shape[-1]
-    if x.dtype != "f16" or w.dtype not in TYPES or not device.has("f16_matrices") or device.subgroup_size != SUBGROUP:
+    if x.dtype != "f16" or w.dtype not in TYPES or k < STAGE:
+        return None
+    if not device.has("f16_matrices") or device.subgroup_size != SUBGROUP:
         return None
     default = {"tile": default_tile(rows, w.rows), "unpack": False, "groups": GROUPS}
     use = device.tuning.choose(f"{family}.gemm", default, w=w.dtype, rows=rows, n=w.rows, k=k)
