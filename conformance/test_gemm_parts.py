@@ -15,7 +15,8 @@ from conformance.harness import POISON, prepare, run_case
 from conformance.inputs import make
 from conformance.sizes import base_bind
 from hybrid.spec import load_op
-from kernels.vulkan.ops._gemm import MOST_PARTS, TILES, cut
+from hybrid.spec.dtypes import DTYPES
+from kernels.vulkan.ops._gemm import FEW, MOST_PARTS, TILES, TYPES, cut
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,16 @@ def test_counters_are_left_as_they_were_found(devices: Devices) -> None:
     for _ in range(3):
         device.wait(program.submit())
         assert (device.read("y").array.view(np.uint32) == first).all()
+
+
+@pytest.mark.parametrize("dtype", [t for t in TYPES if DTYPES[t].quantised])
+def test_few_rows_meet_weights_that_were_rounded_once(devices: Devices, dtype: str) -> None:
+    """With one element in a row of x nothing hides how a weight was decoded: its f16 is the definition's."""
+    device, spec = devices.get("vulkan", guard=GUARD), load_op("linear")
+    if not device.has("f16_matrices"):
+        pytest.skip(f"{device.name} has no matrix units")
+    for rows, tile in zip((11, 27), FEW, strict=True):
+        bind = {"T": rows, "N": 331, "K": 512}
+        case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes({"x": "f16", "w": dtype}), rows, frozenset(bind))
+        with device.tuning.forced("linear.gemm", {"tile": tile}):
+            run_case(spec, device, replace(case, kinds={"x": "one_hot"}))

@@ -18,7 +18,8 @@ TILES = {"128x192": (128, 192), "96x128": (96, 128), "64x64": (64, 64), "32x64":
          "32x128": (32, 128), "16x128": (16, 128)}  # fmt: skip
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
-STAGE = 64  # columns of K in a stage, and the fewest that there must be
+STAGE, FEW_STAGE = 64, 128  # columns of K in a stage, and the fewest that there must be; of the tiles for few rows of x by packed weights (few.slang)
+FEW = ("16x128", "32x128")
 MOST_PARTS = 16
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
@@ -72,7 +73,8 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     tall, across = TILES[use["tile"]]
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{use['tile']}", **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
-    whole, parts_of_k = cut(down, columns, -(-k // STAGE), use["groups"], device.max_range // (4 * tall * across))
+    stage = FEW_STAGE if use["tile"] in FEW and DTYPES[dtype].quantised else STAGE
+    whole, parts_of_k = cut(down, columns, -(-k // stage), use["groups"], device.max_range // (4 * tall * across))
     beside = (y, y)  # where nothing is cut: bindings must hold some buffer, and this one adds no hazard
     if parts_of_k > 1:
         tiles = down * (columns - whole)
