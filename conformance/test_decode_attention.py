@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conformance.cases import Case
@@ -25,6 +26,8 @@ FORMS = {
     "own dispatch": {"merge": 0, "groups": 4096, "min_split": 5},
     "few stretches": {"merge": 1, "groups": 24, "min_split": 37, "heads": 1, "subgroups": 4},
     "one stretch": {"merge": 1, "groups": 1},
+    "parts waited for": {"merge": 2, "groups": 4096, "min_split": 5, "ahead": 2},
+    "parts waited for, many subgroups": {"merge": 2, "groups": 264, "min_split": 32, "subgroups": 16, "ahead": 4},
 }
 SIZES: tuple[Mapping[str, int], ...] = (
     {"T": 3, "HQ": 4, "HK": 2, "D": 64, "S": 3, "BS": 16, "MB": 20},
@@ -57,6 +60,31 @@ def _cases() -> Iterator[Case]:
 def test_form(device: Any, case: Case) -> None:
     for style in ("ragged", "full", "empty"):
         run_case(SPEC, device, replace(case, style=style))
+
+
+def test_sums_of_zero_arrive(device: Any) -> None:
+    """A part that is waited for is zero until it comes, and may be zero when it has."""
+    case = replace(next(c for c in _cases() if c.dtypes["k_cache"] == "f16" and c.dtypes["o"] == "f32"), style="full")
+    values = make(SPEC, case)
+    values["v_cache"] = Tensor.of(np.zeros_like(values["v_cache"].array))
+    heads = values["qkv"].array.reshape(-1, case.bind["HQ"] + 2 * case.bind["HK"], case.bind["D"])
+    heads[:, -case.bind["HK"] :] = 0
+    program = prepare(SPEC, device, case, values, 0xFF)
+    device.wait(program.submit(2))
+    assert not device.read("o").rows(0, case.rows).array.any()
+
+
+def test_memory_between_workgroups_is_zero_again(device: Any) -> None:
+    """Counters and parts, for the next run: nothing else lies in a program's own memory here."""
+    case = replace(next(_cases()), style="full")
+    program = prepare(SPEC, device, case, make(SPEC, case), 0xFF)
+    if program.recording.table:
+        pytest.skip("the merge's own dispatch keeps its grid there, and needs no counters")
+    device.wait(program.submit(2))
+    for piece, _ in program.owned:
+        held = np.full(piece.size, 0xFF, np.uint8)
+        device.transfer.download(piece, held)
+        assert not held.any()
 
 
 def test_every_run_gives_the_same_bits(device: Any) -> None:

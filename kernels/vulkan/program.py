@@ -65,11 +65,13 @@ class Program:
         places: dict[int, Slice] = {}
         if self.recording.scratch_bytes:
             places[id(recorder.scratch_buffer)] = self.device.scratch(self.recording.scratch_bytes)
-        if self.recording.counter_bytes:
-            counters = self.device.memory_pool.allocate(self.recording.counter_bytes, "programs")
-            self.owned.append((counters, "programs"))
-            self.device.put(counters, np.zeros(self.recording.counter_bytes, np.uint8))
-            places[id(recorder.counter_buffer)] = counters
+        zeroed = ((recorder.counter_buffer, self.recording.counter_bytes), (recorder.zeros_buffer, self.recording.zero_bytes))
+        for placeholder, nbytes in zeroed:
+            if nbytes:
+                piece = self.device.memory_pool.allocate(nbytes, "programs")
+                self.owned.append((piece, "programs"))
+                self.device.put(piece, np.zeros(nbytes, np.uint8))
+                places[id(placeholder)] = piece
         if self.recording.table:
             data = np.array(self.recording.table, np.uint32).view(np.uint8)
             table = self.device.memory_pool.allocate(data.nbytes, "programs")

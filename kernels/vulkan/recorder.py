@@ -80,6 +80,7 @@ class Recording:
     table: list[int]
     scratch_bytes: int
     counter_bytes: int
+    zero_bytes: int
 
 
 class Recorder:
@@ -94,14 +95,15 @@ class Recorder:
         self.grid_buffer = Buffer(0, "grids")
         self.table_buffer = Buffer(0, "table")
         self.counter_buffer = Buffer(0, "counters")
+        self.zeros_buffer = Buffer(0, "zeros")
         self.step = 0
         self._dispatches: list[Dispatch] = []
         self._entries: dict[tuple[GridAxis, ...], int] = {}
-        self._scratch_used = self._scratch_most = self._counter_bytes = 0
+        self._scratch_used = self._scratch_most = self._counter_bytes = self._zeros_used = self._zeros_most = 0
 
     def begin_step(self, index: int) -> None:
         """Later dispatches belong to step `index`; scratch of earlier steps may be used again."""
-        self.step, self._scratch_used = index, 0
+        self.step, self._scratch_used, self._zeros_used = index, 0, 0
 
     def kernel(self, name: str, **constants: int) -> Kernel:
         """A kernel of the manifest with its specialisation constants."""
@@ -118,6 +120,14 @@ class Recorder:
         """u32 words of the program's own that are zero before its first run; kernels leave them zero behind."""
         piece = Slice(self.counter_buffer, self._counter_bytes, 4 * words)
         self._counter_bytes += align_up(4 * words)
+        return piece
+
+    def zeros(self, nbytes: int) -> Slice:
+        """Memory of the program's own that is zero when this step begins and that its kernels leave zero behind; steps
+        share it."""
+        piece = Slice(self.zeros_buffer, self._zeros_used, nbytes)
+        self._zeros_used += align_up(nbytes)
+        self._zeros_most = max(self._zeros_most, self._zeros_used)
         return piece
 
     def dispatch(self, kernel: Kernel, reads: Sequence[Slice], writes: Sequence[Slice], push: bytes = b"",
@@ -148,7 +158,7 @@ class Recorder:
         """Insert the grid kernel where grids must be computed, and the barriers."""
         dispatches = self._with_grids()
         return Recording(dispatches, hazards(dispatches, self.grid_slice), self._table(), self._scratch_most,
-                         self._counter_bytes)
+                         self._counter_bytes, self._zeros_most)
 
     @property
     def grid_slice(self) -> Slice:

@@ -20,9 +20,9 @@ from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
 MOST_SPLITS = 64
-POOL = 4096  # float32 of the subgroups' sums in shared memory, as in the shader
+LEAST_SUBGROUPS = 4  # two query heads, the new k and v
 WORD = 16  # bytes that a lane loads at once
-DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "merge": 1}
+DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1}
 HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane
 
 
@@ -31,12 +31,14 @@ class Shape:
     """Which kernel, and how the context of a row is cut.
 
     heads: query heads of a workgroup. units, lanes: words of 16 bytes per lane, and lanes, that hold a key. piece: quads of
-    the result that a subgroup merges at a time. merge: 1: the last to arrive merges; 0: a dispatch of its own does."""
+    the result that a subgroup merges at a time. ahead: parts that it loads at once. merge: 1: the last to arrive merges;
+    2: so it does, and waits for the parts themselves; 0: a dispatch of its own does."""
 
     heads: int
     units: int
     lanes: int
     piece: int
+    ahead: int
     subgroups: int
     splits: int
     min_split: int
@@ -44,8 +46,9 @@ class Shape:
 
 
 def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv_bytes: int, span: int, block: int, subgroup: int,
-          chosen: Mapping[str, int]) -> Shape:
-    """`span` positions that a row can see at most; `block`: elements of a block of the result's type."""
+          shared_bytes: int, chosen: Mapping[str, int]) -> Shape:
+    """`span` positions that a row can see at most; `block`: elements of a block of the result's type; `shared_bytes` that a
+    workgroup may have."""
     words = head_dim * kv_bytes // WORD
     units = next((u for u in HEADS if u * subgroup >= words), 0)
     if not units:
@@ -53,7 +56,14 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv_bytes: int, sp
         raise VulkanError(f"decode_attention takes head_dim up to {most} on a device with subgroups of {subgroup}, not "
                           f"{head_dim}")
     ratio, subgroups = heads // kv_heads, chosen["subgroups"]
-    most_heads = min(ratio, chosen["heads"], max(1, POOL // (subgroups * head_dim)))
+
+    def fit(subgroups: int) -> int:
+        """Heads: of each the query and every subgroup's sums, with maximum and sum of probabilities; the new k and v."""
+        return (shared_bytes - 2 * head_dim * kv_bytes) // (4 * head_dim * (1 + subgroups) + 8 * subgroups)
+
+    while not fit(subgroups) and subgroups > LEAST_SUBGROUPS:
+        subgroups //= 2
+    most_heads = min(ratio, chosen["heads"], max(1, fit(subgroups)))
     tile = next((h for h in HEADS[units] if h >= most_heads), HEADS[units][-1])
     lanes = 1 << (-(-words // units) - 1).bit_length()
     piece = min(subgroup, max(8, 1 << (tile * head_dim // 4 // subgroups - 1).bit_length()))
@@ -61,7 +71,7 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv_bytes: int, sp
     splits = max(1, min(-(-chosen["groups"] // groups), MOST_SPLITS, -(-span // chosen["min_split"])))
     # Blocks of 32 that straddle two heads are not one workgroup's to write.
     merge = chosen["merge"] if head_dim % block == 0 else 0
-    return Shape(tile, units, lanes, piece, subgroups, splits, chosen["min_split"], merge)
+    return Shape(tile, units, lanes, piece, chosen["ahead"], subgroups, splits, chosen["min_split"], merge)
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
@@ -75,16 +85,17 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
     chosen = rec.device.tuning.choose("decode_attention", DEFAULT, rows=rows, group=heads // kv_heads, kv_heads=kv_heads,
                                       head_dim=d, span=span)
     s = shape(rows, heads, kv_heads, d, 2 if cache.dtype == "f16" else 4, span, DTYPES[o.dtype].block, subgroup,
-              {**chosen, **choice})
+              rec.device.shared_bytes, {**chosen, **choice})
     tiles = -(-(heads // kv_heads) // s.heads)
     kernel = rec.kernel(f"decode_attention.{cache.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
-                        THREADS=s.subgroups * subgroup, LANES=s.lanes, PIECE=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype])
+                        THREADS=s.subgroups * subgroup, LANES=s.lanes, PIECE=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype],
+                        QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead)
     parts = rows * heads * s.splits
-    part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * (d // 4 if s.merge else 1) * 8)
+    memory = rec.zeros if s.merge == 2 else rec.scratch
+    part_o, part_ml = memory(parts * d * 4), memory(parts * (d // 4 if s.merge else 1) * 8)
     arrived = rec.counters(rows * kv_heads * tiles * -(-s.heads * d // 4 // s.piece))
-    push = struct.pack("<6If4I2f3If2I", rows, heads, kv_heads, d // 4, t["rope"].shape[0], cache.block_size,
-                       1 / cache.block_size, cache.table_width, cache.slots, cache.blocks, window, step.attrs["eps"],
-                       step.attrs["scale"], heads // kv_heads, s.heads, tiles, 1 / tiles, s.splits, s.min_split)
+    push = struct.pack("<6I2f2I", rows, t["rope"].shape[0], cache.table_width, cache.slots, cache.blocks, window,
+                       step.attrs["eps"], step.attrs["scale"], s.splits, s.min_split)
     names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
     reads = [p for name in names for p in t[name].parts]
     writes = [*t["k_cache"].parts, *t["v_cache"].parts, part_o, part_ml, arrived, *two_parts(o)]
