@@ -33,7 +33,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     threads = min(use["threads"], device.max_threads)
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
-    shared = 4 * shares + sizes["HIDDEN"] // PIECE * (PIECE + 8) + threads
+    shared = 4 * shares + sizes["HIDDEN"] // PIECE * (PIECE + 8) + 3 * threads
     norms = (add["residual"], add["w_post"], add["w_next"], then["w_post"], then["w_next"])
     made = (add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], qkv["qkv"])
     reads, writes = ([p for x in some for p in x.parts] for some in ((out["x"], *norms, *weights), made))
@@ -43,7 +43,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     if steps[1].attrs["eps"] != steps[3].attrs["eps"]:
         return False
     kernel = rec.kernel(f"layer.{kind}", SUBGROUP=device.subgroup_size, THREADS=threads, GRID=grid, SHARES=shares, **sizes)
-    rec.dispatch(kernel, reads=reads, writes=[*writes, rec.counters(1)],
+    rec.dispatch(kernel, reads=reads, writes=[*writes, rec.counters(mail_words(sizes, grid))],
                  push=struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent]), grid=(grid,))
     return True
 
@@ -53,10 +53,22 @@ def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
     return sizes["HIDDEN"] // ROWS, sizes["QKV"] // ROWS, sizes["FFN"] // BLOCK
 
 
+def mail_words(sizes: Mapping[str, int], grid: int) -> int:
+    """What workgroups tell one another (layer.slang)."""
+    blocks = sizes["FFN"] // BLOCK
+    return 4 + 2 * sizes["HIDDEN"] + 10 * blocks + BLOCK * (blocks % grid)
+
+
 def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int) -> int:
     """Row sums that a workgroup holds at most, each in as many shares as subgroups have pieces of the row."""
     hidden, ffn = sizes["HIDDEN"], sizes["FFN"]
-    # Columns, and how many runs of rows that stay together there are of how many rows.
-    products = ((sizes["HEADS"], hidden // ROWS, ROWS), (hidden, ffn // BLOCK, 2 * BLOCK), (ffn, hidden // ROWS, ROWS),
-                (hidden, sizes["QKV"] // ROWS, ROWS))  # fmt: skip
-    return max(-(-runs // grid) * rows * min(subgroups, -(-(k // PIECE) // lanes)) for k, runs, rows in products)
+    # Columns, quads of rows, and how many of them stay together.
+    products = ((sizes["HEADS"], hidden // ROWS, 1), (hidden, ffn // 2, BLOCK // 2), (ffn, hidden // ROWS, 1),
+                (hidden, sizes["QKV"] // ROWS, 1))  # fmt: skip
+    return max(most_quads(quads, per, grid) * ROWS * min(subgroups, -(-(k // PIECE) // lanes)) for k, quads, per in products)
+
+
+def most_quads(quads: int, per: int, grid: int) -> int:
+    """As many in multiples of `per` as each workgroup can have, and a share of those left over."""
+    own = quads // per // grid * per
+    return own + -(-(quads - own * grid) // grid)
