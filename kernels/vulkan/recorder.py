@@ -47,7 +47,8 @@ GridAxis = int | Live
 
 @dataclass(slots=True)
 class Dispatch:
-    """One dispatch as data. `grid` is direct; else `entry` names the indirect grid."""
+    """One dispatch as data. `grid` is direct; else `entry` names the indirect grid. `early`: it begins before the one before
+    it has ended, and waits itself for what that tells it."""
 
     kernel: Kernel
     reads: tuple[Slice, ...]
@@ -56,6 +57,7 @@ class Dispatch:
     grid: tuple[int, int, int]
     entry: int | None
     step: int
+    early: bool = False
 
     @property
     def slices(self) -> tuple[Slice, ...]:
@@ -97,6 +99,7 @@ class Recorder:
         self.counter_buffer = Buffer(0, "counters")
         self.zeros_buffer = Buffer(0, "zeros")
         self.step = 0
+        self._told: tuple[int, Slice, Slice] | None = None
         self._dispatches: list[Dispatch] = []
         self._entries: dict[tuple[GridAxis, ...], int] = {}
         self._scratch_used = self._scratch_most = self._counter_bytes = self._zeros_used = self._zeros_most = 0
@@ -130,8 +133,17 @@ class Recorder:
         self._zeros_most = max(self._zeros_most, self._zeros_used)
         return piece
 
+    def tell(self, part: Slice, told: Slice) -> None:
+        """This step's dispatch tells what it makes of a tensor, named by its first part, word by word while it runs."""
+        self._told = self.step, part, told
+
+    def told(self, part: Slice) -> Slice | None:
+        """Where the step before tells of a tensor: a dispatch that listens there may begin early. None if it does not."""
+        step, tensor, words = self._told or (-1, None, None)
+        return words if step == self.step - 1 and tensor == part else None
+
     def dispatch(self, kernel: Kernel, reads: Sequence[Slice], writes: Sequence[Slice], push: bytes = b"",
-                 grid: Sequence[GridAxis] = (1, 1, 1)) -> None:
+                 grid: Sequence[GridAxis] = (1, 1, 1), early: bool = False) -> None:
         """Append a dispatch. Bindings: control, then reads, then writes (a buffer read and written is a write)."""
         bound = 1 + len(reads) + len(writes)
         if bound != kernel.bindings:
@@ -152,7 +164,7 @@ class Recorder:
         if any(isinstance(a, Live) for a in fixed):
             entry = self._entries.setdefault(fixed, len(self._entries))
         self._dispatches.append(Dispatch(kernel, (self.control, *reads), tuple(writes), bytes(push),
-                                         (most[0], most[1], most[2]), entry, self.step))
+                                         (most[0], most[1], most[2]), entry, self.step, early))
 
     def finish(self) -> Recording:
         """Insert the grid kernel where grids must be computed, and the barriers."""
@@ -203,7 +215,7 @@ def hazards(dispatches: Sequence[Dispatch], grids: Slice) -> list[Barrier | None
     indirect_read = False
     for d in dispatches:
         gets = (*d.reads, grids) if d.entry is not None else d.reads
-        clash = _overlap(d.writes, reads) or _overlap(d.writes, writes) or _overlap(gets, writes)
+        clash = not d.early and (_overlap(d.writes, reads) or _overlap(d.writes, writes) or _overlap(gets, writes))
         if clash:
             out.append(Barrier(from_indirect=indirect_read, to_indirect=_overlap((grids,), writes)))
             reads, writes, indirect_read = [], [], False

@@ -33,18 +33,22 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     threads = min(use["threads"], device.max_threads)
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
-    shared = 4 * shares + sizes["HIDDEN"] // PIECE * (PIECE + 8) + 3 * threads
+    widest = max(sizes["HIDDEN"], sizes["HEADS"])
+    shared = 4 * shares + widest // PIECE * (PIECE + 8) + 3 * threads
     norms = (add["residual"], add["w_post"], add["w_next"], then["w_post"], then["w_next"])
     made = (add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], qkv["qkv"])
     reads, writes = ([p for x in some for p in x.parts] for some in ((out["x"], *norms, *weights), made))
-    fits = shared <= device.shared_bytes and len(reads) + len(writes) + 2 <= device.storage_buffers
+    fits = shared <= device.shared_bytes and len(reads) + len(writes) + 3 <= device.storage_buffers
     if not (grid and fits and sizes["HIDDEN"] <= HELD * threads and sizes["QKV"] % ROWS == 0):
         return False
     if steps[1].attrs["eps"] != steps[3].attrs["eps"]:
         return False
-    kernel = rec.kernel(f"layer.{kind}", SUBGROUP=device.subgroup_size, THREADS=threads, GRID=grid, SHARES=shares, **sizes)
-    rec.dispatch(kernel, reads=reads, writes=[*writes, rec.counters(mail_words(sizes, grid))],
-                 push=struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent]), grid=(grid,))
+    told = rec.told(out["x"].parts[0])  # attention is the dispatch before: there is no need to wait for its end
+    kernel = rec.kernel(f"layer.{kind}", SUBGROUP=device.subgroup_size, THREADS=threads, GRID=grid, SHARES=shares,
+                        WIDEST=widest, EARLY=int(told is not None), **sizes)
+    mail = rec.counters(mail_words(sizes, grid))
+    rec.dispatch(kernel, reads=reads, writes=[*writes, mail, told or mail],
+                 push=struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent]), grid=(grid,), early=told is not None)
     return True
 
 
