@@ -37,6 +37,7 @@ class Program:
         self.device, self.plan = device, plan
         self.guarded = tuple(guarded)  # activations with memory of their own, on devices with guards
         self.owned: list[tuple[Slice, str]] = []  # other memory of this program alone, with its purpose
+        self.zeroed: list[Slice] = []  # of it, what kernels find zero and leave zero
         self.recording = recorder.finish()
         self.dispatches = len(self.recording.dispatches)
         self.barriers = sum(b is not None for b in self.recording.barriers)
@@ -70,6 +71,7 @@ class Program:
             if nbytes:
                 piece = self.device.memory_pool.allocate(nbytes, "programs")
                 self.owned.append((piece, "programs"))
+                self.zeroed.append(piece)
                 self.device.put(piece, np.zeros(nbytes, np.uint8))
                 places[id(placeholder)] = piece
         if self.recording.table:

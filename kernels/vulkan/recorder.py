@@ -100,6 +100,8 @@ class Recorder:
         self.zeros_buffer = Buffer(0, "zeros")
         self.step = 0
         self._told: tuple[int, Slice, Slice] | None = None
+        self.listened = False
+        """Would the step after this one begin early, if this one told what it makes?"""
         self._dispatches: list[Dispatch] = []
         self._entries: dict[tuple[GridAxis, ...], int] = {}
         self._scratch_used = self._scratch_most = self._counter_bytes = self._zeros_used = self._zeros_most = 0

@@ -16,7 +16,8 @@ from kernels.vulkan.tensors import DeviceTensor
 
 Tensors = Mapping[str, DeviceTensor]
 Binding = Callable[[Recorder, Any, Tensors], None]
-Run = Callable[[Recorder, Sequence[Step], Sequence[Tensors]], bool]
+Run = Callable[[Recorder, Sequence[Step], Sequence[Tensors], bool], bool]
+"""Records these steps as one dispatch; False where it cannot. The last argument: not to record, only to say whether it could."""
 
 LONGEST = 5  # steps that one dispatch may take
 
@@ -27,17 +28,23 @@ def record(rec: Recorder, steps: Sequence[Step], tensors: Tensors, binding: Call
     from kernels.vulkan.ops import BINDINGS, RUNS
 
     given = [{arg: tensors[name] for arg, name in step.args.items()} for step in steps]
+
+    def run_from(first: int, dry: bool) -> int:
+        """Steps that are, or would be, recorded together from there on: 0 for none."""
+        for ops, run in RUNS.items():
+            end = first + len(ops)
+            together = tuple(s.op for s in steps[first:end]) == ops and len(ops) <= LONGEST
+            if together and all(binding(op) is BINDINGS[op] for op in ops) and run(rec, steps[first:end], given[first:end], dry):
+                return len(ops)
+        return 0
+
     at = 0
     while at < len(steps):
         rec.begin_step(at)
-        taken = 1
-        for ops, run in RUNS.items():
-            end = at + len(ops)
-            together = tuple(s.op for s in steps[at:end]) == ops and len(ops) <= LONGEST
-            if together and all(binding(op) is BINDINGS[op] for op in ops) and run(rec, steps[at:end], given[at:end]):
-                taken = len(ops)
-                break
-        else:
+        taken = run_from(at, dry=False)
+        if not taken:
+            taken = 1
+            rec.listened = run_from(at + 1, dry=True) > 0
             binding(steps[at].op)(rec, steps[at], given[at])
         yield range(at, at + taken)
         at += taken

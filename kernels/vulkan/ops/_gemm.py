@@ -18,7 +18,8 @@ TILES = {"128x192": (128, 192), "96x128": (96, 128), "64x64": (64, 64), "32x64":
          "32x128": (32, 128), "16x128": (16, 128)}  # fmt: skip
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
-STAGE, FEW_STAGE = 64, 128  # columns of K in a stage, and the fewest that there must be; of the tiles for few rows of x by packed weights (few.slang)
+# Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang).
+STAGE, FEW_STAGE = 64, 128
 FEW = ("16x128", "32x128")
 MOST_PARTS = 16
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")

@@ -15,7 +15,7 @@ EDGES = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual"
 ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
 
 
-def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
+def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]], dry: bool) -> bool:
     """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T, for one row. False where
     the kernel does not fit: these steps do not follow from one another, several rows, weights of different types or in
     several chunks, activations that are not q8_act, or a device whose table does not ask for it."""
@@ -43,6 +43,8 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
         return False
     if steps[1].attrs["eps"] != steps[3].attrs["eps"]:
         return False
+    if dry:
+        return True
     told = rec.told(out["x"].parts[0])  # attention is the dispatch before: there is no need to wait for its end
     kernel = rec.kernel(f"layer.{kind}", SUBGROUP=device.subgroup_size, THREADS=threads, GRID=grid, SHARES=shares,
                         WIDEST=widest, EARLY=int(told is not None), **sizes)

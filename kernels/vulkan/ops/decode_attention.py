@@ -88,7 +88,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
     s = shape(rows, heads, kv_heads, d, 2 if cache.dtype == "f16" else 4, span, DTYPES[o.dtype].block, subgroup,
               rec.device.shared_bytes, {**chosen, **choice})
     tiles = -(-(heads // kv_heads) // s.heads)
-    tells = int(bool(chosen["tell"]) and rows == 1 and o.dtype == "q8_act" and bool(s.merge))
+    tells = int(bool(chosen["tell"]) and rec.listened and rows == 1 and o.dtype == "q8_act" and bool(s.merge))
     kernel = rec.kernel(f"decode_attention.{cache.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
                         THREADS=s.subgroups * subgroup, LANES=s.lanes, PIECE=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype],
                         QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead, TELL=tells)
