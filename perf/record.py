@@ -146,7 +146,8 @@ class Record(Model):
     """What is known of the device's clocks during the run."""
     host: str = ""
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,40}(\+changes)?$")]
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}(T\d{2}:\d{2})?$")]
+    """A day, or a minute (UTC) where the order within the day is of interest."""
     kernels: str
     """Digest of the SPIR-V manifest that ran."""
     conformance: Proof
@@ -206,7 +207,7 @@ def slug(text: str) -> str:
 
 def file_of(record: Record, folder: Path = RECORDS) -> Path:
     """perf/records/DATE-DEVICE-COMMIT.json"""
-    return folder / f"{record.date}-{slug(record.device)}-{record.commit.split('+')[0][:9]}.json"
+    return folder / f"{record.date[:10]}-{slug(record.device)}-{record.commit.split('+')[0][:9]}.json"
 
 
 def add(record: Record, folder: Path = RECORDS) -> Path:

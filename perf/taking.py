@@ -162,12 +162,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--proof", type=Path, required=True, metavar="FILE", help="--junitxml of conformance/test_ops.py on that device")
     p.add_argument("--clock", required=True, metavar="TEXT", help="what is known of the device's clocks")
     p.add_argument("--commit", metavar="ID", help="the commit that ran (the one checked out)")
-    p.add_argument("--date", metavar="DAY", help="when, as 2026-11-21 (today)")
+    p.add_argument("--date", metavar="DAY", help="when (UTC), as 2026-11-21 or 2026-11-21T07:33 (now)")
     return p
 
 
 def _main(args: argparse.Namespace) -> int:
-    commit, date = args.commit or commit_here(), args.date or datetime.date.today().isoformat()
+    commit, date = args.commit or commit_here(), args.date or datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M")
     records = []
     for path in args.made:
         made = read(path)
