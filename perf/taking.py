@@ -167,7 +167,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _main(args: argparse.Namespace) -> int:
-    commit, date = args.commit or commit_here(), args.date or datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M")
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M")
+    commit, date = args.commit or commit_here(), args.date or now
     records = []
     for path in args.made:
         made = read(path)
