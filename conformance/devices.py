@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any, NoReturn
 
@@ -69,6 +70,21 @@ def without_vulkan(error: Exception) -> NoReturn:
     if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1":
         pytest.fail(f"HYBRID_REQUIRE_VULKAN=1, but no Vulkan device: {error}", pytrace=False)
     pytest.skip(f"no Vulkan device: {error}")
+
+
+def need_compiler() -> None:
+    """Skip the test that runs where shaders cannot be compiled, or fail it under HYBRID_REQUIRE_VULKAN=1."""
+    if importlib.util.find_spec("slangpy") is None:
+        said = "mutated and new shaders need the compiler: pip install -e .[kernels]"
+        if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1":
+            pytest.fail(f"HYBRID_REQUIRE_VULKAN=1, but {said}", pytrace=False)
+        pytest.skip(said)
+
+
+def need_matrix_units(device: Any) -> None:
+    """Skip the test that runs where no kernel for matrix units is ever chosen."""
+    if not device.has("f16_matrices"):
+        pytest.skip(f"{device.name} has no matrix units")
 
 
 def spy_kernels(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:

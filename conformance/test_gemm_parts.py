@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conformance.cases import Case
-from conformance.devices import GUARD, Devices
+from conformance.devices import GUARD, Devices, need_matrix_units
 from conformance.fixed import variant
 from conformance.harness import POISON, prepare, run_case
 from conformance.inputs import make
@@ -63,8 +63,7 @@ def case_for(op: str, rows: int, dtype: str) -> Case:
 @pytest.mark.parametrize("op", BIND)
 def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(devices: Devices, op: str, rows: int, tile: str) -> None:
     device, family = devices.get("vulkan", guard=GUARD), "linear.gemm" if op == "linear" else "ffn_up.gemm"
-    if not device.has("f16_matrices"):
-        pytest.skip(f"{device.name} has no matrix units")
+    need_matrix_units(device)
     for dtype, groups in (("q4_0", 24), ("f16", 24), ("q8_0", 1056)):
         with device.tuning.forced(family, {"tile": tile, "groups": groups}):
             for live in (rows, rows // 2):
@@ -74,8 +73,7 @@ def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(devices: Devic
 def test_counters_are_left_as_they_were_found(devices: Devices) -> None:
     """The same recording, run again and again, gives the same bits."""
     device, spec = devices.get("vulkan"), load_op("linear")
-    if not device.has("f16_matrices"):
-        pytest.skip(f"{device.name} has no matrix units")
+    need_matrix_units(device)
     case = case_for("linear", SIZES[0], "q4_0")
     with device.tuning.forced("linear.gemm", {"tile": "16x128", "groups": 264}):
         program = prepare(spec, device, case, make(spec, case), POISON[0])
@@ -91,8 +89,7 @@ def test_counters_are_left_as_they_were_found(devices: Devices) -> None:
 def test_few_rows_meet_weights_that_were_rounded_once(devices: Devices, dtype: str) -> None:
     """With one element in a row of x nothing hides how a weight was decoded: its f16 is the definition's."""
     device, spec = devices.get("vulkan", guard=GUARD), load_op("linear")
-    if not device.has("f16_matrices"):
-        pytest.skip(f"{device.name} has no matrix units")
+    need_matrix_units(device)
     for rows, tile in zip((11, 27), FEW, strict=True):
         bind = {"T": rows, "N": 331, "K": 512}
         case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes({"x": "f16", "w": dtype}), rows, frozenset(bind))

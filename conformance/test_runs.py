@@ -3,7 +3,6 @@ memory, and everything that does not fit is recorded step by step."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from conformance.cases import Case
 from conformance.compare import Disagreement, same_bits
-from conformance.devices import GUARD, Devices, open_backend, spy_kernels
+from conformance.devices import GUARD, Devices, need_compiler, open_backend, spy_kernels
 from conformance.harness import POISON, control_of, declared, poisoned
 from conformance.inputs import make
 from conformance.mutate import Saboteur, load, mutated_function, mutated_spirv
@@ -253,8 +252,8 @@ SABOTEURS = list(load(Path(__file__).parent / "saboteurs" / "runs"))
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda s: f"{s.kind}-{s.name}")
 def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutated kernel or binding of a run makes a step fail."""
-    if saboteur.kind == "shader" and importlib.util.find_spec("slangpy") is None:
-        pytest.skip("mutated shaders need the compiler: pip install -e .[kernels]")
+    if saboteur.kind == "shader":
+        need_compiler()
     made = cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
     sound = devices.get("vulkan", guard=GUARD)
     chosen = spy_kernels(sound, monkeypatch)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import functools
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conformance.compare import Disagreement
-from conformance.devices import GUARD, OP_BACKENDS, Devices, open_backend, spy_kernels
+from conformance.devices import GUARD, OP_BACKENDS, Devices, need_compiler, open_backend, spy_kernels
 from conformance.harness import run_case
 from conformance.mutate import Saboteur, case_of, load, mutated_function, mutated_spirv
 from hybrid.spec import load_ops
@@ -36,8 +35,8 @@ def _device(saboteur: Saboteur, kernels: set[str], options: dict[str, Any], fold
 
 @pytest.mark.parametrize("saboteur", [pytest.param(s, id=f"{s.op}-{s.kind}-{s.name}") for s in SABOTEURS])
 def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if saboteur.kind == "shader" and importlib.util.find_spec("slangpy") is None:
-        pytest.skip("mutated shaders need the compiler: pip install -e .[kernels]")
+    if saboteur.kind == "shader":
+        need_compiler()
     spec, case = SPECS[saboteur.op], case_of(saboteur, SPECS[saboteur.op])
     options = {"guard": GUARD, **saboteur.case.get("options", {})}
     sound = devices.get(saboteur.backend, **options)

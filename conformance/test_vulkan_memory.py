@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.devices import need_compiler
 from hybrid.spec.plan import ALIGN, TensorDecl
 from kernels.vulkan import build
 from kernels.vulkan.api import VulkanError, VulkanUnavailable
@@ -230,7 +231,7 @@ def test_constants_set_workgroup_and_shared_memory() -> None:
 
 @pytest.fixture
 def toys(tmp_path: Path) -> Path:
-    pytest.importorskip("slangpy", reason="building shaders needs the extra 'kernels'")
+    need_compiler()
     shutil.copytree(TOY, tmp_path / "shaders")
     sidecar = tmp_path / "shaders" / "toy.toml"
     sidecar.write_text(sidecar.read_text().replace("../../../kernels", str(Path(build.__file__).parents[1])))
@@ -238,7 +239,7 @@ def toys(tmp_path: Path) -> Path:
 
 
 def test_committed_test_kernels_are_what_their_sources_compile_to() -> None:
-    pytest.importorskip("slangpy", reason="building shaders needs the extra 'kernels'")
+    need_compiler()
     assert build.check(TOY, SPIRV) == []
 
 

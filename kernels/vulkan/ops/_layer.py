@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from hybrid.spec.plan import CONTROL, Step
+from kernels.vulkan.ops.decode_attention import BLOCK_WORDS
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
@@ -18,7 +19,7 @@ ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]], dry: bool) -> bool:
     """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T, for one row. False where
     the kernel does not fit: these steps do not follow from one another, several rows, weights of different types or in
-    several chunks, activations that are not q8_act, or a device whose table does not ask for it."""
+    several chunks, activations that are not q8_act, or a device whose table does not ask for it. `dry`: only say so."""
     out, add, ffn, then, qkv = t
     weights = (out["w"], ffn["w_gate_up"], ffn["w_down"], qkv["w"])
     activations = (out["x"], add["y"], ffn["h"], then["y"])
@@ -60,9 +61,9 @@ def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def mail_words(sizes: Mapping[str, int], grid: int) -> int:
-    """What workgroups tell one another (layer.slang)."""
+    """What workgroups tell one another (layer_mail.slang)."""
     blocks = sizes["FFN"] // BLOCK
-    return 4 + 2 * sizes["HIDDEN"] + 10 * blocks + BLOCK * (blocks % grid)
+    return 4 + 2 * sizes["HIDDEN"] + BLOCK_WORDS * blocks + BLOCK * (blocks % grid)
 
 
 def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int) -> int:
