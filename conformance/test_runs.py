@@ -150,7 +150,7 @@ def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
     """Every type of weights, fixed sizes for every number of the tuning space, then drawn ones."""
     device = devices.get("vulkan", guard=GUARD)
     granule = 256 if w == "q6_k" else 32
-    bindings = {"q5_1": 33, "q6_k": 37}.get(w, 29)  # of three and four parts, where others have two
+    bindings = {"q5_1": 32, "q6_k": 36}.get(w, 28)  # of three and four parts, where others have two
     dispatches = 1 if device.storage_buffers >= bindings else 6
     for i, use in enumerate(USES):
         sizes = {k: n if k in ("hq", "hk", "d") else -(-n // granule) * granule for k, n in SIZES.items()}

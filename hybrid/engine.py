@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from hybrid import forced
+from hybrid import faults, forced
 from hybrid.batch import Chunk, bucket_of, chunks
 from hybrid.checkpoint import Checkpoint
 from hybrid.cost import precision_by_phase
@@ -27,7 +27,7 @@ from hybrid.rope import rope_of
 from hybrid.sampling import Sampling
 from hybrid.spec.device import Counters, Device, Program
 from hybrid.spec.errors import SpecError
-from hybrid.spec.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, Plan, TensorDecl
+from hybrid.spec.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, FAULTED, Plan, TensorDecl
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
 from hybrid.spec.tensor import Tensor
 from hybrid.trace import Pass, Timing
@@ -102,6 +102,10 @@ class Engine:
         """The device's counters after the last prefill: decoding is what came since."""
         self.trace: list[Pass] = []
         """With profile: every pass that has been waited for."""
+        self.cooperative = True
+        """Decode passes may have kernels whose workgroups wait for one another (hybrid/faults.py)."""
+        self.faults: list[str] = []
+        """What made passes run again, and how they run since."""
         self._timing = Timing(self.trace)
         self._lane = self.lanes - 1  # of the last prefill pass
         self._in_lane: dict[int, int] = {}  # the ticket of a lane's last pass
@@ -135,6 +139,7 @@ class Engine:
         """Forget what a live sequence holds from `position` on. False, and nothing done, where that is impossible:
         local layers keep a ring, in which later positions have taken the place of some that would be seen again
         (`anyway`: they are seen in their place, which is fit for measuring time)."""
+        self._settle()
         lost = self.positions[slot] - position
         if lost < 0 or position < 0:
             raise ValueError(f"slot {slot} holds {self.positions[slot]} tokens: {position} is not before their end")
@@ -147,6 +152,7 @@ class Engine:
 
     def release(self, slot: int) -> None:
         """Forget a sequence; its cache may be given to another."""
+        self._settle()
         self.tables.release(slot)
         del self.positions[slot]
         self._decoding = None
@@ -193,7 +199,11 @@ class Engine:
 
     def token(self, slot: int, position: int, ticket: int | None = None) -> int:
         """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done."""
-        return self.device.peek("history", slot, position, ticket)
+        token = self.device.peek("history", slot, position, ticket)
+        if token == FAULTED:
+            self._settle()
+            token = self.device.peek("history", slot, position)
+        return token
 
     def wait(self, ticket: int | None = None) -> None:
         self.device.wait(ticket)
@@ -271,8 +281,14 @@ class Engine:
         """The compiled plan of a bucket, made at its first use."""
         key = (phase, rows, outs, capture, sample, lane)
         if key not in self._programs:
-            self._programs[key] = self.device.compile(self.plan(*key), profile=self.profile)
+            cooperative = self.cooperative and phase == "decode"  # the only passes that are run again
+            self._programs[key] = self.device.compile(self.plan(*key), profile=self.profile, cooperative=cooperative)
         return self._programs[key]
+
+    def forget_programs(self, phase: Phase) -> None:
+        """Programs of a phase are compiled anew at their next use."""
+        self._programs = {key: program for key, program in self._programs.items() if key[0] != phase}
+        self._decoding = None
 
     def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, lane: int = 0) -> Plan:
         made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase))
@@ -355,14 +371,16 @@ class Engine:
         self._decoding = slots
 
     def _settle(self) -> None:
-        """The host may write io tensors only when no pass reads them."""
+        """The host may write io tensors only when no pass reads them. Void passes have been run again then."""
         self.device.wait()
         self._timing.stop()
+        if self._decoding is not None and faults.is_void(self):
+            faults.run_again(self, self._decoding)
 
     def run_chunk(self, chunk: Chunk, program: Program) -> int:
         """Submit one prepared pass of a prompt, when its lane is free; returns its ticket."""
         lane = program.plan.lane
-        if lane is None:
+        if lane is None or self._decoding is not None:
             self._settle()
         elif lane in self._in_lane:
             self.device.wait(self._in_lane[lane])

@@ -278,7 +278,7 @@ class Model:
         counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
         return Stats(
             device=self.device,
-            passed_over=(*self.passed_over, *getattr(engine.device, "failures", ())),
+            passed_over=(*self.passed_over, *getattr(engine.device, "failures", ()), *engine.faults),
             carried=str(getattr(engine.device, "copies", "")),
             precision=engine.precision,
             prompt_tokens=len(ids) - held,

@@ -115,8 +115,8 @@ class PlacedDevice:
 
     # --- plans
 
-    def compile(self, plan: Plan, profile: bool = False) -> Program:
-        return PlacedProgram(self, plan, profile)
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
+        return PlacedProgram(self, plan, profile, cooperative)
 
     def launch(self, program: PlacedProgram) -> int:
         """Begin a pass; returns its ticket. One that has a lane goes on while others do, as waits demand; one without runs
@@ -174,8 +174,8 @@ class PlacedDevice:
 class PlacedProgram:
     """A plan cut where the device changes; each segment compiled by its device, the fallback's when it is needed."""
 
-    def __init__(self, device: PlacedDevice, plan: Plan, profile: bool) -> None:
-        self.device, self.plan, self.profile = device, plan, profile
+    def __init__(self, device: PlacedDevice, plan: Plan, profile: bool, cooperative: bool) -> None:
+        self.device, self.plan, self.profile, self.cooperative = device, plan, profile, cooperative
         self.segments = segments(plan)
         self.flight: Flight | None = None
         """Its last pass."""
@@ -212,5 +212,5 @@ class PlacedProgram:
             if where != device.backend_of_main:
                 device.carrier.hold(where, sorted(used))
             owner = device.main if where == device.backend_of_main else device.others[where]
-            self._programs[i, where] = owner.compile(part, profile=self.profile)
+            self._programs[i, where] = owner.compile(part, self.profile, self.cooperative)
         return self._programs[i, where]

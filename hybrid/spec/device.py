@@ -118,7 +118,10 @@ class Device(Protocol):
         kernels of `plans`, one of each size, take beside it."""
         ...
 
-    def compile(self, plan: Plan, profile: bool = False) -> Program: ...
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
+        """Everything that costs. `cooperative`: kernels whose workgroups wait for one another may be chosen; where such a wait
+        is given up, the pass is void: FAULT_WORD of its control tensor is set and no token is chosen (FAULTED in `history`)."""
+        ...
 
     def wait(self, ticket: int | None = None) -> None:
         """Until that submit, or everything submitted, has finished."""

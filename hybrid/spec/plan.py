@@ -18,6 +18,8 @@ CONTROL_WORDS = 8
 # Words of a plan's control tensor (u32): live rows, live output rows, and the longest context (position + 1) of any live row.
 CONTROL_TENSOR = "control"
 CONTROL = {"rows": 0, "outs": 1, "context": 2}
+FAULT_WORD = 3  # and a word that a kernel sets where a wait within a dispatch was given up: this pass and those after it are void
+FAULTED = -2  # in `history`, in place of a token: the pass was void
 
 ALIGN = 256  # no Vulkan device may ask for a larger storage-buffer offset alignment
 

@@ -101,9 +101,9 @@ class NpuDevice(CpuDevice):
         """See Device.write; while a pass runs, after those submitted so far."""
         self.enqueue(partial(super().write, name, value, row))
 
-    def compile(self, plan: Plan, profile: bool = False) -> Program:  # type: ignore[override]
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:  # type: ignore[override]
         self._rest()
-        return NpuProgram(self, super().compile(plan, profile))
+        return NpuProgram(self, super().compile(plan, profile, cooperative))
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
         self._rest()

@@ -163,7 +163,7 @@ class CpuDevice:
 
     # --- plans
 
-    def compile(self, plan: Plan, profile: bool = False) -> CpuProgram:
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> CpuProgram:
         """Check a plan against the stored tensors and prepare it. ValueError names the step and what is wrong."""
         self.check_open()
         self.reserve(plan.arena_bytes)

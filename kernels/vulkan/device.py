@@ -17,7 +17,7 @@ from typing import Any
 from hybrid.spec.plan import Plan, TensorDecl
 from kernels.vulkan.api import VulkanError, VulkanUnavailable, lib
 from kernels.vulkan.instance import DeviceInfo, list_devices
-from kernels.vulkan.kernel import Kernel, KernelCache
+from kernels.vulkan.kernel import Kernel, KernelCache, most_polls
 from kernels.vulkan.memory import Memory, Slice, align_up
 from kernels.vulkan.pages import record_steps
 from kernels.vulkan.program import Program
@@ -69,6 +69,7 @@ class VulkanDevice(Storage):
         self.max_range = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation,
                              max_range or sys.maxsize)
         self.max_groups, self.max_threads = limits.groups, q.max_threads
+        self.polls = most_polls(q.info.kind)
         self.cores, self.shared_bytes, self.storage_buffers = limits.cores, limits.shared_bytes, limits.storage_buffers
         self.tuning = Tuning(tuning or device_class(traits(self.report, self.subgroup_size)))
         self._bindings = bindings
@@ -162,12 +163,12 @@ class VulkanDevice(Storage):
             self._scratch += fitting
         return fitting[0]
 
-    def compile(self, plan: Plan, profile: bool = False) -> Program:
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
         """Everything that costs: pipelines, descriptors, recording. With `profile`, times() has each step's time."""
         if profile and not self.timestamp_bits:
             raise VulkanError(f"{self.name} has no timestamps on its queue; run without profiling")
         self.reserve(0 if self.guard else plan.arena_bytes)
-        recorder = Recorder(self, self.tensor(plan.control).parts[0])
+        recorder = Recorder(self, self.tensor(plan.control).parts[0], cooperative)
         owned: list[str] = []
         try:
             tensors = {name: self._bind(plan, decl, owned) for name, decl in plan.tensors.items()}

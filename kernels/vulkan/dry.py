@@ -11,7 +11,7 @@ from typing import Any
 
 from hybrid.spec.plan import Plan, TensorDecl
 from kernels.vulkan.features import Report, choose_subgroup
-from kernels.vulkan.kernel import SPIRV, Kernel
+from kernels.vulkan.kernel import SPIRV, Kernel, most_polls
 from kernels.vulkan.memory import Buffer, Slice
 from kernels.vulkan.pages import record_steps
 from kernels.vulkan.recorder import Recorder, Recording
@@ -36,6 +36,7 @@ class DryDevice:
         self.max_groups = (2**31 - 1, 65535, 65535)
         self.cores, self.shared_bytes, self.storage_buffers = cores, shared_bytes, storage_buffers
         self.tuning = Tuning(tuning)
+        self.polls = most_polls("discrete")
         self._manifest = manifest()
 
     @classmethod

@@ -27,6 +27,12 @@ def kernels_digest(manifest: bytes | None = None) -> str:
     return hashlib.sha256((SPIRV / "manifest.json").read_bytes() if manifest is None else manifest).hexdigest()[:16]
 
 
+def most_polls(kind: str) -> int:
+    """Of one wait between workgroups (mailbox.slang). On a GPU one takes 1 to 3 us: under a second. llvmpipe ends every loop of
+    an invocation after 65535 rounds in all."""
+    return 1 << 14 if kind == "cpu" else 1 << 18
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
     """A pipeline and what a dispatch of it must supply."""

@@ -47,8 +47,7 @@ GridAxis = int | Live
 
 @dataclass(slots=True)
 class Dispatch:
-    """One dispatch as data. `grid` is direct; else `entry` names the indirect grid. `early`: it begins before the one before
-    it has ended, and waits itself for what that tells it."""
+    """One dispatch as data. `grid` is direct; else `entry` names the indirect grid."""
 
     kernel: Kernel
     reads: tuple[Slice, ...]
@@ -57,7 +56,6 @@ class Dispatch:
     grid: tuple[int, int, int]
     entry: int | None
     step: int
-    early: bool = False
 
     @property
     def slices(self) -> tuple[Slice, ...]:
@@ -87,11 +85,12 @@ class Recording:
 
 class Recorder:
     """What bindings record into. `device` offers kernel(name, **constants), subgroup_size, max_range, max_groups,
-    max_threads and has(feature)."""
+    max_threads, cores and has(feature). `cooperative`: workgroups of one dispatch may wait for one another."""
 
-    def __init__(self, device: Any, control: Slice) -> None:
+    def __init__(self, device: Any, control: Slice, cooperative: bool = True) -> None:
         self.device = device
         self.control = control
+        self.cooperative = cooperative
         # Placeholders: real memory is known only when everything is recorded.
         self.scratch_buffer = Buffer(0, "scratch")
         self.grid_buffer = Buffer(0, "grids")
@@ -99,10 +98,8 @@ class Recorder:
         self.counter_buffer = Buffer(0, "counters")
         self.zeros_buffer = Buffer(0, "zeros")
         self.step = 0
-        self._told: tuple[int, Slice, Slice] | None = None
-        self.listened = False
-        """Would the step after this one begin early, if this one told what it makes?"""
         self._dispatches: list[Dispatch] = []
+        self._owners: dict[int, int] = {}  # offset of counters -> the dispatch that they belong to
         self._entries: dict[tuple[GridAxis, ...], int] = {}
         self._scratch_used = self._scratch_most = self._counter_bytes = self._zeros_used = self._zeros_most = 0
 
@@ -135,18 +132,12 @@ class Recorder:
         self._zeros_most = max(self._zeros_most, self._zeros_used)
         return piece
 
-    def tell(self, part: Slice, told: Slice) -> None:
-        """This step's dispatch tells what it makes of a tensor, named by its first part, word by word while it runs."""
-        self._told = self.step, part, told
-
-    def told(self, part: Slice) -> Slice | None:
-        """Where the step before tells of a tensor: a dispatch that listens there may begin early. None if it does not."""
-        step, tensor, words = self._told or (-1, None, None)
-        return words if step == self.step - 1 and tensor == part else None
-
     def dispatch(self, kernel: Kernel, reads: Sequence[Slice], writes: Sequence[Slice], push: bytes = b"",
-                 grid: Sequence[GridAxis] = (1, 1, 1), early: bool = False) -> None:
-        """Append a dispatch. Bindings: control, then reads, then writes (a buffer read and written is a write)."""
+                 grid: Sequence[GridAxis] = (1, 1, 1), resident: bool = False) -> None:
+        """Append a dispatch. Bindings: control, then reads, then writes (a buffer read and written is a write). `resident`:
+        its workgroups wait for one another, each for work that others have yet to begin: VulkanError for more of them than
+        the device runs at once, or where waits are not wanted. Counters are of one dispatch: VulkanError for another that
+        binds them, for a word that it polls would be published by a dispatch that may not have begun."""
         bound = 1 + len(reads) + len(writes)
         if bound != kernel.bindings:
             raise VulkanError(f"{kernel.name} has {kernel.bindings} bindings (control included), {bound} were given")
@@ -160,13 +151,29 @@ class Recorder:
         if any(m > n for m, n in zip(most, limit, strict=True)):
             raise VulkanError(f"{kernel.name}: grid of up to {most} groups is over this device's limit {tuple(limit)}; "
                               "use fewer rows per pass")
+        self._check_waits(kernel, most, resident)
+        self._own_counters(kernel, writes)
         # A live axis of at most one group needs no indirection: kernels guard their rows against control themselves.
         fixed = tuple(1 if isinstance(a, Live) and a.most == 1 else a for a in axes)
         entry = None
         if any(isinstance(a, Live) for a in fixed):
             entry = self._entries.setdefault(fixed, len(self._entries))
         self._dispatches.append(Dispatch(kernel, (self.control, *reads), tuple(writes), bytes(push),
-                                         (most[0], most[1], most[2]), entry, self.step, early))
+                                         (most[0], most[1], most[2]), entry, self.step))
+
+    def _check_waits(self, kernel: Kernel, grid: Sequence[int], resident: bool) -> None:
+        if resident and not self.cooperative:
+            raise VulkanError(f"{kernel.name}: its workgroups wait for one another, which this program excludes")
+        if resident and grid[0] * grid[1] * grid[2] > self.device.cores:
+            raise VulkanError(f"{kernel.name}: {tuple(grid)} workgroups wait for one another; {self.device.cores} are surely "
+                              "resident at once on this device")
+
+    def _own_counters(self, kernel: Kernel, writes: Sequence[Slice]) -> None:
+        index = len(self._dispatches)
+        for piece in writes:
+            if piece.buffer is self.counter_buffer and self._owners.setdefault(piece.offset, index) != index:
+                raise VulkanError(f"{kernel.name} binds counters of another dispatch: workgroups wait for one another within "
+                                  "a dispatch only")
 
     def finish(self) -> Recording:
         """Insert the grid kernel where grids must be computed, and the barriers."""
@@ -217,7 +224,7 @@ def hazards(dispatches: Sequence[Dispatch], grids: Slice) -> list[Barrier | None
     indirect_read = False
     for d in dispatches:
         gets = (*d.reads, grids) if d.entry is not None else d.reads
-        clash = not d.early and (_overlap(d.writes, reads) or _overlap(d.writes, writes) or _overlap(gets, writes))
+        clash = _overlap(d.writes, reads) or _overlap(d.writes, writes) or _overlap(gets, writes)
         if clash:
             out.append(Barrier(from_indirect=indirect_read, to_indirect=_overlap((grids,), writes)))
             reads, writes, indirect_read = [], [], False

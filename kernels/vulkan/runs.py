@@ -16,8 +16,8 @@ from kernels.vulkan.tensors import DeviceTensor
 
 Tensors = Mapping[str, DeviceTensor]
 Binding = Callable[[Recorder, Any, Tensors], None]
-Run = Callable[[Recorder, Sequence[Step], Sequence[Tensors], bool], bool]
-"""Records these steps as one dispatch; False where it cannot. The last argument: not to record, only to say whether it could."""
+Run = Callable[[Recorder, Sequence[Step], Sequence[Tensors]], bool]
+"""Records these steps as one dispatch; False where it cannot."""
 
 LONGEST = 5  # steps that one dispatch may take
 
@@ -29,22 +29,21 @@ def record(rec: Recorder, steps: Sequence[Step], tensors: Tensors, binding: Call
 
     given = [{arg: tensors[name] for arg, name in step.args.items()} for step in steps]
 
-    def run_from(first: int, dry: bool) -> int:
-        """Steps that are, or would be, recorded together from there on: 0 for none."""
+    def run_from(first: int) -> int:
+        """Steps that are recorded together from there on: 0 for none."""
         for ops, run in RUNS.items():
             end = first + len(ops)
             together = tuple(s.op for s in steps[first:end]) == ops and len(ops) <= LONGEST
-            if together and all(binding(op) is BINDINGS[op] for op in ops) and run(rec, steps[first:end], given[first:end], dry):
+            if together and all(binding(op) is BINDINGS[op] for op in ops) and run(rec, steps[first:end], given[first:end]):
                 return len(ops)
         return 0
 
     at = 0
     while at < len(steps):
         rec.begin_step(at)
-        taken = run_from(at, dry=False)
+        taken = run_from(at)
         if not taken:
             taken = 1
-            rec.listened = run_from(at + 1, dry=True) > 0
             binding(steps[at].op)(rec, steps[at], given[at])
         yield range(at, at + taken)
         at += taken

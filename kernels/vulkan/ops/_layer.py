@@ -6,7 +6,6 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from hybrid.spec.plan import CONTROL, Step
-from kernels.vulkan.ops.decode_attention import BLOCK_WORDS
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
@@ -14,19 +13,20 @@ OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
 # What these steps hand to one another: (step, its argument) and (later step, its argument).
 EDGES = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")), ((3, "y"), (4, "x")))
 ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
+BLOCK_WORDS = 10  # and mailbox.slang's: of what is published of a block
 
 
-def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]], dry: bool) -> bool:
+def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
     """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T, for one row. False where
     the kernel does not fit: these steps do not follow from one another, several rows, weights of different types or in
-    several chunks, activations that are not q8_act, or a device whose table does not ask for it. `dry`: only say so."""
+    several chunks, activations that are not q8_act, a device whose table does not ask for it, or a program without waits."""
     out, add, ffn, then, qkv = t
     weights = (out["w"], ffn["w_gate_up"], ffn["w_down"], qkv["w"])
     activations = (out["x"], add["y"], ffn["h"], then["y"])
     follow = all(steps[i].args[a] == steps[j].args[b] for (i, a), (j, b) in EDGES)
     kinds = {chunk.dtype for w in weights for chunk in w.chunks}
     alone = all(len(w.chunks) == 1 for w in weights) and len(kinds) == 1
-    if not (follow and alone and out["x"].shape[0] == 1 and {x.dtype for x in activations} == {"q8_act"}):
+    if not (rec.cooperative and follow and alone and out["x"].shape[0] == 1 and {x.dtype for x in activations} == {"q8_act"}):
         return False
     (kind,), device = kinds, rec.device
     sizes = {"HIDDEN": add["a"].shape[-1], "HEADS": out["x"].shape[-1], "FFN": ffn["h"].shape[-1], "QKV": qkv["qkv"].shape[-1]}
@@ -39,19 +39,15 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     norms = (add["residual"], add["w_post"], add["w_next"], then["w_post"], then["w_next"])
     made = (add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], qkv["qkv"])
     reads, writes = ([p for x in some for p in x.parts] for some in ((out["x"], *norms, *weights), made))
-    fits = shared <= device.shared_bytes and len(reads) + len(writes) + 3 <= device.storage_buffers
+    fits = shared <= device.shared_bytes and len(reads) + len(writes) + 2 <= device.storage_buffers
     if not (grid and fits and sizes["HIDDEN"] <= HELD * threads and sizes["QKV"] % ROWS == 0):
         return False
     if steps[1].attrs["eps"] != steps[3].attrs["eps"]:
         return False
-    if dry:
-        return True
-    told = rec.told(out["x"].parts[0])  # attention is the dispatch before: there is no need to wait for its end
     kernel = rec.kernel(f"layer.{kind}", SUBGROUP=device.subgroup_size, THREADS=threads, GRID=grid, SHARES=shares,
-                        WIDEST=widest, EARLY=int(told is not None), **sizes)
-    mail = rec.counters(mail_words(sizes, grid))
-    rec.dispatch(kernel, reads=reads, writes=[*writes, mail, told or mail],
-                 push=struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent]), grid=(grid,), early=told is not None)
+                        WIDEST=widest, POLLS=device.polls, **sizes)
+    rec.dispatch(kernel, reads=reads, writes=[*writes, rec.counters(mailbox_words(sizes, grid))],
+                 push=struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent]), grid=(grid,), resident=True)
     return True
 
 
@@ -60,8 +56,8 @@ def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
     return sizes["HIDDEN"] // ROWS, sizes["QKV"] // ROWS, sizes["FFN"] // BLOCK
 
 
-def mail_words(sizes: Mapping[str, int], grid: int) -> int:
-    """What workgroups tell one another (layer_mail.slang)."""
+def mailbox_words(sizes: Mapping[str, int], grid: int) -> int:
+    """What workgroups publish to one another (layer_mailbox.slang)."""
     blocks = sizes["FFN"] // BLOCK
     return 4 + 2 * sizes["HIDDEN"] + BLOCK_WORDS * blocks + BLOCK * (blocks % grid)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.plan import Step
@@ -20,10 +20,9 @@ from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
 MOST_SPLITS = 64
-BLOCK_WORDS = 10  # of what is told of a block (mail.slang)
 LEAST_SUBGROUPS = 4  # two query heads, the new k and v
 WORD = 16  # bytes that a lane loads at once
-DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1, "tell": 0}
+DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1}
 HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane
 
 
@@ -87,11 +86,12 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
                                       head_dim=d, span=span)
     s = shape(rows, heads, kv_heads, d, 2 if cache.dtype == "f16" else 4, span, DTYPES[o.dtype].block, subgroup,
               rec.device.shared_bytes, {**chosen, **choice})
+    if s.merge == 2 and not rec.cooperative:
+        s = replace(s, merge=1)
     tiles = -(-(heads // kv_heads) // s.heads)
-    tells = int(bool(chosen["tell"]) and rec.listened and rows == 1 and o.dtype == "q8_act" and bool(s.merge))
     kernel = rec.kernel(f"decode_attention.{cache.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
                         THREADS=s.subgroups * subgroup, LANES=s.lanes, PIECE=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype],
-                        QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead, TELL=tells)
+                        QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead, POLLS=rec.device.polls)
     parts = rows * heads * s.splits
     memory = rec.zeros if s.merge == 2 else rec.scratch
     part_o, part_ml = memory(parts * d * 4), memory(parts * (d // 4 if s.merge else 1) * 8)
@@ -101,10 +101,6 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
     names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
     reads = [p for name in names for p in t[name].parts]
     writes = [*t["k_cache"].parts, *t["v_cache"].parts, part_o, part_ml, arrived, *two_parts(o)]
-    told = rec.counters(BLOCK_WORDS * heads * d // 32) if tells else arrived
-    writes.append(told)
     rec.dispatch(kernel, reads, writes, push, (kv_heads * tiles, rows, s.splits))
-    if tells:
-        rec.tell(o.parts[0], told)
     if not s.merge:
         record_combine(rec, step, t, part_o, part_ml, s.splits, s.min_split)
