@@ -1,8 +1,10 @@
-"""What workgroups tell one another while they run (mail.slang): a layer that begins before attention has ended makes the bits
-that it makes behind a barrier, and what was told is forgotten when all have heard it."""
+"""What workgroups publish to one another while they run (mailbox.slang): a layer in one dispatch makes the text of separate steps,
+what was published is cleared when all have read it, and where something never is the bound of a wait ends the pass, not the text."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,54 +12,150 @@ from typing import Any
 import pytest
 
 from conformance.devices import Devices, left_zero, need_compiler, open_backend, spy_kernels
-from conformance.mutate import Saboteur, load, mutated_spirv
-from conformance.synthetic import tiny, write_hf
+from conformance.mutate import load, mutated_spirv
+from conformance.synthetic import write_hf
 from conformance.test_engine_cpu import IDS
+from conformance.waits import HPARAMS, MUTANT_WORD, SINCE_WORD, engine, give_up, layers, set_control, tuned
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine import Engine
+from hybrid.spec.plan import FAULTED
 
-LAYER = {"workgroups": 132, "threads": 256}
-# Stretches of few positions, so that several workgroups have parts of a head.
-ATTENTION = {"groups": 264, "min_split": 16, "subgroups": 8, "ahead": 2}
-SABOTEURS = list(load(Path(__file__).parent / "saboteurs" / "mail"))
+SABOTEURS = {s.name: s for s in load(Path(__file__).parent / "saboteurs" / "mailbox")}
+SILENT = {"a row of the output product": ("layer", 1), "a block of h": ("layer", 2), "a row of the down product": ("layer", 3),
+          "a part of attention": ("attention", 1)}  # fmt: skip
+WRONG = {"a block's scales in each other's place": 4, "a row of the output product is not cleared": 5, "h is not cleared": 6,
+         "a row of the down product is not cleared": 7}  # fmt: skip
+PROMPT, TOKENS, WITHIN_S = IDS[:40], 24, 2.0
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return open_checkpoint(write_hf(tmp_path_factory.mktemp("mail"), tiny(head_dim=32), dtype="f32"))
+    return open_checkpoint(write_hf(tmp_path_factory.mktemp("mailbox"), HPARAMS, dtype="f32"))
 
 
-def decode(device: Any, checkpoint: Any, merge: int, tell: int) -> tuple[list[int], bytes, int]:
-    """Tokens, the bits of the last layer's keys, and the barriers of a token. Nothing told may be left."""
-    device.reset()
-    with ExitStack() as forced:
-        forced.enter_context(device.tuning.forced("layer", LAYER))
-        forced.enter_context(device.tuning.forced("decode_attention", {**ATTENTION, "merge": merge, "tell": tell}))
-        made = Engine(checkpoint, device, weights="q8_0")
-        tokens = [made.prefill({0: IDS[:40]})[0], *made.decode(24)[0]]
-        programs = [p for p in device.programs if any("layer." in d.kernel.name for d in p.recording.dispatches)]
-        assert programs, "no layer was recorded as one dispatch"
-        device.wait()
-        assert all(left_zero(device, program) for program in programs)
-        keys = device.read(f"kv.{checkpoint.hparams.n_layers - 1}.k")
-        assert any(part.any() for part in keys.parts)
-        return tokens, b"".join(p.tobytes() for p in keys.parts), programs[0].barriers
+@pytest.fixture(scope="module")
+def texts(open_devices: Devices, checkpoint: Any) -> dict[str, Any]:
+    """Of separate steps, and of layers in one dispatch with either merge."""
+    device = open_devices.get("vulkan")
+    return {"separate": decode(device, checkpoint, 1, layer=False), **{str(m): decode(device, checkpoint, m) for m in (1, 2)}}
 
 
-@pytest.mark.parametrize("merge", [1, 2])
-def test_a_layer_that_begins_early_makes_the_same_text(devices: Devices, checkpoint: Any, merge: int) -> None:
-    device = devices.get("vulkan")
-    behind, early = (decode(device, checkpoint, merge, tell) for tell in (0, 1))
-    assert early[:2] == behind[:2]
-    assert behind[2] - early[2] == checkpoint.hparams.n_layers - 1  # one barrier less for each layer but the last
-
-
-@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda s: s.name)
-def test_caught(devices: Devices, checkpoint: Any, saboteur: Saboteur, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """A device with the kernels of a saboteur, by name; each is opened once."""
     need_compiler()
-    sound = devices.get("vulkan")
-    chosen = spy_kernels(sound, monkeypatch)
-    wanted = decode(sound, checkpoint, 2, 1)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with open_backend("vulkan", spirv=mutated_spirv(saboteur, chosen, tmp_path)) as device, pytest.raises(AssertionError):
-        assert decode(device, checkpoint, 2, 1) == wanted
+    sound, opened = open_devices.get("vulkan"), dict[str, Any]()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
+        chosen = spy_kernels(sound, patch)
+        decode(sound, checkpoint, 2)
+        folder = tmp_path_factory.mktemp("mutants")
+        patch.setattr("kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines")  # mutants are kept nowhere else
+
+        def of(name: str) -> Any:
+            if name not in opened:
+                (folder / name).mkdir()
+                spirv = mutated_spirv(SABOTEURS[name], chosen, folder / name)
+                opened[name] = closing.enter_context(open_backend("vulkan", spirv=spirv))
+                decode(opened[name], checkpoint, 1, layer=False)  # drivers compile at the first run: that is no wait
+            return opened[name]
+
+        yield of
+
+
+def decode(device: Any, checkpoint: Any, merge: int, layer: bool = True, mutant: int = 0) -> tuple[list[int], bytes]:
+    """Tokens, of which that of the last pass is void, and the bits of the last layer's keys. Nothing published may be left."""
+    with tuned(device, merge, layer):
+        made = engine(device, checkpoint)
+        tokens = [made.prefill({0: PROMPT})[0], *made.decode(1)[0]]
+        set_control(made, {MUTANT_WORD: mutant})
+        tokens += made.decode(TOKENS - 2)[0]
+        assert any(layers(p) for p in device.programs) == layer, "whether a layer was recorded as one dispatch"
+        assert all(left_zero(device, program) for program in device.programs)
+        assert made.faults == []
+        keys = device.read(f"kv.{HPARAMS.n_layers - 1}.k")
+        assert any(part.any() for part in keys.parts)
+        reached = device.read("next_position").array[0], device.read("next_token").array[0]
+        give_up(made)
+        device.wait(made.submit_decode((0,)))
+        assert (device.read("next_position").array[0], device.read("next_token").array[0]) == reached
+        tokens.append(device.peek("history", 0, made.positions[0]))
+        return tokens, b"".join(p.tobytes() for p in keys.parts)
+
+
+def test_a_layer_in_one_dispatch_makes_the_text_of_separate_steps(texts: dict[str, Any]) -> None:
+    assert texts["1"] == texts["2"]
+    assert texts["1"][0] == texts["separate"][0]
+    assert texts["1"][0][-1] == FAULTED and FAULTED not in texts["1"][0][:-1]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_published_wrongly_or_left_is_caught(mutants: Callable[[str], Any], checkpoint: Any, texts: dict[str, Any],
+                                                     name: str) -> None:  # fmt: skip
+    device = mutants("layer")
+    with pytest.raises(AssertionError):
+        assert decode(device, checkpoint, 2, mutant=WRONG[name]) == texts["2"]
+
+
+def test_a_void_pass_that_chooses_is_caught(mutants: Callable[[str], Any], checkpoint: Any, texts: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        assert decode(mutants("sample"), checkpoint, 2) == texts["2"]
+
+
+def test_the_mutants_are_sound_until_they_are_asked_for(mutants: Callable[[str], Any], checkpoint: Any, texts: dict[str, Any]) -> None:
+    for name in ("layer", "attention"):
+        assert decode(mutants(name), checkpoint, 2) == texts["2"]
+
+
+# --- producers that publish nothing ----------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that a generation takes beside compiling: of the processor where that is the device, so that neighbours of the
+    test do not count."""
+
+    def __init__(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read = time.process_time if device.info.kind == "cpu" else time.perf_counter
+        self.compiling = 0.0
+        compiles = device.compile
+
+        def compile(*args: Any, **options: Any) -> Any:
+            begin = self.read()
+            try:
+                return compiles(*args, **options)
+            finally:
+                self.compiling += self.read() - begin
+
+        monkeypatch.setattr(device, "compile", compile)
+        self.begin = self.read()
+
+    def seconds(self) -> float:
+        return self.read() - self.begin - self.compiling
+
+
+def silenced(device: Any, checkpoint: Any, mutant: int, since: int) -> Engine:
+    """An engine whose slot 0 has run PROMPT and one token, and whose producer falls silent at that length of the context."""
+    made = engine(device, checkpoint)
+    made.prefill({0: PROMPT})
+    made.decode(1)
+    set_control(made, {MUTANT_WORD: mutant, SINCE_WORD: since})
+    return made
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("producer", SILENT)
+def test_a_producer_that_never_publishes_costs_no_token(mutants: Callable[[str], Any], checkpoint: Any, texts: dict[str, Any],
+                                                        producer: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """From the middle of a submit on, with more of them on their way."""
+    name, mutant = SILENT[producer]
+    device, wanted = mutants(name), texts["separate"][0][:-1]
+    with tuned(device):
+        made = silenced(device, checkpoint, mutant, since=len(PROMPT) + 7)
+        clock = Clock(device, monkeypatch)
+        tickets = [made.submit_decode((0,), at_once) for _ in range(2)]  # as a stream has them on their way
+        first, found = len(PROMPT) + 2, []
+        while first + len(found) < len(PROMPT) + TOKENS:
+            found += [made.token(0, first + len(found) + i, tickets[0]) for i in range(at_once)]
+            tickets = [*tickets[1:], made.submit_decode((0,), at_once)]
+        assert clock.seconds() < WITHIN_S
+        assert found[: TOKENS - 2] == wanted[2:]
+        assert len(made.faults) == 1 and not made.cooperative

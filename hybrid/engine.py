@@ -198,15 +198,25 @@ class Engine:
         return self._submit(self._decoder, times)
 
     def token(self, slot: int, position: int, ticket: int | None = None) -> int:
-        """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done."""
+        """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done. With a ticket, read
+        tokens in the order of their positions, or `wait` for the ticket first: of void passes only the first place says so.
+        RuntimeError where no token was chosen because running void passes again has failed."""
+        if ticket is None:
+            self.wait()
         token = self.device.peek("history", slot, position, ticket)
         if token == FAULTED:
             self._settle()
             token = self.device.peek("history", slot, position)
+        if token == FAULTED:
+            raise RuntimeError(f"no token was chosen for position {position} of slot {slot}: its pass was void and could not be "
+                               "run again; release the slot and prompt it anew")  # fmt: skip
         return token
 
     def wait(self, ticket: int | None = None) -> None:
+        """Until the pass `ticket` (default: every pass) is done; if it was void, until it has been run again."""
         self.device.wait(ticket)
+        if self._decoding is not None and faults.is_void(self, ticket):
+            self._settle()
 
     def stream(self, slot: int, ids: Sequence[int], most: int, at_once: int = 1) -> Iterator[int]:
         """Prompt one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them in

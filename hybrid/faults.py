@@ -20,27 +20,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("hybrid")
 
 
-def is_void(engine: Engine) -> bool:
-    """Of the decode passes submitted since the rows were set up, which have ended: was one given up?"""
-    return engine.cooperative and bool(engine.device.read(CONTROL_TENSOR).array[FAULT_WORD])
+def is_void(engine: Engine, ticket: int | None = None) -> bool:
+    """Of the decode passes submitted since the rows were set up, up to `ticket` (default: all; waited for): was one given up?"""
+    return engine.cooperative and bool(engine.device.read(CONTROL_TENSOR, ticket=ticket).array[FAULT_WORD])
 
 
 def run_again(engine: Engine, slots: tuple[int, ...]) -> None:
-    """Run the void passes of `slots` again, without waits between workgroups; returns when they have ended."""
-    engine.cooperative = False
-    text = (f"{engine.device.name}: workgroups of one dispatch waited for one another for too long (other work on this device may "
-            "have taken their place): the pass was run again by separate steps, which decoding goes on with")  # fmt: skip
-    log.warning("%s", text)
-    engine.faults.append(text)
+    """Run the void passes of `slots` again, without waits between workgroups; returns when they have ended. Interrupted or
+    failed before that, it leaves the sequences where the device has them."""
     reached = engine.device.read("next_position").array
     lost = {engine.positions[s] - int(reached[s]) for s in slots}
     if len(lost) > 1 or min(lost, default=0) < 0:
         raise RuntimeError(f"{engine.device.name}: void passes left sequences {slots} at positions {reached[list(slots)].tolist()}, "
                              f"submitted were {[engine.positions[s] for s in slots]}: load the model again")  # fmt: skip
+    engine.positions.update({s: int(reached[s]) for s in slots})
     engine.forget_programs("decode")  # their mailboxes hold what was never read
+    engine.cooperative = False
+    text = (f"{engine.device.name}: workgroups of one dispatch waited for one another for too long (other work on this device may "
+            "have taken their place): the pass was run again by separate steps, which decoding goes on with")  # fmt: skip
+    log.warning("%s", text)
+    engine.faults.append(text)
     engine.device.write(CONTROL_TENSOR, Tensor.of(np.zeros(CONTROL_WORDS, np.uint32)))
-    if not slots or not (times := lost.pop()):
-        return
-    for slot in slots:
-        engine.positions[slot] -= times
-    engine.wait(engine.submit_decode(slots, times))
+    if times := lost.pop() if lost else 0:
+        engine.wait(engine.submit_decode(slots, times))

@@ -152,7 +152,7 @@ class Recorder:
             raise VulkanError(f"{kernel.name}: grid of up to {most} groups is over this device's limit {tuple(limit)}; "
                               "use fewer rows per pass")
         self._check_waits(kernel, most, resident)
-        self._own_counters(kernel, writes)
+        self._own_counters(kernel, (*reads, *writes))
         # A live axis of at most one group needs no indirection: kernels guard their rows against control themselves.
         fixed = tuple(1 if isinstance(a, Live) and a.most == 1 else a for a in axes)
         entry = None
@@ -168,9 +168,9 @@ class Recorder:
             raise VulkanError(f"{kernel.name}: {tuple(grid)} workgroups wait for one another; {self.device.cores} are surely "
                               "resident at once on this device")
 
-    def _own_counters(self, kernel: Kernel, writes: Sequence[Slice]) -> None:
+    def _own_counters(self, kernel: Kernel, bound: Sequence[Slice]) -> None:
         index = len(self._dispatches)
-        for piece in writes:
+        for piece in bound:
             if piece.buffer is self.counter_buffer and self._owners.setdefault(piece.offset, index) != index:
                 raise VulkanError(f"{kernel.name} binds counters of another dispatch: workgroups wait for one another within "
                                   "a dispatch only")
