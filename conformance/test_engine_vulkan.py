@@ -70,7 +70,7 @@ def test_sampled_text_is_the_same_on_both_devices(tmp_path, device):
 
 
 def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, device):
-    """Of every layer but the last, whose sum goes to the logits; what its workgroups tell one another is zero again."""
+    """Of every layer but the last, whose sum goes to the logits; what its workgroups publish to one another is zero again."""
     checkpoint, texts, dispatches = model(tmp_path), [], []
     for workgroups in (0, 1):
         with device.tuning.forced("layer", {"workgroups": workgroups}):

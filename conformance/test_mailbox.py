@@ -1,5 +1,6 @@
-"""What workgroups publish to one another while they run (mailbox.slang): a layer in one dispatch makes the text of separate steps,
-what was published is cleared when all have read it, and where something never is the bound of a wait ends the pass, not the text."""
+"""What workgroups publish to one another while they run (mailbox.slang): a layer in one dispatch makes the text of separate
+steps, what was published is cleared when all have read it, and where something never is, a wait's bound ends the pass, not the
+text."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ SILENT = {"a row of the output product": ("layer", 1), "a block of h": ("layer",
           "a part of attention": ("attention", 1)}  # fmt: skip
 WRONG = {"a block's scales in each other's place": 4, "a row of the output product is not cleared": 5, "h is not cleared": 6,
          "a row of the down product is not cleared": 7}  # fmt: skip
+Mutants = Callable[[str], Any]
+Texts = dict[str, tuple[list[int], bytes]]
 PROMPT, TOKENS, WITHIN_S = IDS[:40], 24, 2.0
 
 
@@ -34,14 +37,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def texts(open_devices: Devices, checkpoint: Any) -> dict[str, Any]:
+def texts(open_devices: Devices, checkpoint: Any) -> Texts:
     """Of separate steps, and of layers in one dispatch with either merge."""
     device = open_devices.get("vulkan")
     return {"separate": decode(device, checkpoint, 1, layer=False), **{str(m): decode(device, checkpoint, m) for m in (1, 2)}}
 
 
 @pytest.fixture(scope="module")
-def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mutants]:
     """A device with the kernels of a saboteur, by name; each is opened once."""
     need_compiler()
     sound, opened = open_devices.get("vulkan"), dict[str, Any]()
@@ -82,26 +85,25 @@ def decode(device: Any, checkpoint: Any, merge: int, layer: bool = True, mutant:
         return tokens, b"".join(p.tobytes() for p in keys.parts)
 
 
-def test_a_layer_in_one_dispatch_makes_the_text_of_separate_steps(texts: dict[str, Any]) -> None:
+def test_a_layer_in_one_dispatch_makes_the_text_of_separate_steps(texts: Texts) -> None:
     assert texts["1"] == texts["2"]
     assert texts["1"][0] == texts["separate"][0]
     assert texts["1"][0][-1] == FAULTED and FAULTED not in texts["1"][0][:-1]
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_published_wrongly_or_left_is_caught(mutants: Callable[[str], Any], checkpoint: Any, texts: dict[str, Any],
-                                                     name: str) -> None:  # fmt: skip
+def test_what_is_published_wrongly_or_left_is_caught(mutants: Mutants, checkpoint: Any, texts: Texts, name: str) -> None:
     device = mutants("layer")
     with pytest.raises(AssertionError):
         assert decode(device, checkpoint, 2, mutant=WRONG[name]) == texts["2"]
 
 
-def test_a_void_pass_that_chooses_is_caught(mutants: Callable[[str], Any], checkpoint: Any, texts: dict[str, Any]) -> None:
+def test_a_void_pass_that_chooses_is_caught(mutants: Mutants, checkpoint: Any, texts: Texts) -> None:
     with pytest.raises(AssertionError):
         assert decode(mutants("sample"), checkpoint, 2) == texts["2"]
 
 
-def test_the_mutants_are_sound_until_they_are_asked_for(mutants: Callable[[str], Any], checkpoint: Any, texts: dict[str, Any]) -> None:
+def test_the_mutants_are_sound_until_they_are_asked_for(mutants: Mutants, checkpoint: Any, texts: Texts) -> None:
     for name in ("layer", "attention"):
         assert decode(mutants(name), checkpoint, 2) == texts["2"]
 
@@ -143,8 +145,9 @@ def silenced(device: Any, checkpoint: Any, mutant: int, since: int) -> Engine:
 
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("producer", SILENT)
-def test_a_producer_that_never_publishes_costs_no_token(mutants: Callable[[str], Any], checkpoint: Any, texts: dict[str, Any],
-                                                        producer: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_a_producer_that_never_publishes_costs_no_token(
+    mutants: Mutants, checkpoint: Any, texts: Texts, producer: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the middle of a submit on, with more of them on their way."""
     name, mutant = SILENT[producer]
     device, wanted = mutants(name), texts["separate"][0][:-1]

@@ -27,7 +27,8 @@ def recorder(cores: int = 4, cooperative: bool = True) -> tuple[Recorder, Mappin
     """And a dispatch's memory, which it reads and writes."""
     memory = Buffer(1 << 20, "device")
     device = SimpleNamespace(max_groups=(65535,) * 3, cores=cores)
-    return Recorder(device, Slice(memory, 0, 32), cooperative), {"reads": [Slice(memory, 256, 16)], "writes": [Slice(memory, 512, 16)]}
+    own = {"reads": [Slice(memory, 256, 16)], "writes": [Slice(memory, 512, 16)]}
+    return Recorder(device, Slice(memory, 0, 32), cooperative), own
 
 
 def test_counters_are_of_one_dispatch() -> None:
@@ -83,7 +84,9 @@ def test_a_barrier_lies_between_any_two_dispatches_that_share_what_one_of_them_w
                 assert any(b is not None for b in barriers[before + 1 : later + 1])
 
 
-def test_a_program_without_waits_has_no_kernel_that_waits(devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_waits_has_no_kernel_that_waits(
+    devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = devices.get("vulkan")
     merges: list[int] = []
     choose = device.kernel

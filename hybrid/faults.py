@@ -29,11 +29,12 @@ def run_again(engine: Engine, slots: tuple[int, ...]) -> None:
     """Run the void passes of `slots` again, without waits between workgroups; returns when they have ended. Interrupted or
     failed before that, it leaves the sequences where the device has them."""
     reached = engine.device.read("next_position").array
-    lost = {engine.positions[s] - int(reached[s]) for s in slots}
+    held, submitted = ({s: int(at[s]) for s in slots} for at in (reached, engine.positions))
+    lost = {submitted[s] - held[s] for s in slots}
     if len(lost) > 1 or min(lost, default=0) < 0:
-        raise RuntimeError(f"{engine.device.name}: void passes left sequences {slots} at positions {reached[list(slots)].tolist()}, "
-                             f"submitted were {[engine.positions[s] for s in slots]}: load the model again")  # fmt: skip
-    engine.positions.update({s: int(reached[s]) for s in slots})
+        raise RuntimeError(f"{engine.device.name}: void passes left sequences at positions {held}, submitted were {submitted}: "
+                           "load the model again")  # fmt: skip
+    engine.positions.update(held)
     engine.forget_programs("decode")  # their mailboxes hold what was never read
     engine.cooperative = False
     text = (f"{engine.device.name}: workgroups of one dispatch waited for one another for too long (other work on this device may "
