@@ -13,7 +13,7 @@ from hybrid.engine import Engine
 from hybrid.spec.plan import CONTROL_TENSOR, FAULT_WORD
 from hybrid.spec.tensor import Tensor
 
-HPARAMS = tiny(head_dim=32, ffn=576)  # 18 blocks of h for at most 16 workgroups: two are left over and shared out
+HPARAMS = tiny(n_layers=2, head_dim=32, ffn=576)  # 18 blocks of h for at most 16 workgroups: two are left over and shared out
 LAYER = {"workgroups": 132, "threads": 256}
 # Stretches of few positions, so that several workgroups have parts of a head.
 ATTENTION = {"groups": 264, "min_split": 16, "subgroups": 8, "ahead": 2}
@@ -32,8 +32,8 @@ def tuned(device: Any, merge: int = 2, layer: bool = True) -> Iterator[None]:
 
 def engine(device: Any, checkpoint: Any, **options: Any) -> Engine:
     """On a device that holds nothing else."""
-    device.reset()
-    return Engine(checkpoint, device, weights="q8_0", **options)
+    getattr(device, "main", device).reset()
+    return Engine(checkpoint, device, weights="q8_0", **{"ctx": 96, "chunk": 16, **options})
 
 
 def set_control(made: Engine, words: dict[int, int]) -> None:
