@@ -17,7 +17,7 @@ WITH_ATTENTION = (*OPS, "decode_attention")
 EDGES = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")), ((3, "y"), (4, "x")))
 ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
 BLOCK_WORDS = 10  # and mailbox.slang's: of what is published of a block
-DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 96, "ahead": 4}
+DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 48, "heads": 1, "ahead": 4}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     if not (follows and whole and cache.dtype == "f16" and o.dtype == "q8_act" and words <= device.subgroup_size and d % 32 == 0):
         return False
     subgroups = layer.constants["THREADS"] // device.subgroup_size
-    tile = next((n for n in (2, 1) if n <= heads // kv_heads and _shared(n, subgroups, d) + layer.shared_bytes <= device.shared_bytes), 0)
+    tile = next((n for n in (2, 1) if n <= min(heads // kv_heads, layer.use["heads"]) and _shared(n, subgroups, d) + layer.shared_bytes <= device.shared_bytes), 0)
     if not tile or subgroups < tile + 2:
         return False
     tiles = -(-(heads // kv_heads) // tile)
