@@ -19,6 +19,9 @@ CONTROL_WORDS = 8
 CONTROL_TENSOR = "control"
 CONTROL = {"rows": 0, "outs": 1, "context": 2}
 
+NOT_FINITE = -1
+"""What `sample` writes to `history` in place of a token where the logits are not finite (specs/ops/sample.toml)."""
+
 ALIGN = 256  # no Vulkan device may ask for a larger storage-buffer offset alignment
 
 
