@@ -42,7 +42,7 @@ def choose(logits: np.ndarray, params: np.ndarray, position: int, real: Real = n
         return NOT_FINITE
     if temperature == 0 or not np.isfinite(greatest / real(temperature)):  # so low that a quotient is infinite
         return int(z.argmax())
-    z /= real(temperature)
+    z = z / real(temperature)
     kept = np.arange(len(z))
     top_k = int(params[1])
     if 0 < top_k < len(z):
