@@ -14,7 +14,7 @@ from hybrid.convert import Format
 from hybrid.convert.kinds import CLASSES, SAME, Wanted, grouped
 from hybrid.spec.dtypes import WEIGHT_TYPES, WRITABLE_TYPES
 
-EXIT = "Exit codes: 0, 1 error (nothing was written), 2 wrong usage, 130 interrupted, 143 terminated."
+EXIT = "Exit codes: 0, 1 error (nothing was written), 2 wrong usage, 129 hung up, 130 interrupted, 143 terminated."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,7 +86,8 @@ def _convert(args: argparse.Namespace) -> int:
                 force=args.force,
                 progress=update,
             )
-    for line in (*notes, *grouped(report.fallbacks)):
+    removed = [f"removed {path}, which a run that was killed left" for path in report.removed]
+    for line in (*notes, *grouped(report.fallbacks), *removed):
         print(f"note: {line}", file=sys.stderr)
     print(json.dumps(asdict(report)) if args.json else report.line())
     return 0
