@@ -302,6 +302,7 @@ class Model:
             load=self.load,
             reencoded=tuple(r.line() for r in engine.reencoded),
             memory=dict(engine.device.memory()),
+            threads=str(getattr(engine.device, "threads", "")),
         )
 
     def close(self) -> None:
