@@ -109,8 +109,11 @@ def test_attentions_products_grow_with_what_a_row_sees(tmp_path: Path, eight: No
     assert seconds_alone(512 * 4, 1, 256) * 64 < WORTH < seconds_alone(512 * 4, 1, 256) * 4096  # 512 rows of 27B
 
 
-@pytest.mark.parametrize(("text", "most"), [("max 100000\n", 6), ("150000 100000\n", 2), ("300000 100000\n", 3), ("nonsense", 6), (None, 6)])
-def test_a_containers_quota_bounds_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, most: int) -> None:
+QUOTAS = [("max 100000\n", 6), ("150000 100000\n", 2), ("300000 100000\n", 3), ("nonsense", 6), (None, 6)]
+
+
+@pytest.mark.parametrize(("text", "most"), QUOTAS)
+def test_a_quota_bounds_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, most: int) -> None:
     file = tmp_path / "cpu.max"
     if text is not None:
         file.write_text(text)

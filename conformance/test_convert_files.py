@@ -19,7 +19,6 @@ from hybrid.convert import convert
 from hybrid.convert.__main__ import main
 from hybrid.convert.unfinished import part_name, remove_stale
 
-
 _STOPPED = (
     "import os, signal, sys, hybrid.convert as c\n"
     "from hybrid.convert import __main__ as m\n"
@@ -56,7 +55,8 @@ def test_a_hangup_without_a_terminal_leaves_nothing_and_nohup_goes_on(tmp_path: 
         command = [sys.executable, "-c", _STOPPED, str(small), str(tmp_path / "m.gguf"), str(tmp_path), "SIGHUP", "--type", "f32"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=nowhere, text=True, check=False)
     assert done.returncode != 0 and ".part'" in done.stdout and list(tmp_path.iterdir()) == []
-    ignored = _stopped(small, tmp_path / "m.gguf", "SIGHUP", "--type", "f32", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    nohup: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    ignored = _stopped(small, tmp_path / "m.gguf", "SIGHUP", "--type", "f32", **nohup)
     assert ignored.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 

@@ -163,7 +163,7 @@ def _refuse_two_scalings(c: Fields, new: Fields) -> None:
     full = new.sub("full_attention") if new.get("full_attention") is not None else new
     one, other = _linear_factor(c.sub("rope_scaling")), _linear_factor(full)
     if one != other:
-        raise c.error("rope_scaling", f"scales by {one:g} and rope_parameters by {other:g}: only one can be right; remove the other")
+        raise c.error("rope_scaling", f"scales by {one:g} and rope_parameters by {other:g}: remove the one that is wrong")
 
 
 def _linear_factor(rope: Fields) -> float:

@@ -30,7 +30,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--split", type=size, metavar="SIZE", help="several files of at most SIZE, such as 4GiB")
     p.add_argument("--jobs", type=int, metavar="N", help="blocks of rows to work on at once (one for each processor, at most 8)")
     p.add_argument("--force", action="store_true", help="replace what exists")
-    p.add_argument("--verify", type=Path, metavar="FILE", help="read FILE again and compare tensors, names, shapes and metadata with the digests inside it")
+    p.add_argument(
+        "--verify",
+        type=Path,
+        metavar="FILE",
+        help="read FILE again and compare tensors, names, shapes and metadata with the digests inside it",
+    )
     p.add_argument("--progress", action="store_true", help="a progress bar even where standard error is no terminal")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p

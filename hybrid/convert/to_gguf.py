@@ -80,7 +80,8 @@ def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[st
         offsets[name] = at
         at += _align(size)
     names = list(kinds)
-    return Shard(path, kinds, offsets, at, lambda where, digests: _seal(where, values_end, data, names, digests), {n: n for n in names})
+    called = {name: name for name in names}
+    return Shard(path, kinds, offsets, at, lambda where, digests: _seal(where, values_end, data, names, digests), called)
 
 
 def _seal(path: Path, end: int, data: int, names: Sequence[str], digests: Mapping[str, str]) -> None:

@@ -95,7 +95,8 @@ def _begin(path: Path, source: Checkpoint, kinds: Mapping[str, str], names: Mapp
 
 def header_digest(header: bytes, own: str) -> str:
     """Of a file's length and JSON, in which `own` is the digest that it holds."""
-    return hashlib.sha256(header.replace(f'"{HEADER_DIGEST}":"{own}"'.encode(), f'"{HEADER_DIGEST}":"{_UNKNOWN}"'.encode(), 1)).hexdigest()
+    place, zeros = (f'"{HEADER_DIGEST}":"{value}"'.encode() for value in (own, _UNKNOWN))
+    return hashlib.sha256(header.replace(place, zeros, 1)).hexdigest()
 
 
 def _write_rest(folder: Path, source: Checkpoint, family: Family, dtype: str) -> None:

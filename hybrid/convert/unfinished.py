@@ -50,7 +50,7 @@ def _unfinished(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
 def _over(path: Path, host: str, pid: int) -> bool:
     """Whether the process that wrote a file has ended: there is none of its number, or one that is younger than the file."""
-    age = time.time() - max((p.stat().st_mtime for p in (path, *(path.iterdir() if path.is_dir() else ()))))
+    age = time.time() - max(p.stat().st_mtime for p in (path, *(path.iterdir() if path.is_dir() else ())))
     if host != _host():
         return age > _FOREIGN_AGE
     try:
