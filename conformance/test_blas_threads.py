@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,23 @@ def test_a_product_is_shared_where_it_is_worth_it(eight: None) -> None:
     with BlasThreads([one]) as blas:
         blas.use(1.0)
     assert one.num_threads == 1 and blas.most == 1 and BlasThreads([]).most == 0
-    assert BlasThreads([library]).text == "8 of toy 1.0, 1 for products below 4 ms" and blas.text == "1 of toy 1.0"
+    assert BlasThreads([library]).text == "8 of toy 1.0, 1 for products below 4 ms, of one row 0.6 ms" and blas.text == "1 of toy 1.0"
+
+
+def test_one_row_is_shared_until_it_waits_for_a_processor(eight: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, library = [100.0], Library(8)
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: now[0])
+    with BlasThreads([library]) as blas:
+        assert not blas.use(0.001) and library.num_threads == 1  # of several rows the size decides alone
+        assert not blas.use(0.0005, True) and library.num_threads == 1
+        assert blas.use(0.001, True) and library.num_threads == 8
+        blas.judge(0.001, 0.003)
+        assert blas.use(0.001, True) and library.num_threads == 8
+        blas.judge(0.001, 0.020)
+        assert not blas.use(0.001, True) and library.num_threads == 1
+        assert not blas.use(WORTH, True) and library.num_threads == 8
+        now[0] += 1.1
+        assert blas.use(0.001, True) and library.num_threads == 8
 
 
 def test_a_token_of_small_matrices_is_not_shared_and_a_prompt_of_large_ones_is() -> None:
@@ -73,7 +90,7 @@ def test_every_operation_runs_with_what_its_longest_product_is_worth(tmp_path: P
 
     device = CpuDevice(overrides={op: watched(op) for op in ORACLE})
     device.blas = BlasThreads([library])
-    # A head of 40000 rows is worth it (5 ms), layers of 64 columns are not.
+    # A head of 40000 rows is worth it (5 ms), layers of 256 columns are not.
     hp = tiny(hidden=256, vocab=40000)
     with open_checkpoint(write_hf(tmp_path, hp, dtype="f32")) as checkpoint:
         engine = Engine(checkpoint, device, ctx=64, n_tokens=320)
@@ -82,11 +99,28 @@ def test_every_operation_runs_with_what_its_longest_product_is_worth(tmp_path: P
     assert {"fused_qkv", "fused_ffn", "linear"} & seen.keys() and set().union(*seen.values()) == {1}, seen
 
 
+def test_a_pass_that_waited_makes_the_next_one_keep_to_one_thread(tmp_path: Path, eight: None) -> None:
+    library, seen = Library(8), list[int]()
+
+    def slow(**given: Any) -> Any:
+        seen.append(library.num_threads)
+        if len(seen) == 2:  # the first of one row
+            time.sleep(0.02)
+        return ORACLE["logits"](**given)
+
+    device = CpuDevice(overrides={"logits": slow})
+    device.blas = BlasThreads([library])
+    with open_checkpoint(write_hf(tmp_path, tiny(hidden=256, vocab=16000), dtype="f32")) as checkpoint:  # a head of 2 ms
+        engine = Engine(checkpoint, device, ctx=64, n_tokens=320)
+        list(engine.stream(engine.admit(), [2, 4, 5], 4))
+    assert seen == [8, 8, 1, 1]
+
+
 def test_attentions_products_grow_with_what_a_row_sees(tmp_path: Path, eight: None) -> None:
     class Watched(BlasThreads):
-        def use(self, seconds: float) -> None:
+        def use(self, seconds: float, one_row: bool = False) -> bool:
             self.asked = seconds
-            super().use(seconds)
+            return super().use(seconds, one_row)
 
     found: list[tuple[int, int, float]] = []
 

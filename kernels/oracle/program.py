@@ -112,8 +112,12 @@ class _Bound:
             return
         if live != self._prepared_for:
             self._prepare(live)
-        self.device.blas.use(self._alone + self._alone_per_position * min(int(control[CONTROL["context"]]), self._positions))
+        alone = self._alone + self._alone_per_position * min(int(control[CONTROL["context"]]), self._positions)
+        blas, begin = self.device.blas, time.perf_counter()
+        trial = blas.use(alone, live == 1 and bool(self.matrices))
         results = self.function(**self._given, real=np.float32)
+        if trial:
+            blas.judge(alone, time.perf_counter() - begin)
         if len(results) != len(self._targets):
             raise TypeError(f"{self.label} returned {len(results)} arrays for the outputs {list(self._targets)}")
         for result, target in zip(results, self._targets.values(), strict=True):

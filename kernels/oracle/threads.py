@@ -2,14 +2,16 @@
 
 A product that is shared ends with the last of its threads. Where other programs want the cores, one that sleeps gets its own
 a time slice later: products of 0.1 and 0.2 ms took 16 and 20 ms on two busy cores. So a product is shared where one thread
-alone would be at work for longer than that can cost. The size decides, not a measurement: the number of threads changes the
-last bits of a product, and the same prompt should give the same text.
+alone would be at work for longer than that can cost. Its size decides, and no clock: of several rows, the number of threads
+changes the last bits (OpenBLAS, Haswell and Zen), and the same prompt should give the same text. Of one row it does not, for
+each output is one thread's: there shorter products are shared too, until one takes too long, and again a second later.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +19,10 @@ from typing import Any
 
 WORTH = 4e-3
 """Seconds of one thread from which on a product is shared: about a time slice of a busy machine."""
+WORTH_OF_ONE_ROW = 0.6e-3
+"""The same for products of one row, as long as the processors are free."""
+PAUSE = 1.0
+"""Seconds without sharing those, after one that waited for a processor."""
 _MACS_PER_SECOND, _BYTES_PER_SECOND = 30e9, 8e9  # of one core of a desktop, float32
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
@@ -54,20 +60,29 @@ class BlasThreads:
         had = max((n for _, n in self._before), default=0)
         self.most = min(had, processors())
         self._many = had > 1
+        self._alone_until = 0.0
         names = ", ".join(dict.fromkeys(f"{library.internal_api} {library.version or ''}".strip() for library in libraries))
-        shared = f", 1 for products below {1e3 * WORTH:g} ms" if self._many else ""
+        limits = f"{1e3 * WORTH:g} ms, of one row {1e3 * WORTH_OF_ONE_ROW:g} ms"
+        shared = f", 1 for products below {limits}" if self._many else ""
         self.text = f"{self.most or 'not known how many'} of {names or 'BLAS'}{shared}"
         """For --stats."""
 
-    def use(self, seconds: float) -> None:
-        """For products of that length on one thread."""
+    def use(self, seconds: float, one_row: bool = False) -> bool:
+        """For products of that length on one thread. True: `judge` wants to know how long they took."""
         if not self._many:
-            return
-        wanted = self.most if seconds >= WORTH else 1
+            return False
+        trial = one_row and WORTH_OF_ONE_ROW <= seconds < WORTH and time.perf_counter() >= self._alone_until
+        wanted = self.most if trial or seconds >= WORTH else 1
         if wanted != self._set:
             for library, _ in self._before:
                 library.set_num_threads(wanted)
             self._set = wanted
+        return trial
+
+    def judge(self, seconds: float, took: float) -> None:
+        """Of products that were shared for being of one row: where they waited for a processor, the next are not."""
+        if took > 2 * seconds + WORTH:
+            self._alone_until = time.perf_counter() + PAUSE
 
     def __enter__(self) -> BlasThreads:
         return self
