@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.spec.cost import Cost
 from hybrid.spec.plan import Plan, Step
 
 REPEATS = 4
@@ -66,20 +67,20 @@ def _cpu_matrix() -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One dispatch of a probe kernel. amount: bytes that it moves, or operations that it does."""
+    """One dispatch of a probe kernel: a copy, or products."""
 
     label: str
     kernel: str
     push: bytes
     groups: int
-    amount: int
+    cost: Cost
 
 
 def _vulkan(device: Any) -> tuple[dict[str, float], dict[str, float]]:
     with ExitStack() as held:
         source, target = buffers(device, held)
-        copied = {v.label: v.amount / _timed(device, v, source, target) / 1e9 for v in copies(device, source.size)}
-        multiplied = {v.label: v.amount / _timed(device, v, source, target) / 1e12 for v in products(device, source.size)}
+        copied = {v.label: v.cost.nbytes / _timed(device, v, source, target) / 1e9 for v in copies(device, source.size)}
+        multiplied = {v.label: v.cost.flops / _timed(device, v, source, target) / 1e12 for v in products(device, source.size)}
         device.wait()
     return copied, multiplied
 
@@ -112,7 +113,7 @@ def copies(device: Any, nbytes: int) -> list[Variant]:
         for groups in GROUPS if device.info.kind != "cpu" else GROUPS[1:]:
             grid = min(groups or tiles, tiles, device.max_groups[0])
             label = f"{name}{f' x {grid} groups' if groups else ''}"
-            found.append(Variant(label, name, struct.pack("<II", nbytes // 16, grid), grid, 2 * nbytes))
+            found.append(Variant(label, name, struct.pack("<II", nbytes // 16, grid), grid, Cost(nbytes=2 * nbytes)))
     return found if device.info.kind != "cpu" else found[::4]  # a CPU's copy hardly depends on the kernel
 
 
@@ -127,7 +128,7 @@ def products(device: Any, nbytes: int) -> list[Variant]:
         subgroups, tiles = int(threads) // 32, rows * columns  # of a group; that each multiplies in a step
         if MATRIX_GROUPS * subgroups * 1024 <= nbytes:
             flops = MATRIX_GROUPS * subgroups * MATRIX_STEPS * tiles * 2 * 16**3
-            found.append(Variant(name, name, struct.pack("<I", MATRIX_STEPS), MATRIX_GROUPS, flops))
+            found.append(Variant(name, name, struct.pack("<I", MATRIX_STEPS), MATRIX_GROUPS, Cost(flops)))
     return found
 
 
@@ -139,7 +140,7 @@ def record(device: Any, variant: Variant, source: Any, target: Any, profile: boo
     plan = Plan("probe", 1, 0, (Step(variant.kernel, variant.kernel, {}, {}),), {})
     recorder = Recorder(device, source)
     recorder.dispatch(device.kernel(variant.kernel), [source], [target], variant.push, (variant.groups,))
-    return Program(device, plan, recorder, profile)
+    return Program(device, plan, recorder, profile, cost=variant.cost)
 
 
 def _timed(device: Any, variant: Variant, source: Any, target: Any) -> float:
