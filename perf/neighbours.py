@@ -70,27 +70,29 @@ class Neighbour:
     def stop(self) -> str:
         """End it; what it did. NeighbourFailed where it had ended before."""
         early = self._process.poll() is not None
-        said = self._end(kill=False)
+        try:
+            said = self._process.communicate(timeout=STOP_S)[0].decode().strip()  # closes its standard input
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise NeighbourFailed(f"neighbour {self.options} did not end within {STOP_S:.0f} s of being asked to") from None
         if early or self._process.returncode:
             raise NeighbourFailed(f"neighbour {self.options} ended too early: {said or self._said()}")
         return said
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would end it; harmless where it has ended."""
-        self._end(kill=True)
-
-    def _end(self, kill: bool) -> str:
-        if kill:
-            self._process.kill()
+        """SIGKILL, as a crash would end it; harmless where it has ended. NeighbourFailed where even that does not end it."""
+        self._process.kill()
         try:
-            out, _ = self._process.communicate(timeout=STOP_S)  # closes its standard input
+            self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            out, _ = self._process.communicate()
-        return out.decode().strip()
+            said = f"neighbour {self.options} is still there {STOP_S:.0f} s after SIGKILL: the driver holds it"
+            raise NeighbourFailed(said) from None
 
     def _said(self) -> str:
-        self._process.wait(STOP_S)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            return "it said nothing, and does not end"
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace").strip() or f"exit code {self._process.returncode}"
 
@@ -213,6 +215,7 @@ class Killer:
         self._random = random.Random(0)
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._errors: list[NeighbourFailed] = []
+        self._alive: set[Neighbour] = set()
         self._threads = [threading.Thread(target=self._work, name=f"killer {i}") for i in range(min(AT_ONCE, count))]
         self._since = 0.0
 
@@ -224,6 +227,10 @@ class Killer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
+        with self._lock:
+            alive = list(self._alive)
+        for neighbour in alive:  # their threads wait for them
+            neighbour.kill()
         for thread in self._threads:
             thread.join()
         if self._errors:
@@ -250,15 +257,19 @@ class Killer:
             if turn >= self.count or self._stop.is_set():
                 return
             neighbour = Neighbour(self.options[turn % len(self.options)], max(1.0, self.deadline - time.monotonic()))
+            with self._lock:
+                self._alive.add(neighbour)
             try:
                 neighbour.wait_busy(self.deadline)
                 self._stop.wait(life)
-            except NeighbourFailed as error:
-                self._errors.append(error)
-                return
-            finally:
                 neighbour.kill()
+            except NeighbourFailed as error:
+                if not self._stop.is_set():
+                    self._errors.append(error)
+                neighbour.kill()
+                return
             with self._lock:
+                self._alive.discard(neighbour)
                 self.kills += 1
 
 
@@ -312,7 +323,7 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m perf.neighbours",
         description="Generates a text alone and beside other programs on the same GPU, and compares the tokens.",
-        epilog="Exit codes: 0 the same text everywhere, 1 a difference or an error, 2 wrong usage.",
+        epilog="Exit codes: 0 the same text everywhere, 1 a difference or an error, 2 wrong usage, 3 device lost or not answering.",
     )
     add_model(p)
     p.add_argument("--device", default="gpu", metavar="NAME", help="gpu (a real one), vulkan, or vulkan:N (gpu)")
