@@ -294,7 +294,6 @@ class VulkanDevice(Storage):
         """This process is a copy of the one that opened the device."""
         if self._queue is not None:
             self._queue.forked()
-            self._views.clear()  # peek() reads mapped memory, which a child may not have
 
     def check_validation(self) -> None:
         """Raise with what the validation layer has reported so far (device opened with validation)."""

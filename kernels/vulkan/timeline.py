@@ -220,7 +220,8 @@ class Queue:
         return not self.pending
 
     def forked(self) -> None:
-        """This process is a copy of the one that the device belongs to: nothing here may touch it."""
+        """This process is a copy of the one that the device belongs to: nothing here may touch it, nor read mapped memory,
+        which a child need not have."""
         self.gone = partial(ForkedDevice, forked_message(self.info.label))
         self._done = -1
 
