@@ -7,6 +7,7 @@ HYBRID_CONFORMANCE=long: 4B and 27B, 2000 tokens each, beside products, copies a
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Any
 
@@ -54,7 +55,8 @@ def selector(device: Any) -> list[str]:
 def test_beside_products_and_engines_and_through_kills_the_text_is_that_of_the_run_alone(kind, size, capsys):
     if kind == "cpu":
         pytest.skip("a CPU driver runs one program's workgroups one after another: this needs a real GPU")
-    wanted = ["--beside", "matrix", "--beside", "copy", "--beside", "engines", "--kills", str(KILLS)]
+    device = os.environ.get("HYBRID_VULKAN_DEVICE", "gpu")
+    wanted = ["--device", device, "--beside", "matrix", "--beside", "copy", "--beside", "engines", "--kills", str(KILLS)]
     code = neighbours.main(["--random", size, "--tokens", str(TOKENS), *wanted, "--limit", str(LIMIT), "--json"])
     out, errors = capsys.readouterr()
     assert code == 0, errors

@@ -172,11 +172,13 @@ class Trials:
         each: Callable[[int], None] | None = None,
         during: Killer | None = None,
     ) -> Trial:
-        before = faults(self.engine)
+        before = len(self.engine.faults)
         ids, seconds = self._generate(each, during)
         said, kills = tuple(after()), during.kills if during else 0
+        if len(set(ids)) < min(3, len(ids)):
+            raise NeighbourFailed(f"a text of {len(ids)} tokens has {len(set(ids))} different ones: a wrong number would not show")
         self._first = self._first or ids
-        trial = Trial(name, len(ids), seconds, difference(self._first, ids), faults(self.engine)[len(before) :], said, kills)
+        trial = Trial(name, len(ids), seconds, difference(self._first, ids), tuple(self.engine.faults[before:]), said, kills)
         self.done.append(trial)
         return trial
 
@@ -271,11 +273,6 @@ class Killer:
             with self._lock:
                 self._alive.discard(neighbour)
                 self.kills += 1
-
-
-def faults(engine: Engine) -> tuple[str, ...]:
-    """What the engine has reported since it was made: passes that it had to run again."""
-    return tuple(str(f) for f in getattr(engine, "faults", ()))
 
 
 def difference(alone: Sequence[int], found: Sequence[int]) -> int | None:
