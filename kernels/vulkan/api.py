@@ -76,7 +76,7 @@ def forked_message(device: str) -> str:
 
 
 def late_message(device: str, ticket: int, seconds: float) -> str:
-    return (f"{device} has not finished submit {ticket} after {seconds:.3g} s, far longer than its work takes: a kernel or the "
+    return (f"{device} has not finished submit {ticket} after {seconds:.{0 if seconds >= 10 else 1}f} s, far longer than its work takes: a kernel or the "
             "driver hangs, or another program does not let go of the GPU (the kernel log, dmesg, may say which); close the model "
             "and load it again (HYBRID_VULKAN_TIMEOUT sets the seconds)")
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -205,18 +206,15 @@ class Queue:
         are: work still runs, or they are another process's."""
         if os.getpid() != self.process:
             return False
-        if self.gone is None:
-            try:
-                self.wait_ticket(self.ticket)
-                return True
-            except VulkanLost:
-                pass  # what the driver says now decides
+        with suppress(VulkanLost):  # what the driver says then decides
+            self.wait_ticket(self.ticket)
         return self.ended(_POLL_NS)
 
     def ended(self, nanoseconds: int = 0) -> bool:
-        """Of a device that is gone: has its work ended since, or been ended with it? What is lost answers at once."""
+        """Has everything submitted ended, or been ended with the device? A driver must answer at once about one that is lost."""
         self._awaited[0] = self.ticket
-        self.pending = lib.vkWaitSemaphores(self.handle, self._wait, nanoseconds) == vk.VK_TIMEOUT
+        result = lib.vkWaitSemaphores(self.handle, self._wait, nanoseconds)
+        self.pending = result not in (vk.VK_SUCCESS, vk.VK_ERROR_DEVICE_LOST)
         return not self.pending
 
     def forked(self) -> None:
