@@ -213,17 +213,24 @@ def test_a_command_ends_in_one_line_and_an_exit_code_of_its_own(
     assert generate.main(command) == 0 and capsys.readouterr().out == text
 
 
-def test_a_model_whose_device_was_lost_is_closed_and_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("answer", "said"), [("VK_ERROR_DEVICE_LOST", "was lost while waiting"), ("VK_TIMEOUT", "after 0.3 s")])
+def test_a_model_whose_device_was_lost_or_late_is_closed_and_loaded_again(
+        answer: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     open_backend("vulkan").close()
+    monkeypatch.setenv("HYBRID_VULKAN_TIMEOUT", "0.3" if answer == "VK_TIMEOUT" else "")
     with hybrid.load(DEMO, "vulkan", ctx=64) as model:
+        monkeypatch.delenv("HYBRID_VULKAN_TIMEOUT")
         text = "".join(model.generate("def f(", 8))
         pieces = model.generate("def f(", 8)
         next(pieces)
-        monkeypatch.setattr(timeline, "lib", Driver(vkWaitSemaphores=lambda *args: vk.VK_ERROR_DEVICE_LOST))
-        with pytest.raises(hybrid.DeviceLost, match="was lost while waiting"):
+        monkeypatch.setattr(timeline, "lib", Driver(vkWaitSemaphores=lambda *args: int(getattr(vk, answer))))
+        with pytest.raises(hybrid.DeviceLost, match=said):
             list(pieces)
-        monkeypatch.undo()
         with pytest.raises(hybrid.DeviceLost, match="load it again"):
             list(model.generate("def f(", 8))
+        if answer == "VK_ERROR_DEVICE_LOST":  # what runs in truth must have ended when the device is freed
+            monkeypatch.undo()
+    assert ("work that does not end" in caplog.text) == (answer == "VK_TIMEOUT")
+    monkeypatch.undo()
     with hybrid.load(DEMO, "vulkan", ctx=64) as model:
         assert "".join(model.generate("def f(", 8)) == text

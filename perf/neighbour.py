@@ -105,7 +105,8 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m perf.neighbour",
         description="Keeps a device busy: with copies, products of matrix units, or the generation of text.",
-        epilog="Exit codes: 0 the time was up or SIGTERM came, 1 error, 2 wrong usage, 3 device lost or not answering, 130 interrupted.",
+        epilog="Exit codes: 0 the time was up or SIGTERM came, 1 error, "
+        "2 wrong usage, 3 device lost or not answering, 130 interrupted.",
     )
     add_model(p)
     p.add_argument("--kind", required=True, choices=KINDS, help="what it does; engine needs MODEL or --random")
