@@ -80,7 +80,8 @@ def keep_busy(work: Iterator[int], stop: Callable[[], bool], out: Any = None) ->
     """Runs `work` until `stop()`; says `busy` on `out` once it has begun. What was done, and in how many seconds."""
     next(work)
     print(BUSY, file=out, flush=True)
-    done, begin = 0, time.monotonic()
+    begin = time.monotonic()
+    done = next(work)
     while not stop():
         done += next(work)
     return done, time.monotonic() - begin

@@ -77,9 +77,9 @@ def forked_message(device: str) -> str:
 
 def late_message(device: str, ticket: int, seconds: float) -> str:
     waited = f"{seconds:.{0 if seconds >= 10 else 1}f} s"
-    return (f"{device} has not finished submit {ticket} after {waited}, far longer than its work takes: a kernel or the driver "
-            "hangs, or another program does not let go of the GPU (the kernel log, dmesg, may say which); close the model and "
-            "load it again (HYBRID_VULKAN_TIMEOUT sets the seconds)")
+    return (f"{device} has not finished submit {ticket} within {waited}, its bound (HYBRID_VULKAN_TIMEOUT sets the seconds): a "
+            "kernel or the driver hangs, or another program does not let go of the GPU (the kernel log, dmesg, may say which); "
+            "close the model and load it again; until the work ends its memory stays taken")
 
 
 def lost_message(device: str, doing: str) -> str:

@@ -310,23 +310,23 @@ class VulkanDevice(Storage):
         if q is None:
             return
         _open_devices.discard(self)
-        settled = False
+        settled, level = False, logging.WARNING if q.gone is None else logging.INFO  # an error has said it
         try:
             settled = q.settled()
         finally:  # an interrupt leaves them too
             if not settled:
-                self._leave(q)
+                self._leave(q, level)
         if settled:
             self._free(q)
 
-    def _leave(self, q: Queue) -> None:
+    def _leave(self, q: Queue, level: int) -> None:
         """Keep everything as it is: the driver, or another process, still uses it."""
         self._left = q
         _left.append(self)
         if os.getpid() == q.process:
             held = sum(self.memory_pool.held.values()) / MIB
-            log.warning("%s was closed while work that does not end runs on it: %.0f MiB of its memory stay taken until that "
-                        "ends, or this process", self.name, held)
+            log.log(level, "%s was closed while work that does not end runs on it: %.0f MiB of its memory stay taken until that "
+                    "ends, or this process", self.name, held)
 
     def _free(self, q: Queue) -> None:
         try:
