@@ -1,6 +1,7 @@
 """What every command shares: one-line errors, exit codes, no traceback unless HYBRID_DEBUG=1.
 
-Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 129 hung up, 130 interrupted, 143 terminated.
+Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 3 the device was lost or did not answer in time (the
+same command may work again), 129 hung up, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
+from hybrid.spec.errors import DeviceLost
 from hybrid.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 PRECISIONS, CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
 """What --precision and --kv take."""
+LOST = 3
+"""Exit code of a command whose device was lost or did not finish in time."""
 
 
 class UsageError(ValueError):
@@ -55,7 +59,7 @@ def run(command: Callable[[], int]) -> int:
         if os.environ.get("HYBRID_DEBUG") == "1":
             raise
         print(f"error: {describe(e)}", file=sys.stderr)
-        return 1
+        return LOST if isinstance(e, DeviceLost) else 1
 
 
 def _standard_streams() -> None:

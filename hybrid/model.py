@@ -25,6 +25,7 @@ from hybrid.placed import with_others
 from hybrid.planner import PrecisionName
 from hybrid.sampling import Sampling
 from hybrid.session import Session
+from hybrid.spec.errors import DeviceLost as DeviceLost
 from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
 from hybrid.stats import Finish, Stats
 from hybrid.stops import StopFilter
@@ -329,6 +330,7 @@ class Model:
     def _engine(self) -> Engine:
         if self._opened is None:
             raise ValueError("this model is closed: load it again")
+        self._opened.device.check_open()
         return self.engine
 
 
