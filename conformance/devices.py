@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -108,3 +109,15 @@ def left_zero(device: Any, program: Any) -> bool:
         if held.any():
             return False
     return True
+
+
+class Driver:
+    """The Vulkan driver as kernels.vulkan.timeline calls it (its `lib`), with some functions replaced."""
+
+    def __init__(self, **functions: Callable[..., int]) -> None:
+        from kernels.vulkan.api import lib
+
+        self._functions, self._driver = functions, lib
+
+    def __getattr__(self, name: str) -> Any:
+        return self._functions.get(name) or getattr(self._driver, name)

@@ -94,11 +94,23 @@ def _neg_inf(x: np.ndarray, seed: int, name: str) -> np.ndarray:
 
 
 def _nan(x: np.ndarray, seed: int, name: str) -> np.ndarray:
-    return np.where(values.integers(seed, name + ".nan", x.shape, 0, 3) == 0, np.nan, x)
+    return _in_every_second(x, seed, name, np.where(np.arange(len(x)) % 4, -np.nan, np.nan))
+
+
+def _pos_inf(x: np.ndarray, seed: int, name: str) -> np.ndarray:
+    return _in_every_second(x, seed, name, np.full(len(x), np.inf))
+
+
+def _in_every_second(x: np.ndarray, seed: int, name: str, what: np.ndarray) -> np.ndarray:
+    """One element of rows 0, 2, .. becomes that row's of `what`."""
+    x = x.copy()
+    rows = np.arange(0, len(x), 2)
+    x[rows, values.integers(seed, name + ".one", (len(x),), 0, x.shape[-1] - 1)[rows]] = what[rows]
+    return x
 
 
 def _nothing_left(x: np.ndarray, seed: int, name: str) -> np.ndarray:
-    return np.where(values.integers(seed, name + ".none", x.shape, 0, 1) == 0, np.nan, -np.inf)
+    return np.full_like(x, -np.inf)
 
 
 _REALS: dict[str, Callable[[np.ndarray, int, str], np.ndarray]] = {
@@ -114,6 +126,7 @@ _REALS: dict[str, Callable[[np.ndarray, int, str], np.ndarray]] = {
     "two_best": _two_best,
     "neg_inf": _neg_inf,
     "nan": _nan,
+    "pos_inf": _pos_inf,
     "nothing_left": _nothing_left,
 }
 _INDEX: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {

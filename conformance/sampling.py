@@ -54,11 +54,12 @@ def gumbel(seed: int, position: int, tokens: int) -> np.ndarray:
 
 
 def judge(label: str, logits: np.ndarray, params: Params, position: int, chosen: int, slack: float = 2e-4) -> None:
-    """Raise Disagreement unless `chosen` is allowed for logits f64[valid ids]; `slack` bounds the error of a score."""
+    """Raise Disagreement unless `chosen` is allowed for logits f64[valid ids], the greatest
+    finite; `slack` bounds the error of a score."""
     if not 0 <= chosen < len(logits):
         raise Disagreement(f"{label}: token {chosen} is not one of the {len(logits)} valid ids ({params})")
-    z = np.where(np.isnan(logits), -np.inf, logits)
-    if params.temperature == 0 or z.max() == -np.inf:
+    z = logits
+    if params.temperature == 0:
         best = int(z.argmax())
         if chosen != best:
             raise Disagreement(f"{label}: token {chosen} (logit {z[chosen]:.9g}), greedy is {best} ({z[best]:.9g})")

@@ -125,7 +125,7 @@ def test_types_that_can_only_be_read_are_copied_and_never_made(tmp_path: Path) -
     rng, reader = np.random.default_rng(1), gguf.GGUFReader(tmp_path / "plain.gguf")
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "gemma3")
     for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key not in ("general.architecture", "hybrid.sha256"):
+        if not key.startswith("GGUF.") and key != "general.architecture" and not key.startswith("hybrid.sha256"):
             writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
     for t in reader.tensors:
         if t.name == "token_embd.weight":  # random codes; scales that are numbers
@@ -252,6 +252,65 @@ def test_digests_find_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["--verify", str(tmp_path / "f")]) == 1 and file.name in capsys.readouterr().err
     for path in (folder, tmp_path / "none"):
         assert main(["--verify", str(path)]) == 1 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_digests_cover_names_shapes_and_metadata_of_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.gguf"
+    with open_checkpoint(write_hf(tmp_path / "hf", dtype="f32")) as source:
+        convert(source, path, "f16")
+    whole = path.read_bytes()
+
+    def wrong(data: bytes) -> tuple[str, ...]:
+        path.write_bytes(data)
+        return verify(digests(path)).wrong
+
+    header = f"{path}: its header (metadata, or the table of tensors)"
+    assert wrong(whole) == ()
+    key = whole.index(b"gemma3.attention.sliding_window") + len(b"gemma3.attention.sliding_window") + 4
+    assert wrong(whole[:key] + b"\x09" + whole[key + 1 :]) == (header,)
+    # Two tensors of one type and shape exchange their names; the digests stand in the order that they had.
+    swapped = bytearray(whole)
+    for layer, other in ((b"0", b"1"), (b"1", b"0")):
+        at = whole.rindex(b"blk." + layer + b".ffn_up.weight")
+        swapped[at + 4 : at + 5] = other
+    found = wrong(bytes(swapped))
+    assert header in found and f"{path}: blk.0.ffn_up.weight" in found and f"{path}: blk.1.ffn_up.weight" in found
+    # [64, 96] and [96, 64] have as many bytes.
+    at = whole.rindex(b"blk.2.ffn_up.weight") + len(b"blk.2.ffn_up.weight") + 4
+    assert struct.unpack_from("<QQ", whole, at) == (64, 96)
+    found = wrong(whole[:at] + struct.pack("<QQ", 96, 64) + whole[at + 16 :])
+    assert header in found and f"{path}: blk.2.ffn_up.weight" in found
+    digest = whole.index(b"hybrid.sha256.header") + len(b"hybrid.sha256.header") + 12
+    assert wrong(whole[:digest] + b"f" * 64 + whole[digest + 64 :]) == (header,)
+    assert wrong(whole + bytes(32)) == (f"{path}: its length",)
+    path.write_bytes(whole.replace(b"hybrid.sha256.header", b"hybrid.sha256.hfader"))
+    assert main(["--verify", str(path)]) == 1 and "earlier version" in capsys.readouterr().err
+
+
+def test_digests_cover_names_shapes_and_files_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    with open_checkpoint(write_hf(tmp_path / "hf", dtype="f32")) as source:
+        convert(source, folder, "f16", format="hf")
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    header = f"{file}: its header (metadata, or the table of tensors)"
+    assert verify(digests(folder)).wrong == ()
+    for name, text in (("config.json", b" "), ("tokenizer.model", b"\0"), ("generation_config.json", b"\n")):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(before + text)
+        assert verify(digests(folder)).wrong == (str(folder / name),)
+        (folder / name).unlink()
+        assert name in verify(digests(folder)).wrong[0]
+        (folder / name).write_bytes(before)
+    (folder / "README.md").write_text("what was not written here is not looked at")
+    up = b'"model.layers.2.mlp.up_proj.weight":{"dtype":"F16","shape":'
+    file.write_bytes(whole.replace(up + b"[96,64]", up + b"[64,96]"))
+    assert verify(digests(folder)).wrong == (header, f"{file}: model.layers.2.mlp.up_proj.weight")
+    file.write_bytes(whole.replace(b'"format":"pt"', b'"format":"tp"'))
+    assert verify(digests(folder)).wrong == (header,)
+    (folder / "SHA256SUMS").unlink()
+    with pytest.raises(CheckpointError, match="has no SHA256SUMS"):
+        digests(folder)
 
 
 def _flip(path: Path, at: int) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,26 +17,78 @@ from conformance.synthetic import tiny, weights, write_hf, write_safetensors
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.convert import convert
 from hybrid.convert.__main__ import main
+from hybrid.convert.unfinished import part_name, remove_stale
+
+_STOPPED = (
+    "import os, signal, sys, hybrid.convert as c\n"
+    "from hybrid.convert import __main__ as m\n"
+    "real = c.fill\n"
+    "def fill(*args):\n"
+    "    real(*args)\n"
+    "    print(os.listdir(sys.argv[3]), flush=True)\n"
+    "    os.kill(os.getpid(), getattr(signal, sys.argv[4]))\n"
+    "c.fill = fill\n"
+    "sys.exit(m.main([sys.argv[1], sys.argv[2], *sys.argv[5:]]))\n"
+)
 
 
-def test_termination_leaves_nothing(tmp_path: Path) -> None:
-    write_hf(tmp_path / "hf", tiny(n_layers=2, vocab=320, layer_is_global=(False, True)))
-    (tmp_path / "out").mkdir()
-    code = (
-        "import os, signal, sys, hybrid.convert as c\n"
-        "from hybrid.convert import __main__ as m\n"
-        "real = c.fill\n"
-        "def fill(*args):\n"
-        "    real(*args)\n"
-        "    print(os.listdir(sys.argv[3]), flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "c.fill = fill\n"
-        "sys.exit(m.main([sys.argv[1], sys.argv[2], '--type', 'f32', '--split', '50KB']))\n"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "hf"), str(tmp_path / "out" / "m.gguf"), str(tmp_path / "out")]
+def _stopped(source: Path, target: Path, by: str, *options: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """A run that gets a signal when all tensors are written; it prints what its folder holds then."""
+    command = [sys.executable, "-c", _STOPPED, str(source), str(target), str(target.parent), by, *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **how)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(tmp_path_factory.mktemp("small") / "hf", tiny(n_layers=2, vocab=320, layer_is_global=(False, True)))
+
+
+@pytest.mark.parametrize(("by", "code", "said"), [("SIGTERM", 143, "terminated\n"), ("SIGHUP", 129, "hung up\n")])
+def test_termination_leaves_nothing(tmp_path: Path, small: Path, by: str, code: int, said: str) -> None:
+    done = _stopped(small, tmp_path / "m.gguf", by, "--type", "f32", "--split", "50KB")
+    assert (done.returncode, done.stderr) == (code, said)
+    assert done.stdout.count(".part'") > 1 and list(tmp_path.iterdir()) == []
+
+
+def test_a_hangup_without_a_terminal_leaves_nothing_and_nohup_goes_on(tmp_path: Path, small: Path) -> None:
+    with open("/dev/full", "w") as nowhere:
+        command = [sys.executable, "-c", _STOPPED, str(small), str(tmp_path / "m.gguf"), str(tmp_path), "SIGHUP", "--type", "f32"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=nowhere, text=True, check=False)
+    assert done.returncode != 0 and ".part'" in done.stdout and list(tmp_path.iterdir()) == []
+    nohup: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    ignored = _stopped(small, tmp_path / "m.gguf", "SIGHUP", "--type", "f32", **nohup)
+    assert ignored.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize(("name", "options"), [("m.gguf", ["--split", "50KB"]), ("folder", ["--format", "hf"])])
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, small: Path, name: str, options: list[str]) -> None:
+    killed = _stopped(small, tmp_path / name, "SIGKILL", "--type", "f32", *options)
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert killed.returncode == -9 and left and all(p.endswith(".part") for p in left)
+    command = [sys.executable, "-m", "hybrid.convert", str(small), str(tmp_path / "other.gguf"), "--type", "q8_0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 143 and done.stderr == "terminated\n"
-    assert done.stdout.count(".part'") > 1 and list((tmp_path / "out").iterdir()) == []
+    assert done.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ["other.gguf"]
+    assert done.stderr.count("note: removed") == len(left) and all(n in done.stderr for n in left)
+
+
+def test_what_others_may_be_at_work_on_stays(tmp_path: Path) -> None:
+    def made(name: str, age: float = 0.0) -> Path:
+        path = tmp_path / name
+        path.write_bytes(b"x")
+        os.utime(path, (time.time() - age,) * 2)
+        return path
+
+    mine = part_name(tmp_path / "m.gguf").name  # of this process, which lives
+    host = mine.split(".")[3].split("-")[0]
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    stays = [made(mine), made(".n.gguf.12345.part"), made(f".n.gguf.{host}-x.part"), made("n.gguf.part"),
+             made(".n.gguf.00000000-1.part", 3600), made(f".n.gguf.{host}-{ended.pid}.old.part")]  # fmt: skip
+    goes = [made(f".n.gguf.{host}-{ended.pid}.part"), made(".o.gguf.00000000-1.part", 25 * 3600),
+            made(f".p.gguf.{host}-{os.getpid()}.part", 1e7)]  # of a process that had the number before  # fmt: skip
+    assert remove_stale(tmp_path) == sorted(goes) and sorted(tmp_path.iterdir()) == sorted(stays)
+    made("n.gguf")  # what it was put aside for is there
+    assert remove_stale(tmp_path, replaced=True) == [stays[-1]] and mine in {p.name for p in tmp_path.iterdir()}
 
 
 def test_a_failure_midway_leaves_nothing(tmp_path: Path) -> None:

@@ -1,296 +1,160 @@
-"""Void passes (hybrid/faults.py): whenever a wait is given up, and whatever is asked of the engine next, every sequence gets the
-tokens that it gets undisturbed, and what happened is reported once.
-
-Here the host sets the word that a kernel sets which gives up; test_mailbox.py has kernels that do."""
+"""Weights that are NaN or infinite end in an error that says what to do, on every device and by every path."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+import json
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hybrid
-from conformance.devices import Devices
-from conformance.synthetic import write_hf
-from conformance.test_engine_cpu import IDS
-from conformance.waits import HPARAMS, engine, give_up, layers, tuned
-from hybrid import faults
-from hybrid.checkpoint import open_checkpoint
+from conformance.devices import BACKENDS, open_backend
+from conformance.synthetic import tiny, write_hf
+from hybrid import generate, inspect, perplexity
+from hybrid.checkpoint import finite, open_checkpoint
+from hybrid.convert import SAME, Wanted, convert
 from hybrid.engine import Engine
-from hybrid.placed import PlacedDevice
-from hybrid.sampling import Sampling
+from hybrid.faults import NotFinite, fault
+from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.tensor import Tensor
 
-DRAWN = Sampling(temperature=1.2, top_k=50, seed=11)
-Fault = Callable[[Engine], None]
-Fresh = Callable[[], Engine]
+NAN, INF, ONES = "nan", "infinity", "all ones"
+BITS = {
+    "f32": {NAN: b"\0\0\xc0\x7f", INF: b"\0\0\x80\xff", ONES: b"\xff" * 4},
+    "f16": {NAN: b"\0\x7e", INF: b"\0\xfc", ONES: b"\xff" * 2},
+    "bf16": {NAN: b"\xc0\x7f", INF: b"\x80\xff", ONES: b"\xff" * 2},
+}
+PROMPT = [2, 4, 5, 6]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return open_checkpoint(write_hf(tmp_path_factory.mktemp("faults"), HPARAMS, dtype="f32"))
+def spoil(folder: Path, tensor: str, row: int, bits: bytes) -> Path:
+    """Overwrite element 3 of a row of a tensor of model.safetensors."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    n = struct.unpack("<Q", data[:8])[0]
+    info = json.loads(data[8 : 8 + n])[tensor]
+    at = 8 + n + info["data_offsets"][0] + (row * info["shape"][1] + 3) * len(bits)
+    data[at : at + len(bits)] = bits
+    file.write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def opened(request):
+    device = open_backend(request.param)
+    yield device
+    device.close()
 
 
 @pytest.fixture
-def device(devices: Devices) -> Any:
-    found = devices.get("vulkan")
-    with tuned(found):
-        yield found
-    found.reset()
+def device(opened):
+    yield opened
+    opened.reset()
 
 
-@pytest.fixture(scope="module")
-def kept(open_devices: Devices, checkpoint: Any) -> Any:
-    """An engine for two sequences; to make one takes longer than what it does here."""
-    return engine(open_devices.get("vulkan", timeout=300.0), checkpoint, slots=2)
+# Tensor, type, what it is spoilt with, precision, softcap: what each writer and each rounding of numbers makes of it.
+PATHS = [
+    ("embed_tokens", "f32", NAN, "exact", 30.0), ("embed_tokens", "bf16", INF, "fast", 0.0),
+    ("layers.1.self_attn.k_proj", "f16", NAN, "exact", 0.0), ("layers.1.self_attn.v_proj", "bf16", INF, "fast", 30.0),
+    ("layers.1.self_attn.o_proj", "f32", ONES, "exact", 30.0), ("layers.1.mlp.gate_proj", "f32", ONES, "fast", 0.0),
+    ("layers.1.mlp.up_proj", "f16", INF, "fast", 0.0), ("layers.1.mlp.down_proj", "bf16", ONES, "fast", 30.0),
+]  # fmt: skip
 
 
-@pytest.fixture
-def fresh(kept: Engine) -> Iterator[Callable[[], Engine]]:
-    """The kept engine as if it were new: no sequence, no fault, and no token of before in its places."""
-    def again() -> Engine:
-        for slot in list(kept.positions):
-            kept.release(slot)
-        kept.cooperative, kept.faults = True, []
-        kept.forget_programs("decode")
-        kept.device.write("history", Tensor.of(np.full((2, kept.cache.ctx), 9999, np.int32)))
-        return kept
-
-    with tuned(kept.device):
-        yield again
-
-
-def undisturbed(made: Engine) -> None:
-    """The fault that does not happen."""
+@pytest.mark.parametrize(("tensor", "dtype", "what", "precision", "softcap"), PATHS)
+def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, tensor, dtype, what, precision, softcap):
+    folder = write_hf(tmp_path, tiny(softcap=softcap), dtype=dtype)
+    spoil(folder, f"model.{tensor}.weight", PROMPT[1], BITS[dtype][what])
+    with open_checkpoint(folder) as checkpoint:
+        engine = Engine(checkpoint, device, ctx=64, precision=precision)
+        with pytest.raises(NotFinite, match=r"after position 3 of slot 0 are NaN or infinite.*--check-finite") as raised:
+            next(engine.stream(engine.admit(), PROMPT, 5))
+        assert (raised.value.position, raised.value.slot) == (3, 0)
+        engine.release(0)
+        with pytest.raises(NotFinite, match=r"after position \d are"):
+            engine.logits(PROMPT)
 
 
-def both(run: Callable[[Fault], tuple[Engine, Any]]) -> None:
-    """A run's tokens are the same whether a wait is given up in it or not."""
-    made, wanted = run(undisturbed)
-    assert made.cooperative and made.faults == []
-    made, found = run(give_up)
-    assert found == wanted
-    assert not made.cooperative and len(made.faults) == 1 and "run again by separate steps" in made.faults[0]
+@pytest.mark.parametrize("weights", ["q8_0", "q4_0"])
+def test_it_passes_through_int8_activations(tmp_path, device, weights):
+    """A matrix of plain numbers among quantised ones, as checkpoints mix them."""
+    folder = write_hf(tmp_path / "hf", tiny(), dtype="f32")
+    with open_checkpoint(folder) as source:
+        convert(source, tmp_path / "m.gguf", weights)
+    mixed = tmp_path / "mixed.gguf"
+    with open_checkpoint(tmp_path / "m.gguf") as source:
+        convert(source, mixed, Wanted(SAME, {"attn": "f32"}))
+        assert source.dtype("blk.0.ffn_up.weight") == weights
+    with open_checkpoint(mixed) as made:
+        at = made.entries["blk.1.attn_v.weight"].load.__self__.offset  # type: ignore[attr-defined]
+    data = bytearray(mixed.read_bytes())
+    data[at : at + 4] = BITS["f32"][NAN]
+    mixed.write_bytes(data)
+    with open_checkpoint(mixed) as checkpoint:
+        engine = Engine(checkpoint, device, ctx=64)
+        with pytest.raises(NotFinite):
+            next(engine.stream(engine.admit(), PROMPT, 5))
 
 
-# --- one text --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("device_name", BACKENDS)
+def test_other_sequences_and_what_comes_after_are_untouched(tmp_path, device_name):
+    """A token whose embedding is spoilt: prompts without it run, beside it, before it and after it. The one that ends in it
+    is as long as what its slot held before, so that a pass in flight would write where the fault was told."""
+    open_backend(device_name).close()
+    folder = spoil(write_hf(tmp_path, tiny(tied=False), dtype="f32"), "model.embed_tokens.weight", 9, BITS["f32"][NAN])
+    with hybrid.load(folder, device_name, ctx=64, slots=2) as model:
+        alone = list(model.generate(PROMPT, 12, ignore_eos=True))
+        beside = model.generate(PROMPT, 12, ignore_eos=True)
+        pieces = [next(beside)]
+        for prompt in ([*PROMPT, 9], [9, 4], [2, 9, *PROMPT]):
+            "".join(model.generate(prompt[:-1] if prompt[-1] == 9 else PROMPT, 1, ignore_eos=True))
+            with pytest.raises(NotFinite, match=f"after position {len(prompt) - 1} of slot 1"):
+                list(model.generate(prompt, 8, ignore_eos=True, tokens_per_submit=2))
+            pieces.append(next(beside))
+        assert [*pieces, *beside] == alone == list(model.generate(PROMPT, 12, ignore_eos=True))
+        engine = model.engine  # a fault in the midst of decoding: what was fed back is not what the model chose
+        slot = engine.admit()
+        engine.prefill({slot: PROMPT})
+        engine.device.write("next_token", Tensor.of(np.array([9], np.int32)), slot)
+        with pytest.raises(NotFinite, match="after position 4"):
+            engine.decode(4, [slot])
 
 
-def test_a_wait_given_up_at_any_token_costs_none(fresh: Fresh) -> None:
-    """In streams of one token and of several in a submit: the rest of those submitted is void, and one more."""
-    for at_once in (1, 4):
-        texts = []
-        for at in (99, 0, 1, 2, 3, 4, 11, 28):
-            made = fresh()
-            slot, text = made.admit(sampling=DRAWN), []
-            for i, token in enumerate(made.stream(slot, IDS[:20], 30, at_once)):
-                text.append(token)
-                if i == at:
-                    give_up(made)
-            made.wait()
-            assert len(made.faults) == (at < 29) and len(text) == 30
-            texts.append(text)
-        assert all(text == texts[0] for text in texts)
+def test_a_word_that_no_device_writes_is_no_token():
+    assert "left -7 as the token for position 3 of slot 1" in str(fault(-7, Path("m.gguf"), 1, 3))
 
 
-@pytest.mark.parametrize("profile", [False, True])
-def test_a_text_goes_on_by_separate_steps(device: Any, checkpoint: Any, profile: bool) -> None:
-    made = engine(device, checkpoint, profile=profile)
-    made.prefill({0: IDS[:20]})
-    made.decode(2)
-    assert layers(made.program("decode", 1, 1))
-    give_up(made)
-    made.decode(2)
-    assert not layers(made.program("decode", 1, 1))
-    if profile:
-        assert sum(".decode." in p.plan for p in made.trace) == 3  # the void ones have taken time too, and run once more
+def test_commands_say_so_and_name_the_tensor(tmp_path, capsys):
+    folder = spoil(write_hf(tmp_path / "a model", tiny(), dtype="bf16"), "model.layers.2.mlp.up_proj.weight", 7, BITS["bf16"][ONES])
+    held_out = tmp_path / "text"
+    held_out.write_text("the abc the abc")
+    for main, rest in ((generate.main, ["--prompt", "the", "--ctx", "32"]), (perplexity.main, [str(held_out), "--chunk", "16"])):
+        assert main([str(folder), "--device", "cpu", *rest]) == 1
+        found = capsys.readouterr()
+        assert "nan" not in found.out.lower() and f"python -m hybrid.inspect '{folder}' --check-finite" in found.err
+    assert inspect.main([str(folder), "--check-finite"]) == 1
+    found = capsys.readouterr()
+    assert found.out == "" and "tensor blk.2.ffn_up.weight of bf16 is damaged: row 7, element 3 is nan" in found.err
+    assert inspect.main([str(folder), "--check-finite", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["wrong"] != []
+    good = write_hf(tmp_path / "good", tiny(), dtype="f16")
+    assert inspect.main([str(good), "--check-finite"]) == 0
+    assert "every number is finite" in capsys.readouterr().out
 
 
-def test_text_up_to_the_end_of_the_context(device: Any, checkpoint: Any) -> None:
-    def run(fault: Fault) -> tuple[Engine, Any]:
-        made = engine(device, checkpoint, ctx=32)
-        text = []
-        for token in made.stream(made.admit(), IDS[:20], 99, 4):
-            text.append(token)
-            if len(text) == 9:
-                fault(made)
-        made.wait()
-        assert len(text) == 12
-        return made, text
-
-    both(run)
-
-
-@pytest.mark.parametrize("read", ["all", "the last", "the last of a ticket"])
-def test_tokens_that_are_read_late(fresh: Fresh, read: str) -> None:
-    """No place of a void pass but the first says that it is void."""
-    def run(fault: Fault) -> tuple[Engine, Any]:
-        made = fresh()
-        made.prefill({0: IDS[:20]})
-        made.decode(30)
-        assert made.rewind(0, 18, anyway=True)
-        made.prefill({0: IDS[20:30]})  # other tokens lie in the places from here on
-        made.decode(1)
-        fault(made)
-        for times in (1, 3, 2):
-            ticket = made.submit_decode((0,), times)
-        end = made.positions[0]
-        if read == "all":
-            return made, [made.token(0, at) for at in range(end - 6, end + 1)]
-        if read == "the last":
-            return made, made.token(0, end)
-        made.wait(ticket)
-        return made, made.token(0, end, ticket)
-
-    both(run)
-
-
-# --- what is asked next ----------------------------------------------------------------------------------------------
-
-
-def rewound(made: Engine) -> Any:
-    assert made.rewind(0, made.positions[0] - 2)
-    return [made.prefill({0: [7, 9]}), made.decode(4)]
-
-
-def released(made: Engine) -> Any:
-    made.release(0)
-    return [made.prefill({0: IDS[:9]}), made.decode(4)]
-
-
-def another_prompt(made: Engine) -> Any:
-    return [made.prefill({1: IDS[3:20]}), made.decode(4, [1]), made.decode(4, [0]), made.decode(4)]
-
-
-def another_sequence(made: Engine) -> Any:
-    made.admit(slot=1)
-    at = made.positions[0]
-    return [made.token(0, i) for i in range(at - 3, at + 1)], made.decode(3, [0])
-
-
-def another_choice(made: Engine) -> Any:
-    made.choose_by(0, DRAWN)
-    return made.decode(4)
-
-
-def logits(made: Engine) -> Any:
-    return [made.logits(IDS[:20]).tobytes(), made.decode(4)]
-
-
-@pytest.mark.parametrize("then", [rewound, released, another_prompt, another_sequence, another_choice, logits],
-                         ids=lambda f: f.__name__)  # fmt: skip
-def test_a_stream_is_dropped_while_its_passes_are_void(fresh: Fresh, then: Callable[[Engine], Any]) -> None:
-    def run(fault: Fault) -> tuple[Engine, Any]:
-        made = fresh()
-        slot = made.admit()
-        stream = made.stream(slot, IDS[:20], 30, 2)
-        text = [next(stream) for _ in range(4)]
-        fault(made)
-        text += [next(stream) for _ in range(2)]  # whose passes may have been good; the ones after them are not
-        stream.close()
-        return made, [text, then(made)]
-
-    both(run)
-
-
-def test_sequences_that_decode_together_and_apart(fresh: Fresh) -> None:
-    def run(fault: Fault) -> tuple[Engine, Any]:
-        made = fresh()
-        slots = [made.admit(sampling=DRAWN), made.admit(sampling=Sampling(temperature=0.9, seed=3))]
-        text: list[Any] = [made.prefill({slots[0]: IDS[:30], slots[1]: IDS[5:9]}), made.decode(3), made.decode(2, [slots[1]])]
-        made.submit_decode(slots, 1)
-        fault(made)
-        for _ in range(2):
-            made.submit_decode(slots, 2)
-        made.submit_decode(slots[:1], 2)  # rows are set up anew: the void passes of both come first
-        text += [[made.token(s, at) for at in range(31, made.positions[s] + 1)] for s in slots]
-        return made, [*text, made.decode(5)]
-
-    both(run)
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_plan_on_placed_devices(device: Any, checkpoint: Any, lanes: int) -> None:
-    def run(fault: Fault) -> tuple[Engine, Any]:
-        made = engine(PlacedDevice(device, "vulkan", {}, {}, lanes), checkpoint, slots=2)
-        text: list[Any] = [made.prefill({0: IDS[:30]}), made.decode(3)]
-        fault(made)
-        made.submit_decode((0,), 3)
-        text += [made.prefill({1: IDS[5:25]}), [made.token(0, at) for at in range(34, 37)]]
-        return made, [*text, made.decode(5)]
-
-    both(run)
-
-
-# --- what is said, and what fails ------------------------------------------------------------------------------------
-
-
-def test_a_conversation_goes_on_and_says_once_what_happened(devices: Devices, checkpoint: Any, caplog: Any) -> None:
-    devices.get("vulkan")  # skips where there is no Vulkan
-    path, found = str(checkpoint.path), []
-    for fault in (undisturbed, give_up):
-        with hybrid.load(path, "vulkan", weights="q8_0", ctx=128) as model, tuned(model.engine.device), model.session() as session:
-            ids = IDS[:20]
-            for turn in range(3):
-                for i, _ in enumerate(model.generate(ids, 12, ignore_eos=True, session=session, tokens_per_submit=2)):
-                    if turn == 1 and i == 4:
-                        fault(model.engine)
-                ids = [*ids, *model.stats.ids, 7, 9]
-            found.append(ids)
-            assert list(model.stats.passed_over).count(model.engine.faults[0] if model.engine.faults else "") == (fault is give_up)
-    assert found[0] == found[1]
-    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
-
-
-def test_a_run_that_is_interrupted_gives_no_wrong_token(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while void passes are run again: the sequence is where the device has it, and can go on from there."""
-    made = fresh()
-    wanted = [made.prefill({0: IDS[:20]})[0], *made.decode(9)[0]]
-    made = fresh()
-    made.prefill({0: IDS[:20]})
-    made.decode(2)
-    give_up(made)
-    made.submit_decode((0,), 4)
-
-    def interrupted(*args: Any) -> int:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(made, "submit_decode", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            made.wait()
-    with pytest.raises(RuntimeError, match="no token was chosen for position 23 of slot 0: its pass was void"):
-        made.token(0, 23)
-    assert made.positions[0] == 22
-    assert made.decode(7)[0] == wanted[3:]
-
-
-def test_passes_that_do_not_add_up_are_an_error(fresh: Fresh) -> None:
-    made = fresh()
-    made.prefill({0: IDS[:20]})
-    made.decode(2)
-    made.positions[0] -= 1
-    give_up(made)
-    with pytest.raises(RuntimeError, match=r"void passes left sequences at positions \{0: 22\}, submitted were \{0: 21\}"):
-        faults.run_again(made, (0,))
-    made.positions[0] += 1
-
-
-# --- waits that are given up by themselves ---------------------------------------------------------------------------
-
-
-def test_workgroups_that_are_not_all_running_cost_no_token(device: Any, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sound kernels, of more workgroups than a CPU driver runs at once, and on a GPU with waits of one look: passes may be void,
-    no token is wrong."""
-    texts = []
-    for sound in (True, False):
-        if not sound:
-            monkeypatch.setattr(device, "cores", max(device.cores, 8))
-            monkeypatch.setattr(device, "polls", device.polls if device.info.kind == "cpu" else 0)
-        made = engine(device, checkpoint)
-        texts.append([made.prefill({0: IDS[:40]})[0], *made.decode(20)[0]])
-        assert len(made.faults) == (not made.cooperative)
-    assert texts[0] == texts[1]
+@pytest.mark.parametrize("dtype", BITS)
+def test_every_row_is_looked_at(tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr(finite, "_ELEMENTS", 200)  # three rows at a time
+    folder = write_hf(tmp_path, tiny(), dtype=dtype)
+    read: list[int] = []
+    with open_checkpoint(folder) as checkpoint:
+        assert list(finite.damaged(checkpoint, read.append)) == []
+        assert sum(read) == sum(DTYPES[checkpoint.dtype(n)].nbytes(checkpoint.shape(n)) for n in checkpoint.names)
+    spoil(folder, "model.embed_tokens.weight", 319, BITS[dtype][INF])
+    spoil(folder, "model.layers.0.self_attn.q_proj.weight", 0, BITS[dtype][NAN])
+    with open_checkpoint(folder) as checkpoint:
+        found = list(finite.damaged(checkpoint))
+    assert "token_embd.weight of" in found[0] and "row 319, element 3 is -inf" in found[0] and "blk.0.attn_q" in found[1]
+    assert len(found) == 2

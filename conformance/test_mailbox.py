@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from conformance.cooperative import HPARAMS, MUTANT_WORD, SINCE_WORD, engine, give_up, layers, set_control, tuned
 from conformance.devices import Devices, left_zero, need_compiler, open_backend, spy_kernels
 from conformance.mutate import load, mutated_spirv
 from conformance.synthetic import write_hf
 from conformance.test_engine_cpu import IDS
-from conformance.waits import HPARAMS, MUTANT_WORD, SINCE_WORD, engine, give_up, layers, set_control, tuned
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine import Engine
 from hybrid.spec.plan import FAULTED

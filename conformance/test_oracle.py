@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid.spec.plan import NOT_FINITE
 from hybrid.spec.tensor import Tensor
 from kernels.oracle import ORACLE, call
 from kernels.oracle.ffn import gelu_tanh
@@ -328,14 +329,18 @@ def test_ties_at_the_border_of_top_k_and_top_p_are_kept() -> None:
     assert set(draws(flat, 400, top_p=0.1)) == set(range(8))
 
 
-def test_greedy_takes_the_lowest_id_of_a_tie_and_never_nan() -> None:
+def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     greedy = params(temperature=0.0)
     assert choose(np.array([1, 5, 5, 2], np.float32), greedy, 0) == 1
-    assert choose(np.array([np.nan, -3, np.nan, -2], np.float32), greedy, 0) == 3
-    for words in (greedy, params()):
-        assert choose(np.full(4, np.nan, np.float32), words, 0) == 0
-        assert choose(np.full(4, -np.inf, np.float32), words, 0) == 0
-        assert {choose(np.array([np.nan, 0, -np.inf], np.float32), words, p) for p in range(50)} == {1}
+
+
+@pytest.mark.parametrize("words", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1, "top_p": 0.5}])
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+def test_nothing_is_chosen_from_logits_that_are_not_finite(words: dict[str, Any], real: Any) -> None:
+    one = params(**words)
+    for wrong in ([3, np.nan, 1], [-np.nan, 2, 1], [1, np.inf, 2], [np.nan, np.inf, -np.inf], [-np.inf] * 3):
+        assert choose(np.array(wrong, np.float32), one, 0, real) == NOT_FINITE
+    assert {choose(np.array([-np.inf, 0, -np.inf], np.float32), one, p, real) for p in range(50)} == {1}
 
 
 def test_a_seed_repeats_and_another_differs() -> None:

@@ -1,117 +1,121 @@
-"""What a recording allows to wait: workgroups of one dispatch, as many as are resident at once, and no dispatch for another."""
+"""How long the host waits: bounds by declared cost and what is queued, progress, and what every submit carries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from conformance.devices import Devices
-from conformance.synthetic import write_hf
-from conformance.waits import HPARAMS, engine, layers, tuned
+from conformance.devices import Driver, open_backend
+from conformance.models import MODELS
+from conformance.test_vulkan_runtime import open_toys
 from hybrid.checkpoint import open_checkpoint
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.kernel import Kernel
-from kernels.vulkan.memory import Buffer, Slice
-from kernels.vulkan.recorder import Dispatch, Recorder, hazards
-
-KERNEL = Kernel("waits", 3, 0, (64, 1, 1))
-
-
-def recorder(cores: int = 4, cooperative: bool = True) -> tuple[Recorder, Mapping[str, Any]]:
-    """And a dispatch's memory, which it reads and writes."""
-    memory = Buffer(1 << 20, "device")
-    device = SimpleNamespace(max_groups=(65535,) * 3, cores=cores)
-    own = {"reads": [Slice(memory, 256, 16)], "writes": [Slice(memory, 512, 16)]}
-    return Recorder(device, Slice(memory, 0, 32), cooperative), own
+from hybrid.cost import Cost, plan_cost
+from hybrid.engine import Engine
+from hybrid.spec.errors import DeviceLost
+from kernels.vulkan import bounds, timeline
+from kernels.vulkan.api import vk
+from kernels.vulkan.bounds import CPU_FLOOR_S, FLOOR_S, Bounds, bounds_of
+from kernels.vulkan.instance import DeviceInfo
 
 
-def test_counters_are_of_one_dispatch() -> None:
-    rec, own = recorder()
-    first, second = rec.counters(4), rec.counters(4)
-    for box in (first, second):
-        rec.dispatch(KERNEL, own["reads"], [box])
-    for box in (first, second):
-        with pytest.raises(VulkanError, match="waits binds counters of another dispatch"):
-            rec.dispatch(KERNEL, own["reads"], [box])
-        with pytest.raises(VulkanError, match="waits binds counters of another dispatch"):
-            rec.dispatch(KERNEL, [box], own["writes"])
+class Machine:
+    """A driver without a GPU and its clock: a wait takes 0.2 s, and submits finish at the given seconds."""
+
+    def __init__(self, *finished: float) -> None:
+        self.now, self.finished = 0.0, finished
+        self.driver = Driver(vkWaitSemaphores=self.wait, vkGetSemaphoreCounterValue=self.value)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def done(self) -> int:
+        return sum(self.now >= at for at in self.finished)
+
+    def wait(self, handle: Any, info: Any, nanoseconds: int) -> int:
+        self.now += 0.2
+        return 0 if self.done() >= info.pValues[0] else int(vk.VK_TIMEOUT)
+
+    def value(self, handle: Any, semaphore: Any, out: Any) -> int:
+        out[0] = self.done()
+        return 0
 
 
-@pytest.mark.parametrize("grid", [(4,), (2, 2), (1, 2, 2)])
-def test_workgroups_that_wait_for_one_another_are_as_many_as_are_resident(grid: tuple[int, ...]) -> None:
-    rec, own = recorder(cores=4)
-    rec.dispatch(KERNEL, **own, grid=grid, resident=True)
-    rec, own = recorder(cores=3)
-    with pytest.raises(VulkanError, match="workgroups wait for one another; 3 are surely resident at once"):
-        rec.dispatch(KERNEL, **own, grid=grid, resident=True)
-    rec.dispatch(KERNEL, **own, grid=grid)
+@pytest.mark.parametrize(
+    ("finished", "waited", "why"),
+    [
+        ((24.9, 49.8, 74.7), None, "each within its own 25 s from the end of the one before"),
+        ((10.0, 200.0, 200.0), 10 + 2 * 25, "from the end of the first, what two may take"),
+        ((200.0, 200.0, 200.0), 3 * 25, "what three may take"),
+    ],
+)
+def test_a_wait_is_bounded_by_what_is_queued_and_begins_anew_with_progress(
+        finished: tuple[float, ...], waited: float | None, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_toys() as device:
+        queue = device._queue
+        assert queue is not None
+        queue.bounds = Bounds(floor=0.001, gb_s=1.0, tflops=1.0)
+        cost = Cost(nbytes=10**9 * 25 // (bounds.NEIGHBOURS * bounds.SLACK))  # 25 s
+        machine = Machine(*finished)
+        monkeypatch.setattr(timeline, "lib", machine.driver)
+        monkeypatch.setattr(timeline, "time", machine)
+        queue._running.extend((ticket, lambda: cost) for ticket in (1, 2, 3))
+        queue.ticket = 3
+        if waited is None:
+            queue.wait_ticket(3)
+            assert machine.now >= finished[-1], why
+        else:
+            with pytest.raises(DeviceLost, match="hangs"):
+                queue.wait_ticket(3)
+            assert machine.now == pytest.approx(waited, abs=1), why
+        monkeypatch.undo()
+        queue.gone, queue.pending, queue.ticket = None, False, 0
 
 
-def test_a_program_without_waits_refuses_a_dispatch_that_waits() -> None:
-    rec, own = recorder(cooperative=False)
-    with pytest.raises(VulkanError, match="wait for one another, which this program excludes"):
-        rec.dispatch(KERNEL, **own, resident=True)
-    rec.dispatch(KERNEL, **own)
+@pytest.mark.parametrize(
+    ("name", "kind", "floor", "per_gb", "per_tflop"),
+    [
+        ("NVIDIA H200", "discrete", FLOOR_S, 200 / 4800, 200 / 67), ("Some GPU", "discrete", FLOOR_S, 200 / 50, 200 / 1.0),
+        ("Some APU", "integrated", FLOOR_S, 200 / 20, 200 / 0.2), ("What is it", "virtual", FLOOR_S, 200 / 20, 200 / 0.2),
+        ("llvmpipe (LLVM 15.0.6, 256 bits)", "cpu", CPU_FLOOR_S, 200 / 2, 200 / 0.002),
+    ],
+)  # fmt: skip
+def test_bounds_follow_the_sheet_or_the_class(name: str, kind: str, floor: float, per_gb: float, per_tflop: float) -> None:
+    found = bounds_of(DeviceInfo(0, name, kind))
+    assert floor >= 10 and found.seconds(Cost()) == floor
+    assert found.seconds(Cost(nbytes=10**9)) == pytest.approx(floor + per_gb)
+    assert found.seconds(Cost(flops=10**12)) == pytest.approx(floor + per_tflop)
 
 
-SLICES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=3)
+def test_seconds_that_are_asked_for_override_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = DeviceInfo(0, "NVIDIA H200", "discrete")
+    monkeypatch.setenv("HYBRID_VULKAN_TIMEOUT", "7.5")
+    assert bounds_of(info).seconds(Cost(nbytes=10**15)) == 7.5 and bounds_of(info, 3.0).seconds(Cost()) == 3.0
+    for wrong in ("soon", "0", "-1", "nan"):
+        monkeypatch.setenv("HYBRID_VULKAN_TIMEOUT", wrong)
+        with pytest.raises(RuntimeError, match=f"HYBRID_VULKAN_TIMEOUT='{wrong}' is no number of seconds above 0"):
+            bounds_of(info)
 
 
-@given(st.lists(st.tuples(SLICES, SLICES), max_size=12))
-def test_a_barrier_lies_between_any_two_dispatches_that_share_what_one_of_them_writes(drawn: list[Any]) -> None:
-    buffers = [Buffer(64, "device"), Buffer(64, "device")]
-
-    def slices(some: list[tuple[int, int, int]]) -> tuple[Slice, ...]:
-        return tuple(Slice(buffers[b], at, size) for b, at, size in some)
-
-    dispatches = [Dispatch(KERNEL, slices(reads), slices(writes), b"", (1, 1, 1), None, 0) for reads, writes in drawn]
-    barriers = hazards(dispatches, Slice(Buffer(16, "grids"), 0, 0))
-
-    def touched(some: list[tuple[int, int, int]]) -> set[tuple[int, int]]:
-        return {(b, at + i) for b, at, size in some for i in range(size)}
-
-    for later in range(len(drawn)):
-        for before in range(later):
-            reads, writes = (touched(x) for x in drawn[later])
-            read, written = (touched(x) for x in drawn[before])
-            if writes & (read | written) or reads & written:
-                assert any(b is not None for b in barriers[before + 1 : later + 1])
-
-
-def test_a_program_without_waits_has_no_kernel_that_waits(
-    devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = devices.get("vulkan")
-    merges: list[int] = []
-    choose = device.kernel
-
-    def kernel(name: str, **constants: int) -> Any:
-        merges.extend([constants["MERGE"]] if name.startswith("decode_attention.") else [])
-        return choose(name, **constants)
-
-    monkeypatch.setattr(device, "kernel", kernel)
-    with tuned(device, merge=2):
-        made = engine(device, open_checkpoint(write_hf(tmp_path, HPARAMS, dtype="f32")))
-        plan = made.plan("decode", 1, 1)
-        for cooperative, merge in ((True, 2), (False, 1)):
-            merges.clear()
-            program = device.compile(plan, cooperative=cooperative)
-            assert layers(program) == (HPARAMS.n_layers - 1 if cooperative else 0)
-            assert merges == [merge] * HPARAMS.n_layers
+def test_passes_uploads_and_downloads_carry_their_cost() -> None:
+    """A pass's is what its operations declare, as often as it runs; of copies, bytes read and written."""
+    with open_backend("vulkan") as opened, open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint:
+        device: Any = opened
+        queue = device._queue
+        engine = Engine(checkpoint, device, ctx=32)
+        engine.prefill({0: [2, 3, 4]})
+        device.wait(engine.submit_decode((0,), 3))
+        plan = engine.program("decode", 1, 1).plan
+        one = plan_cost(plan)
+        assert queue._running[-1][1]() == Cost(3 * one.flops, 3 * one.nbytes) and one.nbytes > checkpoint.file_bytes / 2
+        piece, data = device.memory_pool.allocate(1 << 20, "scratch"), np.zeros(1 << 20, np.uint8)
+        for copy in (device.transfer.upload, device.transfer.download):
+            copy(piece, data)
+            device.wait()
+            assert queue._running[-1][1]() == Cost(nbytes=2 << 20)
+        device.transfer.fill(piece, 0)
+        assert queue._running[-1][1]() == Cost(nbytes=1 << 20)
+        device.memory_pool.release(piece, "scratch")
 
 
-def test_a_program_chooses_its_token_behind_all_that_may_give_up(devices: Devices, tmp_path: Path) -> None:
-    """What sets the word of a fault does not say so to the recorder: a barrier lies between it and what reads the word."""
-    device = devices.get("vulkan")
-    with tuned(device, merge=2):
-        recording = device.compile(engine(device, open_checkpoint(write_hf(tmp_path, HPARAMS))).plan("decode", 1, 1)).recording
-    names = [d.kernel.name.partition(".")[0] for d in recording.dispatches]
-    last = max(i for i, name in enumerate(names) if name in ("layer", "decode_attention"))
-    (sample,) = (i for i, name in enumerate(names) if name == "sample")
-    assert last < sample and any(b is not None for b in recording.barriers[last + 1 : sample + 1])

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
-    from hybrid.model import Model, load
+    from hybrid.model import DeviceLost, Model, load
 
-__all__ = ["Model", "load"]
+__all__ = ["DeviceLost", "Model", "load"]
 
 
 def __getattr__(name: str) -> Any:

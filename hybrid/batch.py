@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybrid.kv import ContextExceeded
+
 ROW_BUCKETS = (1, 8, 32, 128, 512)
 
 
@@ -47,3 +49,25 @@ def chunks(prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int], size
         b = min(a + size, len(tokens))
         outs = (lasts[(lasts >= a) & (lasts < b)] - a).astype(np.int32)
         yield Chunk(tokens[a:b], positions[a:b], slots[a:b], outs)
+
+
+def check_ids(ids: Sequence[int], vocab: int) -> None:
+    """ValueError for an empty prompt, or an id that the embedding has no row for."""
+    if not len(ids):
+        raise ValueError("the prompt is empty: it needs at least one token")
+    bad = next((i for i in ids if not 0 <= i < vocab), None)
+    if bad is not None:
+        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab}")
+
+
+def check_prompts(prompts: Mapping[int, Sequence[int]], positions: Mapping[int, int], vocab: int, ctx: int) -> None:
+    """ValueError for a prompt that cannot be run after what its slot holds (`positions`, of admitted slots)."""
+    for slot, ids in prompts.items():
+        if slot not in positions:
+            raise ValueError(f"slot {slot} holds no sequence: admit it first")
+        check_ids(ids, vocab)
+        if positions[slot] + len(ids) > ctx:
+            raise ContextExceeded(
+                f"a prompt of {len(ids)} tokens does not fit in the context of {ctx}: "
+                "shorten it or load the model with a larger ctx"
+            )

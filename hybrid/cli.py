@@ -1,6 +1,7 @@
 """What every command shares: one-line errors, exit codes, no traceback unless HYBRID_DEBUG=1.
 
-Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 130 interrupted, 143 terminated.
+Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 3 the device was lost or did not answer in time (the
+same command may work again), 129 hung up, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
+from hybrid.spec.errors import DeviceLost
 from hybrid.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 PRECISIONS, CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
 """What --precision and --kv take."""
+LOST = 3
+"""Exit code of a command whose device was lost or did not finish in time."""
 
 
 class UsageError(ValueError):
@@ -55,7 +59,7 @@ def run(command: Callable[[], int]) -> int:
         if os.environ.get("HYBRID_DEBUG") == "1":
             raise
         print(f"error: {describe(e)}", file=sys.stderr)
-        return 1
+        return LOST if isinstance(e, DeviceLost) else 1
 
 
 def _standard_streams() -> None:
@@ -71,20 +75,28 @@ def _standard_streams() -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends the block as an interrupt does, so that files half written are removed; exit code 143."""
+    """SIGTERM and SIGHUP end the block as an interrupt does, so that files half written are removed; exit code 143 or 129.
+    A hangup that is ignored already (nohup) stays so."""
+    wanted = {signal.SIGTERM: "terminated"}
+    if (hangup := getattr(signal, "SIGHUP", None)) is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        wanted[hangup] = "hung up"
 
     def stop(signum: int, frame: object) -> NoReturn:
-        print("terminated", file=sys.stderr)
+        for other in wanted:  # a second one must not end the removal
+            signal.signal(other, signal.SIG_IGN)
+        with suppress(OSError):  # after a hangup there may be no terminal to write to
+            print(wanted[signal.Signals(signum)], file=sys.stderr)
         raise SystemExit(128 + signum)
 
     if threading.current_thread() is not threading.main_thread():  # only there can it be caught
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in wanted}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from hybrid.spec.dtypes import DTYPES
+from hybrid.spec.cost import Cost, plan_cost, step_cost
 from hybrid.spec.op import load_ops
-from hybrid.spec.plan import Plan, Step
+from hybrid.spec.plan import Plan
 
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Of one step, or a sum: operations, and bytes that must move to and from memory."""
-
-    flops: int = 0
-    nbytes: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.nbytes + other.nbytes)
-
-
-def step_cost(plan: Plan, step: Step, context: int | None = None) -> Cost:
-    """Cost of a step when the longest sequence has `context` positions (default: as many as its table covers)."""
-    op = load_ops()[step.op]
-    bind = dict(step.bind)
-    if context is not None and "MB" in bind and "BS" in bind:
-        bind["MB"] = max(1, min(bind["MB"], -(-context // bind["BS"])))
-    decls = {key: plan.tensors[name] for key, name in step.args.items()}
-    nbytes = op.nbytes(bind, {key: d.dtype for key, d in decls.items()}, step.attrs)
-    for d in decls.values():  # counted as if all of its rows were of the widest type
-        nbytes -= DTYPES[d.dtype].nbytes(d.shape) - d.data_bytes if d.pieces else 0
-    return Cost(op.flops(bind, step.attrs), nbytes)
-
-
-def plan_cost(plan: Plan, context: int | None = None) -> Cost:
-    return sum((step_cost(plan, s, context) for s in plan.steps), Cost())
+__all__ = ["Cost", "memory", "plan_cost", "precision_by_phase", "precision_of", "step_cost"]
 
 
 def memory(plan: Plan) -> dict[str, int]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hybrid.cli import Parser, run
 
 State = Literal["ok", "missing", "optional"]
-PACKAGES = ("numpy", "pydantic", "vulkan", "gguf", "jinja2", "tqdm")
+PACKAGES = ("numpy", "pydantic", "vulkan", "gguf", "jinja2", "tqdm", "threadpoolctl")
 
 
 @dataclass(frozen=True, slots=True)

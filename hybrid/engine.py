@@ -6,16 +6,16 @@ After warm-up a pass is one submit. Tokens, positions and choices stay on the de
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from hybrid import faults, forced
-from hybrid.batch import Chunk, bucket_of, chunks
+from hybrid import forced, streams, voids
+from hybrid.batch import Chunk, bucket_of, check_prompts, chunks
 from hybrid.checkpoint import Checkpoint
 from hybrid.cost import precision_by_phase
+from hybrid.faults import fault
 from hybrid.footprint import every_size
 from hybrid.kv import BlockTables, CacheShape, ContextExceeded
 from hybrid.lanes import in_lane, named, outlasting
@@ -31,6 +31,7 @@ from hybrid.spec.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, FAULTED, Pl
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
 from hybrid.spec.tensor import Tensor
 from hybrid.trace import Pass, Timing
+from hybrid.turns import Turns
 from hybrid.weights import stored_types, upload
 
 DEFAULT_CTX = 4096
@@ -45,7 +46,7 @@ class Engine:
     deterministic: passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt
     was cut nor on what runs beside it (slower: prompts go through a few rows at a time; on cpu one, and one sequence).
     profile: time every step, at the cost of a wait after each pass (`trace`). clock: notes what loading takes.
-    Closes neither the checkpoint nor the device.
+    Closes neither the checkpoint nor the device. Threads take `turns` (Model, and the blocking conveniences here, do).
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Engine:
         self.trace: list[Pass] = []
         """With profile: every pass that has been waited for."""
         self.cooperative = True
-        """Decode passes may have kernels whose workgroups wait for one another (hybrid/faults.py)."""
+        """Decode passes may have kernels whose workgroups wait for one another (hybrid/voids.py)."""
         self.faults: list[str] = []
         """What made passes run again, and how they run since."""
         self._timing = Timing(self.trace)
@@ -115,6 +116,7 @@ class Engine:
         self._decoder: Program | None = None
         self._stored: set[str] = set()
         self.clock = LoadClock() if clock is None else clock
+        self.turns = Turns()
         self._prepare(progress)
 
     # ------------------------------------------------------------------------------------------------------ sequences
@@ -186,10 +188,8 @@ class Engine:
         slots, ctx, positions = tuple(slots), self.cache.ctx, self.positions
         for slot in slots:
             if positions[slot] + times > ctx:
-                raise ContextExceeded(
-                    f"slot {slot} has {positions[slot]} tokens of {ctx}: "
-                    f"no room for {times} more; load the model with a larger ctx"
-                )
+                held = f"slot {slot} has {positions[slot]} tokens of {ctx}"
+                raise ContextExceeded(f"{held}: no room for {times} more; load the model with a larger ctx")
         if slots != self._decoding:
             self._decode_rows(slots)
         for slot in slots:
@@ -198,63 +198,51 @@ class Engine:
         return self._submit(self._decoder, times)
 
     def token(self, slot: int, position: int, ticket: int | None = None) -> int:
-        """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done. With a ticket, read
-        tokens in the order of their positions, or `wait` for the ticket first: of void passes only the first place says so.
-        RuntimeError where no token was chosen because running void passes again has failed."""
+        """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done. NotFinite where
+        the logits left none to choose. With a ticket, tokens are read in the order of their positions, or `wait` comes first:
+        of void passes only the first place says so."""
         if ticket is None:
             self.wait()
         token = self.device.peek("history", slot, position, ticket)
         if token == FAULTED:
             self._settle()
             token = self.device.peek("history", slot, position)
-        if token == FAULTED:
-            raise RuntimeError(f"no token was chosen for position {position} of slot {slot}: its pass was void and could not be "
-                               "run again; release the slot and prompt it anew")  # fmt: skip
+        if token < 0:
+            raise fault(token, self.checkpoint.path, slot, position)
         return token
 
     def wait(self, ticket: int | None = None) -> None:
         """Until the pass `ticket` (default: every pass) is done; if it was void, until it has been run again."""
         self.device.wait(ticket)
-        if self._decoding is not None and faults.is_void(self, ticket):
+        if self._decoding is not None and voids.is_void(self, ticket):
             self._settle()
 
     def stream(self, slot: int, ids: Sequence[int], most: int, at_once: int = 1) -> Iterator[int]:
         """Prompt one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them in
         each submit. The next submit is made before the tokens of one are read: dropping the iterator leaves up to
         2 * at_once - 1 passes too many, which is harmless.
-        Not on cpu, where submitting is running: the tokens would come, and be timed, late.
-        """
-        if at_once < 1:
-            raise ValueError(f"tokens per submit must be 1 or more, not {at_once}")
-        running = deque([(self.submit_prefill({slot: ids}), 1)])  # submits whose tokens have not been read
-        first = at = self.positions[slot]
-        last = min(first + most, self.cache.ctx)
-        ahead = 2 if self.target.device != "cpu" else 1
-        while at < last:
-            while len(running) < ahead and (count := min(at_once, last - self.positions[slot] - 1)) > 0:
-                running.append((self.submit_decode((slot,), count), count))
-            ticket, count = running.popleft()
-            for at in range(at, min(at + count, last)):  # noqa: B020 (goes on where it was)
-                yield self.token(slot, at, ticket)
-            at += 1
+        Not on cpu, where submitting is running: the tokens would come, and be timed, late."""
+        return streams.stream(self, slot, ids, most, at_once)
 
     # -------------------------------------------------------------------------------------------- blocking conveniences
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """Prompts {slot: ids}, admitting slots that are not; returns the first token chosen for each."""
-        for slot in prompts:
-            if slot not in self.positions:
-                self.admit(slot=slot)
-        self.wait(self.submit_prefill(prompts))
-        return {slot: self.token(slot, self.positions[slot]) for slot in prompts if self.positions[slot] < self.cache.ctx}
+        with self.turns:
+            for slot in prompts:
+                if slot not in self.positions:
+                    self.admit(slot=slot)
+            self.wait(self.submit_prefill(prompts))
+            return {slot: self.token(slot, self.positions[slot]) for slot in prompts if self.positions[slot] < self.cache.ctx}
 
     def decode(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, list[int]]:
         """`steps` more tokens for each slot (default: all live ones), in one submit."""
-        slots = tuple(sorted(self.positions) if slots is None else slots)
-        start = {s: self.positions[s] + 1 for s in slots}
-        if any(start[s] + steps > self.cache.ctx for s in slots):
-            raise ContextExceeded(f"{steps} more tokens do not fit in the context of {self.cache.ctx}")
-        ticket = self.submit_decode(slots, steps)
-        return {s: [self.token(s, at, ticket) for at in range(start[s], start[s] + steps)] for s in slots}
+        with self.turns:
+            slots = tuple(sorted(self.positions) if slots is None else slots)
+            start = {s: self.positions[s] + 1 for s in slots}
+            if any(start[s] + steps > self.cache.ctx for s in slots):
+                raise ContextExceeded(f"{steps} more tokens do not fit in the context of {self.cache.ctx}")
+            ticket = self.submit_decode(slots, steps)
+            return {s: [self.token(s, at, ticket) for at in range(start[s], start[s] + steps)] for s in slots}
 
     def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Teacher-forced logits, float32 [len(ids), vocab], by passes of at most `chunk` rows."""
@@ -267,11 +255,12 @@ class Engine:
     def logits_of(self, sequences: Sequence[Sequence[int]], chunk: int | None = None) -> Iterator[np.ndarray]:
         """As `logits_by_pass`, for several sequences one after another. As many as there are free slots run together:
         a pass reads every weight, so short sequences must share one."""
-        return forced.logits_of(self, sequences, chunk)
+        return self.turns.steps(forced.logits_of(self, sequences, chunk))
 
     def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
-        return forced.hidden_states(self, ids, chunk)
+        with self.turns:
+            return forced.hidden_states(self, ids, chunk)
 
     # -------------------------------------------------------------------------------------------------------- reports
     @property
@@ -346,30 +335,13 @@ class Engine:
             self.device.reserve(max(p.arena_bytes for p in plans), every_size(self.target, self._sizes))
         before = self.counters.bytes_up
         with self.clock.phase("weights"):
-            sample = self.clock.sample
-            self.reencoded = upload(self.checkpoint, self.device, weights, self.target.weights, progress, sample)
+            self.reencoded = upload(self.checkpoint, self.device, weights, self.target.weights, progress, self.clock.sample)
         self.clock.bytes_up = self.counters.bytes_up - before
         self._stored = set(decls)
 
     def check(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """ValueError for a prompt that cannot be run."""
-        for slot, ids in prompts.items():
-            if slot not in self.positions:
-                raise ValueError(f"slot {slot} holds no sequence: admit it first")
-            self.check_ids(ids)
-            if self.positions[slot] + len(ids) > self.cache.ctx:
-                raise ContextExceeded(
-                    f"a prompt of {len(ids)} tokens does not fit in the context of {self.cache.ctx}: "
-                    "shorten it or load the model with a larger ctx"
-                )
-
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """ValueError for an empty prompt, or an id that the embedding has no row for."""
-        if not len(ids):
-            raise ValueError("the prompt is empty: it needs at least one token")
-        bad = next((i for i in ids if not 0 <= i < self.target.hparams.vocab), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is outside the vocabulary of {self.target.hparams.vocab}")
+        check_prompts(prompts, self.positions, self.target.hparams.vocab, self.cache.ctx)
 
     def _decode_rows(self, slots: tuple[int, ...]) -> None:
         """Set the device's rows up for one token of each slot, in every pass from now on."""
@@ -384,8 +356,8 @@ class Engine:
         """The host may write io tensors only when no pass reads them. Void passes have been run again then."""
         self.device.wait()
         self._timing.stop()
-        if self._decoding is not None and faults.is_void(self):
-            faults.run_again(self, self._decoding)
+        if self._decoding is not None and voids.is_void(self):
+            voids.run_again(self, self._decoding)
 
     def run_chunk(self, chunk: Chunk, program: Program) -> int:
         """Submit one prepared pass of a prompt, when its lane is free; returns its ticket."""

@@ -1,46 +1,41 @@
-"""Void passes: a kernel gave up a wait between its workgroups (FAULT_WORD), so that this decode pass and those submitted after
-it chose no token and left every sequence where it was. They are run again by separate steps, which decoding goes on with.
-
-A wait is given up where workgroups that wait for one another were not all running: a driver, or a neighbour on the GPU, took
-some of them away. What the passes appended to the KV cache lies at the positions that the same tokens take again."""
+"""What a pass can say instead of a token: the words that `history` holds then, as errors that say what to do."""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+import shlex
+from pathlib import Path
 
 import numpy as np
 
-from hybrid.spec.plan import CONTROL_TENSOR, CONTROL_WORDS, FAULT_WORD
-from hybrid.spec.tensor import Tensor
-
-if TYPE_CHECKING:
-    from hybrid.engine import Engine
-
-log = logging.getLogger("hybrid")
+from hybrid.spec.plan import FAULTED, NOT_FINITE
 
 
-def is_void(engine: Engine, ticket: int | None = None) -> bool:
-    """Of the decode passes submitted since the rows were set up, up to `ticket` (default: all; waited for): was one given up?"""
-    return engine.cooperative and bool(engine.device.read(CONTROL_TENSOR, ticket=ticket).array[FAULT_WORD])
+class NotFinite(RuntimeError):
+    """The logits after some position are NaN or infinite: no token can be chosen, and no number of them means anything."""
+
+    def __init__(self, path: Path, position: int, slot: int | None = None) -> None:
+        where = f"after position {position}" + ("" if slot is None else f" of slot {slot}")
+        super().__init__(
+            f"{path}: the logits {where} are NaN or infinite. A weight may be damaged: python -m hybrid.inspect "
+            f"{shlex.quote(str(path))} --check-finite names its tensor; where none is, the activations are beyond float16: "
+            "use precision exact"
+        )
+        self.position, self.slot = position, slot
 
 
-def run_again(engine: Engine, slots: tuple[int, ...]) -> None:
-    """Run the void passes of `slots` again, without waits between workgroups; returns when they have ended. Interrupted or
-    failed before that, it leaves the sequences where the device has them."""
-    reached = engine.device.read("next_position").array
-    held, submitted = ({s: int(at[s]) for s in slots} for at in (reached, engine.positions))
-    lost = {submitted[s] - held[s] for s in slots}
-    if len(lost) > 1 or min(lost, default=0) < 0:
-        raise RuntimeError(f"{engine.device.name}: void passes left sequences at positions {held}, submitted were {submitted}: "
-                           "load the model again")  # fmt: skip
-    engine.positions.update(held)
-    engine.forget_programs("decode")  # their mailboxes hold what was never read
-    engine.cooperative = False
-    text = (f"{engine.device.name}: workgroups of one dispatch waited for one another for too long (other work on this device may "
-            "have taken their place): the pass was run again by separate steps, which decoding goes on with")  # fmt: skip
-    log.warning("%s", text)
-    engine.faults.append(text)
-    engine.device.write(CONTROL_TENSOR, Tensor.of(np.zeros(CONTROL_WORDS, np.uint32)))
-    if times := lost.pop() if lost else 0:
-        engine.wait(engine.submit_decode(slots, times))
+def fault(word: int, path: Path, slot: int, position: int) -> RuntimeError:
+    """The error for a negative word of `history` at a position, whose token the pass before it was to choose."""
+    if word == NOT_FINITE:
+        return NotFinite(path, position - 1, slot)
+    if word == FAULTED:
+        return RuntimeError(f"{path}: no token was chosen for position {position} of slot {slot}: its pass was void and could not be "
+                            "run again; release the slot and prompt it anew")  # fmt: skip
+    return RuntimeError(f"{path}: the device left {word} as the token for position {position} of slot {slot}: no such word")
+
+
+def check_finite(path: Path, logits: np.ndarray, positions: np.ndarray) -> None:
+    """NotFinite for the first row of logits float32 [rows, vocab] that holds NaN or infinity; rows are of `positions`."""
+    # The extremes of a row with a NaN are NaN; nothing of the matrix's size is made.
+    wrong = ~(np.isfinite(logits.max(-1)) & np.isfinite(logits.min(-1)))
+    if wrong.any():
+        raise NotFinite(path, int(positions[wrong.argmax()]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hybrid.batch import Chunk, bucket_of, chunks
+from hybrid.faults import check_finite
 from hybrid.lanes import named
 from hybrid.spec.plan import TensorDecl
 
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from hybrid.engine import Engine
 
 
-def logits_of(engine: Engine, sequences: Sequence[Sequence[int]], chunk: int | None) -> Iterator[np.ndarray]:
+def logits_of(engine: Engine, sequences: Sequence[Sequence[int]], chunk: int | None) -> Generator[np.ndarray, None, None]:
     """See Engine.logits_of."""
     rows = min(chunk or engine.logits_rows, engine.logits_rows)
     decl = TensorDecl("logits", "f32", (engine.logits_rows, engine.target.hparams.vocab), "io")
     free = max(1, engine.cache.slots - len(engine.positions))
     for at in range(0, len(sequences), free):
-        for (part,) in _passes(engine, sequences[at : at + free], rows, [decl], capture=False):
+        for done, (part,) in _passes(engine, sequences[at : at + free], rows, [decl], capture=False):
+            check_finite(engine.checkpoint.path, part, done.positions)
             yield part
 
 
@@ -32,19 +34,19 @@ def hidden_states(engine: Engine, ids: Sequence[int], chunk: int | None) -> np.n
     hp = engine.target.hparams
     rows = min(chunk or engine.hidden_rows, engine.hidden_rows)
     decls = [TensorDecl(f"hidden.{i}", "f32", (engine.hidden_rows, hp.hidden), "io") for i in range(hp.n_layers + 1)]
-    return np.concatenate([np.stack(p) for p in _passes(engine, [ids], rows, decls, capture=True)], axis=1)
+    return np.concatenate([np.stack(p) for _, p in _passes(engine, [ids], rows, decls, capture=True)], axis=1)
 
 
 def _passes(
     engine: Engine, sequences: Sequence[Sequence[int]], rows: int, decls: list[TensorDecl], capture: bool
-) -> Iterator[list[np.ndarray]]:
-    """Passes over sequences, each in a slot of its own; the live rows of each pass's result tensors, read while the next
-    one runs where passes overlap."""
+) -> Iterator[tuple[Chunk, list[np.ndarray]]]:
+    """Passes over sequences, each in a slot of its own; each pass's rows and its result tensors' live rows, read while the
+    next one runs where passes overlap."""
     for lane in range(engine.lanes):
         for decl in decls:
             engine.result(replace(decl, name=named(decl.name, lane)))
     prompts: dict[int, Sequence[int]] = {}
-    running = deque[tuple[int, int, int]]()  # ticket, lane, rows
+    running = deque[tuple[Chunk, int, int]]()  # with ticket and lane
     try:
         for ids in sequences:
             prompts[engine.admit(max(len(ids), 1))] = ids
@@ -56,14 +58,21 @@ def _passes(
             size = bucket_of(n, engine.row_buckets)
             every = Chunk(chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32))
             program = engine.program("prefill", size, 0 if capture else size, capture, sample=False, lane=lane)
-            running.append((engine.run_chunk(every, program), lane, n))
+            running.append((every, engine.run_chunk(every, program), lane))
         while running:
             yield _results(engine, decls, *running.popleft())
     finally:
-        engine.wait()
-        for slot in prompts:
-            engine.release(slot)
+
+        def give_back() -> None:
+            engine.wait()
+            for slot in prompts:
+                engine.release(slot)
+
+        engine.turns.soon(give_back)  # collected as garbage, this is another's turn
 
 
-def _results(engine: Engine, decls: Sequence[TensorDecl], ticket: int, lane: int, rows: int) -> list[np.ndarray]:
-    return [engine.device.read(named(d.name, lane), 0, rows, ticket).array for d in decls]
+def _results(
+    engine: Engine, decls: Sequence[TensorDecl], chunk: Chunk, ticket: int, lane: int
+) -> tuple[Chunk, list[np.ndarray]]:
+    rows = len(chunk.tokens)
+    return chunk, [engine.device.read(named(d.name, lane), 0, rows, ticket).array for d in decls]

@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m hybrid.generate",
         description="Generate text from a checkpoint.",
         epilog="Text goes to standard output, statistics and errors to standard error. "
-        "Exit codes: 0, 1 error, 2 wrong usage, 130 interrupted.",
+        "Exit codes: 0, 1 error, 2 wrong usage, 3 device lost or not answering, 130 interrupted.",
     )
     p.add_argument(
         "model",

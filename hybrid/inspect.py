@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import CACHES, PRECISIONS, Parser, positive, run, size
+from hybrid.cli import CACHES, PRECISIONS, Parser, positive, progress_bar, run, size
 from hybrid.units import show_bytes
 
 _NEEDS = {
@@ -41,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (auto)")
     p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
     add_types(p, default=" (the default; a NAME is stored in bf16)")
+    p.add_argument(
+        "--check-finite",
+        action="store_true",
+        help="instead: read every tensor and name those that hold NaN or infinity; exit code 1 where one does",
+    )
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
 
@@ -51,9 +56,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.check_finite:
+        return _check_finite(args)
     report = inspect(args)
     print(json.dumps(report) if args.json else text(report, args.tensors))
     return 0
+
+
+def _check_finite(args: argparse.Namespace) -> int:
+    from hybrid.checkpoint import open_checkpoint
+    from hybrid.checkpoint.finite import damaged
+    from hybrid.spec.dtypes import DTYPES
+
+    with open_checkpoint(args.model) as c:
+        tensors, total = len(c.names), sum(DTYPES[c.dtype(n)].nbytes(c.shape(n)) for n in c.names)
+        with progress_bar(total, Path(args.model).name, False, unit="B") as update:
+            wrong = list(damaged(c, update))
+    if args.json:
+        print(json.dumps({"ok": not wrong, "tensors": tensors, "bytes": total, "wrong": wrong}))
+    elif not wrong:
+        print(f"{args.model}: {tensors} tensors, {total / 1e6:.1f} MB: every number is finite")
+    for line in wrong:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import TracebackType
@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from hybrid.batch import check_ids
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.cli import CACHES, PRECISIONS
 from hybrid.cost import plan_cost
@@ -24,6 +25,7 @@ from hybrid.placed import with_others
 from hybrid.planner import PrecisionName
 from hybrid.sampling import Sampling
 from hybrid.session import Session
+from hybrid.spec.errors import DeviceLost as DeviceLost
 from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
 from hybrid.stats import Finish, Stats
 from hybrid.stops import StopFilter
@@ -114,7 +116,8 @@ def _open_device(chain: Sequence[str], checkpoint: Checkpoint, clock: LoadClock)
 
 
 class Model:
-    """Made by `load`. Not for use from several threads at once."""
+    """Made by `load`. Threads may share it: what one asks for waits until no other is at work, piece of text by piece of
+    text; `slots` says how many generations and sessions may be open at a time. `stats` are then anybody's."""
 
     def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine) -> None:
         self.checkpoint = checkpoint
@@ -180,7 +183,7 @@ class Model:
         if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
             raise ValueError(f"tokens_per_submit must be a positive integer, not {tokens_per_submit!r}")
         ids = self.encode(prompt) if isinstance(prompt, str) else _integers(prompt)
-        engine.check_ids(ids)
+        check_ids(ids, engine.target.hparams.vocab)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         stops = StopFilter([stop] if isinstance(stop, str) else stop or ())
         if session is not None and not session.of(engine):
@@ -190,7 +193,8 @@ class Model:
                 f"a prompt of {len(ids)} tokens leaves no room in the context of {engine.cache.ctx}: "
                 "shorten it or load the model with a larger ctx"
             )
-        return self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos, session, tokens_per_submit)
+        steps = self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos, session, tokens_per_submit)
+        return engine.turns.steps(steps)
 
     def session(self) -> Session:
         """A sequence that stays in the cache between generations, for conversations. Takes the model's slot with
@@ -207,7 +211,7 @@ class Model:
         ignore_eos: bool,
         session: Session | None,
         at_once: int,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         text = StreamDecoder(self.checkpoint.tokenizer)
         out: list[int] = []
         finish: Finish = "cancelled"
@@ -250,7 +254,10 @@ class Model:
             raise
         finally:
             end = time.perf_counter()
-            if self._opened is not None:  # closed in the middle: nothing to give back
+
+            def give_back() -> None:
+                if self._opened is None:  # closed in the middle: nothing to give back
+                    return
                 engine.wait()
                 ours = session is None or session.running is running  # else the session was closed
                 passes = engine.positions[slot] - len(ids) if ours else 0
@@ -261,6 +268,8 @@ class Model:
                 elif ours:
                     session.close()
                 self.stats = self._stats(engine, ids, held, out, passes, finish, first - begin, end - begin)
+
+            engine.turns.soon(give_back)  # collected as garbage, this is another's turn
 
     def _stats(
         self,
@@ -294,15 +303,17 @@ class Model:
             load=self.load,
             reencoded=tuple(r.line() for r in engine.reencoded),
             memory=dict(engine.device.memory()),
+            threads=str(getattr(engine.device, "threads", "")),
         )
 
     def close(self) -> None:
         """Free every device object and let go of the files; the model cannot be used afterwards."""
-        if self._opened is not None:
-            opened, self._opened = self._opened, None
-            self.engine.positions.clear()
-            opened.device.close()
-            self.checkpoint.close()
+        with self.engine.turns:
+            if self._opened is not None:
+                opened, self._opened = self._opened, None
+                self.engine.positions.clear()
+                opened.device.close()
+                self.checkpoint.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -319,6 +330,7 @@ class Model:
     def _engine(self) -> Engine:
         if self._opened is None:
             raise ValueError("this model is closed: load it again")
+        self._opened.device.check_open()
         return self.engine
 
 

@@ -94,6 +94,9 @@ class PlacedDevice:
         them then for what their kernels take beside it."""
         self.main.reserve(arena_bytes)
 
+    def check_open(self) -> None:
+        self.main.check_open()
+
     def wait(self, ticket: int | None = None) -> None:
         self.main.wait(self._landed(ticket))
         if ticket is None:  # all are done

@@ -54,12 +54,13 @@ class Session:
 
     def close(self) -> None:
         """Give the slot back. The session may be used again, from nothing; a generation that still ran in it fails."""
-        self._ids, self.running = [], None
-        if self._slot is not None:
-            slot, self._slot = self._slot, None
-            if slot in self._engine.positions:  # else the model is closed
-                self._engine.wait()
-                self._engine.release(slot)
+        with self._engine.turns:
+            self._ids, self.running = [], None
+            if self._slot is not None:
+                slot, self._slot = self._slot, None
+                if slot in self._engine.positions:  # else the model is closed
+                    self._engine.wait()
+                    self._engine.release(slot)
 
     def __enter__(self) -> Session:
         return self

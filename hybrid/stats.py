@@ -46,6 +46,9 @@ class Stats:
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the device holds, by purpose; `left_in_files` (cpu) are weights that it reads again at every use."""
 
+    threads: str = ""
+    """How the host's products use its processors, where the device is one."""
+
     @property
     def prompt_per_second(self) -> float:
         """Prompt tokens over the time to the first token."""
@@ -93,6 +96,8 @@ class Stats:
         ]
         if self.load is not None:
             lines.append(self.load.line())
+        if self.threads:
+            lines.append(f"threads: {self.threads}")
         if self.carried:
             lines.append(f"between devices: {self.carried}")
         lines += [f"re-encoded: {r}" for r in self.reencoded]

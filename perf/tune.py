@@ -31,7 +31,7 @@ from conformance.tuned import facts_of, plan_for
 from hybrid.cli import Parser, amount, progress_bar, run
 from hybrid.devices import open_first
 from hybrid.spec import OpSpec, load_op
-from hybrid.spec.errors import nearest
+from hybrid.spec.errors import DeviceLost, nearest
 from hybrid.spec.fields import Workload
 from hybrid.spec.schedule import find_schedule
 from kernels.vulkan.api import VulkanError
@@ -139,6 +139,8 @@ class Tuner:
                     for case in cases:
                         run_case(self.spec, self.device, case)
                 self._proved[key] = True
+            except DeviceLost:  # nothing that follows would be about its candidate
+                raise
             except VulkanError as error:
                 self.unfit.append(f"{shown(use)}: {error}")
             except Disagreement as error:

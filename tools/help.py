@@ -35,6 +35,8 @@ COMMANDS = (
     "perf.report",
     "perf.ablate",
     "perf.campaign",
+    "perf.neighbours",
+    "perf.neighbour",
     "kernels.vulkan.build",
     "kernels.npu.build",
     "kernels.npu.check",

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         description="Speed of prefill and of decode, measured apart after warm-up, with the bytes and operations behind them "
         "(by the operations' declared costs) and their shares of what this device reached in the same run. The cache is "
         "filled by running random tokens. A figure above the device's nameplate is an error.",
-        epilog="Exit codes: 0, 1 error or an impossible figure, 2 wrong usage.",
+        epilog="Exit codes: 0, 1 error or an impossible figure, 2 wrong usage, 3 device lost or not answering.",
     )
     add_model(p)
     p.add_argument("-p", "--prompt", type=counts, default=(512,), metavar="N,..", help="tokens of a prompt; 0: none (512)")

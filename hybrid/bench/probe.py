@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.spec.cost import Cost
 from hybrid.spec.plan import Plan, Step
 
 REPEATS = 4
@@ -64,65 +65,87 @@ def _cpu_matrix() -> dict[str, float]:
     return {"numpy matmul f32": 2 * n**3 / _fastest(lambda: np.matmul(a, a, out=out)) / 1e12}
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One dispatch of a probe kernel: a copy, or products."""
+
+    label: str
+    kernel: str
+    push: bytes
+    groups: int
+    cost: Cost
+
+
 def _vulkan(device: Any) -> tuple[dict[str, float], dict[str, float]]:
+    with ExitStack() as held:
+        source, target = buffers(device, held)
+        copied = {v.label: v.cost.nbytes / _timed(device, v, source, target) / 1e9 for v in copies(device, source.size)}
+        multiplied = {v.label: v.cost.flops / _timed(device, v, source, target) / 1e12 for v in products(device, source.size)}
+        device.wait()
+    return copied, multiplied
+
+
+def buffers(device: Any, held: ExitStack) -> tuple[Any, Any]:
+    """Two slices of device memory for the probes of a Vulkan device, far larger than its caches; `held` frees them."""
     from kernels.vulkan.memory import align_up
 
-    copies, matrices, pool = {}, {}, device.memory_pool
+    pool = device.memory_pool
     size = min(COPY_BYTES.get(device.info.kind, 64 << 20), pool.available("device") // 4, device.max_range)
     size -= size % (1 << 20)  # whole tiles of every variant
-    with ExitStack() as held:
 
-        def allocate(nbytes: int) -> Any:
-            piece = pool.allocate(align_up(nbytes), "scratch")
-            held.callback(pool.release, piece, "scratch")
-            device.fill(piece, 0x3C)  # as f16 a little more than 1
-            return piece
+    def allocate() -> Any:
+        piece = pool.allocate(align_up(size), "scratch")
+        held.callback(pool.release, piece, "scratch")
+        device.fill(piece, 0x3C)  # as f16 a little more than 1
+        return piece
 
-        source, target = allocate(size), allocate(size)
-        for name, groups, per in _copy_variants(device):
-            tiles = size // 16 // per
-            grid = min(groups or tiles, tiles, device.max_groups[0])
-            seconds = _timed(device, name, source, target, struct.pack("<II", size // 16, grid), grid)
-            copies[f"{name}{f' x {grid} groups' if groups else ''}"] = 2 * size / seconds / 1e9
-        for name, subgroups, tiles in _matrix_variants(device):
-            sums = MATRIX_GROUPS * subgroups * 1024
-            seconds = _timed(device, name, source, target, struct.pack("<I", MATRIX_STEPS), MATRIX_GROUPS) if sums <= size else 1e9
-            matrices[name] = MATRIX_GROUPS * subgroups * MATRIX_STEPS * tiles * 2 * 16**3 / seconds / 1e12
-        device.wait()
-    return copies, matrices
+    return allocate(), allocate()
 
 
-def _copy_variants(device: Any) -> list[tuple[str, int, int]]:
-    """(kernel, groups, words of 16 bytes that a group takes at a time) of each variant that the device can run."""
+def copies(device: Any, nbytes: int) -> list[Variant]:
+    """Copies of a buffer of so many bytes: each variant that the device can run."""
     found = []
     for name in device.kernels_named("probe_copy."):
         threads, each = map(int, name.split(".")[1:])
-        if threads <= device.max_threads:
-            found += [(name, groups, threads * each) for groups in (GROUPS if device.info.kind != "cpu" else GROUPS[1:])]
+        if threads > device.max_threads:
+            continue
+        tiles = nbytes // 16 // (threads * each)  # a group takes so many words of 16 bytes at a time
+        for groups in GROUPS if device.info.kind != "cpu" else GROUPS[1:]:
+            grid = min(groups or tiles, tiles, device.max_groups[0])
+            label = f"{name}{f' x {grid} groups' if groups else ''}"
+            found.append(Variant(label, name, struct.pack("<II", nbytes // 16, grid), grid, Cost(nbytes=2 * nbytes)))
     return found if device.info.kind != "cpu" else found[::4]  # a CPU's copy hardly depends on the kernel
 
 
-def _matrix_variants(device: Any) -> list[tuple[str, int, int]]:
-    """(kernel, subgroups of a group, tiles that each multiplies in a step)."""
+def products(device: Any, nbytes: int) -> list[Variant]:
+    """Products of matrix units whose sums fit a buffer of so many bytes; none where the device has no such units."""
     if not device.has("cooperative_matrix") or device.subgroup_size != 32:
         return []
     found = []
     for name in device.kernels_named("probe_matrix."):
         _, threads, tile = name.split(".")
         rows, columns = map(int, tile.split("x"))
-        found.append((name, int(threads) // 32, rows * columns))
+        subgroups, tiles = int(threads) // 32, rows * columns  # of a group; that each multiplies in a step
+        if MATRIX_GROUPS * subgroups * 1024 <= nbytes:
+            flops = MATRIX_GROUPS * subgroups * MATRIX_STEPS * tiles * 2 * 16**3
+            found.append(Variant(name, name, struct.pack("<I", MATRIX_STEPS), MATRIX_GROUPS, Cost(flops)))
     return found
 
 
-def _timed(device: Any, name: str, source: Any, target: Any, push: bytes, groups: int) -> float:
-    """Seconds of one dispatch by the device's clock, the best of a few."""
+def record(device: Any, variant: Variant, source: Any, target: Any, profile: bool = False) -> Any:
+    """The variant as a program of one dispatch. The caller closes it."""
     from kernels.vulkan.program import Program
     from kernels.vulkan.recorder import Recorder
 
-    plan = Plan("probe", 1, 0, (Step(name, name, {}, {}),), {})
+    plan = Plan("probe", 1, 0, (Step(variant.kernel, variant.kernel, {}, {}),), {})
     recorder = Recorder(device, source)
-    recorder.dispatch(device.kernel(name), [source], [target], push, (groups,))
-    program = Program(device, plan, recorder, True)
+    recorder.dispatch(device.kernel(variant.kernel), [source], [target], variant.push, (variant.groups,))
+    return Program(device, plan, recorder, profile, cost=variant.cost)
+
+
+def _timed(device: Any, variant: Variant, source: Any, target: Any) -> float:
+    """Seconds of one dispatch by the device's clock, the best of a few."""
+    program = record(device, variant, source, target, profile=True)
     try:
         times: list[Sequence[Any]] = []
         for _ in range(REPEATS + 1):

@@ -116,6 +116,10 @@ def assemble(
             entries[name] = Entry("f32", shape, _norm_loader(found, norm_offset))
         else:
             entries[name] = Entry(found.dtype, shape, found.load, found.read_rows, found.packed())
+    coarse = [stored[file_name(n)] for n in entries if is_norm(n) and DTYPES[stored[file_name(n)].dtype].quantised]
+    if coarse:
+        who = f"{coarse[0].name} and {len(coarse) - 1} more norms are" if len(coarse) > 1 else f"{coarse[0].name} is"
+        notes.append(printable(f"{who} stored as {coarse[0].dtype}: no usual writer quantises norms, and it costs accuracy"))
     used = {file_name(name) for name in entries}
     _account_for_rest({key: tensor for key, tensor in stored.items() if key not in used}, notes)
     return entries

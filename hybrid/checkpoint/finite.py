@@ -1,16 +1,20 @@
 """NaN and infinity where one value spoils a whole block or layer: scales of block types, and norm weights.
 
 Scales are a sixteenth of a file or less, so all of them are looked at whenever a tensor is taken. The numbers of plain
-matrices are not: that would read every weight once more.
+matrices are not: that would read every weight once more, and what they spoil shows in the logits, which the device looks at
+(hybrid/faults.py). `damaged` reads them all, on request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from hybrid.checkpoint.base import CheckpointError
+from hybrid.checkpoint.base import Checkpoint, CheckpointError
+from hybrid.spec.dtypes import DTYPES
+from kernels.oracle.quant import dequantise, row_blocks
 
 _FIELDS: dict[str, tuple[int, int, dict[int, str]]] = {
     # bytes of a ggml block, elements, byte offsets of its float16 scales
@@ -25,6 +29,7 @@ _FIELDS: dict[str, tuple[int, int, dict[int, str]]] = {
 }
 _EXPONENT = np.uint16(0x7C00)
 _CHUNK = 1 << 18  # blocks at once: the temporaries stay in the cache
+_ELEMENTS = 1 << 22  # of a plain matrix at once
 
 
 def check_scales(path: Path, name: str, dtype: str, shape: tuple[int, ...], raw: np.ndarray, first: int = 0) -> None:
@@ -54,4 +59,33 @@ def check_finite(path: Path, name: str, values: np.ndarray) -> None:
         at = int(wrong.argmax())
         raise CheckpointError(
             f"{path}: tensor {name} is damaged: element {at} is {float(values.reshape(-1)[at])}; fetch the file again"
+        )
+
+
+def damaged(checkpoint: Checkpoint, progress: Callable[[int], object] = lambda done: None) -> Iterator[str]:
+    """A line for each tensor that holds NaN or infinity, of any type, with the first place; and for each that cannot be
+    read. Reads every byte, a block of rows at a time; `progress` gets the bytes read since the last call."""
+    for name in checkpoint.names:
+        shape, kind = checkpoint.shape(name), DTYPES[checkpoint.dtype(name)]
+        try:
+            if len(shape) == 1:
+                checkpoint.tensor(name)  # looks at its numbers itself
+                progress(kind.nbytes(shape))
+                continue
+            for start, stop in row_blocks(shape[0], shape[1], _ELEMENTS):
+                rows = checkpoint.rows(name, start, stop)  # looks at scales
+                if not kind.quantised:
+                    _check_rows(checkpoint.path, name, kind.name, start, dequantise(rows, np.float32))
+                progress(kind.nbytes((stop - start, shape[1])))
+        except CheckpointError as error:
+            yield str(error)
+
+
+def _check_rows(path: Path, name: str, dtype: str, first: int, values: np.ndarray) -> None:
+    wrong = ~np.isfinite(values)
+    if wrong.any():
+        row, at = divmod(int(wrong.argmax()), values.shape[1])
+        raise CheckpointError(
+            f"{path}: tensor {name} of {dtype} is damaged: row {first + row}, element {at} is {float(values[row, at])}; "
+            "fetch the file again"
         )

@@ -80,6 +80,10 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
     """config.json of Gemma3ForCausalLM, or of the multimodal model with its `text_config`; old and new dialect."""
     c = config.sub("text_config") if config.get("text_config") is not None else config
     _refuse_variants(c)
+    quantised = config.sub("quantization_config") if c.get("quantization_config") is None else c.sub("quantization_config")
+    if quantised.values:
+        method = quantised.get("quant_method", "no quant_method")
+        c.notes.append(f"{c.path.name} has a quantization_config ({method}): it is left out, tensors are taken as they are stored")
     n_layers, hidden = _layer_count(c, "num_hidden_layers", 26), c.integer("hidden_size", 2304)
     theta_global, theta_local, factor = _rope_from_hf(c)
     omitted = [key for key in _DEFAULTED if c.get(key) is None and not c.is_null(key)]
@@ -87,8 +91,9 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
         c.notes.append(f"{c.path.name} omits {', '.join(omitted)}: the defaults of Gemma 3's config class are taken")
     if c.get("rope_scaling") is c.get("rope_parameters") is None and not c.is_null("rope_scaling"):
         c.notes.append(f"{c.path.name} says nothing of RoPE scaling: none is taken, as its config class has it")
-    if c.integer("vocab_size", vocab) != vocab:
-        c.notes.append(f"{c.path.name} says vocab_size {c.get('vocab_size')}: the embedding has {vocab} rows, which count")
+    for said in dict.fromkeys(f.integer("vocab_size", vocab) for f in (c, config)):
+        if said != vocab:
+            c.notes.append(f"{c.path.name} says vocab_size {said}: the embedding has {vocab} rows, which count")
     return HParams(
         family="gemma3",
         n_layers=n_layers,
@@ -127,11 +132,20 @@ def _refuse_variants(c: Fields) -> None:
     for key in ("attention_bias", "use_bidirectional_attention"):
         if c.get(key):
             raise c.error(key, f"{c.get(key)!r} is not supported: this is a causal decoder without biases")
+    _refuse_attention_cap(c)
+
+
+def _refuse_attention_cap(c: Fields) -> None:
+    """Gemma 2 caps the scores of attention, Gemma 3 does not."""
+    key = "attn_logit_softcapping"
+    if c.get(key):
+        raise c.error(key, f"{c.get(key)!r} is not supported: Gemma 3 caps no attention scores; remove it if it came from Gemma 2")
 
 
 def _rope_from_hf(c: Fields) -> tuple[float, float, float]:
     """(theta of global layers, theta of local ones, linear factor of global ones)."""
     new = c.sub("rope_parameters")
+    _refuse_two_scalings(c, new)
     if new.get("full_attention") is not None or new.get("sliding_attention") is not None:
         full, local = new.sub("full_attention"), new.sub("sliding_attention")
         if _linear_factor(local) != 1.0:
@@ -140,6 +154,16 @@ def _rope_from_hf(c: Fields) -> tuple[float, float, float]:
     old = c.sub("rope_scaling") if c.get("rope_scaling") is not None else new
     theta = old.number("rope_theta", c.number("rope_theta", 1e6))
     return theta, c.number("rope_local_base_freq", LOCAL_THETA), _linear_factor(old)
+
+
+def _refuse_two_scalings(c: Fields, new: Fields) -> None:
+    """rope_scaling, the older name, beside rope_parameters: they may say the same."""
+    if c.get("rope_scaling") is None or not new.values:
+        return
+    full = new.sub("full_attention") if new.get("full_attention") is not None else new
+    one, other = _linear_factor(c.sub("rope_scaling")), _linear_factor(full)
+    if one != other:
+        raise c.error("rope_scaling", f"scales by {one:g} and rope_parameters by {other:g}: remove the one that is wrong")
 
 
 def _linear_factor(rope: Fields) -> float:
@@ -183,7 +207,12 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
     head_dim, context = m.integer("attention.key_length"), m.integer("context_length")
     if m.integer("attention.value_length", head_dim) != head_dim:
         raise m.error("attention.value_length", f"must equal attention.key_length {head_dim}")
-    window = m.integer("attention.sliding_window", 0)
+    _refuse_attention_cap(m)
+    key = "attention.sliding_window"
+    if m.get(key) is None:
+        raise m.error(key, "is missing: every Gemma 3 has local layers, which would be computed as global ones; convert the "
+                      "original again, or write 0 where all layers are global")  # fmt: skip
+    window = m.integer(key)
     if m.integer("vocab_size", vocab) != vocab:
         m.notes.append(f"gemma3.vocab_size is {m.get('vocab_size')}: the embedding has {vocab} rows, which count")
     if m.get("attention.layer_norm_rms_epsilon") is None:
@@ -240,6 +269,8 @@ def _layers_from_gguf(m: Fields, n_layers: int, window: int) -> tuple[bool, ...]
     key = "attention.sliding_window_pattern"
     pattern = m.get(key, PATTERN)
     if window == 0:
+        if isinstance(pattern, list) and any(pattern):
+            raise m.error(key, "names local layers, but attention.sliding_window is 0: one of them is wrong")
         return (True,) * n_layers
     if not isinstance(pattern, list):
         return _periodic(m, key, m.integer(key, PATTERN), n_layers)

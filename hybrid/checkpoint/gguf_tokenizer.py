@@ -36,12 +36,13 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
     kind = m.text("model")
     if kind not in ("llama", "gpt2"):
         raise m.error("model", f"{kind!r} is not supported; known: llama (SentencePiece), gpt2 with merges over its pieces")
-    pieces, types = _list(m, "tokens", str), _list(m, "token_type", int)
+    pieces = _list(m, "tokens", str)
+    types = _list(m, "token_type", int, len(pieces))
     if kind == "gpt2":
         types = _types_by_text(m, pieces, types)
         scores, merges = [0.0] * len(pieces), _merges(m)
     else:
-        scores, merges = _list(m, "scores", (int, float)), None
+        scores, merges = _list(m, "scores", (int, float), len(pieces)), None
     named = (_index(m, key) for key in ("eot_token_id", "eom_token_id"))
     ends = [*(i for i in named if i is not None), *_list(m, "eos_token_ids", int, required=False)]
     try:
@@ -67,7 +68,8 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
         raise CheckpointError(f"{metadata.path}: tokenizer.ggml: {error}") from None
 
 
-def _list(m: Fields, key: str, kind: Any, required: bool = True) -> list[Any]:
+def _list(m: Fields, key: str, kind: Any, length: int | None = None, required: bool = True) -> list[Any]:
+    """`length`: one for each token."""
     values = m.get(key)
     if values is None and not required:
         return []
@@ -75,6 +77,8 @@ def _list(m: Fields, key: str, kind: Any, required: bool = True) -> list[Any]:
         raise m.error(key, "is missing")
     if not isinstance(values, list) or not all(issubclass(t, kind) for t in set(map(type, values))):
         raise m.error(key, f"must be a list of {'texts' if kind is str else 'numbers'}")
+    if length is not None and len(values) != length:
+        raise m.error(key, f"has {len(values)} entries for {length} tokens: convert the file again")
     return values
 
 
@@ -93,8 +97,6 @@ def _merges(m: Fields) -> tuple[str, ...]:
 
 def _types_by_text(m: Fields, pieces: list[str], types: list[int]) -> list[int]:
     """Types with bytes recognised by their text. CheckpointError for a byte-level vocabulary."""
-    if len(types) != len(pieces):
-        raise m.error("token_type", f"has {len(types)} entries for {len(pieces)} tokens")
     index = {p: i for i, p in enumerate(pieces)}
     if not all(piece in index for piece in BYTE_PIECES) or not any(SPACE in p for p in pieces):
         what = "holds byte-level BPE (GPT-2's alphabet)" if "\u0120" in index else "holds no SentencePiece vocabulary"

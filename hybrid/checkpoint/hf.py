@@ -31,7 +31,15 @@ def open_hf(path: Path) -> Checkpoint:
     except ValueError as error:
         raise CheckpointError(f"{config.path}: {error}") from None
     advice = "Save it in one of these."
-    entries = assemble(path, family, hparams, stored, family.hf_name, family.hf_norm_offset, advice, config.notes)
+    try:
+        entries = assemble(path, family, hparams, stored, family.hf_name, family.hf_norm_offset, advice, config.notes)
+    except CheckpointError as error:
+        if config.get("quantization_config") is None:
+            raise
+        raise CheckpointError(
+            f"{error}. {config.path} has a quantization_config: its weights are packed in a way that is not read here; take the "
+            "original checkpoint, or a GGUF file"
+        ) from None
     generation = _generation(path, config, vocab)
     return Checkpoint(
         path=path,

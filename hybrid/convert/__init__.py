@@ -16,6 +16,7 @@ from hybrid.convert import to_gguf, to_hf
 from hybrid.convert.blocks import default_jobs
 from hybrid.convert.kinds import CLASSES, SAME, Types, Wanted, main_type, plan_types
 from hybrid.convert.shards import fill, tensor_sizes
+from hybrid.convert.unfinished import remove_stale
 from hybrid.units import show_bytes
 
 __all__ = ["CLASSES", "SAME", "Report", "Wanted", "convert", "planned"]
@@ -36,6 +37,8 @@ class Report:
     fallbacks: dict[str, str]
     """Matrices whose rows are no whole number of the wanted type's blocks, and the type they got."""
     seconds: float
+    removed: tuple[str, ...] = ()
+    """Unfinished files of runs that were killed, in the target's folder."""
 
     def line(self) -> str:
         types = ", ".join(f"{n} {t}" for t, n in self.types.items())
@@ -69,7 +72,8 @@ def convert(
     Tensors already of the wanted type are copied bit for bit. split: bytes of tensors in one file at most; GGUF files
     are then named NAME-00001-of-0000N.gguf. jobs: blocks of rows at work at once; memory is less than 100 MB for each,
     whatever the model's size. `progress` gets the bytes written since the last call. Every tensor's sha256 is kept
-    with it (verify). The target appears complete or not at all; one that exists is kept unless `force`.
+    with it (verify). The target appears complete or not at all; one that exists is kept unless `force`. What killed runs left
+    unfinished in its folder is removed first.
     Raises CheckpointError for a target that is in the way and for values that a type cannot hold.
     """
     start = time.perf_counter()
@@ -79,6 +83,8 @@ def convert(
     family = next(f for f in FAMILIES if f.name == source.hparams.family)
     shapes = {n: source.shape(n) for n in source.names}
     dtype = main_type(types.kinds, shapes)
+    folder = target.absolute().parent
+    removed = remove_stale(folder) if folder.is_dir() else []
     made = (
         to_gguf.shards(source, target, types.kinds, dtype, split, force)
         if format == "gguf"
@@ -87,6 +93,7 @@ def convert(
     with made as (paths, shards):
         _check_room(target, sum(s.size for s in shards))
         fill(source, shards, jobs or default_jobs(), family.hf_norm_offset if format == "hf" else 0.0, progress)
+    removed += remove_stale(folder, replaced=True)
     return Report(
         tuple(map(str, paths)),
         sum(s.size for s in shards),
@@ -94,6 +101,7 @@ def convert(
         dict(Counter(types.kinds.values()).most_common()),
         dict(types.fallbacks),
         time.perf_counter() - start,
+        tuple(map(str, removed)),
     )
 
 

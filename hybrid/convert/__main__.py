@@ -14,7 +14,7 @@ from hybrid.convert import Format
 from hybrid.convert.kinds import CLASSES, SAME, Wanted, grouped
 from hybrid.spec.dtypes import WEIGHT_TYPES, WRITABLE_TYPES
 
-EXIT = "Exit codes: 0, 1 error (nothing was written), 2 wrong usage, 130 interrupted, 143 terminated."
+EXIT = "Exit codes: 0, 1 error (nothing was written), 2 wrong usage, 129 hung up, 130 interrupted, 143 terminated."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +30,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--split", type=size, metavar="SIZE", help="several files of at most SIZE, such as 4GiB")
     p.add_argument("--jobs", type=int, metavar="N", help="blocks of rows to work on at once (one for each processor, at most 8)")
     p.add_argument("--force", action="store_true", help="replace what exists")
-    p.add_argument("--verify", type=Path, metavar="FILE", help="read FILE again and compare it with the digests inside it")
+    p.add_argument(
+        "--verify",
+        type=Path,
+        metavar="FILE",
+        help="read FILE again and compare tensors, names, shapes and metadata with the digests inside it",
+    )
     p.add_argument("--progress", action="store_true", help="a progress bar even where standard error is no terminal")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
@@ -86,7 +91,8 @@ def _convert(args: argparse.Namespace) -> int:
                 force=args.force,
                 progress=update,
             )
-    for line in (*notes, *grouped(report.fallbacks)):
+    removed = [f"removed {path}, which a run that was killed left" for path in report.removed]
+    for line in (*notes, *grouped(report.fallbacks), *removed):
         print(f"note: {line}", file=sys.stderr)
     print(json.dumps(asdict(report)) if args.json else report.line())
     return 0
@@ -105,9 +111,9 @@ def _verify(args: argparse.Namespace) -> int:
 
     if not args.verify.exists():
         raise ValueError(f"{args.verify}: no such file or directory")
-    sums = digests(args.verify)
-    with progress_bar(sum(s.size for s in sums), args.verify.name, args.progress, unit="B") as update:
-        found = verify(sums, update)
+    kept = digests(args.verify)
+    with progress_bar(kept.size, args.verify.name, args.progress, unit="B") as update:
+        found = verify(kept, update)
     if args.json:
         print(json.dumps({"ok": not found.wrong, **asdict(found)}))
     elif not found.wrong:

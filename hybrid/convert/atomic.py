@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid.checkpoint import CheckpointError
+from hybrid.convert.unfinished import part_name
 
 
 def check_free(targets: Sequence[Path], force: bool) -> None:
@@ -21,11 +22,6 @@ def check_free(targets: Sequence[Path], force: bool) -> None:
             raise CheckpointError(f"{parent} does not exist: create the folder first")
         if target.exists() and not force:
             raise CheckpointError(f"{target} exists: choose another name, or --force to replace it")
-
-
-def part_name(target: Path) -> Path:
-    """Where a target is while it is unfinished: hidden, in the same folder, with a suffix that no reader takes."""
-    return target.with_name(f".{target.name}.{os.getpid()}.part")
 
 
 @contextmanager
@@ -56,7 +52,7 @@ def _replace(pairs: Sequence[tuple[Path, Path]]) -> None:
         for part, target in pairs:
             kept = None
             if len(pairs) > 1 and target.exists():  # a single rename is atomic by itself
-                kept = target.with_name(f".{target.name}.{os.getpid()}.old.part")
+                kept = part_name(target, old=True)
                 os.replace(target, kept)
             done.append((target, kept))
             os.replace(part, target)

@@ -28,6 +28,8 @@ class Shard:
     size: int
     """Bytes of the finished file."""
     seal: Seal
+    called: Mapping[str, str]
+    """What the file calls the tensors."""
 
 
 def divide(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
@@ -54,6 +56,11 @@ def tensor_sizes(source: Checkpoint, kinds: Mapping[str, str]) -> dict[str, int]
     return {name: DTYPES[kind].nbytes(source.shape(name)) for name, kind in kinds.items()}
 
 
+def digest_of(name: str, dtype: str, shape: Sequence[int]) -> hashlib._Hash:
+    """sha256 of a tensor's name in its file, its type and shape; its bytes there are to follow."""
+    return hashlib.sha256(f"{name} {dtype} {','.join(map(str, shape))}\n".encode())
+
+
 def fill(
     source: Checkpoint, shards: Sequence[Shard], jobs: int, norm_offset: float, progress: Callable[[int], object]
 ) -> None:
@@ -66,7 +73,7 @@ def fill(
         ):
             for name, pieces in _by_tensor(blocks):
                 file.seek(shard.offsets[name])
-                digest = hashlib.sha256()
+                digest = digest_of(shard.called[name], shard.kinds[name], source.shape(name))
                 for piece in pieces:
                     left = piece.data
                     while left:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
 from hybrid.checkpoint.gguf_metadata import write_metadata
@@ -16,9 +18,11 @@ from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
 from hybrid.spec.dtypes import DTYPES
 
 DIGESTS = "hybrid.sha256"
-"""Metadata: sha256 of each tensor's bytes in the file, hex, in the order of the tensor table."""
+"""Metadata: a text for each tensor of the file, its digest (hybrid.convert.shards.digest_of) in hex, a space, its name."""
+HEADER_DIGEST = "hybrid.sha256.header"
+"""Metadata, the last value: sha256 of all bytes before the tensors' data, in hex, taken with zeros in its own place."""
 
-_ALIGNMENT = 32
+ALIGNMENT = 32
 _HEX = 64
 _MAX_SHARDS = 4096  # what readers take
 _UNKNOWN = "0" * _HEX
@@ -60,31 +64,54 @@ def shards(
 
 
 def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[str, str]) -> Shard:
-    """Write the header, with room for the digests as its last value."""
-    writer.add_array(DIGESTS, [_UNKNOWN] * len(kinds))
+    """Write the header, with room for the digests as its last values."""
+    writer.add_array(DIGESTS, [f"{_UNKNOWN} {name}" for name in kinds])
+    writer.add_string(HEADER_DIGEST, _UNKNOWN)
     for name, kind in kinds.items():
         shape = source.shape(name)
         writer.add_tensor_info(name, shape, np.dtype("f4"), DTYPES[kind].nbytes(shape), GGMLQuantizationType[kind.upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    digests_end = path.stat().st_size  # the writer has flushed
+    values_end = path.stat().st_size  # the writer has flushed
     writer.write_ti_data_to_file()
-    at = _align(path.stat().st_size)
+    data = at = _align(path.stat().st_size)
     offsets = {}
     for name, size in tensor_sizes(source, kinds).items():
         offsets[name] = at
         at += _align(size)
     names = list(kinds)
-    return Shard(path, kinds, offsets, at, lambda where, digests: _seal(where, digests_end, [digests[n] for n in names]))
+    called = {name: name for name in names}
+    return Shard(path, kinds, offsets, at, lambda where, digests: _seal(where, values_end, data, names, digests), called)
 
 
-def _seal(path: Path, end: int, digests: Sequence[str]) -> None:
-    """Strings are a u64 length and their bytes; the array of them ends at byte `end`."""
+def _seal(path: Path, end: int, data: int, names: Sequence[str], digests: Mapping[str, str]) -> None:
+    """Strings are a u64 length and their bytes; a value is a key, its u32 type and itself. The header's digest ends at
+    byte `end`, the array before it where its key begins."""
     with open(path, "r+b") as file:
-        for back, digest in enumerate(reversed(digests)):
-            file.seek(end - _HEX - back * (8 + _HEX))
-            file.write(digest.encode())
+        at = end - len(_own_place())
+        for name in reversed(names):
+            at -= _HEX + 1 + len(name.encode())
+            file.seek(at)
+            file.write(digests[name].encode())
+            at -= 8
+        file.seek(0)
+        digest = header_digest(file.read(data))
+        file.seek(end - _HEX)
+        file.write(digest.encode())
+
+
+def _own_place() -> bytes:
+    """The header's digest as metadata has it, with zeros."""
+    key = HEADER_DIGEST.encode()
+    return struct.pack("<Q", len(key)) + key + struct.pack("<IQ", GGUFValueType.STRING, _HEX) + _UNKNOWN.encode()
+
+
+def header_digest(header: bytes) -> str:
+    """Of the bytes before the tensors' data, whatever stands in the digest's place. ValueError where there is none."""
+    before = _own_place()[:-_HEX]
+    at = header.rindex(before) + len(before)
+    return hashlib.sha256(header[:at] + _UNKNOWN.encode() + header[at + _HEX :]).hexdigest()
 
 
 def _align(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT

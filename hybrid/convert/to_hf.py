@@ -6,6 +6,7 @@ JSON, is written here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import struct
@@ -23,7 +24,11 @@ from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 DIGEST = "sha256."
-"""Key of a tensor's digest in the file's __metadata__, before the tensor's name."""
+"""Key of a tensor's digest in the file's __metadata__, before the tensor's name in the file."""
+HEADER_DIGEST = "sha256"
+"""Key of the digest of the header there, length and JSON, taken with zeros in its own place."""
+SUMS = "SHA256SUMS"
+"""File with the digests of all files without tensors, as sha256sum writes it."""
 
 _UNKNOWN = "0" * 64
 
@@ -50,6 +55,9 @@ def shards(
             index = {names[n]: path.name for path, group in zip(paths, groups, strict=True) for n in group}
             _json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
         _write_rest(folder, source, family, dtype)
+        rest = sorted(p for p in folder.iterdir() if p not in paths)
+        sums = "".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in rest)
+        (folder / SUMS).write_text(sums, encoding="utf-8")
         yield [target / p.name for p in paths], made
 
 
@@ -61,8 +69,8 @@ def _name(family: Family, name: str) -> str:
 def _begin(path: Path, source: Checkpoint, kinds: Mapping[str, str], names: Mapping[str, str]) -> Shard:
     sizes = tensor_sizes(source, kinds)
 
-    def header(digests: Mapping[str, str]) -> bytes:
-        meta = {"format": "pt"} | {DIGEST + names[n]: digests.get(n, _UNKNOWN) for n in kinds}
+    def header(digests: Mapping[str, str], own: str = _UNKNOWN) -> bytes:
+        meta = {"format": "pt", HEADER_DIGEST: own} | {DIGEST + names[n]: digests.get(n, _UNKNOWN) for n in kinds}
         table, at = {}, 0
         for name, size in sizes.items():
             shape = list(source.shape(name))
@@ -74,7 +82,7 @@ def _begin(path: Path, source: Checkpoint, kinds: Mapping[str, str], names: Mapp
 
     def seal(where: Path, digests: Mapping[str, str]) -> None:
         with open(where, "r+b") as file:
-            file.write(header(digests))
+            file.write(header(digests, hashlib.sha256(header(digests)).hexdigest()))
 
     first = header({})
     path.write_bytes(first)
@@ -82,7 +90,13 @@ def _begin(path: Path, source: Checkpoint, kinds: Mapping[str, str], names: Mapp
     for name, size in sizes.items():
         offsets[name] = at
         at += size
-    return Shard(path, kinds, offsets, at, seal)
+    return Shard(path, kinds, offsets, at, seal, names)
+
+
+def header_digest(header: bytes, own: str) -> str:
+    """Of a file's length and JSON, in which `own` is the digest that it holds."""
+    place, zeros = (f'"{HEADER_DIGEST}":"{value}"'.encode() for value in (own, _UNKNOWN))
+    return hashlib.sha256(header.replace(place, zeros, 1)).hexdigest()
 
 
 def _write_rest(folder: Path, source: Checkpoint, family: Family, dtype: str) -> None:

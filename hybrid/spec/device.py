@@ -127,6 +127,11 @@ class Device(Protocol):
         """Until that submit, or everything submitted, has finished."""
         ...
 
+    def check_open(self) -> None:
+        """Raise where this device can no longer be used: closed, lost (DeviceLost), or of the process that this one was forked
+        from."""
+        ...
+
     def memory(self) -> Mapping[str, int]:
         """Bytes held, by purpose: weights, state, io, activations, staging."""
         ...

@@ -1,4 +1,4 @@
-"""Errors of declarations: one line that names the file, the key and the fix."""
+"""Errors that every layer shares. Of declarations: one line that names the file, the key and the fix."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterable
 
 class SpecError(ValueError):
     """A declaration, or a use of one, is wrong. The message is one line: `file: key: what is wrong, and the fix`."""
+
+
+class DeviceLost(RuntimeError):
+    """A device does not answer any more, or was taken away, and what was on it is gone. Close the model and load it again."""
 
 
 class FieldError(ValueError):

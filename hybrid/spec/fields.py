@@ -50,8 +50,9 @@ EDGE_VALUES: dict[str, str] = {
     "two_best": "two equal largest logits: the lower id wins",
     "all_equal": "all logits equal",
     "neg_inf": "-infinity in all but a few logits",
-    "nan": "NaN in some logits: never chosen",
-    "nothing_left": "every candidate NaN or -infinity: id 0",
+    "nan": "one NaN, of either sign, in every second row of logits: nothing is chosen there",
+    "pos_inf": "+infinity in one logit of every second row: nothing is chosen there",
+    "nothing_left": "every logit -infinity: nothing is chosen",
     "greedy": "temperature 0",
     "every_filter": "temperature, top-k, top-p and min-p at once",
     "top_k_one": "top-k 1: the same choice as greedy",
@@ -254,9 +255,9 @@ class Numerics(Model):
     determinism: Literal["bitwise", "run_to_run", "none"]
     """bitwise: the same bits on every device; run_to_run: the same bits each time on one device, whatever the other
     rows of the batch are."""
-    nonfinite: Literal["forbid", "propagate", "ignore"]
+    nonfinite: Literal["forbid", "propagate", "report"]
     """forbid: finite inputs are demanded and outputs are finite; propagate: an output is non-finite exactly where the
-    oracle's is; ignore: NaN and -infinity are valid inputs that are never chosen."""
+    oracle's is; report: they are valid inputs, and a result says where they were."""
 
 
 class Cost(Model):

@@ -21,6 +21,9 @@ CONTROL = {"rows": 0, "outs": 1, "context": 2}
 FAULT_WORD = 3  # and a word that a kernel sets where a wait within a dispatch was given up: this pass and those after it are void
 FAULTED = -2  # in `history`, in place of a token: the pass was void
 
+NOT_FINITE = -1
+"""What `sample` writes to `history` in place of a token where the logits are not finite (specs/ops/sample.toml)."""
+
 ALIGN = 256  # no Vulkan device may ask for a larger storage-buffer offset alignment
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybrid.spec.plan import NOT_FINITE
 from kernels.oracle.quant import Real
 
 _GOLDEN = np.uint32(0x9E3779B9)
@@ -33,12 +34,15 @@ def gumbel(seed_lo: int, seed_hi: int, position: int, ids: np.ndarray) -> np.nda
 
 def choose(logits: np.ndarray, params: np.ndarray, position: int, real: Real = np.float64) -> int:
     """Token id for one row of logits [valid] by its parameter words u32 [8]: temperature (f32 bits), top_k, top_p,
-    min_p (f32 bits), seed low, seed high. NaN is never chosen; if nothing is above -inf the choice is id 0."""
+    min_p (f32 bits), seed low, seed high. NOT_FINITE where one of them is NaN or +inf, or none is above -inf."""
     temperature, top_p, min_p = (float(x) for x in params[[0, 2, 3]].view(np.float32))
-    z = np.where(np.isnan(logits), real(-np.inf), logits.astype(real, copy=False))
-    if temperature == 0 or not np.isfinite(z.max() / real(temperature)):  # nothing to choose from, or one infinite
+    z = logits.astype(real)
+    greatest = z.max()
+    if not np.isfinite(greatest):  # NumPy's maximum of numbers with a NaN is NaN
+        return NOT_FINITE
+    if temperature == 0 or not np.isfinite(greatest / real(temperature)):  # so low that a quotient is infinite
         return int(z.argmax())
-    z /= real(temperature)
+    z = z / real(temperature)
     kept = np.arange(len(z))
     top_k = int(params[1])
     if 0 < top_k < len(z):
@@ -66,11 +70,14 @@ def sample(
     real: Real = np.float64,
 ) -> tuple[()]:
     """For each output row of logits[O,V]: choose among ids < valid, then set next_token[slot], next_position[slot]
-    = pos + 1 and history[slot, pos + 1] (if it has that column)."""
+    = pos + 1 and history[slot, pos + 1] (if it has that column). Logits that are not finite leave next_token as it was,
+    a token that can be run, and NOT_FINITE in history."""
     for row, source in zip(logits, out_rows, strict=True):
         slot, pos = slots[source], int(positions[source])
         token = choose(row[:valid], params[slot], pos, real)
-        next_token[slot], next_position[slot] = token, pos + 1
+        if token != NOT_FINITE:
+            next_token[slot] = token
+        next_position[slot] = pos + 1
         if pos + 1 < history.shape[1]:
             history[slot, pos + 1] = token
     return ()

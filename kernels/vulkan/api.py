@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hybrid.spec.errors import DeviceLost
+
 vk: Any = None
 lib: Any = None
 ffi: Any = None
@@ -31,8 +33,12 @@ class VulkanError(RuntimeError):
     """A Vulkan call failed, or a request is beyond what the device allows."""
 
 
-class DeviceLost(VulkanError):
-    """The driver gave the device up (a fault or a hang in a kernel); open it again."""
+class VulkanLost(VulkanError, DeviceLost):
+    """The driver gave the device up, or work has not ended within its bound: close the device and open it again."""
+
+
+class ForkedDevice(VulkanError):
+    """Another process's device: this one was forked from the process that opened it."""
 
 
 class OutOfDeviceMemory(VulkanError, MemoryError):
@@ -59,7 +65,25 @@ def check(result: int, doing: str) -> None:
         return
     name = result_name(result)
     if name == "VK_ERROR_DEVICE_LOST":
-        raise DeviceLost(f"the Vulkan device was lost while {doing}: a kernel faulted or ran too long; close it, open "
-                         "it again, and look for the cause with HYBRID_VULKAN_VALIDATION=1")
+        raise VulkanLost(lost_message("the Vulkan device", doing))
     kind = OutOfDeviceMemory if name.startswith("VK_ERROR_OUT_OF") else VulkanError
     raise kind(f"{name} while {doing}")
+
+
+def forked_message(device: str) -> str:
+    return (f"{device} was open when this process was forked from its parent, and drivers do not survive that: load the model in "
+            "a process that is started anew (multiprocessing.set_start_method('spawn')), or fork before it is loaded")
+
+
+def late_message(device: str, ticket: int, seconds: float) -> str:
+    waited = f"{seconds:.{0 if seconds >= 10 else 1}f} s"
+    return (f"{device} has not finished submit {ticket} within {waited}, its bound (HYBRID_VULKAN_TIMEOUT sets the seconds): a "
+            "kernel or the driver hangs, or another program does not let go of the GPU (the kernel log, dmesg, may say which); "
+            "close the model and load it again; until the work ends its memory stays taken")
+
+
+def lost_message(device: str, doing: str) -> str:
+    """One line: what happened, what it may come from, what to do."""
+    return (f"{device} was lost while {doing}: the driver's watchdog stopped a kernel that ran too long, a fault of this or "
+            "another program reset the GPU, its memory ran out, or it was removed or suspended (the kernel log, dmesg, says "
+            "which); close the model and load it again")

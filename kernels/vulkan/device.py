@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,25 +16,29 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybrid.spec.cost import Cost
 from hybrid.spec.plan import Plan, TensorDecl
-from kernels.vulkan.api import VulkanError, VulkanUnavailable, lib
+from kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
 from kernels.vulkan.instance import DeviceInfo, list_devices
 from kernels.vulkan.kernel import Kernel, KernelCache, most_polls
-from kernels.vulkan.memory import Memory, Slice, align_up
+from kernels.vulkan.memory import MIB, Memory, Slice, align_up
 from kernels.vulkan.pages import record_steps
 from kernels.vulkan.program import Program
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.repack import Loader
 from kernels.vulkan.store import Storage
 from kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes, rows_of, split_rows
-from kernels.vulkan.timeline import Queue, default_timeout
+from kernels.vulkan.timeline import Queue, Submit
 from kernels.vulkan.transfer import CHUNK_BYTES, Transfer
 from kernels.vulkan.tuning import Tuning, device_class, traits
 
 __all__ = ["DeviceInfo", "VulkanDevice", "VulkanUnavailable", "list_devices", "open_device"]
 
 Binding = Callable[[Recorder, Any, Mapping[str, DeviceTensor]], None]
+log = logging.getLogger("hybrid.vulkan")
 _open_devices: weakref.WeakSet[VulkanDevice] = weakref.WeakSet()
+_left: list[VulkanDevice] = []  # closed while work that does not end held their objects
+_parent = ""  # devices that the process from which this one was forked had open
 
 
 def open_device(selector: str = "auto", **options: Any) -> VulkanDevice:
@@ -49,8 +55,12 @@ class VulkanDevice(Storage):
     selector: as in open_device. spirv: another folder of built kernels. bindings: other bindings by operation.
     max_range: a lower limit (bytes) on one storage buffer, above which weights are split. guard: bytes of a pattern
     around every tensor (activations included) for check_guards(). budget: bytes of device memory at most.
-    validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that a wait may take. staging:
-    bytes of one staging chunk. tuning: another class's table (kernels/vulkan/tuning) than this device's own.
+    validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that every wait may take (None:
+    HYBRID_VULKAN_TIMEOUT, else in proportion to what is waited for: bounds.py). staging: bytes of one staging chunk. tuning:
+    another class's table (kernels/vulkan/tuning) than this device's own.
+
+    A device that was lost or did not finish in time raises VulkanLost from then on, whatever is asked of it; close() it and
+    open another. One that was open when this process was forked from its own raises ForkedDevice.
     """
 
     def __init__(self, selector: str = "auto", *, spirv: Path | None = None,
@@ -58,8 +68,12 @@ class VulkanDevice(Storage):
                  budget: int | None = None, validation: bool | str | None = None, timeout: float | None = None,
                  staging: int = CHUNK_BYTES, tuning: str | None = None) -> None:
         self._queue: Queue | None = None
+        self._left: Queue | None = None  # of a device that was closed too early
         self._closing = ExitStack()  # everything made here, freed in reverse order
-        q = Queue(selector, validation, default_timeout() if timeout is None else timeout)
+        if _parent:
+            raise ForkedDevice(forked_message(_parent))
+        free_left()
+        q = Queue(selector, validation, timeout)
         self._closing.callback(q.close)
         self._queue, self.handle = q, q.handle
         self.name, self.info, self.report, self.counters = q.info.label, q.info, q.report, q.counters
@@ -78,9 +92,10 @@ class VulkanDevice(Storage):
         self._scratch: list[Slice] = []
         self.command_buffer, self.free_command, self.barrier_all = q.command_buffer, q.free_command, q.barrier_all
         self.submit_info, self.submit_command_info, self.wait_ticket = q.submit_info, q.submit_now, q.wait_ticket
+        self.check = q.check
         try:
             memory = Memory(q.info.handle, self.handle, self.report.limits, self.counters,
-                            self.report.has("memory_budget"), budget)
+                            self.report.has("memory_budget"), budget, lambda: q.pending)
             self._closing.callback(memory.close)
             super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
             self._closing.callback(self.forget)
@@ -216,7 +231,7 @@ class VulkanDevice(Storage):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def submit(self, info: Any) -> int:
+    def submit(self, info: Submit) -> int:
         """Submit prepared commands (Program.submit does), after the uploads that are waiting."""
         if self.loader is not None:
             self.loader.drain()
@@ -224,8 +239,8 @@ class VulkanDevice(Storage):
             self.transfer.flush()
         return self.submit_command_info(info)
 
-    def submit_command(self, command: Any) -> int:
-        return self.submit_command_info(self.submit_info(command))
+    def submit_command(self, command: Any, cost: Cost) -> int:
+        return self.submit_command_info(self.submit_info(command, 1, lambda: cost))
 
     def wait(self, ticket: int | None = None) -> None:
         """Until that submit, or everything submitted (waiting uploads included), has finished."""
@@ -272,6 +287,13 @@ class VulkanDevice(Storage):
     def check_open(self) -> None:
         if self._queue is None:
             raise VulkanError(f"the device {self.name} is closed; open it again")
+        if self._queue.gone is not None:
+            raise self._queue.gone()
+
+    def forked(self) -> None:
+        """This process is a copy of the one that opened the device."""
+        if self._queue is not None:
+            self._queue.forked()
 
     def check_validation(self) -> None:
         """Raise with what the validation layer has reported so far (device opened with validation)."""
@@ -279,19 +301,40 @@ class VulkanDevice(Storage):
             self._queue.check_validation()
 
     def close(self) -> None:
-        """Free every Vulkan object, in order; then raise if the validation layer had something to say."""
+        """Free every Vulkan object, in order; then raise if the validation layer had something to say.
+
+        Waits for what was submitted, within its bound. What still runs then keeps its objects, for a driver may hang or
+        crash where they are destroyed: that is logged, and they are freed when it has ended (free_left). In a process that
+        was forked from the device's own nothing is touched."""
         q, self._queue = self._queue, None
         if q is None:
             return
-        if not q.lost:
-            lib.vkDeviceWaitIdle(q.handle)
+        _open_devices.discard(self)
+        settled, level = False, logging.WARNING if q.gone is None else logging.INFO  # an error has said it
+        try:
+            settled = q.settled()
+        finally:  # an interrupt leaves them too
+            if not settled:
+                self._leave(q, level)
+        if settled:
+            self._free(q)
+
+    def _leave(self, q: Queue, level: int) -> None:
+        """Keep everything as it is: the driver, or another process, still uses it."""
+        self._left = q
+        _left.append(self)
+        if os.getpid() == q.process:
+            held = sum(self.memory_pool.held.values()) / MIB
+            log.log(level, "%s was closed while work that does not end runs on it: %.0f MiB of its memory stay taken until that "
+                    "ends, or this process", self.name, held)
+
+    def _free(self, q: Queue) -> None:
         try:
             for program in list(self.programs):
                 program.close()
         finally:
             self._closing.close()
         self.handle, self._arena, self._scratch = None, None, []
-        _open_devices.discard(self)
         q.check_validation()
 
     def __enter__(self) -> VulkanDevice:
@@ -305,11 +348,33 @@ class VulkanDevice(Storage):
             self.close()
 
 
+def free_left() -> None:
+    """Free devices that were closed too early, where their work has ended since."""
+    for device in list(_left):
+        q = device._left
+        if q is not None and q.process == os.getpid() and q.ended():
+            _left.remove(device)
+            device._left = None
+            device._free(q)
+
+
 @atexit.register
 def _close_all() -> None:
     # Drivers and layers have their own exit handlers: nothing of ours may outlive them.
-    for device in list(_open_devices):
+    for close in (*(device.close for device in list(_open_devices)), free_left):
         try:
-            device.close()
+            close()
         except VulkanError as error:
-            print(f"closing {device.name}: {error}", file=sys.stderr)
+            print(f"closing: {error}", file=sys.stderr)
+
+
+def _forked() -> None:
+    """In a process forked from this one: its devices belong to the parent, and their drivers' threads stayed there."""
+    global _parent
+    _parent = ", ".join(sorted(device.name for device in (*_open_devices, *_left)))
+    for device in list(_open_devices):
+        device.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

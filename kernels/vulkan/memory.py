@@ -8,6 +8,7 @@ mapped (CPU drivers, integrated GPUs) has mapped `device` blocks too.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,9 @@ class Memory:
     """Allocates slices by pool and purpose, within a budget."""
 
     def __init__(self, physical: Any, device: Any, limits: Limits, counters: Counters, budget_extension: bool,
-                 budget: int | None = None) -> None:
+                 budget: int | None = None, pending: Callable[[], bool] = lambda: False) -> None:
+        """pending: does work that does not end use the device's memory? Then nothing is freed."""
+        self.pending = pending
         self.physical, self.device, self.limits, self.counters = physical, device, limits, counters
         self.budget_extension, self.budget = budget_extension, budget
         self.properties = vk.vkGetPhysicalDeviceMemoryProperties(physical)
@@ -166,6 +169,8 @@ class Memory:
 
     def release(self, piece: Slice, purpose: str) -> None:
         """Free a slice that allocate() returned; an empty block goes back to the driver."""
+        if self.pending():
+            return
         block = piece.buffer
         if block.pool == "imported":
             self.held[purpose] -= piece.size

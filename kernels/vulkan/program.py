@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybrid.spec.cost import Cost
 from hybrid.spec.device import StepTime
 from hybrid.spec.plan import Plan
 from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
+from kernels.vulkan.bounds import declared
 from kernels.vulkan.clock import host_seconds
 from kernels.vulkan.memory import Slice, align_up
 from kernels.vulkan.recorder import GRID_WORDS, Barrier, Dispatch, Recorder
@@ -33,8 +35,9 @@ class Program:
     """Made by VulkanDevice.compile. `dispatches` and `barriers` count one run of the plan."""
 
     def __init__(self, device: VulkanDevice, plan: Plan, recorder: Recorder, profile: bool,
-                 guarded: Sequence[str] = ()) -> None:
+                 guarded: Sequence[str] = (), cost: Cost | None = None) -> None:
         self.device, self.plan = device, plan
+        self._cost = cost  # None: what its operations declare
         self.guarded = tuple(guarded)  # activations with memory of their own, on devices with guards
         self.owned: list[tuple[Slice, str]] = []  # other memory of this program alone, with its purpose
         self.zeroed: list[Slice] = []  # of it, what kernels find zero and leave zero
@@ -197,12 +200,18 @@ class Program:
             raise VulkanError(f"program {self.plan.name} is closed")
         info = self._submits.get(times)
         if info is None:
-            info = self._submits[times] = self.device.submit_info(self.command, times)
+            info = self._submits[times] = self.device.submit_info(self.command, times, lambda: self.cost().times(times))
         self.ticket = self.device.submit(info)
         counters = self.device.counters
         counters.dispatches += times * self.dispatches
         counters.barriers += times * self.barriers
         return self.ticket
+
+    def cost(self) -> Cost:
+        """Of one run, for the bound of waits."""
+        if self._cost is None:
+            self._cost = declared(self.plan)
+        return self._cost
 
     def times(self) -> list[StepTime]:
         """Device time of each step of the last run, from timestamps; waits for it. Empty without profile=True."""
@@ -230,8 +239,8 @@ class Program:
         n = len(self.plan.steps) + 1
         data = np.zeros(n, np.uint64)
         flags = vk.VK_QUERY_RESULT_64_BIT | vk.VK_QUERY_RESULT_WAIT_BIT
-        check(lib.vkGetQueryPoolResults(self.device.handle, self.queries, 0, n, data.nbytes, ffi.from_buffer(data), 8,
-                                        flags), "reading timestamps")
+        found = lib.vkGetQueryPoolResults(self.device.handle, self.queries, 0, n, data.nbytes, ffi.from_buffer(data), 8, flags)
+        self.device.check(found, "reading timestamps")
         return data
 
     def close(self) -> None:

@@ -232,7 +232,7 @@ class Loader:
             units = _units(packed.dtype)
             count = fill.nbytes // _block_bytes(packed.dtype) * units
             self._dispatch(command, kernel, self._bind(slot, kernel, fill.parts), fill.first * units, count)
-        slot.ticket = submit(device, command)
+        slot.ticket = submit(device, command, 4 * fill.nbytes)  # copied, and laid out anew
         slot.owner = fill.name, packed
 
     def _bind(self, slot: _Slot, kernel: Kernel, parts: Sequence[Slice]) -> Any:

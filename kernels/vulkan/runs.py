@@ -19,7 +19,7 @@ Binding = Callable[[Recorder, Any, Tensors], None]
 Run = Callable[[Recorder, Sequence[Step], Sequence[Tensors]], bool]
 """Records these steps as one dispatch; False where it cannot."""
 
-LONGEST = 5  # steps that one dispatch may take
+LONGEST = 6  # steps that one dispatch may take
 
 
 def record(rec: Recorder, steps: Sequence[Step], tensors: Tensors, binding: Callable[[str], Binding]) -> Iterator[range]:

@@ -43,7 +43,7 @@ class Storage(ABC):
 
     @abstractmethod
     def check_open(self) -> None:
-        """Raise VulkanError if the device is closed: the driver would crash on its handles."""
+        """Raise VulkanError if the device is closed, lost or another process's: the driver would crash on its handles."""
 
     @abstractmethod
     def wait(self, ticket: int | None = None) -> None:

@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
 
+from hybrid.spec.cost import Cost
 from hybrid.spec.device import Counters
-from kernels.vulkan.api import VulkanError, VulkanUnavailable, check, ffi, lib, vk
+from kernels.vulkan.api import (
+    ForkedDevice,
+    VulkanError,
+    VulkanLost,
+    VulkanUnavailable,
+    check,
+    ffi,
+    forked_message,
+    late_message,
+    lib,
+    lost_message,
+    vk,
+)
+from kernels.vulkan.bounds import bounds_of
 from kernels.vulkan.features import choose_subgroup, enabled_chain, known_to_layer, most_threads, query
 from kernels.vulkan.instance import Instance, select, validation_mode
 
-TIMEOUT_S = 600.0
 _POLL_NS = 200_000_000  # waits return to Python now and then, so that Ctrl-C is seen
 _ALL_STAGES, _ALL_READS, _ALL_WRITES = 0x10000, 0x8000, 0x10000
+
+
+class Submit(NamedTuple):
+    """What Queue.submit_now takes, prepared once. cost: of one submit, asked for only when a wait is long."""
+
+    info: Any
+    commands: Any
+    """What `info` points into: they live together."""
+    cost: Callable[[], Cost]
 
 
 class Queue:
@@ -23,19 +49,24 @@ class Queue:
     `validation_messages` (what the validation layer said, if it is on).
     """
 
-    def __init__(self, selector: str, validation: bool | str | None, timeout: float) -> None:
+    def __init__(self, selector: str, validation: bool | str | None, timeout: float | None) -> None:
         self.counters = Counters()
         self.validation_messages: list[str] = []
-        self.timeout = timeout
         self.handle: Any = None
         self.pool: Any = None
         self.timeline: Any = None
-        self.lost = False
+        self.process = os.getpid()
+        self.gone: Callable[[], VulkanError] | None = None
+        """Makes the error that whatever would use this device raises, once it can no longer be used."""
+        self.pending = False
+        """May work that has not ended use the device's objects? Then nothing is destroyed before it has (`ended`)."""
         self.ticket = self._done = 0  # the last submit, and the last that is known to have finished
+        self._running: deque[tuple[int, Callable[[], Cost]]] = deque()  # submits not known to have finished
         self.validation = validation_mode(validation)
         self.instance = Instance(self.validation, self.validation_messages.append)
         try:
             self.info = select(self.instance.devices(), selector)
+            self.bounds = bounds_of(self.info, timeout)
             self.report = query(self.instance.handle, self.info.handle)
             if self.instance.layer_version is not None:
                 self.report = known_to_layer(self.report, self.instance.layer_version)
@@ -97,49 +128,100 @@ class Queue:
         to = _ALL_STAGES | vk.VK_PIPELINE_STAGE_HOST_BIT
         lib.vkCmdPipelineBarrier(command, _ALL_STAGES, to, 0, 1, self._barrier, 0, ffi.NULL, 0, ffi.NULL)
 
-    def submit_info(self, command: Any, times: int = 1) -> Any:
-        """What submit() takes: the same command buffer `times` times, then the ticket."""
+    def submit_info(self, command: Any, times: int, cost: Callable[[], Cost]) -> Submit:
+        """What submit() takes: the same command buffer `times` times, then the ticket. cost: of all of it."""
         if times < 1:
             raise ValueError(f"a plan is submitted 1 or more times, not {times}")
         commands = ffi.new("VkCommandBuffer[]", [command] * times)
         info = ffi.new("VkSubmitInfo *", {
             "sType": vk.VK_STRUCTURE_TYPE_SUBMIT_INFO, "pNext": self._signal, "commandBufferCount": times,
             "pCommandBuffers": commands, "signalSemaphoreCount": 1, "pSignalSemaphores": self._semaphore})
-        return info, commands  # the struct points into the array: they live together
+        return Submit(info, commands, cost)
 
-    def submit_now(self, info: Any) -> int:
+    def submit_now(self, submit: Submit) -> int:
         """vkQueueSubmit; returns its ticket."""
-        if self.handle is None:
-            raise VulkanError("the device is closed")
+        if self.gone is not None:
+            raise self.gone()
         self._value[0] = self.ticket + 1
-        self._check(lib.vkQueueSubmit(self.queue, 1, info[0], ffi.NULL), "submitting")
+        self.check(lib.vkQueueSubmit(self.queue, 1, submit.info, ffi.NULL), "submitting")
         self.ticket += 1
+        while self._running and self._running[0][0] <= self._done:
+            self._running.popleft()
+        self._running.append((self.ticket, submit.cost))
         self.counters.submits += 1
         return self.ticket
 
     def wait_ticket(self, ticket: int) -> None:
-        """Until that submit has finished. Raises DeviceLost, VulkanError after `timeout` seconds, or ValueError for a
+        """Until that submit has finished. Raises VulkanLost, also where it takes longer than its bound, or ValueError for a
         ticket that no submit has returned."""
         if ticket <= self._done or self.handle is None:
             return
+        if self.gone is not None:
+            raise self.gone()
         if ticket > self.ticket:
             raise ValueError(f"no such ticket: {ticket}; the last submit was {self.ticket}")
         self._awaited[0] = ticket
         result = lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)
         if result == vk.VK_TIMEOUT:
-            end = time.monotonic() + self.timeout
-            while result == vk.VK_TIMEOUT:
-                if time.monotonic() > end:
-                    raise VulkanError(f"submit {ticket} has not finished after {self.timeout:.0f} s on "
-                                      f"{self.info.label}: a kernel hangs, or the work is too large for this device "
-                                      "(HYBRID_VULKAN_TIMEOUT sets the seconds)")
-                result = lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)
-        self._check(result, f"waiting for submit {ticket}")
+            result = self._wait_long(ticket)
+        self.check(result, f"waiting for submit {ticket}")
         self._done = ticket
 
-    def _check(self, result: int, doing: str) -> None:
-        self.lost = self.lost or result == vk.VK_ERROR_DEVICE_LOST
+    def _wait_long(self, ticket: int) -> int:
+        """Goes on waiting. Work has its bound from when the last submit before it is seen to have finished."""
+        reached, since = self.reached(), time.monotonic()
+        bound = self._bound(reached, ticket)
+        while (result := lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)) == vk.VK_TIMEOUT:
+            now, at = time.monotonic(), self.reached()
+            if at != reached and self.bounds.flat is None:
+                reached, since, bound = at, now, self._bound(at, ticket)
+            if now - since > bound:
+                raise self._lose(late_message(self.info.label, ticket, bound))
+        return result
+
+    def _bound(self, reached: int, ticket: int) -> float:
+        """Seconds for what is between two tickets, the second's included."""
+        costs = [cost() for at, cost in self._running if reached < at <= ticket]
+        return self.bounds.seconds(sum(costs, Cost()))
+
+    def reached(self) -> int:
+        """The last submit that has finished, as the device says now."""
+        value = ffi.new("uint64_t *")
+        self.check(lib.vkGetSemaphoreCounterValue(self.handle, self.timeline, value), "asking how far it is")
+        return int(value[0])
+
+    def check(self, result: int, doing: str) -> None:
+        """Raise if a driver call did not return VK_SUCCESS; a lost device is lost for all that follows."""
+        if result == vk.VK_ERROR_DEVICE_LOST:
+            raise self._lose(lost_message(self.info.label, doing))
         check(result, doing)
+
+    def _lose(self, message: str) -> VulkanError:
+        self.gone, self.pending = partial(VulkanLost, message), True
+        self._done = -1  # no wait says any more that all is well
+        return self.gone()
+
+    def settled(self) -> bool:
+        """At the end: wait for everything submitted, within its bound. False where the device's objects must be left as they
+        are: work still runs, or they are another process's."""
+        if os.getpid() != self.process:
+            return False
+        with suppress(VulkanLost):  # what the driver says then decides
+            self.wait_ticket(self.ticket)
+        return self.ended(_POLL_NS)
+
+    def ended(self, nanoseconds: int = 0) -> bool:
+        """Has everything submitted ended, or been ended with the device? A driver must answer at once about one that is lost."""
+        self._awaited[0] = self.ticket
+        result = lib.vkWaitSemaphores(self.handle, self._wait, nanoseconds)
+        self.pending = result not in (vk.VK_SUCCESS, vk.VK_ERROR_DEVICE_LOST)
+        return not self.pending
+
+    def forked(self) -> None:
+        """This process is a copy of the one that the device belongs to: nothing here may touch it, nor read mapped memory,
+        which a child need not have."""
+        self.gone = partial(ForkedDevice, forked_message(self.info.label))
+        self._done = -1
 
     def check_validation(self) -> None:
         """Raise with what the validation layer has reported so far, if anything."""
@@ -157,13 +239,5 @@ class Queue:
                 vk.vkDestroyCommandPool(self.handle, self.pool, None)
             vk.vkDestroyDevice(self.handle, None)
             self.handle = self.pool = self.timeline = None
+            self.gone = partial(VulkanError, f"the device {self.info.label} is closed; open it again")
         self.instance.close()
-
-
-def default_timeout() -> float:
-    """Seconds that a wait may take: HYBRID_VULKAN_TIMEOUT, or ten minutes (a long prefill on a CPU driver)."""
-    text = os.environ.get("HYBRID_VULKAN_TIMEOUT", "") or str(TIMEOUT_S)
-    try:
-        return float(text)
-    except ValueError:
-        raise VulkanError(f"HYBRID_VULKAN_TIMEOUT={text!r} is no number of seconds") from None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybrid.spec.cost import Cost
 from kernels.vulkan.api import vk
 from kernels.vulkan.memory import MIB, Memory, Slice, align_up
 
@@ -75,7 +76,7 @@ class Transfer:
                 self.device.barrier_all(slot.command)
             region = vk.VkBufferCopy(srcOffset=start, dstOffset=offset, size=n)
             vk.vkCmdCopyBuffer(slot.command, slot.staging.buffer.handle, buffer.handle, 1, [region])
-        slot.ticket = submit(self.device, slot.command)
+        slot.ticket = submit(self.device, slot.command, 2 * slot.used)
         slot.copies, slot.used, self.pending = [], 0, False
         self.turn = (self.turn + 1) % SLOTS
 
@@ -96,7 +97,7 @@ class Transfer:
             begin(self.device, slot.command)
             region = vk.VkBufferCopy(srcOffset=source.offset + start, dstOffset=slot.staging.offset, size=n)
             vk.vkCmdCopyBuffer(slot.command, source.buffer.handle, slot.staging.buffer.handle, 1, [region])
-            slot.ticket = submit(self.device, slot.command)
+            slot.ticket = submit(self.device, slot.command, 2 * n)
             waiting.append((slot, start, n))
             self.turn = (self.turn + 1) % SLOTS
         while waiting:
@@ -110,7 +111,7 @@ class Transfer:
             slot = self._slot()
             begin(self.device, slot.command)
             vk.vkCmdFillBuffer(slot.command, target.buffer.handle, target.offset, words, byte * 0x01010101)
-            slot.ticket = submit(self.device, slot.command)
+            slot.ticket = submit(self.device, slot.command, words)
             self.turn = (self.turn + 1) % SLOTS
         if words < target.size:
             tail = Slice(target.buffer, target.offset + words, target.size - words)
@@ -123,9 +124,10 @@ def begin(device: VulkanDevice, command: Any) -> None:
         flags=vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT))
 
 
-def submit(device: VulkanDevice, command: Any) -> int:
-    """End and submit what `begin` began; returns the ticket. In force for everything submitted later."""
+def submit(device: VulkanDevice, command: Any, nbytes: int) -> int:
+    """End and submit what `begin` began, which moves so many bytes; returns the ticket. In force for everything submitted
+    later."""
     device.barrier_all(command)
     vk.vkEndCommandBuffer(command)
     device.counters.transfers += 1
-    return device.submit_command(command)
+    return device.submit_command(command, Cost(nbytes=nbytes))

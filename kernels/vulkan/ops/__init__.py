@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from kernels.vulkan.ops import _layer
+from kernels.vulkan.ops import _layer, _layer_attention
 from kernels.vulkan.runs import Run
 
 BINDINGS: dict[str, Callable[..., Any]] = {
@@ -17,5 +17,5 @@ BINDINGS: dict[str, Callable[..., Any]] = {
     if not m.name.startswith("_")
 }
 
-# Steps that follow one another, by their operations: what may record them together (kernels/vulkan/runs.py).
-RUNS: dict[tuple[str, ...], Run] = {_layer.OPS: _layer.record}
+# Steps that follow one another, by their operations: what may record them together (kernels/vulkan/runs.py), longer runs first.
+RUNS: dict[tuple[str, ...], Run] = {_layer_attention.OPS: _layer_attention.record, _layer.OPS: _layer.record}

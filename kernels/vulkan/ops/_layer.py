@@ -1,54 +1,89 @@
-"""From one layer's attention to the next one's q, k and v in one dispatch: layer.slang."""
+"""From one layer's attention to the next one's q, k and v, or to its attention, in one dispatch: layer.slang."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hybrid.spec.plan import CONTROL, Step
+from kernels.vulkan.memory import Slice
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor
 
 OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
+WITH_ATTENTION = (*OPS, "decode_attention")
 # What these steps hand to one another: (step, its argument) and (later step, its argument).
 EDGES = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")), ((3, "y"), (4, "x")))
 ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
 BLOCK_WORDS = 10  # and mailbox.slang's: of what is published of a block
+DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 48, "heads": 1, "ahead": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One dispatch, before it is recorded: kernel, constants, bindings, push constants, words of the mailbox."""
+
+    kernel: str
+    constants: Mapping[str, int]
+    reads: Sequence[Slice]
+    writes: Sequence[Slice]
+    push: bytes
+    words: int
+    use: Mapping[str, int]
+    shared_bytes: int
+
+    @property
+    def grid(self) -> int:
+        return self.constants["GRID"]
+
+    def record(self, rec: Recorder, more: Sequence[Slice] = ()) -> None:
+        """`more`: bindings after the mailbox."""
+        kernel = rec.kernel(self.kernel, **self.constants)
+        rec.dispatch(kernel, self.reads, [*self.writes, rec.counters(self.words), *more], self.push, (self.grid,), resident=True)
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
     """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T, for one row. False where
-    the kernel does not fit: these steps do not follow from one another, several rows, weights of different types or in
-    several chunks, activations that are not q8_act, a device whose table does not ask for it, or a program without waits."""
-    out, add, ffn, then, qkv = t
+    the kernel does not fit (`prepare`)."""
+    layer = prepare(rec, steps, t)
+    if layer is None or len(layer.reads) + len(layer.writes) + 2 > rec.device.storage_buffers:
+        return False
+    layer.record(rec)
+    return True
+
+
+def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> Layer | None:
+    """None where the kernel does not fit: these steps do not follow from one another, several rows, weights of different
+    types or in several chunks, activations that are not q8_act, a device whose table does not ask for it, or a program
+    without waits."""
+    out, add, ffn, then, qkv = t[: len(OPS)]
     weights = (out["w"], ffn["w_gate_up"], ffn["w_down"], qkv["w"])
     activations = (out["x"], add["y"], ffn["h"], then["y"])
     follow = all(steps[i].args[a] == steps[j].args[b] for (i, a), (j, b) in EDGES)
     kinds = {chunk.dtype for w in weights for chunk in w.chunks}
     alone = all(len(w.chunks) == 1 for w in weights) and len(kinds) == 1
     if not (rec.cooperative and follow and alone and out["x"].shape[0] == 1 and {x.dtype for x in activations} == {"q8_act"}):
-        return False
+        return None
     (kind,), device = kinds, rec.device
-    sizes = {"HIDDEN": add["a"].shape[-1], "HEADS": out["x"].shape[-1], "FFN": ffn["h"].shape[-1], "QKV": qkv["qkv"].shape[-1]}
-    use = device.tuning.choose("layer", {"workgroups": 0, "threads": 256}, w=kind, hidden=sizes["HIDDEN"])
+    sizes = {"HIDDEN": add["a"].shape[-1], "ATTENDED": out["x"].shape[-1], "FFN": ffn["h"].shape[-1], "QKV": qkv["qkv"].shape[-1]}
+    use = device.tuning.choose("layer", DEFAULT, w=kind, hidden=sizes["HIDDEN"])
     threads = min(use["threads"], device.max_threads)
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
-    widest = max(sizes["HIDDEN"], sizes["HEADS"])
+    widest = max(sizes["HIDDEN"], sizes["ATTENDED"])
     shared = 4 * shares + widest // PIECE * (PIECE + 8) + 3 * threads
     norms = (add["residual"], add["w_post"], add["w_next"], then["w_post"], then["w_next"])
     made = (add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], qkv["qkv"])
     reads, writes = ([p for x in some for p in x.parts] for some in ((out["x"], *norms, *weights), made))
-    fits = shared <= device.shared_bytes and len(reads) + len(writes) + 2 <= device.storage_buffers
-    if not (grid and fits and sizes["HIDDEN"] <= HELD * threads and sizes["QKV"] % ROWS == 0):
-        return False
+    if not (grid and shared <= device.shared_bytes and sizes["HIDDEN"] <= HELD * threads and sizes["QKV"] % ROWS == 0):
+        return None
     if steps[1].attrs["eps"] != steps[3].attrs["eps"]:
-        return False
-    kernel = rec.kernel(f"layer.{kind}", SUBGROUP=device.subgroup_size, THREADS=threads, GRID=grid, SHARES=shares,
-                        WIDEST=widest, POLLS=device.polls, **sizes)
-    rec.dispatch(kernel, reads=reads, writes=[*writes, rec.counters(mailbox_words(sizes, grid))],
-                 push=struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent]), grid=(grid,), resident=True)
-    return True
+        return None
+    constants = {"SUBGROUP": device.subgroup_size, "THREADS": threads, "GRID": grid, "SHARES": shares, "WIDEST": widest,
+                 "POLLS": device.polls, **sizes}  # fmt: skip
+    push = struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent])
+    return Layer(f"layer.{kind}", constants, reads, writes, push, mailbox_words(sizes, grid), use, shared)
 
 
 def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -66,7 +101,7 @@ def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int)
     """Row sums that a workgroup holds at most, each in as many shares as subgroups have pieces of the row."""
     hidden, ffn = sizes["HIDDEN"], sizes["FFN"]
     # Columns, quads of rows, and how many of them stay together.
-    products = ((sizes["HEADS"], hidden // ROWS, 1), (hidden, ffn // 2, BLOCK // 2), (ffn, hidden // ROWS, 1),
+    products = ((sizes["ATTENDED"], hidden // ROWS, 1), (hidden, ffn // 2, BLOCK // 2), (ffn, hidden // ROWS, 1),
                 (hidden, sizes["QKV"] // ROWS, 1))  # fmt: skip
     return max(most_quads(quads, per, grid) * ROWS * min(subgroups, -(-(k // PIECE) // lanes)) for k, quads, per in products)
 

@@ -1,0 +1,49 @@
+"""What steps and plans cost by the declarations of their operations: arithmetic, and bytes moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hybrid.spec.dtypes import DTYPES
+from hybrid.spec.op import load_ops
+from hybrid.spec.plan import Plan, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one step, or a sum: operations, and bytes that must move to and from memory."""
+
+    flops: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.nbytes + other.nbytes)
+
+    def times(self, n: int) -> Cost:
+        return Cost(self.flops * n, self.nbytes * n)
+
+
+def step_cost(plan: Plan, step: Step, context: int | None = None) -> Cost:
+    """Cost of a step when the longest sequence has `context` positions (default: as many as its table covers)."""
+    bind = dict(step.bind)
+    if context is not None and "MB" in bind and "BS" in bind:
+        bind["MB"] = max(1, min(bind["MB"], -(-context // bind["BS"])))
+    decls = {key: plan.tensors[name] for key, name in step.args.items()}
+    dtypes = {key: d.dtype for key, d in decls.items()}
+    cost = _declared(step.op, tuple(bind.items()), tuple(dtypes.items()), tuple(step.attrs.items()))
+    for d in decls.values():  # counted as if all of its rows were of the widest type
+        cost += Cost(0, d.data_bytes - DTYPES[d.dtype].nbytes(d.shape)) if d.pieces else Cost()
+    return cost
+
+
+@lru_cache(maxsize=4096)
+def _declared(op: str, bind: tuple[tuple[str, int], ...], dtypes: tuple[tuple[str, str], ...],
+              attrs: tuple[tuple[str, float | int | str], ...]) -> Cost:  # fmt: skip
+    """By the operation's formulas, which take a millisecond: a plan's layers ask for the same few."""
+    declared = load_ops()[op]
+    return Cost(declared.flops(dict(bind), dict(attrs)), declared.nbytes(dict(bind), dict(dtypes), dict(attrs)))
+
+
+def plan_cost(plan: Plan, context: int | None = None) -> Cost:
+    return sum((step_cost(plan, s, context) for s in plan.steps), Cost())

@@ -1,0 +1,148 @@
+"""Plans as the NumPy device runs them: steps with their arrays looked up, one function call each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybrid.spec.device import StepTime
+from hybrid.spec.plan import CONTROL, Plan, Step
+from hybrid.spec.tensor import Packed, Rows, Tensor
+from kernels.oracle.memory import Guarded
+from kernels.oracle.quant import argument, round_into
+from kernels.oracle.threads import seconds_alone
+
+if TYPE_CHECKING:
+    from kernels.oracle.device import CpuDevice
+
+# Weights that BLAS reads whole: worth keeping as float32. (Embedding reads a few rows of the same tensor.)
+_MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "w_down"), "logits": ("w",)}
+
+
+class CpuProgram:
+    """A plan whose tensors have been looked up."""
+
+    def __init__(self, device: CpuDevice, plan: Plan, profile: bool) -> None:
+        self.plan = plan
+        self.device = device
+        self.profile = profile
+        self.guarded: dict[str, Guarded] = {}
+        """Activations in memory of their own, where the device has guard bands."""
+        if device.guard:
+            used = dict.fromkeys(plan.tensors[name] for step in plan.steps for name in step.args.values())
+            self.guarded = {d.name: device.allocate(d) for d in used if d.kind == "activation"}
+        self._times: list[StepTime] = []
+        self._began: float | None = None
+        self._bind()
+
+    def _bind(self) -> None:
+        self._control = self.device.whole(self.plan.control).array
+        self._steps = [_Bound(self, step) for step in self.plan.steps]
+        self._generation = self.device.generation
+
+    def tensor(self, name: str) -> Tensor | Rows | Packed:
+        return self.guarded[name].tensor if name in self.guarded else self.device.view(self.plan.tensors[name])
+
+    def submit(self, times: int = 1) -> int:
+        self.device.check_open()
+        if self._generation != self.device.generation:
+            self._bind()
+        for _ in range(times):
+            self._pass()
+        self.device.counters.submits += 1
+        return self.device.counters.submits
+
+    def _pass(self) -> None:
+        marks, begin = [], time.perf_counter()
+        with self.device.blas, np.errstate(all="ignore"):  # infinities and NaN are results here, as on every device
+            for bound in self._steps:
+                start = time.perf_counter()
+                bound.run(self._control)
+                marks.append((start, time.perf_counter()))
+        if self.profile:
+            named = zip(self.plan.steps, marks, strict=True)
+            self._began, self._times = begin, [StepTime(s.name, s.op, s.layer, a - begin, b - a) for s, (a, b) in named]
+
+    def times(self) -> Sequence[StepTime]:
+        return tuple(self._times)
+
+    def began(self) -> float | None:
+        return self._began
+
+
+class _Bound:
+    """One step with its function and arrays. `live` arguments are cut to the live rows at each run."""
+
+    def __init__(self, program: CpuProgram, step: Step) -> None:
+        self.device, self.step = program.device, step
+        if step.op not in self.device.functions or step.op not in self.device.ops:
+            raise ValueError(f"step {step.name}: the cpu device has no operation {step.op!r}")
+        spec = self.device.ops[step.op]
+        self.function = self.device.functions[step.op]
+        self.axis = "O" if step.extent == "outs" else "T"
+        self.sets_context = "context" in spec.op.writes_control
+        self.bucket = step.bind.get(self.axis)  # None: an operation on weights alone
+        shapes = {**spec.inputs, **spec.outputs, **spec.state, **spec.scratch}
+        self.live = {n for n, t in shapes.items() if t.shape and str(t.shape[0]) == self.axis}
+        given, wanted = set(step.args), set(shapes)
+        if given - wanted or wanted - given:
+            raise ValueError(
+                f"step {step.name} ({step.op}): missing arguments {sorted(wanted - given)}, "
+                f"unknown {sorted(given - wanted)}"
+            )
+        try:
+            tensors: dict[str, Any] = {n: program.tensor(step.args[n]) for n in shapes}
+            self.matrices = {n: argument(self.device.weight(step.args[n])) for n in _MATRICES.get(step.op, ())}
+        except ValueError as error:
+            raise ValueError(f"step {step.name}: {error}") from None
+        self.inputs = {n: tensors[n] for n in (*spec.inputs, *spec.state) if n not in self.matrices}
+        self.outputs = {n: tensors[n] for n in spec.outputs}
+        self.scratch = {n: tensors[n] for n in spec.scratch}
+        self.label = f"step {step.name}"
+        self._prepared_for = -1
+
+    def run(self, control: np.ndarray) -> None:
+        live = int(control[CONTROL[self.step.extent]])
+        if self.bucket is not None and live > self.bucket:
+            raise ValueError(f"step {self.step.name}: {live} live {self.step.extent} in a plan for {self.bucket}")
+        if self.bucket is not None and live == 0:
+            return
+        if live != self._prepared_for:
+            self._prepare(live)
+        alone = self._alone + self._alone_per_position * min(int(control[CONTROL["context"]]), self._positions)
+        blas, begin = self.device.blas, time.perf_counter()
+        trial = blas.use(alone, live == 1 and bool(self.matrices))
+        results = self.function(**self._given, real=np.float32)
+        if trial:
+            blas.judge(alone, time.perf_counter() - begin)
+        if len(results) != len(self._targets):
+            raise TypeError(f"{self.label} returned {len(results)} arrays for the outputs {list(self._targets)}")
+        for result, target in zip(results, self._targets.values(), strict=True):
+            round_into(target, result)
+        if self.sets_context:
+            control[CONTROL["context"]] = int(self._targets["positions"].array.max()) + 1
+        self.device.counters.dispatches += 1
+
+    def _prepare(self, live: int) -> None:
+        """Everything that depends on the live rows only: decoding reuses it from pass to pass."""
+        self._given = {
+            **{n: argument(self._cut(n, t, live)) for n, t in self.inputs.items()},
+            **{n: self._cut(n, t, live) for n, t in self.scratch.items()},
+            **{f"{n}_dtype": t.dtype for n, t in self.scratch.items()},
+            **self.matrices,
+            **self.step.attrs,
+        }
+        self._targets = {n: self._cut(n, t, live) for n, t in self.outputs.items()}
+        # The longest product on one thread; attention's (the queries of a kv head with its keys) grow with the context.
+        self._alone = max((seconds_alone(live, *m.shape) for m in self.matrices.values()), default=0.0)
+        bind, window = self.step.bind, int(self.step.attrs.get("window", 0))
+        attends = "k_cache" in self.inputs
+        self._alone_per_position = seconds_alone(live * bind["HQ"] // bind["HK"], 1, bind["D"]) if attends else 0.0
+        self._positions = window + live if window else 1 << 31  # that a row sees, at most
+        self._prepared_for = live
+
+    def _cut(self, name: str, tensor: Tensor, live: int) -> Tensor:
+        return tensor.rows(0, live) if name in self.live else tensor

@@ -1,0 +1,94 @@
+"""How many of BLAS's threads a product is worth.
+
+A product that is shared ends with the last of its threads. Where other programs want the cores, one that sleeps gets its own
+a time slice later: products of 0.1 and 0.2 ms took 16 and 20 ms on two busy cores. So a product is shared where one thread
+alone would be at work for longer than that can cost. Its size decides, and no clock: of several rows, the number of threads
+changes the last bits (OpenBLAS, Haswell and Zen), and the same prompt should give the same text. Of one row it does not, for
+each output is one thread's: there shorter products are shared too, until one takes too long, and again a second later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+WORTH = 4e-3
+"""Seconds of one thread from which on a product is shared: about a time slice of a busy machine."""
+WORTH_OF_ONE_ROW = 0.6e-3
+"""The same for products of one row, as long as the processors are free."""
+PAUSE = 1.0
+"""Seconds without sharing those, after one that waited for a processor."""
+_MACS_PER_SECOND, _BYTES_PER_SECOND = 30e9, 8e9  # of one core of a desktop, float32
+
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+def seconds_alone(rows: int, columns: int, inner: int) -> float:
+    """About how long one thread multiplies [rows, inner] by [columns, inner].T in float32."""
+    return columns * inner * max(rows / _MACS_PER_SECOND, 4 / _BYTES_PER_SECOND)
+
+
+def processors() -> int:
+    """That this process may use: its affinity, and what its container's quota pays for."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_MAX.read_text().split()
+        return min(found, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no such file, or `max`
+        return found
+
+
+class BlasThreads:
+    """Around a pass: `use` says what a product may take, and afterwards the process has the number that it had.
+
+    libraries: what threadpoolctl finds of BLAS (default: that). Nothing happens where they have one thread, or are none that
+    can be told. `most`: threads for a product that is worth them.
+    """
+
+    def __init__(self, libraries: Sequence[Any] | None = None) -> None:
+        if libraries is None:
+            from threadpoolctl import ThreadpoolController
+
+            libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+        self._before = [(library, library.num_threads or 1) for library in libraries]
+        self._set = 0  # what all of them have now; 0: what they had
+        had = max((n for _, n in self._before), default=0)
+        self.most = min(had, processors())
+        self._many = had > 1
+        self._alone_until = 0.0
+        names = ", ".join(dict.fromkeys(f"{library.internal_api} {library.version or ''}".strip() for library in libraries))
+        limits = f"{1e3 * WORTH:g} ms, of one row {1e3 * WORTH_OF_ONE_ROW:g} ms"
+        shared = f", 1 for products below {limits}" if self._many else ""
+        self.text = f"{self.most or 'not known how many'} of {names or 'BLAS'}{shared}"
+        """For --stats."""
+
+    def use(self, seconds: float, one_row: bool = False) -> bool:
+        """For products of that length on one thread. True: `judge` wants to know how long they took."""
+        if not self._many:
+            return False
+        trial = one_row and WORTH_OF_ONE_ROW <= seconds < WORTH and time.perf_counter() >= self._alone_until
+        wanted = self.most if trial or seconds >= WORTH else 1
+        if wanted != self._set:
+            for library, _ in self._before:
+                library.set_num_threads(wanted)
+            self._set = wanted
+        return trial
+
+    def judge(self, seconds: float, took: float) -> None:
+        """Of products that were shared for being of one row: where they waited for a processor, the next are not."""
+        if took > 2 * seconds + WORTH:
+            self._alone_until = time.perf_counter() + PAUSE
+
+    def __enter__(self) -> BlasThreads:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._set:
+            for library, had in self._before:
+                library.set_num_threads(had)
+            self._set = 0
