@@ -28,8 +28,10 @@ def fault(word: int, path: Path, slot: int, position: int) -> RuntimeError:
     if word == NOT_FINITE:
         return NotFinite(path, position - 1, slot)
     if word == FAULTED:
-        return RuntimeError(f"{path}: no token was chosen for position {position} of slot {slot}: its pass was void and could not be "
-                            "run again; release the slot and prompt it anew")  # fmt: skip
+        return RuntimeError(
+            f"{path}: no token was chosen for position {position} of slot {slot}: its pass was void and could not be run again; "
+            "release the slot and prompt it anew"
+        )
     return RuntimeError(f"{path}: the device left {word} as the token for position {position} of slot {slot}: no such word")
 
 
