@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from conformance.cases import Case
-from conformance.devices import GUARD
 from conformance.fixed import dtype_cases, edge_cases, variant_cases
-from conformance.harness import POISON, execute, run_case
+from conformance.harness import GUARD, POISON, execute, run_case
 from conformance.inputs import make
 from conformance.sizes import fits
 from hybrid.cli import Parser, run

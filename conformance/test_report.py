@@ -9,8 +9,9 @@ import pytest
 
 from conformance.test_targets import RECORD, RUN
 from hybrid.spec.errors import SpecError
+from hybrid.spec.load import ROOT
 from perf import campaign, record, report, taking
-from perf.measured import FILE, markdown
+from perf.measured import PAGE, markdown
 
 KERNELS = "0123456789abcdef"
 COMMON = {
@@ -144,7 +145,7 @@ def test_the_page_names_what_it_shows(tmp_path, monkeypatch):
 
 
 def test_the_committed_page_is_what_the_records_give():
-    assert FILE.read_text(encoding="utf-8") == markdown(record.load_records())
+    assert (ROOT / PAGE).read_text(encoding="utf-8") == markdown(record.load_records())
 
 
 def test_a_campaign_is_its_declared_commands(tmp_path, monkeypatch, capsys):

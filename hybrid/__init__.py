@@ -18,13 +18,18 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 if TYPE_CHECKING:
     from hybrid.model import Model, load
 
-__all__ = ["Model", "load"]
+__version__ = "0.1.0"
+__all__ = ["Model", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
     # Backends, NumPy and the file readers are imported by the first load, not by `import hybrid`.
-    if name in __all__:
+    if name in ("Model", "load"):
         from hybrid import model
 
         return getattr(model, name)
     raise AttributeError(f"module 'hybrid' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

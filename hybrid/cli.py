@@ -14,8 +14,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from hybrid import __version__
 from hybrid.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +31,11 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with the project's error form."""
+    """argparse with the project's error form, and --version."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_argument("--version", action="version", version=f"hybrid-kernels {__version__}", help="print the version and stop")
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -85,18 +90,6 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def progress_bar(total: int, name: str, wanted: bool, unit: str) -> Iterator[Callable[[int], object]]:
-    """A bar on standard error, where that is a terminal or `wanted`; yields what advances it by an amount."""
-    if not wanted and not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit=unit, unit_scale=True, desc=name) as bar:
-        yield bar.update
 
 
 def add_model(p: argparse.ArgumentParser) -> None:

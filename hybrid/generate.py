@@ -133,7 +133,7 @@ def _main(args: argparse.Namespace) -> int:
         deterministic=args.deterministic,
         chunk=args.chunk,
         profile=args.trace is not None,
-        progress=sys.stderr.isatty(),
+        progress=True,
         npu=args.npu,
     )
     with model:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.cli import PRECISIONS, Parser, progress_bar, run
+from hybrid.cli import PRECISIONS, Parser, run
+from hybrid.progress import progress_bar
 
 FORM_FEED = "\n\f\n"
 MAX_TEXT = 1 << 28  # bytes
@@ -215,8 +216,8 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
         longest = checkpoint.hparams.context_length
     if args.chunk > longest:
         raise ValueError(f"--chunk {args.chunk} is more than the context of {longest} that {path} was made for")
-    slots, progress = _together(args.chunk), sys.stderr.isatty()
-    return hybrid.load(path, args.device, None, weights, args.chunk, precision=precision, slots=slots, progress=progress)
+    slots = _together(args.chunk)
+    return hybrid.load(path, args.device, None, weights, args.chunk, precision=precision, slots=slots, progress=True)
 
 
 def _together(chunk: int) -> int:

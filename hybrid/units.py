@@ -27,6 +27,14 @@ def show_bytes(size: int) -> str:
     return f"{size} B"
 
 
+def show_count(number: int) -> str:
+    """`840`, `12.5k`, `3.25G`: as progress bars write amounts."""
+    for unit, factor in (("G", 10**9), ("M", 10**6), ("k", 10**4)):
+        if abs(number) >= factor:
+            return f"{number / min(factor, 10**9) if unit != 'k' else number / 1000:.4g}{unit}"
+    return str(number)
+
+
 def shortest(value: float) -> float:
     """A number that went through float32, as it was meant: 9.999999974752427e-07 was 1e-06."""
     import numpy as np  # what else is here serves commands that need no arrays

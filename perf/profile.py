@@ -143,7 +143,7 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
         if ctx > checkpoint.hparams.context_length:
             raise ValueError(f"--context {args.context}: the model was made for {checkpoint.hparams.context_length} positions")
         engine = Engine(checkpoint, device, schedule, precision=args.precision, kv=args.kv, ctx=ctx, chunk=args.chunk,
-                        n_tokens=checkpoint.hparams.vocab, profile=True, progress=sys.stderr.isatty())  # fmt: skip
+                        n_tokens=checkpoint.hparams.vocab, profile=True, progress=True)  # fmt: skip
         steps, passes = measure(engine, args.phase, args.context, args.repetitions)
         return {
             "schema": SCHEMA,

@@ -20,6 +20,7 @@ from typing import Any
 from hybrid.cli import Parser, run
 from hybrid.spec.errors import SpecError
 from hybrid.spec.load import ROOT
+from hybrid.spec.places import clone
 from kernels.vulkan.kernel import kernels_digest
 from perf.record import Ablation, OpTime, Profile, Proof, Record, Run, Worth, add
 
@@ -167,6 +168,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _main(args: argparse.Namespace) -> int:
+    clone("records are kept in perf/records,")
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M")
     commit, date = args.commit or commit_here(), args.date or now
     records = []

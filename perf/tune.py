@@ -28,8 +28,9 @@ from conformance.compare import Disagreement
 from conformance.fixed import dtype_cases, edge_cases, variant_cases
 from conformance.harness import run_case
 from conformance.tuned import facts_of, plan_for
-from hybrid.cli import Parser, amount, progress_bar, run
+from hybrid.cli import Parser, amount, run
 from hybrid.devices import open_first
+from hybrid.progress import progress_bar
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.errors import nearest
 from hybrid.spec.fields import Workload

@@ -10,7 +10,8 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from hybrid.cli import Parser, UsageError, add_model, open_model, positive, progress_bar, run
+from hybrid.cli import Parser, UsageError, add_model, open_model, positive, run
+from hybrid.progress import progress_bar
 
 if TYPE_CHECKING:
     from hybrid.bench.measure import Row
@@ -129,7 +130,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
         chunk=args.chunk,
         n_tokens=checkpoint.hparams.vocab,
         deterministic=args.deterministic,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
 
 

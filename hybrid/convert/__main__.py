@@ -9,9 +9,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from hybrid.cli import Parser, progress_bar, run, size, terminable
+from hybrid.cli import Parser, run, size, terminable
 from hybrid.convert import Format
 from hybrid.convert.kinds import CLASSES, SAME, Wanted, grouped
+from hybrid.progress import progress_bar
 from hybrid.spec.dtypes import WEIGHT_TYPES, WRITABLE_TYPES
 
 EXIT = "Exit codes: 0, 1 error (nothing was written), 2 wrong usage, 130 interrupted, 143 terminated."
