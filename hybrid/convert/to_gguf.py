@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.convert.atomic import atomic_files
 from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
 from hybrid.spec.dtypes import DTYPES
+
+if TYPE_CHECKING:  # the import takes a quarter of a second
+    from gguf import GGUFWriter
 
 DIGESTS = "hybrid.sha256"
 """Metadata: sha256 of each tensor's bytes in the file, hex, in the order of the tensor table."""
@@ -40,6 +43,8 @@ def shards(
 
     The first shard has all metadata; the others say only which they are, as llama.cpp's own tools write them.
     """
+    from gguf import GGUFWriter
+
     final = targets(source, target, kinds, split)
     groups = divide(tensor_sizes(source, kinds), split)
     with atomic_files(final, force) as parts:
@@ -61,6 +66,8 @@ def shards(
 
 def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[str, str]) -> Shard:
     """Write the header, with room for the digests as its last value."""
+    from gguf import GGMLQuantizationType
+
     writer.add_array(DIGESTS, [_UNKNOWN] * len(kinds))
     for name, kind in kinds.items():
         shape = source.shape(name)
