@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybrid import __version__
@@ -28,6 +29,27 @@ PRECISIONS, CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
 
 class UsageError(ValueError):
     """Arguments that do not go together: exit code 2, as argparse's own."""
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """What the block refuses is wrong usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_writable(option: str, path: Path) -> None:
+    """UsageError for a file that could not be written when the work is done; one that is not there is not left behind."""
+    there = path.exists()
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}: name a file in a folder that can be written") from None
+    if not there:
+        path.unlink()
 
 
 class Parser(argparse.ArgumentParser):

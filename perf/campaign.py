@@ -104,7 +104,7 @@ def _main(args: argparse.Namespace) -> int:
             print(f"{step.name}: {step.made(out)}", flush=True)
             advance(1)
     files = " ".join(shlex.quote(str(s.made(out))) for s in steps if s.prints)
-    print(f"\nkeep them, on the commit that ran: python -m perf.record {files} --proof {out / PROOF} --clock 'WHAT IS KNOWN'")
+    print(f"\nkeep them, on the commit that ran: python -m perf.record {out / PROOF} {files} --clock 'WHAT IS KNOWN'")
     return 0
 
 

@@ -139,9 +139,10 @@ class Report:
         sheet, device, rows = find_sheet(DEVICE), load_peer().device, []
         for t in load_targets():
             j = judge(t, sheet, device)
-            rows.append((j.target, tag(j.verdict, j.verdict.split()[0]), j.modelled, j.bound, j.how, j.measured))
+            rows.append((j.target, tag(j.shown, j.verdict.split()[0]), j.modelled, j.bound, j.how, j.measured))
         heads = ("target", "on the APU", "modelled", "bound", "how", f"measured, {device}")
-        note = "Verdicts follow from the roofline: expected speed reaches it (yes), only the ceiling does (borderline), or neither."
+        note = "Verdicts follow from the roofline: expected speed reaches it (yes), only the ceiling does (borderline), or neither;"
+        note += " or it is reached with something that does not exist here yet (needs)."
         self.section("Targets", MODELLED, note, html(table(heads, rows, heads), ("on the APU",)))
 
     def gates(self, ran: Sequence[tuple[str, list[Any]]] | None) -> None:

@@ -159,9 +159,9 @@ def kernels_at(commit: str) -> str | None:
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m perf.record", description="Keep measurements whose kernels were proved on the same device.")
+    p.add_argument("proof", type=Path, metavar="PROOF", help="--junitxml of conformance/test_ops.py on that device")
     p.add_argument("made", nargs="+", type=Path, metavar="FILE", help="--json of hybrid.bench, perf.ablate, perf.profile")
-    p.add_argument("--proof", type=Path, required=True, metavar="FILE", help="--junitxml of conformance/test_ops.py on that device")
-    p.add_argument("--clock", required=True, metavar="TEXT", help="what is known of the device's clocks")
+    p.add_argument("--clock", default="not known", metavar="TEXT", help="what is known of the device's clocks (not known)")
     p.add_argument("--commit", metavar="ID", help="the commit that ran (the one checked out)")
     p.add_argument("--date", metavar="DAY", help="when (UTC), as 2026-11-21 or 2026-11-21T07:33 (now)")
     return p
