@@ -15,7 +15,6 @@ from conformance.devices import BACKENDS
 from conformance.synthetic import tiny, write_hf
 from hybrid import doctor, generate
 from hybrid.devices import NoDevice
-from hybrid.kv import ContextExceeded
 from hybrid.stops import StopFilter
 from hybrid.tokenizer import StreamDecoder
 from kernels.vulkan.api import VulkanUnavailable
@@ -108,7 +107,7 @@ def test_a_model_survives_wrong_arguments_and_generations_that_are_dropped_close
                 model.logits(ids)
         pieces = model.generate("the", 9, ignore_eos=True)
         begun = next(pieces)
-        with pytest.raises(ContextExceeded, match="end or close the generation"):
+        with pytest.raises(hybrid.NoFreeSlot, match="end or close the generation"):
             model.logits([2, 5])
         assert begun + "".join(pieces) == truth
         with model.session() as session:

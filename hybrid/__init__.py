@@ -8,6 +8,7 @@ with hybrid.load("model.gguf") as model:
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,20 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
+    from hybrid.kv import ContextExceeded, NoFreeSlot
     from hybrid.model import Model, load
 
 __version__ = "0.1.0"
-__all__ = ["Model", "__version__", "load"]
+__all__ = ["ContextExceeded", "Model", "NoFreeSlot", "__version__", "load"]
+
+
+# Backends, NumPy and the file readers are imported by the first use of these, not by `import hybrid`.
+_LATER = {"ContextExceeded": "hybrid.kv", "Model": "hybrid.model", "NoFreeSlot": "hybrid.kv", "load": "hybrid.model"}
 
 
 def __getattr__(name: str) -> Any:
-    # Backends, NumPy and the file readers are imported by the first load, not by `import hybrid`.
-    if name in ("Model", "load"):
-        from hybrid import model
-
-        return getattr(model, name)
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'hybrid' has no attribute {name!r}")
 
 

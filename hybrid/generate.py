@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the prompt is one user turn, in the model's chat format; without --prompt, a conversation at the terminal",
     )
+    p.add_argument("--system", default="", metavar="TEXT", help="with --chat: how the model is to answer (no system prompt)")
     p.add_argument(
         "--parse-special",
         action="store_true",
@@ -119,6 +120,8 @@ def _main(args: argparse.Namespace) -> int:
     with usage():  # refused before the model is loaded
         Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
         StopFilter(args.stop)
+    if args.system and not args.chat:
+        raise UsageError("--system belongs to --chat: a plain prompt has no turns")
     if args.trace is not None:
         check_writable("--trace", args.trace)
     text = args.prompt
@@ -163,6 +166,7 @@ def _converse(model: Any, args: argparse.Namespace) -> int:
         tuple(args.stop),
         args.ignore_eos,
         args.parse_special,
+        args.system,
     )
     return run_loop(model, options, args.stats)
 
@@ -171,8 +175,9 @@ def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
     if args.chat:
         from hybrid.chat import encode
 
-        message = {"role": "user", "content": text}
-        prompt = encode(model.checkpoint.tokenizer, [message], model.checkpoint.chat_template, args.parse_special)
+        messages = [{"role": "system", "content": args.system}] if args.system else []
+        messages += [{"role": "user", "content": text}]
+        prompt = encode(model.checkpoint.tokenizer, messages, model.checkpoint.chat_template, args.parse_special)
     else:
         prompt = model.encode(text, parse_special=args.parse_special)
     pieces = model.generate(

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     add_types(p, default=" (the default)")
     p.add_argument("--format", choices=("gguf", "hf"), help="of what is written (by DST)")
     p.add_argument("--split", type=size, metavar="SIZE", help="several files of at most SIZE, such as 4GiB")
-    p.add_argument("--jobs", type=positive, metavar="N", help="blocks of rows worked on at once (one for each processor, at most 8)")
+    p.add_argument("--jobs", type=positive, metavar="N", help="blocks of rows worked on at once (one per processor, at most 8)")
     p.add_argument("--force", action="store_true", help="replace what exists")
     p.add_argument("--verify", type=Path, metavar="FILE", help="read FILE again and compare it with the digests inside it")
     p.add_argument("--progress", action="store_true", help="a progress bar even where standard error is no terminal")
