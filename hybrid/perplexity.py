@@ -158,8 +158,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("model", metavar="MODEL", help=".gguf file or Hugging Face directory")
     p.add_argument("text", type=Path, metavar="TEXT", help="UTF-8 file")
-    p.add_argument("--chunk", type=int, default=512, metavar="N", help="documents are cut to N tokens (512)")
-    p.add_argument("--whole", action="store_true", help="what is cut off follows as further chunks, instead of being left out")
+    p.add_argument("--chunk", type=int, default=512, metavar="N", help="documents are read in chunks of N tokens (512)")
+    p.add_argument("--cut", action="store_true", help="only the first chunk of each document; the rest is left out")
     p.add_argument("--separator", metavar="LINE", help="line between documents; '' takes the file as one (a form feed)")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N documents")
     p.add_argument(
@@ -193,7 +193,7 @@ def _main(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_load(args.model, args, args.precision, args.weights))
         reference = _reference(args, stack)
-        text = encode(model, documents, args.chunk, args.whole)
+        text = encode(model, documents, args.chunk, not args.cut)
         if reference is not None:
             _same_tokens(model, reference, documents, args)
         total = sum(len(d) - 1 for d in text.documents)
@@ -279,7 +279,7 @@ def _finite(value: Any) -> Any:
 
 def _lines(report: dict[str, Any]) -> list[str]:
     types = "; ".join(f"{k} {', '.join(v)}" for k, v in report["precision"].items())
-    left_out = f", {report['tokens_left_out']} tokens left out (--whole takes them)" if report["tokens_left_out"] else ""
+    left_out = f", {report['tokens_left_out']} tokens left out (--cut)" if report["tokens_left_out"] else ""
     lines = [
         f"{report['model']} on {report['device']}: {types}",
         f"{report['text']}: {report['documents']} documents, {report['predictions']} predictions{left_out}, "

@@ -35,6 +35,7 @@ from hybrid.spec import OpSpec, load_op
 from hybrid.spec.errors import nearest
 from hybrid.spec.fields import Workload
 from hybrid.spec.schedule import find_schedule
+from hybrid.units import show_rate
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.dry import asked
 from kernels.vulkan.tuning import Family, Value, space
@@ -225,7 +226,7 @@ def shown(use: Use) -> str:
 
 
 def _rates(s: Sweep, seconds: float) -> str:
-    return f"{s.nbytes / seconds / 1e9:.0f} GB/s, {s.flops / seconds / 1e12:.3g} TFLOPS"
+    return f"{show_rate(s.nbytes / seconds, 'B/s')}, {show_rate(s.flops / seconds, 'FLOPS')}"
 
 
 def text(sweep: Sweep) -> str:
