@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from hybrid.units import show_count
 
+T = TypeVar("T")
 FIRST, EVERY = 10.0, 30.0
 """Seconds before the first plain line, and from each to the next: short work says nothing."""
 
@@ -29,6 +30,14 @@ def progress_bar(total: int, name: str, wanted: bool, unit: str, after: float = 
         yield bar.update
 
 
+def tracked(items: Sequence[T], name: str) -> Iterator[T]:
+    """The items, one after another, with a progress bar."""
+    with progress_bar(len(items), name, False, "", after=1.0) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
 @contextmanager
 def plain_lines(total: int, name: str, unit: str) -> Iterator[Callable[[int], object]]:
     """A line such as `tests: 3 of 12, 40 s`, said by a thread of its own: a step that takes minutes is no silence."""
@@ -41,7 +50,8 @@ def plain_lines(total: int, name: str, unit: str) -> Iterator[Callable[[int], ob
         wait = FIRST
         while not ended.wait(wait):
             spent = time.monotonic() - begin
-            print(f"{name}: {show_count(done[0])} of {show_count(total)} {unit}, {spent:.0f} s", file=sys.stderr, flush=True)
+            much = f"{show_count(done[0])} of {show_count(total)} {unit}".rstrip()
+            print(f"{name}: {much}, {spent:.0f} s", file=sys.stderr, flush=True)
             wait = EVERY
 
     thread: Any = threading.Thread(target=say, name="progress", daemon=True)

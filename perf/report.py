@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import Parser, run
+from hybrid.progress import tracked
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.errors import SpecError
 from hybrid.spec.places import in_clone, pages_root
@@ -204,10 +205,9 @@ class Report:
 def build(folder: Path, records: Sequence[Record], gates: Sequence[tuple[str, list[Any]]] | None = None) -> Path:
     """Write the page and its pictures; returns the page."""
     report = Report(folder, records)
-    report.measured()
-    report.modelled()
-    report.targets()
-    report.gates(gates)
+    sections = (report.measured, report.modelled, report.targets, lambda: report.gates(gates))
+    for section in tracked(sections, "sections"):
+        section()
     return report.write()
 
 

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hybrid.cli import Parser, UsageError, amount, run, size
-from hybrid.progress import progress_bar
+from hybrid.progress import tracked
 from hybrid.spec.devicesheet import DeviceSheet, find_sheet
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import load_models
@@ -288,12 +288,7 @@ def _main(args: argparse.Namespace) -> int:
     sheet = modelled_sheet(args.device)
     if args.want is not None:
         return _advise(args, sheet)
-    targets = load_targets()
-    rows = []
-    with progress_bar(len(targets), "targets", False, "targets", after=1.0) as advance:
-        for t in targets:
-            rows.append(judge(t, sheet, args.measured_on))
-            advance(1)
+    rows = [judge(t, sheet, args.measured_on) for t in tracked(load_targets(), "targets")]
     print(json.dumps([asdict(r) for r in rows]) if args.json else table(rows, sheet))
     return 0
 
