@@ -79,7 +79,7 @@ def test_documents_are_cut_or_continued(folder: Path, capsys: pytest.CaptureFixt
     assert counts["cut"]["tokens_left_out"] == sum(max(n - 5, 0) for n in lengths)
     assert counts["whole"]["predictions"] == sum(n - 1 for n in lengths) and counts["whole"]["tokens_left_out"] == 0
     assert counts["one"]["documents"] == 1
-    assert main([a, text, "--device", "cpu", "--chunk", "5", "--progress"]) == 0
+    assert main([a, text, "--device", "cpu", "--chunk", "5", "--cut", "--progress"]) == 0
     out = capsys.readouterr()
     assert "tokens left out" in out.out and "perplexity" in out.out and "100%" in out.err
 

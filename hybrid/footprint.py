@@ -106,11 +106,11 @@ def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
             number, _, rest = name[4:].partition(".")
             own.setdefault(int(number), []).append((rest, info))
     for layer, seen in enumerate(target.hparams.layer_is_global):
-        kinds.setdefault((seen, *((n, i.dtype, i.shape, i.pieces) for n, i in sorted(own[layer]))), []).append(layer)
+        kinds.setdefault((seen, *((n, i.dtype, i.shape, i.pieces) for n, i in sorted(own.get(layer, ())))), []).append(layer)
     times = {k: n for of in kinds.values() for k, n in zip(of[:2], (1, len(of) - 1), strict=False)}
     kept = sorted(times)
     weights = {n: i for n, i in target.weights.items() if not n.startswith("blk.")}
-    weights |= {f"blk.{new}.{rest}": info for new, old in enumerate(kept) for rest, info in own[old]}
+    weights |= {f"blk.{new}.{rest}": info for new, old in enumerate(kept) for rest, info in own.get(old, ())}
     globals_ = tuple(target.hparams.layer_is_global[k] for k in kept)
     hparams = replace(target.hparams, n_layers=len(kept), layer_is_global=globals_)
     return replace(target, hparams=hparams, weights=weights), tuple(times[k] for k in kept)

@@ -282,7 +282,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     left_out = f", {report['tokens_left_out']} tokens left out (--cut)" if report["tokens_left_out"] else ""
     lines = [
         f"{report['model']} on {report['device']}: {types}",
-        f"{report['text']}: {report['documents']} documents, {report['predictions']} predictions{left_out}, "
+        f"{report['text']}: {report['predictions']} predictions in {report['documents']} chunks{left_out}, "
         f"{report['predictions'] / max(report['seconds'], 1e-9):.0f} per second",
         f"nats per token  {report['nats_per_token']:.4f} +- {report['nats_error']:.4f}",
         f"perplexity      {report['perplexity']:.4f} +- {report['perplexity_error']:.4f}",

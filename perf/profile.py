@@ -22,6 +22,7 @@ from typing import Any
 
 from hybrid.bench.__main__ import driver_of, kernels_of
 from hybrid.cli import Parser, add_model, open_model, positive, run
+from hybrid.progress import tracked
 from hybrid.units import show_rate
 
 SCHEMA = 1
@@ -87,7 +88,7 @@ def measure(engine: Any, phase: str, context: int, repeats: int) -> tuple[list[S
 
     bench, runs, lives = Bench(engine, 1), [], []
     prompt = bench.ids(context)
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in tracked(range(repeats + 1), "passes"):  # the first warms up
         bench.fill(0 if phase == "prefill" else context)
         if phase == "decode":
             bench.engine.wait(engine.submit_prefill({0: bench.ids(1)}))

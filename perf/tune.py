@@ -256,7 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--seconds", type=amount, default=0.05, metavar="S", help="how long to repeat each candidate (0.05)")
     p.add_argument("--footprint", type=amount, default=256.0, metavar="MB", help="as for perf.op (256)")
     p.add_argument("--margin", type=amount, default=0.03, metavar="X", help="a smaller gain is none (0.03)")
-    p.add_argument("--write", action="store_true", help="write the families' sections of this device class's table")
+    p.add_argument(
+        "--write", action="store_true", help="write the families' sections of this device class's table (installed: into tuning/)"
+    )
     p.add_argument("--table", metavar="NAME", help="the table to write, for a device of no known class (its own)")
     p.add_argument("--commit", metavar="ID", help="for the table's header, where there is no git")
     p.add_argument("--json", action="store_true", help="print one JSON object for each workload instead")

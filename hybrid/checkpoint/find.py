@@ -1,6 +1,7 @@
 """Models that lie on this machine: Hugging Face's cache, folders where programs keep GGUF files, Ollama's blobs.
 
-Folders are looked through, headers are read; nothing is downloaded, and no home but the user's own is entered.
+Folders are looked through, headers are read; nothing is downloaded. No home is entered but the user's own and that of
+Ollama's service.
 """
 
 from __future__ import annotations
