@@ -29,9 +29,9 @@ def show_bytes(size: int) -> str:
 
 def show_count(number: int) -> str:
     """`840`, `12.5k`, `3.25G`: as progress bars write amounts."""
-    for unit, factor in (("G", 10**9), ("M", 10**6), ("k", 10**4)):
-        if abs(number) >= factor:
-            return f"{number / min(factor, 10**9) if unit != 'k' else number / 1000:.4g}{unit}"
+    for unit, least, factor in (("G", 10**9, 1e9), ("M", 10**6, 1e6), ("k", 10**4, 1e3)):
+        if abs(number) >= least:
+            return f"{number / factor:.4g}{unit}"
     return str(number)
 
 
