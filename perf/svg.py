@@ -191,7 +191,7 @@ class Chart:
             f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{max(bottom - top, 0.8):.1f}" '
             f'fill="{_colour(colour)}">{_title(title)}</rect>'
         )
-        if label and LETTER * len(label) <= right - left + (right - left) / width * (1 - width):  # else the title has it
+        if label and (not self.names or LETTER * len(label) <= (right - left) / width):  # in narrower slots the title has it
             self.text((slot + 0.5, max(value, base)), label, dy=-5, anchor="middle")
         if name:
             self._legend[name] = (_colour(colour), "dot")
