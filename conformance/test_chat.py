@@ -299,8 +299,9 @@ c.Conversation.ask = ask
 def test_what_belongs_together_is_one_turn(tmp_path: Path, term: str) -> None:
     """A paste where the terminal marks it, and where it does not; a line that goes on; lines typed one by one are not."""
     t = Terminal(str(write_hf(tmp_path, tiny())), "--device", "cpu", "--chat", "--system", "short", code=ECHO, term=term)
-    t.until("> ")
+    begun = t.until("> ")
     marked = term != "dumb" and readline_marks_pastes()
+    assert ("\x1b[?2004h" in begun) == marked  # the terminal is asked to
     if marked:  # however slowly it comes
         t.type("\x1b[200~one\n")
         time.sleep(0.3)
