@@ -21,7 +21,7 @@ HELD_OUT = GOLDEN / "held-out.txt"
 def test_the_held_out_loss_of_the_demonstration_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The beginnings of two documents; all of them whole give the golden loss (test_models)."""
     path = MODELS / "demo-gemma3-bf16.gguf"
-    assert main([str(path), str(HELD_OUT), "--device", "cpu", "--limit", "2", "--chunk", "40", "--json"]) == 0
+    assert main([str(path), str(HELD_OUT), "--device", "cpu", "--limit", "2", "--chunk", "40", "--cut", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     with hybrid.load(path, device="cpu", ctx=40) as model:
         ids = [model.encode(d)[:40] for d in HELD_OUT.read_text().split("\n\f\n")[:2]]
@@ -72,14 +72,14 @@ def test_documents_are_cut_or_continued(folder: Path, capsys: pytest.CaptureFixt
     with hybrid.load(a, device="cpu") as model:
         lengths = [len(model.encode(d)) for d in Path(text).read_text().split("\n\f\n")]
     counts = {}
-    for name, more in (("cut", []), ("whole", ["--whole"]), ("one", ["--separator", "", "--chunk", "100"])):
+    for name, more in (("cut", ["--cut"]), ("whole", []), ("one", ["--separator", "", "--chunk", "100"])):
         assert main([a, text, "--device", "cpu", "--chunk", "5", *more, "--json"]) == 0
         counts[name] = json.loads(capsys.readouterr().out)
     assert counts["cut"]["predictions"] == sum(min(n, 5) - 1 for n in lengths)
     assert counts["cut"]["tokens_left_out"] == sum(max(n - 5, 0) for n in lengths)
     assert counts["whole"]["predictions"] == sum(n - 1 for n in lengths) and counts["whole"]["tokens_left_out"] == 0
     assert counts["one"]["documents"] == 1
-    assert main([a, text, "--device", "cpu", "--chunk", "5", "--progress"]) == 0
+    assert main([a, text, "--device", "cpu", "--chunk", "5", "--cut", "--progress"]) == 0
     out = capsys.readouterr()
     assert "tokens left out" in out.out and "perplexity" in out.out and "100%" in out.err
 

@@ -21,9 +21,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hybrid.cli import Parser, progress_bar, run
+from hybrid.cli import Parser, run
+from hybrid.progress import progress_bar
 from hybrid.spec.errors import SpecError
 from hybrid.spec.load import Model, load_toml
+from hybrid.spec.places import clone
 
 GATES = Path(__file__).resolve().parent / "gates"
 Verdict = Literal["worse", "better", "new", "gone"]
@@ -177,6 +179,8 @@ def _each(wanted: Sequence[str]) -> Iterator[str]:
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.update:
+        clone("the expected values are renewed")
     failed = better = False
     wanted = args.only or groups()
     unknown = next((g for g in wanted if g not in groups()), None)
