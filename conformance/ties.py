@@ -12,20 +12,29 @@ import numpy as np
 
 import hybrid
 
-CLEAR = "def __init__(self, name):\n        self."
-"""A prompt whose first 11 choices are clear of a near tie with int8 activations too."""
+CLEAR = "class Base:\n    def __init__(self, name, value):\n        self."
+"""A prompt whose first ten choices are clear of a near tie with int8 activations too: leads of 0.58 and more."""
 EXACT_NEAR = 1e-3
 """Of logits by float32 activations: a near tie. They differ by 2e-4 between devices and by less between processors."""
-INT8_NEAR = 0.2
-"""Of logits by int8 activations, which amplify rounding: one code that falls the other way moves many of the next layer's.
-Two sound devices differ by as much as int8 differs from float32, 0.05 rms in the demonstration model's logits (0.003 % of
-the codes suffice)."""
+INT8_RMS = 0.07
+"""Root mean square of how far logits by int8 activations are apart on two sound devices or processors. They amplify rounding:
+one code that falls the other way moves many of the next layer's, so two differ by as much as int8 differs from float32, 0.05
+in the demonstration model's logits (0.003 % of the codes suffice)."""
+INT8_NEAR = 0.4
+"""A near tie by int8 activations: the difference of two logits moves by 0.07 rms, six times that is as good as never."""
 
 
 def lead(logits: np.ndarray) -> np.ndarray:
     """[rows]: how far the best logit of each row is ahead of the second."""
     best = np.sort(logits, axis=-1)[:, -2:]
     return best[:, 1] - best[:, 0]
+
+
+def clear(ours: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """bool [rows]: where the best logit of `wanted` leads by six times what the rounding of that row, as its other logits show
+    it, makes of a difference."""
+    rms = np.sqrt(np.square(ours - wanted).mean(axis=-1))
+    return lead(wanted) > 6 * np.sqrt(2) * rms
 
 
 def generated(model: hybrid.Model, ids: Sequence[int], count: int) -> list[int]:
