@@ -4,17 +4,20 @@ HYBRID_CONFORMANCE=long        many random examples, every named workload and dt
 HYBRID_REQUIRE_VULKAN=1        a missing Vulkan device is a failure, not a skip
 HYBRID_VULKAN_DEVICE=vulkan:1  which one
 HYBRID_VULKAN_VALIDATION=1     with the validation layer; any message fails the test in which it appears
+HYBRID_ROUGH_PRODUCTS=1        cpu's products add up in an order that depends on their shape (conformance/rough.py)
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from _pytest.junitxml import xml_key
 from hypothesis import HealthCheck, settings
 
+from conformance import rough
 from conformance.devices import Devices
 from conformance.expected import apply_expected
 from conformance.profile import LONG
@@ -24,6 +27,12 @@ settings.register_profile("ci", derandomize=True, max_examples=5, deadline=None,
                           suppress_health_check=_SLOW)  # fmt: skip
 settings.register_profile("long", max_examples=150, deadline=None, suppress_health_check=_SLOW, print_blob=True)
 settings.load_profile("long" if LONG else "ci")
+
+
+# Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled once.
+os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+if rough.wanted():
+    rough.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -81,6 +81,7 @@ def test_the_schedule_is_gemma3_with_attention_elsewhere() -> None:
     assert ours.model_copy(update={"schedule": head, "layer": theirs.layer, "fallback": {}}) == theirs
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_text_is_that_of_one_device(backend: str, plain: Plain) -> None:
     with load(backend, profile=backend == "vulkan") as model:
@@ -171,6 +172,7 @@ def test_only_anonymous_pages_can_be_imported() -> None:
         assert "t" not in device._tensors and not device.memory_pool.imported
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize(("after", "options"), [(20, {}), (15, {"chunk": 4})])  # in the middle of the text, of two chunks in flight
 @pytest.mark.parametrize("fault", ["timeout_after", "silent_after", "vanish_after"])
 def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(
@@ -193,6 +195,7 @@ def test_without_a_fallback_a_failure_is_an_error(tmp_path: Path) -> None:
         hybrid.load(FILE, "cpu", schedule, ctx=64)
 
 
+@pytest.mark.blas
 def test_without_an_npu_the_fallback_is_reported(plain: Plain) -> None:
     with hybrid.load(FILE, "cpu", "gemma3-hybrid", ctx=64) as model:
         assert model.device == "cpu"

@@ -29,6 +29,7 @@ def models(open_models: Models) -> Iterator[Models]:
     open_models.inspect()
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("options", "bound"),
@@ -43,6 +44,7 @@ def test_golden_logits(models: Models, backend: str, options: dict, bound: float
         assert np.abs(logits[case.rows] - case.logits).max() < bound
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("options", "near"), [({}, EXACT_NEAR), ({"weights": "f16"}, 1e-2)], ids=["bf16", "f16"])
 def test_golden_text(models: Models, backend: str, options: dict, near: float) -> None:
@@ -96,6 +98,7 @@ def test_quantised_weights_with_exact_arithmetic(models: Models, file: str) -> N
     assert np.abs(on_cpu.logits(prompt(200)) - on_vulkan.logits(prompt(200))).max() < 2e-4
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("file", ["q8_0", "q4_0"])
 def test_int8_activations_agree_on_both_devices(models: Models, file: str) -> None:
     """As well as they agree with float32, row by row, and in the choice wherever it is not a near tie."""
@@ -127,6 +130,7 @@ def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
     assert np.abs(engine.logits(ids) - engine.logits(ids, chunk=1)).max() < 2e-4
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("length", [WINDOW - 6, LENGTHS[-1]])
 def test_decoding_follows_the_logits(models: Models, backend: str, length: int) -> None:
@@ -142,6 +146,7 @@ def test_decoding_follows_the_logits(models: Models, backend: str, length: int) 
     agree(logits.argmax(-1).tolist(), then, lead(logits), EXACT_NEAR)
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("file", "options"), [("bf16", {}), ("q8_0", {"precision": "exact"})], ids=["bf16", "q8_0"])
 def test_rows_of_a_batch_are_independent(models: Models, backend: str, file: str, options: dict) -> None:

@@ -20,6 +20,7 @@ HELD_OUT = GOLDEN / "held-out.txt"
 SAME = 1e-4
 
 
+@pytest.mark.blas
 def test_the_held_out_loss_of_the_demonstration_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The beginnings of two documents; all of them whole give the golden loss (test_models)."""
     path = MODELS / "demo-gemma3-bf16.gguf"
@@ -44,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.blas
 def test_divergence_from_a_reference(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid.perplexity._ROW_ELEMENTS", 1000)  # a few rows at a time
     a, b, text = str(folder / "a"), str(folder / "b"), str(folder / "text.txt")

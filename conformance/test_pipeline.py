@@ -175,6 +175,7 @@ def test_what_passes_between_devices_takes_turns_in_few_tensors(plans: Any) -> N
 # --- the same bits
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_lanes_give_the_bits_of_one(name: str, backend: str, folder: Path, one_lane: Any) -> None:
@@ -312,6 +313,7 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
 # --- failures
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize(
     ("fault", "nth"), [("timeout_after", 0), ("timeout_after", 7), ("silent_after", 3), ("vanish_after", 3), ("vanish_after", 4)]
 )
