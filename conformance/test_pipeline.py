@@ -175,7 +175,6 @@ def test_what_passes_between_devices_takes_turns_in_few_tensors(plans: Any) -> N
 # --- the same bits
 
 
-@pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_lanes_give_the_bits_of_one(name: str, backend: str, folder: Path, one_lane: Any) -> None:

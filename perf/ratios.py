@@ -60,10 +60,12 @@ class Ratio:
 def measured(expected: Mapping[str, float], margin: float) -> dict[str, Ratio]:
     """Each ratio. One whose halves differ by more than `margin`, or that is further than `margin` from what is expected, is
     measured again, up to TRIES times: other work on the machine comes and goes, a slower kernel stays slower."""
-    return {name: _steady(take, expected.get(name), margin) for name, take in RATIOS.items()}
+    return {name: steady(take, expected.get(name), margin) for name, take in RATIOS.items()}
 
 
-def _steady(take: Callable[[], Ratio], expected: float | None, margin: float) -> Ratio:
+def steady(take: Callable[[], Ratio], expected: float | None, margin: float) -> Ratio:
+    """A measurement that neither scatters by more than `margin` nor is that far from `expected`; else the middle of TRIES,
+    with what lies between all of them."""
     tries: list[Ratio] = []
     for _ in range(TRIES):
         tries.append(found := take())
