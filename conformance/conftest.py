@@ -66,11 +66,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Where the part that needs matrix units ran, if it did not run here."""
     skipped = terminalreporter.stats.get("skipped", [])
-    if count := units.left_out(r.longrepr[2] for r in skipped if isinstance(r.longrepr, tuple)):
+    if wanted := units.left_out((r.nodeid, r.longrepr[2]) for r in skipped if isinstance(r.longrepr, tuple)):
         from kernels.vulkan.kernel import kernels_digest
         from perf.record import load_records
 
-        terminalreporter.write_line(units.elsewhere(count, load_records(), kernels_digest()))
+        terminalreporter.write_line(units.elsewhere(wanted, load_records(), kernels_digest()))
 
 
 @pytest.fixture(scope="session")

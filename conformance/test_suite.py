@@ -35,19 +35,27 @@ def test_quick_keeps_two_parameters_of_each_test_and_backend_and_nothing_slow() 
 
 
 def test_skips_for_want_of_matrix_units_are_counted() -> None:
-    reasons = ["Skipped: llvmpipe has no matrix units", "Skipped: llvmpipe lacks f16_matrices: it never runs this kernel", "no g++"]
-    assert units.left_out(reasons) == 2
+    skips = [
+        ("conformance/test_gemm_parts.py::test_a[b]", "Skipped: llvmpipe has no matrix units"),
+        ("conformance/test_tuning.py::test_c", "Skipped: llvmpipe lacks f16_matrices: nothing asks for gemm there"),
+        ("conformance/test_npu_build.py::test_d", "no g++"),
+    ]
+    assert units.left_out(skips) == {"test_gemm_parts": 1, "test_tuning": 1}
+
+
+LAST = "last 2026-11-21 on NVIDIA H200: test_ops, test_tuning, 900 passed, "
 
 
 @pytest.mark.parametrize(
     ("records", "kernels", "words"),
     [
-        ([], "0123", "has no campaign on a device that has them"),
-        ([made()], "0123", "1 time so far, last 2026-11-20 on NVIDIA H200 (test_ops, test_tuning: 900 passed; these kernels)"),
-        ([made(), made(date="2026-11-21")], "9", "2 times so far, last 2026-11-21 on NVIDIA H200 (test_ops, test_tuning: 900 passed; "
-                                                 "kernels 0123, not these (9): prove them anew)"),
+        ([], "0123", "; perf/records has no campaign on a device that has them"),
+        ([made(date="2026-11-21")], "0123", f". Campaigns on devices that have them: 1, {LAST}these kernels; not in it: test_x"),
+        ([made(), made(date="2026-11-21")], "9", f": 2, {LAST}kernels 0123, not these (9); not in it: test_x"),
+        ([made(device="llvmpipe")], "0123", "has no campaign"),
     ],
-)  # fmt: skip
+)
 def test_the_last_campaign_that_ran_them_is_named(records: list[Record], kernels: str, words: str) -> None:
-    line = units.elsewhere(111, records, kernels)
-    assert line.startswith("matrix units: 111 tests left out") and words in line
+    line = units.elsewhere({"test_tuning": 100, "test_x": 11}, records, kernels)
+    assert line.startswith("matrix units: 111 tests left out for want of them") and words in line
+    assert not records or "not in it" not in units.elsewhere({"test_tuning": 1}, records, kernels)

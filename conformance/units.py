@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from perf.record import Record
 
 WANT = re.compile(r"matrix units|f16_matrices")  # in the reason of every skip for want of them
+FILE = re.compile(r"conformance/(test_\w+)\.py")
 
 
-def left_out(reasons: Iterable[str]) -> int:
-    return sum(bool(WANT.search(r)) for r in reasons)
+def left_out(skips: Iterable[tuple[str, str]]) -> Counter[str]:
+    """Of (node id, reason) of skipped tests, those that wanted matrix units, by test file."""
+    return Counter(FILE.findall(node)[0] for node, reason in skips if WANT.search(reason))
 
 
-def elsewhere(count: int, records: Sequence[Record], kernels: str) -> str:
-    """Of `count` skipped tests: how often campaigns ran the operations on a device with matrix units, when last, and whether
-    those were these `kernels` (digest). records: oldest first."""
-    what = f"matrix units: {count} tests left out for want of them"
+def elsewhere(skipped: Mapping[str, int], records: Sequence[Record], kernels: str) -> str:
+    """How often campaigns proved the operations on a device with matrix units, when last, in which test files, and whether
+    those were these `kernels` (digest). skipped: tests by file; records: oldest first."""
+    what = f"matrix units: {sum(skipped.values())} tests left out for want of them"
     proofs = [r for r in records if "llvmpipe" not in r.device]
     if not proofs:
-        return f"{what}; perf/records has no campaign on a device that has them: nothing proves these kernels"
+        return f"{what}; perf/records has no campaign on a device that has them"
     last = proofs[-1]
-    files = re.findall(r"conformance/(test_\w+)\.py", last.conformance.command)
-    same = "these kernels" if last.kernels == kernels else f"kernels {last.kernels}, not these ({kernels}): prove them anew"
-    times = f"{len(proofs)} time{'s' if len(proofs) > 1 else ''}"
-    return (
-        f"{what}; they run with each campaign on a device that has them: {times} so far, last {last.date} on {last.device} "
-        f"({', '.join(files)}: {last.conformance.passed} passed; {same})"
-    )
+    files = FILE.findall(last.conformance.command)
+    same = "these kernels" if last.kernels == kernels else f"kernels {last.kernels}, not these ({kernels})"
+    line = f"{what}. Campaigns on devices that have them: {len(proofs)}, last {last.date} on {last.device}: "
+    line += f"{', '.join(files)}, {last.conformance.passed} passed, {same}"
+    missing = sorted(set(skipped) - set(files))
+    return f"{line}; not in it: {', '.join(missing)}" if missing else line
