@@ -13,6 +13,8 @@ from hybrid.spec.errors import SpecError
 from perf import gate, gated, ratios
 from perf.switches import bindings_without, constants_without, find_switch, load_switches
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cpu_driver():

@@ -43,6 +43,7 @@ def test_golden_logits(models: Models, backend: str, options: dict, bound: float
         assert np.abs(logits[case.rows] - case.logits).max() < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("options", "near"), [({}, EXACT_NEAR), ({"weights": "f16"}, 1e-2)], ids=["bf16", "f16"])
 def test_golden_text(models: Models, backend: str, options: dict, near: float) -> None:
@@ -54,6 +55,7 @@ def test_golden_text(models: Models, backend: str, options: dict, near: float) -
         agree(model.stats.ids, case.greedy, leads(model, case.ids, case.greedy), near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("file", "bound"), [("bf16", 1e-4), ("q8_0", 0.003), ("q4_0", 0.06)])
 def test_held_out_loss(models: Models, backend: str, file: str, bound: float) -> None:
@@ -64,6 +66,7 @@ def test_held_out_loss(models: Models, backend: str, file: str, bound: float) ->
     assert abs(losses.mean() - golden_nats()) < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "divergence", "agreement"), [("q8_0", 0.003, 0.97), ("q4_0", 0.1, 0.82)])
 def test_quantised_distributions(models: Models, file: str, divergence: float, agreement: float) -> None:
     """KL from the unquantised model's next-token distributions, and how often the likeliest token is the same."""
@@ -86,6 +89,7 @@ def test_quantised_text_is_the_same_on_both_devices(models: Models) -> None:
     agree(generated(on_vulkan, ids, 12), wanted, leads(on_cpu, ids, wanted), INT8_NEAR, at_least=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["q8_0", "q4_0"])
 def test_quantised_weights_with_exact_arithmetic(models: Models, file: str) -> None:
     """Without int8 activations only the order of sums is left to differ."""
@@ -96,6 +100,7 @@ def test_quantised_weights_with_exact_arithmetic(models: Models, file: str) -> N
     assert np.abs(on_cpu.logits(prompt(200)) - on_vulkan.logits(prompt(200))).max() < 2e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["q8_0", pytest.param("q4_0", marks=pytest.mark.blas)])
 def test_int8_activations_agree_on_both_devices(models: Models, file: str) -> None:
     """As well as they agree with float32, row by row, and in the choice wherever it is not a near tie."""
@@ -106,6 +111,7 @@ def test_int8_activations_agree_on_both_devices(models: Models, file: str) -> No
     assert (on_cpu.argmax(-1) == on_vulkan.argmax(-1))[sure].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_layers_are_those_of_the_equations(models: Models, backend: str, length: int) -> None:
@@ -119,6 +125,7 @@ def test_layers_are_those_of_the_equations(models: Models, backend: str, length:
     assert np.abs(model.logits(prompt(length)) - logits).max() < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
     """All of LENGTHS at once: a row's logits depend on what came before it only."""
@@ -143,6 +150,7 @@ def test_decoding_follows_the_logits(models: Models, backend: str, length: int) 
     agree(logits.argmax(-1).tolist(), then, lead(logits), EXACT_NEAR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("file", "options"),
@@ -166,6 +174,7 @@ def test_rows_of_a_batch_are_independent(models: Models, backend: str, file: str
         device.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("file", ["bf16", "q4_0"])
 def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: str, file: str) -> None:

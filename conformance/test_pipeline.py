@@ -43,7 +43,7 @@ PROMPTS = (150, 70)  # rows of two sequences: six and a half chunks, one of them
 DEMO = MODELS / "demo-gemma3-q8_0.gguf"
 
 
-pytestmark = pytest.mark.usefixtures("sim_machine")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sim_machine")]
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from conformance import profile, units
+from conformance import profile, ties, units
 from perf.record import Record
 
 RECORD: dict[str, Any] = {
@@ -59,3 +60,21 @@ def test_the_last_campaign_that_ran_them_is_named(records: list[Record], kernels
     line = units.elsewhere({"test_tuning": 100, "test_x": 11}, records, kernels)
     assert line.startswith("matrix units: 111 tests left out for want of them") and words in line
     assert not records or "not in it" not in units.elsewhere({"test_tuning": 1}, records, kernels)
+
+
+def test_texts_agree_up_to_a_near_tie_and_no_further() -> None:
+    leads = np.array([1.0, 2.0, 0.1, 3.0])
+    ties.agree([1, 2, 3, 4], [1, 2, 3, 4], leads, near=0.05)
+    ties.agree([1, 2, 9, 9], [1, 2, 3, 4], leads, near=0.2, at_least=2)
+    for ours, near, at_least in (([1, 9, 3, 4], 0.2, 2), ([1, 2, 9, 4], 0.05, 2), ([1, 2, 3, 4], 0.2, 3), ([1, 2, 3], 0.05, 2)):
+        with pytest.raises(AssertionError):
+            ties.agree(ours, [1, 2, 3, 4], leads, near, at_least)
+
+
+def test_a_choice_is_clear_by_what_the_rounding_of_its_own_row_makes_of_a_difference() -> None:
+    wanted = np.zeros((2, 100))
+    wanted[:, 7] = 1.0
+    noise = np.where(np.arange(100) % 2, 1.0, -1.0)
+    ours = wanted + np.stack([0.05 * noise, 0.2 * noise])
+    assert ties.lead(wanted).tolist() == [1.0, 1.0]
+    assert ties.clear(ours, wanted).tolist() == [True, False]
