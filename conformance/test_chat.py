@@ -147,6 +147,7 @@ def test_transformers_renders_and_encodes_the_same() -> None:
     assert list(ids) == chat.encode(demo(), MESSAGES)
 
 
+@pytest.mark.blas
 def test_rewound_sequences_continue_as_new_ones(tmp_path: Path) -> None:
     """Within what a ring of local blocks still holds; beyond it, rewinding is refused."""
     rng = np.random.default_rng(5)
@@ -165,6 +166,7 @@ def test_rewound_sequences_continue_as_new_ones(tmp_path: Path) -> None:
             kept.rewind(0, 999)
 
 
+@pytest.mark.blas
 def test_a_session_answers_as_if_everything_were_run_anew(tmp_path: Path) -> None:
     texts = ["the thing", "abc " * 9, "e", "in the er"]
     folder = write_hf(tmp_path)

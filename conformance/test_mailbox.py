@@ -16,6 +16,8 @@ from conformance.test_engine_cpu import IDS
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine import Engine
 
+pytestmark = pytest.mark.slow
+
 LAYER = {"workgroups": 132, "threads": 256}
 # Stretches of few positions, so that several workgroups have parts of a head.
 ATTENTION = {"groups": 264, "min_split": 16, "subgroups": 8, "ahead": 2}

@@ -152,7 +152,8 @@ def test_a_campaign_is_its_declared_commands(tmp_path, monkeypatch, capsys):
     """Each in a process of its own; what was made is not made again, what fails leaves no file."""
     assert campaign.main(["--list", "--device", "vulkan:1", "--jobs", "3", "--out", str(tmp_path)]) == 0
     listed = capsys.readouterr().out
-    assert f"pytest -q -n 3 conformance/test_ops.py --junitxml={tmp_path}/proof.xml" in listed
+    more = "conformance/test_flash_attention.py conformance/test_gemm_parts.py conformance/test_tuning.py"
+    assert f"pytest -q -n 3 conformance/test_ops.py {more} --junitxml={tmp_path}/proof.xml" in listed
     assert "perf.ablate --random gemma3-27b --device vulkan:1 --json" in listed
     steps = [
         campaign.Step(name="one", command="hybrid.inspect gemma3-1b --json"),

@@ -10,6 +10,8 @@ from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.errors import SpecError
 from perf import record, roofline, search, targets
 
+pytestmark = pytest.mark.slow
+
 APU = find_sheet("radeon-780m")
 BY_HAND = {
     "27b-11-at-25gb": ("no", "282 GB/s"),
