@@ -35,8 +35,9 @@ def run_again(engine: Engine, slots: tuple[int, ...]) -> None:
     reached = engine.device.read("next_position").array
     lost = {engine.positions[s] - int(reached[s]) for s in slots}
     if len(lost) > 1 or min(lost, default=0) < 0:
-        raise RuntimeError(f"{engine.device.name}: void passes left sequences {slots} at positions {reached[list(slots)].tolist()}, "
-                             f"submitted were {[engine.positions[s] for s in slots]}: load the model again")  # fmt: skip
+        left, wanted = reached[list(slots)].tolist(), [engine.positions[s] for s in slots]
+        raise RuntimeError(f"{engine.device.name}: void passes left sequences {slots} at positions {left}, not {wanted}: load the "
+                           "model again")  # fmt: skip
     engine.forget_programs("decode")  # their mailboxes hold what was never read
     engine.device.write(CONTROL_TENSOR, Tensor.of(np.zeros(CONTROL_WORDS, np.uint32)))
     if not slots or not (times := lost.pop()):
