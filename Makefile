@@ -7,7 +7,7 @@ PROMPT ?= def read_file(path):
 TOKENS ?= 96
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help generate test lint check gates conformance docs spirv doctor mesa report clean
+.PHONY: help generate test quick lint check gates conformance processors docs spirv doctor mesa report clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,7 +15,13 @@ help:
 generate: $(VENV)/.ready ## text from the embedded model (PROMPT="...", TOKENS=96)
 	@$(PY) -m hybrid.generate --device "$$(cat $(VENV)/.device)" --prompt '$(subst ','\'',$(PROMPT))' --max-tokens $(TOKENS) --stats
 
-test: $(VENV)/.ready-test lint check gates conformance ## everything that CI runs
+test: $(VENV)/.ready-test ## everything that CI runs
+	@$(MAKE) --no-print-directory -j2 --output-sync=line lint check gates conformance processors
+
+quick: $(VENV)/.ready-test ## for whoever changes a line: lint, specs, a share of every test
+	$(PY) -m ruff check .
+	$(PY) -m hybrid.spec check
+	HYBRID_CONFORMANCE=quick OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.ready-test ## ruff and mypy
 	$(PY) -m ruff check .
@@ -44,6 +50,10 @@ conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole mo
 	OPENBLAS_NUM_THREADS=1 HYBRID_REQUIRE_VULKAN=$${HYBRID_REQUIRE_VULKAN:-$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1)} \
 	HYBRID_VULKAN_VALIDATION=$${HYBRID_VULKAN_VALIDATION:-$$(cat $(VENV)/.validation)} \
 	$(PY) -m pytest -n $(JOBS) --dist worksteal
+
+processors: $(VENV)/.ready-test ## what rests on NumPy's products, under the kernels of other processors
+	HYBRID_REQUIRE_VULKAN=$${HYBRID_REQUIRE_VULKAN:-$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1)} \
+	$(PY) tools/processors.py --jobs $(JOBS)
 
 docs: $(VENV)/.ready ## renew the generated pages
 	$(PY) -m hybrid.spec docs

@@ -1,33 +1,46 @@
 """Fixtures and profiles of the suite.
 
 HYBRID_CONFORMANCE=long        many random examples, every named workload and dtype combination
+HYBRID_CONFORMANCE=quick       a share of each test's parameters, nothing that takes seconds (conformance/profile.py)
 HYBRID_REQUIRE_VULKAN=1        a missing Vulkan device is a failure, not a skip
 HYBRID_VULKAN_DEVICE=vulkan:1  which one
 HYBRID_VULKAN_VALIDATION=1     with the validation layer; any message fails the test in which it appears
+HYBRID_ROUGH_PRODUCTS=1        cpu's products add up in an order that depends on their shape (conformance/rough.py)
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.junitxml import xml_key
 from hypothesis import HealthCheck, settings
 
+from conformance import rough, units
 from conformance.devices import Devices
 from conformance.expected import apply_expected
-from conformance.profile import LONG
+from conformance.profile import LONG, QUICK, quick
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-settings.register_profile("ci", derandomize=True, max_examples=5, deadline=None, database=None,
+settings.register_profile("ci", derandomize=True, max_examples=1 if QUICK else 3, deadline=None, database=None,
                           suppress_health_check=_SLOW)  # fmt: skip
 settings.register_profile("long", max_examples=150, deadline=None, suppress_health_check=_SLOW, print_blob=True)
 settings.load_profile("long" if LONG else "ci")
 
 
+# Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled once.
+os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+if rough.wanted():
+    rough.install()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     apply_expected(items)
+    if QUICK:
+        items[:] = quick(items)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,6 +61,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     xml.add_global_property("device", device.name)
     xml.add_global_property("kernels", kernels_digest())
     xml.add_global_property("command", " ".join(["python -m pytest", *session.config.invocation_params.args]))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Where the part that needs matrix units ran, if it did not run here."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if wanted := units.left_out((r.nodeid, r.longrepr[2]) for r in skipped if isinstance(r.longrepr, tuple)):
+        from kernels.vulkan.kernel import kernels_digest
+        from perf.record import load_records
+
+        terminalreporter.write_line(units.elsewhere(wanted, load_records(), kernels_digest()))
 
 
 @pytest.fixture(scope="session")

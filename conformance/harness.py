@@ -28,6 +28,7 @@ from hybrid.spec.plan import CONTROL, CONTROL_WORDS, NOT_FINITE, Extent, Plan, S
 from hybrid.spec.tensor import Tensor
 
 POISON = (0xFF, 0x5A)
+GUARD = 256  # bytes on both sides of every tensor, where a device is opened with them
 Kind = Literal["weight", "state", "io", "activation"]
 
 

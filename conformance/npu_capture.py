@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from conformance.cases import Case
-from conformance.devices import GUARD
 from conformance.fixed import dtype_cases, edge_cases, variant_cases
-from conformance.harness import POISON, execute, run_case
+from conformance.harness import GUARD, POISON, execute, run_case
 from conformance.inputs import make
 from conformance.sizes import fits
 from hybrid.cli import Parser, run
+from hybrid.progress import tracked
 from hybrid.spec import OpSpec, load_ops
 from kernels.npu.artefact import fabric_digest
 from kernels.npu.designs import shipped
@@ -51,9 +51,7 @@ def capture(device: NpuDevice, file: Path, only: str = "") -> int:
     entries: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     failed = 0
-    for name, spec, case in cases():
-        if only not in name:
-            continue
+    for name, spec, case in tracked([c for c in cases() if only in c[0]], "cases"):
         try:
             report = run_case(spec, device, case)
         except (AssertionError, NpuError) as error:
@@ -84,7 +82,7 @@ def compare(file: Path) -> int:
         head = json.loads(box.read("capture.json"))
         known = {name: (spec, case) for name, spec, case in cases()}
         device, differ, compared = NpuDevice("sim", guard=GUARD), 0, 0
-        for name, entry in head["entries"].items():
+        for name, entry in tracked(list(head["entries"].items()), "cases"):
             if "failed" in entry or name not in known or str(known[name][1]) != entry["case"]:
                 print(f"{name}: {'failed there' if 'failed' in entry else 'is another case here'}: not compared")
                 continue

@@ -14,6 +14,8 @@ from hybrid.spec.errors import SpecError
 from perf import ablate, gated
 from perf.switches import Switch, Switches, find_switch, load_switches
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def device():

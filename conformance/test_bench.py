@@ -20,6 +20,8 @@ from hybrid.spec.devicesheet import DeviceSheet, find_sheet
 from hybrid.spec.load import validate
 from kernels.oracle.device import CpuDevice
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "-r", "2", "-n", "4", "-p", "5,9"]
 PROBES = Probes(3000.0, "copy", 500.0, "matrix", {})
 ROW = Row("decode", 10, 0, 1, 10, (0.1, 0.2, 0.4), 10**12, 10**12, {"dispatches": 1.0, "barriers": 1.0})

@@ -22,6 +22,8 @@ from hybrid.spec.plan import TensorDecl
 from kernels.oracle.device import CpuDevice
 from kernels.oracle.quant import dequantise, take
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).parent.parent / "models" / "demo-gemma3-q8_0.gguf"
 TEXT = MODEL.parent.parent / "conformance" / "data" / "demo-gemma3" / "held-out.txt"
 SMALL = 1 << 20

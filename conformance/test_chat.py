@@ -147,6 +147,7 @@ def test_transformers_renders_and_encodes_the_same() -> None:
     assert list(ids) == chat.encode(demo(), MESSAGES)
 
 
+@pytest.mark.blas
 def test_rewound_sequences_continue_as_new_ones(tmp_path: Path) -> None:
     """Within what a ring of local blocks still holds; beyond it, rewinding is refused."""
     rng = np.random.default_rng(5)
@@ -165,6 +166,7 @@ def test_rewound_sequences_continue_as_new_ones(tmp_path: Path) -> None:
             kept.rewind(0, 999)
 
 
+@pytest.mark.blas
 def test_a_session_answers_as_if_everything_were_run_anew(tmp_path: Path) -> None:
     texts = ["the thing", "abc " * 9, "e", "in the er"]
     folder = write_hf(tmp_path)
@@ -199,12 +201,12 @@ def _at_a_terminal() -> None:
 class Terminal:
     """A child whose standard streams are a terminal of its own."""
 
-    def __init__(self, *args: str, code: str = "") -> None:
+    def __init__(self, *args: str, code: str = "", term: str = "dumb") -> None:
         self.master, slave = pty.openpty()
         start = [sys.executable, "-c", code + "from hybrid.generate import main; import sys; sys.exit(main(sys.argv[1:]))"]
         self.process = subprocess.Popen(
             [*start, *args], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            preexec_fn=_at_a_terminal, env={**os.environ, "TERM": "dumb"},
+            preexec_fn=_at_a_terminal, env={**os.environ, "TERM": term},
         )  # fmt: skip
         os.close(slave)
         self.seen = ""
@@ -287,6 +289,79 @@ def test_exit_and_statistics(tmp_path: Path) -> None:
     assert t.close() == 0
 
 
+ECHO = """import hybrid.chat_loop as c
+def ask(self, text):
+    self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+    yield f"<{self.system}|{text!r}>"
+c.Conversation.ask = ask
+"""
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_what_belongs_together_is_one_turn(tmp_path: Path, term: str) -> None:
+    """A paste where the terminal marks it, and where it does not; a line that goes on; lines typed one by one are not."""
+    t = Terminal(str(write_hf(tmp_path, tiny())), "--device", "cpu", "--chat", "--system", "short", code=ECHO, term=term)
+    begun = t.until("> ")
+    marked = term != "dumb" and readline_marks_pastes()
+    assert ("\x1b[?2004h" in begun) == marked  # the terminal is asked to
+    if marked:  # however slowly it comes
+        t.type("\x1b[200~one\n")
+        time.sleep(0.3)
+        t.type("two\x1b[201~\n")
+    else:
+        t.type("one\ntwo\n")
+    assert "<short|'one\\ntwo'>" in t.until(">\\s+\\S*> ")
+    t.type("three\\\n")
+    t.until(r"\.\.\. ")
+    t.type("four\n")
+    assert "<short|'three\\nfour'>" in t.until(">\\s+\\S*> ")
+    for word in ("five", "six"):
+        t.type(word + "\n")
+        assert f"<short|'{word}'>" in t.until(">\\s+\\S*> ")
+    answers = {"/system be brief": "system prompt: be brief", "/system none": "no system prompt", "/drop": "3 kept"}
+    for typed, answer in answers.items():
+        t.type(typed + "\n")
+        t.until(answer)
+        t.until("> ")
+    t.type("\x04")
+    assert t.close() == 0
+
+
+def readline_marks_pastes() -> bool:
+    readline = pytest.importorskip("readline")
+    return "libedit" not in (readline.__doc__ or "") and readline._READLINE_LIBRARY_VERSION >= "8.1"
+
+
+def test_the_oldest_turns_make_room_for_the_next(tmp_path: Path, capsys: Any) -> None:
+    from hybrid.chat import encode
+    from hybrid.chat_loop import Conversation, Options, _obey
+
+    with hybrid.load(write_hf(tmp_path, tiny()), device="cpu") as model:
+        talk = Conversation(model, Options(4, ignore_eos=True, system="the bee"))
+        texts = ["the " * 40, "bee", "abcd", "thing "]
+        for text in texts[:3]:
+            "".join(talk.ask(text))
+        before = talk.messages
+        while len(talk._ids([*before, {"role": "user", "content": texts[3]}])) < model.engine.cache.ctx:
+            texts[3] += "thing "
+        _obey(talk, texts[3], False)
+        said = capsys.readouterr().err
+        assert "leaves no room" in said and "/drop forgets the oldest turns" in said and talk.messages == before
+        _obey(talk, "/drop", False)
+        said = capsys.readouterr().err
+        forgotten = int(re.search(r"(\d) of the oldest turns forgotten", said)[1])
+        kept = talk.messages
+        assert 0 < forgotten < 3 and kept[:-2] == before[2 * forgotten :] and kept[-2]["content"] == texts[3]
+        asked = [{"role": "system", "content": "the bee"}, *kept[:-1]]
+        fresh = "".join(model.generate(encode(model.checkpoint.tokenizer, asked), 4, ignore_eos=True, session=talk._session))
+        assert fresh == kept[-1]["content"]  # as if what was forgotten had never been said
+        for _ in kept[::2]:
+            _obey(talk, "/drop", False)
+        _obey(talk, "/drop", False)
+        assert "there is no turn to forget" in capsys.readouterr().err and talk.messages == []
+        talk.close()
+
+
 @pytest.mark.parametrize(("options", "words"), [
     (["--chat"], "--chat needs --prompt TEXT"),
     (["--chat", "--prompt", "x"], "no chat template and no turn markers"),
@@ -298,7 +373,7 @@ def test_chats_that_cannot_be(tmp_path: Path, options: list[str], words: str, ca
     plain = [("<x>" if p == "<start_of_turn>" else p, s, k) for p, s, k in synthetic.PIECES]
     folder = write_hf(tmp_path)
     (folder / "tokenizer.model").write_bytes(synthetic.sentencepiece_model(plain))
-    assert generate.main([str(folder), "--device", "cpu", *options]) == 1
+    assert generate.main([str(folder), "--device", "cpu", *options]) == (1 if "--prompt" in options else 2)
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 

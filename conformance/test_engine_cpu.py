@@ -51,6 +51,7 @@ def test_logits_and_hidden_states_are_those_of_the_equations(tmp_path, name):
     assert np.abs(got - hidden).max() < 1e-4 * np.abs(hidden).max()
 
 
+@pytest.mark.blas
 def test_chunks_of_any_size_give_the_same_logits(tmp_path):
     made = engine(tmp_path)
     whole = made.logits(IDS)
@@ -58,6 +59,7 @@ def test_chunks_of_any_size_give_the_same_logits(tmp_path):
         assert np.abs(made.logits(IDS, chunk=chunk) - whole).max() < 1e-4
 
 
+@pytest.mark.blas
 def test_greedy_decoding_follows_the_logits(tmp_path):
     made = engine(tmp_path, slots=1)
     slot = made.admit()
@@ -72,6 +74,7 @@ def made_logits(made: Engine, folder: Path, ids: list[int]) -> np.ndarray:
     return logits
 
 
+@pytest.mark.blas
 def test_sequences_of_a_ragged_batch_do_not_touch_each_other(tmp_path):
     prompts = {0: IDS[:30], 1: IDS[:1], 3: IDS[5:18]}
     alone = {}
@@ -88,6 +91,7 @@ def test_sequences_of_a_ragged_batch_do_not_touch_each_other(tmp_path):
     assert set(made.decode(5)) == {0, 2, 3}
 
 
+@pytest.mark.blas
 def test_a_prompt_in_two_parts_is_one_prompt(tmp_path):
     made = engine(tmp_path, slots=2)
     whole = made.prefill({0: IDS})[0]

@@ -67,6 +67,7 @@ def test_a_token_takes_few_calls_whatever_the_context(checkpoint, device):
     assert found[0][0] <= 32 * MOST_CALLS and found[0][1] <= 2 * 32 * MOST_CALLS, found
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("device", BACKENDS, indirect=True)
 def test_several_tokens_in_a_submit_are_the_same_tokens(checkpoint, device):
     engine, found = Engine(checkpoint, device, ctx=64), []
@@ -107,6 +108,7 @@ def test_an_end_of_text_inside_a_batch_is_seen_late_but_seen(devices, backend):
             model.generate([2], tokens_per_submit=0)
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("device", BACKENDS, indirect=True)
 @pytest.mark.parametrize("weights", ["q4_0", "f32"])
 def test_deterministic_results_do_not_depend_on_how_a_prompt_is_cut(checkpoint, device, weights):
@@ -140,6 +142,7 @@ def test_deterministic_sequences_do_not_depend_on_their_neighbours(checkpoint, d
     assert {s: [firsts[s], *later[s]] for s in prompts} == alone
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_deterministic_model_says_the_same_again(devices, backend):
     devices.get(backend)

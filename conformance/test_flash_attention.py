@@ -31,7 +31,7 @@ SIZES = (
 def device(devices: Devices) -> Any:
     found = devices.get("vulkan", guard=GUARD)
     if not found.has("f16_matrices") or found.subgroup_size != 32:
-        pytest.skip(f"no cooperative matrices of f16 on {found.name}")
+        pytest.skip(f"no matrix units of f16 for subgroups of 32 on {found.name}")
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid.kv import BlockTables, CacheShape, ContextExceeded
+from hybrid.kv import BlockTables, CacheShape, ContextExceeded, NoFreeSlot
 
 
 @given(st.integers(1, 300), st.integers(0, 200), st.integers(1, 64), st.integers(1, 6), st.sampled_from([1, 4, 32]))
@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_said():
         tables.admit(65)
     tables.admit(64)
     tables.admit(1)
-    with pytest.raises(ContextExceeded, match="all 2 slots are in use"):
+    with pytest.raises(NoFreeSlot, match="all 2 slots are in use"):
         tables.admit(1)
     with pytest.raises(ValueError, match="holds no sequence"):
         BlockTables(CacheShape(64, 0, 16, 2)).release(0)

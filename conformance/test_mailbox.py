@@ -21,6 +21,7 @@ from hybrid.checkpoint import open_checkpoint
 from hybrid.engine import Engine
 from hybrid.spec.plan import FAULTED
 
+pytestmark = pytest.mark.slow
 SABOTEURS = {s.name: s for s in load(Path(__file__).parent / "saboteurs" / "mailbox")}
 SILENT = {"a row of the output product": ("layer", 1), "a block of h": ("layer", 2), "a row of the down product": ("layer", 3),
           "a part of attention": ("attention", 1)}  # fmt: skip

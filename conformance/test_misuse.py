@@ -95,7 +95,7 @@ def test_short_chunks_share_passes(monkeypatch, capsys):
     monkeypatch.setattr(
         Engine, "_submit", lambda engine, program, times=1: passes.append(program.plan.name) or submit(engine, program, times)
     )
-    args = [str(MODELS / "demo-gemma3-bf16.gguf"), str(GOLDEN / "held-out.txt"), "--chunk", "2", "--whole", "--limit", "1"]
+    args = [str(MODELS / "demo-gemma3-bf16.gguf"), str(GOLDEN / "held-out.txt"), "--chunk", "2", "--limit", "1"]
     found = []
     for together in (512, 2):  # 32 sequences at a time, and one
         monkeypatch.setattr(perplexity, "_PASS_ROWS", together)

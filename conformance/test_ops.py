@@ -71,6 +71,7 @@ def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, st
     assert ran, f"{op} on {backend}: no case was drawn"
 
 
+@pytest.mark.width
 @pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(edge_cases)))
 def test_edge(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
     for case in found:
@@ -98,6 +99,7 @@ def test_split_weight(devices: Devices, op: str, backend: str, found: list[Case]
         run_case(SPECS[op], device, case)
 
 
+@pytest.mark.width
 @pytest.mark.parametrize(("backend", "case"), [pytest.param(b, c, id=f"{b}-{n}") for n, c in PAST.items() for b in BACKENDS])
 def test_past_failure(devices: Devices, backend: str, case: Case) -> None:
     """Every case that once failed."""

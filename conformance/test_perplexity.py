@@ -16,20 +16,23 @@ from conformance.synthetic import tiny, write_hf
 from hybrid.perplexity import Running, main
 
 HELD_OUT = GOLDEN / "held-out.txt"
+# Documents share passes, and sums depend on the rows of a pass: in float32 logits of one model differ by 2e-4 at most.
+SAME = 1e-4
 
 
+@pytest.mark.blas
 def test_the_held_out_loss_of_the_demonstration_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The beginnings of two documents; all of them whole give the golden loss (test_models)."""
     path = MODELS / "demo-gemma3-bf16.gguf"
-    assert main([str(path), str(HELD_OUT), "--device", "cpu", "--limit", "2", "--chunk", "40", "--json"]) == 0
+    assert main([str(path), str(HELD_OUT), "--device", "cpu", "--limit", "2", "--chunk", "40", "--cut", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     with hybrid.load(path, device="cpu", ctx=40) as model:
         ids = [model.encode(d)[:40] for d in HELD_OUT.read_text().split("\n\f\n")[:2]]
         want = np.concatenate([nats_of(model.logits(i), i) for i in ids])
     assert report["predictions"] == want.size == 45 and report["tokens_left_out"] == 256
-    assert report["nats_per_token"] == pytest.approx(want.mean(), abs=1e-9)
-    assert report["nats_error"] == pytest.approx(want.std(ddof=1) / math.sqrt(want.size), rel=1e-6)
-    assert report["perplexity"] == pytest.approx(math.exp(want.mean()))
+    assert report["nats_per_token"] == pytest.approx(want.mean(), abs=SAME)
+    assert report["nats_error"] == pytest.approx(want.std(ddof=1) / math.sqrt(want.size), rel=SAME)
+    assert report["perplexity"] == pytest.approx(math.exp(report["nats_per_token"]))
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.blas
 def test_divergence_from_a_reference(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid.perplexity._ROW_ELEMENTS", 1000)  # a few rows at a time
     a, b, text = str(folder / "a"), str(folder / "b"), str(folder / "text.txt")
@@ -57,14 +61,14 @@ def test_divergence_from_a_reference(folder: Path, capsys: pytest.CaptureFixture
             same.append(p.argmax(-1) == q.argmax(-1))
             loss.append(nats_of(theirs.logits(ids), ids))
     found = report["reference"]
-    assert found["kl_mean"] == pytest.approx(np.concatenate(kl).mean()) and found["kl_mean"] > 0.01
-    assert found["kl_max"] == pytest.approx(np.concatenate(kl).max())
+    assert found["kl_mean"] == pytest.approx(np.concatenate(kl).mean(), rel=SAME) and found["kl_mean"] > 0.01
+    assert found["kl_max"] == pytest.approx(np.concatenate(kl).max(), rel=SAME)
     assert found["top_1_agreement"] == pytest.approx(np.concatenate(same).mean())
-    assert found["nats_per_token"] == pytest.approx(np.concatenate(loss).mean())
+    assert found["nats_per_token"] == pytest.approx(np.concatenate(loss).mean(), abs=SAME)
     assert main([a, text, "--device", "cpu", "--chunk", "200", "--weights", "q8_0", "--kl", "exact", "--json"]) == 0
     own = json.loads(capsys.readouterr().out)
     assert own["precision"]["weights"] == ["q8_0"] and 0 < own["reference"]["kl_mean"] < 0.01
-    assert own["reference"]["nats_per_token"] == pytest.approx(report["nats_per_token"])
+    assert own["reference"]["nats_per_token"] == pytest.approx(report["nats_per_token"], abs=SAME)
 
 
 def test_documents_are_cut_or_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,14 +76,14 @@ def test_documents_are_cut_or_continued(folder: Path, capsys: pytest.CaptureFixt
     with hybrid.load(a, device="cpu") as model:
         lengths = [len(model.encode(d)) for d in Path(text).read_text().split("\n\f\n")]
     counts = {}
-    for name, more in (("cut", []), ("whole", ["--whole"]), ("one", ["--separator", "", "--chunk", "100"])):
+    for name, more in (("cut", ["--cut"]), ("whole", []), ("one", ["--separator", "", "--chunk", "100"])):
         assert main([a, text, "--device", "cpu", "--chunk", "5", *more, "--json"]) == 0
         counts[name] = json.loads(capsys.readouterr().out)
     assert counts["cut"]["predictions"] == sum(min(n, 5) - 1 for n in lengths)
     assert counts["cut"]["tokens_left_out"] == sum(max(n - 5, 0) for n in lengths)
     assert counts["whole"]["predictions"] == sum(n - 1 for n in lengths) and counts["whole"]["tokens_left_out"] == 0
     assert counts["one"]["documents"] == 1
-    assert main([a, text, "--device", "cpu", "--chunk", "5", "--progress"]) == 0
+    assert main([a, text, "--device", "cpu", "--chunk", "5", "--cut", "--progress"]) == 0
     out = capsys.readouterr()
     assert "tokens left out" in out.out and "perplexity" in out.out and "100%" in out.err
 

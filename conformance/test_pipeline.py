@@ -43,7 +43,7 @@ PROMPTS = (150, 70)  # rows of two sequences: six and a half chunks, one of them
 DEMO = MODELS / "demo-gemma3-q8_0.gguf"
 
 
-pytestmark = pytest.mark.usefixtures("sim_machine")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sim_machine")]
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +312,7 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
 # --- failures
 
 
+@pytest.mark.blas
 @pytest.mark.parametrize(
     ("fault", "nth"), [("timeout_after", 0), ("timeout_after", 7), ("silent_after", 3), ("vanish_after", 3), ("vanish_after", 4)]
 )

@@ -9,8 +9,9 @@ import pytest
 
 from conformance.test_targets import RECORD, RUN
 from hybrid.spec.errors import SpecError
+from hybrid.spec.load import ROOT
 from perf import campaign, record, report, taking
-from perf.measured import FILE, markdown
+from perf.measured import PAGE, markdown
 
 KERNELS = "0123456789abcdef"
 COMMON = {
@@ -77,18 +78,18 @@ def test_bench_ablation_and_profile_of_a_commit_are_one_record(tmp_path, monkeyp
     for i, made in enumerate((BENCH, ABLATION, PROFILE)):
         files.append(tmp_path / f"{i}.json")
         files[-1].write_text(json.dumps(made))
-    given = ["--proof", str(junit(tmp_path)), "--clock", "not locked", "--commit", "0000000", "--date", "2026-11-21"]
-    assert taking.main([*map(str, files), *given]) == 0
+    given = ["--clock", "not locked", "--commit", "0000000", "--date", "2026-11-21"]
+    assert taking.main([str(junit(tmp_path)), *map(str, files), *given]) == 0
     (path,) = kept.glob("*.json")
     assert capsys.readouterr().out.split() == [str(path)]
     found = record.load_record(path)
     assert (len(found.runs), round(found.ablations[0].worth[0].times, 6), found.profiles[0].ops[0].calls) == (2, 1.5, 62)
     files[1].write_text(json.dumps({**ABLATION, "kernels": "other"}))
     before = path.read_bytes()
-    assert taking.main([*map(str, files), *given]) == 1 and path.read_bytes() == before
+    assert taking.main([str(junit(tmp_path)), *map(str, files), *given]) == 1 and path.read_bytes() == before
     assert "1.json: ran kernels other, but 0123456789abcdef were proved" in capsys.readouterr().err
     files[1].write_text("{}")
-    assert taking.main([*map(str, files), *given]) == 1
+    assert taking.main([str(junit(tmp_path)), *map(str, files), *given]) == 1
     assert "not what hybrid.bench, perf.ablate or perf.profile print" in capsys.readouterr().err
 
 
@@ -96,7 +97,7 @@ def test_kernels_of_another_commit_are_refused(tmp_path, monkeypatch, capsys):
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(BENCH))
     monkeypatch.setattr(taking, "kernels_at", lambda commit: "fedcba9876543210")
-    assert taking.main([str(path), "--proof", str(junit(tmp_path)), "--clock", "", "--commit", "4564b6f"]) == 1
+    assert taking.main([str(junit(tmp_path)), str(path), "--clock", "", "--commit", "4564b6f"]) == 1
     assert "commit 4564b6f has fedcba9876543210" in capsys.readouterr().err
     assert taking.kernels_at("HEAD") is None or len(taking.kernels_at("HEAD")) == 16
 
@@ -144,14 +145,15 @@ def test_the_page_names_what_it_shows(tmp_path, monkeypatch):
 
 
 def test_the_committed_page_is_what_the_records_give():
-    assert FILE.read_text(encoding="utf-8") == markdown(record.load_records())
+    assert (ROOT / PAGE).read_text(encoding="utf-8") == markdown(record.load_records())
 
 
 def test_a_campaign_is_its_declared_commands(tmp_path, monkeypatch, capsys):
     """Each in a process of its own; what was made is not made again, what fails leaves no file."""
     assert campaign.main(["--list", "--device", "vulkan:1", "--jobs", "3", "--out", str(tmp_path)]) == 0
     listed = capsys.readouterr().out
-    assert f"pytest -q -n 3 conformance/test_ops.py --junitxml={tmp_path}/proof.xml" in listed
+    more = "conformance/test_flash_attention.py conformance/test_gemm_parts.py conformance/test_tuning.py"
+    assert f"pytest -q -n 3 conformance/test_ops.py {more} --junitxml={tmp_path}/proof.xml" in listed
     assert "perf.ablate --random gemma3-27b --device vulkan:1 --json" in listed
     steps = [
         campaign.Step(name="one", command="hybrid.inspect gemma3-1b --json"),
@@ -165,7 +167,7 @@ def test_a_campaign_is_its_declared_commands(tmp_path, monkeypatch, capsys):
     made.write_text("kept")
     del steps[1]
     assert campaign.main(["--out", str(tmp_path)]) == 0 and made.read_text() == "kept"
-    assert f"python -m perf.record {made} --proof {tmp_path}/proof.xml" in capsys.readouterr().out
+    assert f"python -m perf.record {tmp_path}/proof.xml {made}" in capsys.readouterr().out
 
 
 def test_every_command_of_the_campaign_is_one_that_parses():

@@ -27,6 +27,8 @@ from kernels.vulkan import runs
 from kernels.vulkan.ops import RUNS, _layer
 from kernels.vulkan.tuning import space
 
+pytestmark = pytest.mark.slow
+
 SPECS = load_ops()
 TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}

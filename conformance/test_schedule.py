@@ -36,7 +36,7 @@ def test_a_wrong_schedule_is_one_line(tmp_path, capsys, old, new, message):
     path = tmp_path / "mine.toml"
     path.write_text(text.replace(old, new, 1))
     model = write_hf(tmp_path / "m", tiny())
-    code = command.main(["check", str(path), "--model", str(model)])
+    code = command.main(["check", str(path), str(model)])
     error = capsys.readouterr().err
     assert code == 1 and error.startswith("error: ") and error.count("\n") == 1
     assert re.search(message, error), error
@@ -56,27 +56,27 @@ def test_chains():
 
 def test_show_prints_the_plan(tmp_path, capsys):
     model = write_hf(tmp_path, tiny())
-    assert command.main(["show", "gemma3", "--model", str(model), "--weights", "q4_0", "--json"]) == 0
+    assert command.main(["show", "gemma3", str(model), "--weights", "q4_0", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [s["op"] for s in report["steps"][:3]] == ["decode_rows", "embed", "rmsnorm"]
     assert report["dispatches"] == len(report["steps"]) == 3 + 3 * 6 + 2
     assert report["dispatches_per_layer"] == {"0": 6, "1": 6, "2": 6}
     assert report["memory"]["weights"] > 0 and report["nbytes"] == sum(s["nbytes"] for s in report["steps"])
-    assert command.main(["show", "gemma3", "--model", str(model), "--device", "vulkan", "--rows", "4"]) == 0
+    assert command.main(["show", "gemma3", str(model), "--device", "vulkan", "--rows", "4"]) == 0
     text = capsys.readouterr().out
     assert "blk.2.ffn" in text and "per layer" in text and "memory: weights" in text
 
 
 def test_check_takes_the_shipped_schedule_by_name(tmp_path, capsys):
-    assert command.main(["check", "gemma3", "--model", str(write_hf(tmp_path, tiny()))]) == 0
+    assert command.main(["check", "gemma3", str(write_hf(tmp_path, tiny()))]) == 0
     assert "every edge agrees" in capsys.readouterr().out
 
 
 def test_usage_errors_exit_with_2(capsys):
     with pytest.raises(SystemExit) as e:
-        command.main(["paint", "gemma3", "--model", "x"])
+        command.main(["paint", "gemma3", "x"])
     assert e.value.code == 2 and capsys.readouterr().err.startswith("error: ")
-    assert command.main(["check", "gemma3", "--model", "/no/such/model"]) == 1
+    assert command.main(["check", "gemma3", "/no/such/model"]) == 1
     assert "no such file or directory" in capsys.readouterr().err
 
 

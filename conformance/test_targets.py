@@ -8,19 +8,22 @@ import pytest
 
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.errors import SpecError
-from perf import record, search, targets
+from perf import record, roofline, search, targets
+
+pytestmark = pytest.mark.slow
 
 APU = find_sheet("radeon-780m")
 BY_HAND = {
     "27b-11-at-25gb": ("no", "282 GB/s"),
-    "27b-15": ("yes", "a=0.9"),
+    "27b-15": ("yes", "together: q4_0, B=4, context 256; one sequence: needs a draft model"),
+    "27b-token-50ms": ("needs", "even then borderline"),
     "27b-50": ("yes", "B=16"),
     "27b-81": ("yes", "B=32"),
     "27b-200": ("no", "at most 28 speculating"),
     "27b-361": ("no", "19.6 of 17.2 T operations"),
     "27b-1500": ("no", "of 17.2 T operations"),
-    "3n-400": ("yes", "B=16"),
-    "3n-800": ("yes", "B=32"),
+    "3n-400": ("needs", "B=16"),
+    "3n-800": ("needs", "B=32"),
     "27b-first-100ms": ("no", "171 ms"),
     "27b-first-500ms": ("yes", "cached prefix"),
     "npu-2gb": ("no", "gemma3-1b"),
@@ -46,6 +49,32 @@ def test_verdicts_are_those_by_hand(judged, name):
     assert judged[name].verdict == verdict and words in judged[name].how
 
 
+def test_yes_is_said_of_what_exists(judged):
+    for row in judged.values():
+        if row.verdict == "needs":
+            assert row.needs in ("a draft model", "a schedule for gemma3n-e2b", "a schedule for gemma3n-e4b")
+            assert row.shown == f"needs {row.needs}"
+        elif row.verdict in ("yes", "borderline"):  # what an answer rests on comes first in it
+            assert not row.needs and "draft" not in row.how.partition("; one sequence")[0] and "3n" not in row.id
+        assert row.together == (row.how.startswith("together") and row.verdict != "no")
+    assert sum(r.verdict == "needs" for r in judged.values()) == 5
+
+
+@pytest.mark.parametrize("sheet", ["hawk-point-npu", "lavapipe", "phoenix-npu", "ryzen-apu"])
+def test_a_sheet_that_nothing_can_be_modelled_on_is_refused_before_anything_is(monkeypatch, capsys, sheet):
+    monkeypatch.setattr(targets, "judge", None)
+    assert targets.main(["--device", sheet]) == 1
+    said = capsys.readouterr().err
+    assert f"specs/devices/{sheet}.toml: [peak] has no " in said and "use h200, radeon-780m" in said
+    assert roofline.main(["gemma3-27b", "--device", sheet]) == 1
+
+
+def test_a_device_that_shares_its_memory_with_nothing_is_judged_too():
+    answers = {t.id: targets.judge(t, find_sheet("h200"), "H200") for t in targets.load_targets() if t.kind in ("means", "bytes")}
+    assert answers["parallel-queues"].verdict == "no" and "no second engine" in answers["parallel-queues"].how
+    assert answers["27b-11-at-25gb"].verdict == "yes"
+
+
 def test_prompts_within_half_a_second_are_short(judged):
     tokens = int(judged["27b-first-500ms"].modelled.split()[0])
     assert 40 <= tokens <= 90
@@ -60,7 +89,7 @@ def test_advice_fits_and_suffices():
 
 
 def test_command_wants_both_numbers(capsys):
-    assert targets.main(["--memory", "16GiB"]) == 1
+    assert targets.main(["--memory", "16GiB"]) == 2
     assert "belong together" in capsys.readouterr().err
 
 

@@ -106,7 +106,7 @@ def test_one_entry_serves_workloads_of_the_same_types_and_exceptions_come_before
     ]
     assert (
         len(found[1].notes) == 3
-        and "a: 1000000.0 us, 0 GB/s, 1 TFLOPS; default 2000000.0; worst 2000000.0 (threads=256)" in found[1].notes
+        and "a: 1000000.0 us, 1 kB/s, 1 TFLOPS; default 2000000.0; worst 2000000.0 (threads=256)" in found[1].notes
     )
 
 

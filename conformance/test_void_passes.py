@@ -24,6 +24,7 @@ from hybrid.placed import PlacedDevice
 from hybrid.sampling import Sampling
 from hybrid.spec.tensor import Tensor
 
+pytestmark = pytest.mark.slow
 DRAWN = Sampling(temperature=1.2, top_k=50, seed=11)
 Fault = Callable[[Engine], None]
 Fresh = Callable[[], Engine]

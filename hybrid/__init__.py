@@ -8,6 +8,7 @@ with hybrid.load("model.gguf") as model:
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,23 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
-    from hybrid.model import DeviceLost, Model, load
+    from hybrid.kv import ContextExceeded, NoFreeSlot
+    from hybrid.model import Model, load
+    from hybrid.spec.errors import DeviceLost
 
-__all__ = ["DeviceLost", "Model", "load"]
+__version__ = "0.1.0"
+__all__ = ["ContextExceeded", "DeviceLost", "Model", "NoFreeSlot", "__version__", "load"]
+
+
+# Backends, NumPy and the file readers are imported by the first use of these, not by `import hybrid`.
+_LATER = {"ContextExceeded": "hybrid.kv", "DeviceLost": "hybrid.spec.errors", "Model": "hybrid.model", "NoFreeSlot": "hybrid.kv", "load": "hybrid.model"}
 
 
 def __getattr__(name: str) -> Any:
-    # Backends, NumPy and the file readers are imported by the first load, not by `import hybrid`.
-    if name in __all__:
-        from hybrid import model
-
-        return getattr(model, name)
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'hybrid' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

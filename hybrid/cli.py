@@ -15,8 +15,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from hybrid import __version__
 from hybrid.spec.errors import DeviceLost
 from hybrid.units import parse_bytes
 
@@ -33,8 +35,33 @@ class UsageError(ValueError):
     """Arguments that do not go together: exit code 2, as argparse's own."""
 
 
+@contextmanager
+def usage() -> Iterator[None]:
+    """What the block refuses is wrong usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_writable(option: str, path: Path) -> None:
+    """UsageError for a file that could not be written when the work is done; one that is not there is not left behind."""
+    there = path.exists()
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}: name a file in a folder that can be written") from None
+    if not there:
+        path.unlink()
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse with the project's error form."""
+    """argparse with the project's error form, and --version."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_argument("--version", action="version", version=f"hybrid-kernels {__version__}", help="print the version and stop")
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -97,18 +124,6 @@ def terminable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def progress_bar(total: int, name: str, wanted: bool, unit: str) -> Iterator[Callable[[int], object]]:
-    """A bar on standard error, where that is a terminal or `wanted`; yields what advances it by an amount."""
-    if not wanted and not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit=unit, unit_scale=True, desc=name) as bar:
-        yield bar.update
 
 
 def add_model(p: argparse.ArgumentParser) -> None:

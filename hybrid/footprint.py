@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from hybrid.passes import PassSizes, chunk_of, pass_sizes
 from hybrid.planner import PrecisionName, Target, plan
 from hybrid.spec.plan import Plan, TensorDecl
 from hybrid.spec.schedule import Schedule, find_schedule
+
+_LAYER = re.compile(r"(?:blk|kv)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,11 @@ class Footprint:
         return {**asdict(self), "total": self.total}
 
 
+def nothing_beside(plan: Plan) -> int:
+    """Of devices whose kernels need no memory of their own."""
+    return 0
+
+
 def footprint(
     hparams: HParams,
     weights: Mapping[str, WeightInfo],
@@ -54,7 +62,7 @@ def footprint(
     precision: PrecisionName = "auto",
     kv: Any = "auto",
     capabilities: frozenset[str] = frozenset(),
-    beside: Callable[[Plan], int] = lambda plan: 0,
+    beside: Callable[[Plan], int] = nothing_beside,
     schedule: Schedule | None = None,
 ) -> Footprint:
     """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default: what suits the
@@ -73,6 +81,7 @@ def footprint(
     lanes = lanes_of(schedule)
     cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(lanes * rows, context), batch)
     target = Target(schedule, hparams, weights, cache, hparams.vocab, precision, kv, capabilities=capabilities)
+    target, times = thinned(target) if lanes == 1 else (target, (1,) * hparams.n_layers)
     prefill = plan(target, rows, outs, "prefill")
     passes = [
         prefill,
@@ -81,36 +90,46 @@ def footprint(
     ]
     plans = [plan(target, outs, outs, "decode")]
     plans += [in_lane(p, lane, schedule, prefill.arena_bytes) for p in passes for lane in range(lanes)]
-    return _sum(plans, hparams, max(map(beside, [*plans, *every_size(target, sizes)])))
+    # Of several lanes no others: theirs are cut anew.
+    others = () if beside is nothing_beside or lanes > 1 else every_size(target, sizes)
+    return _sum(plans, target.hparams, times, max(map(beside, [*plans, *others])))
+
+
+def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
+    """The same model with two layers of each kind (what a layer sees, and the types and shapes of its weights), and how many
+    layers each of them stands for. What the others take follows: a plan's layers of one kind differ in names alone, and
+    its activations live from one layer to the next at most."""
+    kinds: dict[object, list[int]] = {}
+    own: dict[int, list[tuple[str, WeightInfo]]] = {}
+    for name, info in target.weights.items():
+        if name.startswith("blk."):
+            number, _, rest = name[4:].partition(".")
+            own.setdefault(int(number), []).append((rest, info))
+    for layer, seen in enumerate(target.hparams.layer_is_global):
+        kinds.setdefault((seen, *((n, i.dtype, i.shape, i.pieces) for n, i in sorted(own.get(layer, ())))), []).append(layer)
+    times = {k: n for of in kinds.values() for k, n in zip(of[:2], (1, len(of) - 1), strict=False)}
+    kept = sorted(times)
+    weights = {n: i for n, i in target.weights.items() if not n.startswith("blk.")}
+    weights |= {f"blk.{new}.{rest}": info for new, old in enumerate(kept) for rest, info in own.get(old, ())}
+    globals_ = tuple(target.hparams.layer_is_global[k] for k in kept)
+    hparams = replace(target.hparams, n_layers=len(kept), layer_is_global=globals_)
+    return replace(target, hparams=hparams, weights=weights), tuple(times[k] for k in kept)
 
 
 def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
-    """Plans of every number of rows that an engine compiles, of the first layers only: up to where each kind of layer
-    (what it sees, and the types of its weights) has been met. What kernels take beside the arena is taken by one step at
-    a time, so these tell the most of it, in a tenth of the time. Not for several lanes, whose plans are cut anew."""
-    if lanes_of(target.schedule) > 1:
-        return
-    kinds: dict[object, int] = {}
-    for layer, seen in enumerate(target.hparams.layer_is_global):
-        prefix = f"blk.{layer}."
-        own = [(name[len(prefix) :], w.dtype, w.pieces) for name, w in target.weights.items() if name.startswith(prefix)]
-        kinds.setdefault((seen, *sorted(own)), layer)
-    count = max(kinds.values()) + 1
-    few = replace(target.hparams, n_layers=count, layer_is_global=target.hparams.layer_is_global[:count])
-    small = replace(target, hparams=few)
+    """Plans of every number of rows that an engine compiles: few rows may be cut into more parts than many."""
     for outs in sizes.outs:
-        yield plan(small, outs, outs, "decode")
+        yield plan(target, outs, outs, "decode")
     for rows in sizes.rows:
-        yield plan(small, rows, max((o for o in sizes.outs if o <= rows), default=1), "prefill")
-    yield plan(small, sizes.logits, sizes.logits, "prefill", sample=False)
-    yield plan(small, sizes.hidden, 0, "prefill", capture=True)
+        yield plan(target, rows, max((o for o in sizes.outs if o <= rows), default=1), "prefill")
 
 
-def _sum(plans: list[Plan], hparams: HParams, beside: int) -> Footprint:
-    decls = outlasting(plans)
+def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int) -> Footprint:
+    """times: how many layers each of the plans' layers stands for."""
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
-    for name, decl in decls.items():
-        held[_purpose(decl, name, hparams)] += decl.nbytes
+    for name, decl in outlasting(plans).items():
+        layer = _LAYER.match(name)
+        held[_purpose(decl, name, hparams)] += decl.nbytes * (times[int(layer[1])] if layer else 1)
     return Footprint(**held, scratch=max(p.arena_bytes for p in plans), beside=beside)
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import CACHES, PRECISIONS, Parser, positive, run
+from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, check_writable, positive, run, usage
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "demo-gemma3-q8_0.gguf"
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
@@ -17,6 +17,10 @@ DEFAULT_PROMPT = "def read_file(path):\n    "
 
 
 def parser() -> argparse.ArgumentParser:
+    from hybrid.reencode import NATIVE
+    from hybrid.spec.dtypes import WRITABLE_TYPES
+
+    made = [t for t in WRITABLE_TYPES if t not in NATIVE]
     p = Parser(
         prog="python -m hybrid.generate",
         description="Generate text from a checkpoint.",
@@ -31,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
     )
     p.add_argument("--prompt", "-p", help="text to continue; - reads standard input")
-    p.add_argument("--max-tokens", "-n", type=int, metavar="N", help="stop after N tokens (64; 1024 in a conversation)")
+    p.add_argument("--max-tokens", "-n", type=positive, metavar="N", help="stop after N tokens (64; 1024 in a conversation)")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (0)")
     p.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K most likely; 0 is off (0)")
     p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose within this mass; 1 is off (1)")
@@ -49,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the prompt is one user turn, in the model's chat format; without --prompt, a conversation at the terminal",
     )
+    p.add_argument("--system", default="", metavar="TEXT", help="with --chat: how the model is to answer (no system prompt)")
     p.add_argument(
         "--parse-special",
         action="store_true",
@@ -66,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         choices=("npu", "sim"),
         help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)",
     )
-    p.add_argument("--weights", metavar="TYPE", help="convert matrices to f32, f16, bf16, q8_0, q5_1, q4_1 or q4_0 while loading")
+    p.add_argument("--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading")
     p.add_argument(
         "--precision",
         default="auto",
@@ -75,14 +80,16 @@ def parser() -> argparse.ArgumentParser:
         help="auto (int8 activations for quantised weights, else float32), exact (float32), fast (auto)",
     )
     p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
-    p.add_argument("--ctx", type=int, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
+    p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
     p.add_argument("--chunk", type=positive, metavar="N", help="most rows of a prefill pass (what suits the device)")
     p.add_argument(
         "--deterministic",
         action="store_true",
         help="the same bits however the prompt is cut and whatever runs beside it (slower)",
     )
-    p.add_argument("--tokens-per-submit", type=int, default=1, metavar="N", help="text comes N tokens at a time, for less work (1)")
+    p.add_argument(
+        "--tokens-per-submit", type=positive, default=1, metavar="N", help="text comes N tokens at a time, for less work (1)"
+    )
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
     p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
@@ -102,22 +109,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     import hybrid
+    from hybrid.sampling import Sampling
+    from hybrid.stops import StopFilter
 
     path = args.model
     if path is None:
         if not EMBEDDED.is_file():
             raise ValueError(f"the embedded model {EMBEDDED} is not there: name a .gguf file or a Hugging Face directory")
         path = EMBEDDED
-    if args.trace is not None and args.trace.is_dir():
-        raise ValueError(f"--trace {args.trace} is a folder: name a file")
-    if args.trace is not None and not args.trace.absolute().parent.is_dir():
-        raise ValueError(f"--trace {args.trace}: the folder {args.trace.absolute().parent} does not exist")
+    with usage():  # refused before the model is loaded
+        Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+        StopFilter(args.stop)
+    if args.system and not args.chat:
+        raise UsageError("--system belongs to --chat: a plain prompt has no turns")
+    if args.trace is not None:
+        check_writable("--trace", args.trace)
     text = args.prompt
     converse = args.chat and text is None
     if converse and not sys.stdin.isatty():
-        raise ValueError("--chat needs --prompt TEXT (- reads standard input), or a terminal for a conversation")
+        raise UsageError("--chat needs --prompt TEXT (- reads standard input), or a terminal for a conversation")
     if converse and (args.json or args.trace is not None):
-        raise ValueError("--json and --trace are about one answer: give --prompt with --chat")
+        raise UsageError("--json and --trace are about one answer: give --prompt with --chat")
     if text == "-":
         text = sys.stdin.read()
     elif text is None:
@@ -133,7 +145,7 @@ def _main(args: argparse.Namespace) -> int:
         deterministic=args.deterministic,
         chunk=args.chunk,
         profile=args.trace is not None,
-        progress=sys.stderr.isatty(),
+        progress=True,
         npu=args.npu,
     )
     with model:
@@ -154,6 +166,7 @@ def _converse(model: Any, args: argparse.Namespace) -> int:
         tuple(args.stop),
         args.ignore_eos,
         args.parse_special,
+        args.system,
     )
     return run_loop(model, options, args.stats)
 
@@ -162,8 +175,9 @@ def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
     if args.chat:
         from hybrid.chat import encode
 
-        message = {"role": "user", "content": text}
-        prompt = encode(model.checkpoint.tokenizer, [message], model.checkpoint.chat_template, args.parse_special)
+        messages = [{"role": "system", "content": args.system}] if args.system else []
+        messages += [{"role": "user", "content": text}]
+        prompt = encode(model.checkpoint.tokenizer, messages, model.checkpoint.chat_template, args.parse_special)
     else:
         prompt = model.encode(text, parse_special=args.parse_special)
     pieces = model.generate(

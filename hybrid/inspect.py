@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import CACHES, PRECISIONS, Parser, positive, progress_bar, run, size
+from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, positive, run, size
+from hybrid.progress import progress_bar
 from hybrid.units import show_bytes
 
 _NEEDS = {
@@ -32,7 +33,12 @@ def parser() -> argparse.ArgumentParser:
         description="Hyper-parameters, tokenizer, tensors and types of a checkpoint, and what it takes on a device. "
         "Reads headers only and allocates nothing.",
     )
-    p.add_argument("model", metavar="FILE|NAME", help=".gguf file, Hugging Face directory, or a name such as gemma3-27b")
+    p.add_argument(
+        "model", nargs="?", metavar="FILE|NAME", help=".gguf file, Hugging Face directory, or a name such as gemma3-27b"
+    )
+    p.add_argument(
+        "--find", action="store_true", help="instead: the models on this machine, of Hugging Face's cache, Ollama, GGUF files"
+    )
     p.add_argument("--tensors", action="store_true", help="every tensor, not one line for each kind")
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at a time (1)")
     p.add_argument("--context", type=int, metavar="N", help="positions of each sequence (the model's, at most 4096)")
@@ -56,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.find == (args.model is not None):
+        raise UsageError("name a FILE or a NAME, or give --find: one of the two")
+    if args.find:
+        return _find(args.json)
     if args.check_finite:
         return _check_finite(args)
     report = inspect(args)
@@ -79,6 +89,21 @@ def _check_finite(args: argparse.Namespace) -> int:
     for line in wrong:
         print(f"error: {line}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _find(as_json: bool) -> int:
+    from hybrid.checkpoint.find import ADVICE, find_models
+
+    found = find_models()
+    if as_json:
+        print(json.dumps([f.as_dict() for f in found]))
+        return 0
+    for f in found:
+        print(f"{f.kind:13} {f.name}, {show_bytes(f.bytes)}" + (f": cannot be loaded: {f.problem}" if f.problem else ""))
+        print(f"    {f.path}")
+    if not found:
+        print(f"no model was found; {ADVICE}")
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +142,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
         by_type[row["type"]] = by_type.get(row["type"], 0) + row["bytes"]
     hp = subject.hparams
     if not 1 <= args.batch <= MAX_SLOTS:
-        raise ValueError(f"--batch {args.batch} is outside 1..{MAX_SLOTS}, the sequences that run at once")
+        raise UsageError(f"--batch {args.batch} is outside 1..{MAX_SLOTS}, the sequences that run at once")
     context = min(hp.context_length, DEFAULT_CTX) if args.context is None else args.context
     schedule = None if args.schedule is None else named_schedule(args.schedule)
     devices, needs = memories(args.memory), {}

@@ -16,7 +16,11 @@ MAX_SLOTS = 32
 
 
 class ContextExceeded(ValueError):
-    """A sequence does not fit in the context, or the cache has no room for it."""
+    """A sequence does not fit in the context."""
+
+
+class NoFreeSlot(ValueError):
+    """The cache has no room for another sequence until one of those that it holds ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class BlockPool:
 
     def take(self, n: int) -> list[int]:
         if n > len(self.free):
-            raise ContextExceeded(f"the KV cache has {len(self.free)} free blocks, the sequence needs {n}")
+            raise NoFreeSlot(f"the KV cache has {len(self.free)} free blocks, the sequence needs {n}")
         return [self.free.pop() for _ in range(n)]
 
     def give(self, blocks: list[int]) -> None:
@@ -97,7 +101,7 @@ class BlockTables:
         if slot is None:
             slot = next((s for s in range(self.shape.slots) if s not in self._owned), None)
             if slot is None:
-                raise ContextExceeded(
+                raise NoFreeSlot(
                     f"all {self.shape.slots} slots are in use: end or close the generation or session that holds one"
                 )
         if slot in self._owned or not 0 <= slot < self.shape.slots:
@@ -106,7 +110,7 @@ class BlockTables:
         blocks = {"global": self._pools["global"].take(need)}
         try:
             blocks["local"] = self._pools["local"].take(min(need, self.shape.ring))
-        except ContextExceeded:
+        except NoFreeSlot:
             self._pools["global"].give(blocks["global"])
             raise
         self._owned[slot] = blocks

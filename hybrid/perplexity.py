@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.cli import PRECISIONS, Parser, progress_bar, run
+from hybrid.cli import PRECISIONS, Parser, run
+from hybrid.progress import progress_bar
 
 FORM_FEED = "\n\f\n"
 MAX_TEXT = 1 << 28  # bytes
@@ -157,8 +158,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("model", metavar="MODEL", help=".gguf file or Hugging Face directory")
     p.add_argument("text", type=Path, metavar="TEXT", help="UTF-8 file")
-    p.add_argument("--chunk", type=int, default=512, metavar="N", help="documents are cut to N tokens (512)")
-    p.add_argument("--whole", action="store_true", help="what is cut off follows as further chunks, instead of being left out")
+    p.add_argument("--chunk", type=int, default=512, metavar="N", help="documents are read in chunks of N tokens (512)")
+    p.add_argument("--cut", action="store_true", help="only the first chunk of each document; the rest is left out")
     p.add_argument("--separator", metavar="LINE", help="line between documents; '' takes the file as one (a form feed)")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N documents")
     p.add_argument(
@@ -192,7 +193,7 @@ def _main(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_load(args.model, args, args.precision, args.weights))
         reference = _reference(args, stack)
-        text = encode(model, documents, args.chunk, args.whole)
+        text = encode(model, documents, args.chunk, not args.cut)
         if reference is not None:
             _same_tokens(model, reference, documents, args)
         total = sum(len(d) - 1 for d in text.documents)
@@ -215,8 +216,8 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
         longest = checkpoint.hparams.context_length
     if args.chunk > longest:
         raise ValueError(f"--chunk {args.chunk} is more than the context of {longest} that {path} was made for")
-    slots, progress = _together(args.chunk), sys.stderr.isatty()
-    return hybrid.load(path, args.device, None, weights, args.chunk, precision=precision, slots=slots, progress=progress)
+    slots = _together(args.chunk)
+    return hybrid.load(path, args.device, None, weights, args.chunk, precision=precision, slots=slots, progress=True)
 
 
 def _together(chunk: int) -> int:
@@ -278,10 +279,10 @@ def _finite(value: Any) -> Any:
 
 def _lines(report: dict[str, Any]) -> list[str]:
     types = "; ".join(f"{k} {', '.join(v)}" for k, v in report["precision"].items())
-    left_out = f", {report['tokens_left_out']} tokens left out (--whole takes them)" if report["tokens_left_out"] else ""
+    left_out = f", {report['tokens_left_out']} tokens left out (--cut)" if report["tokens_left_out"] else ""
     lines = [
         f"{report['model']} on {report['device']}: {types}",
-        f"{report['text']}: {report['documents']} documents, {report['predictions']} predictions{left_out}, "
+        f"{report['text']}: {report['predictions']} predictions in {report['documents']} chunks{left_out}, "
         f"{report['predictions'] / max(report['seconds'], 1e-9):.0f} per second",
         f"nats per token  {report['nats_per_token']:.4f} +- {report['nats_error']:.4f}",
         f"perplexity      {report['perplexity']:.4f} +- {report['perplexity_error']:.4f}",

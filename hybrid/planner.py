@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hybrid.arena import Life, place
 from hybrid.expand import Draft, Names, WeightInfo, choices, declared, expand, fused
@@ -87,6 +87,8 @@ class _Planner:
         self.declared = declared(self.names, self.drafts)
         self.tensors: dict[str, TensorDecl] = {"control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io")}
         self.lives: dict[str, tuple[int, int]] = {}
+        self.solved: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, tuple[int, ...]]]] = {}
+        self.checked: set[tuple[Any, ...]] = set()
 
     def plan(self, layout: Plan | None) -> Plan:
         edges = [(d, self._args(d)) for d in self.drafts]
@@ -175,8 +177,8 @@ class _Planner:
         shapes = {k: self._read(index, draft, k, n).shape for k, n in args.items() if k not in made}
         shapes |= {k: self._outlasting(n).shape for k, n in args.items() if k in made and n in self.declared}
         try:
-            bind = op.solve(shapes, self._axes(draft, op))
-            for key, shape in op.bind_shapes(bind).items():
+            bind, bound = self._solved(op, shapes, self._axes(draft, op))
+            for key, shape in bound.items():
                 if key in made:
                     self._write(index, draft, key, args[key], shape, wanted)
             attrs = {k: self.names.number(e, draft.layer, f"{draft.name}.attrs.{k}") for k, e in draft.spec.attrs.items()}
@@ -191,14 +193,34 @@ class _Planner:
                 draft.spec.extent,
                 draft.layer,
             )
-            backend, dtypes = step.device.partition(":")[0], {k: self.tensors[n].dtype for k, n in args.items()}
-            op.check(bind, step.attrs, dtypes, backend)
-            for key, tensor in args.items():
-                for dtype in self.tensors[tensor].dtypes:
-                    op.check_dtypes({**dtypes, key: dtype}, backend)
+            self._check(op, step, {k: self.tensors[n] for k, n in args.items()})
         except SpecError as e:
             raise self._error(draft, str(e)) from None
         return step
+
+    def _solved(
+        self, op: OpSpec, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
+    ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        """Axes of an operation, and the shape of every tensor. Layers repeat: each distinct question is answered once."""
+        key = (op.name, *shapes.items(), *axes.items())
+        if key not in self.solved:
+            bind = op.solve(shapes, axes)
+            self.solved[key] = bind, op.bind_shapes(bind)
+        return self.solved[key]
+
+    def _check(self, op: OpSpec, step: Step, tensors: Mapping[str, TensorDecl]) -> None:
+        """That the step's axes, attributes and dtypes, those of every piece included, are allowed on its device."""
+        backend = step.device.partition(":")[0]
+        key = (op.name, backend, *step.bind.items(), *step.attrs.items(), *((k, d.dtype, d.dtypes) for k, d in tensors.items()))
+        if key in self.checked:
+            return
+        dtypes = {k: d.dtype for k, d in tensors.items()}
+        op.check(step.bind, step.attrs, dtypes, backend)
+        for name, decl in tensors.items():
+            for dtype in decl.dtypes:
+                if dtype != decl.dtype:
+                    op.check_dtypes({**dtypes, name: dtype}, backend)
+        self.checked.add(key)
 
     def _axes(self, draft: Draft, op: OpSpec) -> dict[str, int]:
         """Axes of the operation that the family or the step names: shapes must agree with them."""

@@ -1,4 +1,4 @@
-"""python -m hybrid.schedule check|show FILE --model M: type-check a schedule against a checkpoint, print its plan."""
+"""python -m hybrid.schedule check|show FILE MODEL: type-check a schedule against a checkpoint, print its plan."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import Parser, positive, run
+from hybrid.cli import Parser, UsageError, positive, run
 
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m hybrid.schedule", description=__doc__.split(": ", 1)[1])
     p.add_argument("command", choices=("check", "show"), help="check: every edge, both phases; show: print the plan")
     p.add_argument("file", type=Path, metavar="FILE", help="schedule file, or the name of a shipped one such as gemma3")
-    p.add_argument("--model", type=Path, required=True, metavar="M", help=".gguf file or Hugging Face directory")
+    p.add_argument("model", type=Path, metavar="MODEL", help=".gguf file or Hugging Face directory")
     p.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="which plan to show (decode)")
     p.add_argument("--rows", type=positive, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)")
     p.add_argument("--ctx", type=int, metavar="N", help="context to plan for (the model's, at most 4096)")
@@ -44,10 +44,8 @@ def _main(args: argparse.Namespace) -> int:
     from hybrid.planner import plan, segments
     from hybrid.spec.schedule import SCHEDULES, load_schedule
 
-    if args.rows < 1:
-        raise ValueError(f"--rows {args.rows}: a pass has at least one row")
     if args.phase == "decode" and args.rows > MAX_SLOTS:
-        raise ValueError(f"--rows {args.rows}: a decode pass has at most {MAX_SLOTS} rows, one for each sequence")
+        raise UsageError(f"--rows {args.rows}: a decode pass has at most {MAX_SLOTS} rows, one for each sequence")
     if args.device != "cpu" and not re.fullmatch(r"vulkan(:\d+)?", args.device):
         raise ValueError(f"--device {args.device}: use cpu, vulkan or vulkan:NUMBER")
     path = args.file

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hybrid.loading import Load
 from hybrid.spec.devicesheet import sheet_for
-from hybrid.units import show_bytes
+from hybrid.units import show_bytes, show_rate
 
 Finish = Literal["eos", "stop", "length", "context", "cancelled"]
 
@@ -56,9 +56,14 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first over the time after the first; 0 when there is none."""
+        """Tokens after the first over the time after the first; 0 when there is none, which is then no speed."""
         seconds = self.total_seconds - self.first_token_seconds
         return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
+
+    @property
+    def timed(self) -> bool:
+        """Was there a token after the first, whose speed could be taken?"""
+        return self.tokens_per_second > 0
 
     @property
     def gb_per_second(self) -> float:
@@ -76,11 +81,11 @@ class Stats:
         peak = "" if self.share_of_peak is None else f" ({100 * self.share_of_peak:.1f} % of peak)"
         cached = f" after {self.cached_tokens} in the cache" if self.cached_tokens else ""
         fallback = " (fallback)" if self.passed_over else ""
-        return (
-            f"{self.device}{fallback} | prompt {self.prompt_tokens} tokens{cached}, {self.prompt_per_second:.1f} tok/s | "
-            f"generated {self.tokens}, {self.tokens_per_second:.1f} tok/s | "
-            f"first token {1000 * self.first_token_seconds:.0f} ms | {self.gb_per_second:.2f} GB/s{peak} | {self.finish}"
-        )
+        parts = [f"{self.device}{fallback}", f"prompt {self.prompt_tokens} tokens{cached}, {self.prompt_per_second:.1f} tok/s"]
+        parts += [f"generated {self.tokens}" + f", {self.tokens_per_second:.1f} tok/s" * self.timed]
+        parts += [f"first token {1000 * self.first_token_seconds:.0f} ms"]
+        parts += [f"{show_rate(1e9 * self.gb_per_second, 'B/s')}{peak}"] * self.timed
+        return " | ".join([*parts, self.finish])
 
     def reasons(self) -> list[str]:
         """A line for each device that was wanted first or failed: a fallback is never without its reason."""
@@ -109,5 +114,6 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
-        rates = ("prompt_per_second", "tokens_per_second", "gb_per_second", "share_of_peak")
-        return {**asdict(self), **{r: getattr(self, r) for r in rates}}
+        rates = ("tokens_per_second", "gb_per_second", "share_of_peak")  # null where there is none
+        found = {r: getattr(self, r) if self.timed else None for r in rates}
+        return {**asdict(self), "prompt_per_second": self.prompt_per_second, **found}

@@ -27,6 +27,21 @@ def show_bytes(size: int) -> str:
     return f"{size} B"
 
 
+def show_count(number: int) -> str:
+    """`840`, `12.5k`, `3.25G`: as progress bars write amounts."""
+    for unit, least, factor in (("G", 10**9, 1e9), ("M", 10**6, 1e6), ("k", 10**4, 1e3)):
+        if abs(number) >= least:
+            return f"{number / factor:.4g}{unit}"
+    return str(number)
+
+
+def show_rate(per_second: float, unit: str) -> str:
+    """Three figures with a decimal prefix, whatever the size: `337 MFLOPS`, `12.3 TFLOPS`, `0 FLOPS`."""
+    prefix, factor = next(((p, f) for p, f in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(per_second) >= f), ("", 1.0))
+    value = per_second / factor
+    return f"{value:.0f} {prefix}{unit}" if abs(value) >= 99.95 else f"{value:.3g} {prefix}{unit}"
+
+
 def shortest(value: float) -> float:
     """A number that went through float32, as it was meant: 9.999999974752427e-07 was 1e-06."""
     import numpy as np  # what else is here serves commands that need no arrays

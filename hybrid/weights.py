@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from hybrid.checkpoint import Checkpoint
 from hybrid.expand import WeightInfo
+from hybrid.progress import progress_bar
 from hybrid.reencode import NATIVE, Reencoded, computed, native, reencode, summary
 from hybrid.spec.device import Device
 from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES, WRITABLE_TYPES
@@ -54,23 +55,22 @@ def upload(
     """Store every weight on the device; each source is read when its turn comes, and converted to its dtype in `types`
     a few rows at a time. Returns what was re-encoded because the device does not compute with a file's type.
 
-    Above one second a progress bar in bytes appears on stderr. `stored` is called after each tensor.
+    Above one second a progress bar in bytes appears on a terminal, elsewhere a line now and then. `stored` is called
+    after each tensor.
     """
     changed: dict[str, float] = {}
     decls = list(decls)
-    bar = _Bar(sum(d.nbytes for d in decls)) if progress else None
-    try:
+    total = sum(d.nbytes for d in decls)
+    with contextlib.ExitStack() as held:
+        advance = held.enter_context(progress_bar(total, "weights", False, "B", after=1.0)) if progress else None
         with device.loading(sum(d.data_bytes for d in decls)):
             for decl in decls:
                 sources = decl.sources or (decl.name,)
                 makers = [m for s in sources for m in _makers(checkpoint, s, types[s].dtype, changed)]
                 device.store(decl, parts=makers)
                 stored()
-                if bar is not None:
-                    bar.add(decl.nbytes)
-    finally:
-        if bar is not None:
-            bar.close()
+                if advance is not None:
+                    advance(decl.nbytes)
     return summary((checkpoint.dtype(n), types[n].dtype, types[n].shape, rounding) for n, rounding in changed.items())
 
 
@@ -116,23 +116,3 @@ def convert(tensor: Tensor, dtype: str) -> Tensor:
 
     return quantise(dequantise(tensor), dtype)
 
-
-class _Bar:
-    """tqdm, but only for loads that take longer than a second."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.start = total, 0, time.monotonic()
-        self.bar = None
-
-    def add(self, nbytes: int) -> None:
-        self.done += nbytes
-        if self.bar is None and time.monotonic() - self.start > 1:
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=self.total, initial=self.done, unit="B", unit_scale=True, desc="weights", leave=False)
-        elif self.bar is not None:
-            self.bar.update(nbytes)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()

@@ -26,8 +26,9 @@ import numpy as np
 
 from hybrid.bench.__main__ import driver_of, kernels_of
 from hybrid.checkpoint import Checkpoint
-from hybrid.cli import Parser, UsageError, add_model, open_model, positive, progress_bar, run
+from hybrid.cli import Parser, UsageError, add_model, open_model, positive, run
 from hybrid.engine import Engine
+from hybrid.progress import progress_bar
 from hybrid.spec.plan import TensorDecl
 from hybrid.spec.schedule import find_schedule
 from hybrid.spec.tensor import Tensor

@@ -22,8 +22,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybrid.cli import Parser, UsageError, positive, progress_bar, run
+from hybrid.cli import Parser, UsageError, positive, run
+from hybrid.progress import progress_bar
 from hybrid.spec.load import ROOT, Model, load_toml
+from hybrid.spec.places import clone
 
 FILE = Path(__file__).with_name("campaign.toml")
 PROOF = "proof.xml"
@@ -77,7 +79,7 @@ def perform(step: Step, out: Path, device: str, jobs: int) -> None:
 def parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m perf.campaign", description="Prove, bench, profile and ablate on this device: what a record needs.")
     p.add_argument("--device", default="vulkan", metavar="NAME", help="vulkan or vulkan:N (vulkan)")
-    p.add_argument("--out", type=Path, default=ROOT / "build" / "campaign", metavar="DIR", help="where it goes (build/campaign)")
+    p.add_argument("--out", type=Path, default=Path("build") / "campaign", metavar="DIR", help="where it goes (build/campaign)")
     p.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these steps of perf/campaign.toml, such as '1b-*' (all)")
     p.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes of the proof (all cores)")
     p.add_argument("--again", action="store_true", help="also what was made before")
@@ -92,6 +94,8 @@ def _main(args: argparse.Namespace) -> int:
             end = f" > {shlex.quote(str(step.made(out)))}" if step.prints else ""
             print(f"python -m {shlex.join(step.arguments(out, args.device, args.jobs))}{end}")
         return 0
+    if not all(step.prints for step in steps):
+        clone("the proof runs conformance/test_ops.py, which is")
     out.mkdir(parents=True, exist_ok=True)
     with progress_bar(len(steps), "campaign", False, "step") as advance:
         for step in steps:
@@ -100,7 +104,7 @@ def _main(args: argparse.Namespace) -> int:
             print(f"{step.name}: {step.made(out)}", flush=True)
             advance(1)
     files = " ".join(shlex.quote(str(s.made(out))) for s in steps if s.prints)
-    print(f"\nkeep them, on the commit that ran: python -m perf.record {files} --proof {out / PROOF} --clock 'WHAT IS KNOWN'")
+    print(f"\nkeep them, on the commit that ran: python -m perf.record {out / PROOF} {files} --clock 'WHAT IS KNOWN'")
     return 0
 
 

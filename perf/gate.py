@@ -5,12 +5,14 @@
     python -m perf.gate --update             # write what was measured, and print what changed
 
 perf/gates/GROUP.toml holds the expected values, with a margin for all and for patterns of names; smaller is better
-unless a name is under `higher`. Absolute times are never gated: perf/records keeps them, by device.
+unless a name is under `higher`. Ratios are expected by kind of processor, and learned where none is expected (perf.ratios).
+Absolute times are never gated: perf/records keeps them, by device.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,9 +23,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hybrid.cli import Parser, progress_bar, run
+from hybrid.cli import Parser, run
+from hybrid.progress import progress_bar
 from hybrid.spec.errors import SpecError
 from hybrid.spec.load import Model, load_toml
+from hybrid.spec.places import clone
 
 GATES = Path(__file__).resolve().parent / "gates"
 Verdict = Literal["worse", "better", "new", "gone"]
@@ -40,6 +44,10 @@ class Gate(Model):
     higher: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
     expected: dict[str, float] = Field(default_factory=dict)
+    processor: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Of ratios: what is expected of each kind of processor and driver."""
+    most: dict[str, float] = Field(default_factory=dict)
+    """Of ratios: what none may exceed on any processor."""
 
     def margin_of(self, name: str) -> float:
         fitting = [m for pattern, m in self.margins.items() if fnmatch(name, pattern)]
@@ -96,7 +104,8 @@ def _number(value: float | None) -> str:
 # -------------------------------------------------------------------------------------------------------------- groups
 def check(group: str, update: bool = False) -> tuple[list[Finding], list[str]]:
     """Measure one group: (findings, lines to say). With `update` the findings are written as the new expectation."""
-    return _check_gfx1103(update) if group == "gfx1103" else _check_numbers(group, update)
+    special = {"gfx1103": _check_gfx1103, "ratios": _check_ratios}
+    return special[group](update) if group in special else _check_numbers(group, update)
 
 
 def _check_numbers(group: str, update: bool) -> tuple[list[Finding], list[str]]:
@@ -107,6 +116,32 @@ def _check_numbers(group: str, update: bool) -> tuple[list[Finding], list[str]]:
     if update and findings:
         write_expected(GATES / f"{group}.toml", found)
     return findings, []
+
+
+def _check_ratios(update: bool) -> tuple[list[Finding], list[str]]:
+    from perf import ratios
+
+    gate, kind = load_gate("ratios"), ratios.kind_of_processor()
+    learned = ratios.load_store().processor.get(kind)
+    expected = gate.processor.get(kind) or (learned.ratios if learned else {})
+    found = ratios.measured(expected, gate.margin)
+    whence = "perf/gates/ratios.toml" if kind in gate.processor else f"learned {learned.date}" if learned else "not known yet"
+    lines = [f"{name} {ratio}, expected {_number(expected.get(name))}" for name, ratio in found.items()]
+    lines.append(f"of {kind}: {whence}")
+    nearest = {name: r.nearest(expected.get(name, r.value)) for name, r in found.items()}
+    most = {name: Finding("ratios", name, "worse", gate.most[name], r.value, 0.0) for name, r in found.items()
+            if r.low > gate.most.get(name, math.inf)}  # fmt: skip
+    values = {name: r.value for name, r in found.items()}
+    if update:
+        write_expected(GATES / "ratios.toml", values, f'[processor."{kind}"]\n')
+    elif not expected:
+        if most:  # what no processor may exceed is not to be expected of this one
+            return list(most.values()), lines
+        ratios.learn(kind, values)
+        lines.append(f"learned: these are expected here from now on ({ratios.store_path()}); nothing was compared with them yet")
+        return [], lines
+    compared = compare("ratios", gate, expected, nearest)
+    return [most.get(f.name, f) for f in compared] + [f for n, f in most.items() if n not in {c.name for c in compared}], lines
 
 
 def _check_gfx1103(update: bool) -> tuple[list[Finding], list[str]]:
@@ -142,13 +177,17 @@ def _flat(table: Mapping[str, Mapping[str, Any]], statistics: Iterable[str]) -> 
     return {f"{kernel}: {s}": row[s] for kernel, row in table.items() for s in statistics}
 
 
-def write_expected(path: Path, found: Mapping[str, float]) -> None:
-    """Replace what stands under [expected]; comments and margins stay."""
-    head, section, _ = path.read_text(encoding="utf-8").partition("[expected]\n")
-    if not section:
-        raise SpecError(f"{path.name}: has no [expected] to write to")
+def write_expected(path: Path, found: Mapping[str, float], section: str = "[expected]\n") -> None:
+    """Replace what stands in a section; everything else stays. A kind of processor that is new gets a section at the end."""
+    text = path.read_text(encoding="utf-8")
+    if section not in text and section.startswith("[processor."):
+        text += f"\n{section}"
+    head, known, tail = text.partition(section)
+    if not known:
+        raise SpecError(f"{path.name}: has no {section.strip()} to write to")
+    rest = tail.find("\n[")
     lines = [f'"{name}" = {_toml(value)}\n' for name, value in sorted(found.items())]
-    path.write_text(head + section + "".join(lines), encoding="utf-8")
+    path.write_text(head + section + "".join(lines) + (tail[rest:] if rest >= 0 else ""), encoding="utf-8")
 
 
 def _toml(value: float) -> str:
@@ -159,7 +198,7 @@ def _toml(value: float) -> str:
 def groups() -> tuple[str, ...]:
     from perf.gated import GROUPS
 
-    return (*GROUPS, "gfx1103")
+    return (*GROUPS, "ratios", "gfx1103")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,6 +216,8 @@ def _each(wanted: Sequence[str]) -> Iterator[str]:
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.update:
+        clone("the expected values are renewed")
     failed = better = False
     wanted = args.only or groups()
     unknown = next((g for g in wanted if g not in groups()), None)

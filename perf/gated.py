@@ -1,4 +1,4 @@
-"""What the gates measure: counts that do not depend on how busy a machine is, and ratios of two programs run in turn.
+"""What the gates count: numbers that do not depend on how busy a machine is (perf.ratios holds those that do a little).
 
 Each group is a function that returns numbers by name; perf/gates/GROUP.toml holds what is expected of them.
 """
@@ -6,14 +6,10 @@ Each group is a function that returns numbers by name; perf/gates/GROUP.toml hol
 from __future__ import annotations
 
 import json
-import math
-import struct
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from hybrid.engine import Engine
@@ -21,14 +17,11 @@ from hybrid.spec.device import Counters
 from hybrid.spec.errors import SpecError
 from hybrid.spec.schedule import CAPABILITIES
 from kernels.vulkan.kernel import SPIRV
-from perf.switches import bindings_without, find_switch
 from perf.work import Planned, subject
 
 Numbers = dict[str, float]
-REFERENCE = Path(__file__).resolve().parent / "reference" / "spirv"
 COUNTS = tuple(f.name for f in fields(Counters))
 WARM, STEPS, PROMPT = 3, 10, 24
-PAIRS = 20
 
 
 def plans() -> Numbers:
@@ -140,98 +133,6 @@ def count_calls(work: Callable[[], object]) -> int:
     return entered
 
 
-def ratios() -> Numbers:
-    """Of two ways to do the same, run in turn in one process: the first way's processor time over the second's."""
-    unfused = bindings_without([find_switch("fused-qkv"), find_switch("fused-ffn")])
-    with small_engine() as ours, small_engine(bindings=unfused) as theirs:
-        found = {"decode.recorded_over_unfused": paired(decoding(ours), decoding(theirs))}
-    with product() as kernel, reference() as fixed:
-        found["gemv.q4_0_over_reference"] = paired(kernel, fixed)
-    return found
-
-
-def paired(first: Callable[[], object], second: Callable[[], object], pairs: int = PAIRS) -> float:
-    """time(first) / time(second), each the least of `pairs` runs in alternating order.
-
-    Time is that of this process on its processors, the driver's threads included: what others do on the machine only
-    ever adds to it, and least where they happened to do little. perf/gates/ratios.toml says how much it scatters."""
-    first(), second()
-    least = {first: math.inf, second: math.inf}
-    for i in range(pairs):
-        for work in (first, second) if i % 2 else (second, first):
-            begin = time.process_time()
-            work()
-            least[work] = min(least[work], time.process_time() - begin)
-    return least[first] / least[second]
-
-
-def decoding(made: Engine, tokens: int = 12) -> Callable[[], object]:
-    """Decodes `tokens` tokens, each time after the same three."""
-    made.prefill({0: [2, 3, 4]})
-
-    def work() -> None:
-        made.rewind(0, 2)
-        made.prefill({0: [4]})
-        made.decode(tokens)
-
-    return work
-
-
-K, N = 6912, 1152  # the feed-forward output of gemma3-1b
-
-
-@contextmanager
-def product() -> Iterator[Callable[[], object]]:
-    """Our kernel: one row times a Q4_0 matrix [N, K], int8 activations."""
-    from conformance.cases import Case
-    from hybrid.spec import load_op
-    from kernels.vulkan.device import open_device
-    from perf.op import repeated
-
-    spec = load_op("linear")
-    dtypes = dict(spec.dtypes({"x": "q8_act", "w": "q4_0"}))
-    with open_device(cpu_driver(), validation=False) as device:
-        plan, _ = repeated(spec, Case("linear", {"T": 1, "K": K, "N": N}, dtypes, {}, 1, 1, style="full"), device, 1)
-        program = device.compile(plan)
-        yield lambda: device.wait(program.submit())
-
-
-@contextmanager
-def reference() -> Iterator[Callable[[], object]]:
-    """The fixed kernel of perf/reference on a matrix of the same shape and types, checked before it is used."""
-    import numpy as np
-
-    from hybrid.spec.plan import Plan, TensorDecl
-    from hybrid.spec.plan import Step as PlanStep
-    from hybrid.spec.tensor import Tensor
-    from kernels.vulkan.device import open_device
-
-    def record(rec: Any, step: Any, t: Mapping[str, Any]) -> None:
-        parts = [t[name].parts[0] for name in ("w", "ws", "x", "xs", "y")]
-        rec.dispatch(rec.kernel("reference"), parts[:4], parts[4:], struct.pack("<I", K // 32), (N, 1, 1))
-
-    values = {  # codes of 9 - 8 times 2, scaled by a half: every product is 1
-        "w": np.full((N, K // 8), 0x99999999, np.uint32),
-        "ws": np.full((N, K // 32), 0.5, np.float32),
-        "x": np.full((1, K // 4), 0x02020202, np.uint32),
-        "xs": np.ones((1, K // 32), np.float32),
-        "y": np.zeros((1, N), np.float32),
-    }
-    dtypes = {name: "u32" if name in ("w", "x") else "f32" for name in values}
-    decls = {name: TensorDecl(name, dtypes[name], v.shape, "state") for name, v in values.items()}
-    control = TensorDecl("control", "u32", (8,), "io")
-    with open_device(cpu_driver(), validation=False, spirv=REFERENCE, bindings={"reference": record}) as device:
-        device.store(control, Tensor.of(np.array([1, 1, 1, 0, 0, 0, 0, 0], np.uint32)))
-        for name, decl in decls.items():
-            device.store(decl, Tensor.of(values[name]))
-        only = PlanStep("reference", "reference", {}, {n: n for n in decls}, device="vulkan")
-        program = device.compile(Plan("reference", 1, 1, (only,), {"control": control, **decls}))
-        device.wait(program.submit())
-        if not (device.read("y").array == K).all():
-            raise RuntimeError("the reference kernel computes wrongly: nothing can be compared with it")
-        yield lambda: device.wait(program.submit())
-
-
 def gfx1103() -> dict[str, Mapping[str, Any]]:
     """Mesa version -> table. The rules of perf/isa.toml are part of the gate."""
     from perf.isa import compiled
@@ -239,4 +140,4 @@ def gfx1103() -> dict[str, Mapping[str, Any]]:
     return {version: table for version, (table, _) in compiled().items()}
 
 
-GROUPS: dict[str, Callable[[], Numbers]] = {"plans": plans, "spirv": spirv, "engine": engine, "ratios": ratios}
+GROUPS: dict[str, Callable[[], Numbers]] = {"plans": plans, "spirv": spirv, "engine": engine}

@@ -22,12 +22,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from hybrid.cli import Parser, run
+from hybrid.cli import Parser, UsageError, run
 from hybrid.passes import capabilities_of
+from hybrid.progress import progress_bar
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.errors import SpecError
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.op import load_op
+from kernels.vulkan.dry import manifest
 from perf.assembly import summary
 from perf.mesa import installed, version_of
 from perf.roofline import estimate
@@ -113,9 +115,10 @@ def check(table: Table, version: str, rules: Rules | None = None) -> Verdicts:
 
 def compiled() -> dict[str, tuple[Table, dict[str, bool]]]:
     """Mesa version -> (a row for each kernel, what its RADV offers), compiled now. SpecError without any RADV."""
-    found = {}
-    for mesa in installed():
-        data = mesa.table()
+    found, here = {}, installed()
+    with progress_bar(len(here), "kernels for gfx1103", False, "drivers", after=1.0) as advance:
+        tables = [(mesa.table(), advance(1))[0] for mesa in here]
+    for data in tables:
         rows = {name: summary(kernel) for name, kernel in sorted(data["kernels"].items())}
         found[version_of(data["driver"])] = rows, data["features"]
     if not found:
@@ -227,7 +230,18 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def known(pattern: str) -> bool:
+    """Can a kernel's name fit, as far as can be said without compiling: one of a committed table, or a module that is built?
+    Names of kernels are those of modules with constants after them."""
+    tables = (committed(path.stem) for path in sorted(TABLES.glob("*.json")))
+    return any(fnmatch(name, pattern) for table in tables for name in table) or any(
+        fnmatch(name, pattern) or pattern.startswith(name) for name in manifest()
+    )
+
+
 def _main(args: argparse.Namespace) -> int:
+    if not known(args.kernels):
+        raise UsageError(f"--kernels: no kernel is called {args.kernels!r}; names are such as linear.gemv.q4_0.q8_act")
     found = compiled()
     if not any(fnmatch(name, args.kernels) for table, _ in found.values() for name in table):
         raise SpecError(f"--kernels: no kernel of a schedule is called {args.kernels!r}")

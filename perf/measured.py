@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybrid.spec.load import ROOT
 from perf.record import Record
 from perf.tables import ablation, ablations, load_peer, measured, profile, profiles, what
 
-FILE = ROOT / "docs" / "measured.md"
+PAGE = "docs/measured.md"
 HEAD = """# Measured
 
 Made from `perf/records` by `python -m perf.report --markdown`; `make check` compares it. How to add to it:

@@ -1,5 +1,6 @@
 """Where a Mesa with RADV is, and a process started on it. Two are used: the machine's own, and Debian 13's unpacked into
-build/mesa-trixie (RADV of Debian 12 has no cooperative matrices): no root, no chroot, its own ld-linux starts Python.
+build/mesa-trixie or, of an installation, into the user's cache (RADV of Debian 12 has no cooperative matrices): no root, no
+chroot, its own ld-linux starts Python.
 
     python -m perf.mesa fetch      # about 57 MB from Debian's mirror, by apt
 """
@@ -19,8 +20,9 @@ from typing import Any
 
 from hybrid.cli import Parser, run
 from hybrid.spec.load import ROOT
+from hybrid.spec.places import cache_folder, in_clone
 
-TRIXIE = ROOT / "build" / "mesa-trixie"
+TRIXIE = (ROOT / "build" if in_clone() else cache_folder()) / "mesa-trixie"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 PACKAGES = ("mesa-vulkan-drivers", "libvulkan1")

@@ -25,6 +25,7 @@ from conformance.inputs import make
 from hybrid.checkpoint.random import random_packed
 from hybrid.cli import Parser, amount, run
 from hybrid.devices import open_first
+from hybrid.progress import progress_bar
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.device import Device
 from hybrid.spec.devicesheet import DeviceSheet, sheet_for
@@ -32,6 +33,7 @@ from hybrid.spec.dtypes import WEIGHT_TYPES
 from hybrid.spec.fields import Workload
 from hybrid.spec.plan import Plan
 from hybrid.spec.schedule import find_schedule
+from hybrid.units import show_rate
 
 MAX_COPIES = 64
 WARM_UP = 1.0  # seconds: a GPU that has idled while values were made takes a while to raise its clocks
@@ -54,7 +56,7 @@ class Timing:
     bound: str | None
 
     def line(self) -> str:
-        rate = f"{self.nbytes / self.seconds / 1e9:8.1f} GB/s {self.flops / self.seconds / 1e9:9.1f} GFLOP/s"
+        rate = f"{show_rate(self.nbytes / self.seconds, 'B/s'):>10} {show_rate(self.flops / self.seconds, 'FLOPS'):>12}"
         share = f"{100 * self.share:5.1f} % of {self.bound}" if self.share is not None else "no device sheet"
         types = " ".join(sorted({d for d in self.dtypes.values() if d not in ("i32", "u32")}))
         return f"{self.workload:36} {self.seconds * 1e6:10.1f} us {rate}  {share:22}  {types}"
@@ -169,13 +171,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def command() -> int:
-        workloads(load_op(args.op), args.workload)  # a wrong name is said before anything is opened or printed
+        wanted = workloads(load_op(args.op), args.workload)  # a wrong name is said before anything is opened or printed
         opened = open_first(find_schedule("gemma3").chain(args.device))
         try:
             if not args.json:
-                print(f"{args.op} on {opened.device.name}; measured, device timestamps, median")
-            for t in timings(args, opened.device):
-                print(json.dumps(asdict(t)) if args.json else t.line(), flush=True)
+                clock = "the host's clock" if opened.device.name == "cpu" else "device timestamps"
+                print(f"{args.op} on {opened.device.name}; measured, {clock}, median", flush=True)
+            with progress_bar(len(wanted), f"perf.op {args.op}", False, "workloads", after=1.0) as advance:
+                for t in timings(args, opened.device):
+                    print(json.dumps(asdict(t)) if args.json else t.line(), flush=True)
+                    advance(1)
         finally:
             opened.device.close()
         return 0

@@ -44,6 +44,7 @@ def roof(model: Subject, sheet: DeviceSheet, works: Sequence[Work], context: int
         chart.line([(value / stream, value), (x.high, value)], 6)
         chart.text((x.high, value), f"{', '.join(names)}: {value / 1e12:g} T/s", dx=-4, dy=-5, anchor="end")
     chart.text((2, 2 * stream), f"memory: {stream / 1e9:g} GB/s", dx=-10, dy=-14, anchor="end")
+    named: list[tuple[tuple[float, float], str]] = []
     for i, work in enumerate(works):
         groups: dict[str, list[Timed]] = {}
         for t in estimate(work, sheet, "expected").steps:
@@ -60,8 +61,10 @@ def roof(model: Subject, sheet: DeviceSheet, works: Sequence[Work], context: int
                 f"{work.rows} row{'s' * (work.rows > 1)}",
                 title=f"{op}, {work.rows} rows: "
                 f"{flops / moved:.2f} per byte, {flops / seconds / 1e9:.0f} G/s, {1e3 * seconds:.3f} ms",
-                label=op if i == len(works) - 1 and place < SHOWN and op in ("fused_ffn", "attention") else "",
             )
+            if i == len(works) - 1 and place < SHOWN and op in ("fused_ffn", "attention"):
+                named.append(((flops / moved, flops / seconds), op))
+    chart.labels(named)
     return chart
 
 
@@ -82,8 +85,5 @@ def speeds(model: Subject, sheet: DeviceSheet, context: int) -> Chart:
     )
     for i, (level, points) in enumerate(lines.items()):
         chart.line(points, i, level, dashed=level == "ceiling", dots=True)
-        for b, speed in points[::2] if level == "ceiling" else points[1::2]:
-            up = level == "ceiling"
-            left = up or b == BATCHES[-1]
-            chart.text((b, speed), f"{speed:.3g}", dx=-8 if left else 8, dy=-8 if up else 14, anchor="end" if left else "start")
+    chart.labels([((b, y), f"{y:.3g}") for (b, y) in (*lines["ceiling"][::2], *lines["expected"][1::2])])
     return chart

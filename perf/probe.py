@@ -17,6 +17,7 @@ from hybrid.bench.probe import probe
 from hybrid.cli import Parser, run
 from hybrid.devices import open_first
 from hybrid.spec.schedule import find_schedule
+from hybrid.units import show_rate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{about['device']}, {about['driver']}; measured, the fastest run of each variant")
         for name, figure in found.variants.items():
             best = " (best)" if name in (found.copy, found.matrix) else ""
-            print(f"{name:36} {figure:10.1f} {'TFLOPS' if 'mat' in name else 'GB/s'}{best}")
+            rate = show_rate(1e12 * figure, "FLOPS") if "mat" in name else show_rate(1e9 * figure, "B/s")
+            print(f"{name:36} {rate:>12}{best}")
         return 0
 
     return run(command)

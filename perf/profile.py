@@ -22,6 +22,8 @@ from typing import Any
 
 from hybrid.bench.__main__ import driver_of, kernels_of
 from hybrid.cli import Parser, add_model, open_model, positive, run
+from hybrid.progress import tracked
+from hybrid.units import show_rate
 
 SCHEMA = 1
 
@@ -86,7 +88,7 @@ def measure(engine: Any, phase: str, context: int, repeats: int) -> tuple[list[S
 
     bench, runs, lives = Bench(engine, 1), [], []
     prompt = bench.ids(context)
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in tracked(range(repeats + 1), "passes"):  # the first warms up
         bench.fill(0 if phase == "prefill" else context)
         if phase == "decode":
             bench.engine.wait(engine.submit_prefill({0: bench.ids(1)}))
@@ -143,7 +145,7 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
         if ctx > checkpoint.hparams.context_length:
             raise ValueError(f"--context {args.context}: the model was made for {checkpoint.hparams.context_length} positions")
         engine = Engine(checkpoint, device, schedule, precision=args.precision, kv=args.kv, ctx=ctx, chunk=args.chunk,
-                        n_tokens=checkpoint.hparams.vocab, profile=True, progress=sys.stderr.isatty())  # fmt: skip
+                        n_tokens=checkpoint.hparams.vocab, profile=True, progress=True)  # fmt: skip
         steps, passes = measure(engine, args.phase, args.context, args.repetitions)
         return {
             "schema": SCHEMA,
@@ -185,13 +187,13 @@ def text(report: Mapping[str, Any]) -> str:
         f"{report['model']}: {what}, {len(report['passes'])} pass{'es' * (len(report['passes']) > 1)}",
     ]
     probes = report["probes"]
-    matrix = "" if probes["matrix_tflops"] is None else f" and {probes['matrix_tflops']:.3g} TFLOPS"
+    matrix = "" if probes["matrix_tflops"] is None else f" and {show_rate(1e12 * probes['matrix_tflops'], 'FLOPS')}"
     lines.append(
         f"floor: what bytes and operations take at {probes['copy_gb_s']:.4g} GB/s{matrix}, the probes of this run; lost: above it"
     )
     lines += [
         "",
-        f"{'operation':24}{'calls':>7}{'us':>11}{'us each':>10}{'share':>9}{'GB/s':>9}{'TFLOPS':>9}{'floor':>11}{'lost':>11}",
+        f"{'operation':24}{'calls':>7}{'us':>11}{'us each':>10}{'share':>9}{'GB/s':>9}{'FLOPS':>9}{'floor':>11}{'lost':>11}",
     ]
     for r in report["ops"]:
         lines.append(_line(r, r["us"]))
@@ -203,7 +205,7 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def _line(r: Mapping[str, Any], us: float) -> str:
-    rates = f"{r['nbytes'] / us / 1e3:9.1f}{r['flops'] / us / 1e6:9.2f}" if us else f"{'-':>9}{'-':>9}"
+    rates = f"{r['nbytes'] / us / 1e3:9.1f}{show_rate(1e6 * r['flops'] / us, ''):>9}" if us else f"{'-':>9}{'-':>9}"
     each = f"{us / r['calls']:10.2f}{100 * r['share']:7.1f} %"
     return f"{r['op']:24}{r['calls']:7}{us:11.1f}{each}{rates}{r['floor_us']:11.1f}{us - r['floor_us']:11.1f}"
 

@@ -47,7 +47,7 @@ def by_commit(records: Sequence[Record], device: str) -> list[Chart]:
         shown = sorted(lines.items(), key=lambda line: -line[1][-1][1])[:12]
         for i, (_, points) in enumerate(shown):
             chart.line(points, i, dots=True)
-        chart.labels([(points[-1], name.replace(f" {phase}", "")) for name, points in shown])
+        chart.ends([(points[-1], name.replace(f" {phase}", ""), i) for i, (name, points) in enumerate(shown)])
         charts.append(chart)
     return charts
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybrid.cli import Parser, amount, run
-from hybrid.spec.devicesheet import DeviceSheet, Figure, find_sheet
+from hybrid.spec.devicesheet import DeviceSheet, Figure, find_sheet, load_sheets
 from hybrid.spec.errors import SpecError
 from perf.work import Item, Rate, Subject, Work, subject
 
@@ -77,6 +77,26 @@ def _figure(sheet: DeviceSheet, names: Sequence[str], level: Level) -> Figure:
             if found is not None:
                 return found
     raise SpecError(f"the sheet of {sheet.device.name} has no {names[0]} under [peak]: nothing can be modelled from it")
+
+
+def modelled_sheets() -> dict[str, DeviceSheet]:
+    """Sheets that know a memory and rates for every kind of product: all that a pass of a model asks of one."""
+    return {name: sheet for name, sheet in load_sheets().items() if not _lacking(sheet)}
+
+
+def _lacking(sheet: DeviceSheet) -> str:
+    """The first figure that a pass asks for and the sheet does not have; empty: it has all."""
+    wanted = (("bandwidth_gb_s",), *_PEAKS.values())
+    return next((names[0] for names in wanted if all(getattr(sheet.peak, n) is None for n in names)), "")
+
+
+def modelled_sheet(name: str) -> DeviceSheet:
+    """A sheet by name. SpecError for one that passes of a model cannot be timed on, before anything is planned."""
+    lacking = _lacking(find_sheet(name))
+    if lacking:
+        able = ", ".join(modelled_sheets())
+        raise SpecError(f"specs/devices/{name}.toml: [peak] has no {lacking}, so no pass can be modelled on it; use {able}")
+    return find_sheet(name)
 
 
 def estimate(work: Work, sheet: DeviceSheet, level: Level) -> Estimate:
@@ -246,7 +266,7 @@ def parser() -> argparse.ArgumentParser:
         description="What a device sheet allows a model: time, bytes and operations by step and what bounds each. Modelled.",
     )
     p.add_argument("model", metavar="MODEL|NAME", help="a checkpoint, or a name of specs/models or perf/sizes such as gemma3-27b")
-    p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="file name in specs/devices (radeon-780m)")
+    p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="of specs/devices: h200, radeon-780m (radeon-780m)")
     p.add_argument("--type", default="q4_0", metavar="TYPE", help="storage type of a NAME's matrices (q4_0)")
     p.add_argument("--batch", type=_numbers, default=(1,), metavar="N,N", help="sequences at a time (1)")
     p.add_argument("--context", type=int, default=512, metavar="N", help="positions that each sequence holds (512)")
@@ -273,7 +293,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _main(args: argparse.Namespace) -> int:
-    sheet = find_sheet(args.device)
+    sheet = modelled_sheet(args.device)
     can = sheet.limits.capabilities
     model = subject(args.model, args.type, precision=args.precision, capabilities=can)
     if args.prefill:

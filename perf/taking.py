@@ -20,6 +20,7 @@ from typing import Any
 from hybrid.cli import Parser, run
 from hybrid.spec.errors import SpecError
 from hybrid.spec.load import ROOT
+from hybrid.spec.places import clone
 from kernels.vulkan.kernel import kernels_digest
 from perf.record import Ablation, OpTime, Profile, Proof, Record, Run, Worth, add
 
@@ -158,15 +159,16 @@ def kernels_at(commit: str) -> str | None:
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m perf.record", description="Keep measurements whose kernels were proved on the same device.")
+    p.add_argument("proof", type=Path, metavar="PROOF", help="--junitxml of conformance/test_ops.py on that device")
     p.add_argument("made", nargs="+", type=Path, metavar="FILE", help="--json of hybrid.bench, perf.ablate, perf.profile")
-    p.add_argument("--proof", type=Path, required=True, metavar="FILE", help="--junitxml of conformance/test_ops.py on that device")
-    p.add_argument("--clock", required=True, metavar="TEXT", help="what is known of the device's clocks")
+    p.add_argument("--clock", default="not known", metavar="TEXT", help="what is known of the device's clocks (not known)")
     p.add_argument("--commit", metavar="ID", help="the commit that ran (the one checked out)")
     p.add_argument("--date", metavar="DAY", help="when (UTC), as 2026-11-21 or 2026-11-21T07:33 (now)")
     return p
 
 
 def _main(args: argparse.Namespace) -> int:
+    clone("records are kept in perf/records,")
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M")
     commit, date = args.commit or commit_here(), args.date or now
     records = []

@@ -4,7 +4,8 @@
     python -m perf.targets --memory 16GiB --want 50      # what to run for 50 tok/s in 16 GiB
 
 Verdicts follow from perf.roofline (modelled): `yes` if the expected speed reaches the target, `borderline` if only the
-ceiling does (every byte at the memory's peak), else `no`. `measured` is the nearest run in perf/records, on its device.
+ceiling does (every byte at the memory's peak), else `no`; `needs ...` where it is reached with something that this project
+does not have yet. `measured` is the nearest run in perf/records, on its device.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybrid.cli import Parser, amount, run, size
+from hybrid.cli import Parser, UsageError, amount, run, size
+from hybrid.progress import tracked
 from hybrid.spec.devicesheet import DeviceSheet, find_sheet
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import load_models
 from hybrid.units import show_bytes
 from perf.record import nearest_run
-from perf.roofline import bandwidth, estimate, rate
+from perf.roofline import bandwidth, estimate, modelled_sheet, rate
 from perf.search import TYPES, Config, Speed, drafted, longest_prompt, memory_of, model_of, plain
 from perf.work import Planned, load_sizes, subject
 
 FILE = Path(__file__).with_name("targets.toml")
-Verdict = Literal["yes", "borderline", "no", "by means"]
+Verdict = Literal["yes", "borderline", "no", "by means", "needs"]
 
 
 class Target(Model):
@@ -64,6 +66,14 @@ class Judged:
     bound: str
     modelled: str
     measured: str
+    needs: str = ""
+    """What does not exist yet and the target cannot be reached without."""
+    together: bool = False
+    """By several sequences at a time (hybrid.bench --batch-size runs them), their speeds added."""
+
+    @property
+    def shown(self) -> str:
+        return f"needs {self.needs}" if self.verdict == "needs" else self.verdict + ", together" * self.together
 
 
 def load_targets() -> tuple[Target, ...]:
@@ -72,28 +82,50 @@ def load_targets() -> tuple[Target, ...]:
 
 def judge(target: Target, sheet: DeviceSheet, measured_on: str) -> Judged:
     """One wish against one device's sheet. The kind decides which question is asked."""
-    verdict, how, bound, modelled = _KINDS[target.kind](target, sheet)
-    if target.note:
-        how = f"{how}; {target.note}" if how else target.note
-    return Judged(target.id, target.text, verdict, how, bound, modelled, _measured(target, measured_on))
+    found = _KINDS[target.kind](target, sheet)
+    how = "; ".join(filter(None, (found.how, target.note)))
+    verdict: Verdict = "needs" if found.needs and found.verdict in ("yes", "borderline") else found.verdict
+    if verdict == "needs" and found.verdict == "borderline":
+        how += "; even then borderline"
+    needs = found.needs if verdict == "needs" else ""
+    measured = _measured(target, measured_on)
+    return Judged(target.id, target.text, verdict, how, found.bound, found.modelled, measured, needs, found.together)
 
 
-Answer = tuple[Verdict, str, str, str]
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A verdict as if all that `needs` names existed."""
+
+    verdict: Verdict
+    how: str
+    bound: str
+    modelled: str
+    needs: str = ""
+    together: bool = False
+
+
+def missing(config: Config, sheet: DeviceSheet) -> str:
+    """What of a configuration this project does not have yet; empty where it can be run today."""
+    if not isinstance(model_of(config.model, config.dtype, sheet), Planned):
+        return f"a schedule for {config.model}"
+    return "a draft model" if config.draft else ""
 
 
 def _speed(t: Target, sheet: DeviceSheet) -> Answer:
+    """What can be run today comes first: one sequence, then several together; then one sequence with a draft."""
     want = t.want or 0.0
-    single = _first(list(_alone(t.model, t.context, sheet)), want)
-    together = _first(list(plain(t.model, t.context, sheet)), want)
-    best = max(plain(t.model, t.context, sheet), key=lambda s: s.ceiling)
-    one = _best_single(t, sheet, want) if single is None else f"one sequence: {single[1].config}"
-    if together is None:
-        return "no", f"{one}; together: at most {best.config}; {_needs(want, best, sheet)}", _lacks(want, best, sheet), _rates(best)
-    verdict, found = together if single is None or single[0] != "yes" else single
-    how = f"{one}; together: {together[1].config}" if found is together[1] else one
-    need = memory_of(t.model, found.config.dtype, found.config.batch, t.context, sheet)
-    how += f" ({show_bytes(need)})"
-    return verdict, how, found.bound, _rates(found)
+    today, later = list(plain(t.model, t.context, sheet)), list(drafted(t.model, t.context, sheet))
+    alone = _first([s for s in today if s.config.batch == 1], want)
+    found = min(filter(None, (_first(today, want), _first(later, want))), key=lambda f: f[0] != "yes", default=None)
+    best = max(today, key=lambda s: s.ceiling)
+    one = _best_single(t, sheet, want) if alone is None else f"one sequence: {alone[1].config}"
+    if found is None:
+        how = f"{one}; together: at most {best.config}; {_needs(want, best, sheet)}"
+        return Answer("no", how, _lacks(want, best, sheet), _rates(best))
+    verdict, speed = found
+    c, need = speed.config, memory_of(t.model, speed.config.dtype, speed.config.batch, t.context, sheet)
+    ran = f"together: {c}; {one}" if c.batch > 1 else f"one sequence: {c}"
+    return Answer(verdict, f"{ran} ({show_bytes(need)})", speed.bound, _rates(speed), missing(c, sheet), c.batch > 1)
 
 
 def _alone(model: str, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
@@ -102,6 +134,10 @@ def _alone(model: str, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
 
 
 def _best_single(t: Target, sheet: DeviceSheet, want: float) -> str:
+    """What one sequence can do that does not reach `want` today."""
+    drafting = _first(list(drafted(t.model, t.context, sheet)), want)
+    if drafting:
+        return f"one sequence: needs a draft model ({drafting[1].config})"
     best = max(_alone(t.model, t.context, sheet), key=lambda s: s.ceiling)
     return f"one sequence: no, at most {best.ceiling:.0f}{' speculating' if best.config.draft else ''}"
 
@@ -141,7 +177,7 @@ def _rates(s: Speed) -> str:
 def _bytes(t: Target, sheet: DeviceSheet) -> Answer:
     need, have = (t.want or 0) * (t.bytes or 0), bandwidth(sheet, "ceiling")
     most = have / (t.bytes or 1)
-    return (
+    return Answer(
         "yes" if have >= need else "no",
         f"needs {need / 1e9:.0f} GB/s of {have / 1e9:.1f}",
         "memory",
@@ -158,7 +194,8 @@ def _first_token(t: Target, sheet: DeviceSheet) -> Answer:
         how = f"one pass over the weights takes {1e3 * once.seconds:.0f} ms"
     longest = model_of(t.model, "q4_0", sheet).work("prefill", max(ceiling, 1), 1, max(ceiling, 32), 1)
     bound = estimate(longest, sheet, "ceiling").bound
-    return verdict, how, bound, f"{expected} tokens (ceiling {ceiling})"
+    lacking = missing(Config(t.model, "q4_0", 1, t.context), sheet)
+    return Answer(verdict, how, bound, f"{expected} tokens (ceiling {ceiling})", lacking)
 
 
 def _token_time(t: Target, sheet: DeviceSheet) -> Answer:
@@ -166,10 +203,11 @@ def _token_time(t: Target, sheet: DeviceSheet) -> Answer:
     found = _first(list(_alone(t.model, t.context, sheet)), want)
     best = max(plain(t.model, t.context, sheet, batches=(1,)), key=lambda s: s.ceiling)
     if found is None:
-        return "no", f"at best {best.config}", best.bound, f"{1e3 / best.expected:.0f} ms (ceiling {1e3 / best.ceiling:.0f})"
+        modelled = f"{1e3 / best.expected:.0f} ms (ceiling {1e3 / best.ceiling:.0f})"
+        return Answer("no", f"at best {best.config}", best.bound, modelled)
     verdict, s = found
     how = f"{s.config}; without a draft {1e3 / best.ceiling:.0f} ms at least" if s.config.draft else str(s.config)
-    return verdict, how, s.bound, f"{1e3 / s.expected:.0f} ms (ceiling {1e3 / s.ceiling:.0f})"
+    return Answer(verdict, how, s.bound, f"{1e3 / s.expected:.0f} ms (ceiling {1e3 / s.ceiling:.0f})", missing(s.config, sheet))
 
 
 def _budget(t: Target, sheet: DeviceSheet) -> Answer:
@@ -178,11 +216,12 @@ def _budget(t: Target, sheet: DeviceSheet) -> Answer:
     for batch in (32, 16, 8, 4, 2, 1):
         need = memory_of(t.model, "q4_0", batch, t.context, sheet)
         if need <= want:
-            return "yes", f"q4_0 with up to {batch} sequences of {t.context} positions", "memory", show_bytes(need)
+            how = f"q4_0 with up to {batch} sequences of {t.context} positions"
+            return Answer("yes", how, "memory", show_bytes(need), missing(Config(t.model, "q4_0", batch, t.context), sheet))
     smaller = [(n, d) for n in reversed(load_models()) for d in TYPES if memory_of(n, d, 1, 2048, sheet) <= want]
     name, dtype = smaller[0] if smaller else ("nothing", "")
     least = show_bytes(memory_of(t.model, "q4_0", 1, t.context, sheet))
-    return "no", f"{t.model} needs {least}; the largest that fits is {name} {dtype}", "memory", least
+    return Answer("no", f"{t.model} needs {least}; the largest that fits is {name} {dtype}", "memory", least)
 
 
 def _means(t: Target, sheet: DeviceSheet) -> Answer:
@@ -194,14 +233,16 @@ def _means(t: Target, sheet: DeviceSheet) -> Answer:
         saved = sum(i.nbytes - i.activations for i in work.items if i.op.endswith("attention"))
         after = bandwidth(sheet, "ceiling") / (work.streamed - saved)
     elif t.means == "both_engines":
-        shared = find_sheet(sheet.device.shares or "")
+        if sheet.device.shares is None:
+            return Answer("no", "no second engine shares this device's memory", "memory", f"{before:.3g} tok/s")
+        shared = find_sheet(sheet.device.shares)
         before, after = (bandwidth(s, "expected") / work.streamed for s in (sheet, shared))
     elif t.means == "mixture":
         mixed = subject(t.model, "q4_0", {"attn": "q8_0"}, capabilities=sheet.limits.capabilities)
         after = estimate(mixed.decode(1, t.context), sheet, "ceiling").tokens_per_second
     change = after / before - 1
     how = f"changes one sequence's speed by {100 * change:+.1f} % at most (context {t.context})" if t.means != "none" else ""
-    return "by means", how, "memory", f"{before:.3g} -> {after:.3g} tok/s"
+    return Answer("by means", how, "memory", f"{before:.3g} -> {after:.3g} tok/s")
 
 
 _KINDS = {
@@ -232,7 +273,7 @@ def advice(memory: int, want: float, context: int, sheet: DeviceSheet) -> Iterat
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m perf.targets", description="Every target judged against a device sheet, or what to run for a speed.")
-    p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="file name in specs/devices (radeon-780m)")
+    p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="of specs/devices: h200, radeon-780m (radeon-780m)")
     p.add_argument("--measured-on", default="H200", metavar="TEXT", help="device whose recorded runs are shown beside (H200)")
     p.add_argument("--memory", type=size, metavar="SIZE", help="answer what to run in this much memory, such as 16GiB")
     p.add_argument("--want", type=amount, metavar="N", help="tokens per second asked for (with --memory)")
@@ -242,12 +283,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _main(args: argparse.Namespace) -> int:
-    sheet = find_sheet(args.device)
     if (args.memory is None) != (args.want is None):
-        raise ValueError("--memory and --want belong together: say how much memory there is and how many tokens per second")
+        raise UsageError("--memory and --want belong together: say how much memory there is and how many tokens per second")
+    sheet = modelled_sheet(args.device)
     if args.want is not None:
         return _advise(args, sheet)
-    rows = [judge(t, sheet, args.measured_on) for t in load_targets()]
+    rows = [judge(t, sheet, args.measured_on) for t in tracked(load_targets(), "targets")]
     print(json.dumps([asdict(r) for r in rows]) if args.json else table(rows, sheet))
     return 0
 
@@ -263,7 +304,8 @@ def _advise(args: argparse.Namespace, sheet: DeviceSheet) -> int:
     for s in found:
         c = s.config
         need = memory_of(c.model, c.dtype, c.batch, args.context, sheet)
-        basis = "" if isinstance(model_of(c.model, c.dtype, sheet), Planned) else "  (from its sizes: no schedule yet)"
+        lacking = missing(c, sheet)
+        basis = f"  needs {lacking}, which is not there yet" if lacking else ""
         speeds = f"{s.expected:7.1f} expected, {s.ceiling:7.1f} ceiling, {show_bytes(need):>9}"
         print(f"  {c.model:12} {c!s:46} {speeds}{basis}")
     if not found:
@@ -274,7 +316,7 @@ def _advise(args: argparse.Namespace, sheet: DeviceSheet) -> int:
 def table(rows: Sequence[Judged], sheet: DeviceSheet) -> str:
     lines = [f"Targets on {sheet.device.name}: modelled (ceiling: peak; expected: what was reached); measured: perf/records", ""]
     for r in rows:
-        lines += [f"{r.target:48} {r.verdict:10} {r.modelled:36} bound by {r.bound}", f"    {r.how}"]
+        lines += [f"{r.target:48} {r.shown:33} {r.modelled:36} bound by {r.bound}", f"    {r.how}"]
         lines += [f"    measured: {r.measured}"] if r.measured != "-" else []
     return "\n".join(lines)
 

@@ -28,12 +28,14 @@ from conformance.compare import Disagreement
 from conformance.fixed import dtype_cases, edge_cases, variant_cases
 from conformance.harness import run_case
 from conformance.tuned import facts_of, plan_for
-from hybrid.cli import Parser, amount, progress_bar, run
+from hybrid.cli import Parser, amount, run
 from hybrid.devices import open_first
+from hybrid.progress import progress_bar
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.errors import DeviceLost, nearest
 from hybrid.spec.fields import Workload
 from hybrid.spec.schedule import find_schedule
+from hybrid.units import show_rate
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.dry import asked
 from kernels.vulkan.tuning import Family, Value, space
@@ -226,7 +228,7 @@ def shown(use: Use) -> str:
 
 
 def _rates(s: Sweep, seconds: float) -> str:
-    return f"{s.nbytes / seconds / 1e9:.0f} GB/s, {s.flops / seconds / 1e12:.3g} TFLOPS"
+    return f"{show_rate(s.nbytes / seconds, 'B/s')}, {show_rate(s.flops / seconds, 'FLOPS')}"
 
 
 def text(sweep: Sweep) -> str:
@@ -256,7 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--seconds", type=amount, default=0.05, metavar="S", help="how long to repeat each candidate (0.05)")
     p.add_argument("--footprint", type=amount, default=256.0, metavar="MB", help="as for perf.op (256)")
     p.add_argument("--margin", type=amount, default=0.03, metavar="X", help="a smaller gain is none (0.03)")
-    p.add_argument("--write", action="store_true", help="write the families' sections of this device class's table")
+    p.add_argument(
+        "--write", action="store_true", help="write the families' sections of this device class's table (installed: into tuning/)"
+    )
     p.add_argument("--table", metavar="NAME", help="the table to write, for a device of no known class (its own)")
     p.add_argument("--commit", metavar="ID", help="for the table's header, where there is no git")
     p.add_argument("--json", action="store_true", help="print one JSON object for each workload instead")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid.spec.load import ROOT, parse_toml, shown_path, validate
+from hybrid.spec.places import in_clone
 from kernels.vulkan.tuning import TABLES, Table, Value, traits
 
 if TYPE_CHECKING:
@@ -50,17 +52,24 @@ def merged(old: str, family: str, made: str) -> str:
     return "\n".join(blocks)
 
 
+def target(name: str) -> Path:
+    """Where table `name` is renewed; an installation goes on with the tables that it came with."""
+    return (TABLES if in_clone() else Path("tuning")) / f"{name}.toml"
+
+
 def written(name: str, device: Any, family: str, made: str) -> str:
-    """Write a family's section into table `name` (made if it is new); returns the file. SpecError where the result would
-    not be a table: then nothing is written."""
-    path = TABLES / f"{name}.toml"
-    if path.exists():
-        old = path.read_text(encoding="utf-8").replace(" Not tuned yet: every kernel takes its binding's default.", "")
+    """Write a family's section into table `name` (made if it is new); returns the file: the package's in a clone, else
+    tuning/NAME.toml in the working folder. SpecError where the result would not be a table: then nothing is written."""
+    path, shipped = target(name), TABLES / f"{name}.toml"
+    known = path if path.exists() else shipped
+    if known.exists():
+        old = known.read_text(encoding="utf-8").replace(" Not tuned yet: every kernel takes its binding's default.", "")
     else:
         own = traits(device.report, device.subgroup_size)
         match = "\n".join(f"{k} = {json.dumps(own[k])}" for k in ("vendor", "driver"))
         old = f"# {device.report.driver}\nschema = 1\n\n[match]\n{match}\n"
     text = merged(old, family, made)
     validate(shown_path(path), parse_toml(shown_path(path), text), Table)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return shown_path(path)

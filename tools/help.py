@@ -46,7 +46,8 @@ COMMANDS = (
 )
 HEAD = """# Commands
 
-Every option of every command. Made from the commands themselves: `make docs` renews this page, `make check` compares it.
+Every option of every command of an installation; each also takes `--help` and `--version`. Made from the commands
+themselves: `make docs` renews this page, `make check` compares it.
 Errors are one line on standard error; `HYBRID_DEBUG=1` adds the traceback.
 """
 
@@ -75,7 +76,8 @@ def parser_of(module: str) -> argparse.ArgumentParser:
 
 def section(p: argparse.ArgumentParser, level: int = 2) -> list[str]:
     """One command, then its sub-commands."""
-    options = [a for a in p._actions if not isinstance(a, (argparse._HelpAction, argparse._SubParsersAction))]
+    shown = (argparse._HelpAction, argparse._VersionAction, argparse._SubParsersAction)  # elsewhere
+    options = [a for a in p._actions if not isinstance(a, shown)]
     places = " ".join(_place(a) for a in options if not a.option_strings)
     subs = [a for a in p._actions if isinstance(a, argparse._SubParsersAction)]
     usage = " ".join(filter(None, (p.prog, places, "COMMAND" * bool(subs), "[options]" * any(a.option_strings for a in options))))

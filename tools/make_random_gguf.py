@@ -24,8 +24,9 @@ from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.gemma3 import tensors
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.checkpoint.random import DEMO, PIECES, demo_tokenizer, random_rows, random_shape, random_types
-from hybrid.cli import Parser, progress_bar, run
+from hybrid.cli import Parser, run
 from hybrid.hparams import HParams
+from hybrid.progress import progress_bar
 from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES
 
 PIECE_BYTES = 64 << 20

@@ -10,7 +10,8 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from hybrid.cli import Parser, UsageError, add_model, open_model, positive, progress_bar, run
+from hybrid.cli import Parser, UsageError, add_model, open_model, positive, run
+from hybrid.progress import tracked
 
 if TYPE_CHECKING:
     from hybrid.bench.measure import Row
@@ -129,7 +130,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
         chunk=args.chunk,
         n_tokens=checkpoint.hparams.vocab,
         deterministic=args.deterministic,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
 
 
@@ -139,12 +140,7 @@ def _rows(args: argparse.Namespace, engine: Engine) -> list[Row]:
     bench = Bench(engine, args.repetitions, args.tokens_per_submit)
     tests = [(bench.prefill, n, d) for d in args.ctx_depth for n in args.prompt if n]
     tests += [(bench.decode, n, d) for d in args.ctx_depth for n in args.tokens if n]
-    rows = []
-    with progress_bar(len(tests), "tests", False, "") as advance:
-        for test, n, depth in tests:
-            rows.append(test(n, depth))
-            advance(1)
-    return rows
+    return [test(n, depth) for test, n, depth in tracked(tests, "tests")]
 
 
 def driver_of(device: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from hybrid.bench.ceiling import Ceiling
 from hybrid.bench.measure import Row
 from hybrid.bench.probe import Probes
+from hybrid.units import show_rate
 
 SCHEMA = 1
 
@@ -58,7 +59,9 @@ def _activations(precision: Mapping[str, Sequence[str]]) -> str:
 def text(report: Mapping[str, Any]) -> str:
     """For people. Speeds are medians; the spread is the standard deviation of the repetitions."""
     probes, limit = report["probes"], report["ceiling"]
-    matrix = "no matrix units" if probes["matrix_tflops"] is None else f"{probes['matrix_tflops']:.1f} TFLOPS ({probes['matrix']})"
+    matrix = "no matrix units"
+    if probes["matrix_tflops"] is not None:
+        matrix = f"{show_rate(1e12 * probes['matrix_tflops'], 'FLOPS')} ({probes['matrix']})"
     lines = [
         f"{report['device']}, {report['driver']}; measured",
         f"{report['model']}: {report['weights_bytes'] / 1e9:.2f} GB of weights ({', '.join(report['precision']['weights'])}), "
@@ -67,7 +70,7 @@ def text(report: Mapping[str, Any]) -> str:
         f"probes: copy {probes['copy_gb_s']:.1f} GB/s ({probes['copy']}), matrix {matrix}",
         f"shares: of bytes against {limit['of_bytes']} ({limit['gb_s']:.1f} GB/s), of operations against {limit['of_flops']}",
         "",
-        f"{'test':22}{'tok/s':>10}{'mean':>10}{'spread':>9}{'GB/s':>9}{'share':>8}{'TFLOPS':>9}{'share':>8}"
+        f"{'test':22}{'tok/s':>10}{'mean':>10}{'spread':>9}{'GB/s':>9}{'share':>8}{'FLOPS':>8}{'share':>8}"
         f"{'host us/tok':>13}{'dispatches':>12}{'barriers':>10}",
     ]
     for r in report["results"]:
@@ -75,7 +78,7 @@ def text(report: Mapping[str, Any]) -> str:
         flops = "-" if r["share_of_matrix"] is None else f"{100 * r['share_of_matrix']:.1f} %"
         lines.append(
             f"{r['test']:22}{r['tokens_per_second']:10.1f}{r['mean']:10.1f}{r['spread']:9.2f}{r['gb_per_second']:9.1f}"
-            f"{100 * r['share_of_copy']:6.1f} %{r['tflops']:9.2f}{flops:>8}{host:>13}"
+            f"{100 * r['share_of_copy']:6.1f} %{show_rate(1e12 * r['tflops'], ''):>8}{flops:>8}{host:>13}"
             f"{r['per_pass']['dispatches']:12.0f}{r['per_pass']['barriers']:10.0f}"
         )
     return "\n".join(lines)

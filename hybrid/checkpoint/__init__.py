@@ -21,7 +21,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except RuntimeError as error:  # "~nobody/model.gguf"
         raise CheckpointError(f"{path}: {error}") from None
     if not exists(path):
-        raise CheckpointError(f"{path}: no such file or directory; give a .gguf file or a Hugging Face directory")
+        raise CheckpointError(_no_such(str(path)))
     if path.is_dir():
         inside = sorted(path.glob("*.gguf"))
         if inside and not exists(path / "config.json"):
@@ -30,3 +30,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: give the directory that holds it, {path.parent}, with its config.json")
     return open_gguf(path)
+
+
+def _no_such(name: str) -> str:
+    """A line for a name that is no path: where a model of that name lies, else what a model is and how to get one."""
+    from hybrid.checkpoint.find import ADVICE, called
+
+    here = called(name)
+    if here:
+        return f"{name}: no such file or directory; a model of that name on this machine is {here[0].path}"
+    return f"{name}: no such file or directory; {ADVICE}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from gguf import GGUFWriter
+from typing import TYPE_CHECKING, Any
 
 from hybrid.checkpoint.base import Checkpoint
 from hybrid.checkpoint.families import FAMILIES
 from hybrid.checkpoint.gguf_tokenizer import padding_piece
 from hybrid.merges import with_scores
 from hybrid.tokenizer import NORMAL, SPACE, UNUSED, USER_DEFINED, Tokenizer
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 # llama.cpp's numbers; its K types come in mixtures, of which medium is the usual one.
 FILE_TYPES = {

@@ -9,9 +9,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from hybrid.cli import Parser, progress_bar, run, size, terminable
+from hybrid.cli import Parser, positive, run, size, terminable
 from hybrid.convert import Format
 from hybrid.convert.kinds import CLASSES, SAME, Wanted, grouped
+from hybrid.progress import progress_bar
 from hybrid.spec.dtypes import WEIGHT_TYPES, WRITABLE_TYPES
 
 EXIT = "Exit codes: 0, 1 error (nothing was written), 2 wrong usage, 129 hung up, 130 interrupted, 143 terminated."
@@ -25,10 +26,10 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("src", nargs="?", type=Path, metavar="SRC", help=".gguf file or Hugging Face directory")
     p.add_argument("dst", nargs="?", metavar="DST", help=".gguf file to write; a folder (or NAME/) for Hugging Face's format")
-    add_types(p)
+    add_types(p, default=" (the default)")
     p.add_argument("--format", choices=("gguf", "hf"), help="of what is written (by DST)")
     p.add_argument("--split", type=size, metavar="SIZE", help="several files of at most SIZE, such as 4GiB")
-    p.add_argument("--jobs", type=int, metavar="N", help="blocks of rows to work on at once (one for each processor, at most 8)")
+    p.add_argument("--jobs", type=positive, metavar="N", help="blocks of rows worked on at once (one per processor, at most 8)")
     p.add_argument("--force", action="store_true", help="replace what exists")
     p.add_argument(
         "--verify",
@@ -64,11 +65,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.src is not None or args.type is not None:
             p.error("--verify FILE stands alone")
         return run(lambda: _verify(args))
-    missing = [n for n, v in (("SRC", args.src), ("DST", args.dst), ("--type", args.type)) if v is None]
+    missing = [n for n, v in (("SRC", args.src), ("DST", args.dst)) if v is None]
     if missing:
         p.error(f"{', '.join(missing)} must be given (or --verify FILE)")
-    if args.jobs is not None and args.jobs < 1:
-        p.error(f"--jobs {args.jobs} must be positive")
+    args.type = args.type or SAME
     return run(lambda: _convert(args))
 
 

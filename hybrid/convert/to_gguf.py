@@ -7,15 +7,18 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.convert.atomic import atomic_files
 from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
 from hybrid.spec.dtypes import DTYPES
+
+if TYPE_CHECKING:  # the import takes a quarter of a second
+    from gguf import GGUFWriter
 
 DIGESTS = "hybrid.sha256"
 """Metadata: a text for each tensor of the file, its digest (hybrid.convert.shards.digest_of) in hex, a space, its name."""
@@ -44,6 +47,8 @@ def shards(
 
     The first shard has all metadata; the others say only which they are, as llama.cpp's own tools write them.
     """
+    from gguf import GGUFWriter
+
     final = targets(source, target, kinds, split)
     groups = divide(tensor_sizes(source, kinds), split)
     with atomic_files(final, force) as parts:
@@ -65,6 +70,8 @@ def shards(
 
 def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[str, str]) -> Shard:
     """Write the header, with room for the digests as its last values."""
+    from gguf import GGMLQuantizationType
+
     writer.add_array(DIGESTS, [f"{_UNKNOWN} {name}" for name in kinds])
     writer.add_string(HEADER_DIGEST, _UNKNOWN)
     for name, kind in kinds.items():
@@ -103,6 +110,8 @@ def _seal(path: Path, end: int, data: int, names: Sequence[str], digests: Mappin
 def _own_place() -> bytes:
     """The header's digest as metadata has it, with zeros."""
     key = HEADER_DIGEST.encode()
+    from gguf import GGUFValueType
+
     return struct.pack("<Q", len(key)) + key + struct.pack("<IQ", GGUFValueType.STRING, _HEX) + _UNKNOWN.encode()
 
 

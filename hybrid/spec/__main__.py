@@ -8,16 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hybrid.cli import Parser
 from hybrid.spec import docs
 from hybrid.spec.errors import SpecError
 from hybrid.spec.op import SPECS_DIR, OpSpec, load_op, load_ops
+from hybrid.spec.places import in_clone, pages_root
 
 EXIT = "exit status: 0 fine, 1 a spec is wrong or a generated file is stale, 2 wrong usage"
 
 
 def parser() -> argparse.ArgumentParser:
     about = "The operation specs in specs/ops."
-    p = argparse.ArgumentParser(prog="python -m hybrid.spec", description=about, epilog=EXIT)
+    p = Parser(prog="python -m hybrid.spec", description=about, epilog=EXIT)
     sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     c = sub.add_parser("check", help="read specs and report what is wrong, a line for each file", epilog=EXIT)
@@ -111,11 +113,15 @@ def _schema(args: argparse.Namespace) -> int:
 
 
 def _docs(args: argparse.Namespace) -> int:
+    root = pages_root()
+    if args.check and not in_clone() and not any((root / name).exists() for name in docs.PAGES):
+        print(f"nothing was compared: {' and '.join(docs.PAGES)} are in a clone of the repository, not in an installation")
+        return 0
     if args.check:
-        docs.check(load_ops())
+        docs.check(load_ops(), root)
         print("docs/ops.md and docs/support.md match the specs")
         return 0
-    written = docs.write(load_ops())
+    written = docs.write(load_ops(), root)
     print(f"wrote {', '.join(written)}" if written else "docs/ops.md and docs/support.md were up to date")
     return 0
 

@@ -21,6 +21,7 @@ from hybrid.spec.fields import (
 from hybrid.spec.load import ROOT
 from hybrid.spec.op import OpSpec
 
+PAGES = ("docs/ops.md", "docs/support.md")
 COMMAND = "python -m hybrid.spec docs"
 _HEADER = f"<!-- Generated from specs/ops by `{COMMAND}`; do not edit. -->\n"
 _BACKENDS: tuple[BackendName, ...] = ("oracle", "cpu", "vulkan", "npu")
@@ -28,7 +29,7 @@ _BACKENDS: tuple[BackendName, ...] = ("oracle", "cpu", "vulkan", "npu")
 
 def generate(ops: Mapping[str, OpSpec]) -> dict[str, str]:
     """Text of each generated file, by its path inside the project."""
-    return {"docs/ops.md": reference(ops), "docs/support.md": support(ops)}
+    return dict(zip(PAGES, (reference(ops), support(ops)), strict=True))
 
 
 def write(ops: Mapping[str, OpSpec], root: Path = ROOT) -> list[str]:

@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.spec import places
 from kernels.npu.catalogue import AIE, Arg, Entry, Number, entries, find
 
 HOSTAPI = Path(__file__).resolve().parent / "hostapi"
@@ -167,8 +168,7 @@ def _compiler() -> tuple[str, str]:
 
 
 def cache_folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "hybrid-kernels" / "npu"
+    return places.cache_folder() / "npu"
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy import matmul
 
 from kernels.oracle.integer import int8_rows
 from kernels.oracle.norm import rms
@@ -134,8 +135,8 @@ def _one_slot(
     k = widened(k_cache[where], real).transpose(1, 2, 0)  # [HK, D, J]
     v = widened(v_cache[where], real).swapaxes(0, 1)  # [HK, J, D]
     grouped = q.astype(real, copy=False).reshape(n, kv_heads, -1, d).swapaxes(0, 1)  # [HK, n, G, D]
-    s = np.matmul(grouped.reshape(kv_heads, -1, d), k).reshape(kv_heads, n, -1, len(keys)) * real(scale)
+    s = matmul(grouped.reshape(kv_heads, -1, d), k).reshape(kv_heads, n, -1, len(keys)) * real(scale)
     np.copyto(s, -np.inf, where=~visible[:, None])
     p = np.exp(s - s.max(axis=-1, keepdims=True))
-    o = np.matmul(p.reshape(kv_heads, -1, len(keys)), v) / p.sum(axis=-1).reshape(kv_heads, -1, 1)
+    o = matmul(p.reshape(kv_heads, -1, len(keys)), v) / p.sum(axis=-1).reshape(kv_heads, -1, 1)
     return o.reshape(kv_heads, n, -1, d).swapaxes(0, 1).reshape(n, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy import matmul
 
 from hybrid.spec.dtypes import QUANTISED_TYPES
 from hybrid.spec.tensor import Tensor
@@ -23,7 +24,7 @@ def linear(*, x: Value, w: Value, real: Real = np.float64) -> tuple[np.ndarray]:
         return (_integer_linear(x, w),)
     a, half = dequantise(x, real), isinstance(x, np.ndarray) and x.dtype == np.float16
     if isinstance(w, np.ndarray) and w.dtype == real and not half:
-        return (a @ w.T,)
+        return (matmul(a, w.T),)
     n, k = w.shape
     y = np.empty((len(a), n), real)
     scratch = np.empty((min(n, max(1, _SCRATCH // k)), k), real)
@@ -33,7 +34,7 @@ def linear(*, x: Value, w: Value, real: Real = np.float64) -> tuple[np.ndarray]:
             scratch[: j - i] = dequantise(block, np.float32).astype(np.float16)
         else:
             dequantise(block, real, out=scratch[: j - i])
-        np.matmul(a, scratch[: j - i].T, out=y[:, i:j])
+        matmul(a, scratch[: j - i].T, out=y[:, i:j])
     return (y,)
 
 
@@ -74,7 +75,7 @@ def integer_dots(x: Tensor, w: Tensor) -> np.ndarray:
         codes = codes + np.int8(8)
     a = np.ascontiguousarray(x.parts[0].reshape(t, -1, group).swapaxes(0, 1), np.float32)
     b = np.ascontiguousarray(codes.swapaxes(0, 1), np.float32)
-    return np.matmul(a, b.swapaxes(1, 2)).astype(np.int32).transpose(1, 2, 0)
+    return matmul(a, b.swapaxes(1, 2)).astype(np.int32).transpose(1, 2, 0)
 
 
 def _blocks(w: Tensor) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ who change shaders need it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import fcntl
@@ -29,6 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid.cli import Parser
+from hybrid.progress import progress_bar
+from hybrid.spec.errors import nearest
+from hybrid.spec.places import in_clone
 from kernels.vulkan.spirv import inspect, strip_source
 
 if sys.version_info >= (3, 11):
@@ -201,10 +204,16 @@ def compile_variant(variant: Variant) -> tuple[bytes, dict[str, Any]]:
 
 def compile_all(wanted: list[Variant]) -> list[tuple[bytes, dict[str, Any]]]:
     """compile_variant of each, on every core where there are enough of them to pay for the processes."""
-    if len(wanted) < 16:
-        return [compile_variant(v) for v in wanted]
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(compile_variant, wanted, chunksize=4))
+    with progress_bar(len(wanted), "shaders", False, "modules", after=1.0) as advance, contextlib.ExitStack() as held:
+        made: Iterator[tuple[bytes, dict[str, Any]]] = map(compile_variant, wanted)
+        if len(wanted) >= 16:
+            pool = held.enter_context(ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")))
+            made = pool.map(compile_variant, wanted, chunksize=4)
+        found = []
+        for one in made:
+            found.append(one)
+            advance(1)
+        return found
 
 
 # --- the folder of built modules -------------------------------------------------------------------------------------
@@ -283,20 +292,25 @@ def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "") -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=RENEW, description="Compile the Slang shaders to SPIR-V.")
+    parser = Parser(prog=RENEW, description="Compile the Slang shaders to SPIR-V.")
     parser.add_argument("--check", action="store_true", help="rebuild in memory and compare; exit 1 on a difference")
     parser.add_argument("--only", default="", metavar="PREFIX", help="only modules whose name starts so")
-    parser.add_argument("--out", type=Path, default=SPIRV, metavar="DIR", help="where the SPIR-V lies")
+    parser.add_argument("--out", type=Path, default=SPIRV, metavar="DIR", help="where the SPIR-V lies (the package's folder)")
     parser.add_argument("--source", type=Path, default=SHADERS, metavar="DIR", help="where the shaders lie")
     parser.add_argument("--force", action="store_true", help="compile even what is up to date")
     args = parser.parse_args(argv)
+    if not args.check and args.out == SPIRV and not in_clone():
+        parser.error(f"the modules of an installation ({SPIRV}) are not rewritten: name another folder with --out")
     try:
+        names = {v.module for v in variants(args.source)} | set(read_manifest(args.out))
+        if not any(name.startswith(args.only) for name in names):
+            families = sorted({name.split(".")[0] for name in names})
+            parser.error(f"--only {args.only}: no module begins so{nearest(args.only, families)}")
         if args.check:
             problems = check(args.source, args.out, args.only)
             for line in problems:
                 print(line)
-            if problems:
-                print(f"renew with: {RENEW}")
+            print(f"renew with: {RENEW}" if problems else f"{len(variants(args.source, args.only))} modules are up to date")
             return bool(problems)
         done = build(args.source, args.out, args.only, args.force)
     except BuildError as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid.spec.places import cache_folder
 from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
 from kernels.vulkan.features import CAPABILITIES, Report, can_choose_subgroup
 from kernels.vulkan.spirv import ModuleInfo, inspect
@@ -54,8 +55,7 @@ def warn_once(text: str) -> None:
 
 def cache_path(uuid: str, driver: str) -> Path:
     """Where compiled pipelines of this driver are kept: $XDG_CACHE_HOME/hybrid-kernels/."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "hybrid-kernels" / f"vulkan-{uuid}-{hashlib.sha256(driver.encode()).hexdigest()[:12]}.bin"
+    return cache_folder() / f"vulkan-{uuid}-{hashlib.sha256(driver.encode()).hexdigest()[:12]}.bin"
 
 
 def read_cache(path: Path) -> bytes:

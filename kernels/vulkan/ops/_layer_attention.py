@@ -28,12 +28,13 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     heads, kv_heads, d = (step.bind[axis] for axis in ("HQ", "HK", "D"))
     cache, o, words = cache_layout(step, a), a["o"], d * 2 // WORD
     follows = steps[4].args["qkv"] == step.args["qkv"] and step.bind["T"] == 1
-    parts = (*(a[n] for n in ("w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table", "k_cache", "v_cache")),)
+    parts = [a[n] for n in ("w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table", "k_cache", "v_cache")]
     whole = all(len(x.chunks) == 1 and len(x.parts) == 1 for x in parts)
     if not (follows and whole and cache.dtype == "f16" and o.dtype == "q8_act" and words <= device.subgroup_size and d % 32 == 0):
         return False
     subgroups = layer.constants["THREADS"] // device.subgroup_size
-    tile = next((n for n in (2, 1) if n <= min(heads // kv_heads, layer.use["heads"]) and _shared(n, subgroups, d) + layer.shared_bytes <= device.shared_bytes), 0)
+    room, most = device.shared_bytes - layer.shared_bytes, min(heads // kv_heads, layer.use["heads"])
+    tile = next((n for n in (2, 1) if n <= most and _shared(n, subgroups, d) <= room), 0)
     if not tile or subgroups < tile + 2:
         return False
     tiles = -(-(heads // kv_heads) // tile)

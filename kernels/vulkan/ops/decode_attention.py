@@ -91,7 +91,8 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
     tiles = -(-(heads // kv_heads) // s.heads)
     kernel = rec.kernel(f"decode_attention.{cache.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
                         THREADS=s.subgroups * subgroup, LANES=s.lanes, MERGED=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype],
-                        QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead, POLLS=rec.device.polls)
+                        QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead,
+                        POLLS=rec.device.polls)
     parts = rows * heads * s.splits
     memory = rec.zeros if s.merge == 2 else rec.scratch
     part_o, part_ml = memory(parts * d * 4), memory(parts * (d // 4 if s.merge else 1) * 8)

@@ -1,0 +1,145 @@
+"""Models that lie on this machine: Hugging Face's cache, folders where programs keep GGUF files, Ollama's blobs.
+
+Folders are looked through, headers are read; nothing is downloaded. No home is entered but the user's own and that of
+Ollama's service.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OLLAMA_MODEL = "application/vnd.ollama.image.model"
+_LATER_PART = re.compile(r"-(?!0*1-of-)\d+-of-\d+\.gguf$")
+_DEPTH = 4  # folders below one that is looked through
+ADVICE = (
+    "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors and the tokenizer) or an Ollama blob; "
+    "`python -m hybrid.inspect --find` lists those on this machine; to get one: `hf download google/gemma-3-1b-it` or "
+    "`ollama pull gemma3:1b`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model: `path` is what commands take, `name` what its owner calls it. `problem`: why it cannot be loaded."""
+
+    kind: str
+    name: str
+    path: Path
+    bytes: int
+    problem: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "name": self.name, "path": str(self.path), "bytes": self.bytes, "problem": self.problem}
+
+
+def find_models(env: Mapping[str, str] = os.environ) -> list[Found]:
+    """Every model found, each path once, those that can be loaded first. Folders that cannot be read are passed over."""
+    seen: dict[Path, Found] = {}
+    for found in _everywhere(env):
+        seen.setdefault(found.path.resolve(), found)
+    return sorted(map(_judged, seen.values()), key=lambda f: (f.problem is not None, f.kind, f.name))
+
+
+def called(name: str, env: Mapping[str, str] = os.environ) -> list[Found]:
+    """Models on this machine that are called `name`, exactly or but for case and owner; nothing is opened."""
+    wanted, found = name.casefold(), []
+    for one in _everywhere(env):
+        full = one.name.casefold()
+        if wanted in (full, full.rpartition("/")[2], full.partition(":")[0]):
+            found.append(one)
+    return found
+
+
+def _everywhere(env: Mapping[str, str]) -> Iterator[Found]:
+    home = Path(env.get("HOME") or Path.home())
+    yield from _hugging_face(_hubs(env, home))
+    yield from _ollama(_stores(env, home))
+    yield from _gguf(_folders(env, home))
+
+
+def _hubs(env: Mapping[str, str], home: Path) -> list[Path]:
+    cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
+    return [Path(p) for p in (env.get("HF_HUB_CACHE"), env.get("HUGGINGFACE_HUB_CACHE")) if p] or [
+        Path(env.get("HF_HOME") or cache / "huggingface") / "hub"
+    ]
+
+
+def _stores(env: Mapping[str, str], home: Path) -> list[Path]:
+    own = [Path(env["OLLAMA_MODELS"])] if env.get("OLLAMA_MODELS") else [home / ".ollama" / "models"]
+    return [*own, Path("/usr/share/ollama/.ollama/models"), Path("/var/lib/ollama/.ollama/models")]
+
+
+def _folders(env: Mapping[str, str], home: Path) -> list[Path]:
+    cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
+    programs = (env.get("LLAMA_CACHE") or cache / "llama.cpp", home / ".lmstudio" / "models", cache / "lm-studio" / "models")
+    return [Path.cwd(), *map(Path, programs), home / "models", home / "Downloads"]
+
+
+def _hugging_face(hubs: list[Path]) -> Iterator[Found]:
+    """Snapshots of a hub's cache: directories of safetensors, and GGUF files in them."""
+    for folder in (f for hub in hubs for f in _listed(hub, "models--*")):
+        name = folder.name.removeprefix("models--").replace("--", "/")
+        for snapshot in _listed(folder / "snapshots", "*"):
+            weights = _listed(snapshot, "*.safetensors")
+            if weights and (snapshot / "config.json").exists():
+                yield Found("Hugging Face", name, snapshot, sum(map(_size, weights)))
+            for file in _listed(snapshot, "*.gguf"):
+                if not _LATER_PART.search(file.name):
+                    yield Found("GGUF", f"{name}/{file.name}", file, _size(file))
+
+
+def _ollama(stores: list[Path]) -> Iterator[Found]:
+    """Manifests name a model's blobs; that of the weights is a GGUF file without its ending."""
+    for store in stores:
+        for manifest in _listed(store / "manifests", "*/*/*/*"):
+            try:
+                layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
+                digests = [str(one["digest"]) for one in layers if one["mediaType"] == OLLAMA_MODEL]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # not a manifest
+            owner, model, tag = manifest.parts[-3:]
+            name = f"{model}:{tag}" if owner == "library" else f"{owner}/{model}:{tag}"
+            for blob in (store / "blobs" / d.replace(":", "-") for d in digests):
+                if blob.is_file():
+                    yield Found("Ollama", name, blob, _size(blob))
+
+
+def _gguf(folders: list[Path]) -> Iterator[Found]:
+    for folder in folders:
+        deep = 1 if folder == Path.cwd() else _DEPTH
+        for pattern in ("/".join(["*"] * n + ["*.gguf"]) for n in range(deep + 1)):
+            for file in _listed(folder, pattern):
+                if not _LATER_PART.search(file.name):
+                    yield Found("GGUF", file.name, file, _size(file))
+
+
+def _listed(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:  # not ours to read
+        return []
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # a link to nothing
+        return 0
+
+
+def _judged(found: Found) -> Found:
+    """With the reason why it cannot be loaded, if there is one. Reads headers."""
+    from hybrid.checkpoint import CheckpointError, open_checkpoint
+
+    try:
+        with open_checkpoint(found.path):
+            return found
+    except CheckpointError as error:
+        said = str(error).removeprefix(f"{found.path}: ")
+        return Found(found.kind, found.name, found.path, found.bytes, said)
