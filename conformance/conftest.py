@@ -13,17 +13,18 @@ from collections.abc import Iterator
 
 import pytest
 from _pytest.junitxml import xml_key
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from conformance.devices import Devices
 from conformance.expected import apply_expected
-from conformance.profile import LONG
+from conformance.profile import PROFILE
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 settings.register_profile("ci", derandomize=True, max_examples=5, deadline=None, database=None,
                           suppress_health_check=_SLOW)  # fmt: skip
 settings.register_profile("long", max_examples=150, deadline=None, suppress_health_check=_SLOW, print_blob=True)
-settings.load_profile("long" if LONG else "ci")
+settings.register_profile("trial", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
+settings.load_profile(PROFILE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

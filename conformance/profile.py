@@ -1,5 +1,7 @@
-"""Which profile runs: the short one for every change, or the long one by hand (HYBRID_CONFORMANCE=long)."""
+"""Which profile runs (HYBRID_CONFORMANCE): the short one for every change, `long` by hand, or `trial`, that of a mutant
+(conformance/trial.py), where one failure is enough and nobody reads the smallest."""
 
 import os
 
-LONG = os.environ.get("HYBRID_CONFORMANCE") == "long"
+PROFILE = os.environ.get("HYBRID_CONFORMANCE", "ci")
+LONG = PROFILE == "long"
