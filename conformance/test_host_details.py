@@ -1,0 +1,146 @@
+"""Small promises of host modules, one by one: each was broken once without another test noticing."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from typing import Any
+
+import pytest
+
+from conformance.synthetic import tiny
+from hybrid import devices, doctor
+from hybrid.arena import Life, place
+from hybrid.bench.measure import Bench
+from hybrid.chat import _quoted
+from hybrid.checkpoint.random import random_checkpoint
+from hybrid.cost import memory, plan_cost
+from hybrid.engine import Engine
+from hybrid.passes import pass_sizes
+from hybrid.spec.__main__ import main as spec
+from hybrid.spec.devicesheet import DeviceSheet
+from hybrid.spec.errors import SpecError
+from hybrid.spec.load import validate
+from hybrid.spec.tensor import Tensor
+from hybrid.tokenizer import Tokenizer, Vocabulary
+from kernels.oracle.device import CpuDevice
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(random_checkpoint("gemma3-270m", layers=1, vocab=512), CpuDevice(), ctx=64, chunk=16, slots=2)
+
+
+# ------------------------------------------------------------------------------------------------------------- plans
+def test_an_arena_without_tensors_has_no_bytes() -> None:
+    assert place([]) == ({}, 0)
+    offsets, size = place([Life("a", 1, 0, 1), Life("b", 300, 1, 2), Life("c", 256, 2, 3)])
+    assert len(set(offsets.values())) == 2 and size == max(offsets["b"] + 512, offsets["a"] + 256, offsets["c"] + 256)
+
+
+def test_passes_that_read_hidden_states_back_fit_in_host_memory() -> None:
+    hp = tiny(hidden=1 << 19)  # 8 MiB for a row of three layers and what comes before them
+    assert pass_sizes(hp, ctx=256, slots=1, chunk=128).hidden == 32
+
+
+def test_memory_of_a_plan_is_told_by_purpose(engine: Engine) -> None:
+    held = memory(engine.plan("decode", 1, 1))
+    hp = engine.target.hparams
+    blocks = sum(engine.cache.table if seen else engine.cache.ring for seen in hp.layer_is_global) * engine.cache.slots
+    assert held["kv"] == 2 * 2 * blocks * engine.cache.block * hp.n_kv_heads * hp.head_dim  # keys and values in float16
+    assert 0 < held["state"] < held["kv"] < held["weights"] and held["tables"] > 0 and held["io"] > 0
+    assert held["activations"] == engine.plan("decode", 1, 1).arena_bytes
+
+
+def test_warming_up_compiles_what_a_prompt_needs(engine: Engine) -> None:
+    for rows in (1, 9, 40):
+        engine.warm_up(rows)
+        programs, counters = len(engine._programs), engine.counters.copy()
+        engine.prefill({0: list(range(2, 2 + rows))})
+        engine.decode(2)
+        done = engine.counters.minus(counters)
+        assert len(engine._programs) == programs and done.recordings == done.allocations == done.pipelines == 0, rows
+        engine.release(0)
+
+
+def test_what_a_plan_costs_is_the_sum_of_its_steps(engine: Engine) -> None:
+    few, many = (plan_cost(engine.plan("decode", n, n)) for n in (1, 2))
+    assert 0 < few.flops and many.flops == 2 * few.flops and few.nbytes < many.nbytes < 2 * few.nbytes
+
+
+# ------------------------------------------------------------------------------------------------------------- bench
+def test_a_bench_refuses_what_the_device_cannot_have_chosen(engine: Engine) -> None:
+    bench = Bench(engine, 1)
+    bench.prefill(5, 0)
+    for token, fits in ((-1, False), (512, False), (511, True), (0, True)):
+        history = engine.device.read("history").array.copy()
+        history[1, 5] = token
+        engine.device.write("history", Tensor.of(history))
+        if fits:
+            assert bench._consumed(0) == 10
+            continue
+        with pytest.raises(RuntimeError, match=rf"chose \[.*{token}\] for slot 1: not all are tokens below 512"):
+            bench._consumed(0)
+
+
+# -------------------------------------------------------------------------------------------------------------- chat
+def test_parts_without_text_are_left_as_they_are() -> None:
+    pieces = ["<bos>", "<x>", "a", *(f"<0x{b:02X}>" for b in range(256))]
+    made = Tokenizer(Vocabulary(tuple(pieces), (0.0,) * len(pieces), (3, 3, 1, *(6,) * 256), 0, None))
+    message = {"role": "user", "content": ["text", {"type": "image"}, {"text": 5}, {"text": "a<x>"}]}
+    content: Any = _quoted(made, message, "|")["content"]
+    assert content[:3] == message["content"][:3] and content[3]["text"] == "a<|x>"
+    assert _quoted(made, {"role": "user", "content": None}, "|") == {"role": "user", "content": None}
+
+
+# ----------------------------------------------------------------------------------------------------------- devices
+def test_a_vulkan_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def fail(name: str, *rest: Any) -> Any:
+        if name.startswith("kernels.vulkan"):
+            raise ImportError("libvulkan.so.1: cannot open")
+        return imported(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    opened = devices.open_first(["vulkan", "cpu"])
+    assert opened.device.name == "cpu"
+    assert opened.passed_over == ("vulkan: the Vulkan backend cannot be imported (libvulkan.so.1: cannot open); "
+                                  "install the package vulkan",)  # fmt: skip
+    with pytest.raises(devices.NoDevice, match="install the package vulkan"):
+        devices.open_first(["vulkan"])
+
+
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [
+        ({"vulkan": "ok", "python": "ok", "npu": "optional"}, 0),
+        ({"vulkan": "missing", "python": "ok"}, 1),
+        ({"vulkan": "ok", "python": "missing"}, 1),
+        ({"python": "ok"}, 1),
+    ],
+)
+def test_doctor_ends_by_what_is_needed(
+    states: dict[str, str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [doctor.Finding(area, "name", state, "detail", "do this") for area, state in states.items()]  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "findings", lambda: iter(found))
+    assert doctor.main(["--json"]) == code
+    assert json.loads(capsys.readouterr().out)["ok"] == (code == 0)
+    assert doctor.main([]) == code
+    out = capsys.readouterr().out
+    assert out.count("-> do this") == sum(s != "ok" for s in states.values())
+    assert out.splitlines()[-1].startswith("ready" if code == 0 else "not ready")
+
+
+# ------------------------------------------------------------------------------------------------------------- specs
+@pytest.mark.parametrize("arguments", [["list"], ["show", "sample"], ["schema"], ["check"], ["list", "--json"]])
+def test_commands_about_specs_end_well(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert spec(arguments) == 0 and capsys.readouterr().out
+
+
+def test_a_sheet_is_for_devices_by_a_regular_expression() -> None:
+    head = {"name": "d", "kind": "cpu", "match": "cpu|c(?=pu)"}
+    assert validate("s.toml", {"schema": 1, "device": head, "peak": {}}, DeviceSheet).device.match == head["match"]
+    with pytest.raises(SpecError, match=r"'\(' is not a regular expression"):
+        validate("s.toml", {"schema": 1, "device": {**head, "match": "("}, "peak": {}}, DeviceSheet)
