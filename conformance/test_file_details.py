@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conformance.synthetic import PIECES, sentencepiece_model, tiny, write_hf
-from hybrid.checkpoint import open_checkpoint
+from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.assemble import _account_for_rest
 from hybrid.checkpoint.gguf_file import TYPE_IDS
 from hybrid.checkpoint.gguf_metadata import FILE_TYPES
@@ -51,6 +51,13 @@ def test_left_out_tensors_are_counted() -> None:
     ]
 
 
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/m.gguf", "\0.gguf"])
+def test_a_path_that_is_none_is_one_line(path: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_space_before_the_text_is_sentencepieces_default(tmp_path: Path) -> None:
     for given, prefix in ((b"\x18\x00", False), (b"\x18\x01", True), (b"", True)):  # field 3, add_dummy_prefix
         data = sentencepiece_model(PIECES)
@@ -60,7 +67,9 @@ def test_a_space_before_the_text_is_sentencepieces_default(tmp_path: Path) -> No
         assert read_sentencepiece(tmp_path / "t.model").add_space_prefix == prefix
 
 
-@pytest.mark.parametrize(("value", "wanted"), [(b"\x00", 0), (b"\x07", 7), (b"\xff" * 9 + b"\x01", None), (b"\xff" * 4 + b"\x0f", None)])
+@pytest.mark.parametrize(
+    ("value", "wanted"), [(b"\x00", 0), (b"\x07", 7), (b"\xff" * 9 + b"\x01", None), (b"\xff" * 4 + b"\x0f", None)]
+)
 def test_roles_below_zero_are_none(tmp_path: Path, value: bytes, wanted: int | None) -> None:
     """Of 64 bits and of 32, as writers have them."""
     data = sentencepiece_model(PIECES)

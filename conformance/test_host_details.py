@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import builtins
 import json
+import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conformance.synthetic import tiny
@@ -17,13 +20,21 @@ from hybrid.checkpoint.random import random_checkpoint
 from hybrid.cost import memory, plan_cost
 from hybrid.engine import Engine
 from hybrid.passes import pass_sizes
+from hybrid.perplexity import Running
+from hybrid.spec import OpSpec, load_op
 from hybrid.spec.__main__ import main as spec
 from hybrid.spec.devicesheet import DeviceSheet
 from hybrid.spec.errors import SpecError
+from hybrid.spec.hostmemory import PAGE, NotShareable, anonymous, pages, whole_pages
 from hybrid.spec.load import validate
+from hybrid.spec.plan import TensorDecl
+from hybrid.spec.schedule import StepSpec, find_schedule
 from hybrid.spec.tensor import Tensor
 from hybrid.tokenizer import Tokenizer, Vocabulary
+from hybrid.units import parse_bytes, shortest, show_bytes
 from kernels.oracle.device import CpuDevice
+
+SPECS = Path(__file__).parent.parent / "specs"
 
 
 @pytest.fixture
@@ -65,7 +76,7 @@ def test_warming_up_compiles_what_a_prompt_needs(engine: Engine) -> None:
 
 def test_what_a_plan_costs_is_the_sum_of_its_steps(engine: Engine) -> None:
     few, many = (plan_cost(engine.plan("decode", n, n)) for n in (1, 2))
-    assert 0 < few.flops and many.flops == 2 * few.flops and few.nbytes < many.nbytes < 2 * few.nbytes
+    assert few.flops > 0 and many.flops == 2 * few.flops and few.nbytes < many.nbytes < 2 * few.nbytes
 
 
 # ------------------------------------------------------------------------------------------------------------- bench
@@ -81,6 +92,50 @@ def test_a_bench_refuses_what_the_device_cannot_have_chosen(engine: Engine) -> N
             continue
         with pytest.raises(RuntimeError, match=rf"chose \[.*{token}\] for slot 1: not all are tokens below 512"):
             bench._consumed(0)
+
+
+def test_one_prediction_has_a_mean_and_no_error() -> None:
+    sums = Running()
+    sums.add(np.array([3.0]))
+    assert sums.mean == sums.most == 3 and math.isnan(sums.error)
+    sums.add(np.array([5.0]))
+    assert sums.mean == 4 and sums.error == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+def test_memory_is_shared_in_whole_anonymous_pages(tmp_path: Path) -> None:
+    held = anonymous(TensorDecl("x", "f32", (PAGE, 3), "io")).parts[0]
+    assert whole_pages(held) == (held.ctypes.data, 3 * 4 * PAGE)
+    assert whole_pages(held.reshape(-1)[: PAGE // 4 + 1]) == (held.ctypes.data, 2 * PAGE)
+    assert pages(0) == pages(1) == pages(PAGE) == PAGE and pages(PAGE + 1) == 2 * PAGE
+    with pytest.raises(NotShareable, match=f"does not begin at a page of {PAGE} bytes"):
+        whole_pages(held.reshape(-1)[1:])
+    (tmp_path / "f").write_bytes(bytes(2 * PAGE))
+    with pytest.raises(NotShareable, match=r"is a mapping of /.*f, not anonymous"):
+        whole_pages(np.memmap(tmp_path / "f"))
+
+
+@pytest.mark.parametrize(
+    ("maps", "error"),
+    [
+        ("{0:x}-{2:x} rw-p 0 00:00 0", ""),
+        ("1000-2000 r-xp 0 08:01 5 /bin/python\n{0:x}-{1:x} rw-p 0 00:00 0 [heap]\n{1:x}-{2:x} rw-p 0 00:00 0 [anon: a b]", ""),
+        ("{0:x}-{1:x} rw-p 0 00:00 0\n{1:x}-{2:x} rw-p 0 08:01 7 /tmp/a file", "{1:#x} is a mapping of /tmp/a file, not"),
+        ("{0:x}-{2:x} rw-s 0 00:01 9", "{0:#x} is a mapping of a file, not"),
+        ("{0:x}-{2:x} rw-p 0 00:00 0 [stack]", r"{0:#x} is a mapping of \[stack\], not"),
+        ("{0:x}-{1:x} rw-p 0 00:00 0\n{2:x}-{3:x} rw-p 0 00:00 0", "{1:#x} is not mapped to the end of its"),
+        ("{1:x}-{2:x} rw-p 0 00:00 0", "{0:#x} is not mapped to the end of its"),
+    ],
+)
+def test_what_lies_under_memory_is_read_from_the_systems_map(maps: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = anonymous(TensorDecl("x", "i8", (2, PAGE), "io")).parts[0]
+    ends = [held.ctypes.data + i * PAGE for i in range(4)]
+    monkeypatch.setattr(Path, "read_text", lambda self: maps.format(*ends))
+    if not error:
+        assert whole_pages(held) == (ends[0], 2 * PAGE)
+        return
+    with pytest.raises(NotShareable, match=error.format(*ends)):
+        whole_pages(held)
 
 
 # -------------------------------------------------------------------------------------------------------------- chat
@@ -144,3 +199,54 @@ def test_a_sheet_is_for_devices_by_a_regular_expression() -> None:
     assert validate("s.toml", {"schema": 1, "device": head, "peak": {}}, DeviceSheet).device.match == head["match"]
     with pytest.raises(SpecError, match=r"'\(' is not a regular expression"):
         validate("s.toml", {"schema": 1, "device": {**head, "match": "("}, "peak": {}}, DeviceSheet)
+
+
+def _declared(tmp_path: Path, op: str, old: str, new: str) -> OpSpec:
+    text = (SPECS / "ops" / f"{op}.toml").read_text()
+    assert old in text
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))  # a file is read once
+    folder.mkdir()
+    (folder / f"{op}.toml").write_text(text.replace(old, new, 1))
+    return load_op(folder / f"{op}.toml")
+
+
+def test_a_default_is_of_its_attributes_type(tmp_path: Path) -> None:
+    window = '{ type = "int", min = 0, default = 0,'
+    assert _declared(tmp_path, "attention", window, window.replace("default = 0", "default = 3")).attributes["window"].default == 3
+    with pytest.raises(SpecError, match=r"window.default: 0.5 is not of type int"):
+        _declared(tmp_path, "attention", window, window.replace("default = 0", "default = 0.5"))
+    assert _declared(tmp_path, "attention", window, window.replace(" default = 0,", "")).attributes["window"].default is None  # of no type
+
+
+@pytest.mark.parametrize(("given", "words"), [('["y"]', "no earlier result 'y'"), ('["x"]', "no earlier result 'x'")])
+def test_a_result_is_given_what_is_made_before_it(tmp_path: Path, given: str, words: str) -> None:
+    with pytest.raises(SpecError, match=rf"outputs.y.given\[0\]: {words}"):
+        _declared(tmp_path, "fused_ffn", 'given = ["h"]', f"given = {given}")
+
+
+def test_steps_meet_where_phase_and_layers_do() -> None:
+    (first, *_) = find_schedule("gemma3").layer
+
+    def step(phase: str | None, when: str) -> StepSpec:
+        return first.model_copy(update={"phase": phase, "when": when})
+
+    for a, b, same in (
+        ((None, "any"), ("decode", "any"), True), (("decode", "any"), (None, "any"), True), ((None, "any"), (None, "any"), True),
+        (("prefill", "any"), ("decode", "any"), False), (("decode", "local"), ("decode", "any"), True),
+        (("decode", "local"), (None, "global"), False), ((None, "local"), (None, "local"), True),
+    ):  # fmt: skip
+        assert step(*a).meets(step(*b)) == step(*b).meets(step(*a)) == same
+
+
+# ------------------------------------------------------------------------------------------------------------- units
+def test_sizes_are_read_and_written_as_people_do() -> None:
+    read = {"4096": 4096, "2k": 2000, "500MB": 5 * 10**8, "2G": 2 * 10**9, "1T": 10**12, "1KiB": 1024, "3mib": 3 << 20,
+            "1.5GiB": 3 << 29, "1TiB": 1 << 40, " 7 b ": 7}  # fmt: skip
+    assert {text: parse_bytes(text) for text in read} == read
+    for wrong in ("", "x", "-1", "0", "0.4", "1ib", "1 2", "1PB", "i"):
+        with pytest.raises(ValueError, match="is no size"):
+            parse_bytes(wrong)
+    shown = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 10 << 10: "10.0 KiB", 1 << 20: "1.00 MiB", -(3 << 30): "-3.00 GiB",
+             (1 << 20) - 1: "1024.0 KiB", 1 << 40: "1024.0 GiB"}  # fmt: skip
+    assert {size: show_bytes(size) for size in shown} == shown
+    assert shortest(float(np.float32(1e-6))) == 1e-6 and shortest(0.1) == 0.1 and shortest(0.5) == 0.5

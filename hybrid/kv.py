@@ -103,12 +103,8 @@ class BlockTables:
         if slot in self._owned or not 0 <= slot < self.shape.slots:
             raise ValueError(f"slot {slot} is in use or outside 0..{self.shape.slots - 1}")
         need = -(-length // self.shape.block)
-        blocks = {"global": self._pools["global"].take(need)}
-        try:
-            blocks["local"] = self._pools["local"].take(min(need, self.shape.ring))
-        except ContextExceeded:
-            self._pools["global"].give(blocks["global"])
-            raise
+        wanted = {"global": need, "local": min(need, self.shape.ring)}
+        blocks = {group: self._pools[group].take(n) for group, n in wanted.items()}  # a free slot's are always there
         self._owned[slot] = blocks
         for group, own in blocks.items():
             self.tables[group][slot] = 0
