@@ -15,6 +15,7 @@ from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.assemble import _account_for_rest
 from hybrid.checkpoint.gguf_file import TYPE_IDS
 from hybrid.checkpoint.gguf_metadata import FILE_TYPES
+from hybrid.checkpoint.gguf_split import part_paths
 from hybrid.checkpoint.hf_files import tokenizer_config
 from hybrid.checkpoint.sentencepiece_file import read_sentencepiece
 from hybrid.checkpoint.tokenizer_json import _is_metaspace
@@ -37,6 +38,15 @@ def test_bytes_of_a_tensor_without_axes_are_those_of_its_element() -> None:
     assert DTYPES["f32"].nbytes(()) == 4 and DTYPES["q8_0"].nbytes((3, 64)) == 3 * 2 * 34
     with pytest.raises(ValueError, match="q8_0 needs rows of a multiple of 32"):
         DTYPES["q8_0"].nbytes(())
+
+
+def test_a_part_under_another_name_is_told_its_own() -> None:
+    values = {"split.count": 12, "split.no": 4}
+    with pytest.raises(CheckpointError, match=r"m.gguf is part 5 of 12, but its name does not end in -00005-of-00012.gguf: give"):
+        part_paths(Path("m.gguf"), values)
+    with pytest.raises(CheckpointError, match=r"a-00001-of-00012.gguf is missing: it is one of the 12 parts"):
+        part_paths(Path("a-00005-of-00012.gguf"), values)
+    assert part_paths(Path("m.gguf"), {}) == [Path("m.gguf")]
 
 
 def test_left_out_tensors_are_counted() -> None:
@@ -124,6 +134,7 @@ def test_padding_tokens_are_the_last_to_be_merged(tmp_path: Path) -> None:
 def test_a_report_says_how_much_was_read_and_written() -> None:
     report = Report(("a.gguf",), 3_000_000, 12_000_000, {"q8_0": 2, "f32": 1}, {}, 4.0)
     assert report.line() == "a.gguf: 3.0 MB (25% of the source), 2 q8_0, 1 f32 tensors, 4.0 s, 3 MB/s read"
+    assert "(300000000% of the source)" in replace(report, source_bytes=0).line()
     assert replace(report, paths=("a", "b", "c")).line().startswith("a and 2 more: ")
 
 

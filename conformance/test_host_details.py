@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hybrid.spec
 from conformance.synthetic import tiny
 from hybrid import devices, doctor
 from hybrid.arena import Life, place
 from hybrid.bench.measure import Bench
 from hybrid.chat import _quoted
 from hybrid.checkpoint.random import random_checkpoint
+from hybrid.cli import describe
 from hybrid.cost import memory, plan_cost
 from hybrid.engine import Engine
 from hybrid.passes import pass_sizes
 from hybrid.perplexity import Running
-from hybrid.spec import OpSpec, load_op
+from hybrid.spec import OpSpec, errors, load_op, op
 from hybrid.spec.__main__ import main as spec
 from hybrid.spec.devicesheet import DeviceSheet
 from hybrid.spec.errors import SpecError
@@ -194,6 +196,21 @@ def test_commands_about_specs_end_well(arguments: list[str], capsys: pytest.Capt
     assert spec(arguments) == 0 and capsys.readouterr().out
 
 
+def test_the_check_of_specs_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert spec(["check", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {Path(name).name for name in found} == {p.name for p in (SPECS / "ops").glob("*.toml")}
+    assert set(found.values()) == {None}
+
+
+def test_names_of_the_specs_package_are_those_of_its_modules() -> None:
+    for name in hybrid.spec.__all__:
+        home = errors if name == "SpecError" else op
+        assert getattr(hybrid.spec, name) is getattr(home, name)
+    with pytest.raises(AttributeError, match="has no attribute 'load_opp'"):
+        hybrid.spec.load_opp  # noqa: B018
+
+
 def test_a_sheet_is_for_devices_by_a_regular_expression() -> None:
     head = {"name": "d", "kind": "cpu", "match": "cpu|c(?=pu)"}
     assert validate("s.toml", {"schema": 1, "device": head, "peak": {}}, DeviceSheet).device.match == head["match"]
@@ -215,7 +232,8 @@ def test_a_default_is_of_its_attributes_type(tmp_path: Path) -> None:
     assert _declared(tmp_path, "attention", window, window.replace("default = 0", "default = 3")).attributes["window"].default == 3
     with pytest.raises(SpecError, match=r"window.default: 0.5 is not of type int"):
         _declared(tmp_path, "attention", window, window.replace("default = 0", "default = 0.5"))
-    assert _declared(tmp_path, "attention", window, window.replace(" default = 0,", "")).attributes["window"].default is None  # of no type
+    without = _declared(tmp_path, "attention", window, window.replace(" default = 0,", ""))
+    assert without.attributes["window"].default is None
 
 
 @pytest.mark.parametrize(("given", "words"), [('["y"]', "no earlier result 'y'"), ('["x"]', "no earlier result 'x'")])
@@ -236,6 +254,25 @@ def test_steps_meet_where_phase_and_layers_do() -> None:
         (("decode", "local"), (None, "global"), False), ((None, "local"), (None, "local"), True),
     ):  # fmt: skip
         assert step(*a).meets(step(*b)) == step(*b).meets(step(*a)) == same
+
+
+# ---------------------------------------------------------------------------------------------------------- messages
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\n b"), "a b"),
+        (RuntimeError(""), "internal: RuntimeError: "),
+        (KeyError("x"), "internal: KeyError: 'x'"),
+        (FileNotFoundError(2, "No such file", "f"), "f: No such file"),
+        (OSError(28, "No space left"), "No space left"),
+        (OSError("odd"), "odd"),
+        (MemoryError(), "not enough memory; use a smaller ctx"),
+        (MemoryError("9 GiB"), "not enough memory: 9 GiB; use a smaller ctx"),
+    ],
+)
+def test_an_error_is_told_in_one_line(error: Exception, line: str) -> None:
+    said = describe(error)
+    assert said.startswith(line) and "\n" not in said and ("HYBRID_DEBUG=1" in said) == line.startswith("internal")
 
 
 # ------------------------------------------------------------------------------------------------------------- units
