@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from conformance.synthetic import PIECES, sentencepiece_model, tiny, write_hf
+from hybrid import inspect
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.assemble import _account_for_rest
+from hybrid.checkpoint.gemma3_config import hf_config
 from hybrid.checkpoint.gguf_file import TYPE_IDS
 from hybrid.checkpoint.gguf_metadata import FILE_TYPES
 from hybrid.checkpoint.gguf_split import part_paths
@@ -68,6 +71,20 @@ def test_a_path_that_is_none_is_one_line(path: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_of_gguf_files_names_the_first(tmp_path: Path) -> None:
+    for name in ("b.gguf", "a.gguf", "c.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is a folder of GGUF files: name one, for example .*/a.gguf$"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_type_that_a_device_holds_as_another_needs_more_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """q4_k takes 4.5 bits in its file and on cpu; Vulkan devices hold it as q4_1, 5 bits. Vectors stay as they are."""
+    assert inspect.main(["gemma3-270m", "--type", "q4_k", "--context", "64", "--json"]) == 0
+    needs = json.loads(capsys.readouterr().out)["needs"]
+    assert 1.08 < needs["vulkan"]["weights"] / needs["cpu"]["weights"] < 5 / 4.5
+
+
 def test_a_space_before_the_text_is_sentencepieces_default(tmp_path: Path) -> None:
     for given, prefix in ((b"\x18\x00", False), (b"\x18\x01", True), (b"", True)):  # field 3, add_dummy_prefix
         data = sentencepiece_model(PIECES)
@@ -75,6 +92,32 @@ def test_a_space_before_the_text_is_sentencepieces_default(tmp_path: Path) -> No
         data = data[: at - 1] + bytes([12 + len(given)]) + b"\x0a\x08identity" + given + b"\x20\x00"
         (tmp_path / "t.model").write_bytes(data)
         assert read_sentencepiece(tmp_path / "t.model").add_space_prefix == prefix
+
+
+def test_roles_that_no_file_names_are_sentencepieces_own(tmp_path: Path) -> None:
+    data = sentencepiece_model(PIECES)
+    at = data.rindex(b"\x0a\x08identity") - 2
+    begin = data.rindex(b"\x12", 0, at)
+    (tmp_path / "t.model").write_bytes(data[:begin] + b"\x12\x02\x18\x02" + data[at:])  # nothing but field 3, BPE
+    made = read_sentencepiece(tmp_path / "t.model")
+    assert (made.unk_id, made.bos_id, made.eos_id, made.pad_id) == (0, 1, 2, None)
+
+
+@pytest.mark.parametrize(("begins", "bos"), [(True, 2), (False, 2), (True, None)])
+def test_whether_texts_begin_with_a_token_is_kept(tmp_path: Path, begins: bool, bos: int | None) -> None:
+    with open_checkpoint(write_hf(tmp_path / "hf")) as source:
+        made = source.tokenizer
+        made.vocabulary = replace(made.vocabulary, add_bos=begins, bos_id=bos)
+        convert(source, tmp_path / "m.gguf", "f16")
+        assert tokenizer_config(source)["add_bos_token"] == (begins and bos is not None)
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.add_bos_token"].contents() == (begins and bos is not None)
+
+
+@pytest.mark.parametrize(("scale", "scalar"), [(1 / 16, 256), (168**-0.5, 168), (0.3, 1 / 0.09), (1.0, 1)])
+def test_the_attentions_scale_is_written_as_a_whole_number_only_where_it_is_one(scale: float, scalar: float) -> None:
+    written = hf_config(tiny(attention_scale=scale))["query_pre_attn_scalar"]
+    assert written == pytest.approx(scalar) and isinstance(written, type(scalar))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import builtins
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import hybrid.spec
 from conformance.synthetic import tiny
 from hybrid import devices, doctor
 from hybrid.arena import Life, place
-from hybrid.bench.measure import Bench
+from hybrid.bench import probe, report
+from hybrid.bench.ceiling import ceiling
+from hybrid.bench.measure import Bench, Row
 from hybrid.chat import _quoted
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.cli import describe
@@ -94,6 +97,29 @@ def test_a_bench_refuses_what_the_device_cannot_have_chosen(engine: Engine) -> N
             continue
         with pytest.raises(RuntimeError, match=rf"chose \[.*{token}\] for slot 1: not all are tokens below 512"):
             bench._consumed(0)
+
+
+def test_probes_count_what_they_move_and_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_fastest", lambda run: (run(), 0.25)[1])
+    assert probe._cpu_copy() == {"numpy copy": 8 * (32 << 20) / 1e9}  # read and written, in a quarter of a second
+    assert probe._cpu_matrix() == {"numpy matmul f32": 8 * 1024**3 / 1e12}  # a product and a sum
+
+
+def test_a_probe_of_matrices_multiplies_its_tiles() -> None:
+    names = ("256.4x2", "64.1x1")
+    has = SimpleNamespace(has=lambda name: True, subgroup_size=32, kernels_named=lambda start: [start + n for n in names])
+    assert probe._matrix_variants(has) == [("probe_matrix.256.4x2", 8, 8), ("probe_matrix.64.1x1", 2, 1)]
+    assert probe._matrix_variants(SimpleNamespace(**{**vars(has), "subgroup_size": 64})) == []
+    assert probe._matrix_variants(SimpleNamespace(**{**vars(has), "has": lambda name: False})) == []
+
+
+def test_shares_in_the_table_of_a_bench_are_per_cent() -> None:
+    row = Row("decode", 10, 0, 1, 10, (0.1, 0.2, 0.4), 10**12, 10**12, {"dispatches": 3.0, "barriers": 2.0})
+    probes = probe.Probes(20_000.0, "copy", 500.0, "matrix", {})
+    about = {"device": "d", "driver": "v", "model": "m", "weights_bytes": 1, "precision": {k: ("f32",) for k in
+             ("weights", "activations", "kv")}, "load_seconds": 1.0}  # fmt: skip
+    line = report.text(report.as_dict(about, [row], probes, ceiling(probes, None), [])).splitlines()[-1]
+    assert line.count(" %") == 2 and "25.0 %" in line and "1.0 %" in line  # 5000 GB/s and 5 TFLOPS
 
 
 def test_one_prediction_has_a_mean_and_no_error() -> None:
