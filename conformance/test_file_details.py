@@ -24,6 +24,7 @@ from hybrid.checkpoint.sentencepiece_file import read_sentencepiece
 from hybrid.checkpoint.tokenizer_json import _is_metaspace
 from hybrid.convert import Report, convert
 from hybrid.convert.__main__ import main, parser
+from hybrid.convert.blocks import default_jobs
 from hybrid.spec.dtypes import DTYPES
 from hybrid.tokenizer import SPACE
 
@@ -186,6 +187,16 @@ def test_headers_of_safetensors_end_at_a_multiple_of_eight(tmp_path: Path) -> No
         with open_checkpoint(write_hf(tmp_path / f"{layers}", tiny(n_layers=layers))) as source:
             convert(source, tmp_path / f"b{layers}", "f16", format="hf")
         assert (tmp_path / f"b{layers}" / "model.safetensors").read_bytes()[0] % 8 == 0
+
+
+def test_jobs_are_as_many_as_the_process_may_use_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for here, jobs in ((1, 1), (3, 3), (64, 8)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, n=here: set(range(n)) if pid == 0 else set(), raising=False)
+        assert default_jobs() == jobs
+    monkeypatch.delattr("os.sched_getaffinity")
+    for there, jobs in ((2, 2), (None, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda n=there: n)
+        assert default_jobs() == jobs
 
 
 def test_one_job_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import math
+import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +31,7 @@ from hybrid.passes import pass_sizes
 from hybrid.perplexity import Running
 from hybrid.spec import OpSpec, errors, load_op, op
 from hybrid.spec.__main__ import main as spec
+from hybrid.spec.device import StepTime
 from hybrid.spec.devicesheet import DeviceSheet
 from hybrid.spec.errors import SpecError
 from hybrid.spec.hostmemory import PAGE, NotShareable, anonymous, pages, whole_pages
@@ -36,6 +40,7 @@ from hybrid.spec.plan import TensorDecl
 from hybrid.spec.schedule import StepSpec, find_schedule
 from hybrid.spec.tensor import Tensor
 from hybrid.tokenizer import Tokenizer, Vocabulary
+from hybrid.trace import Pass, Timing
 from hybrid.units import parse_bytes, shortest, show_bytes
 from kernels.oracle.device import CpuDevice
 
@@ -84,6 +89,41 @@ def test_what_a_plan_costs_is_the_sum_of_its_steps(engine: Engine) -> None:
     assert few.flops > 0 and many.flops == 2 * few.flops and few.nbytes < many.nbytes < 2 * few.nbytes
 
 
+# ------------------------------------------------------------------------------------------------------------- times
+class Timed:
+    """A program that took some steps, in seconds from its own begin, which the device's clock puts at `began`."""
+
+    def __init__(self, lane: int | None, began: float | None, *steps: tuple[float, float]) -> None:
+        self.plan, self._began = SimpleNamespace(name=f"p{lane}", lane=lane), began
+        self._steps = [StepTime("s", "linear", 0, start, duration) for start, duration in steps]
+
+    def times(self) -> list[StepTime]:
+        return self._steps
+
+    def began(self) -> float | None:
+        return self._began
+
+
+def test_a_pass_that_runs_beside_others_ends_with_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 12.0, 13.0, 20.0, 30.0, 40.0, 50.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    found: list[Pass] = []
+    timing = Timing(found)
+    steps = ((0.0, 1.0), (1.5, 0.5))
+    for program in (Timed(0, 10.25, *steps), Timed(1, None, *steps), Timed(0, 11.0), Timed(None, 12.0, *steps)):
+        timing.start(program)  # type: ignore[arg-type]
+    timing.stop(1)
+    assert [(p.plan, p.begin, p.seconds, p.lane) for p in found] == [("p1", 11.0, 2.0, 1)]
+    assert [s.start for s in found[0].steps] == [0.0, 1.5]
+    timing.stop(0)
+    assert [(p.begin, p.seconds) for p in found[1:]] == [(10.0, 2.25), (12.0, 28.0)]
+    assert [s.start for s in found[1].steps] == [0.25, 1.75]
+    timing.stop()
+    assert [(p.plan, p.begin, p.seconds, p.lane) for p in found[3:]] == [("pNone", 13.0, 37.0, 0)]
+    timing.stop()
+    assert len(found) == 4
+
+
 # ------------------------------------------------------------------------------------------------------------- bench
 def test_a_bench_refuses_what_the_device_cannot_have_chosen(engine: Engine) -> None:
     bench = Bench(engine, 1)
@@ -118,8 +158,11 @@ def test_shares_in_the_table_of_a_bench_are_per_cent() -> None:
     probes = probe.Probes(20_000.0, "copy", 500.0, "matrix", {})
     about = {"device": "d", "driver": "v", "model": "m", "weights_bytes": 1, "precision": {k: ("f32",) for k in
              ("weights", "activations", "kv")}, "load_seconds": 1.0}  # fmt: skip
-    line = report.text(report.as_dict(about, [row], probes, ceiling(probes, None), [])).splitlines()[-1]
+    made = report.as_dict(about, [row, replace(row, seconds=(0.2,))], probes, ceiling(probes, None), [])
+    line = report.text(made).splitlines()[-2]
     assert line.count(" %") == 2 and "25.0 %" in line and "1.0 %" in line  # 5000 GB/s and 5 TFLOPS
+    assert [r["spread"] for r in made["results"]] == [pytest.approx(statistics.stdev([100, 50, 25])), 0.0]
+    assert [r["mean"] for r in made["results"]] == [pytest.approx(175 / 3), 50]
 
 
 def test_one_prediction_has_a_mean_and_no_error() -> None:
@@ -220,6 +263,15 @@ def test_doctor_ends_by_what_is_needed(
 @pytest.mark.parametrize("arguments", [["list"], ["show", "sample"], ["schema"], ["check"], ["list", "--json"]])
 def test_commands_about_specs_end_well(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert spec(arguments) == 0 and capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setattr(builtins, "print", closed)
+    assert spec(["list"]) == 0
 
 
 def test_the_check_of_specs_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:

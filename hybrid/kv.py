@@ -83,10 +83,6 @@ class BlockTables:
         self._pools = {"global": BlockPool(shape.global_blocks), "local": BlockPool(shape.local_blocks)}
         self._owned: dict[int, dict[str, list[int]]] = {}
 
-    @property
-    def live(self) -> tuple[int, ...]:
-        return tuple(sorted(self._owned))
-
     def admit(self, length: int, slot: int | None = None) -> int:
         """Give a sequence of at most `length` positions a slot and all its blocks; returns the slot."""
         if not 1 <= length <= self.shape.ctx:
