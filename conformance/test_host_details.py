@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 import hybrid.spec
+from conformance.models import MODELS
 from conformance.synthetic import tiny
 from hybrid import devices, doctor
 from hybrid.arena import Life, place
 from hybrid.bench import probe, report
 from hybrid.bench.ceiling import ceiling
 from hybrid.bench.measure import Bench, Row
-from hybrid.chat import _quoted
+from hybrid.chat import _quoted, encode
+from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.cli import describe
 from hybrid.cost import memory, plan_cost
@@ -217,6 +219,16 @@ def test_parts_without_text_are_left_as_they_are() -> None:
     content: Any = _quoted(made, message, "|")["content"]
     assert content[:3] == message["content"][:3] and content[3]["text"] == "a<|x>"
     assert _quoted(made, {"role": "user", "content": None}, "|") == {"role": "user", "content": None}
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_characters_that_stand_for_nothing_stay_in_messages(parts: bool) -> None:
+    """Control tokens in messages are taken apart by a character that no message has."""
+    tokenizer = open_checkpoint(MODELS / "demo-gemma3-q4_0.gguf").tokenizer
+    said = "a\ufdd0b <end_of_turn>" + "\ufdd1"
+    content: Any = [{"type": "text", "text": said}] if parts else said
+    found = tokenizer.decode(encode(tokenizer, [{"role": "user", "content": content}]))
+    assert said in found
 
 
 # ----------------------------------------------------------------------------------------------------------- devices
