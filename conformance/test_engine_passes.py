@@ -13,7 +13,7 @@ from hybrid.batch import bucket_of, buckets, chunks
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine import Engine
 from hybrid.kv import ContextExceeded
-from hybrid.passes import HIDDEN_BYTES, LOGITS_BYTES, fixed_rows, pass_sizes
+from hybrid.passes import HIDDEN_BYTES, LOGITS_BYTES, capabilities_of, chunk_of, fixed_rows, pass_sizes
 from kernels.oracle.device import CpuDevice
 
 IDS = [2, *range(20, 60)]
@@ -60,6 +60,11 @@ def test_passes_that_read_logits_back_fit_in_host_memory() -> None:
     assert pass_sizes(hp, ctx=1, slots=4, chunk=2).rows == (1, 4)  # a row for each slot
     assert pass_sizes(hp, 256, 2, 128, fixed=8) == pass_sizes(hp, 256, 1, 512, fixed=8)
     assert [fixed_rows("vulkan", n) for n in (1, 8, 9)] == [8, 8, 9] and fixed_rows("cpu", 1) == 1
+
+
+def test_passes_are_wider_where_matrix_units_multiply() -> None:
+    assert chunk_of({"f16_matrices"}) == 2048 and chunk_of(()) == 512
+    assert capabilities_of(lambda name: name == "f16_matrices") == {"f16_matrices"} and capabilities_of(lambda name: False) == set()
 
 
 def test_a_token_has_to_fit_in_the_context(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,17 @@ def test_a_folders_own_tokenizer_files_are_taken_over(tmp_path: Path) -> None:
         convert(source, tmp_path / "b", "bf16", format="hf")
     for name in ("tokenizer.model", "tokenizer_config.json"):
         assert (tmp_path / "b" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_folder_is_replaced_file_by_file_and_its_config_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its config.json a folder is no model: one that was half replaced is never taken for one."""
+    with open_checkpoint(write_hf(tmp_path / "a", tiny(n_layers=1))) as source:
+        convert(source, tmp_path / "b", "bf16", format="hf")
+        moved: list[str] = []
+        replace_file = os.replace
+        monkeypatch.setattr("os.replace", lambda old, new: (moved.append(Path(new).name), replace_file(old, new)))
+        convert(source, tmp_path / "b", "f16", format="hf", force=True)
+    assert moved[-1] == "config.json" and "model.safetensors" in moved
 
 
 def test_padding_tokens_are_the_last_to_be_merged(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,3 +111,19 @@ def test_what_a_load_took_is_one_line() -> None:
     line = Load({"plan": 0.5, "weights": 2.0}, 4_000_000_000, 3 << 30, 1 << 29).line()
     assert line == "load: 2.50 s (plan 0.50, weights 2.00 (4.00 GB, 2.00 GB/s)), peak host memory 3.00 GiB, of it 0.50 its own"
     assert Load({"weights": 0.0}, 5, 1 << 30, None).line() == "load: 0.00 s (weights 0.00), peak host memory 1.00 GiB"
+
+
+def test_memory_is_asked_of_what_the_system_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t  30 kB\nRssAnon:\t 10 kB\nRssFile:\t 12 kB\nRssShmem:\t 0 kB\nVmLck:\n")
+    monkeypatch.setattr(loading, "_STATUS", tmp_path / "status")
+    assert loading.resident() == {"peak": 30 << 10, "anonymous": 10 << 10, "file": 12 << 10, "shared": 0}
+    assert loading.peak_resident() == 30 << 10
+    monkeypatch.setattr(loading, "_STATUS", tmp_path / "none")
+    assert loading.resident() == {}
+    usage = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: SimpleNamespace(ru_maxrss=7))
+    monkeypatch.setitem(sys.modules, "resource", usage)  # type: ignore[arg-type]
+    for system, unit in (("linux", 1024), ("darwin", 1)):
+        monkeypatch.setattr("sys.platform", system)
+        assert loading.peak_resident() == 7 * unit
+    monkeypatch.setitem(sys.modules, "resource", None)  # type: ignore[arg-type]
+    assert loading.peak_resident() == 0
