@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from dataclasses import replace
@@ -83,7 +84,9 @@ def test_a_folder_of_gguf_files_names_the_first(tmp_path: Path) -> None:
 def test_a_type_that_a_device_holds_as_another_needs_more_there(capsys: pytest.CaptureFixture[str]) -> None:
     """q4_k takes 4.5 bits in its file and on cpu; Vulkan devices hold it as q4_1, 5 bits. Vectors stay as they are."""
     assert inspect.main(["gemma3-270m", "--type", "q4_k", "--context", "64", "--json"]) == 0
-    needs = json.loads(capsys.readouterr().out)["needs"]
+    found = json.loads(capsys.readouterr().out)
+    needs = found["needs"]
+    assert found["parameters"] == sum(math.prod(t["shape"]) for t in found["tensors"]) > 2.6e8
     assert 1.08 < needs["vulkan"]["weights"] / needs["cpu"]["weights"] < 5 / 4.5
 
 
