@@ -14,6 +14,7 @@ from hybrid.checkpoint import open_checkpoint
 from hybrid.engine import Engine
 from hybrid.kv import ContextExceeded
 from hybrid.passes import HIDDEN_BYTES, LOGITS_BYTES, capabilities_of, chunk_of, fixed_rows, pass_sizes
+from hybrid.sampling import Sampling
 from kernels.oracle.device import CpuDevice
 
 IDS = [2, *range(20, 60)]
@@ -108,6 +109,32 @@ def test_submits_are_read_in_their_order(engine: Engine, monkeypatch: pytest.Mon
 
 def _fields(target: object) -> dict[str, object]:
     return {name: getattr(target, name) for name in target.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+def test_nothing_is_written_while_a_pass_may_read_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, tables and parameters are the host's only when every pass is done."""
+    engine = Engine(open_checkpoint(folder), CpuDevice(), ctx=64, chunk=8, slots=2)
+    seen: list[str] = []
+
+    def noted(owner: object, name: str) -> None:
+        run = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (seen.append(name), run(*a, **k))[1])
+
+    for owner, name in ((engine.device, "write"), (engine.device, "wait"), (engine, "_submit")):
+        noted(owner, name)
+    engine.admit(slot=0)
+    engine.submit_prefill({0: IDS[:20]})
+    engine.submit_decode((0,), 2)
+    engine.admit(slot=1)
+    engine.submit_prefill({1: IDS[:9]})
+    engine.submit_decode((0, 1))
+    engine.choose_by(1, Sampling())
+    busy, writes = False, 0
+    for event in seen:
+        busy = event == "_submit" or (busy and event != "wait")
+        writes += event == "write"
+        assert not (busy and event == "write"), seen
+    assert writes > 20 and seen.count("_submit") == 3 + 1 + 2 + 1
 
 
 def test_a_rewound_sequence_goes_on_from_its_new_end(engine: Engine) -> None:
