@@ -21,6 +21,7 @@ from hybrid.arena import Life, place
 from hybrid.bench import probe, report
 from hybrid.bench.ceiling import ceiling
 from hybrid.bench.measure import Bench, Row
+from hybrid.carrier import Carried
 from hybrid.chat import _quoted, encode
 from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
@@ -53,10 +54,15 @@ def test_an_arena_without_tensors_has_no_bytes() -> None:
 
 def test_an_arena_fills_the_smallest_gap_that_is_large_enough() -> None:
     """`wide` and `narrow` are dead when `late` comes; `first` and `last` are not."""
-    lives = [Life("wide", 1024, 0, 1), Life("first", 768, 0, 3), Life("narrow", 640, 0, 1), Life("last", 512, 0, 3)]
+    lives = [Life("wide", 1024, 0, 1), Life("first", 768, 0, 3), Life("narrow", 640, 0, 1), Life("last", 620, 0, 3)]
     offsets, size = place([*lives, Life("late", 600, 2, 3)])
-    assert size == 1024 + 768 + 768 + 512 and offsets["late"] == offsets["narrow"]
+    assert size == 1024 + 768 + 768 + 768 and offsets["late"] == offsets["narrow"]
     assert place([*lives, Life("late", 1000, 2, 3)])[0]["late"] == offsets["wide"]
+
+
+def test_what_was_carried_is_told_in_megabytes() -> None:
+    assert str(Carried(2, 3_000_000, 4, 5_500_000)) == "2 tensors shared (3.00 MB), 4 copies, 5.50 MB"
+    assert str(Carried(1, 0, 0, 0, 2, "no")) == "1 tensors shared (0.00 MB, 2 dma-bufs), 0 copies, 0.00 MB; not shared: no"
 
 
 def test_passes_that_read_hidden_states_back_fit_in_host_memory() -> None:
