@@ -73,7 +73,7 @@ def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backe
 
 @pytest.mark.parametrize(("options", "context"), [
     (["-p", "9", "-n", "4", "--ctx-depth", "0,20"], 29),
-    (["-p", "5", "-n", "7", "--ctx-depth", "0,20"], 28),  # what is chosen last is read from a position of its own
+    (["-p", "3", "-n", "7", "--ctx-depth", "0,12"], 20),  # what is chosen last is read from a position of its own
     (["-p", "5", "-n", "40"], 43),  # decoding begins with two tokens
     (["-p", "5,9", "-n", "0"], 9),
 ])  # fmt: skip

@@ -90,6 +90,18 @@ def test_a_type_that_a_device_holds_as_another_needs_more_there(capsys: pytest.C
     assert 1.08 < needs["vulkan"]["weights"] / needs["cpu"]["weights"] < 5 / 4.5
 
 
+def test_a_template_of_a_file_is_read_whole_or_refused(tmp_path: Path) -> None:
+    file = write_hf(tmp_path) / "chat_template.jinja"
+    for size, fits in ((3 << 20, True), ((4 << 20) + 1, False)):
+        file.write_text("x" * size)
+        if fits:
+            with open_checkpoint(tmp_path) as source:
+                assert source.chat_template == "x" * size
+            continue
+        with pytest.raises(CheckpointError, match="chat_template.jinja"), open_checkpoint(tmp_path):
+            pass
+
+
 def test_a_space_before_the_text_is_sentencepieces_default(tmp_path: Path) -> None:
     for given, prefix in ((b"\x18\x00", False), (b"\x18\x01", True), (b"", True)):  # field 3, add_dummy_prefix
         data = sentencepiece_model(PIECES)
@@ -123,6 +135,11 @@ def test_whether_texts_begin_with_a_token_is_kept(tmp_path: Path, begins: bool, 
 def test_the_attentions_scale_is_written_as_a_whole_number_only_where_it_is_one(scale: float, scalar: float) -> None:
     written = hf_config(tiny(attention_scale=scale))["query_pre_attn_scalar"]
     assert written == pytest.approx(scalar) and isinstance(written, type(scalar))
+
+
+def test_rotation_is_written_as_scaled_only_where_it_is() -> None:
+    assert hf_config(tiny())["rope_scaling"] is None
+    assert hf_config(tiny(rope_factor=8.0))["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
 
 
 @pytest.mark.parametrize(
