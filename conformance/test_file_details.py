@@ -27,6 +27,7 @@ from hybrid.checkpoint.tokenizer_json import _is_metaspace
 from hybrid.convert import Report, convert
 from hybrid.convert.__main__ import main, parser
 from hybrid.convert.blocks import default_jobs
+from hybrid.convert.shards import divide
 from hybrid.spec.dtypes import DTYPES
 from hybrid.tokenizer import SPACE
 
@@ -98,7 +99,7 @@ def test_a_template_of_a_file_is_read_whole_or_refused(tmp_path: Path) -> None:
             with open_checkpoint(tmp_path) as source:
                 assert source.chat_template == "x" * size
             continue
-        with pytest.raises(CheckpointError, match="chat_template.jinja"), open_checkpoint(tmp_path):
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja"), open_checkpoint(tmp_path):
             pass
 
 
@@ -229,6 +230,12 @@ def test_jobs_are_as_many_as_the_process_may_use_processors(monkeypatch: pytest.
     for there, jobs in ((2, 2), (None, 1)):
         monkeypatch.setattr("os.cpu_count", lambda n=there: n)
         assert default_jobs() == jobs
+
+
+def test_a_shard_is_as_large_as_asked_and_no_larger() -> None:
+    sizes = {"a": 4, "b": 6, "c": 1, "d": 10, "e": 11, "f": 3}
+    assert divide(sizes, 10) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+    assert divide(sizes, 11) == [["a", "b", "c"], ["d"], ["e"], ["f"]] and divide(sizes, None) == [list(sizes)]
 
 
 def test_one_job_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
