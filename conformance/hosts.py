@@ -14,6 +14,7 @@ mutant's with its own, and prints a line of JSON for each: name, result, seconds
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -63,8 +64,9 @@ def load(group: str) -> Iterator[Mutant]:
 
 
 def main() -> int:
-    (group,) = sys.argv[1:]
-    mutants = list(load(group))
+    parser = argparse.ArgumentParser(prog="python -m conformance.hosts", description="Tests against mutants of host code.")
+    parser.add_argument("group", choices=groups(), help="a file of conformance/saboteurs/host")
+    mutants = list(load(parser.parse_args().group))
     prepare()
     tests = list(dict.fromkeys(t for m in mutants for t in m.tests))
     _print(SHIPPED, asdict(trial(tests)))

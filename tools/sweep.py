@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import json
 import os
 import random
@@ -174,6 +175,12 @@ def main() -> int:
     trying.add_argument("--only", action="append", default=[], help="files that begin so")
     commands.add_parser("show")
     given = parser.parse_args()
+    for name in ("coverage", "cosmic_ray"):
+        if importlib.util.find_spec(name) is None:
+            parser.error(f"{name} is not installed: pip install cosmic-ray coverage")
+    needed = {"run": OUT / "tests.xml", "show": OUT / "results.jsonl"}.get(given.command)
+    if needed is not None and not needed.exists():
+        parser.error(f"{needed} is missing: `{'run' if given.command == 'show' else 'measure TESTS...'}` comes first")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if given.command == "measure":
         return measure(given.tests)
