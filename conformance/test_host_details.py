@@ -27,6 +27,7 @@ from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.cost import memory, plan_cost
 from hybrid.engine import Engine
+from hybrid.footprint import every_size
 from hybrid.passes import pass_sizes
 from hybrid.perplexity import Running
 from hybrid.spec.device import StepTime
@@ -58,6 +59,12 @@ def test_an_arena_fills_the_smallest_gap_that_is_large_enough() -> None:
     offsets, size = place([*lives, Life("late", 600, 2, 3)])
     assert size == 1024 + 768 + 768 + 768 and offsets["late"] == offsets["narrow"]
     assert place([*lives, Life("late", 1000, 2, 3)])[0]["late"] == offsets["wide"]
+
+
+def test_memory_beside_the_arena_is_planned_for_every_pass(engine: Engine) -> None:
+    """Each number of rows that an engine compiles, with as many results as there are sequences, or rows."""
+    found = [(p.rows, p.outs) for p in every_size(engine.target, engine._sizes)]
+    assert found == [(1, 1), (2, 2), (1, 1), (8, 2), (16, 2), (16, 16), (16, 0)]
 
 
 def test_what_was_carried_is_told_in_megabytes() -> None:
