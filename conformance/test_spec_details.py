@@ -17,6 +17,7 @@ from hybrid.spec.__main__ import main as spec
 from hybrid.spec.devicesheet import DeviceSheet
 from hybrid.spec.errors import SpecError
 from hybrid.spec.load import validate
+from hybrid.spec.npusheet import Count, Rate
 from hybrid.spec.schedule import StepSpec, find_schedule
 from hybrid.units import parse_bytes, shortest, show_bytes
 
@@ -57,6 +58,14 @@ def test_a_sheet_is_for_devices_by_a_regular_expression() -> None:
     assert validate("s.toml", {"schema": 1, "device": head, "peak": {}}, DeviceSheet).device.match == head["match"]
     with pytest.raises(SpecError, match=r"'\(' is not a regular expression"):
         validate("s.toml", {"schema": 1, "device": {**head, "match": "("}, "peak": {}}, DeviceSheet)
+
+
+@pytest.mark.parametrize("kind", [Count, Rate])
+def test_figures_of_an_npu_are_positive_and_have_a_source(kind: type[Count] | type[Rate]) -> None:
+    assert kind(value=1, source="s").value == 1
+    for wrong in ({"value": 0, "source": "s"}, {"value": 1, "source": ""}, {"value": 1}):
+        with pytest.raises(ValueError, match=r"value|source"):
+            kind.model_validate(wrong)
 
 
 def _declared(tmp_path: Path, op: str, old: str, new: str) -> OpSpec:
