@@ -3,5 +3,5 @@
 
 import os
 
-PROFILE = os.environ.get("HYBRID_CONFORMANCE", "ci")
+PROFILE = os.environ.get("HYBRID_CONFORMANCE") or "ci"
 LONG = PROFILE == "long"

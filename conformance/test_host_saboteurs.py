@@ -13,7 +13,7 @@ from conformance.hosts import ROOT, SHIPPED, groups, load
 
 @pytest.mark.parametrize("group", groups())
 def test_caught(group: str) -> None:
-    run = subprocess.run([sys.executable, "-m", "conformance.hosts", group], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-m", "conformance.hosts", group], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     outcomes = {o["name"]: o for o in map(json.loads, run.stdout.splitlines())}
     assert list(outcomes) == [SHIPPED, *(m.name for m in load(group))]

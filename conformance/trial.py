@@ -45,19 +45,20 @@ class Outcome:
 
 
 def prepare() -> None:
-    """Import the libraries that every trial needs, once."""
+    """Import the libraries that every trial needs, once. NumPy gets one thread: more would not outlive a fork."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for name in LIBRARIES:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # no collection in a trial looks at them again
 
 
-def trial(tests: Sequence[str], path: Path | None = None, text: str = "", limit: float = 60.0) -> Outcome:
+def trial(tests: Sequence[str], path: Path | None = None, text: str = "", limit: float = 240.0) -> Outcome:
     """The outcome of `tests` (pytest's names of them, from the root) with `text` in place of the file `path`, until the first
     failure. After `limit` seconds the trial and all that it started are killed. RuntimeError in a process that has imported
     some of the project already: the shipped module would be tested."""
     if early := sorted(m for m in sys.modules if m.partition(".")[0] in ("hybrid", "kernels", "perf")):
-        raise RuntimeError(f"{early[0]} has been imported: run trials in a process of their own, python -m conformance.trial")
+        raise RuntimeError(f"{early[0]} has been imported: run trials in a process of their own, as conformance.hosts does")
     begin = time.perf_counter()
     with tempfile.TemporaryFile() as out:
         sys.stdout.flush()
