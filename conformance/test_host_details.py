@@ -204,7 +204,7 @@ def test_memory_is_shared_in_whole_anonymous_pages(tmp_path: Path) -> None:
     [
         ("{0:x}-{2:x} rw-p 0 00:00 0", ""),
         ("1000-2000 r-xp 0 08:01 5 /bin/python\n{0:x}-{1:x} rw-p 0 00:00 0 [heap]\n{1:x}-{2:x} rw-p 0 00:00 0 [anon: a b]", ""),
-        ("{0:x}-{1:x} rw-p 0 00:00 0\n{1:x}-{2:x} rw-p 0 08:01 7 /tmp/a file", "{1:#x} is a mapping of /tmp/a file, not"),
+        ("{0:x}-{1:x} rw-p 0 00:00 0\n{1:x}-{2:x} rw-p 0 08:01 7 /srv/a file", "{1:#x} is a mapping of /srv/a file, not"),
         ("{0:x}-{2:x} rw-s 0 00:01 9", "{0:#x} is a mapping of a file, not"),
         ("{0:x}-{2:x} rw-p 0 00:00 0 [stack]", r"{0:#x} is a mapping of \[stack\], not"),
         ("{0:x}-{1:x} rw-p 0 00:00 0\n{2:x}-{3:x} rw-p 0 00:00 0", "{1:#x} is not mapped to the end of its"),
