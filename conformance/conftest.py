@@ -17,18 +17,20 @@ from typing import Any
 
 import pytest
 from _pytest.junitxml import xml_key
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from conformance import rough, units
 from conformance.devices import Devices
 from conformance.expected import apply_expected
-from conformance.profile import LONG, QUICK, quick
+from conformance.profile import PROFILE, QUICK, quick
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 settings.register_profile("ci", derandomize=True, max_examples=1 if QUICK else 3, deadline=None, database=None,
                           suppress_health_check=_SLOW)  # fmt: skip
 settings.register_profile("long", max_examples=150, deadline=None, suppress_health_check=_SLOW, print_blob=True)
-settings.load_profile("long" if LONG else "ci")
+settings.register_profile("quick", settings.get_profile("ci"))
+settings.register_profile("trial", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
+settings.load_profile(PROFILE)
 
 
 # Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled once.

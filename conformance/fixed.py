@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from conformance.cases import Case, context
-from conformance.kinds import STYLE
+from conformance.kinds import STYLE, TOGETHER
 from conformance.sizes import PRIMES, attribute_choices, base_bind, complete, granule, rounded_up, tile_of, whole
 from hybrid.spec import OpSpec
 from hybrid.spec.dtypes import DTYPES
@@ -40,7 +40,7 @@ def edge_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
             attrs["window"] = 2 * bind["BS"] - 1
         if value == "ring" and "window" in attrs and spec.state:  # what is appended replaces what is seen no longer
             attrs["window"] = -(-bind["MB"] // 2) * bind["BS"]
-        kinds = {target: value} if target in spec.tensors else {}
+        kinds = dict.fromkeys(TOGETHER.get(value, (target,)), value) if target in spec.tensors else {}
         yield text, whole(spec, bind, dtypes, attrs, seed=i, kinds=kinds, style=STYLE.get(value, "ragged"))
 
 

@@ -5,6 +5,7 @@ Kinds of index tensors (batches, block tables, output rows) are handled where th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +20,10 @@ STYLE = {
     "mixed_slots": "mixed", "block_edge": "edge", "window_edge": "edge",
 }  # fmt: skip
 """Kind of slots or positions -> style of batch (batches.STYLES)."""
+TOGETHER = {kind: ("logits", "params") for kind in ("min_p_border", "top_p_border")}
+"""Kind -> the tensors that have it together, because the values of one are made for those of the other."""
+CUT, TEMPERATURE = 0.3, 0.8  # min_p or top_p of those kinds
+NEAR = 5e-4  # how far from the cut, relative: a cut that is off by a thousandth keeps others
 
 
 def apply_kind(kind: str, tensor: Tensor, seed: int, name: str, top: int = 0) -> Tensor:
@@ -113,6 +118,22 @@ def _nothing_left(x: np.ndarray, seed: int, name: str) -> np.ndarray:
     return np.full_like(x, -np.inf)
 
 
+def _min_p_border(x: np.ndarray, seed: int, name: str) -> np.ndarray:
+    """One best id; of the others, which outweigh it, every second is just kept and every second just cut off."""
+    z = math.log(CUT) + np.where(np.arange(x.shape[-1]) % 2, NEAR, -NEAR)
+    z[x.shape[-1] // 2] = 0.0
+    return np.broadcast_to(2 + TEMPERATURE * z, x.shape)
+
+
+def _top_p_border(x: np.ndarray, seed: int, name: str) -> np.ndarray:
+    """One best id, whose mass misses the cut by little in every even row, so that all others are kept, and is just enough in
+    the odd ones, so that none is."""
+    share = CUT * (1 + NEAR * np.where(np.arange(x.shape[0]) % 2, 1, -1))
+    z = np.repeat(np.log((1 - share) / (x.shape[-1] - 1) / share)[:, None], x.shape[-1], axis=1)
+    z[:, x.shape[-1] // 2] = 0.0
+    return 2 + TEMPERATURE * z
+
+
 _REALS: dict[str, Callable[[np.ndarray, int, str], np.ndarray]] = {
     "all_zero": lambda x, seed, name: np.zeros_like(x),
     "all_equal": lambda x, seed, name: np.ones_like(x),
@@ -128,6 +149,8 @@ _REALS: dict[str, Callable[[np.ndarray, int, str], np.ndarray]] = {
     "nan": _nan,
     "pos_inf": _pos_inf,
     "nothing_left": _nothing_left,
+    "min_p_border": _min_p_border,
+    "top_p_border": _top_p_border,
 }
 _INDEX: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "first": lambda a, top: np.zeros_like(a),
@@ -139,4 +162,6 @@ _PARAMS: dict[str, Callable[[int], Params]] = {
     "greedy": lambda seed: Params(),
     "every_filter": lambda seed: Params(temperature=0.8, top_k=9, top_p=0.7, min_p=0.05, seed=seed),
     "top_k_one": lambda seed: Params(temperature=1.5, top_k=1, seed=seed),
+    "min_p_border": lambda seed: Params(temperature=TEMPERATURE, min_p=CUT, seed=seed),
+    "top_p_border": lambda seed: Params(temperature=TEMPERATURE, top_p=CUT, seed=seed),
 }

@@ -24,14 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from conformance.cases import Case
+from conformance.edits import StaleSaboteur, edited, tables
 from conformance.fixed import variant
 from conformance.sizes import base_bind
 from hybrid.spec import OpSpec
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent / "kernels"
@@ -42,10 +38,6 @@ FOLDERS = {
     "aie": KERNELS / "npu" / "aie",
     "npu": KERNELS / "npu",
 }
-
-
-class StaleSaboteur(ValueError):
-    """A saboteur that does not fit the source any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +62,16 @@ class Saboteur:
 
     def mutated(self) -> str:
         """The file's text with the replacement made. Raises StaleSaboteur."""
-        text = self.path.read_text()
-        if text.count(self.find) != 1:
-            raise StaleSaboteur(f"saboteurs/{self.op}.toml: {self.name}: {self.find!r} occurs {text.count(self.find)} times in "
-                                f"{self.file}, not once: renew the saboteur")  # fmt: skip
-        return text.replace(self.find, self.replace)
+        return edited(self.path, self.find, self.replace, f"saboteurs/{self.op}.toml: {self.name}")
 
 
 def load(folder: Path = HERE / "saboteurs") -> Iterator[Saboteur]:
     """All saboteurs, by file and kind."""
     for path in sorted(folder.glob("*.toml")):
-        tables = tomllib.loads(path.read_text())
-        if unknown := tables.keys() - FOLDERS.keys():
+        found = tables(path)
+        if unknown := found.keys() - FOLDERS.keys():
             raise StaleSaboteur(f"{path.name}: unknown tables {sorted(unknown)}; known: {', '.join(FOLDERS)}")
-        for kind, entries in tables.items():
+        for kind, entries in found.items():
             for entry in entries:
                 yield Saboteur(path.stem, kind, **entry)
 

@@ -1,5 +1,5 @@
-"""Which profile runs: the short one for every change, the long one by hand (HYBRID_CONFORMANCE=long), or the quick one for
-whoever changes a line (HYBRID_CONFORMANCE=quick, `make quick`)."""
+"""Which profile runs (HYBRID_CONFORMANCE): the short one for every change, `long` by hand, `quick` for whoever changes a line
+(`make quick`), or `trial`, that of a mutant (conformance/trial.py), where one failure is enough and nobody reads the smallest."""
 
 import os
 import re
@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import pytest
 
-LONG = os.environ.get("HYBRID_CONFORMANCE") == "long"
-QUICK = os.environ.get("HYBRID_CONFORMANCE") == "quick"
+PROFILE = os.environ.get("HYBRID_CONFORMANCE") or "ci"
+LONG, QUICK = PROFILE == "long", PROFILE == "quick"
 BACKEND = re.compile(r"(?<![a-z])(cpu|vulkan|npu)(?![a-z])")  # in the name of a parameter
 EACH = 2  # parameters of a test that are run for each backend
 

@@ -73,6 +73,18 @@ def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backe
         assert part in out, out
 
 
+@pytest.mark.parametrize(("options", "context"), [
+    (["-p", "9", "-n", "4", "--ctx-depth", "0,20"], 29),
+    (["-p", "3", "-n", "7", "--ctx-depth", "0,12"], 20),  # what is chosen last is read from a position of its own
+    (["-p", "5", "-n", "40"], 43),  # decoding begins with two tokens
+    (["-p", "5,9", "-n", "0"], 9),
+])  # fmt: skip
+def test_the_context_holds_the_longest_test(capsys, monkeypatch, options, context):
+    monkeypatch.setattr(bench, "_rows", lambda args, engine: [ROW])
+    assert bench.main([*SMALL[:6], "-r", "1", "--device", "cpu", "--json", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["context"] == context
+
+
 def test_a_file_is_measured_too(tmp_path, capsys):
     folder = write_hf(tmp_path / "m", tiny())
     assert bench.main([str(folder), "--device", "cpu", "-p", "3", "-n", "0", "-r", "1", "--json", "--deterministic"]) == 0

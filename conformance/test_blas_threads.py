@@ -53,7 +53,8 @@ def test_a_product_is_shared_where_it_is_worth_it(eight: None) -> None:
     with BlasThreads([one]) as blas:
         blas.use(1.0)
     assert one.num_threads == 1 and blas.most == 1 and BlasThreads([]).most == 0
-    assert BlasThreads([library]).text == "8 of toy 1.0, 1 for products below 4 ms, of one row 0.6 ms" and blas.text == "1 of toy 1.0"
+    assert BlasThreads([library]).text == "8 of toy 1.0, 1 for products below 4 ms, of one row 0.6 ms"
+    assert blas.text == "1 of toy 1.0"
 
 
 def test_one_row_is_shared_until_it_waits_for_a_processor(eight: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,25 @@ def test_draws_follow_the_truncated_distribution(options: dict, kept: int) -> No
     assert chi2 < (kept - 1) + 5 * math.sqrt(2 * max(kept - 1, 1)), f"{found} is not {n * p}"
 
 
+@pytest.mark.parametrize(
+    "options, first",
+    [
+        ({"min_p": 0.4}, 0.4),  # as a share of the best one's mass
+        ({"min_p": 0.4, "temperature": 0.8}, 0.4),
+        ({"top_p": 0.4}, 1.5),  # 0.4 of the mass is the best one's: (1 - 0.4) / 0.4 is all the others'
+        ({"top_p": 0.4, "temperature": 0.8}, 1.5),
+    ],
+)
+def test_a_cut_is_exact_to_a_thousandth(options: dict, first: float) -> None:
+    """Others that weigh a little more and a little less than the cut asks for: which of them are drawn tells where it is."""
+    by_mass, scale = "top_p" in options, options.get("temperature", 1.0)
+    for share, kept in ((1.0005, True), (0.9995, False)):
+        others = first * share / (40 if by_mass else 1)
+        logits = (scale * np.log([1.0, *[others] * 40])).astype(np.float32)
+        found = set(draws(logits, 60, **options))
+        assert (len(found) > 1) == kept, f"{found} of ids that weigh {share} of what the cut asks for"
+
+
 def test_ties_at_the_border_of_top_k_and_top_p_are_kept() -> None:
     flat = np.zeros(8, np.float32)
     assert set(draws(flat, 400, top_k=2)) == set(range(8))

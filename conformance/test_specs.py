@@ -124,6 +124,7 @@ MISTAKES = {
     "member of an op": ('name = "linear"', 'name = "linear"\nmembers = ["geglu"]', "op.members", "a region"),
     "input without domain": ('domain = { dist = "normal", scale = 1.0 }', "", "inputs.x.domain", "is missing"),
     "domain parameter": ('dist = "normal", scale = 1.0', 'dist = "normal"', "inputs.x.domain.scale", "is missing"),
+    "domain of another kind": ('scale = 1.0 }', 'scale = 1.0, low = 0 }', "inputs.x.domain.low", "has no meaning; remove it"),
     "reserved name": ("[inputs.w]", "[inputs.min]", "inputs.min", "cannot be a name"),
     "name twice": ("[inputs.w]", "[inputs.T]", "inputs.T", "used in [axes] already"),
     "other version": ("schema = 1", "schema = 2", "schema", "2 must be 1"),

@@ -26,7 +26,13 @@ __all__ = ["ContextExceeded", "DeviceLost", "Model", "NoFreeSlot", "__version__"
 
 
 # Backends, NumPy and the file readers are imported by the first use of these, not by `import hybrid`.
-_LATER = {"ContextExceeded": "hybrid.kv", "DeviceLost": "hybrid.spec.errors", "Model": "hybrid.model", "NoFreeSlot": "hybrid.kv", "load": "hybrid.model"}
+_LATER = {
+    "ContextExceeded": "hybrid.kv",
+    "DeviceLost": "hybrid.spec.errors",
+    "Model": "hybrid.model",
+    "NoFreeSlot": "hybrid.kv",
+    "load": "hybrid.model",
+}
 
 
 def __getattr__(name: str) -> Any:

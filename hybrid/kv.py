@@ -87,10 +87,6 @@ class BlockTables:
         self._pools = {"global": BlockPool(shape.global_blocks), "local": BlockPool(shape.local_blocks)}
         self._owned: dict[int, dict[str, list[int]]] = {}
 
-    @property
-    def live(self) -> tuple[int, ...]:
-        return tuple(sorted(self._owned))
-
     def admit(self, length: int, slot: int | None = None) -> int:
         """Give a sequence of at most `length` positions a slot and all its blocks; returns the slot."""
         if not 1 <= length <= self.shape.ctx:
@@ -107,12 +103,8 @@ class BlockTables:
         if slot in self._owned or not 0 <= slot < self.shape.slots:
             raise ValueError(f"slot {slot} is in use or outside 0..{self.shape.slots - 1}")
         need = -(-length // self.shape.block)
-        blocks = {"global": self._pools["global"].take(need)}
-        try:
-            blocks["local"] = self._pools["local"].take(min(need, self.shape.ring))
-        except NoFreeSlot:
-            self._pools["global"].give(blocks["global"])
-            raise
+        wanted = {"global": need, "local": min(need, self.shape.ring)}
+        blocks = {group: self._pools[group].take(n) for group, n in wanted.items()}  # a free slot's are always there
         self._owned[slot] = blocks
         for group, own in blocks.items():
             self.tables[group][slot] = 0

@@ -7,7 +7,7 @@ import numpy as np
 from hybrid.hparams import HParams
 
 
-def rope_table(ctx: int, head_dim: int, theta: float, factor: float = 1.0) -> np.ndarray:
+def rope_table(ctx: int, head_dim: int, theta: float, factor: float) -> np.ndarray:
     """float32 [ctx, head_dim]: angle[p, i] = p * theta^(-2i/head_dim) / factor, i < head_dim / 2.
 
     Computed in float64 and rounded once: at long contexts float32 angles are off by whole thousandths.

@@ -33,7 +33,7 @@ def encoded(
     `norm_offset` is taken off norm weights. CheckpointError names the tensor whose values cannot be written.
     """
     pending: deque[tuple[str, Future[np.ndarray]]] = deque()
-    with ThreadPoolExecutor(max(1, jobs), "encode") as pool:
+    with ThreadPoolExecutor(jobs, "encode") as pool:
         try:
             for name, start, stop in _blocks(source, kinds):
                 pending.append((name, pool.submit(_encode, source, name, kinds[name], start, stop, norm_offset)))

@@ -56,6 +56,8 @@ EDGE_VALUES: dict[str, str] = {
     "greedy": "temperature 0",
     "every_filter": "temperature, top-k, top-p and min-p at once",
     "top_k_one": "top-k 1: the same choice as greedy",
+    "min_p_border": "min-p, with logits that a cut off by a thousandth would keep or drop",
+    "top_p_border": "top-p, with logits that a cut off by a thousandth would keep or drop",
 }
 # Vulkan names are those of kernels/vulkan/features.py.
 FEATURES: dict[str, str] = {

@@ -1,0 +1,30 @@
+"""One replacement in a source file: what saboteurs of kernels (mutate.py) and of host code (hosts.py) are made by."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class StaleSaboteur(ValueError):
+    """A saboteur that does not fit the source any more."""
+
+
+def edited(path: Path, find: str, replace: str, label: str) -> str:
+    """The file's text with `find`, which must occur once, replaced. StaleSaboteur names the saboteur, `label`."""
+    text = path.read_text()
+    if text.count(find) != 1:
+        raise StaleSaboteur(f"{label}: {find!r} occurs {text.count(find)} times in {path.name}, not once: renew the saboteur")
+    return text.replace(find, replace)
+
+
+def tables(path: Path) -> Mapping[str, list[dict[str, Any]]]:
+    """The tables of a file of saboteurs."""
+    return tomllib.loads(path.read_text())
