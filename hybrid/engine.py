@@ -123,8 +123,8 @@ class Engine:
     def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None) -> int:
         """Reserve a slot and the cache for a sequence of at most `length` tokens (default: the context)."""
         words = Tensor.of((sampling or Sampling()).words())
-        slot = self.tables.admit(self.cache.ctx if length is None else length, slot)
         self._settle()
+        slot = self.tables.admit(self.cache.ctx if length is None else length, slot)
         for group in self.tables.tables:
             if f"block_table.{group}" in self._stored:
                 self.device.write(f"block_table.{group}", Tensor.of(self.tables.row(group, slot)), slot)
