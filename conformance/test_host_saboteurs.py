@@ -27,6 +27,6 @@ def test_caught(group: str) -> None:
 def test_every_part_of_the_host_has_saboteurs() -> None:
     mutated = {m.file for group in groups() for m in load(group)}
     parts = {"engine", "kv", "session", "sampling", "stops", "tokenizer", "batch", "passes", "stats", "loading", "weights"}
-    parts |= {"model", "forced", "cost", "convert/shards", "convert/blocks", "checkpoint/assemble"}
+    parts |= {"model", "forced", "streams", "spec/cost", "convert/shards", "convert/blocks", "checkpoint/assemble"}
     missing = sorted(f"hybrid/{p}.py" for p in parts if f"hybrid/{p}.py" not in mutated)
     assert not missing, f"no saboteur in conformance/saboteurs/host mutates {', '.join(missing)}"

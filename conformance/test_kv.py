@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.kv import BlockTables, CacheShape, ContextExceeded, NoFreeSlot
 
 
+@settings(max_examples=60)  # a call takes microseconds
 @given(st.integers(1, 300), st.integers(0, 200), st.integers(1, 64), st.integers(1, 6), st.sampled_from([1, 4, 32]))
 def test_ring_keeps_every_position_that_a_chunk_can_see(ctx, window, chunk, slots, block):
     shape = CacheShape(ctx, window, min(chunk, ctx), slots, block)
