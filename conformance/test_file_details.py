@@ -243,7 +243,7 @@ def test_one_job_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([folder, str(tmp_path / "a.gguf"), "--type", "q8_0", "--jobs", "1"]) == 0
     with pytest.raises(SystemExit, match="2"):
         main([folder, str(tmp_path / "b.gguf"), "--type", "q8_0", "--jobs", "0"])
-    assert "--jobs 0 must be positive" in capsys.readouterr().err
+    assert "'0' is not a positive number" in capsys.readouterr().err
 
 
 def test_help_says_what_a_class_of_tensors_follows() -> None:

@@ -161,9 +161,11 @@ def test_probes_count_what_they_move_and_compute(monkeypatch: pytest.MonkeyPatch
 def test_a_probe_of_matrices_multiplies_its_tiles() -> None:
     names = ("256.4x2", "64.1x1")
     has = SimpleNamespace(has=lambda name: True, subgroup_size=32, kernels_named=lambda start: [start + n for n in names])
-    assert probe._matrix_variants(has) == [("probe_matrix.256.4x2", 8, 8), ("probe_matrix.64.1x1", 2, 1)]
-    assert probe._matrix_variants(SimpleNamespace(**{**vars(has), "subgroup_size": 64})) == []
-    assert probe._matrix_variants(SimpleNamespace(**{**vars(has), "has": lambda name: False})) == []
+    each = probe.MATRIX_GROUPS * probe.MATRIX_STEPS * 2 * 16**3
+    found = [(v.kernel, v.cost.flops // each) for v in probe.products(has, 1 << 40)]
+    assert found == [("probe_matrix.256.4x2", 64), ("probe_matrix.64.1x1", 2)]
+    assert probe.products(SimpleNamespace(**{**vars(has), "subgroup_size": 64}), 1 << 40) == []
+    assert probe.products(SimpleNamespace(**{**vars(has), "has": lambda name: False}), 1 << 40) == []
 
 
 def test_shares_in_the_table_of_a_bench_are_per_cent() -> None:

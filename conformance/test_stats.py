@@ -48,7 +48,7 @@ def test_the_share_of_peak_is_of_the_sheet_that_knows_the_device(monkeypatch: py
     sheet = validate("s.toml", {"schema": 1, "device": {"name": "s", "kind": "cpu", "match": "."}, "peak": peak}, DeviceSheet)
     monkeypatch.setattr("hybrid.stats.sheet_for", lambda name: sheet)
     assert MADE.share_of_peak == 0.25
-    assert "20.00 GB/s (25.0 % of peak) | length" in MADE.line()
+    assert "20 GB/s (25.0 % of peak) | length" in MADE.line()
     assert MADE.as_dict()["share_of_peak"] == 0.25 and MADE.as_dict()["gb_per_second"] == 20
 
 

@@ -14,7 +14,7 @@ import pytest
 import hybrid
 from conformance.devices import BACKENDS, open_backend
 from conformance.synthetic import tiny, write_hf
-from hybrid.kv import ContextExceeded
+from hybrid.kv import NoFreeSlot
 from hybrid.model import Model
 from hybrid.turns import Turns
 
@@ -98,7 +98,7 @@ def test_an_iterator_that_was_begun_elsewhere_and_dropped_blocks_nobody(folder):
         held = model.generate(PROMPTS[0], 24)
         next(held)
         (error,) = together(lambda: text(model, PROMPTS[1]))
-        assert isinstance(error, ContextExceeded) and "all 2 slots are in use" in str(error)
+        assert isinstance(error, NoFreeSlot) and "all 2 slots are in use" in str(error)
         kept.clear()
         assert together(lambda: text(model, PROMPTS[1])) == [alone] and len(model.engine.positions) == 1
         held.close()

@@ -53,7 +53,7 @@ def prepare() -> None:
     gc.freeze()  # no collection in a trial looks at them again
 
 
-def trial(tests: Sequence[str], path: Path | None = None, text: str = "", limit: float = 240.0) -> Outcome:
+def trial(tests: Sequence[str], path: Path | None = None, text: str = "", limit: float = 60.0) -> Outcome:
     """The outcome of `tests` (pytest's names of them, from the root) with `text` in place of the file `path`, until the first
     failure. After `limit` seconds the trial and all that it started are killed. RuntimeError in a process that has imported
     some of the project already: the shipped module would be tested."""

@@ -90,8 +90,7 @@ def footprint(
     ]
     plans = [plan(target, outs, outs, "decode")]
     plans += [in_lane(p, lane, schedule, prefill.arena_bytes) for p in passes for lane in range(lanes)]
-    # Of several lanes no others: theirs are cut anew.
-    others = () if beside is nothing_beside or lanes > 1 else every_size(target, sizes)
+    others = () if beside is nothing_beside else every_size(target, sizes)
     return _sum(plans, target.hparams, times, max(map(beside, [*plans, *others])))
 
 
@@ -117,11 +116,17 @@ def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
 
 
 def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
-    """Plans of every number of rows that an engine compiles: few rows may be cut into more parts than many."""
+    """Plans of every number of rows that an engine compiles, of two layers of each kind: few rows may be cut into more parts
+    than many. None for several lanes, whose plans are cut anew."""
+    if lanes_of(target.schedule) > 1:
+        return
+    target, _ = thinned(target)
     for outs in sizes.outs:
         yield plan(target, outs, outs, "decode")
     for rows in sizes.rows:
         yield plan(target, rows, max((o for o in sizes.outs if o <= rows), default=1), "prefill")
+    yield plan(target, sizes.logits, sizes.logits, "prefill", sample=False)
+    yield plan(target, sizes.hidden, 0, "prefill", capture=True)
 
 
 def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int) -> Footprint:

@@ -47,6 +47,12 @@ def _passes(
             engine.result(replace(decl, name=named(decl.name, lane)))
     prompts: dict[int, Sequence[int]] = {}
     running = deque[tuple[Chunk, int, int]]()  # with ticket and lane
+
+    def give_back() -> None:
+        engine.wait()
+        for slot in prompts:
+            engine.release(slot)
+
     try:
         for ids in sequences:
             prompts[engine.admit(max(len(ids), 1))] = ids
@@ -61,14 +67,13 @@ def _passes(
             running.append((every, engine.run_chunk(every, program), lane))
         while running:
             yield _results(engine, decls, *running.popleft())
-    finally:
-
-        def give_back() -> None:
-            engine.wait()
-            for slot in prompts:
-                engine.release(slot)
-
+    except GeneratorExit:
         engine.turns.soon(give_back)  # collected as garbage, this is another's turn
+        raise
+    except BaseException:
+        give_back()
+        raise
+    give_back()  # the next sequences take these slots in the same turn
 
 
 def _results(

@@ -290,6 +290,10 @@ class VulkanDevice(Storage):
         if self._queue.gone is not None:
             raise self._queue.gone()
 
+    def at_close(self, call: Callable[[], object]) -> None:
+        """Have this done when the device is closed and its work has ended, before its own objects go."""
+        self._closing.callback(call)
+
     def forked(self) -> None:
         """This process is a copy of the one that opened the device."""
         if self._queue is not None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from hybrid.spec.dtypes import DTYPES
 from hybrid.spec.tensor import Packed
-from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
+from kernels.vulkan.api import VulkanError, VulkanLost, check, ffi, lib, vk
 from kernels.vulkan.kernel import Kernel
 from kernels.vulkan.memory import MIB, Memory, Slice, align_up
 from kernels.vulkan.tensors import Chunk, rows_of
@@ -130,8 +130,16 @@ class Loader:
         """Let go of everything. What is being read is waited for, as its slot's memory goes."""
         self.workers.shutdown(wait=True, cancel_futures=True)
         self.filling.clear()
+        try:
+            for slot in self.slots:
+                self.device.wait_ticket(slot.ticket)
+        except VulkanLost:
+            self.device.at_close(self._free)  # what may still run keeps what it uses
+            raise
+        self._free()
+
+    def _free(self) -> None:
         for slot in self.slots:
-            self.device.wait_ticket(slot.ticket)
             self.device.free_command(slot.command)
         if self.pool is not None:
             vk.vkDestroyDescriptorPool(self.device.handle, self.pool, None)
