@@ -31,8 +31,8 @@ SCRIPTS = PROJECT["project"]["scripts"]
 LEFT_OUT = ("__pycache__", "*.egg-info", "data", "saboteurs", "*-q4_0.gguf", "*-bf16.gguf")  # large, and in no wheel
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "hybrid", "kernels", "specs", "perf", "conformance", "models")
 # `python -m ...` of the pages that are no commands of an installation: other projects' modules, and what only a clone has.
-ELSEWHERE = {"pytest", "conformance.hosts", "venv", "tarfile", "conformance.agreement", "conformance.type_table", "tools.load_bench",
-             "tools.make_random_gguf", "tools.fuzz"}  # fmt: skip
+ELSEWHERE = {"pytest", "conformance.hosts", "venv", "tarfile", "conformance.agreement", "conformance.type_table",
+             "tools.load_bench", "tools.make_random_gguf", "tools.fuzz"}  # fmt: skip
 # Runs each command in one process, as `python -m` would, and prints what came of it.
 DRIVER = """
 import contextlib, io, json, runpy, sys, warnings

@@ -134,11 +134,11 @@ class Loader:
             for slot in self.slots:
                 self.device.wait_ticket(slot.ticket)
         except VulkanLost:
-            self.device.at_close(self._free)  # what may still run keeps what it uses
+            self.device.at_close(self._let_go)  # what may still run keeps what it uses
             raise
-        self._free()
+        self._let_go()
 
-    def _free(self) -> None:
+    def _let_go(self) -> None:
         for slot in self.slots:
             self.device.free_command(slot.command)
         if self.pool is not None:
