@@ -16,7 +16,7 @@ generate: $(VENV)/.ready ## text from the embedded model (PROMPT="...", TOKENS=9
 	@$(PY) -m hybrid.generate --device "$$(cat $(VENV)/.device)" --prompt '$(subst ','\'',$(PROMPT))' --max-tokens $(TOKENS) --stats
 
 test: $(VENV)/.ready-test ## everything that CI runs
-	@$(MAKE) --no-print-directory -j2 --output-sync=line lint check gates conformance processors
+	@$(MAKE) --no-print-directory -j2 lint check gates conformance processors
 
 quick: $(VENV)/.ready-test ## for whoever changes a line: lint, specs, a share of every test
 	$(PY) -m ruff check .
