@@ -19,8 +19,8 @@ def test_caught(group: str) -> None:
     assert list(outcomes) == [SHIPPED, *(m.name for m in load(group))]
     shipped = outcomes.pop(SHIPPED)
     assert shipped["result"] == "passed", f"without a mutation: {shipped['said']}"
-    # A test that hangs has noticed; `broken` is a mutant that cannot be imported, which proves nothing.
-    wrong = {name: f"{o['result']}: {o['said'][-300:]}" for name, o in outcomes.items() if o["result"] not in ("failed", "hung")}
+    # `hung`, twice, may be the machine; `broken` is a mutant that cannot be imported: neither proves anything.
+    wrong = {name: f"{o['result']}: {o['said'][-300:]}" for name, o in outcomes.items() if o["result"] != "failed"}
     assert not wrong, f"saboteurs/host/{group}.toml: not caught by their tests: {wrong}"
 
 
