@@ -85,7 +85,8 @@ def _child(tests: Sequence[str], path: Path | None, text: str, out: int) -> None
             sys.meta_path.insert(0, _Replaced(path, text))
         import pytest
 
-        options = ["-x", "-q", "--tb=line", "--disable-warnings", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+        # plain: what explains a failed assertion takes minutes for two files that differ, where CI is set in the environment
+        options = ["-x", "-q", "--assert=plain", "--tb=line", "--disable-warnings", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
         code = int(pytest.main([*options, *tests]))
         sys.stdout.flush()
     finally:
