@@ -1,11 +1,11 @@
 """Fixtures and profiles of the suite.
 
 HYBRID_CONFORMANCE=long        many random examples, every named workload and dtype combination
-HYBRID_CONFORMANCE=quick       a share of each test's parameters, nothing that takes seconds (conformance/profile.py)
+HYBRID_CONFORMANCE=quick       a share of each test's parameters, nothing that takes seconds (conformance/support/profile.py)
 HYBRID_REQUIRE_VULKAN=1        a missing Vulkan device is a failure, not a skip
 HYBRID_VULKAN_DEVICE=vulkan:1  which one
 HYBRID_VULKAN_VALIDATION=1     with the validation layer; any message fails the test in which it appears
-HYBRID_ROUGH_PRODUCTS=1        cpu's products add up in an order that depends on their shape (conformance/rough.py)
+HYBRID_ROUGH_PRODUCTS=1        cpu's products add up in an order that depends on their shape (conformance/support/rough.py)
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 from _pytest.junitxml import xml_key
 from hypothesis import HealthCheck, Phase, settings
 
-from conformance import rough, units
-from conformance.devices import Devices
-from conformance.expected import apply_expected
-from conformance.profile import PROFILE, QUICK, quick
+from conformance.support import rough, units
+from conformance.support.devices import Devices
+from conformance.support.expected import apply_expected
+from conformance.support.profile import PROFILE, QUICK, quick
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 settings.register_profile("ci", derandomize=True, max_examples=1 if QUICK else 3, deadline=None, database=None,

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from conformance.cases import Case
-from conformance.fixed import dtype_cases, edge_cases, variant_cases
 from conformance.harness import GUARD, POISON, execute, run_case
-from conformance.inputs import make
-from conformance.sizes import fits
+from conformance.harness.cases import Case
+from conformance.harness.fixed import dtype_cases, edge_cases, variant_cases
+from conformance.harness.inputs import make
+from conformance.harness.sizes import fits
 from hybrid.cli import Parser, run
-from hybrid.progress import tracked
+from hybrid.cli.progress import tracked
 from hybrid.spec import OpSpec, load_ops
 from kernels.npu.artefact import fabric_digest
 from kernels.npu.designs import shipped

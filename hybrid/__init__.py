@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
-    from hybrid.kv import ContextExceeded, NoFreeSlot
+    from hybrid.core.errors import DeviceLost
+    from hybrid.engine.kv import ContextExceeded, NoFreeSlot
     from hybrid.model import Model, load
-    from hybrid.spec.errors import DeviceLost
 
 __version__ = "0.1.0"
 __all__ = ["ContextExceeded", "DeviceLost", "Model", "NoFreeSlot", "__version__", "load"]
@@ -27,10 +27,10 @@ __all__ = ["ContextExceeded", "DeviceLost", "Model", "NoFreeSlot", "__version__"
 
 # Backends, NumPy and the file readers are imported by the first use of these, not by `import hybrid`.
 _LATER = {
-    "ContextExceeded": "hybrid.kv",
-    "DeviceLost": "hybrid.spec.errors",
+    "ContextExceeded": "hybrid.engine.kv",
+    "DeviceLost": "hybrid.core.errors",
     "Model": "hybrid.model",
-    "NoFreeSlot": "hybrid.kv",
+    "NoFreeSlot": "hybrid.engine.kv",
     "load": "hybrid.model",
 }
 

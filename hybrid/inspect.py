@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, positive, run, size
-from hybrid.progress import progress_bar
-from hybrid.units import show_bytes
+from hybrid.cli.progress import progress_bar
+from hybrid.core.units import show_bytes
 
 _NEEDS = {
     "weights": ("weights",),
@@ -76,7 +76,7 @@ def _main(args: argparse.Namespace) -> int:
 def _check_finite(args: argparse.Namespace) -> int:
     from hybrid.checkpoint import open_checkpoint
     from hybrid.checkpoint.finite import damaged
-    from hybrid.spec.dtypes import DTYPES
+    from hybrid.core.dtypes import DTYPES
 
     with open_checkpoint(args.model) as c:
         tensors, total = len(c.names), sum(DTYPES[c.dtype(n)].nbytes(c.shape(n)) for n in c.names)
@@ -122,12 +122,12 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     """Everything as plain data. ValueError for files that cannot be read and for what cannot be planned."""
     from hybrid.convert.__main__ import wanted
     from hybrid.convert.kinds import SAME, plan_types
-    from hybrid.engine import DEFAULT_CTX
-    from hybrid.expand import WeightInfo
-    from hybrid.footprint import footprint
-    from hybrid.kv import MAX_SLOTS
-    from hybrid.reencode import native
-    from hybrid.spec.dtypes import DTYPES
+    from hybrid.core.dtypes import DTYPES
+    from hybrid.engine.engine import DEFAULT_CTX
+    from hybrid.engine.kv import MAX_SLOTS
+    from hybrid.planning.expand import WeightInfo
+    from hybrid.planning.footprint import footprint
+    from hybrid.quant.reencode import native
     from hybrid.spec.schedule import named_schedule
 
     subject = _subject(args.model)
@@ -200,7 +200,7 @@ def _asked(devices: Sequence[Memory]) -> dict[str, Any]:
 
 def planned_on(dry: Any) -> dict[str, Any]:
     """Footprint's arguments for a device as kernels.vulkan.dry records for it."""
-    from hybrid.passes import capabilities_of
+    from hybrid.planning.passes import capabilities_of
     from kernels.vulkan.dry import scratch_bytes
 
     return {"capabilities": capabilities_of(dry.has), "beside": lambda plan: scratch_bytes(plan, dry)}
@@ -223,7 +223,7 @@ def _subject(model: str) -> Subject:
 
 def _tokenizer(checkpoint: Any) -> dict[str, Any]:
     from hybrid.checkpoint import CheckpointError
-    from hybrid.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+    from hybrid.text.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
     try:
         tokenizer = checkpoint.tokenizer
@@ -243,7 +243,7 @@ def _tokenizer(checkpoint: Any) -> dict[str, Any]:
 
 def memories(given: int | None) -> list[Memory]:
     """Memory sizes to compare with: the one given, every Vulkan device's, what the cpu device takes at most."""
-    from hybrid.devices import NoDevice
+    from hybrid.devices.opening import NoDevice
     from kernels.oracle.memory import usable_bytes
 
     found = [] if given is None else [Memory("--memory", given, "vulkan"), Memory(f"--memory, {UNITS}", given, UNITS)]
@@ -256,7 +256,7 @@ def memories(given: int | None) -> list[Memory]:
 
 def _vulkan() -> list[Memory]:
     """The largest device-local heap of each device; nothing is opened."""
-    from hybrid.devices import NoDevice
+    from hybrid.devices.opening import NoDevice
 
     try:
         from kernels.vulkan.api import VulkanUnavailable

@@ -12,24 +12,24 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from hybrid.batch import check_ids
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.cli import CACHES, PRECISIONS
-from hybrid.cost import plan_cost
-from hybrid.devices import Opened, open_first
-from hybrid.engine import Engine
-from hybrid.hparams import HParams
-from hybrid.kv import ContextExceeded
-from hybrid.loading import LoadClock
-from hybrid.placed import with_others
-from hybrid.planner import PrecisionName
-from hybrid.sampling import Sampling
-from hybrid.session import Session
-from hybrid.spec.errors import DeviceLost as DeviceLost
+from hybrid.core.errors import DeviceLost as DeviceLost
+from hybrid.core.hparams import HParams
+from hybrid.devices.multi import with_others
+from hybrid.devices.opening import Opened, open_first
+from hybrid.engine.chunks import check_ids
+from hybrid.engine.engine import Engine
+from hybrid.engine.kv import ContextExceeded
+from hybrid.engine.loading import LoadClock
+from hybrid.engine.sampling import Sampling
+from hybrid.engine.session import Session
+from hybrid.engine.stats import Finish, Stats
+from hybrid.planning.cost import plan_cost
+from hybrid.planning.planner import PrecisionName
 from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
-from hybrid.stats import Finish, Stats
-from hybrid.stops import StopFilter
-from hybrid.tokenizer import StreamDecoder
+from hybrid.text.stops import StopFilter
+from hybrid.text.tokenizer import StreamDecoder
 
 
 def load(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.cli import PRECISIONS, Parser, run
-from hybrid.progress import progress_bar
+from hybrid.cli.progress import progress_bar
 
 FORM_FEED = "\n\f\n"
 MAX_TEXT = 1 << 28  # bytes
@@ -222,7 +222,7 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
 
 def _together(chunk: int) -> int:
     """Documents that share passes: each pass reads every weight, so it should have hundreds of rows."""
-    from hybrid.kv import MAX_SLOTS
+    from hybrid.engine.kv import MAX_SLOTS
 
     return max(1, min(MAX_SLOTS, _PASS_ROWS // chunk))
 

@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     from hybrid.checkpoint import open_checkpoint
-    from hybrid.kv import MAX_SLOTS
-    from hybrid.planner import plan, segments
+    from hybrid.engine.kv import MAX_SLOTS
+    from hybrid.planning.planner import plan, segments
     from hybrid.spec.schedule import SCHEDULES, load_schedule
 
     if args.phase == "decode" and args.rows > MAX_SLOTS:
@@ -76,11 +76,11 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
-    from hybrid.engine import DEFAULT_CTX
-    from hybrid.kv import CacheShape
-    from hybrid.passes import capabilities_of, chunk_of
-    from hybrid.planner import Target
-    from hybrid.weights import stored_types
+    from hybrid.engine.engine import DEFAULT_CTX
+    from hybrid.engine.kv import CacheShape
+    from hybrid.engine.weights import stored_types
+    from hybrid.planning.passes import capabilities_of, chunk_of
+    from hybrid.planning.planner import Target
 
     hp = checkpoint.hparams
     ctx = min(hp.context_length, DEFAULT_CTX) if args.ctx is None else args.ctx
@@ -117,8 +117,8 @@ def _dry(device: str) -> Any:
 
 def _report(plan: Any, target: Any, dispatches: dict[str, int]) -> dict[str, Any]:
     """The plan as plain data."""
-    from hybrid.cost import memory, plan_cost, precision_of, step_cost
-    from hybrid.planner import segments
+    from hybrid.planning.cost import memory, plan_cost, precision_of, step_cost
+    from hybrid.planning.planner import segments
 
     rows = []
     for step in plan.steps:

@@ -23,9 +23,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hybrid.cli import Parser, UsageError, positive, run
-from hybrid.progress import progress_bar
+from hybrid.cli.progress import progress_bar
+from hybrid.core.places import clone
 from hybrid.spec.load import ROOT, Model, load_toml
-from hybrid.spec.places import clone
 
 FILE = Path(__file__).with_name("campaign.toml")
 PROOF = "proof.xml"
@@ -95,7 +95,7 @@ def _main(args: argparse.Namespace) -> int:
             print(f"python -m {shlex.join(step.arguments(out, args.device, args.jobs))}{end}")
         return 0
     if not all(step.prints for step in steps):
-        clone("the proof runs conformance/test_ops.py, which is")
+        clone("the proof runs conformance/ops/test_ops.py, which is")
     out.mkdir(parents=True, exist_ok=True)
     with progress_bar(len(steps), "campaign", False, "step") as advance:
         for step in steps:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import Parser, run
+from hybrid.core.places import cache_folder, in_clone
 from hybrid.spec.load import ROOT
-from hybrid.spec.places import cache_folder, in_clone
 
 TRIXIE = (ROOT / "build" if in_clone() else cache_folder()) / "mesa-trixie"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
@@ -39,7 +39,7 @@ class Mesa:
     launcher: tuple[str, ...] = ()
 
     def table(self) -> dict[str, Any]:
-        """perf.radv's table from a process on this Mesa. RuntimeError with what the driver said."""
+        """perf.isa.radv's table from a process on this Mesa. RuntimeError with what the driver said."""
         said = ""
         for family in FAMILIES:
             done = self._start(family)
@@ -55,7 +55,7 @@ class Mesa:
         env.pop("HYBRID_VULKAN_VALIDATION", None)
         # The interpreter itself, not a virtual environment's link: ld-linux would not find its modules.
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(p for p in sys.path if p.endswith("site-packages"))])
-        command = [*self.launcher, os.path.realpath(sys.executable), "-m", "perf.radv"]
+        command = [*self.launcher, os.path.realpath(sys.executable), "-m", "perf.isa.radv"]
         return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

@@ -25,9 +25,9 @@ import numpy as np
 
 from hybrid.bench.probe import Variant, buffers, copies, products, record
 from hybrid.cli import Parser, UsageError, add_model, amount, open_model, positive, run
-from hybrid.devices import open_first
-from hybrid.engine import Engine
-from hybrid.sampling import Sampling
+from hybrid.devices.opening import open_first
+from hybrid.engine.engine import Engine
+from hybrid.engine.sampling import Sampling
 from hybrid.spec.schedule import find_schedule
 
 KINDS = ("copy", "matrix", "engine")

@@ -30,8 +30,8 @@ import numpy as np
 from hybrid.bench.__main__ import driver_of, kernels_of
 from hybrid.bench.probe import products
 from hybrid.cli import Parser, UsageError, add_model, amount, open_model, positive, run
-from hybrid.engine import Engine
-from hybrid.sampling import Sampling
+from hybrid.engine.engine import Engine
+from hybrid.engine.sampling import Sampling
 from perf.neighbour import BUSY, open_gpu
 
 BESIDE = ("copy", "matrix", "engines")

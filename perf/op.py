@@ -19,21 +19,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from conformance.cases import Case
 from conformance.harness import control_of, declared, plan_of, run_case, step_of
-from conformance.inputs import make
+from conformance.harness.cases import Case
+from conformance.harness.inputs import make
 from hybrid.checkpoint.random import random_packed
 from hybrid.cli import Parser, amount, run
-from hybrid.devices import open_first
-from hybrid.progress import progress_bar
+from hybrid.cli.progress import progress_bar
+from hybrid.core.device import Device
+from hybrid.core.dtypes import WEIGHT_TYPES
+from hybrid.core.plan import Plan
+from hybrid.core.units import show_rate
+from hybrid.devices.opening import open_first
 from hybrid.spec import OpSpec, load_op
-from hybrid.spec.device import Device
 from hybrid.spec.devicesheet import DeviceSheet, sheet_for
-from hybrid.spec.dtypes import WEIGHT_TYPES
 from hybrid.spec.fields import Workload
-from hybrid.spec.plan import Plan
 from hybrid.spec.schedule import find_schedule
-from hybrid.units import show_rate
 
 MAX_COPIES = 64
 WARM_UP = 1.0  # seconds: a GPU that has idled while values were made takes a while to raise its clocks
@@ -140,7 +140,7 @@ def ceiling(sheet: DeviceSheet | None, nbytes: int, flops: int, dtypes: dict[str
 
 
 def time_op(spec: OpSpec, workload: Workload, device: Device, footprint: int, seconds: float) -> Timing:
-    """Prove, then time. Raises conformance.compare.Disagreement for a workload that is computed wrongly."""
+    """Prove, then time. Raises conformance.harness.compare.Disagreement for a workload that is computed wrongly."""
     case = case_of(spec, workload)
     run_case(spec, device, case)
     device.reset()  # type: ignore[attr-defined]

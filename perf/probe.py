@@ -15,9 +15,9 @@ from dataclasses import asdict
 from hybrid.bench.__main__ import driver_of
 from hybrid.bench.probe import probe
 from hybrid.cli import Parser, run
-from hybrid.devices import open_first
+from hybrid.core.units import show_rate
+from hybrid.devices.opening import open_first
 from hybrid.spec.schedule import find_schedule
-from hybrid.units import show_rate
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """python -m tools.fuzz TARGET [libFuzzer options]: coverage-guided fuzzing of a reader, until it is stopped.
 
 TARGET: gguf, directory (config.json and safetensors), tokenizer_model, tokenizer_json, toml. Needs the extra `fuzz`
-(atheris). The corpus is kept in build/fuzz/TARGET and begins with the valid files of conformance.seeds; what crashes,
+(atheris). The corpus is kept in build/fuzz/TARGET and begins with the valid files of conformance.files.seeds; what crashes,
 works for two seconds, takes a gigabyte of memory or ends with an error that is not one line is written beside it.
 
     python -m tools.fuzz gguf -max_total_time=600
@@ -17,9 +17,9 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["hybrid", "json", "tomllib"]):
-    from conformance.mutations import within
-    from conformance.seeds import kept, valid
-    from conformance.targets import REFUSALS, TARGETS, refused
+    from conformance.files.mutations import within
+    from conformance.files.seeds import kept, valid
+    from conformance.files.targets import REFUSALS, TARGETS, refused
 
 SECONDS = 2.0  # of processor time
 MEMORY = Path("/dev/shm")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import Parser, run, size
-from hybrid.loading import peak_resident, resident
+from hybrid.engine.loading import peak_resident, resident
 
 PROMPT = "def read_file(path):\n    "
 KINDS = ("anonymous", "file", "shared")

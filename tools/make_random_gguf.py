@@ -25,9 +25,9 @@ from hybrid.checkpoint.gemma3 import tensors
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.checkpoint.random import DEMO, PIECES, demo_tokenizer, random_rows, random_shape, random_types
 from hybrid.cli import Parser, run
-from hybrid.hparams import HParams
-from hybrid.progress import progress_bar
-from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES
+from hybrid.cli.progress import progress_bar
+from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
+from hybrid.core.hparams import HParams
 
 PIECE_BYTES = 64 << 20
 _ALIGNMENT = 32

@@ -6,8 +6,8 @@
     python -m tools.sweep show                 the counts, and each survivor as a diff of a line
 
 Mutants are cosmic-ray's, one for each place and kind of change, chosen by a fixed seed; changes of annotations and of the options
-of data classes (frozen, slots) are none. They are tried in memory (conformance/trial.py). The list that CI keeps is
-conformance/saboteurs/host.
+of data classes (frozen, slots) are none. They are tried in memory (conformance/mutation/trial.py). The list that CI keeps is
+conformance/mutation/mutants/host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conformance.trial import ROOT, prepare, trial
+from conformance.mutation.trial import ROOT, prepare, trial
 
 OUT = ROOT / "build" / "sweep"
 BUDGET = 6.0  # seconds of tests for a mutant, as they took when measured
@@ -55,7 +55,7 @@ def seconds_of_tests() -> dict[str, float]:
 
 
 def _test(dotted: str) -> str:
-    """conformance.test_kv.test_ring as conformance/test_kv.py::test_ring."""
+    """conformance.engine.test_kv.test_ring as conformance/engine/test_kv.py::test_ring."""
     folder, module, *names = dotted.split(".")
     return "::".join([f"{folder}/{module}.py", *names])
 

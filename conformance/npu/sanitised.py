@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from conformance.fixed import variant
+from conformance.harness.fixed import variant
+from conformance.harness.sizes import base_bind
 from conformance.npu import tiles
-from conformance.sizes import base_bind
 from hybrid.spec import load_ops
 from kernels.npu import compile as npu
 

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hybrid.cli import Parser, UsageError, add_model, open_model, positive, run
-from hybrid.progress import tracked
+from hybrid.cli.progress import tracked
 
 if TYPE_CHECKING:
     from hybrid.bench.measure import Row
-    from hybrid.engine import Engine
-    from hybrid.spec.device import Device
+    from hybrid.core.device import Device
+    from hybrid.engine.engine import Engine
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
     from hybrid.bench.ceiling import ceiling, impossible
     from hybrid.bench.probe import probe
     from hybrid.bench.report import as_dict, text
-    from hybrid.devices import open_first
+    from hybrid.devices.opening import open_first
     from hybrid.spec.devicesheet import sheet_for
     from hybrid.spec.schedule import find_schedule, named_schedule
 
@@ -110,7 +110,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
 
 def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule: Any) -> Engine:
     """An engine whose context holds the longest test."""
-    from hybrid.engine import Engine
+    from hybrid.engine.engine import Engine
 
     depth, longest = max(args.ctx_depth), max((*args.prompt, *args.tokens))
     # Decoding begins with two tokens, and what it chose last is read from the position after the last.

@@ -16,8 +16,8 @@ from typing import Literal
 
 import numpy as np
 
-from hybrid.cost import Cost, plan_cost
-from hybrid.engine import Engine
+from hybrid.engine.engine import Engine
+from hybrid.planning.cost import Cost, plan_cost
 
 
 @dataclass(frozen=True, slots=True)

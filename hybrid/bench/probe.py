@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.core.plan import Plan, Step
 from hybrid.spec.cost import Cost
-from hybrid.spec.plan import Plan, Step
 
 REPEATS = 4
 COPY_BYTES = {"discrete": 2 << 30, "integrated": 256 << 20, "cpu": 24 << 20}  # one buffer: far more than caches hold

@@ -10,7 +10,7 @@ from typing import Any
 from hybrid.bench.ceiling import Ceiling
 from hybrid.bench.measure import Row
 from hybrid.bench.probe import Probes
-from hybrid.units import show_rate
+from hybrid.core.units import show_rate
 
 SCHEMA = 1
 

@@ -12,10 +12,10 @@ from hybrid.checkpoint.base import CheckpointError, Entry, printable
 from hybrid.checkpoint.families import EMBEDDING, Family, is_norm
 from hybrid.checkpoint.files import OpenFile
 from hybrid.checkpoint.finite import check_finite, check_scales
-from hybrid.hparams import HParams
-from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES
-from hybrid.spec.tensor import Packed, Tensor
-from kernels.oracle.quant import dequantise, from_ggml, row_blocks
+from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
+from hybrid.core.hparams import HParams
+from hybrid.core.tensor import Packed, Tensor
+from hybrid.quant.codec import dequantise, from_ggml, row_blocks
 
 _LAYERS = ("blk.", "layers.")
 _OTHER_MODALITIES = ("v.", "mm.", "a.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.")

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
-from hybrid.hparams import HParams
-from hybrid.spec.tensor import Packed, Tensor
-from hybrid.tokenizer import Tokenizer
+from hybrid.core.hparams import HParams
+from hybrid.core.tensor import Packed, Tensor
+from hybrid.text.tokenizer import Tokenizer
 
 
 class CheckpointError(ValueError):

@@ -9,7 +9,7 @@ from typing import Any
 from hybrid.checkpoint import gemma3, gemma3_config
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.fields import Fields
-from hybrid.hparams import HParams
+from hybrid.core.hparams import HParams
 
 Shape = tuple[int, ...]
 

@@ -2,7 +2,7 @@
 
 Scales are a sixteenth of a file or less, so all of them are looked at whenever a tensor is taken. The numbers of plain
 matrices are not: that would read every weight once more, and what they spoil shows in the logits, which the device looks at
-(hybrid/faults.py). `damaged` reads them all, on request.
+(hybrid/engine/faults.py). `damaged` reads them all, on request.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from hybrid.checkpoint.base import Checkpoint, CheckpointError
-from hybrid.spec.dtypes import DTYPES
-from kernels.oracle.quant import dequantise, row_blocks
+from hybrid.core.dtypes import DTYPES
+from hybrid.quant.codec import dequantise, row_blocks
 
 _FIELDS: dict[str, tuple[int, int, dict[int, str]]] = {
     # bytes of a ggml block, elements, byte offsets of its float16 scales

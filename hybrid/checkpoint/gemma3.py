@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybrid.checkpoint.fields import Fields
-from hybrid.hparams import HParams
+from hybrid.core.hparams import HParams
 
 PATTERN = 6  # one global layer in six, unless the file says otherwise
 LOCAL_THETA = 1e4

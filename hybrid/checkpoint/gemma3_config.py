@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid.hparams import HParams
-from hybrid.units import shortest
+from hybrid.core.hparams import HParams
+from hybrid.core.units import shortest
 
 
 def hf_config(hp: HParams) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from hybrid.checkpoint.files import OpenFile
 from hybrid.checkpoint.gguf_header import TensorInfo, read_header, refuse_overlaps
 from hybrid.checkpoint.gguf_split import check_parts, part_paths
 from hybrid.checkpoint.gguf_tokenizer import gguf_tokenizer
-from hybrid.spec.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES
 
 TYPE_IDS = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14, "bf16": 30,

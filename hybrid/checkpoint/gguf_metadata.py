@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from hybrid.checkpoint.base import Checkpoint
 from hybrid.checkpoint.families import FAMILIES
 from hybrid.checkpoint.gguf_tokenizer import padding_piece
-from hybrid.merges import with_scores
-from hybrid.tokenizer import NORMAL, SPACE, UNUSED, USER_DEFINED, Tokenizer
+from hybrid.text.merges import with_scores
+from hybrid.text.tokenizer import NORMAL, SPACE, UNUSED, USER_DEFINED, Tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

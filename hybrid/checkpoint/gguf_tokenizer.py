@@ -12,7 +12,7 @@ from typing import Any
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.tokenizer_json import BYTE_PIECES
-from hybrid.tokenizer import (
+from hybrid.text.tokenizer import (
     BYTE,
     MARKERS,
     NORMAL,

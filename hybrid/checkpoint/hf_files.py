@@ -6,8 +6,8 @@ from typing import Any
 
 from hybrid.checkpoint.base import Checkpoint
 from hybrid.checkpoint.families import Family
-from hybrid.tokenizer import CONTROL, UNKNOWN, USER_DEFINED
-from hybrid.units import shortest
+from hybrid.core.units import shortest
+from hybrid.text.tokenizer import CONTROL, UNKNOWN, USER_DEFINED
 
 TOKENIZER_FILES = (
     "tokenizer.model",

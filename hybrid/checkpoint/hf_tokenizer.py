@@ -11,7 +11,7 @@ from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.files import exists, read_json
 from hybrid.checkpoint.sentencepiece_file import read_sentencepiece
 from hybrid.checkpoint.tokenizer_json import read_tokenizer_json
-from hybrid.tokenizer import CONTROL, MARKERS, Tokenizer, TokenizerError, Vocabulary
+from hybrid.text.tokenizer import CONTROL, MARKERS, Tokenizer, TokenizerError, Vocabulary
 
 _ROLES = ("bos", "eos", "pad", "unk")
 

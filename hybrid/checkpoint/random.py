@@ -18,14 +18,14 @@ import numpy as np
 from hybrid.checkpoint.base import Checkpoint, Entry, Generation
 from hybrid.checkpoint.families import is_norm
 from hybrid.checkpoint.gemma3 import tensors
-from hybrid.hparams import HParams
-from hybrid.spec.dtypes import DTYPES, WEIGHT_TYPES
-from hybrid.spec.errors import nearest
+from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
+from hybrid.core.errors import nearest
+from hybrid.core.hparams import HParams
+from hybrid.core.tensor import Packed, Tensor
+from hybrid.quant.blocks import ORDER
+from hybrid.quant.codec import from_ggml
 from hybrid.spec.model import find_model
-from hybrid.spec.tensor import Packed, Tensor
-from hybrid.tokenizer import NORMAL, SPACE, Tokenizer
-from kernels.oracle.blocks import ORDER
-from kernels.oracle.quant import from_ggml
+from hybrid.text.tokenizer import NORMAL, SPACE, Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-gemma3-q8_0.gguf"
 PIECES = 262144  # of Gemma 3's tokenizer; its embedding has a few rows more

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.files import read_file
-from hybrid.tokenizer import NORMAL, TokenizerError, Vocabulary
+from hybrid.text.tokenizer import NORMAL, TokenizerError, Vocabulary
 
 BPE = 2
 _MAX_BYTES = 1 << 26  # Gemma's has 4.7 MB

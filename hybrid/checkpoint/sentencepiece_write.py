@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 
-from hybrid.merges import with_scores
-from hybrid.tokenizer import UNKNOWN, Vocabulary
+from hybrid.text.merges import with_scores
+from hybrid.text.tokenizer import UNKNOWN, Vocabulary
 
 _BPE = 2
 

@@ -15,7 +15,7 @@ from typing import Any
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.files import parse_json, read_file
-from hybrid.tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, TokenizerError, Vocabulary
+from hybrid.text.tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, TokenizerError, Vocabulary
 
 MAX_BYTES = 256 << 20
 BYTE_PIECES = tuple(f"<0x{b:02X}>" for b in range(256))

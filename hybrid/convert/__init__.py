@@ -17,7 +17,7 @@ from hybrid.convert.blocks import default_jobs
 from hybrid.convert.kinds import CLASSES, SAME, Types, Wanted, main_type, plan_types
 from hybrid.convert.shards import fill, tensor_sizes
 from hybrid.convert.unfinished import remove_stale
-from hybrid.units import show_bytes
+from hybrid.core.units import show_bytes
 
 __all__ = ["CLASSES", "SAME", "Report", "Wanted", "convert", "planned"]
 

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hybrid.cli import Parser, positive, run, size, terminable
+from hybrid.cli.progress import progress_bar
 from hybrid.convert import Format
 from hybrid.convert.kinds import CLASSES, SAME, Wanted, grouped
-from hybrid.progress import progress_bar
-from hybrid.spec.dtypes import WEIGHT_TYPES, WRITABLE_TYPES
+from hybrid.core.dtypes import WEIGHT_TYPES, WRITABLE_TYPES
 
 EXIT = "Exit codes: 0, 1 error (nothing was written), 2 wrong usage, 129 hung up, 130 interrupted, 143 terminated."
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
 from hybrid.checkpoint.families import is_norm
-from hybrid.spec.dtypes import DTYPES
-from kernels.oracle.quant import dequantise, quantise, row_blocks, to_ggml
+from hybrid.core.dtypes import DTYPES
+from hybrid.quant.codec import dequantise, quantise, row_blocks, to_ggml
 
 BLOCK_ELEMENTS = 1 << 22  # 16 MB in float32
 MAX_JOBS = 8  # beyond that the disk, or the hashing of what is written, is the limit

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybrid.checkpoint import CheckpointError
-from hybrid.spec.dtypes import DTYPES, WRITABLE_TYPES
+from hybrid.core.dtypes import DTYPES, WRITABLE_TYPES
 
 SAME = "same"
 """Wanted type that keeps what the source has."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from hybrid.checkpoint import Checkpoint
 from hybrid.convert.blocks import encoded
-from hybrid.spec.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES
 
 Seal = Callable[[Path, Mapping[str, str]], None]
 

@@ -15,7 +15,7 @@ from hybrid.checkpoint import Checkpoint, CheckpointError
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.convert.atomic import atomic_files
 from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
-from hybrid.spec.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES
 
 if TYPE_CHECKING:  # the import takes a quarter of a second
     from gguf import GGUFWriter

@@ -19,7 +19,7 @@ from hybrid.checkpoint.gguf_split import check_parts, part_paths
 from hybrid.checkpoint.safetensors_file import read_safetensors
 from hybrid.convert import to_gguf, to_hf
 from hybrid.convert.shards import digest_of
-from hybrid.spec.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES
 
 _PIECE = 1 << 22
 _MAX_FILE = 1 << 30

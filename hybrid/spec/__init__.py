@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid.spec.errors import SpecError
+    from hybrid.core.errors import SpecError
     from hybrid.spec.op import SPECS_DIR, OpSpec, load_op, load_ops
 
 __all__ = ["SPECS_DIR", "OpSpec", "SpecError", "load_op", "load_ops"]
@@ -17,7 +17,7 @@ __all__ = ["SPECS_DIR", "OpSpec", "SpecError", "load_op", "load_ops"]
 
 def __getattr__(name: str) -> Any:
     if name == "SpecError":
-        from hybrid.spec.errors import SpecError
+        from hybrid.core.errors import SpecError
 
         return SpecError
     if name in __all__:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import Parser
+from hybrid.core.errors import SpecError
+from hybrid.core.places import in_clone, pages_root
 from hybrid.spec import docs
-from hybrid.spec.errors import SpecError
 from hybrid.spec.op import SPECS_DIR, OpSpec, load_op, load_ops
-from hybrid.spec.places import in_clone, pages_root
 
 EXIT = "exit status: 0 fine, 1 a spec is wrong or a generated file is stale, 2 wrong usage"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hybrid.spec.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.plan import Plan, Step
 from hybrid.spec.op import load_ops
-from hybrid.spec.plan import Plan, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from hybrid.spec.errors import SpecError, nearest
+from hybrid.core.errors import SpecError, nearest
 from hybrid.spec.load import ROOT, Model, load_toml
 from hybrid.spec.npusheet import Npu
 from hybrid.spec.schedule import Capability

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hybrid.spec.errors import SpecError
+from hybrid.core.errors import SpecError
 from hybrid.spec.fields import (
     EDGE_VALUES,
     FEATURES,

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.errors import FieldError, nearest
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.errors import FieldError, nearest
 from hybrid.spec.expr import RESERVED, Expr
 from hybrid.spec.load import Model
 

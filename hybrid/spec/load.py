@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hybrid.spec.errors import FieldError, SpecError, nearest
+from hybrid.core.errors import FieldError, SpecError, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybrid.hparams import HParams
-from hybrid.spec.errors import SpecError, nearest
+from hybrid.core.errors import SpecError, nearest
+from hybrid.core.hparams import HParams
 from hybrid.spec.load import ROOT, Model, load_toml
 
 SHEETS = ROOT / "specs" / "models"
@@ -26,7 +26,7 @@ class ModelHead(Model):
 
 
 class Shape(Model):
-    """As hybrid.hparams.HParams, with the layers' kinds by period and the attention scale as configs write it."""
+    """As hybrid.core.hparams.HParams, with the layers' kinds by period and the attention scale as configs write it."""
 
     n_layers: Positive
     hidden: Positive

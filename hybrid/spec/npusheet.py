@@ -1,6 +1,6 @@
 """The [npu] table of a device sheet: what one tile of each kind has, the fields of its buffer descriptors, and rates.
 
-Every number carries its source. kernels/npu/check.py refuses a design beyond these limits; perf/npu.py computes from the rates.
+Every number carries its source. kernels/npu/check.py refuses a design beyond these limits; perf.npu computes from the rates.
 """
 
 from __future__ import annotations

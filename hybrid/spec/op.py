@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 
-from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.errors import SpecError, nearest
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.errors import SpecError, nearest
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import (
     Attribute,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hybrid.spec.errors import FieldError, SpecError, nearest
+from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import EDGE_VALUES
 

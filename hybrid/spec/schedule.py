@@ -1,5 +1,5 @@
 """Schedules: a model family as data. Which operation runs in which layers and phases, on which device, with what
-activation precision. A schedule names things; hybrid.planner binds it to a checkpoint and checks every edge."""
+activation precision. A schedule names things; hybrid.planning.planner binds it to a checkpoint and checks every edge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from hybrid.spec.dtypes import ACTIVATION_TYPES, DTYPES
+from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES
 from hybrid.spec.expr import Expr
 from hybrid.spec.load import ROOT, Model, load_toml
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybrid.spec.errors import SpecError
+from hybrid.core.errors import SpecError
 from hybrid.spec.expr import Expr, ExprError
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from hybrid.spec.errors import FieldError, SpecError, nearest
+from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.load import Model, load_toml, shown_path
 

@@ -1,7 +1,7 @@
 """python -m kernels.npu.check [NAME ...]: what each design takes of every tile, and what is beyond the hardware's limits.
 
 Every limit is a number of specs/devices/phoenix-npu.toml. A design that breaks none may still be slow or deadlock:
-perf/npu.py and interpreter.py are for that.
+perf.npu and interpreter.py are for that.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from hybrid.cli import Parser, run
+from hybrid.core.errors import SpecError
 from hybrid.spec.devicesheet import find_sheet
-from hybrid.spec.errors import SpecError
 from hybrid.spec.npusheet import Npu, TileLimits
 from kernels.npu.design import CORE, Array, Design, Dims, Finish, Kernel, Tile, Worker
 from kernels.npu.lower import Lowered, lower

@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.spec import places
+from hybrid.core import places
 from kernels.npu.catalogue import AIE, Arg, Entry, Number, entries, find
 
 HOSTAPI = Path(__file__).resolve().parent / "hostapi"

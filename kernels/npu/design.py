@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hybrid.spec.errors import nearest
+from hybrid.core.errors import nearest
 
 # bf16 travels as its 16 raw bits; 4-bit codes travel as bytes of two.
 DTYPES: dict[str, np.dtype] = {

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.spec.device import Program, StepTime
-from hybrid.spec.hostmemory import Exported, over
-from hybrid.spec.plan import Plan, TensorDecl
-from hybrid.spec.tensor import Source, Tensor
+from hybrid.core.device import Program, StepTime
+from hybrid.core.hostmemory import Exported, over
+from hybrid.core.plan import Plan, TensorDecl
+from hybrid.core.tensor import Source, Tensor
 from kernels.npu.artefact import ArtefactError, find
 from kernels.npu.build import build_npu, build_sim, default_folder, tools
 from kernels.npu.design import Design
@@ -30,7 +30,7 @@ from kernels.oracle.device import CpuDevice
 
 
 class NpuDevice(CpuDevice):
-    """hybrid.spec.device.Device. kind: `npu`, or `sim` for the simulator. folder: built designs (default: the cache folder).
+    """hybrid.core.device.Device. kind: `npu`, or `sim` for the simulator. folder: built designs (default: the cache folder).
 
     Raises NpuUnavailable where there is no NPU or no XRT. Steps of operations without a design are refused by compile()."""
 

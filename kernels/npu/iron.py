@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hybrid.spec.errors import nearest
+from hybrid.core.errors import nearest
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hybrid.spec.tensor import Tensor
+from hybrid.core.tensor import Tensor
+from hybrid.quant.codec import dequantise
 from kernels.npu.attend import attention, attention_i8
 from kernels.npu.design import Design
 from kernels.npu.designs import gemm_blocks, gemm_i8, rmsnorm_bf16
@@ -20,7 +21,6 @@ from kernels.npu.designs.rmsnorm import CORES, Norm
 from kernels.npu.layout import bf16, int8_rows, padded, real, two_parts
 from kernels.npu.tiles import tile_weights
 from kernels.npu.xrt import Job
-from kernels.oracle.quant import dequantise
 
 # (m, k, n) of a core's tile: for few rows or columns, and for prefill.
 TILES: dict[Weights, tuple[tuple[int, int, int], ...]] = {

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.spec.hostmemory import NotShareable
+from hybrid.core.hostmemory import NotShareable
 from kernels.npu.artefact import KERNEL, fabric_digest, find, stream_digest
 from kernels.npu.check import npu_limits
 from kernels.npu.design import DTYPES, Design

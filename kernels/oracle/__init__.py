@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.spec.tensor import Tensor
+from hybrid.core.tensor import Tensor
+from hybrid.quant.codec import Real, Value, argument, encode
 from kernels.oracle import attention, embedding, ffn, integer, linear, norm, sampling
-from kernels.oracle.quant import Real, Value, argument, encode
 
 __all__ = ["ORACLE", "argument", "call", "encoded"]
 

@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.spec.device import Counters
-from hybrid.spec.hostmemory import NotShareable
-from hybrid.spec.plan import ALIGN, Plan, TensorDecl
-from hybrid.spec.tensor import Packed, Rows, Source, Tensor, unpacked
+from hybrid.core.device import Counters
+from hybrid.core.hostmemory import NotShareable
+from hybrid.core.plan import ALIGN, Plan, TensorDecl
+from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
+from hybrid.quant.codec import Value, copy_rows, dequantise, joined, runs
 from kernels.oracle import ORACLE
 from kernels.oracle.memory import Guarded, Slabs, aligned, in_memory, place, usable_bytes
 from kernels.oracle.program import CpuProgram
-from kernels.oracle.quant import Value, copy_rows, dequantise, joined, runs
 from kernels.oracle.threads import BlasThreads
 
 
 class CpuDevice:
-    """hybrid.spec.device.Device on NumPy.
+    """hybrid.core.device.Device on NumPy.
 
     memory: bytes for all tensors (default: usable_bytes() now).
     memory_budget: bytes of it for float32 copies of weights (default: half).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.oracle.quant import Real, Value, dequantise, take
+from hybrid.quant.codec import Real, Value, dequantise, take
 
 
 def embed(*, tokens: np.ndarray, w: Value, scale: float, real: Real = np.float64) -> tuple[np.ndarray]:

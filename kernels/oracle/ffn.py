@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybrid.spec.tensor import Tensor
+from hybrid.core.tensor import Tensor
+from hybrid.quant.codec import Real, Value, argument, round_into
 from kernels.oracle.linear import linear
-from kernels.oracle.quant import Real, Value, argument, round_into
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:

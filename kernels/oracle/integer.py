@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybrid.spec.tensor import Tensor
-from kernels.oracle.quant import Real, Value, dequantise
+from hybrid.core.tensor import Tensor
+from hybrid.quant.codec import Real, Value, dequantise
 
 
 def matmul_i8(x: np.ndarray, w: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]:

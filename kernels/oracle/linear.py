@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy import matmul
 
-from hybrid.spec.dtypes import QUANTISED_TYPES
-from hybrid.spec.tensor import Tensor
-from kernels.oracle.blocks import factors, integers
-from kernels.oracle.quant import BLOCK, Real, Value, dequantise, row_blocks, rows, take
+from hybrid.core.dtypes import QUANTISED_TYPES
+from hybrid.core.tensor import Tensor
+from hybrid.quant.blocks import factors, integers
+from hybrid.quant.codec import BLOCK, Real, Value, dequantise, row_blocks, rows, take
 
 _SCRATCH = 1 << 22  # elements of a weight dequantised at once
 
@@ -63,7 +63,7 @@ def quantize_act(*, x: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]
 
 def integer_dots(x: Tensor, w: Tensor) -> np.ndarray:
     """int32 [T, N, groups]: for each group of elements that share a scale (16 of q6_k, 32 of the other types) the dot of
-    x's int8 codes (q8_act [T,K]) with w's integers [N,K] (kernels.oracle.blocks; of q4_0 the nibbles, unsigned).
+    x's int8 codes (q8_act [T,K]) with w's integers [N,K] (hybrid.quant.blocks; of q4_0 the nibbles, unsigned).
     Uses float32 products: no sum exceeds 32 * 128 * 128 < 2**24, so they are exact."""
     if x.dtype != "q8_act" or w.dtype not in QUANTISED_TYPES or x.shape[-1] != w.shape[-1]:
         got = f"{x.dtype} {x.shape}, {w.dtype} {w.shape}"

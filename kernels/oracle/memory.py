@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.plan import ALIGN, TensorDecl
-from hybrid.spec.tensor import Packed, Rows, Tensor
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.plan import ALIGN, TensorDecl
+from hybrid.core.tensor import Packed, Rows, Tensor
 
 _PATTERN = 0xA5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.oracle.quant import Real
+from hybrid.quant.codec import Real
 
 
 def rms(x: np.ndarray, eps: float) -> np.ndarray:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid.spec.device import StepTime
-from hybrid.spec.plan import CONTROL, Plan, Step
-from hybrid.spec.tensor import Packed, Rows, Tensor
+from hybrid.core.device import StepTime
+from hybrid.core.plan import CONTROL, Plan, Step
+from hybrid.core.tensor import Packed, Rows, Tensor
+from hybrid.quant.codec import argument, round_into
 from kernels.oracle.memory import Guarded
-from kernels.oracle.quant import argument, round_into
 from kernels.oracle.threads import seconds_alone
 
 if TYPE_CHECKING:

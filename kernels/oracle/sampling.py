@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybrid.spec.plan import NOT_FINITE
-from kernels.oracle.quant import Real
+from hybrid.core.plan import NOT_FINITE
+from hybrid.quant.codec import Real
 
 _GOLDEN = np.uint32(0x9E3779B9)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hybrid.spec.errors import DeviceLost
+from hybrid.core.errors import DeviceLost
 
 vk: Any = None
 lib: Any = None

@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from hybrid.core.plan import Plan
 from hybrid.spec.cost import Cost, step_cost
 from hybrid.spec.devicesheet import sheet_for
 from hybrid.spec.op import load_ops
-from hybrid.spec.plan import Plan
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.instance import DeviceInfo
 

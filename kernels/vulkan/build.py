@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import Parser
-from hybrid.progress import progress_bar
-from hybrid.spec.errors import nearest
-from hybrid.spec.places import in_clone
+from hybrid.cli.progress import progress_bar
+from hybrid.core.errors import nearest
+from hybrid.core.places import in_clone
 from kernels.vulkan.spirv import inspect, strip_source
 
 if sys.version_info >= (3, 11):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid.spec.plan import Step
+from hybrid.core.plan import Step
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.tensors import DeviceTensor
 

@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybrid.core.plan import Plan, TensorDecl
 from hybrid.spec.cost import Cost
-from hybrid.spec.plan import Plan, TensorDecl
 from kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
 from kernels.vulkan.instance import DeviceInfo, list_devices
 from kernels.vulkan.kernel import Kernel, KernelCache, most_polls
@@ -50,7 +50,7 @@ def open_device(selector: str = "auto", **options: Any) -> VulkanDevice:
 
 
 class VulkanDevice(Storage):
-    """hybrid.spec.device.Device on Vulkan; also what bindings see as `rec.device`.
+    """hybrid.core.device.Device on Vulkan; also what bindings see as `rec.device`.
 
     selector: as in open_device. spirv: another folder of built kernels. bindings: other bindings by operation.
     max_range: a lower limit (bytes) on one storage buffer, above which weights are split. guard: bytes of a pattern

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from hybrid.spec.plan import Plan, TensorDecl
+from hybrid.core.plan import Plan, TensorDecl
 from kernels.vulkan.features import Report, choose_subgroup
 from kernels.vulkan.kernel import SPIRV, Kernel, most_polls
 from kernels.vulkan.memory import Buffer, Slice

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.spec.hostmemory import NotShareable, pages, whole_pages
+from hybrid.core.hostmemory import NotShareable, pages, whole_pages
 from kernels.vulkan.api import check, ffi, lib, vk
 from kernels.vulkan.memory import Buffer, Memory, Slice
 

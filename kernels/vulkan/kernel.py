@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.spec.places import cache_folder
+from hybrid.core.places import cache_folder
 from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
 from kernels.vulkan.features import CAPABILITIES, Report, can_choose_subgroup
 from kernels.vulkan.spirv import ModuleInfo, inspect

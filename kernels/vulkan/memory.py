@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.spec.device import Counters
-from hybrid.spec.plan import ALIGN
+from hybrid.core.device import Counters
+from hybrid.core.plan import ALIGN
 from kernels.vulkan.api import OutOfDeviceMemory, check, ffi, lib, vk
 from kernels.vulkan.features import Limits
 

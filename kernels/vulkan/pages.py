@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybrid.spec.plan import Plan
+from hybrid.core.plan import Plan
 from kernels.vulkan import runs
 from kernels.vulkan.memory import MIB, Slice
 from kernels.vulkan.recorder import Recorder

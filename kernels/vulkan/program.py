@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybrid.core.device import StepTime
+from hybrid.core.plan import Plan
 from hybrid.spec.cost import Cost
-from hybrid.spec.device import StepTime
-from hybrid.spec.plan import Plan
 from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
 from kernels.vulkan.bounds import declared
 from kernels.vulkan.clock import host_seconds
@@ -228,7 +228,7 @@ class Program:
         return found
 
     def began(self) -> float | None:
-        """See hybrid.spec.device.Program."""
+        """See hybrid.core.device.Program."""
         if self.queries is None or not self.ticket:
             return None
         return host_seconds(self.device, int(self._stamps()[0]))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid.spec.plan import CONTROL
+from hybrid.core.plan import CONTROL
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.kernel import Kernel
 from kernels.vulkan.memory import Buffer, Slice, align_up

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.tensor import Packed
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.tensor import Packed
 from kernels.vulkan.api import VulkanError, VulkanLost, check, ffi, lib, vk
 from kernels.vulkan.kernel import Kernel
 from kernels.vulkan.memory import MIB, Memory, Slice, align_up

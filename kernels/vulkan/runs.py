@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybrid.spec.plan import Step
+from hybrid.core.plan import Step
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor
 

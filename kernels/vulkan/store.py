@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from hybrid.spec.device import Counters
-from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.hostmemory import NotShareable
-from hybrid.spec.plan import TensorDecl
-from hybrid.spec.tensor import Packed, Source, Tensor, unpacked
+from hybrid.core.device import Counters
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.hostmemory import NotShareable
+from hybrid.core.plan import TensorDecl
+from hybrid.core.tensor import Packed, Source, Tensor, unpacked
 from kernels.vulkan.hostmemory import import_fd, import_pages
 from kernels.vulkan.memory import Memory, Slice, align_up
 from kernels.vulkan.repack import Loader, takes

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.plan import TensorDecl
-from hybrid.spec.tensor import Tensor
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.plan import TensorDecl
+from hybrid.core.tensor import Tensor
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.memory import Slice
 

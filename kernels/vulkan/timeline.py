@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from hybrid.core.device import Counters
 from hybrid.spec.cost import Cost
-from hybrid.spec.device import Counters
 from kernels.vulkan.api import (
     ForkedDevice,
     VulkanError,

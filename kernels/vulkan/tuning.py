@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from hybrid.spec.errors import FieldError, SpecError, nearest
+from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.spec.load import Model, load_toml, shown_path
 from kernels.vulkan.features import Report
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from hybrid.spec.errors import nearest
+from hybrid.core.errors import nearest
 from kernels.npu.design import Design
 from kernels.npu.designs.attention import CORES, Attention, Scores, attention
 from kernels.npu.designs.gemm import Gemm, gemm

@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from hybrid.spec.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES
 from kernels.vulkan.kernel import Kernel
 from kernels.vulkan.memory import Slice
 from kernels.vulkan.recorder import GridAxis, Live, Recorder

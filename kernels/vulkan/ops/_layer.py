@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybrid.spec.plan import CONTROL, Step
+from hybrid.core.plan import CONTROL, Step
 from kernels.vulkan.memory import Slice
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hybrid.spec.plan import Step
+from hybrid.core.plan import Step
 from kernels.vulkan.cache import cache_layout
 from kernels.vulkan.ops import _layer
 from kernels.vulkan.ops.attention import two_parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from hybrid.spec.plan import CONTROL
+from hybrid.core.plan import CONTROL
 from kernels.vulkan.memory import Slice
 from kernels.vulkan.ops._gemm import Grid, gemm, unit, wide
 from kernels.vulkan.recorder import Live, Recorder

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid.spec.plan import Step
+from hybrid.core.plan import Step
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.cache import CacheLayout, cache_layout
 from kernels.vulkan.memory import Slice

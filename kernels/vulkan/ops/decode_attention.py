@@ -11,8 +11,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hybrid.spec.dtypes import DTYPES
-from hybrid.spec.plan import Step
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.plan import Step
 from kernels.vulkan.api import VulkanError
 from kernels.vulkan.cache import cache_layout
 from kernels.vulkan.ops.attention import OUTPUTS, record_combine, two_parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybrid.spec.plan import Step
+from hybrid.core.plan import Step
 from kernels.vulkan.ops._gemm import unpack
 from kernels.vulkan.recorder import Recorder
 from kernels.vulkan.tensors import DeviceTensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from hybrid.spec.plan import Step
+from hybrid.core.plan import Step
 from kernels.vulkan.memory import Slice
 from kernels.vulkan.ops._gemm import unit, wide
 from kernels.vulkan.recorder import Live, Recorder

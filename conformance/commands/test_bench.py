@@ -1,0 +1,212 @@
+"""python -m hybrid.bench: what it prints, what it counts, what it is compared with, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from conformance.support.devices import BACKENDS, own_memory
+from conformance.support.models import MODELS
+from conformance.support.synthetic import tiny, write_hf
+from hybrid.bench import __main__ as bench
+from hybrid.bench.ceiling import ceiling, impossible
+from hybrid.bench.measure import Bench, Row
+from hybrid.bench.probe import Probes, probe
+from hybrid.bench.report import text
+from hybrid.engine.engine import Engine
+from hybrid.planning.cost import Cost, plan_cost
+from hybrid.spec.devicesheet import DeviceSheet, find_sheet
+from hybrid.spec.load import validate
+from kernels.oracle.device import CpuDevice
+
+pytestmark = pytest.mark.slow
+
+SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "-r", "2", "-n", "4", "-p", "5,9"]
+PROBES = Probes(3000.0, "copy", 500.0, "matrix", {})
+ROW = Row("decode", 10, 0, 1, 10, (0.1, 0.2, 0.4), 10**12, 10**12, {"dispatches": 1.0, "barriers": 1.0})
+KEYS = {"schema", "command", "device", "driver", "kernels", "model", "schedule", "precision", "weights_bytes", "context", "chunk",
+        "tokens_per_submit", "deterministic", "load_seconds", "probes", "ceiling", "results", "errors"}  # fmt: skip
+RESULT = {"test", "phase", "n", "depth", "batch", "tokens", "seconds", "tokens_per_second", "mean", "spread", "gb_per_second",
+          "share_of_copy", "tflops", "share_of_matrix", "host_us_per_token", "per_pass"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def known_probes(monkeypatch):
+    """A probe takes a second: one test measures it, the others are told."""
+    monkeypatch.setattr("hybrid.bench.probe.probe", lambda device: PROBES)
+    monkeypatch.setattr("hybrid.spec.devicesheet.sheet_for", lambda name: None)
+
+
+def sheet(**peak: float) -> DeviceSheet:
+    figures = {k: {"value": v, "provenance": "published", "source": "made up"} for k, v in peak.items()}
+    head = {"name": "tiny", "kind": "cpu", "match": "."}
+    return validate("tiny.toml", {"schema": 1, "device": head, "peak": figures}, DeviceSheet)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_json_has_every_test_and_what_the_device_counted(devices, capsys, backend):
+    devices.get(backend)  # skips where there is no Vulkan
+    options = ["--device", backend, "--ctx-depth", "0,20", "--batch-size", "2", "--tokens-per-submit", "2", "--json"]
+    assert bench.main([*SMALL, *options]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert set(out) == KEYS and out["device"].startswith(backend) and out["driver"] and not out["errors"]
+    assert out["weights_bytes"] > 0 and out["command"].startswith("python -m hybrid.bench --random gemma3-270m")
+    names = [f"{t} @ {d} x 2" for d in (0, 20) for t in ("prefill 5", "prefill 9")]
+    names += [f"decode 4 @ {d} x 2" for d in (0, 20)]
+    assert [r["test"] for r in out["results"]] == names
+    for r in out["results"]:
+        assert set(r) == RESULT and len(r["seconds"]) == 2 and r["tokens"] == 2 * r["n"]
+        assert r["tokens_per_second"] == pytest.approx(sum(r["tokens"] / s for s in r["seconds"]) / 2)
+        assert r["share_of_copy"] == pytest.approx(r["gb_per_second"] / 3000)
+        assert r["per_pass"]["allocations"] == r["per_pass"]["recordings"] == 0
+        if r["phase"] == "decode":
+            assert r["per_pass"]["submits"] == 0.5 and (r["host_us_per_token"] is None) == (backend == "cpu")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backend):
+    devices.get(backend)
+    assert bench.main([*SMALL, "--device", backend]) == 0
+    out = capsys.readouterr().out
+    for part in (backend, "measured", "gemma3-270m (random)", "copy 3000.0 GB/s", "prefill 5 @ 0", "decode 4 @ 0", "copy probe"):
+        assert part in out, out
+
+
+@pytest.mark.parametrize(("options", "context"), [
+    (["-p", "9", "-n", "4", "--ctx-depth", "0,20"], 29),
+    (["-p", "3", "-n", "7", "--ctx-depth", "0,12"], 20),  # what is chosen last is read from a position of its own
+    (["-p", "5", "-n", "40"], 43),  # decoding begins with two tokens
+    (["-p", "5,9", "-n", "0"], 9),
+])  # fmt: skip
+def test_the_context_holds_the_longest_test(capsys, monkeypatch, options, context):
+    monkeypatch.setattr(bench, "_rows", lambda args, engine: [ROW])
+    assert bench.main([*SMALL[:6], "-r", "1", "--device", "cpu", "--json", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["context"] == context
+
+
+def test_a_file_is_measured_too(tmp_path, capsys):
+    folder = write_hf(tmp_path / "m", tiny())
+    assert bench.main([str(folder), "--device", "cpu", "-p", "3", "-n", "0", "-r", "1", "--json", "--deterministic"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert [r["test"] for r in out["results"]] == ["prefill 3 @ 0"] and out["deterministic"]
+
+
+def test_a_figure_above_the_nameplate_is_an_error_that_names_it(monkeypatch, capsys):
+    monkeypatch.setattr("hybrid.spec.devicesheet.sheet_for", lambda name: sheet(bandwidth_gb_s=1e-6, f32_tflops=1e6))
+    assert bench.main([*SMALL, "--device", "cpu", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("error: the measurement is wrong: copy probe: 3000 GB/s is above the 1e-06 of tiny; prefill 5 @ 0: ")
+    assert len(json.loads(out)["errors"]) == 4  # the probe and three tests
+
+
+def test_a_run_that_consumed_another_number_of_tokens_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(Bench, "_consumed", lambda self, start: 4)
+    assert bench.main([*SMALL, "--device", "cpu"]) == 1
+    assert "error: prefill 5 @ 0: the device consumed 4 tokens, 5 were asked for" in capsys.readouterr().err
+
+
+def test_a_token_that_is_none_is_an_error(devices):
+    from hybrid.checkpoint.random import random_checkpoint
+
+    engine = Engine(random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), ctx=32, n_tokens=64)
+    made = Bench(engine, 1)
+    made.prefill(5, 0)
+    engine.device.whole("history").array[0, 5] = 64
+    with pytest.raises(RuntimeError, match=r"chose \[.*64\] for slot 0"):
+        made._consumed(0)
+
+
+def test_bytes_and_operations_are_the_plans(devices):
+    from hybrid.checkpoint.random import random_checkpoint
+
+    engine = Engine(random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), ctx=64, n_tokens=64, chunk=8)
+    made = Bench(engine, 1)
+    row, one = made.decode(6, 20), plan_cost(engine.plan("decode", 1, 1), 23)
+    assert (row.flops, row.nbytes) == (6 * one.flops, 6 * one.nbytes)
+    row, whole = made.prefill(12, 0), Cost()
+    for rows, outs, context in ((8, 0, 5), (4, 1, 11)):
+        whole += plan_cost(engine.plan("prefill", rows, outs), context)
+    assert (row.flops, row.nbytes) == (whole.flops, whole.nbytes)
+    assert row.counted["submits"] == 1
+
+
+def test_shares_are_of_the_probe_once_it_is_good_enough_else_of_the_sheet():
+    h200 = find_sheet("h200")
+    good, poor = Probes(4300.0, "c", 600.0, "m", {}), Probes(3200.0, "c", None, "none", {})
+    assert (ceiling(good, h200).gb_s, ceiling(good, h200).tflops) == (4300.0, 600.0)
+    assert "the copy probe of this run" in ceiling(good, h200).of_bytes
+    assert ceiling(poor, h200).gb_s == 4800 and "the copy probe reached 3200 GB/s, others 4300" in ceiling(poor, h200).of_bytes
+    assert ceiling(poor, h200).tflops == 989 and "no matrix probe" in ceiling(poor, h200).of_flops
+    assert ceiling(poor, None).gb_s == 3200 and ceiling(poor, None).tflops is None
+    assert ceiling(poor, None).share_of_flops(ROW) is None
+
+
+def test_impossible_figures_of_either_kind_are_found():
+    assert ROW.tokens_per_second == 50 and ROW.gb_per_second == 5000 and ROW.tflops == 5
+    assert impossible([ROW], PROBES, None) == [] == impossible([ROW], PROBES, sheet())
+    assert impossible([ROW], PROBES, find_sheet("h200")) == ["decode 10 @ 0: 5000 GB/s is above the 4800 of NVIDIA H200"]
+    found = impossible([ROW], PROBES, sheet(f16_tflops=2, int8_tops=4))
+    assert found == ["copy probe: 500 TFLOPS is above the 4 of tiny", "decode 10 @ 0: 5 TFLOPS is above the 4 of tiny"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_test_may_end_where_the_context_ends(devices, capsys, backend):
+    """The demonstration model's 2048 positions: the last token of a prompt, and the last that decoding chooses."""
+    devices.get(backend)
+    model = [str(MODELS / "demo-gemma3-q8_0.gguf"), "--device", backend, "-r", "1", "--json"]
+    for phase, n in (("prefill", 4), ("decode", 3)):
+        test = [["-p", "0", "-n"], ["-n", "0", "-p"]][phase == "prefill"]
+        ends, beyond = ([*test, str(k), "--ctx-depth", "2044"] for k in (n, n + 1))
+        assert bench.main([*model, *ends]) == 0
+        assert json.loads(capsys.readouterr().out)["context"] == 2048
+        assert bench.main([*model, *beyond]) == 1
+        assert "need 2049 positions: the model was made for 2048" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_probes_measure_and_give_their_memory_back(devices, backend):
+    device = devices.get(backend)
+    before = dict(device.memory())
+    found = probe(device)
+    assert found.copy_gb_s == max(found.variants[n] for n in found.variants if "copy" in n) > 0
+    after = dict(device.memory())
+    if own_memory(device):  # its first transfer makes staging memory, which stays
+        before.pop("staging"), after.pop("staging")
+    assert after == before
+    device.reset()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        ([], 2, "name a MODEL, or give --random NAME: one of the two"),
+        (["a.gguf", "--random", "gemma3-1b"], 2, "name a MODEL, or give --random NAME: one of the two"),
+        (["a.gguf", "--head", "q8_0"], 2, "--head belongs to --random"),
+        (["a.gguf", "--type", "q8_0"], 2, "--type belongs to --random"),
+        (["none.gguf"], 1, "none.gguf: no such file or directory"),
+        (["--random", "gemma3-1"], 1, "did you mean 'gemma3-1b'?"),
+        ([*SMALL, "-p", "x"], 2, "'x' is no list of counts such as 512,2048"),
+        ([*SMALL, "-r", "0"], 2, "'0' is not a positive number"),
+        ([*SMALL, "-p", "0", "-n", "0"], 2, "nothing to measure"),
+        ([*SMALL, "--ctx-depth", "32768"], 1, "the model was made for 32768"),
+        ([*SMALL, "--device", "gpu9"], 1, "gpu9"),
+    ],
+)
+def test_errors_are_one_line(capsys, options, code, says):
+    try:
+        found = bench.main([*options, "--device", "cpu"] if "--device" not in options else options)
+    except SystemExit as end:
+        found = end.code
+    err = capsys.readouterr().err
+    assert found == code and says in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_the_text_shows_what_is_not_known_as_a_dash():
+    from hybrid.bench.report import as_dict
+
+    about = {"device": "d", "driver": "v", "model": "m", "weights_bytes": 1, "load_seconds": 1.0,
+             "precision": {"weights": ["q4_0"], "activations": ["f32"], "kv": ["f16"]}}  # fmt: skip
+    bare = Probes(1.0, "c", None, "none", {})
+    lines = text(as_dict(about, [ROW], bare, ceiling(bare, None), [])).splitlines()
+    assert "no matrix units" in lines[2] and lines[-1].split().count("-") == 2

@@ -1,0 +1,398 @@
+"""Chat: templates as Gemma's, bounded, with nothing smuggled in; sessions; the conversation at a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hybrid
+from conformance.support.paths import DEMO
+from conformance.support.synthetic import tiny, write_hf
+from hybrid import generate
+from hybrid.checkpoint import open_checkpoint
+from hybrid.engine.engine import Engine
+from hybrid.engine.kv import ContextExceeded
+from hybrid.generate.chat_loop import Conversation, Options
+from hybrid.text import chat
+from hybrid.text.chat_template import ChatError, expand, expand_apart
+from hybrid.text.tokenizer import CONTROL, Tokenizer
+from kernels.oracle.device import CpuDevice
+
+
+@cache
+def demo() -> Tokenizer:
+    return open_checkpoint(DEMO).tokenizer
+
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief. "},
+    {"role": "user", "content": " hi\n"},
+    {"role": "assistant", "content": [{"type": "text", "text": " a "}, {"type": "text", "text": "b"}]},
+    {"role": "user", "content": "{{ x }}"},
+]
+
+
+def test_chat_is_rendered_as_gemma_does() -> None:
+    assert chat.render(MESSAGES) == (
+        "<bos><start_of_turn>user\nBe brief. \n\nhi<end_of_turn>\n<start_of_turn>model\nab<end_of_turn>\n"
+        "<start_of_turn>user\n{{ x }}<end_of_turn>\n<start_of_turn>model\n"
+    )
+    ids = chat.encode(demo(), MESSAGES)
+    assert ids.count(2) == 1 and ids[:2] == [2, 4] and ids[-1] == 6
+    assert chat.encode(demo(), MESSAGES[1:2], "{{ messages[0].content }}") == demo().encode(" hi\n")
+
+
+@pytest.mark.parametrize(("messages", "template", "words"), [
+    (MESSAGES[2:], None, "alternate"),
+    ([{"role": "user"}], None, "message 0 needs"),
+    ([{"role": "user", "content": [{"type": "image"}]}], None, "only text"),
+    (MESSAGES[:1], "{{ nope.x }}", "template failed"),
+    (MESSAGES[:1], "{% if", "template failed"),
+    (MESSAGES[:1], "{{ messages.append(1) }}", "template failed"),
+    (MESSAGES[:1], "{{ ''.__class__.__mro__ }}", "template failed"),
+])  # fmt: skip
+def test_bad_chats_are_refused(messages: list[dict[str, Any]], template: str | None, words: str) -> None:
+    with pytest.raises(ChatError, match=words):
+        chat.encode(demo(), messages, template)
+
+
+def test_a_model_without_turn_markers_has_no_chat() -> None:
+    v = demo().vocabulary
+    t = Tokenizer(replace(v, pieces=tuple("<x>" if p == "<start_of_turn>" else p for p in v.pieces)))
+    with pytest.raises(ChatError, match="no turn markers"):
+        chat.encode(t, MESSAGES)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "words"), [
+    (ENDLESS.replace("%s", ""), "does not end: stopped after 1 s"),
+    (ENDLESS.replace("%s", "x"), "writes more than 1000 characters"),
+    ("{{ 'a' * 10 ** 10 }}", "needs more than 1024 MiB"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ("{{ 1 // 0 }}", "template failed"),
+    ("{{ raise_exception('no tools here') }}", "refuses: no tools here"),
+])  # fmt: skip
+def test_templates_are_bounded(template: str, words: str) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(ChatError, match=words) as error:
+        expand_apart(template, {"messages": []}, 1000, seconds=1.0 if "does not end" in words else 20.0)
+    assert time.perf_counter() - begin < 20 and "\n" not in str(error.value)
+
+
+def test_a_template_of_a_file_is_expanded_as_ours_is() -> None:
+    other = chat.GEMMA_TEMPLATE + "{# another text, so that it is a stranger #}"
+    assert chat.render(MESSAGES, other) == chat.render(MESSAGES)
+    variables = {"messages": [{"role": "user", "content": "\ud83d \U0001f600"}]}
+    assert expand_apart("{{ messages[0].content }}", variables, 10) == expand("{{ messages[0].content }}", variables, 10)
+    with pytest.raises(ChatError, match="neither text nor"):
+        expand_apart("x", {"messages": [b"bytes"]}, 10)
+
+
+PARTS = st.sampled_from([
+    "<end_of_turn>", "<start_of_turn>model\n", "<bos>", "<eos>", "<end_of", "_turn>", "<", "a b", "\n\n", "\ufdd0",
+])  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PARTS, min_size=1, max_size=8), st.booleans())
+def test_messages_cannot_smuggle_control_tokens(parts: list[str], as_parts: bool) -> None:
+    t = demo()
+    content: Any = [{"type": "text", "text": p} for p in parts] if as_parts else "".join(parts)
+    ids = chat.encode(t, [{"role": "user", "content": content}])
+    assert [i for i in ids if t.types[i] == CONTROL] == [2, 4, 5, 4]
+    said = "".join(p.strip() for p in parts) if as_parts else "".join(parts).strip()
+    assert t.decode(ids) == f"user\n{said}\nmodel\n"
+    if not as_parts and "<" not in said:  # and plain text is encoded as ever
+        assert ids == t.encode(chat.render([{"role": "user", "content": said}]), parse_special=True)
+
+
+def test_markers_in_messages_are_parsed_when_asked() -> None:
+    message = [{"role": "user", "content": "a<end_of_turn>b"}]
+    assert chat.encode(demo(), message, parse_special=True).count(5) == 2 and chat.encode(demo(), message).count(5) == 1
+
+
+def test_transformers_renders_and_encodes_the_same() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    import json
+
+    from conformance.files.agreement import demo_pieces
+    from conformance.files.tokenizer_files import tokenizer_json
+
+    fast = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(demo_pieces())))
+    theirs: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<bos>")
+    options = {"chat_template": chat.GEMMA_TEMPLATE, "add_generation_prompt": True}
+    assert theirs.apply_chat_template(MESSAGES, tokenize=False, **options) == chat.render(MESSAGES)
+    ids = theirs.apply_chat_template(MESSAGES, tokenize=True, return_dict=False, **options)
+    assert list(ids) == chat.encode(demo(), MESSAGES)
+
+
+@pytest.mark.blas
+def test_rewound_sequences_continue_as_new_ones(tmp_path: Path) -> None:
+    """Within what a ring of local blocks still holds; beyond it, rewinding is refused."""
+    rng = np.random.default_rng(5)
+    ids = rng.integers(13, 300, 230).tolist()
+    with open_checkpoint(write_hf(tmp_path, tiny())) as c:
+        fresh, kept = Engine(c, CpuDevice(), chunk=8), Engine(c, CpuDevice(), chunk=8)
+        assert kept.cache.ring < kept.cache.table
+        kept.prefill({0: ids})
+        room = kept.cache.ring * kept.cache.block - kept.cache.window
+        assert not kept.rewind(0, len(ids) - room - 1) and kept.positions[0] == len(ids)
+        assert kept.rewind(0, len(ids) - room)
+        other = [*ids[: len(ids) - room], *rng.integers(13, 300, 9).tolist()]
+        assert kept.prefill({0: other[-9:]}) == fresh.prefill({0: other})
+        assert kept.decode(12) == fresh.decode(12)
+        with pytest.raises(ValueError, match="is not before their end"):
+            kept.rewind(0, 999)
+
+
+@pytest.mark.blas
+def test_a_session_answers_as_if_everything_were_run_anew(tmp_path: Path) -> None:
+    texts = ["the thing", "abc " * 9, "e", "in the er"]
+    folder = write_hf(tmp_path)
+    with hybrid.load(folder, device="cpu") as model, hybrid.load(folder, device="cpu") as anew:
+        talk = Conversation(model, Options(max_tokens=9, temperature=0.7, seed=4, ignore_eos=True))
+        for n, text in enumerate(texts):
+            turn = [*talk.messages, {"role": "user", "content": text}]
+            said = "".join(talk.ask(text))
+            ids = chat.encode(model.checkpoint.tokenizer, turn)
+            assert said == "".join(anew.generate(ids, 9, 0.7, seed=4, ignore_eos=True))
+            assert model.stats.ids == anew.stats.ids
+            assert model.stats.cached_tokens + model.stats.prompt_tokens == anew.stats.prompt_tokens == len(ids)
+            assert (model.stats.cached_tokens > 0) == (n > 0)
+            assert talk.messages[-1] == {"role": "assistant", "content": said} and len(talk.messages) == 2 * n + 2
+        first = next(talk.ask("the"))  # dropped after a piece: the conversation keeps what was said
+        assert talk.messages[-1]["content"] == first and model.stats.finish == "cancelled"
+        with pytest.raises(ContextExceeded, match="context of 256"):
+            talk.ask("ab " * 300)
+        assert len(talk.messages) == 10
+        talk.reset()
+        assert talk.messages == [] and "".join(talk.ask(texts[0])) and model.stats.cached_tokens == 0
+        talk.close()
+        assert "".join(model.generate("the", 3, ignore_eos=True))  # the slot is free again
+
+
+def _at_a_terminal() -> None:
+    """In the child: a controlling terminal, and Ctrl-C heard even where the tests' own shell ignores it (jobs with &)."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Terminal:
+    """A child whose standard streams are a terminal of its own."""
+
+    def __init__(self, *args: str, code: str = "", term: str = "dumb") -> None:
+        self.master, slave = pty.openpty()
+        start = [sys.executable, "-c", code + "from hybrid.generate import main; import sys; sys.exit(main(sys.argv[1:]))"]
+        self.process = subprocess.Popen(
+            [*start, *args], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            preexec_fn=_at_a_terminal, env={**os.environ, "TERM": term},
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+
+    def until(self, pattern: str, seconds: float = 60.0) -> str:
+        """Everything up to the first match; it is taken away."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen)):
+            ready, _, _ = select.select([self.master], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"no {pattern!r} in {self.seen!r}"
+            try:
+                data = os.read(self.master, 4096)
+            except OSError:  # Linux's way to say that the other side is closed
+                data = b""
+            assert data, f"ended without {pattern!r}: {self.seen!r}"
+            self.seen += data.decode("utf-8", "replace").replace("\r\n", "\n")
+        out, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return out
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def asleep(self, seconds: float = 30.0) -> None:
+        """Until the child waits for a key. A Ctrl-C that comes while readline works, before it waits, is held back by
+        CPython until the next key."""
+        end = time.monotonic() + seconds
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < end, "the child never waits for a key"
+            time.sleep(0.01)
+
+    def close(self) -> int:
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            os.close(self.master)
+
+
+SLOW = """import os, time, hybrid.engine.engine as e
+old = e.Engine.token
+def slow(*a): os.write(2, b"~"); time.sleep(0.03); return old(*a)
+e.Engine.token = slow
+"""
+
+
+def test_a_conversation_at_a_terminal(tmp_path: Path) -> None:
+    folder = str(write_hf(tmp_path, tiny()))
+    options = ["--device", "cpu", "--chat", "--ignore-eos", "--max-tokens", "150"]
+    t = Terminal(folder, *options, code=SLOW)
+    assert "/reset forgets the conversation" in t.until("> $")
+    t.type("the thing\n")
+    t.until("the thing\n")
+    t.until("~")  # a token of the answer
+    t.type("\x03")
+    assert "stopped" in t.until("\n> $") and t.process.poll() is None
+    t.type("half a line")
+    t.until("half a line")  # a terminal drops what it has not passed on at Ctrl-C
+    t.asleep()
+    t.type("\x03")
+    t.until("\n> $")
+    for typed, answer in (("/rest", "unknown command /rest"), ("/help", "Ctrl-C stops"), ("/reset", "is forgotten")):
+        t.type(typed + "\n")
+        assert answer in t.until("\n> $")
+    t.type("qz" * 150 + "\n")
+    assert "leaves no room in the context of 256" in t.until("> $")
+    t.type("\n")
+    t.until("> $")
+    t.type("\x04")
+    assert t.close() == 0 and "Traceback" not in t.seen
+
+
+def test_exit_and_statistics(tmp_path: Path) -> None:
+    t = Terminal(str(write_hf(tmp_path, tiny())), "--device", "cpu", "--chat", "--stats", "-n", "3", "--ignore-eos")
+    t.until("> $")
+    for turn in range(2):
+        t.type("the\n")
+        said = t.until("(?s)per decode pass.*\n> $")
+        assert "cut after 3 tokens" in said and ("in the cache" in said) == bool(turn)
+    t.type("/exit\n")
+    assert t.close() == 0
+
+
+ECHO = """import hybrid.generate.chat_loop as c
+def ask(self, text):
+    self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+    yield f"<{self.system}|{text!r}>"
+c.Conversation.ask = ask
+"""
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_what_belongs_together_is_one_turn(tmp_path: Path, term: str) -> None:
+    """A paste where the terminal marks it, and where it does not; a line that goes on; lines typed one by one are not."""
+    t = Terminal(str(write_hf(tmp_path, tiny())), "--device", "cpu", "--chat", "--system", "short", code=ECHO, term=term)
+    begun = t.until("> ")
+    marked = term != "dumb" and readline_marks_pastes()
+    assert ("\x1b[?2004h" in begun) == marked  # the terminal is asked to
+    if marked:  # however slowly it comes
+        t.type("\x1b[200~one\n")
+        time.sleep(0.3)
+        t.type("two\x1b[201~\n")
+    else:
+        t.type("one\ntwo\n")
+    assert "<short|'one\\ntwo'>" in t.until(">\\s+\\S*> ")
+    t.type("three\\\n")
+    t.until(r"\.\.\. ")
+    t.type("four\n")
+    assert "<short|'three\\nfour'>" in t.until(">\\s+\\S*> ")
+    for word in ("five", "six"):
+        t.type(word + "\n")
+        assert f"<short|'{word}'>" in t.until(">\\s+\\S*> ")
+    answers = {"/system be brief": "system prompt: be brief", "/system none": "no system prompt", "/drop": "3 kept"}
+    for typed, answer in answers.items():
+        t.type(typed + "\n")
+        t.until(answer)
+        t.until("> ")
+    t.type("\x04")
+    assert t.close() == 0
+
+
+def readline_marks_pastes() -> bool:
+    readline = pytest.importorskip("readline")
+    return "libedit" not in (readline.__doc__ or "") and readline._READLINE_LIBRARY_VERSION >= "8.1"
+
+
+def test_the_oldest_turns_make_room_for_the_next(tmp_path: Path, capsys: Any) -> None:
+    from hybrid.generate.chat_loop import Conversation, Options, _obey
+    from hybrid.text.chat import encode
+
+    with hybrid.load(write_hf(tmp_path, tiny()), device="cpu") as model:
+        talk = Conversation(model, Options(4, ignore_eos=True, system="the bee"))
+        texts = ["the " * 40, "bee", "abcd", "thing "]
+        for text in texts[:3]:
+            "".join(talk.ask(text))
+        before = talk.messages
+        while len(talk._ids([*before, {"role": "user", "content": texts[3]}])) < model.engine.cache.ctx:
+            texts[3] += "thing "
+        _obey(talk, texts[3], False)
+        said = capsys.readouterr().err
+        assert "leaves no room" in said and "/drop forgets the oldest turns" in said and talk.messages == before
+        _obey(talk, "/drop", False)
+        said = capsys.readouterr().err
+        forgotten = int(re.search(r"(\d) of the oldest turns forgotten", said)[1])
+        kept = talk.messages
+        assert 0 < forgotten < 3 and kept[:-2] == before[2 * forgotten :] and kept[-2]["content"] == texts[3]
+        asked = [{"role": "system", "content": "the bee"}, *kept[:-1]]
+        fresh = "".join(model.generate(encode(model.checkpoint.tokenizer, asked), 4, ignore_eos=True, session=talk._session))
+        assert fresh == kept[-1]["content"]  # as if what was forgotten had never been said
+        for _ in kept[::2]:
+            _obey(talk, "/drop", False)
+        _obey(talk, "/drop", False)
+        assert "there is no turn to forget" in capsys.readouterr().err and talk.messages == []
+        talk.close()
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--chat"], "--chat needs --prompt TEXT"),
+    (["--chat", "--prompt", "x"], "no chat template and no turn markers"),
+])  # fmt: skip
+def test_chats_that_cannot_be(tmp_path: Path, options: list[str], words: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    from conformance.support import synthetic
+
+    plain = [("<x>" if p == "<start_of_turn>" else p, s, k) for p, s, k in synthetic.PIECES]
+    folder = write_hf(tmp_path)
+    (folder / "tokenizer.model").write_bytes(synthetic.sentencepiece_model(plain))
+    assert generate.main([str(folder), "--device", "cpu", *options]) == (1 if "--prompt" in options else 2)
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_control_tokens_in_a_prompt_count_when_asked(capsys: Any) -> None:
+    import json
+
+    for flags in ([], ["--parse-special"]):
+        assert generate.main(["--device", "cpu", "-p", "<start_of_turn>", "-n", "1", "--json", *flags]) == 0
+        assert (json.loads(capsys.readouterr().out)["prompt_tokens"] == 2) == bool(flags)
+
+
+def test_one_turn_prints_the_answer_alone(tmp_path: Path, capsys: Any) -> None:
+    folder = write_hf(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}[{{ messages[0].content }}]")
+    with hybrid.load(folder, device="cpu") as model:
+        want = "".join(model.generate(model.encode("[the]"), 5, ignore_eos=True))
+    assert generate.main([str(folder), "--device", "cpu", "--chat", "-p", "the", "-n", "5", "--ignore-eos"]) == 0
+    assert capsys.readouterr().out == want + "\n"
+    (folder / "chat_template.jinja").write_text("{{ 'x' * 9999999 }}")
+    assert generate.main([str(folder), "--device", "cpu", "--chat", "-p", "the"]) == 1
+    assert "chat template writes more than" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""The perplexity command against numbers computed whole, in float64."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hybrid
+from conformance.support.models import GOLDEN, MODELS
+from conformance.support.models import nats as nats_of
+from conformance.support.synthetic import tiny, write_hf
+from hybrid.perplexity import Running, main
+
+HELD_OUT = GOLDEN / "held-out.txt"
+# Documents share passes, and sums depend on the rows of a pass: in float32 logits of one model differ by 2e-4 at most.
+SAME = 1e-4
+
+
+@pytest.mark.blas
+def test_the_held_out_loss_of_the_demonstration_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """The beginnings of two documents; all of them whole give the golden loss (test_models)."""
+    path = MODELS / "demo-gemma3-bf16.gguf"
+    assert main([str(path), str(HELD_OUT), "--device", "cpu", "--limit", "2", "--chunk", "40", "--cut", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    with hybrid.load(path, device="cpu", ctx=40) as model:
+        ids = [model.encode(d)[:40] for d in HELD_OUT.read_text().split("\n\f\n")[:2]]
+        want = np.concatenate([nats_of(model.logits(i), i) for i in ids])
+    assert report["predictions"] == want.size == 45 and report["tokens_left_out"] == 256
+    assert report["nats_per_token"] == pytest.approx(want.mean(), abs=SAME)
+    assert report["nats_error"] == pytest.approx(want.std(ddof=1) / math.sqrt(want.size), rel=SAME)
+    assert report["perplexity"] == pytest.approx(math.exp(report["nats_per_token"]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    write_hf(root / "a", tiny(), dtype="f32")
+    write_hf(root / "b", tiny(), dtype="f32", seed=1)
+    write_hf(root / "c", tiny(vocab=321), dtype="f32")
+    (root / "text.txt").write_text("the thing in there\n\f\nabcd \u00e9t\u00e9 abc bc cd\n\f\na")
+    return root
+
+
+@pytest.mark.blas
+def test_divergence_from_a_reference(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid.perplexity._ROW_ELEMENTS", 1000)  # a few rows at a time
+    a, b, text = str(folder / "a"), str(folder / "b"), str(folder / "text.txt")
+    assert main([a, text, "--device", "cpu", "--chunk", "200", "--kl", b, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    kl, same, loss = [], [], []
+    with hybrid.load(a, device="cpu") as ours, hybrid.load(b, device="cpu") as theirs:
+        for document in Path(text).read_text().split("\n\f\n"):
+            ids = ours.encode(document)
+            q, p = (np.exp(m.logits(ids)[:-1].astype(np.float64)) for m in (ours, theirs))
+            p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+            kl.append((p * np.log(p / q)).sum(-1))
+            same.append(p.argmax(-1) == q.argmax(-1))
+            loss.append(nats_of(theirs.logits(ids), ids))
+    found = report["reference"]
+    assert found["kl_mean"] == pytest.approx(np.concatenate(kl).mean(), rel=SAME) and found["kl_mean"] > 0.01
+    assert found["kl_max"] == pytest.approx(np.concatenate(kl).max(), rel=SAME)
+    assert found["top_1_agreement"] == pytest.approx(np.concatenate(same).mean())
+    assert found["nats_per_token"] == pytest.approx(np.concatenate(loss).mean(), abs=SAME)
+    assert main([a, text, "--device", "cpu", "--chunk", "200", "--weights", "q8_0", "--kl", "exact", "--json"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert own["precision"]["weights"] == ["q8_0"] and 0 < own["reference"]["kl_mean"] < 0.01
+    assert own["reference"]["nats_per_token"] == pytest.approx(report["nats_per_token"], abs=SAME)
+
+
+def test_documents_are_cut_or_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, text = str(folder / "a"), str(folder / "text.txt")
+    with hybrid.load(a, device="cpu") as model:
+        lengths = [len(model.encode(d)) for d in Path(text).read_text().split("\n\f\n")]
+    counts = {}
+    for name, more in (("cut", ["--cut"]), ("whole", []), ("one", ["--separator", "", "--chunk", "100"])):
+        assert main([a, text, "--device", "cpu", "--chunk", "5", *more, "--json"]) == 0
+        counts[name] = json.loads(capsys.readouterr().out)
+    assert counts["cut"]["predictions"] == sum(min(n, 5) - 1 for n in lengths)
+    assert counts["cut"]["tokens_left_out"] == sum(max(n - 5, 0) for n in lengths)
+    assert counts["whole"]["predictions"] == sum(n - 1 for n in lengths) and counts["whole"]["tokens_left_out"] == 0
+    assert counts["one"]["documents"] == 1
+    assert main([a, text, "--device", "cpu", "--chunk", "5", "--cut", "--progress"]) == 0
+    out = capsys.readouterr()
+    assert "tokens left out" in out.out and "perplexity" in out.out and "100%" in out.err
+
+
+def test_what_cannot_be_measured_is_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, text = str(folder / "a"), str(folder / "text.txt")
+    (tmp_path / "empty").write_text("\n\f\n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for args, words in (
+        ([a, str(tmp_path / "empty")], "holds no text"),
+        ([a, str(tmp_path / "bytes")], "not UTF-8"),
+        ([a, str(tmp_path / "none")], "No such file"),
+        ([a, text], "context of 256"),
+        ([a, text, "--chunk", "200", "--kl", str(folder / "c")], "nothing can be compared"),
+    ):
+        assert main([*args, "--device", "cpu"]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    with pytest.raises(SystemExit):
+        main([a, text, "--chunk", "1"])
+
+
+def test_running_sums() -> None:
+    values = np.random.default_rng(0).normal(3, 2, 1000)
+    sums = Running()
+    for part in np.split(values, [1, 10, 10, 600]):
+        sums.add(part)
+    assert sums.mean == pytest.approx(values.mean()) and sums.most == values.max()
+    assert sums.error == pytest.approx(values.std(ddof=1) / math.sqrt(1000), rel=1e-9)
+    assert math.isnan(Running().mean) and math.isnan(Running().error)

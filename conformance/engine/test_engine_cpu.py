@@ -1,0 +1,178 @@
+"""The engine on the NumPy device, with small random models of many shapes, against the equations written plainly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.support.plain_gemma3 import forward
+from conformance.support.synthetic import tiny, write_hf
+from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.core.errors import SpecError
+from hybrid.engine.engine import Engine
+from hybrid.engine.kv import ContextExceeded
+from hybrid.engine.sampling import Sampling
+from hybrid.spec.schedule import find_schedule
+from kernels.oracle.device import CpuDevice
+
+IDS = [2, *range(20, 60), 7, 9, 300, 31]  # longer than the window and than a block
+SHAPES = {
+    "plain": {},
+    "capped": {"softcap": 5.0},
+    "scaled rope": {"rope_factor": 8.0, "rope_theta_global": 1e4},
+    "untied": {"tied": False},
+    "one kv head, wide heads": {"n_kv_heads": 1, "head_dim": 48},
+    "all local": {"layer_is_global": (False, False, False), "window": 33},
+    "all global": {"layer_is_global": (True, True, True), "window": 0},
+    "deep": {"n_layers": 7},
+    "window of one": {"window": 1},
+}
+
+
+def engine(folder: Path, dtype: str = "f32", **options) -> Engine:
+    return Engine(model(folder, dtype), CpuDevice(), **{"precision": "exact", **options})
+
+
+def model(folder: Path, dtype: str = "f32", **changes) -> Checkpoint:
+    return open_checkpoint(write_hf(folder, tiny(**changes), dtype=dtype))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_and_hidden_states_are_those_of_the_equations(tmp_path, name):
+    checkpoint = model(tmp_path, **SHAPES[name])
+    made = Engine(checkpoint, CpuDevice(), chunk=16)
+    logits, hidden = forward(checkpoint, IDS)
+    assert np.abs(made.logits(IDS) - logits).max() < 1e-4 * np.abs(logits).max()
+    got = made.hidden_states(IDS)
+    assert got.shape == hidden.shape and got.dtype == np.float32
+    assert np.abs(got - hidden).max() < 1e-4 * np.abs(hidden).max()
+
+
+@pytest.mark.blas
+def test_chunks_of_any_size_give_the_same_logits(tmp_path):
+    made = engine(tmp_path)
+    whole = made.logits(IDS)
+    for chunk in (1, 3, 8):
+        assert np.abs(made.logits(IDS, chunk=chunk) - whole).max() < 1e-4
+
+
+@pytest.mark.blas
+def test_greedy_decoding_follows_the_logits(tmp_path):
+    made = engine(tmp_path, slots=1)
+    slot = made.admit()
+    out = list(made.stream(slot, IDS[:9], 30))
+    best = made_logits(made, tmp_path, [*IDS[:9], *out])[8:-1].argmax(1)
+    assert out == best.tolist()
+
+
+def made_logits(made: Engine, folder: Path, ids: list[int]) -> np.ndarray:
+    logits = Engine(made.checkpoint, CpuDevice(), precision="exact").logits(ids)
+    logits[:, made.target.n_tokens :] = -np.inf  # rows beyond the tokenizer are never chosen
+    return logits
+
+
+@pytest.mark.blas
+def test_sequences_of_a_ragged_batch_do_not_touch_each_other(tmp_path):
+    prompts = {0: IDS[:30], 1: IDS[:1], 3: IDS[5:18]}
+    alone = {}
+    for slot, ids in prompts.items():
+        single = engine(tmp_path / str(slot), chunk=16)
+        first = single.prefill({0: ids})[0]
+        alone[slot] = [first, *single.decode(20)[0]]
+    made = engine(tmp_path / "all", chunk=16, slots=4)
+    firsts = made.prefill(prompts)
+    later = made.decode(20)
+    assert {s: [firsts[s], *later[s]] for s in prompts} == alone
+    made.release(1)  # its blocks go to another sequence; the rest go on
+    assert made.prefill({2: IDS[:3]})[2] >= 0
+    assert set(made.decode(5)) == {0, 2, 3}
+
+
+@pytest.mark.blas
+def test_a_prompt_in_two_parts_is_one_prompt(tmp_path):
+    made = engine(tmp_path, slots=2)
+    whole = made.prefill({0: IDS})[0]
+    made.prefill({1: IDS[:17]})
+    assert made.prefill({1: IDS[17:]})[1] == whole
+
+
+def test_after_warm_up_nothing_is_allocated_or_recorded(tmp_path):
+    made = engine(tmp_path)
+    made.warm_up()
+    made.prefill({0: IDS[:1]})
+    before = made.counters.copy()
+    made.decode(50)
+    for _ in range(10):
+        made.decode(1)
+    done = made.counters.minus(before)
+    assert done.submits == 11
+    assert (done.allocations, done.recordings, done.pipelines, done.descriptor_writes) == (0, 0, 0, 0)
+
+
+def test_a_step_of_decoding_costs_few_calls(tmp_path):
+    """One token is matrix times vector at the speed of memory, and then the interpreter: 21 Python calls per step (they
+    were 53 when the largest of these, of 18 layers, spent a third of its time on them)."""
+    made = engine(tmp_path, weights="q8_0", precision="auto")
+    made.prefill({0: IDS})
+    made.decode(2)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        made.submit_decode((0,))
+    finally:
+        sys.setprofile(None)
+    assert 0 < calls <= 26 * len(made.plan("decode", 1, 1).steps), calls
+
+
+def test_the_same_seed_gives_the_same_text_and_another_another(tmp_path):
+    made = engine(tmp_path, slots=1)
+
+    def sample(seed: int) -> list[int]:
+        slot = made.admit(sampling=Sampling(temperature=1.5, top_k=40, top_p=0.95, min_p=0.01, seed=seed))
+        out = list(made.stream(slot, IDS[:5], 24))
+        made.release(slot)
+        return out
+
+    assert sample(1) == sample(1) != sample(2**40 + 1)
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "f16", "bf16"])
+def test_weights_are_converted_when_asked(tmp_path, dtype):
+    made = engine(tmp_path, weights=dtype, precision="auto")
+    kinds = {d.dtype for d in made.program("decode", 1, 1).plan.tensors.values() if d.name.endswith("_down.weight")}
+    assert kinds == {dtype}
+    reference, _ = forward(made.checkpoint, IDS)
+    error = np.abs(made.logits(IDS) - reference).max() / np.abs(reference).max()
+    assert 1e-9 < error < {"q8_0": 0.1, "q4_0": 0.8, "f16": 0.01, "bf16": 0.05}[dtype]
+
+
+def test_a_schedule_that_needs_two_devices_is_refused(tmp_path):
+    schedule = find_schedule("gemma3")
+    steps = tuple(s.model_copy(update={"device": "vulkan"} if s.op == "fused_ffn" else {}) for s in schedule.layer)
+    with pytest.raises(SpecError, match=r"placed on \['cpu', 'vulkan'\].*use device = \"main\""):
+        Engine(model(tmp_path), CpuDevice(), schedule.model_copy(update={"layer": steps}))
+
+
+def test_the_context_is_a_limit(tmp_path):
+    made = engine(tmp_path, ctx=40)
+    with pytest.raises(ContextExceeded, match="45 tokens does not fit in the context of 40"):
+        made.logits(IDS)
+    slot = made.admit()
+    assert len(list(made.stream(slot, IDS[:38], 100))) == 2
+    made.release(slot)
+    assert made.logits(IDS[:40]).shape == (40, 320)
+    made.prefill({0: IDS[:39]})
+    with pytest.raises(ContextExceeded):
+        made.decode(5)
+    with pytest.raises(ValueError, match="token id 320 is outside the vocabulary"):
+        made.release(0) or made.logits([2, 320])
+    with pytest.raises(ValueError, match="ctx 1000 is outside"):
+        engine(tmp_path / "b", ctx=1000)

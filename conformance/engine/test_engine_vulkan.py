@@ -1,0 +1,110 @@
+"""The engine on Vulkan against the engine on NumPy: small random models of many shapes, ragged batches, counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conformance.engine.test_engine_cpu import IDS, SHAPES
+from conformance.support.devices import open_backend
+from conformance.support.plain_gemma3 import forward
+from conformance.support.synthetic import tiny, write_hf
+from hybrid.checkpoint import open_checkpoint
+from hybrid.engine.engine import Engine
+from hybrid.engine.sampling import Sampling
+from kernels.oracle.device import CpuDevice
+
+MORE = {
+    "narrowest": {"hidden": 32, "ffn": 32, "head_dim": 16, "n_heads": 1, "n_kv_heads": 1, "n_layers": 1,
+                  "layer_is_global": (True,)},
+    "odd sizes": {"hidden": 96, "ffn": 160, "head_dim": 80, "vocab": 333},
+    "groups of three": {"n_heads": 12, "n_kv_heads": 4, "head_dim": 32},
+    "wide heads": {"n_heads": 2, "n_kv_heads": 1, "head_dim": 256},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def opened():
+    device = open_backend("vulkan")
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def device(opened):
+    yield opened
+    opened.reset()
+    opened.check_validation()
+
+
+def model(folder, **changes):
+    return open_checkpoint(write_hf(folder, tiny(**changes), dtype="f32"))
+
+
+@pytest.mark.parametrize("name", ["plain", "capped", "scaled rope", "untied", "all local", "window of one", *MORE])
+def test_logits_and_hidden_states_are_those_of_the_equations(tmp_path, device, name):
+    checkpoint = model(tmp_path, **(SHAPES | MORE)[name])
+    made = Engine(checkpoint, device, chunk=16)
+    logits, hidden = forward(checkpoint, IDS)
+    assert np.abs(made.logits(IDS) - logits).max() < 1e-4 * np.abs(logits).max()
+    assert np.abs(made.hidden_states(IDS) - hidden).max() < 1e-4 * np.abs(hidden).max()
+
+
+@pytest.mark.parametrize("weights", ["q8_0", "q4_0", "f16", "bf16"])
+def test_quantised_models_agree_with_the_cpu_device(tmp_path, device, weights):
+    checkpoint = model(tmp_path)
+    for precision, bound in (("exact", 1e-4), ("auto", 0.15)):  # int8: one code that rounds the other way is seen
+        ours = Engine(checkpoint, device, chunk=16, weights=weights, precision=precision).logits(IDS)
+        theirs = Engine(checkpoint, CpuDevice(), chunk=16, weights=weights, precision=precision).logits(IDS)
+        assert np.abs(ours - theirs).max() < bound * np.abs(theirs).max()
+        device.reset()
+
+
+def test_sampled_text_is_the_same_on_both_devices(tmp_path, device):
+    checkpoint, texts = model(tmp_path), []
+    for d in (device, CpuDevice()):
+        made = Engine(checkpoint, d)
+        slot = made.admit(sampling=Sampling(temperature=1.2, top_k=50, top_p=0.95, min_p=0.02, seed=11))
+        texts.append(list(made.stream(slot, IDS[:9], 40)))
+    assert texts[0] == texts[1]
+
+
+def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, device):
+    """Of every layer but the last, whose sum goes to the logits; what its workgroups publish to one another is zero again."""
+    checkpoint, texts, dispatches = model(tmp_path), [], []
+    for workgroups in (0, 1):
+        with device.tuning.forced("layer", {"workgroups": workgroups}):
+            made = Engine(checkpoint, device, weights="q8_0")
+            first = made.prefill({0: IDS[:9]})[0]
+            before = made.counters.copy()
+            texts.append([first, *made.decode(30)[0]])
+            dispatches.append(made.counters.minus(before).dispatches)
+        device.reset()
+    assert texts[0] == texts[1]
+    assert dispatches[0] - dispatches[1] == 30 * 5 * (checkpoint.hparams.n_layers - 1)
+
+
+def test_sequences_of_a_ragged_batch_do_not_touch_each_other(tmp_path, device):
+    checkpoint, prompts, alone = model(tmp_path), {0: IDS[:30], 1: IDS[:1], 3: IDS[5:18]}, {}
+    single = Engine(checkpoint, device, chunk=16)
+    for slot, ids in prompts.items():
+        first = single.prefill({0: ids})[0]
+        alone[slot] = [first, *single.decode(20)[0]]
+        single.release(0)
+    device.reset()
+    made = Engine(checkpoint, device, chunk=16, slots=4)
+    firsts, later = made.prefill(prompts), made.decode(20)
+    assert {s: [firsts[s], *later[s]] for s in prompts} == alone
+
+
+def test_a_token_is_one_submit_and_nothing_else(tmp_path, device):
+    made = Engine(model(tmp_path), device)
+    made.warm_up()
+    made.prefill({0: IDS[:1]})
+    made.decode(1)
+    before = made.counters.copy()
+    for _ in range(20):
+        made.decode(1)
+    done = made.counters.minus(before)
+    assert done.submits == 20
+    assert (done.allocations, done.recordings, done.transfers, done.pipelines, done.descriptor_writes, done.bytes_up) == (0,) * 6

@@ -1,0 +1,160 @@
+"""Weights that are NaN or infinite end in an error that says what to do, on every device and by every path."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hybrid
+from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.synthetic import tiny, write_hf
+from hybrid import generate, inspect, perplexity
+from hybrid.checkpoint import finite, open_checkpoint
+from hybrid.convert import SAME, Wanted, convert
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.tensor import Tensor
+from hybrid.engine.engine import Engine
+from hybrid.engine.faults import NotFinite, fault
+
+NAN, INF, ONES = "nan", "infinity", "all ones"
+BITS = {
+    "f32": {NAN: b"\0\0\xc0\x7f", INF: b"\0\0\x80\xff", ONES: b"\xff" * 4},
+    "f16": {NAN: b"\0\x7e", INF: b"\0\xfc", ONES: b"\xff" * 2},
+    "bf16": {NAN: b"\xc0\x7f", INF: b"\x80\xff", ONES: b"\xff" * 2},
+}
+PROMPT = [2, 4, 5, 6]
+
+
+def spoil(folder: Path, tensor: str, row: int, bits: bytes) -> Path:
+    """Overwrite element 3 of a row of a tensor of model.safetensors."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    n = struct.unpack("<Q", data[:8])[0]
+    info = json.loads(data[8 : 8 + n])[tensor]
+    at = 8 + n + info["data_offsets"][0] + (row * info["shape"][1] + 3) * len(bits)
+    data[at : at + len(bits)] = bits
+    file.write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def opened(request):
+    device = open_backend(request.param)
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def device(opened):
+    yield opened
+    opened.reset()
+
+
+# Tensor, type, what it is spoilt with, precision, softcap: what each writer and each rounding of numbers makes of it.
+PATHS = [
+    ("embed_tokens", "f32", NAN, "exact", 30.0), ("embed_tokens", "bf16", INF, "fast", 0.0),
+    ("layers.1.self_attn.k_proj", "f16", NAN, "exact", 0.0), ("layers.1.self_attn.v_proj", "bf16", INF, "fast", 30.0),
+    ("layers.1.self_attn.o_proj", "f32", ONES, "exact", 30.0), ("layers.1.mlp.gate_proj", "f32", ONES, "fast", 0.0),
+    ("layers.1.mlp.up_proj", "f16", INF, "fast", 0.0), ("layers.1.mlp.down_proj", "bf16", ONES, "fast", 30.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensor", "dtype", "what", "precision", "softcap"), PATHS)
+def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, tensor, dtype, what, precision, softcap):
+    folder = write_hf(tmp_path, tiny(softcap=softcap), dtype=dtype)
+    spoil(folder, f"model.{tensor}.weight", PROMPT[1], BITS[dtype][what])
+    with open_checkpoint(folder) as checkpoint:
+        engine = Engine(checkpoint, device, ctx=64, precision=precision)
+        with pytest.raises(NotFinite, match=r"after position 3 of slot 0 are NaN or infinite.*--check-finite") as raised:
+            next(engine.stream(engine.admit(), PROMPT, 5))
+        assert (raised.value.position, raised.value.slot) == (3, 0)
+        engine.release(0)
+        with pytest.raises(NotFinite, match=r"after position \d are"):
+            engine.logits(PROMPT)
+
+
+@pytest.mark.parametrize("weights", ["q8_0", "q4_0"])
+def test_it_passes_through_int8_activations(tmp_path, device, weights):
+    """A matrix of plain numbers among quantised ones, as checkpoints mix them."""
+    folder = write_hf(tmp_path / "hf", tiny(), dtype="f32")
+    with open_checkpoint(folder) as source:
+        convert(source, tmp_path / "m.gguf", weights)
+    mixed = tmp_path / "mixed.gguf"
+    with open_checkpoint(tmp_path / "m.gguf") as source:
+        convert(source, mixed, Wanted(SAME, {"attn": "f32"}))
+        assert source.dtype("blk.0.ffn_up.weight") == weights
+    with open_checkpoint(mixed) as made:
+        at = made.entries["blk.1.attn_v.weight"].load.__self__.offset  # type: ignore[attr-defined]
+    data = bytearray(mixed.read_bytes())
+    data[at : at + 4] = BITS["f32"][NAN]
+    mixed.write_bytes(data)
+    with open_checkpoint(mixed) as checkpoint:
+        engine = Engine(checkpoint, device, ctx=64)
+        with pytest.raises(NotFinite):
+            next(engine.stream(engine.admit(), PROMPT, 5))
+
+
+@pytest.mark.parametrize("device_name", BACKENDS)
+def test_other_sequences_and_what_comes_after_are_untouched(tmp_path, device_name):
+    """A token whose embedding is spoilt: prompts without it run, beside it, before it and after it. The one that ends in it
+    is as long as what its slot held before, so that a pass in flight would write where the fault was told."""
+    open_backend(device_name).close()
+    folder = spoil(write_hf(tmp_path, tiny(tied=False), dtype="f32"), "model.embed_tokens.weight", 9, BITS["f32"][NAN])
+    with hybrid.load(folder, device_name, ctx=64, slots=2) as model:
+        alone = list(model.generate(PROMPT, 12, ignore_eos=True))
+        beside = model.generate(PROMPT, 12, ignore_eos=True)
+        pieces = [next(beside)]
+        for prompt in ([*PROMPT, 9], [9, 4], [2, 9, *PROMPT]):
+            "".join(model.generate(prompt[:-1] if prompt[-1] == 9 else PROMPT, 1, ignore_eos=True))
+            with pytest.raises(NotFinite, match=f"after position {len(prompt) - 1} of slot 1"):
+                list(model.generate(prompt, 8, ignore_eos=True, tokens_per_submit=2))
+            pieces.append(next(beside))
+        assert [*pieces, *beside] == alone == list(model.generate(PROMPT, 12, ignore_eos=True))
+        engine = model.engine  # a fault in the midst of decoding: what was fed back is not what the model chose
+        slot = engine.admit()
+        engine.prefill({slot: PROMPT})
+        engine.device.write("next_token", Tensor.of(np.array([9], np.int32)), slot)
+        with pytest.raises(NotFinite, match="after position 4"):
+            engine.decode(4, [slot])
+
+
+def test_a_word_that_no_device_writes_is_no_token():
+    assert "left -7 as the token for position 3 of slot 1" in str(fault(-7, Path("m.gguf"), 1, 3))
+
+
+def test_commands_say_so_and_name_the_tensor(tmp_path, capsys):
+    folder = spoil(write_hf(tmp_path / "a model", tiny(), dtype="bf16"), "model.layers.2.mlp.up_proj.weight", 7, BITS["bf16"][ONES])
+    held_out = tmp_path / "text"
+    held_out.write_text("the abc the abc")
+    for main, rest in ((generate.main, ["--prompt", "the", "--ctx", "32"]), (perplexity.main, [str(held_out), "--chunk", "16"])):
+        assert main([str(folder), "--device", "cpu", *rest]) == 1
+        found = capsys.readouterr()
+        assert "nan" not in found.out.lower() and f"python -m hybrid.inspect '{folder}' --check-finite" in found.err
+    assert inspect.main([str(folder), "--check-finite"]) == 1
+    found = capsys.readouterr()
+    assert found.out == "" and "tensor blk.2.ffn_up.weight of bf16 is damaged: row 7, element 3 is nan" in found.err
+    assert inspect.main([str(folder), "--check-finite", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["wrong"] != []
+    good = write_hf(tmp_path / "good", tiny(), dtype="f16")
+    assert inspect.main([str(good), "--check-finite"]) == 0
+    assert "every number is finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_every_row_is_looked_at(tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr(finite, "_ELEMENTS", 200)  # three rows at a time
+    folder = write_hf(tmp_path, tiny(), dtype=dtype)
+    read: list[int] = []
+    with open_checkpoint(folder) as checkpoint:
+        assert list(finite.damaged(checkpoint, read.append)) == []
+        assert sum(read) == sum(DTYPES[checkpoint.dtype(n)].nbytes(checkpoint.shape(n)) for n in checkpoint.names)
+    spoil(folder, "model.embed_tokens.weight", 319, BITS[dtype][INF])
+    spoil(folder, "model.layers.0.self_attn.q_proj.weight", 0, BITS[dtype][NAN])
+    with open_checkpoint(folder) as checkpoint:
+        found = list(finite.damaged(checkpoint))
+    assert "token_embd.weight of" in found[0] and "row 319, element 3 is -inf" in found[0] and "blk.0.attn_q" in found[1]
+    assert len(found) == 2

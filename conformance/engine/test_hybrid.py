@@ -1,0 +1,237 @@
+"""One model on two devices: attention on sim-npu1, the rest on the main device. Same text, every copy counted, and a device
+that fails is replaced as the schedule says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hybrid
+from conformance.support.devices import BACKENDS, open_backend, own_memory
+from conformance.support.models import MODELS
+from conformance.support.ties import CLEAR, INT8_NEAR, agree, generated, leads
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.hostmemory import NotShareable, anonymous
+from hybrid.core.plan import TensorDecl
+from hybrid.core.tensor import Tensor
+from hybrid.devices import transfers as carrier
+from hybrid.devices.multi import PlacedDevice
+from hybrid.engine.trace import events
+from hybrid.planning.planner import segments
+from hybrid.planning.slots import written
+from hybrid.spec.schedule import find_schedule, named_schedule
+from kernels.npu import xrt_sim
+
+FILE = MODELS / "demo-gemma3-q8_0.gguf"
+PROMPT, TOKENS = CLEAR, 12
+OWN = "the device has memory of its own"
+
+
+pytestmark = pytest.mark.usefixtures("sim_machine")
+
+
+def load(backend: str, **options: Any) -> hybrid.Model:
+    if backend == "vulkan":
+        open_backend("vulkan").close()  # skips, or fails, where there is none
+    return hybrid.load(FILE, backend, "gemma3-hybrid", ctx=64, npu="sim", **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What the model alone on cpu says after PROMPT. logits: f32 [prompt, vocab]."""
+
+    text: list[int]
+    logits: np.ndarray
+    leads: np.ndarray
+
+    def agrees(self, model: hybrid.Model) -> None:
+        """The text of `model`, which computes a layer in other types and orders, is this one up to a near tie."""
+        agree(generated(model, model.encode(PROMPT), TOKENS), self.text, self.leads, INT8_NEAR, at_least=8)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    with hybrid.load(FILE, "cpu", ctx=64) as model:
+        ids = model.encode(PROMPT)
+        chosen = generated(model, ids, TOKENS)
+        return Plain(chosen, model.logits(ids), leads(model, ids, chosen))
+
+
+def test_the_schedule_is_gemma3_with_attention_elsewhere() -> None:
+    """Nothing else differs: a change of gemma3.toml that is not made here too fails."""
+    ours, theirs = named_schedule("gemma3-hybrid"), find_schedule("gemma3")
+    assert ours.fallback == {"npu": "main"} and ours.schedule.pipeline == 2
+    wanted = []
+    for step in theirs.layer:
+        if step.op == "decode_attention":
+            continue  # there it is fused with what comes before it
+        change: dict[str, object] = {}
+        if step.op in ("attention", "qk_norm_rope_append"):
+            change = {"phase": None, "device": "npu" if step.op == "attention" else "main"}
+        elif step.name.endswith("attn_output"):
+            change = {"act": {"x": "f32"}}
+        wanted.append(step.model_copy(update=change))
+    head = ours.schedule.model_copy(update={"name": theirs.schedule.name, "summary": theirs.schedule.summary, "pipeline": 1})
+    assert ours.layer == tuple(wanted)
+    assert ours.model_copy(update={"schedule": head, "layer": theirs.layer, "fallback": {}}) == theirs
+
+
+@pytest.mark.blas
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_text_is_that_of_one_device(backend: str, plain: Plain) -> None:
+    with load(backend, profile=backend == "vulkan") as model:
+        plain.agrees(model)
+        assert model.stats is not None and model.stats.device.endswith("+ sim-npu1") and "shared" in model.stats.carried
+        device = model.engine.device
+        assert isinstance(device, PlacedDevice) and not device.failures
+        if own_memory(device):
+            assert device.copies.shared == 0 < device.copies.count and OWN in device.copies.why_not
+        else:
+            assert device.copies.shared > 2 * model.hparams.n_layers, "caches, and what passes between the devices"
+            assert (device.copies.count, device.copies.why_not) == (0, "")
+            assert "npu.state" not in device.memory(), "held once"
+        layers = model.hparams.n_layers
+        assert len(segments(model.engine.program("decode", 1, 1).plan)) == 2 * layers + 1
+        logits = model.logits(model.encode(PROMPT))
+        assert divergence(plain.logits, logits).max() < 0.01
+        if backend == "vulkan":
+            names = [e["name"] for e in events(model.engine.trace, model.device)]
+            assert sum(n.endswith("on sim-npu1") for n in names) > layers and any(n.endswith("attn_output") for n in names)
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL of each row's distribution q from p, in nats."""
+    a, b = (x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), axis=-1, keepdims=True) for x in (p, q))
+    return (np.exp(a) * (a - b)).sum(-1)
+
+
+def drivers_memory(decl: TensorDecl) -> Tensor:
+    """A tensor in a mapping of a simulated buffer, which is no anonymous memory."""
+    (part,) = DTYPES[decl.dtype].parts
+    mapped = xrt_sim.bo(xrt_sim.device(0), decl.nbytes, xrt_sim.bo.host_only, 0).map()
+    return Tensor(decl.dtype, decl.shape, (np.frombuffer(mapped, part.dtype)[: math.prod(decl.shape)].reshape(decl.shape),))
+
+
+def test_what_cannot_be_shared_is_copied_and_of_caches_what_a_pass_reads(
+    monkeypatch: pytest.MonkeyPatch, plain: Plain
+) -> None:
+    """A driver's own mapping is refused, tables are carried once, caches by the blocks in use."""
+    monkeypatch.setattr(carrier, "anonymous", drivers_memory)
+    with load("vulkan") as model:
+        plain.agrees(model)
+        device = model.engine.device
+        assert isinstance(device, PlacedDevice)
+        why = OWN if own_memory(device) else "not anonymous"
+        assert device.copies.shared == 0 and why in device.copies.why_not
+        assert model.stats is not None and f"not shared: {device.copies.why_not}" in model.stats.carried
+        slot = model.engine.admit()
+        model.engine.prefill({slot: model.encode(PROMPT)})
+        model.engine.decode(1)
+        carried: list[tuple[str, int]] = []
+        write = device.others["npu"].write
+
+        def noted(name: str, value: Any, row: int = 0) -> None:
+            carried.append((name, value.shape[0]))
+            write(name, value, row)
+
+        device.others["npu"].write = noted  # type: ignore[method-assign]
+        model.engine.decode(1)
+        names = [n for n, _ in carried]
+        assert not [n for n in names if n.startswith("block_table")] and "control" in names
+        caches = [(n, rows) for n, rows in carried if n.startswith("kv.")]
+        assert len(caches) == 2 * model.hparams.n_layers
+        assert {rows for _, rows in caches} == {1}, "of the blocks, the one in which all positions so far are"
+        assert max(model.engine.cache.global_blocks, model.engine.cache.local_blocks) > 1
+
+
+def test_only_anonymous_pages_can_be_imported() -> None:
+    decl = TensorDecl("t", "f32", (5, 1000), "io")
+    good = anonymous(decl)
+    opened: Any = open_backend("vulkan")
+    with opened as device:
+        if own_memory(device):
+            with pytest.raises(NotShareable, match=OWN):
+                device.adopt(decl, good)
+            return
+        device.adopt(decl, good)
+        value = Tensor.of(np.arange(5000, dtype=np.float32).reshape(5, 1000))
+        device.write("t", value)
+        assert (good.array == value.array).all(), "the same memory"
+        good.array[3] = 7
+        assert (device.read("t", 3, 4).array == 7).all()
+        device.drop("t")
+        with pytest.raises(NotShareable, match="not anonymous"):
+            device.adopt(decl, drivers_memory(decl))
+        with pytest.raises(NotShareable, match="does not begin at a page"):
+            device.adopt(replace(decl, shape=(4, 1000)), good.rows(1, 5))
+        assert "t" not in device._tensors and not device.memory_pool.imported
+
+
+@pytest.mark.parametrize(("after", "options"), [(20, {}), (15, {"chunk": 4})])  # in the middle of the text, of two chunks in flight
+@pytest.mark.parametrize("fault", [pytest.param("timeout_after", marks=pytest.mark.blas), "silent_after", "vanish_after"])
+def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(
+    fault: str, after: int, options: dict[str, int], plain: Plain
+) -> None:
+    with load("cpu", **options) as model:
+        setattr(xrt_sim.faults, fault, after)
+        plain.agrees(model)
+        assert model.stats is not None and any(p.startswith("npu: sim-npu1") for p in model.stats.passed_over)
+        assert "(fallback)" in model.stats.line()
+
+
+def test_without_a_fallback_a_failure_is_an_error(tmp_path: Path) -> None:
+    schedule = named_schedule("gemma3-hybrid").model_copy(update={"fallback": {}})
+    with hybrid.load(FILE, "cpu", schedule, ctx=64, npu="sim") as model:
+        xrt_sim.faults.timeout_after = 3
+        with pytest.raises(RuntimeError, match="ERT_CMD_STATE_TIMEOUT"):
+            generated(model, model.encode(PROMPT), TOKENS)
+    with pytest.raises(RuntimeError, match="pyxrt"):
+        hybrid.load(FILE, "cpu", schedule, ctx=64)
+
+
+@pytest.mark.blas
+def test_without_an_npu_the_fallback_is_reported(plain: Plain) -> None:
+    with hybrid.load(FILE, "cpu", "gemma3-hybrid", ctx=64) as model:
+        assert model.device == "cpu"
+        plain.agrees(model)
+        assert any("pyxrt" in p for p in model.passed_over)
+
+
+def test_what_a_segment_writes() -> None:
+    with load("cpu") as model:
+        plan = model.engine.program("decode", 1, 1).plan
+        first = segments(plan)[0]
+        assert {"x.0", "q.0", "kv.0.k", "control", "positions"} <= set(written(first.steps))
+        assert plan.tensors["q.0"].kind == plan.tensors["o.0"].kind == "io" and plan.tensors["y.0"].kind == "activation"
+        assert replace(first, device="npu").device == "npu"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefill_projections_in_int8_and_their_fallback(backend: str, plain: Plain) -> None:
+    """Rows of activations quantised whole instead of per 32: other numbers, nearly the same distributions. After a fault the
+    main device's integers are the same: numbers differ by the order of the rest's sums at most."""
+    if backend == "vulkan":
+        open_backend("vulkan").close()
+    with hybrid.load(FILE, backend, "gemma3-npu-prefill", ctx=64, npu="sim") as model:
+        device, ids = model.engine.device, model.encode(PROMPT)
+        assert isinstance(device, PlacedDevice)
+        plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
+        assert {s.device for s in plans[1].steps} == {backend}
+        assert sum(s.device == "npu" for s in plans[0].steps) == 4 * model.hparams.n_layers
+        logits = model.logits(ids)
+        kl = divergence(plain.logits, logits)
+        assert kl.mean() < 0.01, kl
+        assert device.memory()["npu.tiled"] > 0 and not device.failures
+        if not own_memory(device):
+            assert device.copies.shared > 8 and device.copies.count == 4 * model.hparams.n_layers, "weights are copied, once"
+        xrt_sim.faults.timeout_after = 3
+        again = model.logits(ids)
+        assert device.failures and device.failures[0].startswith("npu: sim-npu1") and not device.others
+        assert np.abs(again - logits).max() <= 1e-4 * np.abs(logits).max()
+        generated(model, ids, TOKENS)
+        assert model.stats is not None and any(p.startswith("npu: sim-npu1") for p in model.stats.passed_over)

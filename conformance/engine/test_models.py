@@ -1,0 +1,230 @@
+"""Whole models: the demonstration checkpoint against transformers' golden values, itself, and float64 equations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.models import MODELS, WINDOW, Models, documents, golden, golden_nats, nats, prompt
+from conformance.support.plain_gemma3 import forward
+from conformance.support.ties import CLEAR, EXACT_NEAR, INT8_NEAR, INT8_RMS, agree, clear, generated, lead, leads
+from hybrid.checkpoint import open_checkpoint
+from hybrid.engine.engine import Engine
+
+LENGTHS = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3)
+
+
+@pytest.fixture(scope="module")
+def open_models() -> Iterator[Models]:
+    opened = Models()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def golden_leads(open_models: Models) -> list[np.ndarray]:
+    """Of each golden text: how far each of its choices is ahead."""
+    return [leads(open_models.get("cpu", "bf16"), c.ids, c.greedy) for c in golden()]
+
+
+@pytest.fixture
+def models(open_models: Models) -> Iterator[Models]:
+    yield open_models
+    open_models.inspect()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [({}, 2e-3), ({"weights": "f16"}, 2e-2), ({"weights": "f16", "precision": "fast"}, 2e-2)],
+    ids=["bf16", "f16", "f16-fast"],
+)
+def test_golden_logits(models: Models, backend: str, options: dict, bound: float) -> None:
+    model = models.get(backend, "bf16", **options)
+    for case in golden():
+        logits = model.logits(case.ids)
+        assert logits.dtype == np.float32 and logits.shape == (len(case.ids), case.logits.shape[1])
+        assert np.abs(logits[case.rows] - case.logits).max() < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("options", "near"), [({}, EXACT_NEAR), ({"weights": "f16"}, 1e-2)], ids=["bf16", "f16"])
+def test_golden_text(models: Models, backend: str, options: dict, near: float, golden_leads: list[np.ndarray]) -> None:
+    model = models.get(backend, "bf16", **options)
+    for case, ahead in zip(golden(), golden_leads, strict=True):
+        pieces = list(model.generate(list(case.ids), max_tokens=len(case.greedy), ignore_eos=True))
+        assert model.stats is not None and "".join(pieces) == model.decode(model.stats.ids)
+        assert case.text == model.decode(case.greedy)
+        agree(model.stats.ids, case.greedy, ahead, near)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("file", "bound"), [("bf16", 1e-4), ("q8_0", 0.003), ("q4_0", 0.06)])
+def test_held_out_loss(models: Models, backend: str, file: str, bound: float) -> None:
+    """Nats per token over the 3025 predictions, int8 activations and f16 cache included where weights are quantised."""
+    model = models.get(backend, file)
+    losses = np.concatenate([nats(model.logits(ids), ids) for ids in documents(model)])
+    assert losses.size == 3025
+    assert abs(losses.mean() - golden_nats()) < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "divergence", "agreement"), [("q8_0", 0.003, 0.97), ("q4_0", 0.1, 0.82)])
+def test_quantised_distributions(models: Models, file: str, divergence: float, agreement: float) -> None:
+    """KL from the unquantised model's next-token distributions, and how often the likeliest token is the same."""
+    exact, model = models.get("cpu", "bf16"), models.get("cpu", file)
+    kl, same = [], []
+    for ids in list(documents(exact))[:3]:
+        p, q = (np.exp(z - z.max(-1, keepdims=True)) for z in (m.logits(ids).astype(np.float64) for m in (exact, model)))
+        p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+        kl.append((p * np.log(p / q)).sum(-1))
+        same.append(p.argmax(-1) == q.argmax(-1))
+    assert np.concatenate(kl).mean() < divergence
+    assert np.concatenate(same).mean() > agreement
+
+
+def test_quantised_text_is_the_same_on_both_devices(models: Models) -> None:
+    """q8_0 as `make generate` runs it, with a prompt whose choices are clear for a while."""
+    on_cpu, on_vulkan = (models.get(b, "q8_0") for b in BACKENDS)
+    ids = on_cpu.encode(CLEAR)
+    wanted = generated(on_cpu, ids, 12)
+    agree(generated(on_vulkan, ids, 12), wanted, leads(on_cpu, ids, wanted), INT8_NEAR, at_least=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["q8_0", "q4_0"])
+def test_quantised_weights_with_exact_arithmetic(models: Models, file: str) -> None:
+    """Without int8 activations only the order of sums is left to differ."""
+    on_cpu, on_vulkan = (models.get(b, file, precision="exact") for b in BACKENDS)
+    for case in golden()[1:4]:
+        wanted = generated(on_cpu, case.ids, 24)
+        agree(generated(on_vulkan, case.ids, 24), wanted, leads(on_cpu, case.ids, wanted), EXACT_NEAR)
+    assert np.abs(on_cpu.logits(prompt(200)) - on_vulkan.logits(prompt(200))).max() < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["q8_0", pytest.param("q4_0", marks=pytest.mark.blas)])
+def test_int8_activations_agree_on_both_devices(models: Models, file: str) -> None:
+    """As well as they agree with float32, row by row, and in the choice wherever it is not a near tie."""
+    on_cpu, on_vulkan = (models.get(b, file).logits(prompt(300)) for b in BACKENDS)
+    assert np.sqrt(np.square(on_cpu - on_vulkan).mean()) < INT8_RMS
+    sure = clear(on_vulkan, on_cpu)
+    assert sure.mean() > 0.7
+    assert (on_cpu.argmax(-1) == on_vulkan.argmax(-1))[sure].all()
+
+
+@functools.cache
+def by_equations(length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and layers in float64 after prompt(length): the same for every backend."""
+    with open_checkpoint(MODELS / "demo-gemma3-bf16.gguf") as checkpoint:
+        return forward(checkpoint, prompt(length))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_layers_are_those_of_the_equations(models: Models, backend: str, length: int) -> None:
+    """Contexts shorter and longer than the sliding window; every layer's residual stream against float64."""
+    model = models.get(backend, "bf16")
+    logits, hidden = by_equations(length)
+    ours = model.hidden_states(prompt(length))
+    assert ours.shape == hidden.shape
+    worst = np.abs(ours - hidden).max(axis=(1, 2)) / np.abs(hidden).max(axis=(1, 2))
+    assert worst.max() < 2e-5, f"relative error by layer: {worst}"
+    assert np.abs(model.logits(prompt(length)) - logits).max() < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
+    """All of LENGTHS at once: a row's logits depend on what came before it only."""
+    engine = models.get(backend, "bf16").engine
+    ids = prompt(LENGTHS[-1])
+    assert np.abs(engine.logits(ids) - engine.logits(ids, chunk=1)).max() < 2e-4
+
+
+@pytest.mark.blas
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", [WINDOW - 6, LENGTHS[-1]])
+def test_decoding_follows_the_logits(models: Models, backend: str, length: int) -> None:
+    """The decode plan, which feeds itself on the device, over the window's edge and beyond; the prompt in two parts."""
+    engine, ids = models.get(backend, "bf16").engine, prompt(length)
+    engine.admit(slot=0)
+    try:
+        engine.prefill({0: ids[:-1]})
+        then = [engine.prefill({0: ids[-1:]})[0], *engine.decode(11)[0]]
+    finally:
+        engine.release(0)
+    logits = engine.logits([*ids, *then])[length - 1 : -1]
+    agree(logits.argmax(-1).tolist(), then, lead(logits), EXACT_NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [("bf16", {}), ("q8_0", {"precision": "exact"})],
+    ids=["bf16", "q8_0"],
+)
+def test_rows_of_a_batch_are_independent(
+    models: Models, backend: str, file: str, options: dict, golden_leads: list[np.ndarray]
+) -> None:
+    """Ragged prompts in one batch, in slots of another order and in chunks that cut them, give what each gives alone."""
+    alone = models.get(backend, file, **options)
+    cases, slots = golden(), (3, 0, 4, 1, 2)
+    wanted = [list(c.greedy[:16]) if file == "bf16" else generated(alone, c.ids, 16) for c in cases]
+    gaps = [g[:16] for g in golden_leads]
+    if file != "bf16":
+        gaps = [leads(alone, c.ids, w) for c, w in zip(cases, wanted, strict=True)]
+    device = open_backend(backend)
+    try:
+        engine = Engine(alone.checkpoint, device, slots=5, ctx=1024, chunk=200, **options)
+        first = engine.prefill({slot: c.ids for slot, c in zip(slots, cases, strict=True)})
+        rest = engine.decode(15)
+        for slot, text, gap in zip(slots, wanted, gaps, strict=True):
+            agree([first[slot], *rest[slot]], text, gap, EXACT_NEAR)
+    finally:
+        device.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("file", ["bf16", "q4_0"])
+def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: str, file: str) -> None:
+    """One recorded command buffer, submitted for 100 positions, and all of that again."""
+    engine = models.get(backend, file).engine
+    ids = prompt(100)
+    first = engine.logits(ids, chunk=1)
+    before = engine.counters.copy()
+    again = engine.logits(ids, chunk=1)
+    done = engine.counters.minus(before)
+    assert first.tobytes() == again.tobytes()
+    assert done.submits >= 100 and done.pipelines == done.descriptor_writes == done.allocations == 0
+    assert done.recordings == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("file", ["bf16", "q4_0"])
+def test_a_token_costs_one_submit_and_nothing_else(models: Models, backend: str, file: str) -> None:
+    model = models.get(backend, file)
+    generated(model, golden()[0].ids, 4)
+    engine = model.engine
+    engine.admit(slot=0)
+    try:
+        engine.prefill({0: golden()[0].ids})
+        before = engine.counters.copy()
+        for _ in range(20):
+            engine.decode(1)
+        done = engine.counters.minus(before)
+    finally:
+        engine.release(0)
+    assert done.submits == 20
+    assert done.allocations == done.recordings == done.transfers == done.descriptor_writes == done.pipelines == 0
+    program = engine.program("decode", 1, 1)
+    assert done.dispatches == 20 * (program.dispatches if backend == "vulkan" else len(program.plan.steps))

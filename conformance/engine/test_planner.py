@@ -1,0 +1,229 @@
+"""The planner: every edge checked, live activations never overlap, precision follows the profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.support.synthetic import tiny
+from hybrid.checkpoint.gemma3 import tensors
+from hybrid.core.errors import SpecError
+from hybrid.core.plan import ALIGN, Plan
+from hybrid.engine.kv import CacheShape
+from hybrid.planning.arena import Life, place
+from hybrid.planning.cost import step_cost
+from hybrid.planning.expand import WeightInfo
+from hybrid.planning.planner import Target, plan, segments
+from hybrid.spec.op import load_ops
+from hybrid.spec.schedule import FEW_ROWS, find_schedule
+from kernels.vulkan.dry import count
+
+GEMMA3 = find_schedule("gemma3")
+
+
+def target(dtype: str = "q8_0", ctx: int = 200, slots: int = 3, **options) -> Target:
+    hp = options.pop("hparams", tiny())
+    infos = {n: WeightInfo("f32" if len(s) == 1 else dtype, tuple(s)) for n, s in tensors(hp).items()}
+    infos |= options.pop("weights", {})
+    return Target(options.pop("schedule", GEMMA3), hp, infos, CacheShape(ctx, hp.window, 64, slots), hp.vocab, **options)
+
+
+def change(group: str, name: str, **fields):
+    """The schedule with one step changed."""
+    steps = tuple(s.model_copy(update=fields) if s.name == name else s for s in getattr(GEMMA3, group))
+    return GEMMA3.model_copy(update={group: steps})
+
+
+lives = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 12), st.integers(0, 6)), max_size=30)
+
+
+@given(lives)
+def test_live_activations_never_share_bytes(drawn):
+    items = [Life(f"t{i}", n, a, a + d) for i, (n, a, d) in enumerate(drawn)]
+    offsets, size = place(items)
+    for i, a in enumerate(items):
+        assert offsets[a.name] % ALIGN == 0 and offsets[a.name] + a.nbytes <= size
+        for b in items[:i]:
+            together = a.first <= b.last and b.first <= a.last
+            apart = offsets[a.name] + a.nbytes <= offsets[b.name] or offsets[b.name] + b.nbytes <= offsets[a.name]
+            assert apart or not together
+    assert size <= sum(-(-v.nbytes // ALIGN) * ALIGN for v in items)
+
+
+def spans(made: Plan) -> dict[str, tuple[int, int]]:
+    """First and last step of each activation, worked out again from the steps."""
+    found: dict[str, tuple[int, int]] = {}
+    for i, step in enumerate(made.steps):
+        for name in step.args.values():
+            if made.tensors[name].kind == "activation":
+                found[name] = (found.get(name, (i, i))[0], i)
+    return found
+
+
+def assert_apart(made: Plan) -> None:
+    """Activations that live at the same time share no bytes."""
+    live = spans(made)
+    for a, (first, last) in live.items():
+        for b, (start, stop) in live.items():
+            if a < b and first <= stop and start <= last:
+                x, y = made.tensors[a], made.tensors[b]
+                assert x.offset + x.nbytes <= y.offset or y.offset + y.nbytes <= x.offset, (a, b)
+
+
+@pytest.mark.parametrize(("phase", "rows", "outs"), [("prefill", 64, 3), ("prefill", 8, 0), ("decode", 3, 3)])
+def test_a_plan_is_whole(phase, rows, outs):
+    made, ops = plan(target(), rows, outs, phase), load_ops()
+    written: set[str] = set()
+    for step in made.steps:
+        op = ops[step.op]
+        assert set(step.args) == set(op.tensors)
+        shapes = op.bind_shapes(step.bind)
+        for key, name in step.args.items():
+            decl = made.tensors[name]
+            assert decl.shape == shapes[key]
+            if key in op.inputs and decl.kind == "activation":
+                assert name in written
+            if (key in op.outputs or key in op.scratch) and decl.kind == "activation":
+                assert name not in written
+                written.add(name)
+    assert_apart(made)
+    assert [s.op for s in made.steps][-1] == ("sample" if outs else "add_rmsnorm")
+    assert ("decode_rows" in {s.op for s in made.steps}) == (phase == "decode")
+    assert [s.device for s in segments(made)] == ["cpu"]
+
+
+def test_smaller_buckets_fit_in_the_layout_of_the_largest():
+    for hp in (tiny(), tiny(hidden=96, ffn=160), tiny(hidden=256, ffn=160, n_heads=8, head_dim=64, vocab=32)):
+        t = target(hparams=hp)
+        layout = plan(t, 64, 3, "prefill")
+        for rows in (1, 2, 7, 8, 31, 32, 63):
+            for options in ({}, {"sample": False}, {"capture": True}):
+                made = plan(t, rows, min(rows, 3), "prefill", layout=layout, **options)
+                assert made.arena_bytes == layout.arena_bytes
+                assert_apart(made)
+            assert_apart(plan(t, rows, 0, "prefill", layout=layout))
+    with pytest.raises(ValueError, match="has no room for"):
+        plan(t, 64, 3, "prefill", layout=plan(t, 8, 3, "prefill"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "act", "kv"),
+    [
+        ("q4_0", {}, "q8_act", "f16"),
+        ("bf16", {}, "f32", "f32"),
+        ("q4_0", {"precision": "exact"}, "f32", "f32"),
+        ("f16", {"precision": "fast"}, "f16", "f16"),
+        ("q8_0", {"precision": "fast"}, "q8_act", "f16"),
+        ("q8_0", {"kv": "f32"}, "q8_act", "f32"),
+    ],
+)
+def test_precision_follows_profile_and_weights(dtype, options, act, kv):
+    made = plan(target(dtype, **options), 8, 1, "prefill")
+    assert {made.tensors[f"kv.{layer}.k"].dtype for layer in range(3)} == {kv}
+    inputs = {made.tensors[s.args[k]].dtype for s in made.steps for k in ("x", "h") if k in load_ops()[s.op].tensors
+              and s.op in ("fused_qkv", "linear", "fused_ffn", "logits")}  # fmt: skip
+    assert inputs == {act}
+    assert {made.tensors[f"x.{i}"].dtype for i in range(4)} == {"f32"}  # the residual stream
+
+
+def test_each_matrix_has_the_precision_of_its_own_type():
+    mixed = {f"blk.{i}.ffn_down.weight": WeightInfo("f16", (64, 96)) for i in range(3)}
+    mixed["token_embd.weight"] = WeightInfo("f16", (320, 64))
+    made = plan(target("q4_0", weights=mixed), 8, 1, "prefill")
+    assert made.tensors["z.1"].dtype == "q8_act" and made.tensors["h.1"].dtype == "f32"
+    assert made.tensors["y.2"].dtype == "q8_act" and made.tensors["y.3"].dtype == "f32"
+
+
+def test_a_capability_changes_the_precision_of_prefill_and_of_batches():
+    """Activations of prefill, and of decode with more than a few rows, are f16 where matrix units multiply them; decode of
+    few rows, and the cache, stay as they are."""
+    units = target("q4_0", capabilities=frozenset({"f16_matrices"}), slots=8)
+    for phase, rows, act in (
+        ("prefill", 3, "f16"),
+        ("decode", 1, "q8_act"),
+        ("decode", FEW_ROWS, "q8_act"),
+        ("decode", FEW_ROWS + 1, "f16"),
+        ("decode", 8, "f16"),
+    ):
+        made, without = plan(units, rows, 1, phase), plan(target("q4_0", slots=8), rows, 1, phase)
+        assert {made.tensors[n].dtype for n in ("y.1", "z.1", "h.1", "o.1")} == {act}
+        assert {without.tensors[n].dtype for n in ("y.1", "z.1", "h.1", "o.1")} == {"q8_act"}
+        assert made.tensors["kv.1.k"].dtype == without.tensors["kv.1.k"].dtype
+    assert plan(target("f16", capabilities=frozenset({"f16_matrices"})), 3, 1, "prefill").tensors["y.1"].dtype == "f32"
+
+
+def test_a_joined_matrix_keeps_the_types_of_its_sources():
+    v = WeightInfo("q8_0", (32, 64))
+    made = plan(target("q4_1", weights={"blk.1.attn_v.weight": v}, device="vulkan"), 8, 1, "prefill")
+    qkv = made.tensors["blk.1.attn_qkv.weight"]
+    assert qkv.dtype == "q8_0" and qkv.pieces == (("q4_1", 96), ("q8_0", 32)) and qkv.dtypes == ("q4_1", "q8_0")
+    assert qkv.data_bytes == 96 * 40 + 32 * 68
+    assert made.tensors["blk.0.attn_qkv.weight"].pieces == ()
+    step = {s.name: s for s in made.steps}
+    mixed, plain = (step_cost(made, step[f"blk.{i}.attn_qkv"]).nbytes for i in (1, 0))
+    assert mixed - plain == 32 * (68 - 40)
+    counts = count(made).dispatches
+    assert counts["blk.1.attn_qkv"] == counts["blk.0.attn_qkv"] + 1
+    with pytest.raises(SpecError, match="q4_k is not allowed"):
+        plan(target("q4_1", weights={"blk.1.attn_v.weight": WeightInfo("q4_k", (32, 256))}, hparams=tiny(hidden=256),
+                    device="vulkan"), 8, 1, "prefill")  # fmt: skip
+
+
+def test_local_and_global_layers_differ_where_they_should():
+    made = plan(target(), 8, 1, "prefill")
+    windows = {s.layer: s.attrs["window"] for s in made.steps if s.op == "attention"}
+    assert windows == {0: 8, 1: 0, 2: 8}
+    assert made.tensors["kv.0.k"].shape[0] < made.tensors["kv.1.k"].shape[0]
+    tables = {s.layer: s.args["block_table"] for s in made.steps if s.op == "attention"}
+    assert tables == {0: "block_table.local", 1: "block_table.global", 2: "block_table.local"}
+
+
+def test_capture_and_teacher_forcing_leave_results_to_the_host():
+    made = plan(target(), 8, 0, "prefill", capture=True)
+    assert [made.tensors[f"hidden.{i}"].kind for i in range(4)] == ["io"] * 4
+    assert made.tensors["hidden.3"].shape == (8, 64)
+    forced = plan(target(), 8, 8, "prefill", sample=False)
+    assert forced.tensors["logits"].kind == "io" and forced.tensors["logits"].shape == (8, 320)
+    assert plan(target(), 8, 1, "prefill").tensors["logits"].kind == "activation"
+
+
+def test_an_untied_output_matrix_is_used():
+    made = plan(target(hparams=tiny(tied=False)), 8, 1, "prefill")
+    assert made.steps[-2].args["w"] == "output.weight"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": {"blk.1.attn_output.weight": WeightInfo("q8_0", (32, 64))}}, r"step blk\.1\.attn_add: .*32.*64"),
+        ({"weights": {"blk.1.attn_norm.weight": WeightInfo("f16", (64,))}}, r"step blk\.0\.ffn_add: .*w_next.*f16"),
+        ({"hparams": tiny(), "weights": {"token_embd.weight": WeightInfo("q8_0", (320, 96))}}, r"step embed: .*(96|64)"),
+        ({"weights": {"blk.0.attn_q.weight": WeightInfo("q4_0", (64, 96))}}, "joins matrices with rows of different lengths"),
+        ({"schedule": change("layer", "blk.{l}.ffn", op="fused_fnn")}, "unknown operation 'fused_fnn'; did you mean"),
+        ({"schedule": change("layer", "blk.{l}.ffn", act={"x": "f16", "y": "f32"})}, r"act\.y: fused_ffn has no such name"),
+        ({"schedule": change("layer", "blk.{l}.attn_output", args={"x": "o.{l}", "w": "nothing.weight", "y": "a.{l}"})},
+         r"step blk\.0\.attn_output: .*nothing\.weight"),
+        ({"schedule": change("layer", "blk.{l}.attention", args={"q": "q.{m}"})}, r"unknown \{m\}"),
+        ({"schedule": change("after", "logits", act={"x": "q8_act"}), "dtype": "f16"}, "step logits: .*q8_act"),
+    ],
+)  # fmt: skip
+def test_a_misfit_is_one_line_that_names_the_step(options, message):
+    with pytest.raises(SpecError, match=message) as caught:
+        plan(target(**options), 8, 1, "prefill")
+    assert ("\n" not in str(caught.value) and "schedule gemma3" in str(caught.value)) or "joins" in str(caught.value)
+
+
+def test_a_step_on_another_device_makes_segments():
+    schedule = change("layer", "blk.{l}.ffn", device="cpu")
+    made = plan(replace(target(schedule=schedule), device="vulkan"), 8, 1, "prefill")
+    assert [s.device for s in segments(made)] == ["vulkan", "cpu"] * 3 + ["vulkan"]
+
+
+def test_dispatches_can_be_counted_without_a_device():
+    made = plan(target(), 1, 1, "decode")
+    counts = count(made)
+    assert all(counts.dispatches[s.name] >= 1 for s in made.steps)
+    assert sum(counts.barriers.values()) <= sum(counts.dispatches.values())

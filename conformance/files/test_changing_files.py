@@ -1,0 +1,166 @@
+"""A checkpoint that is cut short or vanishes under a running command: one clear error, or the same output as before.
+
+Each command runs in a process of its own, so that a SIGBUS would show as its exit code (-7)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hybrid
+from conformance.engine.test_loading import raw_tensor, same, stored
+from conformance.support.paths import DEMO as MODEL
+from hybrid.core.dtypes import WEIGHT_TYPES
+from hybrid.core.plan import TensorDecl
+from hybrid.quant.codec import dequantise, take
+from kernels.oracle.device import CpuDevice
+
+pytestmark = pytest.mark.slow
+
+TEXT = MODEL.parent.parent / "conformance" / "data" / "demo-gemma3" / "held-out.txt"
+SMALL = 1 << 20
+
+# Runs a command, and changes the file just before the n-th read of a file or the n-th pass of the cpu device.
+CHILD = """
+import os, runpy, sys
+from kernels.oracle import device
+change, path, when, nth, memory, command, *arguments = sys.argv[1:]
+seen = 0
+def watched(function):
+    def call(*given, **more):
+        global seen
+        seen += 1
+        if seen == int(nth):
+            os.truncate(path, 1000) if change == "cut" else os.unlink(path)
+            print("changed", file=sys.stderr)
+        return function(*given, **more)
+    return call
+if when == "read":
+    os.pread, os.preadv = watched(os.pread), watched(os.preadv)
+else:
+    device.CpuProgram._pass = watched(device.CpuProgram._pass)
+if int(memory):
+    device.usable_bytes = lambda: int(memory)
+sys.argv[1:] = arguments
+runpy.run_module(command, run_name="__main__")
+"""
+GENERATE = ("hybrid.generate", "{path}", "--prompt", "def f(", "-n", "6", "--device", "cpu", "--json")
+PERPLEXITY = ("hybrid.perplexity", "{path}", str(TEXT), "--chunk", "64", "--limit", "2", "--device", "cpu", "--json")
+CONVERT = ("hybrid.convert", "{path}", "{folder}/out.gguf", "--type", "q4_0", "--jobs", "1")
+INSPECT = ("hybrid.inspect", "{path}", "--json")
+
+
+def command(folder: Path, arguments: tuple[str, ...], change: str, when: str, nth: int, memory: int = 0) -> tuple[int, str, str]:
+    """Exit code, output and errors; the file was changed."""
+    path = folder / "model.gguf"
+    shutil.copy(MODEL, path)
+    filled = [a.format(path=path, folder=folder) for a in arguments]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, change, str(path), when, str(nth), str(memory), *filled],
+        capture_output=True, text=True, check=False, env=environment, cwd=MODEL.parent.parent, timeout=120,
+    )  # fmt: skip
+    assert "changed\n" in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr.replace("changed\n", "")
+
+
+def expected_text() -> str:
+    with hybrid.load(MODEL, "cpu") as model:
+        return "".join(model.generate("def f(", max_tokens=6))
+
+
+@pytest.mark.parametrize("change", ["cut", "unlink"])
+def test_a_generation_on_cpu_does_not_need_its_file_any_more(tmp_path: Path, change: str) -> None:
+    code, out, err = command(tmp_path, GENERATE, change, "pass", 3)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["text"] == expected_text()
+    assert report["memory"]["left_in_files"] == 0 and report["memory"]["weights"] > 9e6
+
+
+def test_weights_that_stay_in_a_file_that_vanishes_are_still_read(tmp_path: Path) -> None:
+    code, out, err = command(tmp_path, GENERATE, "unlink", "pass", 3, SMALL)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["text"] == expected_text()
+    assert report["memory"]["left_in_files"] > 9e6 and report["memory"]["weights"] < 2 * SMALL
+
+
+@pytest.mark.parametrize(("arguments", "when", "nth", "memory"), [
+    (GENERATE, "pass", 3, SMALL),  # weights that stayed in the file, between two tokens
+    (GENERATE, "read", 300, SMALL),  # and in the middle of a pass
+    (GENERATE, "read", 60, 0),  # while weights are read into memory
+    (PERPLEXITY, "read", 60, 0),
+    (PERPLEXITY, "read", 200, SMALL),
+    (CONVERT, "read", 40, 0),
+    (INSPECT, "read", 1, 0),
+], ids=["pass", "within-a-pass", "load", "perplexity", "perplexity-in-file", "convert", "inspect"])  # fmt: skip
+def test_a_file_that_is_cut_under_a_command_is_one_error(
+    tmp_path: Path, arguments: tuple[str, ...], when: str, nth: int, memory: int
+) -> None:
+    code, out, err = command(tmp_path, arguments, "cut", when, nth, memory)
+    assert code == 1, (code, err)
+    lines = err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and "model.gguf" in lines[0], err
+    assert not out and sorted(p.name for p in tmp_path.iterdir()) == ["model.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nth"), [(PERPLEXITY, 40), (CONVERT, 1), (INSPECT, 1)], ids=["perplexity", "convert", "inspect"]
+)
+def test_a_file_that_vanishes_under_a_command_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], nth: int) -> None:
+    code, _, err = command(tmp_path, arguments, "unlink", "read", nth)
+    assert code == 0, err
+
+
+# ------------------------------------------------------------------------------------------- weights left in their files
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
+def test_rows_of_a_file_are_those_of_memory(tmp_path: Path, dtype: str) -> None:
+    file = stored(tmp_path / "f", dtype, (37, 512), raw_tensor(dtype, (37, 512)), before=b"x" * 5)
+    whole, packed = file.load(), file.packed()
+    assert same(packed.load(), whole)
+    part = packed.rows(3, 30).rows(2, 9)
+    assert same(part.load(), whole.rows(5, 12)) and part.shape == (7, 512)
+    raw = np.empty(part.nbytes, np.uint8)
+    part.read_into(0, raw)
+    row = part.nbytes // 7
+    assert raw.tobytes() == file.raw()[5 * row : 12 * row].tobytes()
+    index = np.array([[30, 2], [2, 0]])
+    assert same(take(packed, index), take(whole, index))
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(dequantise(part), dequantise(whole.rows(5, 12)))
+
+
+def test_what_fits_is_kept_and_the_rest_is_read_at_every_use(tmp_path: Path) -> None:
+    """Two matrices of 64 KiB and memory for one; a third is joined from two files."""
+    files = [stored(tmp_path / str(i), "f32", (32, 512), raw_tensor("f32", (32, 512), i)) for i in range(4)]
+    device = CpuDevice(memory=100_000)
+    for i in range(2):
+        device.store(TensorDecl(f"w{i}", "f32", (32, 512), "weight"), parts=[files[i].packed])
+    device.store(TensorDecl("joined", "f32", (64, 512), "weight"), parts=[files[2].packed, files[3].packed])
+    held = device.memory()
+    assert (held["weights"], held["left_in_files"]) == (1 << 16, 3 << 16)
+    assert same(device.read("w1"), files[1].load()) and same(device.read("joined", 20, 40).rows(12, 20), files[3].load().rows(0, 8))
+    with pytest.raises(ValueError, match=r"w is declared f32 \(31, 512\), got f32 \(32, 512\)"):
+        device.store(TensorDecl("w", "f32", (31, 512), "weight"), parts=[files[0].packed])
+
+
+def test_logits_do_not_depend_on_where_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of rows are decoded in another order of sums than BLAS takes a whole matrix: int8 codes may flip."""
+    found: list[Any] = []
+    for memory in (None, SMALL):
+        if memory is not None:
+            monkeypatch.setattr("kernels.oracle.device.usable_bytes", lambda m=memory: m)
+        with hybrid.load(MODEL, "cpu", precision="exact") as model:
+            found.append(model.logits([2, 10, 20, 30]))
+            left = model.engine.device.memory()["left_in_files"]  # type: ignore[index]
+        assert bool(left) == (memory is not None)
+    assert np.abs(found[0] - found[1]).max() < 1e-3

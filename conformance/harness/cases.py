@@ -1,0 +1,69 @@
+"""A case: one call of one operation with everything chosen, down to the seed of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from conformance.harness.batches import Batch, batch
+from hybrid.spec import OpSpec
+
+Mode = Literal["random", "exact"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`bind` gives the bucket; `rows` and `outs` of it are live. `kinds`: tensor -> kind of value (fields.EDGE_VALUES)."""
+
+    op: str
+    bind: Mapping[str, int]
+    dtypes: Mapping[str, str]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 1
+    outs: int = 1
+    seed: int = 0
+    mode: Mode = "random"
+    """exact: small integers, for which any order of summation gives the same bits: equality is demanded."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    scale: float = 1.0
+    """Multiplies the deviation of normal inputs."""
+    style: str = "ragged"
+    """How rows spread over slots and positions: `decode`, or one of batches.STYLES."""
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{k}={v}" for k, v in self.bind.items())
+        types = " ".join(f"{k}:{v}" for k, v in self.dtypes.items() if v != "i32")
+        text = f"{self.op}[{axes}] live {self.rows}/{self.outs} {types} {dict(self.attrs)} seed={self.seed} {self.mode}"
+        extra = [f"{k}={v}" for k, v in self.kinds.items()]
+        return " ".join([text, self.style, *([f"x{self.scale:g}"] if self.scale != 1 else []), *extra])
+
+
+def live(spec: OpSpec, case: Case, tensor: str) -> int | None:
+    """How many leading rows of a tensor mean anything; None where all do."""
+    axis = str(spec.tensors[tensor].shape[0])
+    role = spec.axes[axis].role if axis in spec.axes else None
+    return {"tokens": case.rows, "outs": case.outs}.get(role or "")
+
+
+def context(bind: Mapping[str, int]) -> int:
+    """Positions that a sequence may have: what the block table and the tables by position cover."""
+    table = bind["MB"] * bind["BS"] if "MB" in bind and "BS" in bind else None
+    limits = [n for n in (table, bind.get("C")) if n is not None]
+    return min(limits) if limits else 64
+
+
+def one_row_per_slot(spec: OpSpec) -> bool:
+    """Does the operation take at most one row of each sequence?"""
+    return ("slots",) in spec.constraints.distinct
+
+
+def batch_of(spec: OpSpec, case: Case) -> Batch | None:
+    """The slots and positions of the live rows; None for operations that lack either.
+
+    Where output rows choose a slot (sampling), rows spread over the slots, so that every slot is chosen at most once."""
+    if "slots" not in spec.inputs or "positions" not in spec.inputs:
+        return None
+    edge = int(case.attrs.get("window", 0)) or case.bind.get("BS", 0)
+    alone = "out_rows" in spec.inputs or case.style == "decode" or one_row_per_slot(spec)
+    return batch(case.seed, case.rows, case.bind["S"], context(case.bind), case.style, edge, alone)

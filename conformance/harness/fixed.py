@@ -1,0 +1,191 @@
+"""Fixed cases from the specs: edge cases, named workloads, every dtype combination, every kernel variant, split weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from conformance.harness.cases import Case, context
+from conformance.harness.kinds import STYLE, TOGETHER
+from conformance.harness.sizes import PRIMES, attribute_choices, base_bind, complete, granule, rounded_up, tile_of, whole
+from hybrid.core.dtypes import DTYPES
+from hybrid.spec import OpSpec
+from hybrid.spec.expr import Expr
+
+WORKLOAD_FLOPS, WORKLOAD_BYTES = 60_000_000, 12_000_000  # of a named workload in the short profile
+NOT_F16 = ("large", "outlier", "max_scale_block", "saturated", "tiny")  # float16 results cannot hold these
+
+
+def edge_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
+    """(the spec's text, case) for every edge case the spec lists, going round the dtype combinations."""
+    choices = spec.dtype_choices(backend)
+    for i, text in enumerate(spec.edge.cases):
+        if text in spec.backends[backend].except_edges:
+            continue
+        target, value = (p.strip() for p in text.split("=", 1))
+        fixed = frozenset({target}) & spec.axes.keys()
+        bind = base_bind(spec)
+        if target in spec.axes:
+            size = PRIMES[spec.axes[target].role] if value == "prime" else Expr(value).eval({**bind, "tile": tile_of(spec, target)})
+            bind[target] = int(size)
+        dtypes = next(c for c in _suited(spec, choices, target, value, start=i)
+                      if all(bind[a] % granule(spec, a, c) == 0 for a in fixed))  # fmt: skip
+        bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
+        attrs = {name: attribute_choices(spec, name, bind)[0] for name in spec.attributes}
+        if target in spec.attributes:
+            number = Expr(value).eval({**bind, **attrs})
+            attrs[target] = int(number) if spec.attributes[target].type == "int" else float(number)
+        if value == "window_edge":
+            attrs["window"] = 2 * bind["BS"] - 1
+        if value == "ring" and "window" in attrs and spec.state:  # what is appended replaces what is seen no longer
+            attrs["window"] = -(-bind["MB"] // 2) * bind["BS"]
+        kinds = dict.fromkeys(TOGETHER.get(value, (target,)), value) if target in spec.tensors else {}
+        yield text, whole(spec, bind, dtypes, attrs, seed=i, kinds=kinds, style=STYLE.get(value, "ragged"))
+
+
+def workload_cases(spec: OpSpec, backend: str, long: bool) -> Iterator[tuple[str, Case]]:
+    """(id, case) for the spec's named workloads: those of the demonstration model, and in the long profile all that
+    fit a small machine."""
+    for w in spec.workload:
+        small = spec.flops(w.bind, w.attrs) <= WORKLOAD_FLOPS * (40 if long else 1)
+        small &= spec.nbytes(w.bind, w.dtypes, w.attrs) <= WORKLOAD_BYTES * (20 if long else 1)
+        if small and (long or "demo" in w.tags):
+            dtypes = next((c for c in spec.dtype_choices(backend) if all(c[k] == v for k, v in w.dtypes.items())), None)
+            if dtypes is not None:
+                style = "decode" if w.bind.get("T", 1) <= w.bind.get("S", 1) else "empty"
+                yield w.id, whole(spec, w.bind, dtypes, spec.attrs(w.bind, w.attrs), seed=7, style=style)
+
+
+def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
+    """For one dtype combination: one row (decode kernels), few with one dead, and more than a tile (prefill kernels)."""
+    base, axis = base_bind(spec), spec.token_axis
+    for seed, rows in enumerate((1, 3, 2 * tile_of(spec, axis) + 3) if axis else (1,)):
+        yield variant(spec, {**base, axis: rows} if axis else base, dtypes, seed)
+
+
+# Sizes at which a backend's bindings choose another kernel than for those of dtype_cases.
+VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
+    # More rows and columns than the largest tile on matrix units, and a last stage of 16 or 32 columns.
+    "linear": ({"T": 197, "N": 213, "K": 96}, {"T": 66, "N": 65, "K": 208}),
+    "fused_qkv": ({"T": 131},),
+    "fused_ffn": ({"T": 195, "H": 96, "F": 160},),
+    "logits": ({"O": 70, "V": 203},),
+    "rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
+    "add_rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
+    "sample": ({"V": 17000, "O": 2}, {"V": 17000, "O": 2, "S": 1, "T": 1}),
+    # Head sizes and groups; more rows than a decode batch; contexts long enough to be cut into stretches.
+    "attention": tuple(
+        {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 20 if rows < 9 else 4}
+        for d in (16, 32, 64, 80, 128, 256, 512) for group, heads in ((1, 2), (4, 1), (8, 1)) for rows in (2, 35)
+        if group == 1 or d < 512
+    ) + tuple(  # tiles of matrix units: several, the last not full, over steps of positions that are not full either
+        {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 3, "BS": 16, "MB": 12}
+        for d in (64, 128, 256) for group, heads, rows in ((1, 2, 150), (4, 1, 70), (3, 1, 90))
+    ),
+    # Head sizes and groups on one word per lane and on several; contexts cut into many stretches and into one.
+    "decode_attention": tuple(
+        {"T": 3, "HQ": group * heads, "HK": heads, "D": d, "S": 3, "BS": 16, "MB": 20 if group < 8 else 4}
+        for d in (16, 32, 64, 80, 128, 256, 512) for group, heads in ((1, 2), (2, 1), (4, 1), (8, 1), (16, 1))
+        if group < 8 or d in (64, 128)
+    ),
+    "qk_norm_rope_append": ({"D": 256, "T": 3}, {"D": 128, "HQ": 5, "HK": 1}),
+}  # fmt: skip
+
+
+# Of the NPU: each head size and group is a kernel of its own; products choose larger tiles from these sizes on.
+NPU_VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
+    **{op: tuple({"T": 35, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 4}
+                 for d, group, heads in ((64, 2, 4), (128, 2, 2), (256, 8, 1), (512, 1, 2)))
+       for op in ("attention", "attention_i8")},
+    "rmsnorm": ({"T": 17, "H": 2080},),
+    "matmul_i8": ({"T": 65, "K": 256, "N": 256},),
+    "matmul_blocks": ({"T": 65, "K": 512, "N": 256},),
+}  # fmt: skip
+
+
+def variant_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
+    """(sizes as text, case) for each of VARIANTS, with every dtype of every tensor at least once."""
+    choices = one_each(spec.dtype_choices(backend))
+    for i, sizes_ in enumerate((NPU_VARIANTS if backend == "npu" else VARIANTS).get(spec.name, ())):
+        for j, dtypes in enumerate(choices):
+            yield ",".join(f"{k}={v}" for k, v in sizes_.items()), variant(spec, {**base_bind(spec), **sizes_}, dtypes, 10 * i + j)
+
+
+def split_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
+    """(weight type, case): weights larger than SPLIT_RANGE, which must be cut into chunks of rows."""
+    wide = {"features": 331, "vocab": 333, "ffn": 288, "q_heads": 8, "hidden": 160, "inner": 160}
+    if not any(t.role == "weight" and len(t.shape) > 1 for t in spec.inputs.values()):
+        return
+    bind = base_bind(spec) | {n: wide[a.role] for n, a in spec.axes.items() if a.role in wide}
+    for i, dtypes in enumerate(one_each(spec.dtype_choices(backend))):
+        for rows in (2, 5):
+            sized = bind | ({spec.token_axis: rows} if spec.token_axis else {})
+            case = variant(spec, sized, dtypes, 10 * i + rows)
+            fits_ = all(_bytes(spec, case, n) <= SPLIT_RANGE for n, t in spec.tensors.items() if t.role != "weight")
+            if fits_ and all(_bytes(spec, case, n) > SPLIT_RANGE for n, t in spec.tensors.items() if t.role == "weight"):
+                yield f"rows={rows}", case
+
+
+SPLIT_RANGE = 21504  # of a device opened for split_cases
+
+
+def _bytes(spec: OpSpec, case: Case, name: str) -> int:
+    return DTYPES[case.dtypes[name]].nbytes(spec.shape(name, case.bind))
+
+
+def variant(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], seed: int,
+            fixed: frozenset[str] = frozenset()) -> Case:  # fmt: skip
+    """A case of these sizes with the usual attributes, its bucket not quite full."""
+    bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
+    attrs = {name: attribute_choices(spec, name, bind)[0] for name in spec.attributes}
+    if "window" in attrs and seed % 2:
+        attrs["window"] = 1 + context(bind) // 2
+    case = whole(spec, bind, dtypes, attrs, seed=seed)
+    return replace(case, rows=max(1, case.rows - 1), outs=max(1, case.outs - 1))
+
+
+def covering(spec: OpSpec, backend: str, most: int = 24) -> tuple[Mapping[str, str], ...]:
+    """A subset of many dtype combinations (regions have hundreds) in which all dtypes of every two tensors still occur
+    together (but for two weights, which meet in no kernel); those in which scratch has the type of an input, where steps
+    may be fused, count as dtypes of their own."""
+    choices = spec.dtype_choices(backend)
+    if len(choices) <= most:
+        return choices
+
+    weights = {n for n, t in spec.tensors.items() if t.role == "weight"}
+
+    def pairs(c: Mapping[str, str]) -> set[object]:
+        fused = [(f"{i}={s}", c[s]) for s in spec.scratch for i in spec.inputs if c[i] == c[s]]
+        every = itertools.combinations(sorted([*c.items(), *fused]), 2)
+        return {(a, b) for a, b in every if not {a[0], b[0]} <= weights}
+
+    held = {i: pairs(c) for i, c in enumerate(choices)}
+    left, picked = set[object]().union(*held.values()), []
+    while left:
+        best = max(held, key=lambda i: len(left & held[i]))
+        picked.append(choices[best])
+        left -= held[best]
+    return tuple(picked)
+
+
+def one_each(choices: tuple[Mapping[str, str], ...]) -> tuple[Mapping[str, str], ...]:
+    """A subset in which every dtype of every tensor occurs."""
+    left, picked = {p for c in choices for p in c.items()}, []
+    while left:
+        picked.append(max(choices, key=lambda c: len(left & set(c.items()))))
+        left -= set(picked[-1].items())
+    return tuple(picked)
+
+
+def _suited(spec: OpSpec, choices: tuple[Mapping[str, str], ...], target: str, value: str,
+            start: int) -> Iterator[Mapping[str, str]]:  # fmt: skip
+    """Dtype combinations that an edge value makes sense for, beginning at the start-th."""
+    results = [n for n in spec.tensors if n not in spec.inputs]
+    for i in range(len(choices)):
+        c = choices[(start + i) % len(choices)]
+        if value in NOT_F16 and any(c[n] == "f16" for n in results):
+            continue
+        if value.endswith("_block") and not DTYPES[c[target]].quantised:
+            continue
+        yield c

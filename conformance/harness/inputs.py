@@ -1,0 +1,156 @@
+"""The tensors of a case, drawn from the domains that the spec declares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from conformance.harness import values
+from conformance.harness.batches import Batch, block_table
+from conformance.harness.cases import Case, batch_of, live
+from conformance.harness.kinds import apply_kind
+from conformance.harness.sampling import Params
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.tensor import Tensor
+from hybrid.spec import OpSpec
+from hybrid.spec.fields import Domain
+
+DEAD_INDEX = 0x3FFFFFFF  # in rows beyond the live count: no kernel may follow it
+ROUTING = ("slots", "positions", "block_table", "out_rows")  # made together; their edge kinds choose how
+UNSEEN = 64.0  # cached positions that no row may see are this much larger
+
+
+def make(spec: OpSpec, case: Case, without: Collection[str] = ()) -> dict[str, Tensor]:
+    """Inputs and initial state by name. Rows beyond the live counts hold NaN and wild indices. `without`: not made."""
+    rows = batch_of(spec, case)
+    tensors = {}
+    for name in (n for n in (*spec.inputs, *spec.state) if n not in without):
+        tensor = _tensor(spec, case, name, rows)
+        if name in case.kinds and (name not in ROUTING or (name == "slots" and rows is None)):
+            tensor = apply_kind(case.kinds[name], tensor, case.seed, name, _top(spec, case, name))
+        count = live(spec, case, name)
+        tensors[name] = tensor if count is None or count == tensor.shape[0] else _kill(tensor, count)
+    if rows is not None and "block_table" in tensors and "window" in spec.attributes:
+        for name in ("k_cache", "v_cache"):
+            tensors[name] = _hide(tensors[name], tensors["block_table"].array, rows)
+    return tensors
+
+
+def _tensor(spec: OpSpec, case: Case, name: str, rows: Batch | None) -> Tensor:
+    t, dtype = spec.tensors[name], case.dtypes[name]
+    shape = spec.shape(name, case.bind)
+    if rows is not None and name in ("slots", "positions"):
+        return Tensor.of(_padded(getattr(rows, name), shape[0]))
+    if name == "block_table":
+        return Tensor.of(block_table(case.seed, shape[0], shape[1], case.bind["B"], ring=case.kinds.get(name) == "ring"))
+    if name == "out_rows":
+        return Tensor.of(_out_rows(spec, case, shape[0], rows))
+    if t.role == "cache" and t.domain is None:
+        return values.rounded(values.normal(case.seed, name, shape), dtype)
+    return draw(case, name, t.domain or Domain(dist="zeros"), shape, dtype, _env(spec, case))
+
+
+def draw(case: Case, name: str, domain: Domain, shape: tuple[int, ...], dtype: str, env: Mapping[str, float]) -> Tensor:
+    """Values of one domain. In exact mode numbers become small integers (tables and indices stay what they are)."""
+    seed = case.seed
+    if domain.dist == "zeros":
+        return Tensor.empty(dtype, shape)
+    if domain.dist == "sampling":
+        return Tensor.of(np.stack([_params(seed, i) for i in range(shape[0])]))
+    if domain.dist == "rope":
+        return values.rounded(_rope(seed, name, shape), dtype)
+    if domain.dist == "normal":
+        if case.mode == "exact":
+            return values.exact(seed, name, shape, dtype)
+        scale = float(domain.scale or 1.0) * case.scale
+        if DTYPES[dtype].quantised:
+            return values.quantised(seed, name, shape, dtype, scale)
+        return values.rounded(values.normal(seed, name, shape, scale), dtype)
+    assert domain.low is not None and domain.high is not None
+    low, high = domain.low.eval(env), domain.high.eval(env)
+    if domain.dist == "uniform":
+        return values.rounded(values.uniform(seed, name, shape, float(low), float(high)), dtype)
+    low, high = int(low), int(high)
+    if domain.dist == "integers":
+        return values.rounded(values.integers(seed, name, shape, low, high - 1), dtype)
+    count = int(np.prod(shape))
+    return values.rounded(low + values.permutation(seed, name, high - low)[:count].reshape(shape), dtype)
+
+
+def _env(spec: OpSpec, case: Case) -> dict[str, float]:
+    return {**case.bind, **{k: v for k, v in case.attrs.items() if not isinstance(v, str)}}
+
+
+def _top(spec: OpSpec, case: Case, name: str) -> int:
+    """The largest index of an index tensor's domain (0 for others)."""
+    domain = spec.tensors[name].domain
+    return int(domain.high.eval(_env(spec, case))) - 1 if domain is not None and domain.high is not None else 0
+
+
+def _out_rows(spec: OpSpec, case: Case, size: int, rows: Batch | None) -> np.ndarray:
+    """Output row -> row: any rows of a matrix; for sampling, the last row of as many different slots."""
+    kind = case.kinds.get("out_rows")
+    if rows is not None:
+        last = {int(slot): i for i, slot in enumerate(rows.slots)}
+        candidates = np.array(sorted(last.values()))
+        if len(candidates) < case.outs:
+            raise ValueError(f"{case}: {case.outs} output rows need as many slots")
+    else:
+        candidates = np.arange(case.bind["R"])
+    order = candidates[values.permutation(case.seed, "out_rows", len(candidates))]
+    if kind == "reversed":
+        order = candidates[::-1]
+    elif kind is not None:
+        order = np.full(size, candidates[-1] if kind == "last" else order[0])
+    return _padded(np.resize(order, case.outs).astype(np.int32), size)  # a matrix product may read a row twice
+
+
+def _padded(live_rows: np.ndarray, size: int) -> np.ndarray:
+    full = np.full(size, DEAD_INDEX, np.int32)
+    full[: len(live_rows)] = live_rows
+    return full
+
+
+def _kill(tensor: Tensor, count: int) -> Tensor:
+    """Rows from `count` on become what no kernel may use: NaN, or indices far outside."""
+    parts = []
+    for part in tensor.parts:
+        part = part.copy()
+        wild = np.nan if part.dtype.kind == "f" else 0x7FC1 if tensor.dtype == "bf16" else DEAD_INDEX
+        part[count:] = wild if part.dtype.itemsize > 1 else -77
+        parts.append(part)
+    return Tensor(tensor.dtype, tensor.shape, tuple(parts))
+
+
+def _hide(cache: Tensor, table: np.ndarray, rows: Batch) -> Tensor:
+    """Enlarge every cached position that no row of the batch may see."""
+    data = cache.array.astype(np.float32)
+    size, seen = data.shape[1], np.zeros(data.shape[:2], bool)
+    for slot, length in enumerate(rows.lengths):
+        p = np.arange(length)
+        seen[table[slot, p // size], p % size] = True
+    data[~seen] = np.clip(data[~seen] * UNSEEN, -6e4, 6e4)
+    return values.rounded(data, cache.dtype)
+
+
+def _rope(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of cosines and sines of arbitrary angles, from the rational circle: no library's sine is involved."""
+    half = (*shape[:-1], shape[-1] // 2)
+    t = values.uniform(seed, name, half, -1.0, 1.0)
+    flip = 1 - 2 * values.integers(seed, name + ".flip", half, 0, 1)
+    return np.concatenate([flip * (1 - t * t) / (1 + t * t), 2 * t / (1 + t * t)], axis=-1)
+
+
+def _params(seed: int, slot: int) -> np.ndarray:
+    """A mix of greedy, plain and filtered sampling over the slots."""
+    pick = values.integers(seed, f"params.{slot}", (6,), 0, 999)
+    choose = [
+        Params(),
+        Params(temperature=1.0, seed=int(pick[1])),
+        Params(temperature=0.7, top_k=1 + int(pick[2]) % 40, seed=int(pick[1]) << 24 | 5),
+        Params(temperature=1.3, top_p=0.05 + pick[3] / 1100, seed=int(pick[1]) << 40),
+        Params(temperature=0.9, min_p=0.001 + pick[4] / 2000, seed=int(pick[1])),
+        Params(temperature=0.8, top_k=1 + int(pick[2]) % 60, top_p=0.3 + pick[3] / 1500, min_p=0.02, seed=int(pick[1]) << 33 | 7),
+    ]  # fmt: skip
+    return choose[int(pick[0]) % len(choose)].words()

@@ -1,0 +1,146 @@
+"""What a case must give: the oracle's float64 results and, for each element, how far a device may be from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from conformance.harness import compare, values
+from conformance.harness.cases import Case, live
+from conformance.harness.compare import UNIT, Disagreement, Verdict
+from conformance.harness.sampled import choose, take
+from conformance.harness.scales import Call, scale
+from hybrid.core.tensor import Tensor
+from hybrid.spec import OpSpec
+from kernels.oracle import ORACLE, argument
+
+Tensors = Mapping[str, Tensor]
+# Products whose every order of summation is exact for small integers.
+EXACT = ("embed", "linear", "fused_qkv", "dequantize", "logits", "matmul_blocks")
+
+
+def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) -> Call:
+    """The oracle's results for the live rows; of a large case for those that sampled.choose draws. `matrices`: the device
+    has matrix units, which may round operands."""
+    rows = choose(spec, case)
+    cut = {name: take(spec, name, cut_live(spec, case, name, t), rows) for name, t in inputs.items()}
+    state = {name: values.real(cut[name]).copy() for name in spec.state}
+    args = {name: argument(cut[name]) for name in spec.inputs} | state
+    middle = {"h_dtype": case.dtypes["h"]} if case.op == "fused_ffn" else {}
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        results = ORACLE[case.op](**args, **case.attrs, **middle, real=np.float64)
+        refs = dict(zip(spec.outputs, results, strict=True)) | state
+        if case.op == "fused_ffn":
+            (gate_up,) = ORACLE["linear"](x=args["x"], w=args["w_gate_up"])
+            refs["h"] = ORACLE["geglu"](gate_up=gate_up)[0]
+    return Call(cut, {name: values.real(t) for name, t in cut.items()}, case.attrs, refs, case.dtypes,
+                matrices)
+
+
+def check(spec: OpSpec, case: Case, label: str, call: Call, after: Tensors) -> dict[str, Verdict]:
+    """Judge every output, scratch and state tensor of `after`. Raises Disagreement."""
+    judged: dict[str, Verdict] = {}
+    rows = choose(spec, case)
+    names = (*spec.scratch, *spec.outputs, *spec.state)
+    results = {n: take(spec, n, cut_live(spec, case, n, after[n]), rows) for n in names}
+    for name, got in results.items():
+        at = f"{label}: {name}"
+        if got.dtype in ("i32", "u32"):
+            compare.same(at, got.array, np.asarray(call.refs[name]).astype(got.array.dtype))
+            judged[name] = Verdict(0.0, 0.0)
+        elif name in spec.state:
+            judged[name] = _state(spec, case, at, name, call, got)
+        else:
+            judged[name] = _real(spec, case, at, name, call, got, _reference(spec, case, name, call, results))
+    return judged
+
+
+def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dtype: str | None = None) -> np.ndarray:
+    """f64, shape of `ref`: the spec's bound for each element, before any quantisation to int8 codes. `dtype`: of the result,
+    where it is not the case's."""
+    dtype = dtype or case.dtypes[name]
+    tol = spec.tolerance_of(name, dtype)
+    if tol.metric == "exact":
+        return np.zeros_like(ref)
+    if tol.scale == "abs":
+        terms = scale(case.op, name, call)
+    elif tol.scale == "values":
+        terms = scale(case.op, f"{name}.values", call)
+    elif tol.scale == "softmax":
+        terms = scale(case.op, name, call) + 7 * scale(case.op, f"{name}.values", call)
+    elif tol.scale == "head_max":
+        heads = np.abs(ref).reshape(*ref.shape[:-1], -1, case.bind["D"])
+        terms = np.broadcast_to(heads.max(-1, keepdims=True), heads.shape).reshape(ref.shape)
+    else:
+        terms = np.abs(ref)
+    out = dtype if dtype in UNIT else "f32"
+    acc = spec.numerics.accumulate
+    limit = compare.bound(ref, terms, float(tol.reduction.eval(case.bind)), out, acc, tol.c, tol.c_out)
+    return limit + UNIT["f16"] * terms if call.matrices and tol.scale == "abs" and _on_matrix_units(spec, case) else limit
+
+
+def _on_matrix_units(spec: OpSpec, case: Case) -> bool:
+    """May matrix units, where there are any, compute this case?"""
+    units = spec.numerics.matrices
+    return units is not None and all(case.dtypes[t] == d for t, d in units.dtypes.items()) and bool(units.when.eval(case.bind))
+
+
+def _real(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor, ref: np.ndarray) -> Verdict:
+    tol = spec.tolerance_of(name, got.dtype)
+    if tol.metric == "codes":
+        return compare.codes(at, (got.parts[0], got.parts[1]), ref, allowed(spec, case, name, call, ref), tol.tie or 0.0)
+    real = values.real(got)
+    if tol.metric == "exact" or (case.mode == "exact" and case.op in EXACT):
+        compare.same(at, real, values.real(values.rounded(ref, got.dtype)))
+        return Verdict(0.0, 0.0)
+    return compare.within(at, real, ref, allowed(spec, case, name, call, ref), vacuous_ok=not np.any(ref))
+
+
+def _state(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor) -> Verdict:
+    """Float state: what the oracle changed is judged, everything else must keep its bits."""
+    ref, before = call.refs[name], call.tensors[name].array
+    changed = ref != call.values[name]
+    if not changed.any():
+        raise Disagreement(f"{at}: the case changes nothing: it proves nothing")
+    compare.same_bits(f"{at} (untouched positions)", np.where(changed, 0, got.array), np.where(changed, 0, before))
+    where, limit = np.where(changed), allowed(spec, case, name, call, ref)
+    return compare.within(at, values.real(got)[where], ref[where], limit[where], vacuous_ok=not np.any(ref[where]))
+
+
+def _reference(spec: OpSpec, case: Case, name: str, call: Call, results: Tensors) -> np.ndarray:
+    """The oracle's result; where the spec says `given`, from the device's own value of those earlier results, so that
+    what fell on the other side of a rounding there is not counted again."""
+    return _FROM[case.op, name](case, call, results) if spec.tensors[name].given else call.refs[name]
+
+
+def _ffn_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
+    return ORACLE["linear"](x=argument(results["h"]), w=argument(call.tensors["w_down"]))[0]
+
+
+def _norm_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
+    return ORACLE["rmsnorm"](x=results["sum"].array, w=call.tensors["w_next"].array, eps=case.attrs["eps"])[0]
+
+
+def _decode_o(case: Case, call: Call, results: Tensors) -> np.ndarray:
+    """Of the oracle's queries and the device's caches."""
+    names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
+    given = {n: argument(call.tensors[n]) for n in names}
+    caches = {n: values.real(results[n]) for n in ("k_cache", "v_cache")}
+    appended = {n: c.copy() for n, c in caches.items()}
+    (q,) = ORACLE["qk_norm_rope_append"](**given, **appended, eps=case.attrs["eps"])
+    routes = {n: given[n] for n in ("slots", "positions", "block_table")}
+    return ORACLE["attention"](q=q, **caches, **routes, scale=case.attrs["scale"], window=case.attrs["window"])[0]
+
+
+_FROM: dict[tuple[str, str], Callable[[Case, Call, Tensors], np.ndarray]] = {
+    ("fused_ffn", "y"): _ffn_y,
+    ("add_rmsnorm", "y"): _norm_y,
+    ("decode_attention", "o"): _decode_o,
+}
+
+
+def cut_live(spec: OpSpec, case: Case, name: str, tensor: Tensor) -> Tensor:
+    """The live rows of a tensor."""
+    count = live(spec, case, name)
+    return tensor if count is None else tensor.rows(0, count)

@@ -1,0 +1,119 @@
+"""Sizes and attributes that suit an operation: what both the drawn and the fixed cases are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from conformance.harness.cases import Case, context, one_row_per_slot
+from hybrid.core.dtypes import DTYPES
+from hybrid.spec import OpSpec, SpecError
+
+# role -> (size in edge cases, most units of multiple_of in drawn cases)
+SIZES: dict[str, tuple[int, int]] = {
+    "tokens": (5, 36), "outs": (3, 20), "rows": (6, 20), "hidden": (64, 20), "inner": (64, 40), "features": (24, 140),
+    "ffn": (96, 20), "vocab": (50, 300), "q_heads": (4, 8), "kv_heads": (2, 4), "head_dim": (32, 16), "slots": (3, 6),
+    "blocks": (1, 4), "block_size": (4, 32), "table": (5, 12), "context": (20, 60),
+}  # fmt: skip
+PRIMES = {"tokens": 13, "outs": 7, "rows": 11, "features": 37, "vocab": 61}
+
+Choices = Callable[[Mapping[str, int]], list[Any]]
+ATTENTIONS = ("attention", "attention_i8", "decode_attention")
+ATTRIBUTES: dict[tuple[str, str], Choices] = {
+    ("embed", "scale"): lambda b: [float(b["H"]) ** 0.5, 1.0, 16.0],
+    **{(op, "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0] for op in ATTENTIONS},
+    **{(op, "window"): lambda b: [0, 1, 3, b["BS"], b["BS"] + 1, b["MB"] * b["BS"] - 1] for op in ATTENTIONS},
+    ("logits", "softcap"): lambda b: [0.0, 30.0],
+    ("sample", "valid"): lambda b: [b["V"], max(1, b["V"] - 3), 1],
+}
+EPS = [1e-6, 1e-5]
+
+
+def attribute_choices(spec: OpSpec, name: str, bind: Mapping[str, int]) -> list[Any]:
+    """Values worth drawing for an attribute, the usual one first."""
+    if (spec.name, name) in ATTRIBUTES:
+        return ATTRIBUTES[spec.name, name](bind)
+    if name == "eps":
+        return EPS
+    a = spec.attributes[name]
+    choices = list(a.values or ()) or ([a.default] if a.default is not None else [])
+    if not choices:
+        raise LookupError(f"{spec.file}: attributes.{name} has neither values nor a default; add it to "
+                          "conformance/ops/strategies.py ATTRIBUTES")  # fmt: skip
+    return choices
+
+
+def sizes(spec: OpSpec, name: str, dtypes: Mapping[str, str]) -> list[int]:
+    """Sizes of one axis worth drawing: the smallest, around the tiles, primes, and a spread; small ones first."""
+    axis, tile = spec.axes[name], tile_of(spec, name)
+    step = granule(spec, name, dtypes)
+    most = min(axis.max, max(SIZES[axis.role][1] * axis.multiple_of, 2 * step))
+    wanted = {axis.min, step, 2 * step, 3 * step, 5 * step, 7 * step, most, PRIMES.get(axis.role, step)}
+    if axis.role == "block_size":  # some devices want powers of two
+        wanted |= {4, 8, 16}
+    wanted |= {tile - step, tile, tile + step, 2 * tile + step} if tile else set()
+    return sorted(n for n in wanted if axis.min <= n <= most and n % step == 0)
+
+
+def granule(spec: OpSpec, axis: str, dtypes: Mapping[str, str]) -> int:
+    """What the sizes of an axis must be multiples of: rows of tensors are whole blocks of their dtypes."""
+    blocks = [DTYPES[dtypes[n]].block for n, t in spec.tensors.items() if n in dtypes and str(t.shape[-1]) == axis]
+    return math.lcm(spec.axes[axis].multiple_of, *blocks)
+
+
+def rounded_up(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str],
+               fixed: frozenset[str] = frozenset()) -> dict[str, int]:  # fmt: skip
+    """The sizes made whole blocks of the dtypes, but for the `fixed` ones."""
+    return {n: v if n in fixed else -(-v // granule(spec, n, dtypes)) * granule(spec, n, dtypes) for n, v in bind.items()}
+
+
+def tile_of(spec: OpSpec, axis: str) -> int:
+    """The tile that a backend works in along an axis, 0 if none declares one: every backend is tried around it."""
+    return max((b.tile.get(axis, 0) for b in spec.backends.values()), default=0)
+
+
+def complete(spec: OpSpec, bind: Mapping[str, int], fixed: frozenset[str] = frozenset()) -> dict[str, int]:
+    """Sizes that fit together: enough blocks, slots and positions for the rows. `fixed` axes keep their size."""
+    b = dict(bind)
+
+    def at_least(axis: str, n: int) -> None:
+        if axis in b and axis not in fixed:
+            b[axis] = max(b[axis], n)
+
+    if {"O", "S", "T"} <= b.keys():  # every output row continues a sequence of its own
+        at_least("S", b["O"])
+        at_least("T", b["O"])
+    if one_row_per_slot(spec):
+        at_least("S", b["T"])
+        b["T"] = min(b["T"], b["S"])
+    if {"HQ", "HK"} <= b.keys() and b["HQ"] % b["HK"]:
+        b["HQ" if "HQ" not in fixed else "HK"] = b["HK"] * max(1, b["HQ"] // b["HK"]) if "HQ" not in fixed else 1
+    if {"T", "S"} <= b.keys() and "BS" in b:
+        at_least("MB", -(-b["T"] // (b["S"] * b["BS"])))
+    if "BS" in b and "C" in b:
+        b["C"] = b["MB"] * b["BS"]
+    if "B" in b and "B" not in fixed:
+        b["B"] = b["S"] * b["MB"] + min(b["B"], 3)
+    return b
+
+
+def fits(spec: OpSpec, backend: str, bind: Mapping[str, int], attrs: Mapping[str, Any], dtypes: Mapping[str, str]) -> bool:
+    """Does the spec allow it, and have the rows room in their sequences?"""
+    try:
+        spec.check(bind, attrs, dtypes, backend)
+    except SpecError:
+        return False
+    return "positions" not in spec.inputs or bind["T"] <= bind["S"] * context(bind)
+
+
+def base_bind(spec: OpSpec) -> dict[str, int]:
+    return {name: SIZES[axis.role][0] for name, axis in spec.axes.items()}
+
+
+def whole(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], attrs: Mapping[str, Any], seed: int,
+          kinds: Mapping[str, str] | None = None, style: str = "ragged") -> Case:  # fmt: skip
+    """A case whose rows are all live."""
+    rows = bind.get("T", 1)
+    outs = min(bind.get("O", 1), rows, bind["S"]) if "slots" in spec.inputs else bind.get("O", 1)
+    return Case(spec.name, dict(bind), dict(dtypes), dict(attrs), rows, outs, seed, kinds=kinds or {}, style=style)

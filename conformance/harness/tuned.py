@@ -1,0 +1,47 @@
+"""Cases of an operation in which a family of the tuning tables is asked for: what proves its candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from conformance.harness import control_of, declared, plan_of, step_of
+from conformance.harness.cases import Case
+from conformance.harness.fixed import VARIANTS, covering, edge_cases, variant, variant_cases
+from conformance.harness.sizes import base_bind
+from hybrid.core.plan import Plan
+from hybrid.spec import OpSpec
+from kernels.vulkan.dry import asked
+from kernels.vulkan.tuning import Family, Value, tables
+
+
+def plan_for(spec: OpSpec, case: Case) -> Plan:
+    """The case's step alone, on no device."""
+    decls = {n: declared(spec, case, n) for n in spec.tensors}
+    decls["control"], _ = control_of(case, {})
+    return plan_of(case, (step_of(spec, case, spec.name, {n: n for n in spec.tensors}, "vulkan"),), decls)
+
+
+def facts_of(family: str, spec: OpSpec, device: Any, case: Case) -> list[Mapping[str, Value]]:
+    """The facts with which the case's step asks for the family on this Vulkan device; empty: it does not."""
+    return [a.facts for a in asked(plan_for(spec, case), device) if a.family == family]
+
+
+def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
+    """The fixed cases that ask for the family; for matrix units, which decode each type apart, in all types together."""
+    cases = [c for found in (edge_cases(spec, "vulkan"), variant_cases(spec, "vulkan")) for _, c in found]
+    if family.needs:
+        sizes = VARIANTS.get(spec.name, ())
+        cases += [variant(spec, {**base_bind(spec), **s}, dtypes, i)
+                  for s in sizes for i, dtypes in enumerate(covering(spec, "vulkan"))]  # fmt: skip
+    return [c for c in cases if facts_of(family.name, spec, device, c)]
+
+
+def uses(declared: Family) -> list[dict[str, Value]]:
+    """Choices in which every value of every number of a family occurs, and those of every table."""
+    values = list(declared.candidates.values())
+    # Each in two companies: together they decide which module runs.
+    rows = [[v[(i + shift * j) % len(v)] for j, v in enumerate(values)]
+            for shift in (0, 1) for i in range(max(map(len, values)))]  # fmt: skip
+    tuned = [e.use for table in tables().values() for e in table.family if e.name == declared.name]
+    return [dict(zip(declared.candidates, row, strict=True)) for row in rows] + tuned

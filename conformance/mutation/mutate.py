@@ -1,0 +1,139 @@
+"""Saboteurs: the shipped kernels with one piece of source text replaced. Each must make a conformance case fail.
+
+saboteurs/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the NumPy device), [[npu]] (the NPU's operations) and
+[[aie]] (the NPU's tile kernels, run by test_npu_kernels.py; options.kernel names the source file that is run) with
+
+    name     what is broken
+    file     in kernels/vulkan/shaders, kernels/vulkan/ops, kernels/oracle, kernels/npu or kernels/npu/aie
+    find     text that occurs exactly once in it; else the saboteur is stale, which is an error
+    replace  what it becomes
+    needs    capability of the device that chooses the mutated kernel; without it there is nothing to catch
+    case     how the case differs from the operation's usual one: bind, dtypes, attrs, kinds, style, scale, mode, seed,
+             rows, outs; options = options of the device
+    needs    a capability (Device.has) without which the kernel is not chosen; the mutant is then skipped
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.harness.cases import Case
+from conformance.harness.fixed import variant
+from conformance.harness.sizes import base_bind
+from conformance.mutation.edits import StaleSaboteur, edited, tables
+from conformance.support.paths import MUTANTS, ROOT
+from hybrid.spec import OpSpec
+
+KERNELS = ROOT / "kernels"
+FOLDERS = {
+    "shader": KERNELS / "vulkan" / "shaders",
+    "binding": KERNELS / "vulkan" / "ops",
+    "oracle": KERNELS / "oracle",
+    "aie": KERNELS / "npu" / "aie",
+    "npu": KERNELS / "npu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Saboteur:
+    op: str
+    kind: str
+    """shader, binding, oracle, npu or aie"""
+    name: str
+    file: str
+    find: str
+    replace: str
+    case: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = ""
+
+    @property
+    def backend(self) -> str:
+        return {"oracle": "cpu", "npu": "npu", "aie": "npu"}.get(self.kind, "vulkan")
+
+    @property
+    def path(self) -> Path:
+        return FOLDERS[self.kind] / self.file
+
+    def mutated(self) -> str:
+        """The file's text with the replacement made. Raises StaleSaboteur."""
+        return edited(self.path, self.find, self.replace, f"saboteurs/{self.op}.toml: {self.name}")
+
+
+def load(folder: Path = MUTANTS) -> Iterator[Saboteur]:
+    """All saboteurs, by file and kind."""
+    for path in sorted(folder.glob("*.toml")):
+        found = tables(path)
+        if unknown := found.keys() - FOLDERS.keys():
+            raise StaleSaboteur(f"{path.name}: unknown tables {sorted(unknown)}; known: {', '.join(FOLDERS)}")
+        for kind, entries in found.items():
+            for entry in entries:
+                yield Saboteur(path.stem, kind, **entry)
+
+
+def case_of(saboteur: Saboteur, spec: OpSpec) -> Case:
+    """The case that must fail."""
+    given = dict(saboteur.case)
+    bind, dtypes, attrs = (given.pop(k, {}) for k in ("bind", "dtypes", "attrs"))
+    given.pop("options", None)
+    case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes(dtypes), given.pop("seed", 0), frozenset(bind))
+    return replace(case, attrs={**case.attrs, **attrs}, **given)
+
+
+def mutated_function(saboteur: Saboteur, of: str) -> Callable[..., Any]:
+    """`of` (an operation's function, or `record`) of a mutated Python file.
+
+    A shared module (its name starts with _) stands in for the shipped one while the operation's own file is read."""
+    module = _execute(saboteur.path, saboteur.mutated())
+    if not saboteur.file.startswith("_"):
+        return getattr(module, of)
+    own = saboteur.path.with_name(f"{saboteur.op}.py")
+    if not own.exists():  # of a run of operations
+        return getattr(module, of)
+    kept = sys.modules[module.__name__]
+    sys.modules[module.__name__] = module
+    try:
+        return getattr(_execute(own, own.read_text()), of)
+    finally:
+        sys.modules[module.__name__] = kept
+
+
+def mutated_spirv(saboteur: Saboteur, kernels: set[str], folder: Path) -> Path:
+    """A folder of SPIR-V in which those of `kernels` that use the mutated shader are built from it."""
+    from kernels.vulkan.build import build
+    from kernels.vulkan.kernel import SPIRV
+
+    source, out = folder / "shaders", folder / "spirv"
+    shutil.copytree(FOLDERS["shader"], source)
+    (source / saboteur.file).write_text(saboteur.mutated())
+    out.mkdir()
+    for name in kernels | {"grid"}:
+        shutil.copy(SPIRV / f"{name}.spv", out)
+    shutil.copy(SPIRV / "manifest.json", out)
+    built = [m for name in sorted(kernels) for m in build(source, out, only=name)]
+    if not built:
+        raise StaleSaboteur(f"saboteurs/{saboteur.op}.toml: {saboteur.name}: none of {sorted(kernels)}, which the case runs, "
+                            f"uses {saboteur.file}")  # fmt: skip
+    return out
+
+
+def _execute(path: Path, text: str) -> types.ModuleType:
+    name = ".".join(path.relative_to(KERNELS.parent).with_suffix("").parts)
+    module = types.ModuleType(name)
+    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
+    # Data classes of the mutated module look it up by name.
+    kept = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        exec(compile(text, str(path), "exec"), module.__dict__)
+    finally:
+        if kept is not None:
+            sys.modules[name] = kept
+        else:
+            del sys.modules[name]
+    return module

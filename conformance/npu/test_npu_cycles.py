@@ -1,0 +1,130 @@
+"""The cycle model against what others have published: three measurements fit it, the rest are predictions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybrid.spec.devicesheet import find_sheet
+from kernels.npu.check import npu_limits
+from perf.npu import (
+    Product,
+    designs,
+    fit,
+    main,
+    measured,
+    placement,
+    placement_table,
+    rates,
+    residuals,
+    rows,
+    run_times,
+    step_cycles,
+)
+from perf.npu import attention as npu_attention
+from perf.npu.pipeline import gain, makespan
+from perf.npu.pipeline import table as pipeline_table
+
+
+def test_three_measurements_are_fitted_and_stand_in_the_sheets() -> None:
+    assert sum(row.fitted for row in rows()) == 3
+    for name, value in fit().items():
+        assert getattr(rates(), name).value == pytest.approx(value, rel=0.005), name
+        if name != "ddr_gb_s":
+            assert getattr(rates("hawk-point-npu"), name).value == getattr(rates(), name).value
+
+
+def test_what_was_held_out_is_predicted_within_a_quarter() -> None:
+    held = [row for row in rows() if not row.fitted]
+    assert (
+        len(held) >= 2
+        and {row.unit for row in held} == {"MAC/cycle", "TOPS"}
+        and {row.source for row in held} == {"taka", "ignite"}
+    )
+    assert all(abs(row.error) < 0.25 for row in held), [(row.name, row.error) for row in held if abs(row.error) >= 0.25]
+    assert all("arXiv" in s["text"] or "docs/" in s["text"] for s in measured()["source"].values())
+
+
+def test_each_term_can_bound_a_run() -> None:
+    base, r = Product((64, 128, 64), (512, 4096, 4096)), rates()
+
+    def faster(**factors: float) -> str:
+        changed = {k: getattr(r, k).model_copy(update={"value": getattr(r, k).value * f}) for k, f in factors.items()}
+        return run_times(base, r.model_copy(update=changed)).bound
+
+    assert faster(ddr_gb_s=0.1) == "ddr" and faster(stream_bytes=0.05) == "streams"
+    assert faster(channel_gb_s=0.05) == "channels" and faster(ddr_gb_s=100, channel_gb_s=100) == "cores"
+
+
+def test_more_columns_and_deeper_tiles_help() -> None:
+    r = rates()
+    deep, flat = Product((64, 128, 64), (512, 4096, 4096)), Product((64, 64, 64), (512, 4096, 4096))
+    assert step_cycles(deep, r) < 2 * step_cycles(flat, r)
+    assert run_times(deep, r).cores < run_times(replace(deep, columns=1), r).cores / 3
+    assert run_times(deep, r, chained=True).dispatch < run_times(deep, r).dispatch
+
+
+def test_bf16_runs_at_half_the_rate() -> None:
+    r = rates()
+    assert (
+        run_times(Product((64, 64, 64), (4096,) * 3, "bf16", "bf16"), r).cores
+        > 1.5 * run_times(Product((64, 64, 64), (4096,) * 3, "i8", "i16"), r).cores
+    )
+
+
+def test_every_output_says_that_it_is_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "modelled" in residuals() and "predicted" in residuals()
+    assert "modelled, never measured" in designs() and "modelled, never measured" in placement_table()
+    assert "modelled, never measured" in npu_attention.table(rates())
+    for args in ([], ["--fit"], ["--designs"], ["--attention"], ["--placement", "--tokens", "1024"], ["--pipeline"]):
+        assert main(args) == 0
+    assert "accumulate_cycles_per_byte" in capsys.readouterr().out
+
+
+def test_decode_stays_on_the_gpu() -> None:
+    """The plain answer for batch 1: the NPU reads more bytes, at a lower rate, with a dearer dispatch."""
+    assert all(p.best == "gpu" for p in placement() if p.phase == "decode")
+
+
+def test_attention_is_priced_by_the_key_tiles_that_are_seen() -> None:
+    """27B's causal prefill of 512: 272 of 512 tiles of a head (each 16 positions of queries see one key tile more every second
+    time); behind a window the work does not grow with the position."""
+    r = rates()
+    whole = npu_attention.work(16, 2, 128, 512, 0, 0, "bf16", r)
+    assert whole.tiles == 16 * 272 and whole.square == 16 * 512
+    near, far = (npu_attention.work(16, 2, 128, 512, start, 1024, "bf16", r) for start in (4096, 16384))
+    assert near == replace(far, square=near.square) and far.square > 3 * near.square
+
+
+def test_int8_scores_leave_room_for_a_second_key_tile() -> None:
+    """What keys in int8 save is memory first: the next tile arrives while this one is computed."""
+    r = rates()
+    for heads, group, d in ((16, 2, 128), (2, 4, 256)):
+        plain, coded = (npu_attention.work(heads, group, d, 512, 0, 0, s, r) for s in ("bf16", "i8"))
+        assert plain.tiles == coded.tiles and coded.streams < 0.8 * plain.streams and coded.total < 0.6 * plain.total
+        assert coded.ddr < plain.ddr
+
+
+@pytest.mark.parametrize("name", ["phoenix-npu", "hawk-point-npu"])
+def test_peaks_follow_from_the_rates(name: str) -> None:
+    sheet, npu = find_sheet(name), npu_limits(name)
+    cores = npu.columns.value * npu.core_rows.value
+    assert sheet.peak.int8_tops is not None
+    assert sheet.peak.int8_tops.value == pytest.approx(2e-3 * cores * npu.rates.macs_i8.value * npu.rates.clock_ghz.value, rel=0.01)
+    assert all(r.error < 0.25 for r in rows())
+
+
+def test_two_chunks_in_flight_take_what_the_busier_device_takes() -> None:
+    """By hand where it can be done by hand; for every shape between the larger share and the sum."""
+    one = (("gpu", 1.0), ("npu", 1.0))
+    assert makespan([one], 2) == makespan([one], 1) == 2.0
+    assert makespan([one] * 4, 1) == 8.0 and makespan([one] * 4, 2) == 5.0, "the first and the last second of one device alone"
+    uneven = (("gpu", 1.0), ("npu", 3.0), ("gpu", 1.0))
+    assert makespan([uneven] * 10, 2) == 1.0 + 10 * 3.0 + 1.0, "the NPU never waits but for the first"
+    assert makespan([uneven] * 2, 1) == 10.0
+    for g in (gain(model, chunks) for model in ("27b", "e2b") for chunks in (1, 2, 8)):
+        assert g.in_turn == pytest.approx(g.npu + g.gpu)
+        assert max(g.npu, g.gpu) <= g.in_flight + 1e-9 and g.in_flight <= g.in_turn + 1e-9
+        assert (g.in_flight < g.in_turn - 1e-6) == (g.chunks > 1)
+    assert "modelled, never measured" in pipeline_table()

@@ -1,0 +1,96 @@
+"""Decode attention in all its forms: many stretches and one, merged by the last workgroup or by a dispatch of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.harness import prepare, run_case
+from conformance.harness.cases import Case
+from conformance.harness.fixed import covering, variant
+from conformance.harness.inputs import make
+from conformance.harness.sizes import base_bind
+from conformance.support.devices import GUARD, left_zero, open_backend
+from hybrid.core.tensor import Tensor
+from hybrid.spec import load_op
+
+SPEC = load_op("decode_attention")
+# Stretches shorter than a step, of about one and of several; as many as there may be; heads of a group apart.
+FORMS = {
+    "last arrival": {"merge": 1, "groups": 4096, "min_split": 5},
+    "own dispatch": {"merge": 0, "groups": 4096, "min_split": 5},
+    "few stretches": {"merge": 1, "groups": 24, "min_split": 37, "heads": 1, "subgroups": 4},
+    "one stretch": {"merge": 1, "groups": 1},
+    "parts waited for": {"merge": 2, "groups": 4096, "min_split": 5, "ahead": 2},
+    "parts waited for, many subgroups": {"merge": 2, "groups": 264, "min_split": 32, "subgroups": 16, "ahead": 4},
+}
+SIZES: tuple[Mapping[str, int], ...] = (
+    {"T": 3, "HQ": 4, "HK": 2, "D": 64, "S": 3, "BS": 16, "MB": 20},
+    {"T": 2, "HQ": 8, "HK": 2, "D": 128, "S": 4, "BS": 8, "MB": 11},
+    {"T": 1, "HQ": 3, "HK": 1, "D": 96, "S": 1, "BS": 7, "MB": 13},
+    {"T": 2, "HQ": 4, "HK": 1, "D": 80, "S": 2, "BS": 7, "MB": 13},
+    {"T": 2, "HQ": 16, "HK": 1, "D": 32, "S": 2, "BS": 16, "MB": 20},
+    {"T": 1, "HQ": 2, "HK": 1, "D": 256, "S": 2, "BS": 32, "MB": 5},
+)
+
+
+@pytest.fixture(scope="module", params=list(FORMS))
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    from kernels.vulkan.ops import BINDINGS
+    from kernels.vulkan.ops.decode_attention import record
+
+    form = functools.partial(record, **FORMS[request.param])
+    opened = open_backend("vulkan", guard=GUARD, bindings={**BINDINGS, "decode_attention": form})
+    yield opened
+    opened.close()  # type: ignore[attr-defined]
+
+
+def _cases() -> Iterator[Case]:
+    for i, sizes in enumerate(SIZES):
+        for j, dtypes in enumerate(covering(SPEC, "vulkan")):
+            yield variant(SPEC, {**base_bind(SPEC), **sizes}, dtypes, 10 * i + j)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=f"D={c.bind['D']},{c.dtypes['k_cache']},{c.dtypes['o']}") for c in _cases()])
+def test_form(device: Any, case: Case) -> None:
+    for style in ("ragged", "full", "empty"):
+        run_case(SPEC, device, replace(case, style=style))
+
+
+def test_sums_of_zero_arrive(device: Any) -> None:
+    """A part that is waited for is zero until it comes, and may be zero when it has."""
+    case = replace(next(c for c in _cases() if c.dtypes["k_cache"] == "f16" and c.dtypes["o"] == "f32"), style="full")
+    values = make(SPEC, case)
+    values["v_cache"] = Tensor.of(np.zeros_like(values["v_cache"].array))
+    heads = values["qkv"].array.reshape(-1, case.bind["HQ"] + 2 * case.bind["HK"], case.bind["D"])
+    heads[:, -case.bind["HK"] :] = 0
+    program = prepare(SPEC, device, case, values, 0xFF)
+    device.wait(program.submit(2))
+    assert not device.read("o").rows(0, case.rows).array.any()
+
+
+def test_memory_between_workgroups_is_zero_again(device: Any) -> None:
+    """Counters and parts, for the next run."""
+    case = replace(next(_cases()), style="full")
+    program = prepare(SPEC, device, case, make(SPEC, case), 0xFF)
+    device.wait(program.submit(2))
+    assert left_zero(device, program)
+
+
+def test_every_run_gives_the_same_bits(device: Any) -> None:
+    """Whichever workgroup is last; and the counters are back at zero each time."""
+    case = next(c for c in _cases() if c.dtypes["o"] == "q8_act" and c.dtypes["k_cache"] == "f16")
+    case = replace(case, style="full")
+    program = prepare(SPEC, device, case, make(SPEC, case), 0xFF)
+    results: list[Tensor] = []
+    for times in (1, 3, 1):
+        device.wait(program.submit(times))
+        results.append(device.read("o").rows(0, case.rows))
+    for other in results[1:]:
+        assert all((a == b).all() for a, b in zip(results[0].parts, other.parts, strict=True))
+

@@ -1,0 +1,65 @@
+"""Flash attention on matrix units: every head size, share of its columns and result type, over tiles, slots, windows, chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conformance.harness import run_case
+from conformance.harness.cases import Case
+from conformance.harness.fixed import variant
+from conformance.harness.sizes import base_bind
+from conformance.support.devices import GUARD, Devices, spy_kernels
+from hybrid.spec import load_op
+from kernels.vulkan.ops.attention import FLASH
+from kernels.vulkan.tuning import space
+
+SPEC, FAMILY = load_op("attention"), space().named("flash_attention")
+# Rows: just more than go to the other kernel, a tile less one, more than a tile; heads: one, some, all of a tile.
+SIZES = (
+    {"T": 33, "HQ": 4, "HK": 2, "S": 4, "BS": 16, "MB": 12},
+    {"T": 127, "HQ": 2, "HK": 2, "S": 1, "BS": 32, "MB": 9},
+    {"T": 129, "HQ": 8, "HK": 1, "S": 2, "BS": 7, "MB": 31},
+    {"T": 40, "HQ": 10, "HK": 2, "S": 40, "BS": 5, "MB": 9},
+)
+
+
+@pytest.fixture
+def device(devices: Devices) -> Any:
+    found = devices.get("vulkan", guard=GUARD)
+    if not found.has("f16_matrices") or found.subgroup_size != 32:
+        pytest.skip(f"no matrix units of f16 for subgroups of 32 on {found.name}")
+    return found
+
+
+def _cases(d: int) -> Iterator[Case]:
+    for i, sizes in enumerate(SIZES):
+        for j, o in enumerate(SPEC.outputs["o"].dtype):
+            dtypes = SPEC.dtypes({"k_cache": "f16", "o": o})
+            case = variant(SPEC, {**base_bind(SPEC), **sizes, "D": d}, dtypes, 10 * i + j)
+            for window in (0, 1, 19, 64):
+                yield replace(case, attrs={**case.attrs, "window": window})
+
+
+VARIANTS = [(d, own) for d in FLASH for own in FAMILY.candidates["columns"] if own <= d]
+
+
+@pytest.mark.parametrize("style", ["ragged", "mixed", "empty", "full"])
+@pytest.mark.parametrize(("d", "own"), VARIANTS)
+def test_tiles(device: Any, monkeypatch: pytest.MonkeyPatch, d: int, own: int, style: str) -> None:
+    chosen = spy_kernels(device, monkeypatch)
+    with device.tuning.forced(FAMILY.name, {"columns": own}):
+        for case in _cases(d):
+            run_case(SPEC, device, replace(case, style=style))
+    assert f"flash_attention.{d}.{own}" in chosen and not any(k.startswith("attention.") for k in chosen)
+
+
+@pytest.mark.parametrize(("d", "own"), VARIANTS)
+@pytest.mark.parametrize("kind", [("q", "all_zero"), ("v_cache", "outlier"), ("block_table", "ring")])
+def test_edge_values(device: Any, d: int, own: int, kind: tuple[str, str]) -> None:
+    case = next(c for c in _cases(d) if c.dtypes["o"] == "f32")
+    with device.tuning.forced(FAMILY.name, {"columns": own}):
+        run_case(SPEC, device, replace(case, kinds=dict([kind])))

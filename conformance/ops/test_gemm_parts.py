@@ -1,0 +1,97 @@
+"""Products on matrix units whose tiles do not fill a device: K is cut, and each part is added up once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conformance.harness import POISON, prepare, run_case
+from conformance.harness.cases import Case
+from conformance.harness.fixed import variant
+from conformance.harness.inputs import make
+from conformance.harness.sizes import base_bind
+from conformance.support.devices import GUARD, Devices, need_matrix_units
+from hybrid.core.dtypes import DTYPES
+from hybrid.spec import load_op
+from kernels.vulkan.ops._gemm import FEW, MOST_PARTS, TILES, TYPES, cut
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "found"),
+    [
+        ((11, 64, 84), 132, (60, 3)),  # five times the device, and 44 tiles in three parts each
+        ((11, 42, 336), 132, (36, 2)),
+        ((1, 42, 336), 264, (0, 6)),
+        ((1, 336, 84), 264, (264, 3)),
+        ((11, 336, 84), 132, (336, 1)),  # 28 times the device
+        ((1, 336, 84), 0, (336, 1)),
+        ((1, 5, 2), 264, (0, 2)),  # no more parts than stages
+        ((1, 1, 999), 264, (0, MOST_PARTS)),
+        ((7, 3, 9), 24, (3, 1)),  # 21 tiles of 24: too many to be cut
+    ],
+)
+def test_the_tiles_that_do_not_fill_a_device_are_cut(shape, groups, found):
+    assert cut(*shape, groups, 10**6) == found
+
+
+def test_what_is_cut_takes_fewer_stages_and_no_tile_is_lost():
+    for down, columns, groups in itertools.product(range(1, 13), range(1, 90), (24, 132, 264)):
+        whole, parts = cut(down, columns, 50, groups, 10**6)
+        rest = (columns - whole) * down
+        assert 0 <= whole <= columns and 1 <= parts <= MOST_PARTS
+        assert (parts > 1) == (rest > 0)
+        if rest:
+            assert whole * down <= down * columns // groups * groups
+            assert -(-rest * parts // groups) * -(-50 // parts) < -(-rest // groups) * 50
+
+
+SIZES = (11, 133, 261)  # rows: tiles that are all cut, and, of the smaller ones, some that are beside some that are not
+BIND = {"linear": {"N": 331, "K": 224}, "fused_ffn": {"H": 160, "F": 352}}
+
+
+def case_for(op: str, rows: int, dtype: str) -> Case:
+    spec, bind = load_op(op), {**BIND[op], "T": rows}
+    types = {"x": "f16", "w": dtype} if op == "linear" else {"x": "f16", "h": "f16", "w_gate_up": dtype, "w_down": dtype}
+    return variant(spec, {**base_bind(spec), **bind}, spec.dtypes(types), 0, frozenset(bind))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("op", BIND)
+def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(devices: Devices, op: str, rows: int, tile: str) -> None:
+    device, family = devices.get("vulkan", guard=GUARD), "linear.gemm" if op == "linear" else "ffn_up.gemm"
+    need_matrix_units(device)
+    for dtype, groups in (("q4_0", 24), ("f16", 24), ("q8_0", 1056)):
+        with device.tuning.forced(family, {"tile": tile, "groups": groups}):
+            for live in (rows, rows // 2):
+                run_case(load_op(op), device, replace(case_for(op, rows, dtype), rows=live))
+
+
+def test_counters_are_left_as_they_were_found(devices: Devices) -> None:
+    """The same recording, run again and again, gives the same bits."""
+    device, spec = devices.get("vulkan"), load_op("linear")
+    need_matrix_units(device)
+    case = case_for("linear", SIZES[0], "q4_0")
+    with device.tuning.forced("linear.gemm", {"tile": "16x128", "groups": 264}):
+        program = prepare(spec, device, case, make(spec, case), POISON[0])
+    assert program.recording.counter_bytes
+    device.wait(program.submit())
+    first = device.read("y").array.view(np.uint32).copy()  # rows that are not live hold a NaN
+    for _ in range(3):
+        device.wait(program.submit())
+        assert (device.read("y").array.view(np.uint32) == first).all()
+
+
+@pytest.mark.parametrize("dtype", [t for t in TYPES if DTYPES[t].quantised])
+def test_few_rows_meet_weights_that_were_rounded_once(devices: Devices, dtype: str) -> None:
+    """With one element in a row of x nothing hides how a weight was decoded: its f16 is the definition's."""
+    device, spec = devices.get("vulkan", guard=GUARD), load_op("linear")
+    need_matrix_units(device)
+    for rows, tile in zip((11, 27), FEW, strict=True):
+        bind = {"T": rows, "N": 331, "K": 512}
+        case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes({"x": "f16", "w": dtype}), rows, frozenset(bind))
+        with device.tuning.forced("linear.gemm", {"tile": tile}):
+            run_case(spec, device, replace(case, kinds={"x": "one_hot"}))

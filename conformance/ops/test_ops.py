@@ -1,0 +1,123 @@
+"""Every operation x backend x dtype: fixed cases from the specs, cases drawn by hypothesis, every kernel variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import pytest
+from hypothesis import given
+
+from conformance.harness import run_case
+from conformance.harness.cases import Case
+from conformance.harness.fixed import (
+    SPLIT_RANGE,
+    covering,
+    dtype_cases,
+    edge_cases,
+    split_cases,
+    variant_cases,
+    workload_cases,
+)
+from conformance.harness.sizes import fits
+from conformance.ops.past import PAST
+from conformance.ops.strategies import cases
+from conformance.support.devices import BACKENDS, GUARD, OP_BACKENDS, Devices
+from conformance.support.profile import LONG
+from hybrid.spec import OpSpec, load_ops
+
+SPECS = load_ops()
+SUPPORTED = [(op, b) for op, spec in SPECS.items() for b in OP_BACKENDS if spec.backends[b].status == "supported"]
+
+
+def combinations(op: str, backend: str) -> tuple[Mapping[str, str], ...]:
+    """The dtype combinations that are run: all; of a region's many, in the short profile, every pair of dtypes."""
+    return SPECS[op].dtype_choices(backend) if LONG else covering(SPECS[op], backend)
+
+
+def _ids(op: str, backend: str, dtypes: Mapping[str, str]) -> str:
+    inputs = ".".join(f"{n}:{dtypes[n]}" for n, t in SPECS[op].tensors.items() if len(t.dtype) > 1)
+    return f"{op}-{backend}-{inputs or 'only'}"
+
+
+def _grouped(source: Callable[[OpSpec, str], Iterable[tuple[str, Case]]], backends: tuple[str, ...] = OP_BACKENDS) -> Iterator:
+    """One parameter for each (op, backend, name), with all its cases."""
+    for op, backend in SUPPORTED:
+        if backend in backends:
+            named: dict[str, list[Case]] = {}
+            for name, case in source(SPECS[op], backend):
+                if fits(SPECS[op], backend, case.bind, case.attrs, case.dtypes):
+                    named.setdefault(name, []).append(case)
+            for name, found in named.items():
+                yield pytest.param(op, backend, found, id=f"{op}-{backend}-{name.replace(' ', '')}")
+
+
+DTYPES = [pytest.param(op, b, d, id=_ids(op, b, d)) for op, b in SUPPORTED for d in combinations(op, b)]
+
+
+@pytest.mark.parametrize(("op", "backend", "dtypes"), DTYPES)
+def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, str]) -> None:
+    """Decode, small and prefill sizes of one dtype combination, then drawn cases."""
+    device, ran = devices.get(backend, guard=GUARD), 0
+    for case in dtype_cases(SPECS[op], dtypes):
+        run_case(SPECS[op], device, case)
+
+    @given(cases(SPECS[op], backend, dtypes))
+    def prove(case: Case) -> None:
+        nonlocal ran
+        run_case(SPECS[op], device, case)
+        ran += 1
+
+    prove()
+    assert ran, f"{op} on {backend}: no case was drawn"
+
+
+@pytest.mark.width
+@pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(edge_cases)))
+def test_edge(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
+    for case in found:
+        run_case(SPECS[op], devices.get(backend, guard=GUARD), case)
+
+
+@pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(lambda s, b: workload_cases(s, b, LONG))))
+def test_workload(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
+    for case in found:
+        run_case(SPECS[op], devices.get(backend, guard=GUARD), case)
+
+
+@pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(variant_cases)))
+def test_variant(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
+    """Sizes at which another kernel is chosen."""
+    for case in found:
+        run_case(SPECS[op], devices.get(backend, guard=GUARD), case)
+
+
+@pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(split_cases, ("vulkan",))))
+def test_split_weight(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
+    """Weights larger than a storage buffer may be go in chunks of rows."""
+    device = devices.get(backend, guard=GUARD, max_range=SPLIT_RANGE)
+    for case in found:
+        run_case(SPECS[op], device, case)
+
+
+@pytest.mark.width
+@pytest.mark.parametrize(("backend", "case"), [pytest.param(b, c, id=f"{b}-{n}") for n, c in PAST.items() for b in BACKENDS])
+def test_past_failure(devices: Devices, backend: str, case: Case) -> None:
+    """Every case that once failed."""
+    run_case(SPECS[case.op], devices.get(backend, guard=GUARD), case)
+
+
+def test_every_combination_is_tested() -> None:
+    """Zero cases for a supported (operation, backend, dtype) is a failure, not a green run."""
+    tested = {(p.values[0], p.values[1], tuple(p.values[2].items())) for p in DTYPES}
+    for op, spec in SPECS.items():
+        for backend in OP_BACKENDS:
+            if spec.backends[backend].status != "supported":
+                continue
+            choices = spec.dtype_choices(backend)
+            assert choices, f"{op} on {backend}: no dtype combination"
+            for name in spec.tensors:
+                wanted = {c[name] for c in choices}
+                ran = {dict(d)[name] for o, b, d in tested if (o, b) == (op, backend)}
+                assert ran == wanted, f"{op} on {backend}: {name} is never {wanted - ran}"
+            for dtypes in combinations(op, backend):
+                assert list(dtype_cases(spec, dtypes))

@@ -1,0 +1,274 @@
+"""Runs of steps that one dispatch does: each step is judged by its own operation's definition, on what the dispatch left in
+memory, and everything that does not fit is recorded step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.harness import POISON, control_of, declared, poisoned
+from conformance.harness.cases import Case
+from conformance.harness.compare import Disagreement, same_bits
+from conformance.harness.inputs import make
+from conformance.harness.reference import check, expect
+from conformance.mutation.mutate import Saboteur, load, mutated_function, mutated_spirv
+from conformance.support.devices import GUARD, Devices, need_compiler, open_backend, spy_kernels
+from conformance.support.paths import MUTANTS
+from hybrid.core.plan import Plan, Step, TensorDecl
+from hybrid.core.tensor import Tensor
+from hybrid.spec import load_ops
+from kernels.vulkan import runs
+from kernels.vulkan.ops import RUNS, _layer
+from kernels.vulkan.tuning import space
+
+pytestmark = pytest.mark.slow
+
+SPECS = load_ops()
+TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
+SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}
+# Operation, and the plan's tensor of each of its arguments.
+STEPS = (
+    ("linear", {"x": "o", "w": "w_o", "y": "a"}),
+    ("add_rmsnorm", {"a": "a", "residual": "x", "w_post": "w_post", "w_next": "w_ffn", "sum": "r", "y": "z"}),
+    ("fused_ffn", {"x": "z", "w_gate_up": "w_gate_up", "w_down": "w_down", "h": "h", "y": "m"}),
+    ("add_rmsnorm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "w_next": "w_next", "sum": "s", "y": "y"}),
+    ("fused_qkv", {"x": "y", "w": "w_qkv", "qkv": "qkv"}),
+)
+USES = [{"workgroups": n, "threads": t} for n in (1, 132) for t in (256, 768)]
+
+
+def cases(sizes: Mapping[str, int], w: str, rows: int, act: str, seed: int, live: int) -> list[Case]:
+    """One case for each step of the run."""
+    n, t = dict(sizes), {"T": rows}
+    binds = (
+        {**t, "K": n["heads"], "N": n["hidden"]},
+        {**t, "H": n["hidden"]},
+        {**t, "H": n["hidden"], "F": n["ffn"]},
+        {**t, "H": n["hidden"]},
+        {**t, "H": n["hidden"], "HQ": n["hq"], "HK": n["hk"], "D": n["d"]},
+    )
+    dtypes = ({"x": act, "w": w}, {"y": act}, {"x": act, "w_gate_up": w, "w_down": w, "h": act}, {"y": act}, {"x": act, "w": w})
+    return [
+        Case(op, bind, dict(SPECS[op].dtypes(types)), SPECS[op].attrs(bind, {}), live, live, seed=seed + i, style="full")
+        for i, ((op, _), bind, types) in enumerate(zip(STEPS, binds, dtypes, strict=True))
+    ]
+
+
+def planned(
+    made: list[Case], device: str, order: tuple[int, ...] = (0, 1, 2, 3, 4), swaps: Mapping[str, str] = {}
+) -> tuple[Plan, dict[str, Tensor]]:
+    """The steps as one plan, and values of what none of them writes first. `swaps`: other tensors for arguments,
+    "step.argument" -> tensor."""
+    values: dict[str, Tensor] = {}
+    decls: dict[str, TensorDecl] = {}
+    steps = []
+    for i in order:
+        (op, args), case = STEPS[i], made[i]
+        args = {a: swaps.get(f"{i}.{a}", t) for a, t in args.items()}
+        drawn = make(SPECS[op], case)
+        for arg, name in args.items():
+            if name not in decls:
+                decls[name] = replace(declared(SPECS[op], case, arg), name=name)
+                if arg in SPECS[op].inputs:
+                    values[name] = drawn[arg]
+        steps.append(Step(op, f"{i}.{op}", dict(case.bind), args, dict(case.attrs), device=device))
+    decls["control"], values["control"] = control_of(made[0], {})
+    return Plan("run", made[0].bind["T"], 1, tuple(steps), decls), values
+
+
+def run(device: Any, made: list[Case], given: Mapping[str, Tensor] = {}, **how: Any) -> int:
+    """Run the steps as one plan, twice from different poison, and judge each on what it finds in memory. Returns the
+    plan's dispatches. `given`: other values of tensors; `how`: planned()'s order and swaps."""
+    plan, values = planned(made, device.name, **how)
+    values |= given
+    found = []
+    for byte in POISON:
+        device.reset()
+        for name, decl in plan.tensors.items():
+            device.store(decl, values.get(name, poisoned(decl, byte)))
+        program = device.compile(plan)
+        for _ in range(2):  # what a run leaves behind must not change the next one
+            device.wait(program.submit())
+        assert not device.check_guards()
+        found.append({name: device.read(name) for name in plan.tensors})
+    for name, decl in plan.tensors.items():
+        if made[0].rows:
+            _same(f"{name} depends on what its memory held before (unwritten elements, or a race)", *(f[name] for f in found))
+        elif name not in values:
+            _same(f"{name} was written, of no live row", found[0][name], poisoned(decl, POISON[0]))
+    for step in plan.steps if made[0].rows else ():
+        spec, case = SPECS[step.op], made[int(step.name[0])]
+        held = {arg: found[0][name] for arg, name in step.args.items()}
+        call = expect(spec, case, {n: held[n] for n in spec.inputs}, device.has("f16_matrices"))
+        check(spec, case, f"{device.name}: {step.name} of {case}", call, held)
+    return program.dispatches
+
+
+def _same(label: str, got: Tensor, wanted: Tensor) -> None:
+    for a, b in zip(got.parts, wanted.parts, strict=True):
+        same_bits(label, a, b)
+
+
+def judged(device: Any, use: Mapping[str, Any], made: list[Case], **how: Any) -> int:
+    with device.tuning.forced("layer", use):
+        return run(device, made, **how)
+
+
+def cancelled(device: Any, use: Mapping[str, Any], made: list[Case]) -> None:
+    """The residual is nearly minus what is added: the sum of squares does not follow from parts, it is taken anew."""
+    judged(device, use, made)
+    a = device.read("a").array.astype(np.float64)
+    scaled = a / np.sqrt((a**2).mean() + made[1].attrs["eps"]) * device.read("w_post").array
+    for left in (1e-1, 1e-3):
+        noise = np.random.default_rng(1).standard_normal(a.shape) * left
+        judged(device, use, made, given={"x": Tensor.of((-scaled * (1 + noise)).astype(np.float32))})
+
+
+def test_a_residual_that_cancels_what_is_added(devices: Devices) -> None:
+    device = devices.get("vulkan", guard=GUARD)
+    for use in USES:
+        cancelled(device, use, cases({**SIZES, "hidden": 1056}, "q8_0", 1, "q8_act", 5, 1))
+
+
+@pytest.mark.parametrize("w", ["q4_0", "q8_0"])
+def test_workgroups_that_meet(devices: Devices, w: str) -> None:
+    """The shape of Gemma 3 4B on as many workgroups as there are multiprocessors, again and again."""
+    device = devices.get("vulkan")
+    if device.cores == 1:
+        pytest.skip(f"{device.name} does not say how many multiprocessors it has: one workgroup, which meets nobody")
+    shape = {"hidden": 2560, "heads": 2048, "ffn": 10240, "hq": 8, "hk": 4, "d": 256}
+    for threads in (768, 1024):
+        assert judged(device, {"workgroups": 132, "threads": threads}, cases(shape, w, 1, "q8_act", 3, 1)) == 1
+
+
+@pytest.mark.parametrize("w", TYPES)
+def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
+    """Every type of weights, fixed sizes for every number of the tuning space, then drawn ones."""
+    device = devices.get("vulkan", guard=GUARD)
+    granule = 256 if w == "q6_k" else 32
+    bindings = {"q5_1": 32, "q6_k": 36}.get(w, 28)  # of three and four parts, where others have two
+    dispatches = 1 if device.storage_buffers >= bindings else 6
+    for i, use in enumerate(USES):
+        sizes = {k: n if k in ("hq", "hk", "d") else -(-n // granule) * granule for k, n in SIZES.items()}
+        assert judged(device, use, cases(sizes, w, 1, "q8_act", i, 1)) == dispatches
+
+    blocks = st.integers(1, 12 if granule == 32 else 3).map(lambda n: n * granule)
+    shapes = st.fixed_dictionaries({
+        "hidden": blocks, "heads": blocks, "ffn": blocks, "hq": st.sampled_from([2, 4]), "hk": st.sampled_from([1, 2]),
+        "d": st.sampled_from([16, 32, 48]),
+    })  # fmt: skip
+
+    @given(shapes, st.sampled_from(USES), st.integers(0, 999))
+    def prove(sizes: dict[str, int], use: dict[str, int], seed: int) -> None:
+        assert judged(device, use, cases(sizes, w, 1, "q8_act", seed, 1)) == dispatches
+
+    prove()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden": 2048},  # two sweeps of 256 threads, both full
+        {"hidden": 1056},  # a second sweep of few
+        {"hidden": 32, "heads": 32, "ffn": 32, "hq": 1, "hk": 1, "d": 16},  # fewer rows than workgroups
+        {"heads": 8224},  # more pieces of a row than 256 threads
+        {"ffn": 2080},
+    ],
+    ids=lambda s: ".".join(f"{k}{n}" for k, n in s.items()),
+)
+def test_sizes_at_the_edges(devices: Devices, sizes: dict[str, int]) -> None:
+    device = devices.get("vulkan", guard=GUARD)
+    for use in USES[:1] + USES[2:3]:
+        assert judged(device, use, cases({**SIZES, **sizes}, "q4_0", 1, "q8_act", 3, 1)) == 1
+
+
+def test_the_time_of_a_run_is_told_once(devices: Devices) -> None:
+    device, made = devices.get("vulkan", guard=GUARD), cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
+    for use, within in ((USES[0], [None, *["0.linear"] * 4]), ({"workgroups": 0}, [None] * 5)):
+        with device.tuning.forced("layer", use):
+            plan, values = planned(made, device.name)
+            device.reset()
+            for name, decl in plan.tensors.items():
+                device.store(decl, values.get(name, poisoned(decl, 0)))
+            program = device.compile(plan, profile=True)
+        device.wait(program.submit())
+        assert [t.within for t in program.times()] == within
+        assert program.times()[0].duration > 0
+
+
+def test_no_live_row_is_written(devices: Devices) -> None:
+    assert judged(devices.get("vulkan", guard=GUARD), USES[0], cases(SIZES, "q4_0", 1, "q8_act", 3, 0)) == 1
+
+
+@pytest.mark.parametrize("use", [{"workgroups": n, "threads": t} for f in space().family if f.name == "layer"
+                                 for n in f.candidates["workgroups"] for t in f.candidates["threads"]], ids=str)  # fmt: skip
+def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices: Devices, use: dict[str, int]) -> None:
+    judged(devices.get("vulkan", guard=GUARD), use, cases({**SIZES, "hidden": 544}, "q8_0", 1, "q8_act", 5, 1))
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("several rows", {"rows": 2, "live": 2}),
+        ("activations that are not int8", {"act": "f32"}),
+        ("unquantised weights", {"act": "f32", "w": "f16"}),
+        ("a row wider than the workgroup holds", {"sizes": {"hidden": 2080}}),
+    ],
+)
+def test_what_does_not_fit_is_recorded_step_by_step(devices: Devices, why: str, change: dict[str, Any]) -> None:
+    how = {"w": "q4_0", "rows": 1, "act": "q8_act", "seed": 3, "live": 1, **change}
+    made = cases({**SIZES, **how.pop("sizes", {})}, **how)
+    assert judged(devices.get("vulkan", guard=GUARD), USES[0], made) > 5, why
+
+
+def test_steps_that_do_not_follow_from_one_another_are_no_run(devices: Devices) -> None:
+    device, made = devices.get("vulkan", guard=GUARD), cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
+    assert judged(device, USES[0], made, swaps={"3.residual": "x"}) > 5
+    assert judged(device, USES[0], made, order=(1, 0, 2, 3, 4), swaps={"1.a": "b"}) > 5
+    assert judged(device, {"workgroups": 0}, made) > 5
+
+
+def test_an_operation_with_another_binding_is_in_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a test or an ablation puts in its place is what runs; and LONGEST takes runs away."""
+    from kernels.vulkan.ops import BINDINGS
+
+    made = cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
+    other = {**BINDINGS, "linear": lambda *a: BINDINGS["linear"](*a)}
+    with open_backend("vulkan", guard=GUARD, bindings=other) as device:
+        assert judged(device, USES[0], made) > 5
+    with open_backend("vulkan", guard=GUARD) as device:
+        assert judged(device, USES[0], made) == 1
+        monkeypatch.setattr(runs, "LONGEST", 1)
+        assert judged(device, USES[0], made) > 5
+
+
+SABOTEURS = list(load(MUTANTS / "runs"))
+
+
+@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda s: f"{s.kind}-{s.name}")
+def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutated kernel or binding of a run makes a step fail."""
+    if saboteur.kind == "shader":
+        need_compiler()
+    made = cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
+    sound = devices.get("vulkan", guard=GUARD)
+    chosen = spy_kernels(sound, monkeypatch)
+    assert judged(sound, USES[0], made) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options: dict[str, Any] = {"spirv": mutated_spirv(saboteur, chosen, tmp_path)} if saboteur.kind == "shader" else {}
+    if saboteur.kind == "binding":
+        monkeypatch.setitem(RUNS, _layer.OPS, mutated_function(saboteur, "record"))
+    with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
+        cancelled(device, USES[0], made)
+
+
+def test_every_run_has_a_shader_and_a_binding_saboteur() -> None:
+    kinds = [s.kind for s in SABOTEURS]
+    assert kinds.count("shader") >= len(RUNS) and kinds.count("binding") >= len(RUNS)

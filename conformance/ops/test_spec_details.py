@@ -1,0 +1,139 @@
+"""Small promises of declarations, their commands, messages and units: each was broken once without another test noticing."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hybrid.spec
+from conformance.support.paths import SPECS
+from hybrid.cli import describe
+from hybrid.core import errors
+from hybrid.core.errors import SpecError
+from hybrid.core.units import parse_bytes, shortest, show_bytes
+from hybrid.spec import OpSpec, load_op, op
+from hybrid.spec.__main__ import main as spec
+from hybrid.spec.devicesheet import DeviceSheet
+from hybrid.spec.load import validate
+from hybrid.spec.npusheet import Count, Rate
+from hybrid.spec.schedule import StepSpec, find_schedule
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["show", "sample"], ["schema"], ["check"], ["list", "--json"]])
+def test_commands_about_specs_end_well(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert spec(arguments) == 0 and capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setattr(builtins, "print", closed)
+    assert spec(["list"]) == 0
+
+
+def test_the_check_of_specs_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert spec(["check", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {Path(name).name for name in found} == {p.name for p in (SPECS / "ops").glob("*.toml")}
+    assert set(found.values()) == {None}
+
+
+def test_names_of_the_specs_package_are_those_of_its_modules() -> None:
+    for name in hybrid.spec.__all__:
+        home = errors if name == "SpecError" else op
+        assert getattr(hybrid.spec, name) is getattr(home, name)
+    with pytest.raises(AttributeError, match="has no attribute 'load_opp'"):
+        hybrid.spec.load_opp  # noqa: B018
+
+
+def test_a_sheet_is_for_devices_by_a_regular_expression() -> None:
+    head = {"name": "d", "kind": "cpu", "match": "cpu|c(?=pu)"}
+    assert validate("s.toml", {"schema": 1, "device": head, "peak": {}}, DeviceSheet).device.match == head["match"]
+    with pytest.raises(SpecError, match=r"'\(' is not a regular expression"):
+        validate("s.toml", {"schema": 1, "device": {**head, "match": "("}, "peak": {}}, DeviceSheet)
+
+
+@pytest.mark.parametrize("kind", [Count, Rate])
+def test_figures_of_an_npu_are_positive_and_have_a_source(kind: type[Count] | type[Rate]) -> None:
+    assert kind(value=1, source="s").value == 1
+    for wrong in ({"value": 0, "source": "s"}, {"value": 1, "source": ""}, {"value": 1}):
+        with pytest.raises(ValueError, match=r"value|source"):
+            kind.model_validate(wrong)
+
+
+def _declared(tmp_path: Path, op: str, old: str, new: str) -> OpSpec:
+    text = (SPECS / "ops" / f"{op}.toml").read_text()
+    assert old in text
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))  # a file is read once
+    folder.mkdir()
+    (folder / f"{op}.toml").write_text(text.replace(old, new, 1))
+    return load_op(folder / f"{op}.toml")
+
+
+def test_a_default_is_of_its_attributes_type(tmp_path: Path) -> None:
+    window = '{ type = "int", min = 0, default = 0,'
+    assert _declared(tmp_path, "attention", window, window.replace("default = 0", "default = 3")).attributes["window"].default == 3
+    with pytest.raises(SpecError, match=r"window.default: 0.5 is not of type int"):
+        _declared(tmp_path, "attention", window, window.replace("default = 0", "default = 0.5"))
+    without = _declared(tmp_path, "attention", window, window.replace(" default = 0,", ""))
+    assert without.attributes["window"].default is None
+
+
+@pytest.mark.parametrize(("given", "words"), [('["y"]', "no earlier result 'y'"), ('["x"]', "no earlier result 'x'")])
+def test_a_result_is_given_what_is_made_before_it(tmp_path: Path, given: str, words: str) -> None:
+    with pytest.raises(SpecError, match=rf"outputs.y.given\[0\]: {words}"):
+        _declared(tmp_path, "fused_ffn", 'given = ["h"]', f"given = {given}")
+
+
+def test_steps_meet_where_phase_and_layers_do() -> None:
+    (first, *_) = find_schedule("gemma3").layer
+
+    def step(phase: str | None, when: str) -> StepSpec:
+        return first.model_copy(update={"phase": phase, "when": when})
+
+    for a, b, same in (
+        ((None, "any"), ("decode", "any"), True), (("decode", "any"), (None, "any"), True), ((None, "any"), (None, "any"), True),
+        (("prefill", "any"), ("decode", "any"), False), (("decode", "local"), ("decode", "any"), True),
+        (("decode", "local"), (None, "global"), False), ((None, "local"), (None, "local"), True),
+    ):  # fmt: skip
+        assert step(*a).meets(step(*b)) == step(*b).meets(step(*a)) == same
+
+
+# ---------------------------------------------------------------------------------------------------------- messages
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\n b"), "a b"),
+        (RuntimeError(""), "internal: RuntimeError: "),
+        (KeyError("x"), "internal: KeyError: 'x'"),
+        (FileNotFoundError(2, "No such file", "f"), "f: No such file"),
+        (OSError(28, "No space left"), "No space left"),
+        (OSError("odd"), "odd"),
+        (MemoryError(), "not enough memory; use a smaller ctx"),
+        (MemoryError("9 GiB"), "not enough memory: 9 GiB; use a smaller ctx"),
+    ],
+)
+def test_an_error_is_told_in_one_line(error: Exception, line: str) -> None:
+    said = describe(error)
+    assert said.startswith(line) and "\n" not in said and ("HYBRID_DEBUG=1" in said) == line.startswith("internal")
+
+
+# ------------------------------------------------------------------------------------------------------------- units
+def test_sizes_are_read_and_written_as_people_do() -> None:
+    read = {"4096": 4096, "2k": 2000, "500MB": 5 * 10**8, "2G": 2 * 10**9, "1T": 10**12, "1KiB": 1024, "3mib": 3 << 20,
+            "1.5GiB": 3 << 29, "1TiB": 1 << 40, " 7 b ": 7}  # fmt: skip
+    assert {text: parse_bytes(text) for text in read} == read
+    for wrong in ("", "x", "-1", "0", "0.4", "1ib", "1 2", "1PB", "i"):
+        with pytest.raises(ValueError, match="is no size"):
+            parse_bytes(wrong)
+    shown = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 10 << 10: "10.0 KiB", 1 << 20: "1.00 MiB", -(3 << 30): "-3.00 GiB",
+             (1 << 20) - 1: "1024.0 KiB", 1 << 40: "1024.0 GiB"}  # fmt: skip
+    assert {size: show_bytes(size) for size in shown} == shown
+    assert shortest(float(np.float32(1e-6))) == 1e-6 and shortest(0.1) == 0.1 and shortest(0.5) == 0.5

@@ -1,0 +1,353 @@
+"""The declarations: every spec is sound, every mistake in one gives one line with file, key and fix."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.support.paths import ROOT
+from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
+from hybrid.spec import SPECS_DIR, OpSpec, SpecError, load_op, load_ops
+from hybrid.spec import docs as generated
+from hybrid.spec.__main__ import main
+from hybrid.spec.fields import EDGE_VALUES
+from kernels.vulkan.features import CAPABILITIES
+from kernels.vulkan.spirv import inspect
+
+OPERATIONS = (
+    "add_rmsnorm", "attention", "attention_i8", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn",
+    "fused_qkv", "geglu", "linear", "linear_rows", "logits", "matmul_blocks", "matmul_i8", "qk_norm_rope_append", "quantize_act",
+    "rmsnorm", "sample",
+)  # fmt: skip
+NPU_ONLY = ("attention_i8", "matmul_blocks", "matmul_i8")  # products of codes
+GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
+OPS = load_ops()
+SPIRV = ROOT / "kernels" / "vulkan" / "spirv"
+
+
+def test_every_operation_is_declared() -> None:
+    assert tuple(OPS) == OPERATIONS
+
+
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "decode_rows"])  # it has no axis of a model
+def test_workloads_cover_every_gemma3_size(name: str) -> None:
+    for model in (*(f"gemma3-{m}" for m in GEMMA), "demo"):
+        assert any(w.id.startswith(f"{model}.") for w in OPS[name].workload), model
+    for w in OPS[name].workload:
+        model = w.id.split(".")[0].removeprefix("gemma3-")
+        if "H" in w.bind:
+            assert w.bind["H"] == GEMMA.get(model, 256)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_backends_are_declared(name: str) -> None:
+    status = {b: s.status for b, s in OPS[name].backends.items()}
+    vulkan = "planned" if name in NPU_ONLY else "supported"
+    npu = "supported" if name in (*NPU_ONLY, "attention", "linear_rows", "rmsnorm") else "planned"
+    assert status == {"oracle": "supported", "cpu": "supported", "vulkan": vulkan, "npu": npu}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_result_has_a_tolerance_for_every_dtype(name: str) -> None:
+    op = OPS[name]
+    for choice in op.dtype_choices():
+        for tensor in (*op.outputs, *op.state, *op.scratch):
+            assert op.tolerance_of(tensor, choice[tensor]).metric
+
+
+def test_every_edge_value_is_used_and_documented() -> None:
+    used = {c.partition("=")[2] for o in OPS.values() for c in o.edge.cases}
+    assert set(EDGE_VALUES) <= used
+
+
+# ------------------------------------------------------------------------------------------- errors in a declaration
+# What is changed in linear.toml (text, replacement), the key that must be named, and a piece of the fix.
+MISTAKES = {
+    "unknown key": ('shape = ["T", "N"]', 'shpae = ["T", "N"]', "outputs.y.shpae", "did you mean 'shape'?"),
+    "unknown table": ("[numerics]", "[numeric]", "numeric", "did you mean 'numerics'?"),
+    "missing key": ('accumulate = "f32"\n', "", "numerics.accumulate", "is missing"),
+    "undeclared axis": ('shape = ["T", "N"]', 'shape = ["T", "M"]', "outputs.y.shape[1]", "unknown axis 'M'"),
+    "nearest axis": ('shape = ["T", "N"]', 'shape = ["T", "NN"]', "outputs.y.shape[1]", "did you mean 'N'?"),
+    "bad expression": ('shape = ["T", "N"]', 'shape = ["T", "N+"]', "outputs.y.shape[1]", "not a complete expression"),
+    "call in a shape": ('shape = ["T", "N"]', 'shape = ["T", "exec(N)"]', "outputs.y.shape[1]", "unknown function"),
+    "condition as a size": ('shape = ["T", "N"]', 'shape = ["T", "N>1"]', "outputs.y.shape[1]", "is a condition"),
+    "unused axis": ("[inputs.x]", 'Z = { role = "ffn", max = 9 }\n[inputs.x]', "axes.Z", "used by no tensor"),
+    "unknown role": ('role = "inner"', 'role = "iner"', "axes.K.role", "did you mean 'inner'?"),
+    "axis range": ("min = 16, max = 131072", "min = 16, max = 8", "axes.K.max", "below min"),
+    "text for a number": ("max = 8192", 'max = "8192"', "axes.T.max", "integer"),
+    "unknown dtype": ('dtype = "f32"', 'dtype = "f23"', "outputs.y.dtype[0]", "did you mean 'f32'?"),
+    "dtype of nothing": ('dtype = "f32"', 'dtype = "same:v"', "outputs.y.dtype", "known: x, w"),
+    "unknown layout": ('npu = "k_tiled"', 'npu = "k_tile"', "inputs.w.layout.npu", "did you mean 'k_tiled'?"),
+    "unknown backend": ("[backends.npu]", "[backends.gpu]", "backends.gpu", "is not one of"),
+    "missing backend": ("[backends.cpu]\n", "[backends.tpu]\n", "backends.tpu", "not one of"),
+    "unknown feature": (
+        "shaderIntegerDotProduct", "integerDotProduct", "backends.vulkan.requires_for.q8_act[0]", "did you mean",
+    ),
+    "bad status": ('status = "planned"', 'status = "maybe"', "backends.npu.status", "supported|planned|refused"),
+    "unknown metric": (
+        'metric = "scaled_bound"', 'metric = "scaled"', "tolerance.f32.metric", "did you mean 'scaled_bound'?",
+    ),
+    "tolerance without scale": ('scale = "abs"\n', "", "tolerance.f32.scale", "is missing"),
+    "tolerance missing": ("[tolerance.f32]", "[tolerance.f16]", "tolerance.f16", "no result has this dtype"),
+    "cost name": ("2*T*N*K", "2*T*N*J", "cost.flops", "unknown axis or attribute 'J'"),
+    "cost tensor": ("bytes(w)", "bytes(ww)", "cost.bytes", "did you mean 'w'?"),
+    "rule tensor": ('when = { x = "q8_act" }', 'when = { z = "q8_act" }', "dtype_rules[0].when.z", "no tensor 'z'"),
+    "rule dtype": ('when = { x = "q8_act" }', 'when = { x = "q8_0" }', "dtype_rules[0].when.x", "x is never q8_0"),
+    "edge form": ('"T=1"', '"T"', "edge.cases[0]", "NAME=VALUE"),
+    "edge target": ('"T=1"', '"Q=1"', "edge.cases[0]", "no axis, attribute or tensor 'Q'"),
+    "edge value": ('"x=outlier"', '"x=outliers"', "edge.cases[19]", "did you mean 'outlier'?"),
+    "edge tile": (
+        "tile = { T = 8, N = 256, K = 256 }", "tile = { T = 8, N = 256 }", "edge.cases[13]", "declares a tile of K",
+    ),
+    "workload axis": (
+        "K = 1024, N = 640 }", "K = 1024 }", "workload[0] (gemma3-270m.attn_output.decode)", "axes.N: is not bound",
+    ),
+    "workload multiple": (
+        "K = 1024, N = 640", "K = 1023, N = 640", "workload[0]", "axes.K: K = 1023 is not a multiple of 16",
+    ),
+    "workload range": ("T = 1, K = 1024", "T = 0, K = 1024", "workload[0]", "axes.T: T = 0 is outside 1..8192"),
+    "workload dtype": (
+        'x = "q8_act", w = "q4_0"', 'x = "q8_act", w = "f16"', "workload[0]", "dtype_rules[0]: w must be q8_0 or q4_0",
+    ),
+    "workload attribute": (
+        'w = "q4_0" }', 'w = "q4_0" }\nattrs = { eps = 1.0 }', "workload[0]", "attributes: no attribute 'eps'",
+    ),
+    "workload twice": (
+        "gemma3-270m.attn_output.prefill", "gemma3-270m.attn_output.decode", "workload[1].id", "used twice",
+    ),
+    "member of an op": ('name = "linear"', 'name = "linear"\nmembers = ["geglu"]', "op.members", "a region"),
+    "input without domain": ('domain = { dist = "normal", scale = 1.0 }', "", "inputs.x.domain", "is missing"),
+    "domain parameter": ('dist = "normal", scale = 1.0', 'dist = "normal"', "inputs.x.domain.scale", "is missing"),
+    "domain of another kind": ('scale = 1.0 }', 'scale = 1.0, low = 0 }', "inputs.x.domain.low", "has no meaning; remove it"),
+    "reserved name": ("[inputs.w]", "[inputs.min]", "inputs.min", "cannot be a name"),
+    "name twice": ("[inputs.w]", "[inputs.T]", "inputs.T", "used in [axes] already"),
+    "other version": ("schema = 1", "schema = 2", "schema", "2 must be 1"),
+    "other name": ('name = "linear"', 'name = "lineal"', "op.name", "must be the file's name"),
+    "not TOML": ("[op]", "[op", "", "not valid TOML"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gives_one_line_with_file_key_and_fix(mistake: str, tmp_path: Path) -> None:
+    old, new, key, fix = MISTAKES[mistake]
+    text = (SPECS_DIR / "ops" / "linear.toml").read_text()
+    assert old in text, "the mistake no longer changes anything"
+    path = tmp_path / "linear.toml"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(SpecError) as caught:
+        load_op(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: {key}"), message
+    assert fix in message and "\n" not in message, message
+
+
+def test_an_unknown_constraint_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fused_qkv.toml"
+    path.write_text((SPECS_DIR / "ops" / "fused_qkv.toml").read_text().replace("HQ % HK == 0", "HQ % HKV == 0"))
+    with pytest.raises(SpecError, match=r"constraints\.exprs\[0\]: unknown axis .* 'HKV' .*did you mean 'HK'\?"):
+        load_op(path)
+
+
+def test_a_region_with_an_unknown_member_is_refused(tmp_path: Path) -> None:
+    for name in ("fused_qkv", "rmsnorm"):
+        (tmp_path / f"{name}.toml").write_text((SPECS_DIR / "ops" / f"{name}.toml").read_text())
+    with pytest.raises(SpecError, match=r"op\.members\[0\]: no operation 'linear'"):
+        load_op(tmp_path / "fused_qkv.toml")
+
+
+def test_unknown_operations_and_folders_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"no operation 'linaer'; did you mean 'linear'\?"):
+        load_op("linaer")
+    with pytest.raises(SpecError, match="there is no such file"):
+        load_op(tmp_path / "none.toml")
+    with pytest.raises(SpecError, match="holds no operation specs"):
+        load_ops(tmp_path)
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        OPS["linear"].op = OPS["geglu"].op
+
+
+# ------------------------------------------------------------------------------------------------- using a declaration
+def _binds(op: OpSpec) -> st.SearchStrategy[dict[str, int]]:
+    """Axes inside their ranges, of sizes that a test could allocate."""
+    def axis(name: str) -> st.SearchStrategy[int]:
+        a = op.axes[name]
+        first = -(-a.min // a.multiple_of)
+        return st.integers(first, max(first, min(a.max // a.multiple_of, first + 20))).map(lambda n: n * a.multiple_of)
+
+    return st.fixed_dictionaries({name: axis(name) for name in op.axes})
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_shapes_determine_their_axes(name: str, data: st.DataObject) -> None:
+    op = OPS[name]
+    bind = data.draw(_binds(op))
+    shapes = op.bind_shapes(bind)
+    given_axes = {"HQ": bind["HQ"], "D": bind["D"]} if name in ("fused_qkv", "attention") else {}
+    assert op.solve(shapes, given_axes) == bind
+    tensor = data.draw(st.sampled_from(sorted(shapes)))
+    wrong = dict(shapes)
+    wrong[tensor] = (shapes[tensor][0] + 1, *shapes[tensor][1:])
+    try:
+        other = op.solve(wrong, given_axes)
+    except SpecError as e:
+        assert tensor in str(e) or any(t in str(e) for t in shapes)
+        assert "\n" not in str(e)
+    else:  # an axis of that tensor alone
+        assert other != bind
+
+
+def test_solving_names_both_places_that_disagree() -> None:
+    with pytest.raises(SpecError, match=r"inputs\.w\.shape\[1\]: is 320 but K = 256 \(.* from inputs\.x\.shape\[1\]"):
+        OPS["linear"].solve({"x": (4, 256), "w": (768, 320)})
+    with pytest.raises(SpecError, match=r"\(HQ\+2\*HK\)\*D = 512 leaves D, HK, HQ open; bind D"):
+        OPS["fused_qkv"].solve({"x": (4, 256), "w": (512, 256)})
+    with pytest.raises(SpecError, match=r"outputs\.h\.shape\[1\]: is 8 but F = 32"):
+        OPS["geglu"].solve({"gate_up": (1, 64), "h": (1, 8)})
+    with pytest.raises(SpecError, match=r"2\*F = 63 has no whole solution for F"):
+        OPS["geglu"].solve({"gate_up": (1, 63)})
+    with pytest.raises(SpecError, match=r"inputs\.x\.shape: has 2 axes \(T, K\), got shape \(4,\)"):
+        OPS["linear"].solve({"x": (4,)})
+    assert OPS["fused_qkv"].solve({"w": (512, 256)}, {"HQ": 4, "D": 64}) == {"HQ": 4, "D": 64, "HK": 2, "H": 256}
+
+
+def test_int8_activations_need_quantised_weights() -> None:
+    pairs = {(c["x"], c["w"]) for c in OPS["linear"].dtype_choices()}
+    assert pairs == {(x, w) for x in ACTIVATION_TYPES for w in WEIGHT_TYPES if x != "q8_act" or w in QUANTISED_TYPES}
+    assert all(c["v_cache"] == c["k_cache"] for c in OPS["attention"].dtype_choices())
+    with pytest.raises(SpecError, match="v_cache is f32 but must be f16, as k_cache is"):
+        OPS["attention"].check_dtypes({"k_cache": "f16", "v_cache": "f32"})
+
+
+def test_check_refuses_what_does_not_fit() -> None:
+    linear, attention = OPS["linear"], OPS["attention"]
+    linear.check({"T": 1, "K": 48, "N": 7}, {}, {"x": "f32", "w": "bf16"})
+    with pytest.raises(SpecError, match="q8_0 needs rows of a multiple of 32 elements"):
+        linear.check({"T": 1, "K": 48, "N": 7}, {}, {"w": "q8_0"})
+    bind = {"T": 1, "HQ": 4, "HK": 3, "D": 64, "S": 1, "MB": 1, "B": 1, "BS": 32}
+    with pytest.raises(SpecError, match=r"constraints\.exprs\[0\]: HQ % HK == 0 does not hold for HK = 3, HQ = 4"):
+        attention.check(bind, {"scale": 0.125})
+    with pytest.raises(SpecError, match=r"attributes\.scale: has no default and is not given"):
+        attention.check({**bind, "HK": 2})
+    with pytest.raises(SpecError, match=r"attributes\.window: -1 is below 0"):
+        attention.check({**bind, "HK": 2}, {"scale": 0.125, "window": -1})
+    with pytest.raises(SpecError, match=r"attributes\.window: 1\.5 is not of type int"):
+        attention.check({**bind, "HK": 2}, {"scale": 0.125, "window": 1.5})
+    sample = {"O": 1, "V": 8, "T": 1, "S": 1, "C": 4}
+    with pytest.raises(SpecError, match=r"attributes\.valid: 9 is above 8"):
+        OPS["sample"].check(sample, {"valid": 9})
+
+
+def test_costs_are_those_worked_out_by_hand() -> None:
+    bind = {"T": 1, "K": 4096, "N": 5376}
+    assert OPS["linear"].flops(bind) == 2 * 4096 * 5376
+    # q4_0: 18 bytes per 32; q8_act: 40 per 32
+    w, x, y = 4096 * 5376 * 18 // 32, 4096 * 40 // 32, 5376 * 4
+    assert OPS["linear"].nbytes(bind, {"x": "q8_act", "w": "q4_0"}) == w + x + y
+    bind = {"T": 1, "HQ": 4, "HK": 2, "D": 64, "S": 1, "MB": 64, "B": 64, "BS": 32}
+    whole, local = ({"scale": 0.125, "window": w} for w in (0, 128))
+    assert OPS["attention"].flops(bind, whole) == 4 * 4 * 64 * 2048
+    assert OPS["attention"].flops(bind, local) == 4 * 4 * 64 * 128
+    assert OPS["attention"].nbytes(bind, {"k_cache": "f16", "o": "f32"}, local) == 2 * 256 * 4 + 128 * 128 * 4
+
+
+def test_live_counts_bound_rows_or_outputs() -> None:
+    others = {n: o.token_axis for n, o in OPS.items() if o.token_axis != "T"}
+    assert others == {"logits": "O", "sample": "O", "dequantize": None}
+
+
+def test_requirements_follow_the_dtypes() -> None:
+    linear = OPS["linear"]
+    plain = linear.requirements("vulkan", {"x": "f32", "w": "f32"})
+    assert "shaderIntegerDotProduct" not in plain
+    assert "shaderIntegerDotProduct" in linear.requirements("vulkan", {"x": "q8_act", "w": "q4_0"})
+    assert set(plain) < set(linear.requirements("vulkan"))
+
+
+# Operations that run other operations' kernels, beside their own.
+SHARED = {"fused_qkv": ("linear",), "logits": ("linear",), "fused_ffn": ("linear", "ffn_up", "geglu"),
+          "linear_rows": ("linear_rows", "quantize_rows"),
+          "attention": ("attention", "attention_combine", "flash_attention"),
+          "decode_attention": ("decode_attention", "attention_combine")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n not in NPU_ONLY])
+def test_declared_features_are_those_that_the_shaders_ask_for(name: str) -> None:
+    """Every capability of a SPIR-V module is declared for the dtypes in its name, and nothing else is declared."""
+    backend, asked = OPS[name].backends["vulkan"], set()
+    modules = [p for k in SHARED.get(name, (name,)) for p in SPIRV.glob("*.spv") if p.name.split(".")[0] == k]
+    assert modules, f"no SPIR-V for {name}"
+    for path in modules:
+        needs = {CAPABILITIES[c] for c in inspect(path.read_bytes()).capabilities if c in CAPABILITIES}
+        needs.discard("subgroup basic")  # every Vulkan device has it in compute kernels
+        declared = {*backend.requires, *backend.uses}
+        declared |= {f for d in path.stem.split(".") if d in DTYPES for f in backend.requires_for.get(d, ())}
+        assert needs <= declared, f"{path.name} needs {sorted(needs - declared)}: declare it in {OPS[name].file}"
+        asked |= needs
+    assert {*OPS[name].requirements("vulkan"), *backend.uses} == asked
+
+
+def test_shape_of_one_tensor_needs_only_its_axes() -> None:
+    assert OPS["attention"].shape("q", {"T": 3, "HQ": 4, "D": 64}) == (3, 256)
+    with pytest.raises(SpecError, match="no value for HQ"):
+        OPS["attention"].shape("q", {"T": 3, "D": 64})
+
+
+# ---------------------------------------------------------------------------------------- commands and generated files
+def test_generated_docs_match_the_specs() -> None:
+    generated.check(OPS)
+
+
+def test_stale_docs_say_how_to_renew_them(tmp_path: Path) -> None:
+    assert generated.write(OPS, tmp_path) == ["docs/ops.md", "docs/support.md"]
+    assert generated.write(OPS, tmp_path) == []
+    (tmp_path / "docs/ops.md").write_text("old")
+    with pytest.raises(SpecError, match=r"docs/ops\.md: does not match .* renew with `python -m hybrid\.spec docs`"):
+        generated.check(OPS, tmp_path)
+
+
+def test_the_command_line_reports_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 0
+    assert f"{len(OPERATIONS)} operation specs are sound" in capsys.readouterr().out
+    bad = tmp_path / "linear.toml"
+    bad.write_text("schema = 1\n")
+    assert main(["check", str(bad), "geglu"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith(f"error: {bad}: ") and err.count("\n") == 1 and "1 are wrong" in out
+    assert main(["show", "nothing"]) == 1
+    assert capsys.readouterr().err.startswith("error: specs/ops: no operation 'nothing'")
+    assert main(["list", "--json"]) == 0
+    assert [o["name"] for o in json.loads(capsys.readouterr().out)] == list(OPERATIONS)
+    assert main(["show", "linear", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["workload"][0]["flops"] == 2 * 1024 * 640
+    assert main(["show", "attention"]) == 0
+    assert "Backends: oracle: supported" in capsys.readouterr().out
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["additionalProperties"] is False
+    with pytest.raises(SystemExit) as usage:
+        main(["shwo"])
+    assert usage.value.code == 2
+
+
+def test_plain_data_modules_do_not_import_pydantic() -> None:
+    code = "import hybrid.core.plan, hybrid.core.tensor, sys; print('pydantic' in sys.modules)"
+    root = ROOT
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert run.stdout.strip() == "False", run.stderr
+
+
+def test_attention_scale_of_27b_is_not_that_of_its_head_dim() -> None:
+    scales = {w.attrs["scale"] for w in OPS["attention"].workload if w.id.startswith("gemma3-27b")}
+    assert len(scales) == 1 and math.isclose(float(scales.pop()), 168**-0.5, rel_tol=1e-12)

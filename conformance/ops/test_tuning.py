@@ -1,0 +1,130 @@
+"""Tuning tables: strict files, the class of a device, the first entry that holds, and every candidate proved."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.harness import run_case
+from conformance.harness.tuned import asking, uses
+from hybrid.core.errors import SpecError
+from hybrid.spec import load_op
+from hybrid.spec.load import parse_toml, validate
+from kernels.vulkan import tuning
+from kernels.vulkan.tuning import Space, Table, Tuning, device_class, holds, space, tables
+
+GOOD = """
+schema = 1
+[match]
+vendor = "acme"
+[[family]]
+name = "sample"
+when = { vocab = ">=512" }
+use = { threads = 1024 }
+[[family]]
+name = "sample"
+use = { threads = 256 }
+"""
+WRONG = {
+    "schema = 1": ("schema = 2", "schema: 2 must be 1"),
+    'vendor = "acme"': ('vender = "acme"', "match.vender: unknown key; did you mean 'vendor'?"),
+    'name = "sample"\nwhen': ('name = "simple"\nwhen', "family[0].name: no family 'simple'; did you mean 'sample'?"),
+    'vocab = ">=512"': ("vocabulary = 5", "family[0].when.vocabulary: sample is not chosen by it; did you mean 'vocab'?"),
+    "threads = 1024": ("threads = 512", "family[0].use.threads: 512 is no candidate of sample: 256, 1024"),
+    "{ threads = 256 }": ("{ thread = 256 }", "family[1].use.thread: sample has no such number; did you mean 'threads'?"),
+}
+
+
+def table(text: str) -> Table:
+    return validate("acme.toml", parse_toml("acme.toml", text), Table)
+
+
+@pytest.mark.parametrize("part", WRONG)
+def test_an_error_names_file_and_field(part):
+    changed, says = WRONG[part]
+    with pytest.raises(SpecError) as error:
+        table(GOOD.replace(part, changed, 1))
+    assert str(error.value).startswith(f"acme.toml: {says}")
+
+
+def test_a_family_declared_twice_or_with_equal_candidates_is_refused():
+    family = 'name = "a"\nsummary = "s"\nop = "sample"\nfacts = ["n"]\ncandidates = { x = [1, 2] }\n'
+    for text, says in (
+        (f"[[family]]\n{family}[[family]]\n{family}", "family: a is declared twice"),
+        (f"[[family]]\n{family}".replace("[1, 2]", "[1, 1]"), "candidates.x: must list different values"),
+    ):
+        with pytest.raises(SpecError, match=r"space\.toml") as error:
+            validate("space.toml", parse_toml("space.toml", f"schema = 1\n{text}"), Space)
+        assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("condition", "yes", "no"),
+    [
+        ("q4_0", ["q4_0"], ["q8_0", 4]),
+        (4, [4], [5, "4", True]),
+        (True, [True], [False, 1]),
+        ((1, ">=8"), [1, 8, 9], [2, 7]),
+        (("q4_0", "q8_0"), ["q8_0"], ["f16"]),
+        ("<4096", [4095], [4096]),
+        (">4", [5], [4]),
+        ("<= 4", [4], [5]),
+        ("2..8", [2, 8], [1, 9]),
+    ],
+)
+def test_conditions(condition, yes, no):
+    assert [holds(condition, v) for v in [*yes, *no]] == [True] * len(yes) + [False] * len(no)
+
+
+def test_the_first_entry_that_holds_is_merged_over_the_default(monkeypatch):
+    monkeypatch.setattr(tuning, "tables", lambda: {"default": tables()["default"], "acme": table(GOOD)})
+    made = Tuning("acme")
+    assert made.choose("sample", {"threads": 256}, vocab=512) == {"threads": 1024}
+    assert made.choose("sample", {"threads": 1024}, vocab=511) == {"threads": 256}
+    assert Tuning().choose("sample", {"threads": 1024}, vocab=511) == {"threads": 1024}
+    with made.watched() as asked, made.forced("sample", {"threads": 256}):
+        assert made.choose("sample", {"threads": 256}, vocab=512) == {"threads": 256}
+    assert [(a.family, dict(a.facts), dict(a.use)) for a in asked] == [("sample", {"vocab": 512}, {"threads": 256})]
+    assert made.choose("sample", {"threads": 256}, vocab=512) == {"threads": 1024}
+
+
+def test_a_question_that_the_space_does_not_declare_is_refused():
+    made = Tuning()
+    for family, default, facts, says in (
+        ("simple", {"threads": 256}, {"vocab": 1}, "family: there is no 'simple'; did you mean 'sample'?"),
+        ("sample", {"threads": 256}, {"rows": 1}, "sample: facts: vocab, but its binding gives rows"),
+        ("sample", {"width": 256}, {"vocab": 1}, "sample: candidates: threads, but its binding's default has width"),
+        ("sample", {"threads": 64}, {"vocab": 1}, "candidates.threads: the binding's default 64 is no candidate"),
+    ):
+        with pytest.raises(SpecError, match=r"kernels/vulkan/tuning/space\.toml: ") as error:
+            made.choose(family, default, **facts)
+        assert says in str(error.value)
+
+
+def test_a_device_gets_the_class_that_says_most_about_it():
+    traits = {"vendor": "nvidia", "driver": "nvidia", "subgroup": 32, "cooperative_matrix": True}
+    assert device_class(traits) == "nvidia"
+    assert device_class({**traits, "driver": "nvk"}) == "default"
+    assert device_class({**traits, "vendor": "mesa", "driver": "llvmpipe", "subgroup": 8}) == "lavapipe"
+    assert device_class({**traits, "vendor": "amd", "driver": "radv"}) == "radv"
+    assert device_class({**traits, "vendor": "0x1234", "driver": "99"}) == "default"
+
+
+def test_an_opened_device_has_the_table_of_its_class(devices):
+    device = devices.get("vulkan")
+    assert device.tuning.name == device_class(tuning.traits(device.report, device.subgroup_size))
+    assert device.report.vendor and device.report.driver_id
+
+
+@pytest.mark.parametrize("family", [f.name for f in space().family if not f.run])
+def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices, family):
+    """Every value of every number at least once, and every entry of every table, on cases that ask for the family."""
+    device, declared = devices.get("vulkan"), space().named(family)
+    if declared.needs and not device.has(declared.needs):
+        pytest.skip(f"{device.name} lacks {declared.needs}: nothing asks for {family} there")
+    spec = load_op(declared.op)
+    found = asking(declared, spec, device)
+    assert found, f"no fixed case of {declared.op} asks for {family}"
+    for use in uses(declared):
+        with device.tuning.forced(family, use):
+            for case in found[:2] if not declared.needs else found:
+                run_case(spec, device, case)

@@ -1,0 +1,88 @@
+"""Every switch can be measured, decodes the same tokens where its arithmetic is the same, and is undone afterwards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from conformance.support.devices import without_vulkan
+from conformance.support.models import MODELS
+from hybrid.checkpoint import open_checkpoint
+from hybrid.checkpoint.random import random_checkpoint
+from hybrid.core.errors import SpecError
+from perf import ablate
+from perf.ablate.switches import Switch, Switches, find_switch, load_switches
+from perf.gate import gated
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def device():
+    try:
+        return gated.cpu_driver()
+    except SpecError as error:
+        without_vulkan(error)
+
+
+@pytest.fixture(scope="module")
+def whole(device):
+    with open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint, ablate.opened(checkpoint, device, [], 8, 24) as made:
+        yield made
+
+
+def text(made, step):
+    """Ids chosen for positions 9..25 by way of `step`, the last by the engine itself."""
+    ablate.restart(made, 8)
+    while made.positions[0] < 25:
+        step(made, made.positions[0] + 1)
+    made.wait()
+    return made.token(0, made.positions[0] + 1, made.submit_decode((0,))), made.device.read("history").array[0, 9:25].tolist()
+
+
+@pytest.mark.parametrize("name", [s.name for s in load_switches().values() if not (s.profile or s.constant)])
+def test_every_way_to_decode_gives_the_same_tokens(whole, name):
+    """Sampling is greedy: choosing on the host, recording anew or cutting weights apart changes no id."""
+    switch = find_switch(name)
+    step = ablate.DRIVES[switch.engine][1] if switch.engine else ablate.program_without(whole, [switch])
+    last, ids = text(whole, ablate.on_device)
+    assert len(set(ids)) > 3
+    assert text(whole, step) == (last, ids)
+    if switch.engine:
+        assert text(whole, ablate.DRIVES[switch.engine][0]) == (last, ids)
+
+
+def test_the_command_measures_what_it_is_asked(device, capsys):
+    shape = ["--random", "gemma3-270m", "--layers", "2", "--vocab", "2048", "--device", device]
+    given = [*shape, "--depth", "16", "--tokens", "4", "-r", "2", "--only", "recorded-commands", "int8-activations", "--json"]
+    assert ablate.main(given) == 0
+    found = {w["name"]: w for w in json.loads(capsys.readouterr().out)["worth"]}
+    for one in found.values():
+        assert one["ratios"][0] <= one["times"] * 1.5 and one["with_it"] > 0 and one["without"] > 0
+    assert found["recorded-commands"]["times"] > 1  # recording a plan is work beside running it
+    assert ablate.main([*shape, "--only", "fused-ffm"]) == 1
+    assert "fused-ffn" in capsys.readouterr().err
+
+
+def test_a_worth_is_told_beside_a_whole_without_what_cannot_stay(device, monkeypatch):
+    """Both sides are then compiled without it; the other side without the switch as well."""
+    compiled = []
+    real = ablate.program_without
+    monkeypatch.setattr(
+        ablate, "program_without", lambda made, gone: (compiled.append([s.name for s in gone]), real(made, gone))[1]
+    )
+    shape = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
+    with shape as checkpoint, ablate.Ablation(checkpoint, device, 16, 4, 1) as ablation:
+        found = ablation.worth([find_switch("fused-qkv")], "fused-qkv")
+    assert compiled[-2:] == [["layer-in-one"], ["fused-qkv", "layer-in-one"]]
+    assert found.summary.endswith("both sides without layer-in-one")
+    with pytest.raises(ValueError, match="no optimisation is called 'layer-in-two'"):
+        Switches(schema=1, switch=(Switch(name="a", summary="", engine="host_sampling", beside=("layer-in-two",)),))
+
+
+def test_a_switch_says_exactly_one_thing():
+    with pytest.raises(ValueError, match="exactly one"):
+        Switch(name="nothing", summary="")
+    with pytest.raises(SpecError, match="no optimisation"):
+        find_switch("x")

@@ -1,0 +1,121 @@
+"""The cost model: published ceilings come out, no model beats its device, sheets are complete."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from hybrid.core.errors import SpecError
+from hybrid.spec.devicesheet import find_sheet, load_sheets
+from perf import roofline
+from perf.roofline import Speculation, estimate
+from perf.roofline.work import load_sizes, subject
+from perf.svg import Axis, Chart, page
+
+APU = find_sheet("radeon-780m")
+BATCHES = (1, 8, 16, 32)
+# Tokens per second by hand: B x bandwidth / (weights + B x KV); 27B holds 256 positions, 3n 512.
+PEAK = {
+    ("gemma3-27b", "q4_0", 256): (5.8, 44, 83, 148),
+    ("gemma3-27b", "q8_0", 256): (3.1, 24, 47, 87),
+    ("gemma3n-e2b", "q4_0", 512): (65, 465, 839, 1402),
+    ("gemma3n-e2b", "q8_0", 512): (35, 259, 489, 878),
+}
+
+
+@pytest.mark.parametrize(("key", "wanted"), PEAK.items(), ids=lambda v: "-".join(map(str, v)))
+def test_ceilings_of_the_apu_come_out(key, wanted):
+    name, dtype, context = key
+    model = subject(name, dtype)
+    for batch, tokens in zip(BATCHES, wanted, strict=True):
+        found = estimate(model.decode(batch, context), APU, "ceiling")
+        assert found.tokens_per_second == pytest.approx(tokens, rel=0.02) and found.bound == "memory"
+
+
+@pytest.mark.parametrize(("acceptance", "length", "tokens"), [(0.7, 4, 14.3), (0.8, 4, 17.3), (0.9, 8, 27.9)])
+def test_speculation_as_by_hand(acceptance, length, tokens):
+    plan = Speculation(subject("gemma3-1b"), length, acceptance)
+    assert plan.tokens_per_second(subject("gemma3-27b"), 32, APU, "ceiling") == pytest.approx(tokens, rel=0.03)
+
+
+def test_arithmetic_bounds_what_memory_does_not():
+    prompt = subject("gemma3-27b").work("prefill", 4096, 1, 4096, 1)
+    found = estimate(prompt, APU, "ceiling")
+    assert found.bound == "int8" and 250 < found.tokens_per_second < 318  # 318 would be the matrices alone
+    units = subject("gemma3-27b", capabilities=APU.limits.capabilities).work("prefill", 4096, 1, 4096, 1)
+    assert {i.op: i.rate for i in units.items if i.op in ("fused_ffn", "attention")} == {"fused_ffn": "f16", "attention": "f16"}
+    assert units.flops == prompt.flops and estimate(units, APU, "ceiling").bound == "f16"
+    exact = subject("gemma3-27b", precision="exact").work("prefill", 4096, 1, 4096, 1)
+    assert 75 < estimate(exact, APU, "ceiling").tokens_per_second < 85  # a prompt's last row alone gets logits
+
+
+@pytest.mark.parametrize("device", ["radeon-780m", "h200"])
+@pytest.mark.parametrize("name", ["gemma3-270m", "gemma3-27b", "gemma3n-e4b"])
+def test_what_is_expected_is_below_the_ceiling_and_grows_with_the_work(device, name):
+    sheet, model = find_sheet(device), subject(name)
+    last = 0.0
+    for batch, context in ((1, 256), (8, 256), (8, 4096)):
+        work = model.decode(batch, context)
+        ceiling, expected = (estimate(work, sheet, level) for level in ("ceiling", "expected"))
+        assert ceiling.seconds < expected.seconds
+        assert expected.seconds > last
+        last = expected.seconds
+        assert work.streamed <= work.nbytes
+
+
+def test_a_dispatch_costs_where_the_sheet_says_so():
+    work = subject("gemma3-270m").decode(1, 256)
+    free = APU.model_copy(update={"costs": type(APU.costs)()})
+    paid = estimate(work, APU, "expected").seconds - estimate(work, free, "expected").seconds
+    assert paid == pytest.approx(sum(i.barriers * 4e-6 + (i.dispatches - i.barriers) * 0.5e-6 for i in work.items) + 60e-6)
+
+
+def test_sizes_agree_with_the_published_totals():
+    totals = {"gemma3n-e2b": 4435182688, "gemma3n-e4b": 6835235568}  # vectors are not in the sheets
+    for name, total in totals.items():
+        assert load_sizes()[name].stored == pytest.approx(total, rel=2e-4)
+
+
+def test_every_figure_of_a_sheet_says_where_it_comes_from():
+    for name, sheet in load_sheets().items():
+        for table in (sheet.peak, sheet.reached, sheet.costs):
+            for key in type(table).model_fields:
+                figure = getattr(table, key)
+                assert figure is None or len(figure.source) > 10, f"{name}: {key}"
+    assert find_sheet("radeon-780m").device.shares == "ryzen-apu"
+
+
+def test_a_sheet_without_a_bandwidth_models_nothing():
+    with pytest.raises(SpecError, match="lavapipe has no bandwidth_gb_s"):
+        estimate(subject("gemma3-270m").decode(1, 64), find_sheet("lavapipe"), "ceiling")
+    with pytest.raises(SpecError, match="did you mean 'radeon-780m'"):
+        find_sheet("radeon-780")
+
+
+def test_command_prints_tables_json_and_a_picture(tmp_path, capsys):
+    picture = tmp_path / "r.svg"
+    given = ["gemma3-270m", "--batch", "1,8", "--context", "256", "--draft", "gemma3-270m"]
+    assert roofline.main([*given, "--plot", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert "modelled" in shown and re.search(r"^ +8 +0\.\d\d", shown, re.M) and "speculative" in shown
+    assert ET.fromstring(picture.read_text()).tag.endswith("svg")
+    assert roofline.main([*given, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["provenance"] == "modelled" and [p["rows"] for p in data["passes"]] == [1, 8]
+    assert sum(op["share"] for op in data["passes"][0]["ops"]) == pytest.approx(1, abs=0.1)
+    assert roofline.main(["gemma3-27c"]) == 1
+    assert "did you mean 'gemma3-27b'" in capsys.readouterr().err
+
+
+def test_charts_place_points_inside_their_frame():
+    chart = Chart(400, 300, "t", Axis("x", 1, 1000, log=True), Axis("y", 0, 10))
+    chart.line([(0.1, -5), (5000, 50)], 0, "clamped")
+    chart.bar(0, 5, 1, label="five")
+    for x, y in re.findall(r"([\d.]+),([\d.]+)", chart.svg().split("points=")[1].split('"')[1]):
+        assert 0 <= float(x) <= 400 and 0 <= float(y) <= 300
+    assert "five" in page([chart])
+    with pytest.raises(ValueError, match="cannot reach"):
+        Axis("x", 0, 10, log=True)

@@ -1,0 +1,141 @@
+"""Targets are judged as arithmetic by hand judges them; advice fits in memory; impossible records are refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hybrid.core.errors import SpecError
+from hybrid.spec.devicesheet import find_sheet
+from perf import record, roofline, targets
+from perf.targets import search
+
+pytestmark = pytest.mark.slow
+
+APU = find_sheet("radeon-780m")
+BY_HAND = {
+    "27b-11-at-25gb": ("no", "282 GB/s"),
+    "27b-15": ("yes", "together: q4_0, B=4, context 256; one sequence: needs a draft model"),
+    "27b-token-50ms": ("needs", "even then borderline"),
+    "27b-50": ("yes", "B=16"),
+    "27b-81": ("yes", "B=32"),
+    "27b-200": ("no", "at most 28 speculating"),
+    "27b-361": ("no", "19.6 of 17.2 T operations"),
+    "27b-1500": ("no", "of 17.2 T operations"),
+    "3n-400": ("needs", "B=16"),
+    "3n-800": ("needs", "B=32"),
+    "27b-first-100ms": ("no", "171 ms"),
+    "27b-first-500ms": ("yes", "cached prefix"),
+    "npu-2gb": ("no", "gemma3-1b"),
+    "parallel-queues": ("by means", "+31.0 %"),
+    "sparse-attention": ("by means", "+7."),
+}
+
+
+@pytest.fixture(scope="module")
+def judged():
+    return {t.id: targets.judge(t, APU, "H200") for t in targets.load_targets()}
+
+
+def test_every_target_has_a_verdict(judged):
+    assert len(judged) == len(targets.load_targets()) == 24
+    for row in judged.values():
+        assert row.verdict and row.how and row.bound and row.modelled
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_verdicts_are_those_by_hand(judged, name):
+    verdict, words = BY_HAND[name]
+    assert judged[name].verdict == verdict and words in judged[name].how
+
+
+def test_yes_is_said_of_what_exists(judged):
+    for row in judged.values():
+        if row.verdict == "needs":
+            assert row.needs in ("a draft model", "a schedule for gemma3n-e2b", "a schedule for gemma3n-e4b")
+            assert row.shown == f"needs {row.needs}"
+        elif row.verdict in ("yes", "borderline"):  # what an answer rests on comes first in it
+            assert not row.needs and "draft" not in row.how.partition("; one sequence")[0] and "3n" not in row.id
+        assert row.together == (row.how.startswith("together") and row.verdict != "no")
+    assert sum(r.verdict == "needs" for r in judged.values()) == 5
+
+
+@pytest.mark.parametrize("sheet", ["hawk-point-npu", "lavapipe", "phoenix-npu", "ryzen-apu"])
+def test_a_sheet_that_nothing_can_be_modelled_on_is_refused_before_anything_is(monkeypatch, capsys, sheet):
+    monkeypatch.setattr(targets, "judge", None)
+    assert targets.main(["--device", sheet]) == 1
+    said = capsys.readouterr().err
+    assert f"specs/devices/{sheet}.toml: [peak] has no " in said and "use h200, radeon-780m" in said
+    assert roofline.main(["gemma3-27b", "--device", sheet]) == 1
+
+
+def test_a_device_that_shares_its_memory_with_nothing_is_judged_too():
+    answers = {t.id: targets.judge(t, find_sheet("h200"), "H200") for t in targets.load_targets() if t.kind in ("means", "bytes")}
+    assert answers["parallel-queues"].verdict == "no" and "no second engine" in answers["parallel-queues"].how
+    assert answers["27b-11-at-25gb"].verdict == "yes"
+
+
+def test_prompts_within_half_a_second_are_short(judged):
+    tokens = int(judged["27b-first-500ms"].modelled.split()[0])
+    assert 40 <= tokens <= 90
+
+
+def test_advice_fits_and_suffices():
+    found = list(targets.advice(16 << 30, 50, 256, APU))
+    assert [s.config.model for s in found][:2] == ["gemma3-12b", "gemma3n-e4b"]
+    for s in found:
+        assert s.expected >= 50
+        assert search.memory_of(s.config.model, s.config.dtype, s.config.batch, 256, APU) <= 16 << 30
+
+
+def test_command_wants_both_numbers(capsys):
+    assert targets.main(["--memory", "16GiB"]) == 2
+    assert "belong together" in capsys.readouterr().err
+
+
+PROOF = {"command": "pytest conformance/ops/test_kernels.py", "passed": 900, "failed": 0, "kernels": "0123456789abcdef"}
+RUN = {"model": "gemma3-27b", "dtype": "q4_0", "phase": "decode", "batch": 1, "context": 256, "tokens_per_second": 85.0,
+       "command": "python -m hybrid.bench --random gemma3-27b"}  # fmt: skip
+RECORD = {
+    "schema": 1,
+    "device": "NVIDIA H200",
+    "driver": "580.159.04",
+    "clock": "not locked",
+    "commit": "4564b6f",
+    "date": "2026-11-20",
+    "kernels": "0123456789abcdef",
+    "conformance": PROOF,
+    "runs": [RUN],
+}
+
+
+def made(**changes):
+    return record.Record.model_validate_json(json.dumps({**RECORD, **changes}))
+
+
+def test_a_record_is_kept_and_found(tmp_path):
+    path = record.add(made(), tmp_path)
+    record.add(made(runs=[{**RUN, "batch": 8, "tokens_per_second": 300.0}]), tmp_path)
+    kept = record.load_record(path)
+    assert [r.batch for r in kept.runs] == [1, 8] and path.name == "2026-11-20-nvidia-h200-4564b6f.json"
+    assert [r.batch for _, r in record.newest([kept], "H200")] == [1, 8]
+    with pytest.raises(SpecError, match="commit them first"):
+        record.add(made(kernels="other", conformance={**PROOF, "kernels": "other"}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"conformance": {**PROOF, "failed": 1}}, "failed"),
+        ({"conformance": {**PROOF, "passed": 0}}, "passed"),
+        ({"conformance": {**PROOF, "kernels": "other"}}, "prove these first"),
+        ({"runs": [{**RUN, "tokens_per_second": 320.0}]}, "is above what NVIDIA H200 allows"),
+        ({"commit": "unknown"}, "commit"),
+    ],
+)
+def test_what_was_not_proved_or_cannot_be_is_refused(tmp_path, changes, words):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({**RECORD, **changes}))
+    with pytest.raises(SpecError, match=words):
+        record.load_record(path)

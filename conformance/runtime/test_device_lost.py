@@ -1,0 +1,242 @@
+"""What happens when a device does not finish in time or is lost: one line that says so, an end that does not hang, and a new
+start in the same process."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hybrid
+from conformance.runtime.test_vulkan_runtime import BINDINGS, SPIRV, X, chain, open_toys, prepare
+from conformance.support.devices import Driver, need_compiler, open_backend
+from conformance.support.models import MODELS
+from hybrid import generate
+from hybrid.core.errors import DeviceLost
+from hybrid.core.plan import Step
+from hybrid.core.tensor import Tensor
+from kernels.vulkan import timeline
+from kernels.vulkan.api import vk
+from kernels.vulkan.build import build
+from kernels.vulkan.device import free_left
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import DeviceTensor
+
+DEMO = MODELS / "demo-gemma3-q8_0.gguf"
+STOP = 3  # the word of control that ends the kernel below
+SPINS = {"cpu": (512, 65535)}  # groups, and most looks of each, at which llvmpipe leaves a loop: 20 s
+SHADER = """
+[[vk::binding(0)]] StructuredBuffer<uint> control;
+[[vk::binding(1)]] RWStructuredBuffer<float> y;
+[[vk::binding(2)]] RWStructuredBuffer<uint> stop;
+struct Push { uint looks; };
+[[vk::push_constant]] Push push;
+
+[shader("compute")]
+[numthreads(8, 1, 1)]
+void main()
+{
+    uint seen = 0;
+    for (uint i = 0; i < push.looks && seen == 0; i++)
+        InterlockedOr(stop[3], control[4], seen);
+    y[0] = float(seen);
+}
+"""
+SIDECAR = """
+[[kernel]]
+name = "toy.spin"
+source = "spin.slang"
+bindings = 3
+push = 4
+"""
+
+
+def spin(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """Looks at a word of control until the host has set it, which this file's tests do when they have seen enough."""
+    groups, looks = SPINS.get(rec.device.info.kind, (1, 1 << 23))
+    rec.dispatch(rec.kernel("toy.spin"), [], [t["y"].parts[0], rec.control], struct.pack("<I", looks), (groups,))
+
+
+@pytest.fixture(scope="module")
+def spirv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_compiler()
+    folder = tmp_path_factory.mktemp("spin")
+    shutil.copytree(SPIRV, folder / "spirv")
+    (folder / "spin.slang").write_text(SHADER)
+    (folder / "spin.toml").write_text(SIDECAR)
+    build(folder, folder / "spirv", only="toy.spin")
+    return folder / "spirv"
+
+
+class Spinning:
+    """A device whose waits take 0.3 s at most, and a submitted kernel on it that does not end before stop()."""
+
+    def __init__(self, spirv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(BINDINGS, "spin", spin)
+        self.device = open_toys(spirv, timeout=0.3)
+        prepare(self.device)
+        self.words = self.device.tensor("control").parts[0].bytes.view(np.uint32)
+        program = self.device.compile(chain({"op": "spin"}))
+        queue = self.device._queue
+        assert queue is not None
+        self.queue, self.ticket = queue, program.submit()
+
+    def stop(self) -> None:
+        """Let the kernel end, and free what was left behind."""
+        if self.queue.handle is None:  # its memory too
+            return
+        self.words[STOP] = 1
+        end = time.monotonic() + 30
+        while self.queue.handle is not None and time.monotonic() < end:
+            free_left()
+            time.sleep(0.01)
+        assert self.queue.handle is None, "what a closed device left behind was not freed when its work had ended"
+
+
+@pytest.fixture
+def spinning(spirv: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spinning]:
+    made = Spinning(spirv, monkeypatch)
+    yield made
+    made.device.close()
+    made.stop()
+
+
+def one_line(error: BaseException, *parts: str) -> None:
+    text = str(error)
+    assert "\n" not in text and all(p in text for p in parts), text
+
+
+def toys_work() -> None:
+    with open_toys() as device:
+        prepare(device)
+        device.wait(device.compile(chain({"scale": 2.0})).submit())
+        np.testing.assert_array_equal(device.read("y").array, 2 * X)
+
+
+# --- work that does not end ------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_does_not_end_is_given_up_and_another_device_opened(
+        spinning: Spinning, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    device, begin = spinning.device, time.monotonic()
+    with pytest.raises(DeviceLost) as error:
+        device.wait(spinning.ticket)
+    one_line(error.value, device.name, f"submit {spinning.ticket} within 0.3 s", "hangs", "another program", "load it again")
+    waited = time.monotonic() - begin
+    calls: tuple[Callable[[], Any], ...] = (
+        device.wait, lambda: device.read("y"), lambda: device.write("y", Tensor.of(X)), lambda: device.compile(chain({})),
+        lambda: device.drop("y"), device.reset,
+    )  # fmt: skip
+    for call in calls:  # at once: nobody waits for the same thing twice
+        with pytest.raises(DeviceLost, match="hangs"):
+            call()
+    device.close()
+    device.close()
+    assert time.monotonic() - begin < waited + 5
+    assert spinning.queue.reached() < spinning.ticket, "the kernel has ended: this has shown nothing"
+    (record,) = caplog.records
+    assert "was closed while work that does not end runs on it" in record.message and record.levelno == logging.INFO, "said twice"
+    toys_work()
+
+
+def test_closing_while_a_kernel_does_not_end_does_not_hang(spinning: Spinning, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody has waited for it before."""
+    begin = time.monotonic()
+    spinning.device.close()
+    assert time.monotonic() - begin < 10 and spinning.queue.reached() < spinning.ticket
+    (record,) = caplog.records  # no error has said it
+    assert "was closed while work that does not end runs on it" in record.message and record.levelno == logging.WARNING
+    toys_work()
+
+
+def test_memory_of_work_that_does_not_end_is_not_freed_under_it(spinning: Spinning) -> None:
+    """Whoever releases what it holds when the error passes by."""
+    pool = spinning.device.memory_pool
+    piece = pool.allocate(1 << 28, "scratch")  # a block of its own
+    with pytest.raises(DeviceLost):
+        spinning.device.wait()
+    pool.release(piece, "scratch")
+    assert piece.buffer.handle is not None and pool.held["scratch"] >= 1 << 28
+
+
+# --- what drivers answer ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["vkQueueSubmit", "vkWaitSemaphores", "vkGetSemaphoreCounterValue"])
+def test_a_lost_device_says_why_it_may_be_and_can_be_opened_again(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_toys() as device:
+        prepare(device)
+        program = device.compile(chain({}))
+        device.wait(program.submit())
+        functions = {function: lambda *args: vk.VK_ERROR_DEVICE_LOST}
+        if function == "vkGetSemaphoreCounterValue":  # asked when a wait is long
+            functions["vkWaitSemaphores"] = lambda *args: vk.VK_TIMEOUT
+        monkeypatch.setattr(timeline, "lib", Driver(**functions))
+        with pytest.raises(DeviceLost) as error:
+            device.wait(program.submit())
+        one_line(error.value, device.name, "was lost while", "watchdog", "another program", "memory ran out", "removed", "again")
+        monkeypatch.undo()
+        for call in (program.submit, device.wait, lambda: device.read("y")):
+            with pytest.raises(DeviceLost, match="was lost while"):
+                call()
+    assert device.handle is None, "a lost device was not freed"
+    toys_work()
+
+
+# --- commands and models ---------------------------------------------------------------------------------------------
+
+
+def test_a_command_ends_in_one_line_and_an_exit_code_of_its_own(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lost while the weights are loaded, and in the middle of the text."""
+    open_backend("vulkan").close()
+    command = [str(DEMO), "--device", "vulkan", "--prompt", "def f(", "-n", "4", "--ctx", "64"]
+    count, lost_at, real = 0, -1, timeline.lib.vkQueueSubmit
+
+    def submit(*args: Any) -> int:
+        nonlocal count
+        count += 1
+        return int(vk.VK_ERROR_DEVICE_LOST) if count == lost_at else int(real(*args))
+
+    monkeypatch.setattr(timeline, "lib", Driver(vkQueueSubmit=submit))
+    assert generate.main(command) == 0
+    text = capsys.readouterr().out
+    for at in (1, count - 1):
+        count, lost_at = 0, at
+        assert generate.main(command) == 3
+        error = capsys.readouterr().err
+        assert error.startswith("error: vulkan:") and "was lost while submitting" in error and error.count("\n") == 1, error
+    lost_at = -1
+    assert generate.main(command) == 0 and capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(("answer", "said"), [("VK_ERROR_DEVICE_LOST", "was lost while waiting"), ("VK_TIMEOUT", "within 0.3 s")])
+def test_a_model_whose_device_was_lost_or_late_is_closed_and_loaded_again(
+        answer: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    open_backend("vulkan").close()
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("HYBRID_VULKAN_TIMEOUT", "0.3" if answer == "VK_TIMEOUT" else "")
+    with hybrid.load(DEMO, "vulkan", ctx=64) as model:
+        monkeypatch.delenv("HYBRID_VULKAN_TIMEOUT")
+        text = "".join(model.generate("def f(", 8))
+        pieces = model.generate("def f(", 8)
+        next(pieces)
+        monkeypatch.setattr(timeline, "lib", Driver(vkWaitSemaphores=lambda *args: int(getattr(vk, answer))))
+        with pytest.raises(hybrid.DeviceLost, match=said):
+            list(pieces)
+        with pytest.raises(hybrid.DeviceLost, match="load it again"):
+            list(model.generate("def f(", 8))
+        if answer == "VK_ERROR_DEVICE_LOST":  # what runs in truth must have ended when the device is freed
+            monkeypatch.undo()
+    assert ("work that does not end" in caplog.text) == (answer == "VK_TIMEOUT")
+    monkeypatch.undo()
+    with hybrid.load(DEMO, "vulkan", ctx=64) as model:
+        assert "".join(model.generate("def f(", 8)) == text

@@ -1,0 +1,65 @@
+"""A process that was forked from one with a Vulkan model: told so whatever it asks, and never in touch with the driver."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from conformance.support.devices import open_backend
+from conformance.support.models import MODELS
+
+FORKED = """
+import os, signal, sys
+import hybrid
+from kernels.vulkan import api, memory, program, timeline, transfer
+class Untouchable:
+    def __getattr__(self, name):
+        print("touched", name, flush=True)
+        os._exit(9)
+model = hybrid.load(sys.argv[1], "vulkan", ctx=64)
+text = "".join(model.generate("def f(", 8))
+pieces = model.generate("def f(", 8)
+began = next(pieces)
+sys.stdout.flush()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # a child that hangs ends by this, with another status
+    for module in (api, memory, program, timeline, transfer):
+        module.lib = module.vk = Untouchable()
+    uses = {
+        "generate": lambda: list(model.generate("def f(", 8)), "go on": lambda: list(pieces),
+        "logits": lambda: model.logits([2, 3]), "session": lambda: list(model.generate("def f(", 8, session=model.session())),
+        "peek": lambda: model.engine.device.peek("history", 0, 1), "wait": lambda: model.engine.device.wait(),
+        "read": lambda: model.engine.device.read("history"), "load": lambda: hybrid.load(sys.argv[1], "vulkan", ctx=64),
+    }
+    for name, use in uses.items():
+        try:
+            use()
+            print(name, "was done")
+        except RuntimeError as error:
+            print(name, "::", error)
+    with hybrid.load(sys.argv[1], "cpu", ctx=64) as other:
+        print("cpu ::", other.device)
+    if sys.argv[2] == "close":
+        model.close()
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+print("child ::", os.waitstatus_to_exitcode(status))
+print("parent ::", began + "".join(pieces) == text and "".join(model.generate("def f(", 8)) == text)
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "leave"])
+def test_a_forked_process_is_told_that_the_model_is_not_its_own_and_ends(how: str) -> None:
+    open_backend("vulkan").close()
+    command = [sys.executable, "-c", FORKED, str(MODELS / "demo-gemma3-q8_0.gguf"), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    said = dict(line.split(" :: ", 1) for line in done.stdout.splitlines() if " :: " in line)
+    assert "was done" not in done.stdout and said.pop("cpu") == "cpu", done.stdout
+    assert said.pop("child") == "7" and said.pop("parent") == "True" and not done.returncode, done.stdout + done.stderr
+    assert len(said) == 8
+    for text in said.values():
+        assert "was open when this process was forked" in text and "spawn" in text, text
+    assert not done.stderr, done.stderr

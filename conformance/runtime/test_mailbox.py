@@ -1,0 +1,186 @@
+"""What workgroups publish to one another while they run (mailbox.slang): a layer in one dispatch makes the text of separate
+steps, what was published is cleared when all have read it, and where something never is, a wait's bound ends the pass, not the
+text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from conformance.engine.test_engine_cpu import IDS
+from conformance.mutation.mutate import load, mutated_spirv
+from conformance.support.cooperative import HPARAMS, MUTANT_WORD, SINCE_WORD, engine, give_up, layers, set_control, tuned
+from conformance.support.devices import Devices, left_zero, need_compiler, open_backend, spy_kernels
+from conformance.support.paths import MUTANTS
+from conformance.support.synthetic import write_hf
+from hybrid.checkpoint import open_checkpoint
+from hybrid.checkpoint.random import random_checkpoint
+from hybrid.core.plan import FAULTED
+from hybrid.engine.engine import Engine
+from hybrid.engine.sampling import Sampling
+
+pytestmark = pytest.mark.slow
+SABOTEURS = {s.name: s for s in load(MUTANTS / "mailbox")}
+SILENT = {"a row of the output product": ("layer", 1), "a block of h": ("layer", 2), "a row of the down product": ("layer", 3),
+          "a part of attention": ("attention", 1)}  # fmt: skip
+WRONG = {"a block's scales in each other's place": 4, "a row of the output product is not cleared": 5, "h is not cleared": 6,
+         "a row of the down product is not cleared": 7}  # fmt: skip
+Mutants = Callable[[str], Any]
+Texts = dict[str, tuple[list[int], bytes]]
+PROMPT, TOKENS, WITHIN_S = IDS[:40], 24, 2.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return open_checkpoint(write_hf(tmp_path_factory.mktemp("mailbox"), HPARAMS, dtype="f32"))
+
+
+@pytest.fixture(scope="module")
+def texts(open_devices: Devices, checkpoint: Any) -> Texts:
+    """Of separate steps, and of layers in one dispatch with either merge."""
+    device = open_devices.get("vulkan")
+    return {"separate": decode(device, checkpoint, 1, layer=False), **{str(m): decode(device, checkpoint, m) for m in (1, 2)}}
+
+
+@pytest.fixture(scope="module")
+def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mutants]:
+    """A device with the kernels of a saboteur, by name; each is opened once."""
+    need_compiler()
+    sound, opened = open_devices.get("vulkan"), dict[str, Any]()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
+        chosen = spy_kernels(sound, patch)
+        decode(sound, checkpoint, 2)
+        folder = tmp_path_factory.mktemp("mutants")
+        patch.setattr("kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines")  # mutants are kept nowhere else
+
+        def of(name: str) -> Any:
+            if name not in opened:
+                (folder / name).mkdir()
+                spirv = mutated_spirv(SABOTEURS[name], chosen, folder / name)
+                opened[name] = closing.enter_context(open_backend("vulkan", spirv=spirv))
+                decode(opened[name], checkpoint, 1, layer=False)  # drivers compile at the first run: that is no wait
+            return opened[name]
+
+        yield of
+
+
+def decode(device: Any, checkpoint: Any, merge: int, layer: bool = True, mutant: int = 0) -> tuple[list[int], bytes]:
+    """Tokens, of which that of the last pass is void, and the bits of the last layer's keys. Nothing published may be left."""
+    with tuned(device, merge, layer):
+        made = engine(device, checkpoint)
+        tokens = [made.prefill({0: PROMPT})[0], *made.decode(1)[0]]
+        set_control(made, {MUTANT_WORD: mutant})
+        tokens += made.decode(TOKENS - 2)[0]
+        assert any(layers(p) for p in device.programs) == layer, "whether a layer was recorded as one dispatch"
+        assert all(left_zero(device, program) for program in device.programs)
+        assert made.faults == []
+        keys = device.read(f"kv.{HPARAMS.n_layers - 1}.k")
+        assert any(part.any() for part in keys.parts)
+        reached = device.read("next_position").array[0], device.read("next_token").array[0]
+        give_up(made)
+        device.wait(made.submit_decode((0,)))
+        assert (device.read("next_position").array[0], device.read("next_token").array[0]) == reached
+        tokens.append(device.peek("history", 0, made.positions[0]))
+        return tokens, b"".join(p.tobytes() for p in keys.parts)
+
+
+def test_a_layer_in_one_dispatch_makes_the_text_of_separate_steps(texts: Texts) -> None:
+    assert texts["1"] == texts["2"]
+    assert texts["1"][0] == texts["separate"][0]
+    assert texts["1"][0][-1] == FAULTED and FAULTED not in texts["1"][0][:-1]
+
+
+def test_a_layer_that_ends_with_the_next_attention_makes_the_text_of_separate_steps(devices: Devices) -> None:
+    """On shapes of Gemma 3 4B, sampled: a text in which one wrong number changes all that follows."""
+    device = devices.get("vulkan")
+    if device.cores == 1 or device.storage_buffers < 64:
+        pytest.skip(f"{device.name} binds {device.storage_buffers} buffers and counts {device.cores} multiprocessors: too few")
+    found, kernels = [], []
+    for use in ({"workgroups": 0}, {"workgroups": 132, "threads": 768, "attention": 1}):
+        device.reset()
+        with device.tuning.forced("layer", use):
+            made = Engine(random_checkpoint("gemma3-4b", layers=6, vocab=4096), device, ctx=1024)
+            slot = made.admit(sampling=Sampling(temperature=1.0, seed=3))
+            found.append(list(made.stream(slot, [int(i * 7919 + 13) % 4000 + 5 for i in range(300)], 60, 4)))
+            named = [d.kernel.name for p in device.programs for d in p.recording.dispatches]
+            kernels.append({name for name in named if name.startswith("layer.")})
+            assert made.faults == []
+    assert not kernels[0] and any(".f16." in name for name in kernels[1])
+    assert found[0] == found[1] and len(set(found[0])) > 3
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_published_wrongly_or_left_is_caught(mutants: Mutants, checkpoint: Any, texts: Texts, name: str) -> None:
+    device = mutants("layer")
+    with pytest.raises(AssertionError):
+        assert decode(device, checkpoint, 2, mutant=WRONG[name]) == texts["2"]
+
+
+def test_a_void_pass_that_chooses_is_caught(mutants: Mutants, checkpoint: Any, texts: Texts) -> None:
+    with pytest.raises(AssertionError):
+        assert decode(mutants("sample"), checkpoint, 2) == texts["2"]
+
+
+def test_the_mutants_are_sound_until_they_are_asked_for(mutants: Mutants, checkpoint: Any, texts: Texts) -> None:
+    for name in ("layer", "attention"):
+        assert decode(mutants(name), checkpoint, 2) == texts["2"]
+
+
+# --- producers that publish nothing ----------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that a generation takes beside compiling: of the processor where that is the device, so that neighbours of the
+    test do not count."""
+
+    def __init__(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read = time.process_time if device.info.kind == "cpu" else time.perf_counter
+        self.compiling = 0.0
+        compiles = device.compile
+
+        def compile(*args: Any, **options: Any) -> Any:
+            begin = self.read()
+            try:
+                return compiles(*args, **options)
+            finally:
+                self.compiling += self.read() - begin
+
+        monkeypatch.setattr(device, "compile", compile)
+        self.begin = self.read()
+
+    def seconds(self) -> float:
+        return self.read() - self.begin - self.compiling
+
+
+def silenced(device: Any, checkpoint: Any, mutant: int, since: int) -> Engine:
+    """An engine whose slot 0 has run PROMPT and one token, and whose producer falls silent at that length of the context."""
+    made = engine(device, checkpoint)
+    made.prefill({0: PROMPT})
+    made.decode(1)
+    set_control(made, {MUTANT_WORD: mutant, SINCE_WORD: since})
+    return made
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("producer", SILENT)
+def test_a_producer_that_never_publishes_costs_no_token(
+    mutants: Mutants, checkpoint: Any, texts: Texts, producer: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the middle of a submit on, with more of them on their way."""
+    name, mutant = SILENT[producer]
+    device, wanted = mutants(name), texts["separate"][0][:-1]
+    with tuned(device):
+        made = silenced(device, checkpoint, mutant, since=len(PROMPT) + 7)
+        clock = Clock(device, monkeypatch)
+        tickets = [made.submit_decode((0,), at_once) for _ in range(2)]  # as a stream has them on their way
+        first, found = len(PROMPT) + 2, []
+        while first + len(found) < len(PROMPT) + TOKENS:
+            found += [made.token(0, first + len(found) + i, tickets[0]) for i in range(at_once)]
+            tickets = [*tickets[1:], made.submit_decode((0,), at_once)]
+        assert clock.seconds() < WITHIN_S
+        assert found[: TOKENS - 2] == wanted[2:]
+        assert len(made.faults) == 1 and not made.cooperative

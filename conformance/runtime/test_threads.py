@@ -1,0 +1,196 @@
+"""Threads that share a model: each gets the text that it would have got alone, or a refusal in words."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hybrid
+from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.synthetic import tiny, write_hf
+from hybrid.engine.kv import NoFreeSlot
+from hybrid.engine.turns import Turns
+from hybrid.model import Model
+
+PROMPTS = ([2, 4, 5, 6], [2, 7, 8, 9, 10, 11, 12, 13, 14], [2] * 17)
+PATIENCE = 60.0  # seconds; nothing here takes one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32")
+
+
+def load(folder, device: str, slots: int) -> Model:
+    if device == "vulkan":
+        open_backend("vulkan").close()  # skips, or fails, where there is none
+    return hybrid.load(folder, device, ctx=96, slots=slots)
+
+
+def text(model: Model, prompt: list[int], **options: Any) -> str:
+    return "".join(model.generate(prompt, 24, ignore_eos=True, **options))
+
+
+def together(*jobs: Callable[[], Any]) -> list[Any]:
+    """What each job returns, or the error that it raises, each in a thread of its own, begun at the same moment."""
+    start, found = threading.Barrier(len(jobs)), [None] * len(jobs)
+
+    def run(i: int) -> None:
+        start.wait(PATIENCE)
+        try:
+            found[i] = jobs[i]()
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+    return found
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+def test_threads_get_the_text_that_each_would_get_alone(folder, device):
+    with load(folder, device, 4) as model:
+        def conversation() -> list[str]:
+            with model.session() as session:
+                return [text(model, p, session=session) for p in (PROMPTS[0], PROMPTS[0] + [20, 21], PROMPTS[2])]
+
+        jobs: list[Callable[[], Any]] = [lambda p=p: text(model, p, temperature=0.8, seed=3) for p in PROMPTS]  # type: ignore[misc]
+        jobs += [conversation, lambda: model.logits(PROMPTS[1]).tobytes()]
+        alone = [job() for job in jobs]
+        for _ in range(3):
+            shared = together(*jobs[:3], lambda: text(model, PROMPTS[1], temperature=0.8, seed=3))
+            assert shared == [*alone[:3], alone[1]]
+        assert together(*jobs[1:]) == alone[1:]
+        assert not model.engine.positions, "a slot was kept"
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+def test_iterators_of_one_thread_interleave(folder, device):
+    with load(folder, device, 3) as model:
+        alone = [text(model, p) for p in PROMPTS]
+        running = [model.generate(p, 24, ignore_eos=True) for p in PROMPTS]
+        found = ["", "", ""]
+        while any(pieces := [next(r, "") for r in running]):
+            found = [f + p for f, p in zip(found, pieces, strict=True)]
+        assert found == alone
+
+
+def test_an_iterator_that_was_begun_elsewhere_and_dropped_blocks_nobody(folder):
+    with load(folder, "cpu", 2) as model:
+        alone, kept = text(model, PROMPTS[1]), []
+
+        def begin() -> None:
+            kept.append(model.generate(PROMPTS[0], 24, ignore_eos=True))
+            next(kept[0])
+
+        assert together(begin) == [None]  # that thread has ended, its iterator has not
+        assert together(lambda: text(model, PROMPTS[1])) == [alone]
+        held = model.generate(PROMPTS[0], 24)
+        next(held)
+        (error,) = together(lambda: text(model, PROMPTS[1]))
+        assert isinstance(error, NoFreeSlot) and "all 2 slots are in use" in str(error)
+        kept.clear()
+        assert together(lambda: text(model, PROMPTS[1])) == [alone] and len(model.engine.positions) == 1
+        held.close()
+
+
+def test_an_iterator_that_garbage_collection_closes_in_the_midst_of_a_pass_waits_for_its_end(folder):
+    with load(folder, "cpu", 2) as model:
+        alone, seen = text(model, PROMPTS[1]), []
+        cycle: list[Any] = [model.generate(PROMPTS[0], 24, ignore_eos=True)]
+        next(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        submit = model.engine.submit_prefill
+
+        def collecting(prompts: Any) -> int:
+            if not seen:
+                gc.collect()
+                seen.append(set(model.engine.positions))
+            return submit(prompts)
+
+        model.engine.submit_prefill = collecting  # type: ignore[method-assign]
+        assert text(model, PROMPTS[1]) == alone
+        assert seen == [{0, 1}] and not model.engine.positions  # still held during the pass, then given back
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+def test_a_model_closed_while_another_thread_generates_says_so(folder, device):
+    model = load(folder, device, 2)
+    began = threading.Event()
+
+    def generate() -> None:
+        for _ in model.generate(PROMPTS[0], 90, ignore_eos=True):
+            began.set()
+            time.sleep(0.001)
+
+    def close() -> None:
+        began.wait(PATIENCE)
+        model.close()
+
+    error, closed = together(generate, close)
+    assert isinstance(error, ValueError) and "this model is closed" in str(error) and closed is None
+    with pytest.raises(ValueError, match="this model is closed"):
+        model.logits(PROMPTS[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- turns
+def test_turns_come_in_the_order_in_which_they_were_asked_for():
+    turns, order, threads = Turns(), list[int](), list[threading.Thread]()
+
+    def take(i: int) -> None:
+        with turns, turns:  # a thread that has the turn may take it again
+            order.append(i)
+
+    with turns:
+        for i in range(5):
+            threads.append(threading.Thread(target=take, args=(i,), daemon=True))
+            threads[-1].start()
+            deadline = time.monotonic() + PATIENCE
+            while len(turns._line) <= i and time.monotonic() < deadline:
+                time.sleep(0.001)
+        assert order == []
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_an_error_and_what_was_put_off_leave_the_turn_free():
+    turns, done = Turns(), list[str]()
+
+    def steps() -> Iterator[int]:
+        try:
+            yield 1
+            raise KeyError("inside")
+        finally:
+            done.append("closed")
+
+    with pytest.raises(KeyError, match="inside"):
+        list(turns.steps(steps()))  # type: ignore[arg-type]
+    with turns:
+        turns.soon(lambda: done.append("later"))
+        assert done == ["closed"]
+    assert done == ["closed", "later"]
+    turns.soon(lambda: done.append("now"))
+    assert done[-1] == "now"
+    with pytest.raises(ZeroDivisionError):
+        turns.soon(lambda: 1 // 0)
+    assert together(lambda: turns.__enter__() and turns.__exit__(None, None, None)) == [None]
+
+
+def test_logits_hold_the_turn_for_a_pass_at_a_time(folder):
+    with load(folder, "cpu", 2) as model:
+        parts = model.engine.logits_of([PROMPTS[2]], 4)
+        first = next(parts)
+        assert together(lambda: text(model, PROMPTS[1])) == [text(model, PROMPTS[1])]
+        assert np.array_equal(np.concatenate([first, *parts]), model.engine.logits(PROMPTS[2], 4))

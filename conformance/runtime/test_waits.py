@@ -1,0 +1,121 @@
+"""How long the host waits: bounds by declared cost and what is queued, progress, and what every submit carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.runtime.test_vulkan_runtime import open_toys
+from conformance.support.devices import Driver, open_backend
+from conformance.support.models import MODELS
+from hybrid.checkpoint import open_checkpoint
+from hybrid.core.errors import DeviceLost
+from hybrid.engine.engine import Engine
+from hybrid.planning.cost import Cost, plan_cost
+from kernels.vulkan import bounds, timeline
+from kernels.vulkan.api import vk
+from kernels.vulkan.bounds import CPU_FLOOR_S, FLOOR_S, Bounds, bounds_of
+from kernels.vulkan.instance import DeviceInfo
+
+
+class Machine:
+    """A driver without a GPU and its clock: a wait takes 0.2 s, and submits finish at the given seconds."""
+
+    def __init__(self, *finished: float) -> None:
+        self.now, self.finished = 0.0, finished
+        self.driver = Driver(vkWaitSemaphores=self.wait, vkGetSemaphoreCounterValue=self.value)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def done(self) -> int:
+        return sum(self.now >= at for at in self.finished)
+
+    def wait(self, handle: Any, info: Any, nanoseconds: int) -> int:
+        self.now += 0.2
+        return 0 if self.done() >= info.pValues[0] else int(vk.VK_TIMEOUT)
+
+    def value(self, handle: Any, semaphore: Any, out: Any) -> int:
+        out[0] = self.done()
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("finished", "waited", "why"),
+    [
+        ((24.9, 49.8, 74.7), None, "each within its own 25 s from the end of the one before"),
+        ((10.0, 200.0, 200.0), 10 + 2 * 25, "from the end of the first, what two may take"),
+        ((200.0, 200.0, 200.0), 3 * 25, "what three may take"),
+    ],
+)
+def test_a_wait_is_bounded_by_what_is_queued_and_begins_anew_with_progress(
+        finished: tuple[float, ...], waited: float | None, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_toys() as device:
+        queue = device._queue
+        assert queue is not None
+        queue.bounds = Bounds(floor=0.001, gb_s=1.0, tflops=1.0)
+        cost = Cost(nbytes=10**9 * 25 // (bounds.NEIGHBOURS * bounds.SLACK))  # 25 s
+        machine = Machine(*finished)
+        monkeypatch.setattr(timeline, "lib", machine.driver)
+        monkeypatch.setattr(timeline, "time", machine)
+        queue._running.extend((ticket, lambda: cost) for ticket in (1, 2, 3))
+        queue.ticket = 3
+        if waited is None:
+            queue.wait_ticket(3)
+            assert machine.now >= finished[-1], why
+        else:
+            with pytest.raises(DeviceLost, match="hangs"):
+                queue.wait_ticket(3)
+            assert machine.now == pytest.approx(waited, abs=1), why
+        monkeypatch.undo()
+        queue.gone, queue.pending, queue.ticket = None, False, 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "floor", "per_gb", "per_tflop"),
+    [
+        ("NVIDIA H200", "discrete", FLOOR_S, 200 / 4800, 200 / 67), ("Some GPU", "discrete", FLOOR_S, 200 / 50, 200 / 1.0),
+        ("Some APU", "integrated", FLOOR_S, 200 / 20, 200 / 0.2), ("What is it", "virtual", FLOOR_S, 200 / 20, 200 / 0.2),
+        ("llvmpipe (LLVM 15.0.6, 256 bits)", "cpu", CPU_FLOOR_S, 200 / 2, 200 / 0.002),
+    ],
+)  # fmt: skip
+def test_bounds_follow_the_sheet_or_the_class(name: str, kind: str, floor: float, per_gb: float, per_tflop: float) -> None:
+    found = bounds_of(DeviceInfo(0, name, kind))
+    assert floor >= 10 and found.seconds(Cost()) == floor
+    assert found.seconds(Cost(nbytes=10**9)) == pytest.approx(floor + per_gb)
+    assert found.seconds(Cost(flops=10**12)) == pytest.approx(floor + per_tflop)
+
+
+def test_seconds_that_are_asked_for_override_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = DeviceInfo(0, "NVIDIA H200", "discrete")
+    monkeypatch.setenv("HYBRID_VULKAN_TIMEOUT", "7.5")
+    assert bounds_of(info).seconds(Cost(nbytes=10**15)) == 7.5 and bounds_of(info, 3.0).seconds(Cost()) == 3.0
+    for wrong in ("soon", "0", "-1", "nan"):
+        monkeypatch.setenv("HYBRID_VULKAN_TIMEOUT", wrong)
+        with pytest.raises(RuntimeError, match=f"HYBRID_VULKAN_TIMEOUT='{wrong}' is no number of seconds above 0"):
+            bounds_of(info)
+
+
+def test_passes_uploads_and_downloads_carry_their_cost() -> None:
+    """A pass's is what its operations declare, as often as it runs; of copies, bytes read and written."""
+    with open_backend("vulkan") as opened, open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint:
+        device: Any = opened
+        queue = device._queue
+        engine = Engine(checkpoint, device, ctx=32)
+        engine.prefill({0: [2, 3, 4]})
+        device.wait(engine.submit_decode((0,), 3))
+        plan = engine.program("decode", 1, 1).plan
+        one = plan_cost(plan)
+        assert queue._running[-1][1]() == Cost(3 * one.flops, 3 * one.nbytes) and one.nbytes > checkpoint.file_bytes / 2
+        piece, data = device.memory_pool.allocate(1 << 20, "scratch"), np.zeros(1 << 20, np.uint8)
+        for copy in (device.transfer.upload, device.transfer.download):
+            copy(piece, data)
+            device.wait()
+            assert queue._running[-1][1]() == Cost(nbytes=2 << 20)
+        device.transfer.fill(piece, 0)
+        assert queue._running[-1][1]() == Cost(nbytes=1 << 20)
+        device.memory_pool.release(piece, "scratch")
+
+

@@ -1,0 +1,123 @@
+"""Devices for tests, opened once per process and option; a Vulkan that is missing is said, not passed over."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from conformance.harness import GUARD as GUARD  # tests take it from here
+from hybrid.core.device import Device
+from hybrid.spec.fields import BackendName
+
+BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
+OP_BACKENDS: tuple[BackendName, ...] = (*BACKENDS, "npu")  # the NPU runs single operations, in the simulator
+
+
+class Devices:
+    """get(backend, **options) -> an open device. After each test `inspect()` asks the validation layer for messages."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[Any, ...], Any] = {}
+
+    def get(self, backend: str, **options: Any) -> Any:
+        key = (backend, *sorted(options.items()))
+        if key not in self._open:
+            self._open[key] = open_backend(backend, **options)
+        return self._open[key]
+
+    def inspect(self) -> None:
+        """Raise if the Vulkan validation layer has reported anything (HYBRID_VULKAN_VALIDATION=1)."""
+        for device in self._open.values():
+            if hasattr(device, "check_validation"):
+                device.check_validation()
+
+    def close(self) -> None:
+        devices, self._open = list(self._open.values()), {}
+        for device in devices:
+            device.close()
+
+
+def open_backend(backend: str, **options: Any) -> Device:
+    """A device of a backend. Without Vulkan: skipped with the reason, or failed under HYBRID_REQUIRE_VULKAN=1."""
+    if backend == "cpu":
+        from kernels.oracle.device import CpuDevice
+
+        return CpuDevice(**options)
+    if backend == "npu":
+        from kernels.npu.device import NpuDevice
+
+        return NpuDevice("sim", **options)
+    from kernels.vulkan.device import VulkanUnavailable, open_device
+
+    try:
+        return open_device(os.environ.get("HYBRID_VULKAN_DEVICE", "auto"), **options)
+    except VulkanUnavailable as error:
+        without_vulkan(error)
+
+
+def own_memory(device: Any) -> bool:
+    """Whether a device computes on memory that the host cannot map: a discrete GPU."""
+    pool = getattr(device, "memory_pool", None)
+    return pool is not None and pool.flags("device") & 2 == 0  # VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
+
+
+def without_vulkan(error: Exception) -> NoReturn:
+    """Skip the test that runs, or fail it under HYBRID_REQUIRE_VULKAN=1."""
+    if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1":
+        pytest.fail(f"HYBRID_REQUIRE_VULKAN=1, but no Vulkan device: {error}", pytrace=False)
+    pytest.skip(f"no Vulkan device: {error}")
+
+
+def need_compiler() -> None:
+    """Skip the test that runs where shaders cannot be compiled, or fail it under HYBRID_REQUIRE_VULKAN=1."""
+    if importlib.util.find_spec("slangpy") is None:
+        said = "mutated and new shaders need the compiler: pip install -e .[kernels]"
+        if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1":
+            pytest.fail(f"HYBRID_REQUIRE_VULKAN=1, but {said}", pytrace=False)
+        pytest.skip(said)
+
+
+def need_matrix_units(device: Any) -> None:
+    """Skip the test that runs where no kernel for matrix units is ever chosen."""
+    if not device.has("f16_matrices"):
+        pytest.skip(f"{device.name} has no matrix units")
+
+
+def spy_kernels(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """A set that collects the names of the kernels which a Vulkan device's bindings choose from now on."""
+    chosen: set[str] = set()
+    choose = device.kernel
+
+    def kernel(name: str, **constants: int) -> Any:
+        chosen.add(name)
+        return choose(name, **constants)
+
+    monkeypatch.setattr(device, "kernel", kernel)
+    return chosen
+
+
+def left_zero(device: Any, program: Any) -> bool:
+    """Is a Vulkan program's memory zero that its kernels find so and have to leave so? Waits for nothing."""
+    for piece in program.zeroed:
+        held = np.full(piece.size, 0xFF, np.uint8)
+        device.transfer.download(piece, held)
+        if held.any():
+            return False
+    return True
+
+
+class Driver:
+    """The Vulkan driver as kernels.vulkan.timeline calls it (its `lib`), with some functions replaced."""
+
+    def __init__(self, **functions: Callable[..., int]) -> None:
+        from kernels.vulkan.api import lib
+
+        self._functions, self._driver = functions, lib
+
+    def __getattr__(self, name: str) -> Any:
+        return self._functions.get(name) or getattr(self._driver, name)

@@ -1,0 +1,10 @@
+"""Where the suite finds what lies in the clone."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "models"
+SPECS = ROOT / "specs"
+DATA = ROOT / "conformance" / "data"
+MUTANTS = ROOT / "conformance" / "mutation" / "mutants"
+DEMO = MODELS / "demo-gemma3-q8_0.gguf"

@@ -1,0 +1,66 @@
+"""Gemma 3 in float64 straight from its equations, sharing no code with operations, planner or engine: a second truth
+for whole models of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hybrid.checkpoint import Checkpoint
+from hybrid.core.hparams import HParams
+from hybrid.quant.codec import dequantise
+
+
+def forward(checkpoint: Checkpoint, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(logits [n, vocab], hidden states [layers + 1, n, hidden]) of a token sequence, all positions at once."""
+    hp = checkpoint.hparams
+
+    def w(name: str) -> np.ndarray:
+        return dequantise(checkpoint.tensor(f"{name}.weight"), np.float64)
+
+    n, x = len(ids), w("token_embd")[list(ids)] * hp.embed_scale
+    hidden = [x]
+    for layer in range(hp.n_layers):
+        b = f"blk.{layer}"
+        y = _rms(x, hp.eps) * w(f"{b}.attn_norm")
+        q = (y @ w(f"{b}.attn_q").T).reshape(n, hp.n_heads, hp.head_dim)
+        k = (y @ w(f"{b}.attn_k").T).reshape(n, hp.n_kv_heads, hp.head_dim)
+        v = (y @ w(f"{b}.attn_v").T).reshape(n, hp.n_kv_heads, hp.head_dim)
+        q = _rotate(_rms(q, hp.eps) * w(f"{b}.attn_q_norm"), hp, layer)
+        k = _rotate(_rms(k, hp.eps) * w(f"{b}.attn_k_norm"), hp, layer)
+        o = _attend(q, k, v, hp, layer) @ w(f"{b}.attn_output").T
+        x = x + _rms(o, hp.eps) * w(f"{b}.post_attention_norm")
+        y = _rms(x, hp.eps) * w(f"{b}.ffn_norm")
+        gate, up = y @ w(f"{b}.ffn_gate").T, y @ w(f"{b}.ffn_up").T
+        gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        x = x + _rms((gelu * up) @ w(f"{b}.ffn_down").T, hp.eps) * w(f"{b}.post_ffw_norm")
+        hidden.append(x)
+    logits = (_rms(x, hp.eps) * w("output_norm")) @ w("token_embd" if hp.tied else "output").T
+    if hp.softcap:
+        logits = hp.softcap * np.tanh(logits / hp.softcap)
+    return logits, np.stack(hidden)
+
+
+def _rms(x: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+def _rotate(x: np.ndarray, hp: HParams, layer: int) -> np.ndarray:
+    """Half-split RoPE of [n, heads, head_dim] at positions 0..n-1."""
+    is_global, half = hp.layer_is_global[layer], hp.head_dim // 2
+    theta, factor = (hp.rope_theta_global, hp.rope_factor) if is_global else (hp.rope_theta_local, 1.0)
+    angle = np.arange(len(x))[:, None, None] * theta ** (-2 * np.arange(half) / hp.head_dim) / factor
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, hp: HParams, layer: int) -> np.ndarray:
+    """Causal attention, sliding on local layers; [n, heads * head_dim]."""
+    n, group = len(q), hp.n_heads // hp.n_kv_heads
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    i, j = np.mgrid[:n, :n]
+    seen = (j <= i) & (hp.layer_is_global[layer] | (i - j < hp.window))
+    scores = np.where(seen, np.einsum("ihd,jhd->hij", q, k) * hp.attention_scale, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hij,jhd->ihd", p / p.sum(-1, keepdims=True), v).reshape(n, -1)

@@ -1,0 +1,189 @@
+"""What every command shares: one-line errors, exit codes, no traceback unless HYBRID_DEBUG=1.
+
+Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 3 the device was lost or did not answer in time (the
+same command may work again), 129 hung up, 130 interrupted, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hybrid import __version__
+from hybrid.core.errors import DeviceLost
+from hybrid.core.units import parse_bytes
+
+if TYPE_CHECKING:
+    from hybrid.checkpoint import Checkpoint
+
+PRECISIONS, CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
+"""What --precision and --kv take."""
+LOST = 3
+"""Exit code of a command whose device was lost or did not finish in time."""
+
+
+class UsageError(ValueError):
+    """Arguments that do not go together: exit code 2, as argparse's own."""
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """What the block refuses is wrong usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_writable(option: str, path: Path) -> None:
+    """UsageError for a file that could not be written when the work is done; one that is not there is not left behind."""
+    there = path.exists()
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}: name a file in a folder that can be written") from None
+    if not there:
+        path.unlink()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with the project's error form, and --version."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_argument("--version", action="version", version=f"hybrid-kernels {__version__}", help="print the version and stop")
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def run(command: Callable[[], int]) -> int:
+    """The command's exit code; errors become `error: ...` on stderr."""
+    _standard_streams()
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except UsageError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except Exception as e:
+        if os.environ.get("HYBRID_DEBUG") == "1":
+            raise
+        print(f"error: {describe(e)}", file=sys.stderr)
+        return LOST if isinstance(e, DeviceLost) else 1
+
+
+def _standard_streams() -> None:
+    """Streams that were closed at the start lead nowhere: else a file opened later would get their number, and what
+    drivers print. A stream that cannot show a character, or reads bytes that are none, is no reason to stop."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the process's life)
+        elif isinstance(stream, io.TextIOWrapper) and name != "stderr":
+            stream.reconfigure(errors="replace")
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as an interrupt does, so that files half written are removed; exit code 143 or 129.
+    A hangup that is ignored already (nohup) stays so."""
+    wanted = {signal.SIGTERM: "terminated"}
+    if (hangup := getattr(signal, "SIGHUP", None)) is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        wanted[hangup] = "hung up"
+
+    def stop(signum: int, frame: object) -> NoReturn:
+        for other in wanted:  # a second one must not end the removal
+            signal.signal(other, signal.SIG_IGN)
+        with suppress(OSError):  # after a hangup there may be no terminal to write to
+            print(wanted[signal.Signals(signum)], file=sys.stderr)
+        raise SystemExit(128 + signum)
+
+    if threading.current_thread() is not threading.main_thread():  # only there can it be caught
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def add_model(p: argparse.ArgumentParser) -> None:
+    """MODEL, or --random NAME with what belongs to it: commands that measure take either."""
+    p.add_argument("model", nargs="?", metavar="MODEL", help=".gguf file or Hugging Face directory")
+    p.add_argument("--random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models, no file")
+    p.add_argument("--type", metavar="TYPE", help="with --random: of matrices (q4_0)")
+    p.add_argument("--head", metavar="TYPE", help="with --random: of embedding and head (q6_k; q8_0 for odd rows)")
+    p.add_argument("--layers", type=int, metavar="N", help="with --random: only the first N layers")
+    p.add_argument("--vocab", type=int, metavar="N", help="with --random: a vocabulary of N tokens")
+
+
+def open_model(args: argparse.Namespace) -> Checkpoint:
+    """The checkpoint that the arguments of `add_model` name. UsageError for none or both, ValueError for one that cannot be."""
+    from hybrid.checkpoint import open_checkpoint
+    from hybrid.checkpoint.random import random_checkpoint
+
+    if (args.model is None) == (args.random is None):
+        raise UsageError("name a MODEL, or give --random NAME: one of the two")
+    if args.random is not None:
+        return random_checkpoint(args.random, args.type or "q4_0", args.head, args.layers, args.vocab)
+    stray = next((k for k in ("type", "head", "layers", "vocab") if getattr(args, k) is not None), None)
+    if stray:
+        raise UsageError(f"--{stray} belongs to --random: a file has its own")
+    return open_checkpoint(args.model)
+
+
+def positive(text: str) -> int:
+    """For arguments that are at least 1."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """For arguments that are finite and above 0, such as seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def size(text: str) -> int:
+    """For arguments in bytes: 16GiB, 500MB, 4096."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def describe(error: Exception) -> str:
+    """One line; kinds that no user causes say how to see more."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        return f"not enough memory{': ' + text if text else ''}; use a smaller ctx or a smaller weight type"
+    if isinstance(error, (ValueError, OSError, RuntimeError)) and text:
+        return text
+    return f"internal: {type(error).__name__}: {text} (set HYBRID_DEBUG=1 for the traceback)"

@@ -1,0 +1,63 @@
+"""How far long work is, on standard error: a bar on a terminal; elsewhere a plain line now and then, as logs have them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from hybrid.core.units import show_count
+
+T = TypeVar("T")
+FIRST, EVERY = 10.0, 30.0
+"""Seconds before the first plain line, and from each to the next: short work says nothing."""
+
+
+@contextmanager
+def progress_bar(total: int, name: str, wanted: bool, unit: str, after: float = 0.0) -> Iterator[Callable[[int], object]]:
+    """Yields what is called with how much of `total` was done since the last call. The bar (on a terminal, or `wanted`)
+    appears once `after` seconds have passed."""
+    if not wanted and not sys.stderr.isatty():
+        with plain_lines(total, name, unit) as advance:
+            yield advance
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=unit, unit_scale=True, desc=name, delay=after) as bar:
+        yield bar.update
+
+
+def tracked(items: Sequence[T], name: str) -> Iterator[T]:
+    """The items, one after another, with a progress bar."""
+    with progress_bar(len(items), name, False, "", after=1.0) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
+@contextmanager
+def plain_lines(total: int, name: str, unit: str) -> Iterator[Callable[[int], object]]:
+    """A line such as `tests: 3 of 12, 40 s`, said by a thread of its own: a step that takes minutes is no silence."""
+    done, begin, ended = [0], time.monotonic(), threading.Event()
+
+    def advance(amount: int = 1) -> None:
+        done[0] += amount
+
+    def say() -> None:
+        wait = FIRST
+        while not ended.wait(wait):
+            spent = time.monotonic() - begin
+            much = f"{show_count(done[0])} of {show_count(total)} {unit}".rstrip()
+            print(f"{name}: {much}, {spent:.0f} s", file=sys.stderr, flush=True)
+            wait = EVERY
+
+    thread: Any = threading.Thread(target=say, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield advance
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,139 @@
+"""What every device offers: the same few verbs for Vulkan, the NumPy fallback and, later, the NPU.
+
+    device.store(decl, value)    a tensor that outlives plans (weights, state, io), by name
+    program = device.compile(plan)    everything that costs: allocation, pipelines, descriptors, recording
+    ticket = program.submit(times)    starts it; several times in a row with one call
+    device.wait(ticket)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from hybrid.core.plan import Plan, TensorDecl
+from hybrid.core.tensor import Source, Tensor
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a device did since it was opened. Gates compare differences of these."""
+
+    submits: int = 0
+    dispatches: int = 0
+    barriers: int = 0
+    allocations: int = 0
+    descriptor_writes: int = 0
+    pipelines: int = 0
+    recordings: int = 0
+    """Plans made ready to run: command buffers that are submitted again and again."""
+    transfers: int = 0
+    """Command buffers recorded for one copy between host and device: uploads, downloads, fills."""
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+    def minus(self, other: Counters) -> Counters:
+        return Counters(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
+    def copy(self) -> Counters:
+        return self.minus(Counters())
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Device time of one step of the last submit, in seconds from the pass's start."""
+
+    name: str
+    op: str
+    layer: int | None
+    start: float
+    duration: float
+    device: str = ""
+    """Which of several devices it ran on; empty: the main one."""
+    within: str | None = None
+    """Name of the step whose dispatch did this one's work too: the time is there."""
+
+
+class Program(Protocol):
+    plan: Plan
+
+    def submit(self, times: int = 1) -> int:
+        """Start the plan `times` times in a row, in one submit; returns a ticket that grows from call to call."""
+        ...
+
+    def times(self) -> Sequence[StepTime]:
+        """Times of the last finished submit; empty unless compiled with profile=True."""
+        ...
+
+    def began(self) -> float | None:
+        """When the last finished submit began, on the clock of time.perf_counter; None where the device's clock cannot be
+        compared with it, or without profile=True."""
+        ...
+
+
+class Device(Protocol):
+    name: str
+    """What ran, as users see it: `cpu`, `vulkan:0 (NVIDIA H200)`."""
+    counters: Counters
+
+    def has(self, feature: str) -> bool:
+        """Is a capability that schedules and bindings may ask about present and switched on?"""
+        ...
+
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
+        """Allocate a weight, state or io tensor and fill it: with `value`, with the rows of `parts` one after
+        another (each made when it is needed), or with zeros."""
+        ...
+
+    def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
+        """A state or io tensor in memory that is there already and that others use too: page-aligned and anonymous
+        (hybrid.core.hostmemory), or, with a dma-buf for each part, another driver's; the descriptors stay the caller's. Who
+        uses it keeps the order. NotShareable where this device cannot."""
+        ...
+
+    def loading(self, nbytes: int) -> AbstractContextManager[None]:
+        """Around the stores of a model's weights, of about `nbytes` in all: what only loading needs is made and freed
+        here, and stores may go on while the next one begins. Errors of a tensor's data (a damaged block, a file that
+        was cut) may be raised by a later store, at the latest at the end; then what was stored here may be gone."""
+        ...
+
+    def write(self, name: str, value: Tensor, row: int = 0) -> None:
+        """Overwrite rows of a stored tensor, starting at `row` of its first axis."""
+        ...
+
+    def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
+        """Copy of rows start..stop of a stored tensor, after everything submitted; io tensors after `ticket` only,
+        while later submits run."""
+        ...
+
+    def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
+        """One element of a stored integer io matrix, when `ticket` (default: everything submitted) is done, while later
+        submits run: costs the same whatever the matrix's size."""
+        ...
+
+    def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
+        """Make room for the activations of every plan that will be compiled (plans share one arena), and for what the
+        kernels of `plans`, one of each size, take beside it."""
+        ...
+
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
+        """Everything that costs. `cooperative`: kernels whose workgroups wait for one another may be chosen; where such a wait
+        is given up, the pass is void: FAULT_WORD of its control tensor is set and no token is chosen (FAULTED in `history`)."""
+        ...
+
+    def wait(self, ticket: int | None = None) -> None:
+        """Until that submit, or everything submitted, has finished."""
+        ...
+
+    def check_open(self) -> None:
+        """Raise where this device can no longer be used: closed, lost (DeviceLost), or of the process that this one was forked
+        from."""
+        ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held, by purpose: weights, state, io, activations, staging."""
+        ...
+
+    def close(self) -> None: ...

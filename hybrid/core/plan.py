@@ -1,0 +1,114 @@
+"""A plan: the steps of one pass over a batch of rows, with bound axes, named tensors and a device for each step.
+
+Plans are data. A device compiles one into a Program (recorded command buffers, or a list of NumPy calls).
+Rows are flat: row r of a batch has a sequence slot and a position; a plan is made for a bucket of rows, and
+how many of them are live is read from the `control` tensor when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hybrid.core.dtypes import DTYPES, DType
+
+Extent = Literal["rows", "outs"]
+CONTROL_WORDS = 8
+# Words of a plan's control tensor (u32): live rows, live output rows, and the longest context (position + 1) of any live row.
+CONTROL_TENSOR = "control"
+CONTROL = {"rows": 0, "outs": 1, "context": 2}
+FAULT_WORD = 3  # and a word that a kernel sets where a wait within a dispatch was given up: this pass and those after it are void
+FAULTED = -2  # in `history`, in place of a token: the pass was void
+
+NOT_FINITE = -1
+"""What `sample` writes to `history` in place of a token where the logits are not finite (specs/ops/sample.toml)."""
+
+ALIGN = 256  # no Vulkan device may ask for a larger storage-buffer offset alignment
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDecl:
+    """A named tensor of a plan.
+
+    kind: `weight` (uploaded once), `state` (device memory that outlives a pass: KV cache, next token),
+    `io` (host-visible: tokens, positions, control, results), `activation` (lives between its first and last
+    step, at byte `offset` of the device's arena).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: Literal["weight", "state", "io", "activation"]
+    offset: int = 0
+    sources: tuple[str, ...] = ()
+    """Weights: the checkpoint tensors whose rows, one after another, make this one (empty: its own name)."""
+    pieces: tuple[tuple[str, int], ...] = ()
+    """Weights whose sources differ in storage type: (type, rows) of each run of rows; `dtype` is the widest."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes with every part padded to ALIGN: what the tensor takes in an arena."""
+        return sum(
+            -(-_prod(t.part_shape(p, shape)) * p.dtype.itemsize // ALIGN) * ALIGN for t, shape in self._runs() for p in t.parts
+        )
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes without padding."""
+        return sum(t.nbytes(shape) for t, shape in self._runs())
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Every storage type in it."""
+        return tuple(dict.fromkeys(dtype for dtype, _ in self.pieces)) or (self.dtype,)
+
+    def _runs(self) -> list[tuple[DType, tuple[int, ...]]]:
+        if not self.pieces:
+            return [(DTYPES[self.dtype], self.shape)]
+        return [(DTYPES[dtype], (rows, *self.shape[1:])) for dtype, rows in self.pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation with everything bound."""
+
+    op: str
+    name: str
+    """For traces and errors, for example `blk.3.attn_qkv`."""
+    bind: Mapping[str, int]
+    """The op's symbolic axes."""
+    args: Mapping[str, str]
+    """The op's tensor names (inputs, outputs, state, scratch) -> names of declared tensors."""
+    attrs: Mapping[str, float | int | str] = field(default_factory=dict)
+    device: str = "cpu"
+    extent: Extent = "rows"
+    """Which live count bounds the op's token axis."""
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    name: str
+    rows: int
+    outs: int
+    steps: tuple[Step, ...]
+    tensors: Mapping[str, TensorDecl]
+    arena_bytes: int = 0
+    control: str = CONTROL_TENSOR
+    """The tensor with this pass's control words: passes that run at the same time have their own."""
+    lane: int | None = None
+    """Which set of rows and activations it uses, where passes overlap (hybrid/planning/slots.py); None: it runs alone."""
+
+    def __post_init__(self) -> None:
+        for step in self.steps:
+            missing = [t for t in step.args.values() if t not in self.tensors]
+            if missing:
+                raise ValueError(f"plan {self.name}: step {step.name} names undeclared tensors {missing}")
+
+
+def _prod(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n

@@ -1,0 +1,166 @@
+"""What two devices of one plan both use: in memory that both see, else copied when the other side has written it since.
+
+Shared are tensors that outlive plans or pass between devices, where the main device computes on host memory and can import
+it. Of a cache that is copied, only the blocks that the pass reads are: an NPU's DMA cannot follow block tables, and the host
+gathers them anyway.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from hybrid.core.device import Device
+from hybrid.core.hostmemory import Exported, NotShareable, anonymous
+from hybrid.core.plan import CONTROL, Step, TensorDecl
+from hybrid.core.tensor import Source, Tensor
+from hybrid.planning.slots import CACHES
+
+
+@dataclass(slots=True)
+class Carried:
+    """Tensors that both sides see, and copies between the sides."""
+
+    shared: int = 0
+    shared_bytes: int = 0
+    count: int = 0
+    nbytes: int = 0
+    dma_bufs: int = 0
+    """Of what is shared: buffers that one device exported and the main one imported, not anonymous pages."""
+    why_not: str = ""
+    """Why what could be shared is copied."""
+
+    def __str__(self) -> str:
+        shared = f"{self.shared_bytes / 1e6:.2f} MB" + (f", {self.dma_bufs} dma-bufs" if self.dma_bufs else "")
+        text = f"{self.shared} tensors shared ({shared}), {self.count} copies, {self.nbytes / 1e6:.2f} MB"
+        return text + (f"; not shared: {self.why_not}" if self.why_not else "")
+
+
+@runtime_checkable
+class Exporter(Protocol):
+    """A device whose driver gives buffers on as dma-bufs."""
+
+    def export(self, decl: TensorDecl) -> Exported: ...
+
+
+class Carrier:
+    """Tensors of `main` and of `others` by device; who has written them last."""
+
+    def __init__(self, main: Device, others: Mapping[str, Device]) -> None:
+        self.main, self.others = main, others
+        self.carried = Carried()
+        self._decls: dict[str, TensorDecl] = {}
+        self._pages: dict[str, Tensor] = {}
+        self._exported: list[Exported] = []  # they outlive their device: the main one goes on with what lies in them
+        self._writes: dict[str, int] = {}
+        self._seen: dict[tuple[str, str], int] = {}
+
+    def store(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> None:
+        """On the main device, in memory that others can use where that is possible; weights stay the device's own."""
+        if decl.kind == "weight" or value is not None or parts or not self.others or not self._share(decl):
+            self.main.store(decl, value, parts)
+        self._decls[decl.name] = decl
+        self.wrote(decl.name)
+
+    def _share(self, decl: TensorDecl) -> bool:
+        """In anonymous pages, else in a buffer that another device exports; False, and why not, where neither is possible."""
+        reasons = []
+        for way in (self._in_pages, self._in_dma_buf):
+            try:
+                self._pages[decl.name] = way(decl)
+            except NotShareable as error:
+                reasons.append(str(error))
+                continue
+            return True
+        self.carried.why_not = "; ".join(reasons)
+        return False
+
+    def _in_pages(self, decl: TensorDecl) -> Tensor:
+        pages = anonymous(decl)
+        self.main.adopt(decl, pages)
+        return pages
+
+    def _in_dma_buf(self, decl: TensorDecl) -> Tensor:
+        name, exporter = next(iter(self.others.items()))
+        if not isinstance(exporter, Exporter):
+            raise NotShareable(f"{name} exports no buffers")
+        exported = exporter.export(decl)
+        try:
+            self.main.adopt(decl, exported.value, exported.fds)
+        finally:
+            for fd in exported.fds:
+                os.close(fd)
+        self._exported.append(exported)
+        self.carried.dma_bufs += len(exported.fds)
+        return exported.value
+
+    def wrote(self, name: str) -> None:
+        """The main device has (or will have, once waited for) new contents."""
+        self._writes[name] = self._writes.get(name, 0) + 1
+
+    def hold(self, where: str, names: Sequence[str]) -> None:
+        """The main device's memory on another device, or room for copies."""
+        for name in names:
+            if (where, name) in self._seen:
+                continue
+            decl = replace(self._decls[name], kind="state")
+            if name in self._pages:
+                self.others[where].adopt(decl, self._pages[name])
+                self.carried.shared += 1
+                self.carried.shared_bytes += self._pages[name].nbytes
+            else:
+                self.others[where].store(decl)
+            self._seen[where, name] = -1
+
+    def shared_with(self, where: str) -> int:
+        """Bytes that another device does not hold itself."""
+        return sum(self._pages[n].nbytes for w, n in self._seen if w == where and n in self._pages)
+
+    def carry(self, where: str, steps: Sequence[Step], but: set[str], control: str) -> None:
+        """All that steps read on another device is there, except for the tensors `but`, which they write. The main device
+        has finished it (whoever calls has waited); `control` names the pass's control words."""
+        caches = {s.args[c]: s for s in steps if "block_table" in s.args for c in CACHES if c in s.args}
+        names = {control, *(n for s in steps for n in s.args.values())} - but - set(self._pages)
+        for name in sorted(names - set(caches)):
+            if self._seen[where, name] != self._writes.get(name, 0):
+                self._copy(where, name, 0, None)
+                self._seen[where, name] = self._writes.get(name, 0)
+        for name in sorted(names & set(caches)):
+            for start, stop in self._blocks(caches[name], self._decls[name].shape[1], control):
+                self._copy(where, name, start, stop)
+
+    def bring(self, where: str, names: Sequence[str], rows: Mapping[str, int], ticket: int) -> None:
+        """What another device has finished with `ticket` is the main one's."""
+        for name in names:
+            if name not in self._pages:
+                value = self.others[where].read(name, 0, rows[name], ticket)
+                self.main.write(name, value)
+                self._count(value)
+            self.wrote(name)
+            self._seen[where, name] = self._writes[name]
+
+    def _copy(self, where: str, name: str, start: int, stop: int | None) -> None:
+        value = self.main.read(name, start, stop)
+        self.others[where].write(name, value, start)
+        self._count(value)
+
+    def _blocks(self, step: Step, size: int, control: str) -> list[tuple[int, int]]:
+        """Runs of a cache's blocks, `size` positions each, that a step's live rows see."""
+        main = self.main
+        live = int(main.read(control).array[CONTROL[step.extent]])
+        slots, positions = (main.read(step.args[n], 0, live).array for n in ("slots", "positions"))
+        table, window, blocks = main.read(step.args["block_table"]).array, int(step.attrs["window"]), list[int]()
+        for slot in np.unique(slots):
+            at = positions[slots == slot]
+            first = max(0, int(at.min()) - window + 1) if window else 0
+            blocks += table[slot, first // size : int(at.max()) // size + 1].tolist()
+        wanted = np.unique(np.array(blocks, np.int64))
+        return [(int(r[0]), int(r[-1]) + 1) for r in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(r)]
+
+    def _count(self, value: Tensor) -> None:
+        self.carried.count += 1
+        self.carried.nbytes += value.nbytes

@@ -1,0 +1,73 @@
+"""Prompts cut into passes: rows of several sequences one after another, at most `chunk` to a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid.engine.kv import ContextExceeded
+
+ROW_BUCKETS = (1, 8, 32, 128, 512)
+
+
+def buckets(most: int, sizes: Sequence[int] = ROW_BUCKETS) -> tuple[int, ...]:
+    """Row counts to compile plans for: those below `most`, and `most` itself."""
+    return (*(s for s in sizes if s < most), most)
+
+
+def bucket_of(n: int, sizes: Sequence[int]) -> int:
+    """The smallest bucket that holds n rows."""
+    for size in sizes:
+        if n <= size:
+            return size
+    raise ValueError(f"{n} rows do not fit in the largest bucket, {sizes[-1]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows of one pass, int32 [rows] each; out_rows: the rows that are a sequence's last."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    out_rows: np.ndarray
+
+    @property
+    def context(self) -> int:
+        return int(self.positions.max()) + 1
+
+
+def chunks(prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int], size: int) -> Iterator[Chunk]:
+    """Passes over prompts {slot: ids}; a slot's first id stands at position starts[slot]."""
+    tokens = np.concatenate([np.asarray(ids, np.int32) for ids in prompts.values()])
+    slots = np.concatenate([np.full(len(ids), s, np.int32) for s, ids in prompts.items()])
+    positions = np.concatenate([np.arange(starts[s], starts[s] + len(ids), dtype=np.int32) for s, ids in prompts.items()])
+    lasts = np.cumsum([len(ids) for ids in prompts.values()]) - 1
+    for a in range(0, len(tokens), size):
+        b = min(a + size, len(tokens))
+        outs = (lasts[(lasts >= a) & (lasts < b)] - a).astype(np.int32)
+        yield Chunk(tokens[a:b], positions[a:b], slots[a:b], outs)
+
+
+def check_ids(ids: Sequence[int], vocab: int) -> None:
+    """ValueError for an empty prompt, or an id that the embedding has no row for."""
+    if not len(ids):
+        raise ValueError("the prompt is empty: it needs at least one token")
+    bad = next((i for i in ids if not 0 <= i < vocab), None)
+    if bad is not None:
+        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab}")
+
+
+def check_prompts(prompts: Mapping[int, Sequence[int]], positions: Mapping[int, int], vocab: int, ctx: int) -> None:
+    """ValueError for a prompt that cannot be run after what its slot holds (`positions`, of admitted slots)."""
+    for slot, ids in prompts.items():
+        if slot not in positions:
+            raise ValueError(f"slot {slot} holds no sequence: admit it first")
+        check_ids(ids, vocab)
+        if positions[slot] + len(ids) > ctx:
+            raise ContextExceeded(
+                f"a prompt of {len(ids)} tokens does not fit in the context of {ctx}: "
+                "shorten it or load the model with a larger ctx"
+            )

@@ -1,0 +1,400 @@
+"""Runs plans: weights, tables and cache on one device, prompts in chunks, one token per sequence and pass.
+
+After warm-up a pass is one submit. Tokens, positions and choices stay on the device; the host reads a token from
+`history` once its pass is done, while the next pass may already run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from hybrid.checkpoint import Checkpoint
+from hybrid.core.device import Counters, Device, Program
+from hybrid.core.errors import SpecError
+from hybrid.core.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, FAULTED, Plan, TensorDecl
+from hybrid.core.tensor import Tensor
+from hybrid.engine import streams, teacher_forcing, voids
+from hybrid.engine.chunks import Chunk, bucket_of, check_prompts, chunks
+from hybrid.engine.faults import fault
+from hybrid.engine.kv import BlockTables, CacheShape, ContextExceeded
+from hybrid.engine.loading import LoadClock
+from hybrid.engine.sampling import Sampling
+from hybrid.engine.trace import Pass, Timing
+from hybrid.engine.turns import Turns
+from hybrid.engine.weights import stored_types, upload
+from hybrid.planning.cost import precision_by_phase
+from hybrid.planning.footprint import every_size
+from hybrid.planning.passes import capabilities_of, chunk_of, fixed_rows, pass_sizes
+from hybrid.planning.planner import PrecisionName, Target, plan, segments
+from hybrid.planning.rope import rope_of
+from hybrid.planning.slots import in_lane, named, outlasting
+from hybrid.quant.reencode import Reencoded
+from hybrid.spec.schedule import Phase, Schedule, find_schedule
+
+DEFAULT_CTX = 4096
+
+
+class Engine:
+    """One checkpoint on one device, for up to `slots` sequences at a time.
+
+    ctx: positions per sequence (default: the model's, at most 4096). chunk: rows of a prefill pass (default: by
+    what the device multiplies with).
+    weights: convert matrices to this type when loading. n_tokens: ids that may be chosen (default: the tokenizer's).
+    deterministic: passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt
+    was cut nor on what runs beside it (slower: prompts go through a few rows at a time; on cpu one, and one sequence).
+    profile: time every step, at the cost of a wait after each pass (`trace`). clock: notes what loading takes.
+    Closes neither the checkpoint nor the device. Threads take `turns` (Model, and the blocking conveniences here, do).
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        schedule: Schedule | None = None,
+        *,
+        precision: PrecisionName = "auto",
+        kv: Literal["auto", "f32", "f16"] = "auto",
+        weights: str | None = None,
+        ctx: int | None = None,
+        slots: int = 1,
+        chunk: int | None = None,
+        n_tokens: int | None = None,
+        deterministic: bool = False,
+        profile: bool = False,
+        progress: bool = False,
+        clock: LoadClock | None = None,
+    ) -> None:
+        hp = checkpoint.hparams
+        ctx = min(hp.context_length, DEFAULT_CTX) if ctx is None else ctx
+        if not 1 <= ctx <= hp.context_length:
+            raise ValueError(f"ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
+        backend = device.name.split(":")[0].split(" ")[0]
+        capabilities = capabilities_of(device.has)
+        chunk = chunk_of(capabilities) if chunk is None else chunk
+        sizes = pass_sizes(hp, ctx, slots, chunk, fixed_rows(backend, slots) if deterministic else None)
+        self.device, self.checkpoint, self.profile, self._sizes = device, checkpoint, profile, sizes
+        self.lanes = getattr(device, "lanes", 1)
+        """Prefill passes that overlap; each has rows and activations of its own (hybrid/planning/slots.py)."""
+        in_flight = min(self.lanes * sizes.rows[-1], ctx)
+        self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, in_flight, slots)
+        self.tables = BlockTables(self.cache)
+        schedule = schedule or find_schedule(hp.family)
+        self.target = Target(
+            schedule,
+            hp,
+            stored_types(checkpoint, weights, backend),
+            self.cache,
+            min(hp.vocab, checkpoint.tokenizer.n_tokens if n_tokens is None else n_tokens),
+            precision,
+            kv,
+            backend,
+            capabilities,
+        )
+        self.reencoded: tuple[Reencoded, ...] = ()
+        """Matrices that the device holds in another type than the file, because it does not compute with that."""
+        self.row_buckets, self.out_buckets = sizes.rows, sizes.outs
+        self.logits_rows, self.hidden_rows = sizes.logits, sizes.hidden
+        self.positions: dict[int, int] = {}
+        """Live slot -> position of its next token."""
+        self.prefilled = Counters()
+        """The device's counters after the last prefill: decoding is what came since."""
+        self.trace: list[Pass] = []
+        """With profile: every pass that has been waited for."""
+        self.cooperative = True
+        """Decode passes may have kernels whose workgroups wait for one another (hybrid/engine/voids.py)."""
+        self.faults: list[str] = []
+        """What made passes run again, and how they run since."""
+        self._timing = Timing(self.trace)
+        self._lane = self.lanes - 1  # of the last prefill pass
+        self._in_lane: dict[int, int] = {}  # the ticket of a lane's last pass
+        self._programs: dict[tuple[Phase, int, int, bool, bool, int], Program] = {}
+        self._layouts: dict[str, Plan] = {}
+        self._decoding: tuple[int, ...] | None = None  # slots that the device's rows are set up for
+        self._decoder: Program | None = None
+        self._stored: set[str] = set()
+        self.clock = LoadClock() if clock is None else clock
+        self.turns = Turns()
+        self._prepare(progress)
+
+    # ------------------------------------------------------------------------------------------------------ sequences
+    def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None) -> int:
+        """Reserve a slot and the cache for a sequence of at most `length` tokens (default: the context)."""
+        words = Tensor.of((sampling or Sampling()).words())
+        self._settle()
+        slot = self.tables.admit(self.cache.ctx if length is None else length, slot)
+        for group in self.tables.tables:
+            if f"block_table.{group}" in self._stored:
+                self.device.write(f"block_table.{group}", Tensor.of(self.tables.row(group, slot)), slot)
+        self.device.write("params", words, slot)
+        self.positions[slot] = 0
+        return slot
+
+    def choose_by(self, slot: int, sampling: Sampling) -> None:
+        """How a live sequence's next tokens are chosen."""
+        self._settle()
+        self.device.write("params", Tensor.of(sampling.words()), slot)
+
+    def rewind(self, slot: int, position: int, anyway: bool = False) -> bool:
+        """Forget what a live sequence holds from `position` on. False, and nothing done, where that is impossible:
+        local layers keep a ring, in which later positions have taken the place of some that would be seen again
+        (`anyway`: they are seen in their place, which is fit for measuring time)."""
+        self._settle()
+        lost = self.positions[slot] - position
+        if lost < 0 or position < 0:
+            raise ValueError(f"slot {slot} holds {self.positions[slot]} tokens: {position} is not before their end")
+        ring, window = self.cache.ring, self.cache.window
+        if not anyway and lost and window and ring < self.cache.table and lost > ring * self.cache.block - window:
+            return False
+        self.positions[slot] = position
+        self._decoding = None
+        return True
+
+    def release(self, slot: int) -> None:
+        """Forget a sequence; its cache may be given to another."""
+        self._settle()
+        self.tables.release(slot)
+        del self.positions[slot]
+        self._decoding = None
+
+    # --------------------------------------------------------------------------------------------------------- passes
+    def submit_prefill(self, prompts: Mapping[int, Sequence[int]]) -> int:
+        """Run prompts {slot: ids} of admitted slots, after what they hold already; returns the last pass's ticket.
+
+        When it is done, `token(slot, n)` is the token chosen after the n ids so far.
+        """
+        self.check(prompts)
+        ticket = 0
+        for chunk in self.passes(prompts):
+            outs = bucket_of(len(chunk.out_rows), self.out_buckets) if len(chunk.out_rows) else 0
+            rows = bucket_of(len(chunk.tokens), self.row_buckets)
+            ticket = self.run_chunk(chunk, self.program("prefill", rows, outs, lane=self.next_lane()))
+        if self.lanes > 1:
+            self._settle()  # passes advance while they are waited for
+        for slot, ids in prompts.items():
+            self.positions[slot] += len(ids)
+        self.prefilled = self.counters.copy()
+        return ticket
+
+    def passes(self, prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int] | None = None) -> Iterator[Chunk]:
+        """How prompts that begin at `starts` (default: after what slots hold) are cut into passes."""
+        return chunks(prompts, self.positions if starts is None else starts, self.row_buckets[-1])
+
+    def submit_decode(self, slots: Sequence[int], times: int = 1) -> int:
+        """One more token (or `times`) for each slot, in one submit; returns its ticket. Needs a finished prefill
+        of each slot to have been submitted, and room in its context."""
+        slots, ctx, positions = tuple(slots), self.cache.ctx, self.positions
+        for slot in slots:
+            if positions[slot] + times > ctx:
+                held = f"slot {slot} has {positions[slot]} tokens of {ctx}"
+                raise ContextExceeded(f"{held}: no room for {times} more; load the model with a larger ctx")
+        if slots != self._decoding:
+            self._decode_rows(slots)
+        for slot in slots:
+            positions[slot] += times
+        assert self._decoder is not None
+        return self._submit(self._decoder, times)
+
+    def token(self, slot: int, position: int, ticket: int | None = None) -> int:
+        """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done. NotFinite where
+        the logits left none to choose. With a ticket, tokens are read in the order of their positions, or `wait` comes first:
+        of void passes only the first place says so."""
+        if ticket is None:
+            self.wait()
+        token = self.device.peek("history", slot, position, ticket)
+        if token == FAULTED:
+            self._settle()
+            token = self.device.peek("history", slot, position)
+        if token < 0:
+            raise fault(token, self.checkpoint.path, slot, position)
+        return token
+
+    def wait(self, ticket: int | None = None) -> None:
+        """Until the pass `ticket` (default: every pass) is done; if it was void, until it has been run again."""
+        self.device.wait(ticket)
+        if self._decoding is not None and voids.is_void(self, ticket):
+            self._settle()
+
+    def stream(self, slot: int, ids: Sequence[int], most: int, at_once: int = 1) -> Iterator[int]:
+        """Prompt one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them in
+        each submit. The next submit is made before the tokens of one are read: dropping the iterator leaves up to
+        2 * at_once - 1 passes too many, which is harmless.
+        Not on cpu, where submitting is running: the tokens would come, and be timed, late."""
+        return streams.stream(self, slot, ids, most, at_once)
+
+    # -------------------------------------------------------------------------------------------- blocking conveniences
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """Prompts {slot: ids}, admitting slots that are not; returns the first token chosen for each."""
+        with self.turns:
+            for slot in prompts:
+                if slot not in self.positions:
+                    self.admit(slot=slot)
+            self.wait(self.submit_prefill(prompts))
+            return {slot: self.token(slot, self.positions[slot]) for slot in prompts if self.positions[slot] < self.cache.ctx}
+
+    def decode(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, list[int]]:
+        """`steps` more tokens for each slot (default: all live ones), in one submit."""
+        with self.turns:
+            slots = tuple(sorted(self.positions) if slots is None else slots)
+            start = {s: self.positions[s] + 1 for s in slots}
+            if any(start[s] + steps > self.cache.ctx for s in slots):
+                raise ContextExceeded(f"{steps} more tokens do not fit in the context of {self.cache.ctx}")
+            ticket = self.submit_decode(slots, steps)
+            return {s: [self.token(s, at, ticket) for at in range(start[s], start[s] + steps)] for s in slots}
+
+    def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
+        """Teacher-forced logits, float32 [len(ids), vocab], by passes of at most `chunk` rows."""
+        return np.concatenate(list(self.logits_by_pass(ids, chunk)))
+
+    def logits_by_pass(self, ids: Sequence[int], chunk: int | None = None) -> Iterator[np.ndarray]:
+        """The rows of `logits` as they come: memory is that of one pass, whatever the length and the vocabulary."""
+        return self.logits_of([ids], chunk)
+
+    def logits_of(self, sequences: Sequence[Sequence[int]], chunk: int | None = None) -> Iterator[np.ndarray]:
+        """As `logits_by_pass`, for several sequences one after another. As many as there are free slots run together:
+        a pass reads every weight, so short sequences must share one."""
+        return self.turns.steps(teacher_forcing.logits_of(self, sequences, chunk))
+
+    def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
+        """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
+        with self.turns:
+            return teacher_forcing.hidden_states(self, ids, chunk)
+
+    # -------------------------------------------------------------------------------------------------------- reports
+    @property
+    def counters(self) -> Counters:
+        return self.device.counters
+
+    @property
+    def precision(self) -> Mapping[str, tuple[str, ...]]:
+        return precision_by_phase(self.plan("decode", *(self.out_buckets[-1],) * 2), self.plan("prefill", self.row_buckets[-1], 1))
+
+    def next_lane(self) -> int:
+        """The lane for the next prefill pass: the one whose last pass is the longest ago."""
+        self._lane = (self._lane + 1) % self.lanes
+        return self._lane
+
+    def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, lane: int = 0) -> Program:
+        """The compiled plan of a bucket, made at its first use."""
+        key = (phase, rows, outs, capture, sample, lane)
+        if key not in self._programs:
+            cooperative = self.cooperative and phase == "decode"  # the only passes that are run again
+            self._programs[key] = self.device.compile(self.plan(*key), profile=self.profile, cooperative=cooperative)
+        return self._programs[key]
+
+    def forget_programs(self, phase: Phase) -> None:
+        """Programs of a phase are compiled anew at their next use."""
+        self._programs = {key: program for key, program in self._programs.items() if key[0] != phase}
+        self._decoding = None
+
+    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, lane: int = 0) -> Plan:
+        made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase))
+        devices = {s.device for s in segments(made)}
+        drives = getattr(self.device, "drives", frozenset({self.target.device}))
+        if not devices <= drives:
+            raise SpecError(
+                f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
+                f'but this engine drives {", ".join(sorted(drives))}: use device = "main"'
+            )
+        if self.lanes == 1 or phase == "decode":
+            return made
+        return in_lane(made, lane, self.target.schedule, self._layouts.get(phase, made).arena_bytes)
+
+    def warm_up(self, rows: int = 1) -> None:
+        """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit."""
+        largest = self.row_buckets[-1]
+        last = rows % largest or largest
+        for lane in range(self.lanes):
+            if rows > largest:
+                self.program("prefill", largest, 0, lane=lane)  # only full chunks can lack a last row
+            self.program("prefill", bucket_of(last, self.row_buckets), self.out_buckets[0], lane=lane)
+        for outs in self.out_buckets:
+            self.program("decode", outs, outs)
+
+    # ------------------------------------------------------------------------------------------------------- internals
+    def _prepare(self, progress: bool) -> None:
+        """Store everything that outlives a pass and reserve the activations of the largest plans."""
+        most, outs = self.row_buckets[-1], self.out_buckets[-1]
+        with self.clock.phase("plan"):
+            self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
+            plans = [self._layouts["decode"]]
+            for lane in range(self.lanes):
+                plans.append(self.plan("prefill", most, outs, lane=lane))
+                plans.append(self.plan("prefill", self.logits_rows, self.logits_rows, sample=False, lane=lane))
+                plans.append(self.plan("prefill", self.hidden_rows, 0, capture=True, lane=lane))
+        decls = outlasting(plans)
+        weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
+        with self.clock.phase("cache"):
+            for name, decl in decls.items():
+                if name.startswith("rope."):
+                    self.device.store(decl, Tensor.of(rope_of(name, self.target.hparams, self.cache.ctx)))
+                elif decl.kind != "weight":
+                    self.device.store(decl)
+            self.device.reserve(max(p.arena_bytes for p in plans), every_size(self.target, self._sizes))
+        before = self.counters.bytes_up
+        with self.clock.phase("weights"):
+            self.reencoded = upload(self.checkpoint, self.device, weights, self.target.weights, progress, self.clock.sample)
+        self.clock.bytes_up = self.counters.bytes_up - before
+        self._stored = set(decls)
+
+    def check(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """ValueError for a prompt that cannot be run."""
+        check_prompts(prompts, self.positions, self.target.hparams.vocab, self.cache.ctx)
+
+    def _decode_rows(self, slots: tuple[int, ...]) -> None:
+        """Set the device's rows up for one token of each slot, in every pass from now on."""
+        self._settle()
+        n, context = len(slots), max(self.positions[s] for s in slots) + 1
+        bucket = bucket_of(n, self.out_buckets)
+        self._decoder = self.program("decode", bucket, bucket)
+        self._write_rows(n, n, context, 0, slots=np.array(slots, np.int32), out_rows=np.arange(n, dtype=np.int32))
+        self._decoding = slots
+
+    def _settle(self) -> None:
+        """The host may write io tensors only when no pass reads them. Void passes have been run again then."""
+        self.device.wait()
+        self._timing.stop()
+        if self._decoding is not None and voids.is_void(self):
+            voids.run_again(self, self._decoding)
+
+    def run_chunk(self, chunk: Chunk, program: Program) -> int:
+        """Submit one prepared pass of a prompt, when its lane is free; returns its ticket."""
+        lane = program.plan.lane
+        if lane is None or self._decoding is not None:
+            self._settle()
+        elif lane in self._in_lane:
+            self.device.wait(self._in_lane[lane])
+            self._timing.stop(lane)
+        self._decoding = None
+        arrays = {name: getattr(chunk, name) for name in ("tokens", "positions", "slots", "out_rows")}
+        self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, lane or 0, **arrays)
+        ticket = self._submit(program)
+        if lane is not None:
+            self._in_lane[lane] = ticket
+        return ticket
+
+    def _submit(self, program: Program, times: int = 1) -> int:
+        if not self.profile:
+            return program.submit(times)
+        self._timing.start(program)
+        ticket = program.submit(times)
+        if program.plan.lane is None:
+            self.device.wait(ticket)
+            self._timing.stop()
+        return ticket
+
+    def _write_rows(self, rows: int, outs: int, context: int, lane: int, **arrays: np.ndarray) -> None:
+        control = np.zeros(CONTROL_WORDS, np.uint32)
+        control[CONTROL["rows"]], control[CONTROL["outs"]], control[CONTROL["context"]] = rows, outs, context
+        self.device.write(named(CONTROL_TENSOR, lane), Tensor.of(control))
+        for name, array in arrays.items():
+            if len(array):
+                self.device.write(named(name, lane), Tensor.of(np.ascontiguousarray(array)))
+
+    def result(self, decl: TensorDecl) -> None:
+        """Make room for numbers that a plan leaves for the host."""
+        if decl.name not in self._stored:
+            self.device.store(decl)
+            self._stored.add(decl.name)

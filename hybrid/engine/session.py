@@ -1,0 +1,69 @@
+"""A sequence that stays in the KV cache between generations: a conversation pays for new tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from hybrid.engine.engine import Engine
+from hybrid.engine.sampling import Sampling
+
+
+class Session:
+    """Made by `Model.session()`, given to `Model.generate`. Holds a slot of the cache from its first use until
+    `close`. Any ids may follow any others: what both begin with is not run again."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._slot: int | None = None
+        self._ids: list[int] = []
+        """Tokens whose keys and values the cache holds."""
+        self.running: object | None = None
+        """Stands for the generation that runs in it and has not ended."""
+
+    def of(self, engine: Engine) -> bool:
+        """Whether this is a session of that engine."""
+        return self._engine is engine
+
+    def begin(self, ids: Sequence[int], sampling: Sampling) -> tuple[int, int]:
+        """(slot, how many of `ids` it holds already): fewer than all, for the last one's logits are needed."""
+        engine = self._engine
+        if self.running is not None:
+            raise ValueError("the session is in use by a generation that has not ended: end or close that one first")
+        same = 0
+        for mine, wanted in zip(self._ids, ids[:-1], strict=False):
+            if mine != wanted:
+                break
+            same += 1
+        if self._slot is not None and not engine.rewind(self._slot, same):
+            self.close()
+        if self._slot is None:
+            same = 0
+            self._slot = engine.admit(sampling=sampling)
+        else:
+            engine.choose_by(self._slot, sampling)
+        self._ids = list(ids[:same])
+        self.running = object()
+        return self._slot, same
+
+    def end(self, ids: Sequence[int]) -> None:
+        """After a generation: prompt and chosen tokens, of which the last may not have been run."""
+        self.running = None
+        if self._slot is not None:
+            self._ids = list(ids[: self._engine.positions[self._slot]])
+
+    def close(self) -> None:
+        """Give the slot back. The session may be used again, from nothing; a generation that still ran in it fails."""
+        with self._engine.turns:
+            self._ids, self.running = [], None
+            if self._slot is not None:
+                slot, self._slot = self._slot, None
+                if slot in self._engine.positions:  # else the model is closed
+                    self._engine.wait()
+                    self._engine.release(slot)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,84 @@
+"""Per-step device times: collected pass by pass, and as a file for chrome://tracing or ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybrid.core.device import Program, StepTime
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One timed submit: seconds on the host's clock, and the devices' times of its steps (of its last repetition)."""
+
+    plan: str
+    begin: float
+    seconds: float
+    steps: tuple[StepTime, ...]
+    lane: int = 0
+    """Passes of different lanes may overlap."""
+
+
+class Timing:
+    """Passes that were submitted and whose times are not read yet, for reading them waits; `trace` gets them then."""
+
+    def __init__(self, trace: list[Pass]) -> None:
+        self.trace = trace
+        self._running: list[tuple[Program, float]] = []
+
+    def start(self, program: Program) -> None:
+        self._running.append((program, time.perf_counter()))
+
+    def stop(self, lane: int | None = None) -> None:
+        """The passes of a lane (None: all) are done."""
+        done = [r for r in self._running if lane is None or r[0].plan.lane == lane]
+        self._running = [r for r in self._running if r not in done]
+        for program, begin in done:
+            steps, now, began = tuple(program.times()), time.perf_counter(), program.began()
+            shift = 0.0 if began is None else max(0.0, began - begin)
+            steps = tuple(replace(s, start=s.start + shift) for s in steps)
+            alone = program.plan.lane is None or not steps
+            end = now if alone else begin + max(s.start + s.duration for s in steps)
+            self.trace.append(Pass(program.plan.name, begin, end - begin, steps, program.plan.lane or 0))
+
+
+def events(passes: Sequence[Pass], device: str) -> list[dict[str, Any]]:
+    """Chrome trace events: a row for the passes of each lane (host clock), a row for the steps of each device, on the host's
+    clock where the device's can be compared with it, else placed at their pass's begin. Microseconds from the first pass."""
+    zero = min((p.begin for p in passes), default=0.0)
+    others = sorted({s.device for p in passes for s in p.steps} - {""})
+    step_row = {"": 1, **{name: 2 + i for i, name in enumerate(others)}}
+    pass_row = {lane: 100 + lane if lane else 0 for lane in sorted({0, *(p.lane for p in passes)})}
+    rows = {row: f"passes{f', lane {lane}' if len(pass_row) > 1 else ''} (host clock)" for lane, row in pass_row.items()}
+    rows |= {row: f"steps ({name or 'device'})" for name, row in step_row.items()}
+    found: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": device}}]
+    for row, title in sorted(rows.items()):
+        found.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": title}})
+    for number, p in enumerate(passes):
+        start = 1e6 * (p.begin - zero)
+        args: dict[str, Any] = {"pass": number, "lane": p.lane}
+        whole = {"ph": "X", "pid": 0, "tid": pass_row[p.lane], "name": p.plan, "ts": start, "dur": 1e6 * p.seconds}
+        found.append({**whole, "args": args})
+        for s in p.steps:
+            found.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": step_row[s.device],
+                    "name": s.name,
+                    "cat": s.op,
+                    "ts": start + 1e6 * s.start,
+                    "dur": 1e6 * s.duration,
+                    "args": {"op": s.op, "layer": s.layer, "plan": p.plan, **args},
+                }
+            )
+    return found
+
+
+def write_trace(path: Path, passes: Sequence[Pass], device: str) -> None:
+    path.write_text(json.dumps({"traceEvents": events(passes, device), "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -1,0 +1,219 @@
+"""python -m hybrid.generate [MODEL] --prompt TEXT: text as it comes, then one line of statistics. With --chat and no
+prompt, a conversation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, check_writable, positive, run, usage
+
+EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "demo-gemma3-q8_0.gguf"
+DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
+DEFAULT_PROMPT = "def read_file(path):\n    "
+
+
+def parser() -> argparse.ArgumentParser:
+    from hybrid.core.dtypes import WRITABLE_TYPES
+    from hybrid.quant.reencode import NATIVE
+
+    made = [t for t in WRITABLE_TYPES if t not in NATIVE]
+    p = Parser(
+        prog="python -m hybrid.generate",
+        description="Generate text from a checkpoint.",
+        epilog="Text goes to standard output, statistics and errors to standard error. "
+        "Exit codes: 0, 1 error, 2 wrong usage, 3 device lost or not answering, 130 interrupted.",
+    )
+    p.add_argument(
+        "model",
+        nargs="?",
+        type=Path,
+        metavar="MODEL",
+        help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
+    )
+    p.add_argument("--prompt", "-p", help="text to continue; - reads standard input")
+    p.add_argument("--max-tokens", "-n", type=positive, metavar="N", help="stop after N tokens (64; 1024 in a conversation)")
+    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (0)")
+    p.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K most likely; 0 is off (0)")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose within this mass; 1 is off (1)")
+    p.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop tokens below this share of the most likely one's probability; 0 is off (0)",
+    )
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    p.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is one user turn, in the model's chat format; without --prompt, a conversation at the terminal",
+    )
+    p.add_argument("--system", default="", metavar="TEXT", help="with --chat: how the model is to answer (no system prompt)")
+    p.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="recognise control tokens such as <start_of_turn> in what is typed (else they are ordinary text)",
+    )
+    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
+    p.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="a shipped schedule such as gemma3-hybrid, or a file (default: the one of the model's family)",
+    )
+    p.add_argument(
+        "--npu",
+        default="npu",
+        choices=("npu", "sim"),
+        help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)",
+    )
+    p.add_argument("--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading")
+    p.add_argument(
+        "--precision",
+        default="auto",
+        choices=PRECISIONS,
+        metavar="NAME",
+        help="auto (int8 activations for quantised weights, else float32), exact (float32), fast (auto)",
+    )
+    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
+    p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
+    p.add_argument("--chunk", type=positive, metavar="N", help="most rows of a prefill pass (what suits the device)")
+    p.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same bits however the prompt is cut and whatever runs beside it (slower)",
+    )
+    p.add_argument(
+        "--tokens-per-submit", type=positive, default=1, metavar="N", help="text comes N tokens at a time, for less work (1)"
+    )
+    p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
+    p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
+    p.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write device times of every step as a Chrome trace (slower: waits after each pass)",
+    )
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run(lambda: _main(args))
+
+
+def _main(args: argparse.Namespace) -> int:
+    import hybrid
+    from hybrid.engine.sampling import Sampling
+    from hybrid.text.stops import StopFilter
+
+    path = args.model
+    if path is None:
+        if not EMBEDDED.is_file():
+            raise ValueError(f"the embedded model {EMBEDDED} is not there: name a .gguf file or a Hugging Face directory")
+        path = EMBEDDED
+    with usage():  # refused before the model is loaded
+        Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+        StopFilter(args.stop)
+    if args.system and not args.chat:
+        raise UsageError("--system belongs to --chat: a plain prompt has no turns")
+    if args.trace is not None:
+        check_writable("--trace", args.trace)
+    text = args.prompt
+    converse = args.chat and text is None
+    if converse and not sys.stdin.isatty():
+        raise UsageError("--chat needs --prompt TEXT (- reads standard input), or a terminal for a conversation")
+    if converse and (args.json or args.trace is not None):
+        raise UsageError("--json and --trace are about one answer: give --prompt with --chat")
+    if text == "-":
+        text = sys.stdin.read()
+    elif text is None:
+        text = DEFAULT_PROMPT
+    model = hybrid.load(
+        path,
+        args.device,
+        args.schedule,
+        args.weights,
+        args.ctx,
+        args.kv,
+        args.precision,
+        deterministic=args.deterministic,
+        chunk=args.chunk,
+        profile=args.trace is not None,
+        progress=True,
+        npu=args.npu,
+    )
+    with model:
+        return _converse(model, args) if converse else _generate(model, text, args)
+
+
+def _converse(model: Any, args: argparse.Namespace) -> int:
+    from hybrid.generate.chat_loop import Options, run_loop
+
+    most = CONVERSATION_TOKENS if args.max_tokens is None else args.max_tokens
+    options = Options(
+        most,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.seed,
+        tuple(args.stop),
+        args.ignore_eos,
+        args.parse_special,
+        args.system,
+    )
+    return run_loop(model, options, args.stats)
+
+
+def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
+    if args.chat:
+        from hybrid.text.chat import encode
+
+        messages = [{"role": "system", "content": args.system}] if args.system else []
+        messages += [{"role": "user", "content": text}]
+        prompt = encode(model.checkpoint.tokenizer, messages, model.checkpoint.chat_template, args.parse_special)
+    else:
+        prompt = model.encode(text, parse_special=args.parse_special)
+    pieces = model.generate(
+        prompt,
+        DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.seed,
+        args.stop,
+        args.ignore_eos,
+        tokens_per_submit=args.tokens_per_submit,
+    )
+    if not args.json and not args.chat:
+        print(text, end="", flush=True)
+    out, interrupted = [], False
+    try:
+        for piece in pieces:
+            out.append(piece)
+            if not args.json:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        pieces.close()
+    stats = model.stats
+    if stats is None:  # interrupted before the first pass
+        return 130
+    if args.json:
+        print(json.dumps({"prompt": text, "text": "".join(out), **stats.as_dict()}))
+    else:
+        print(flush=True)
+        print("\n".join([stats.line(), *stats.reasons(), *(stats.details() if args.stats else [])]), file=sys.stderr)
+    if args.trace is not None:
+        from hybrid.engine.trace import write_trace
+
+        write_trace(args.trace, model.engine.trace, model.device)
+    return 130 if interrupted else 0

@@ -1,0 +1,5 @@
+import sys
+
+from hybrid.generate import main
+
+sys.exit(main())

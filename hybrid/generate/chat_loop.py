@@ -1,0 +1,225 @@
+"""A conversation at the terminal: `python -m hybrid.generate MODEL --chat`.
+
+The whole conversation is rendered anew for each turn by the checkpoint's template; the session keeps it in the KV
+cache, so that a turn runs only what is new. Ctrl-C stops an answer, which stays in the conversation as far as it came.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from hybrid.cli.terminal import reader
+from hybrid.engine.kv import ContextExceeded
+from hybrid.text.chat import Message, encode
+from hybrid.text.chat_template import ChatError
+
+if TYPE_CHECKING:
+    from hybrid.model import Model
+
+HELP = (
+    "/reset forgets the conversation, /drop its oldest turns, /system TEXT says how to answer, /exit or Ctrl-D ends, "
+    "Ctrl-C stops an answer; a pasted text is one turn, and a line that ends in \\ goes on in the next"
+)
+_COMMAND = re.compile(r"/[a-z]+")
+_ROOM = 4  # a part of the context that is free for an answer after the oldest turns were dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How answers are chosen, as `Model.generate` takes it; parse_special: control tokens in a turn count as such."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    parse_special: bool = False
+    system: str = ""
+    """How the model is to answer; templates put it before the first turn."""
+
+
+class Conversation:
+    """Turns of one conversation with a model; holds a slot of the cache until `close`."""
+
+    def __init__(self, model: Model, options: Options) -> None:
+        self.model, self.options = model, options
+        self.messages: list[Message] = []
+        self.system = options.system
+        self.refused = ""
+        """The last turn for which the context had no room."""
+        self._session = model.session()
+
+    def ask(self, text: str) -> Iterator[str]:
+        """The answer to one user turn, piece by piece. The turn joins the conversation when the answer ends or is
+        dropped after its first piece. ChatError or ContextExceeded where the turn is impossible: it is forgotten."""
+        o = self.options
+        turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
+        self.refused = ""
+        try:
+            pieces = self.model.generate(
+                self._ids(turn), o.max_tokens, o.temperature, o.top_k, o.top_p, o.min_p, o.seed, o.stop, o.ignore_eos, self._session
+            )
+        except ContextExceeded:
+            self.refused = text
+            raise
+        return self._answer(turn, pieces)
+
+    def _ids(self, messages: list[Message]) -> list[int]:
+        checkpoint = self.model.checkpoint
+        first: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return encode(checkpoint.tokenizer, [*first, *messages], checkpoint.chat_template, self.options.parse_special)
+
+    def drop(self) -> int:
+        """Forget the oldest turns (each with its answer), until the turn that was refused, or any short one, leaves room for
+        an answer: a quarter of the context, or max_tokens. Always one, if there is one. Returns how many were forgotten."""
+        ctx, dropped = self.model.engine.cache.ctx, 0
+        most = ctx - min(self.options.max_tokens, ctx // _ROOM)
+        asked: Message = {"role": "user", "content": self.refused or "?"}
+        while self.messages and (not dropped or len(self._ids([*self.messages, asked])) > most):
+            self.messages = self.messages[2:]
+            dropped += 1
+        return dropped
+
+    def _answer(self, turn: list[Message], pieces: Iterator[str]) -> Iterator[str]:
+        said: list[str] = []
+        ended = False
+        try:
+            for piece in pieces:
+                said.append(piece)
+                yield piece
+            ended = True
+        finally:
+            pieces.close()  # type: ignore[attr-defined]
+            if said or ended:
+                self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
+
+    def reset(self) -> None:
+        """Begin anew; the system prompt stays."""
+        self.messages, self.refused = [], ""
+        self._session.close()
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class _Interrupt:
+    """While an answer runs: the first Ctrl-C asks it to stop after its next piece, the second breaks it off."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> _Interrupt:
+        self._before: Any = signal.signal(signal.SIGINT, self._hit)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _hit(self, _number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def run_loop(model: Model, options: Options, details: bool = False) -> int:
+    """Read turns from standard input until it ends; 0. `details`: statistics of every answer on standard error."""
+    read = reader()
+    _say(f"{model.checkpoint.name} on {model.device}. {HELP}")
+    conversation = Conversation(model, options)
+    try:
+        while True:
+            try:
+                line = read()
+                if line.strip() == "/exit":
+                    return 0
+                _obey(conversation, line, details)
+            except EOFError:
+                print()
+                return 0
+            except KeyboardInterrupt:  # outside an answer it drops the line
+                print()
+    finally:
+        conversation.close()
+
+
+def _obey(conversation: Conversation, line: str, details: bool) -> None:
+    """What was typed: a command, a turn, or nothing."""
+    text = line.strip()
+    if text == "/reset":
+        conversation.reset()
+        _say("the conversation is forgotten")
+    elif text == "/drop":
+        _drop(conversation, details)
+    elif text == "/system" or text.startswith("/system "):
+        _system(conversation, text.removeprefix("/system").strip())
+    elif _COMMAND.fullmatch(text):
+        _say(HELP if text == "/help" else f"unknown command {text}: {HELP}")
+    elif text:
+        _turn(conversation, line, details)
+
+
+def _drop(conversation: Conversation, details: bool) -> None:
+    """Forget the oldest turns; the turn for which there was no room is asked again."""
+    dropped, left = conversation.drop(), len(conversation.messages) // 2
+    if not dropped:
+        _say("there is no turn to forget")
+        return
+    _say(f"{dropped} of the oldest turns forgotten, {left} kept")
+    if conversation.refused:
+        _turn(conversation, conversation.refused, details)
+
+
+def _system(conversation: Conversation, text: str) -> None:
+    """Set the system prompt (`none`: none), or show it."""
+    if text:
+        conversation.system = "" if text == "none" else text
+    _say(f"system prompt: {conversation.system}" if conversation.system else "no system prompt; /system TEXT sets one")
+
+
+def _turn(conversation: Conversation, text: str, details: bool) -> None:
+    model = conversation.model
+    stopped = False
+    with _Interrupt() as interrupt:
+        try:
+            pieces = conversation.ask(text)
+            try:
+                for piece in pieces:
+                    print(piece, end="", flush=True)
+                    if interrupt.asked:
+                        stopped = True
+                        break
+            finally:
+                pieces.close()  # type: ignore[attr-defined]
+        except KeyboardInterrupt:
+            stopped = True
+        except ContextExceeded as error:
+            drop = "/drop forgets the oldest turns and asks again, " if conversation.messages else ""
+            _say(f"error: {error}; or here: {drop}/reset forgets the conversation")
+            return
+        except ChatError as error:
+            _say(f"error: {error}")
+            return
+    print(flush=True)
+    stats = model.stats
+    if stopped:
+        _say("stopped")
+    elif stats is not None and stats.finish == "length":
+        _say(f"cut after {stats.tokens} tokens: --max-tokens allows more")
+    elif stats is not None and stats.finish == "context":
+        _say(f"the context of {model.engine.cache.ctx} tokens is full: /drop forgets the oldest turns, /reset all; "
+             "or start with a larger --ctx")
+    if details and stats is not None:
+        _say("\n".join([stats.line(), *stats.reasons(), *stats.details()]))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

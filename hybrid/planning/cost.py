@@ -1,0 +1,50 @@
+"""What a plan costs, by the declarations of its operations: arithmetic, bytes moved, memory held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid.core.plan import Plan
+from hybrid.spec.cost import Cost, plan_cost, step_cost
+from hybrid.spec.op import load_ops
+
+__all__ = ["Cost", "memory", "plan_cost", "precision_by_phase", "precision_of", "step_cost"]
+
+
+def memory(plan: Plan) -> dict[str, int]:
+    """Bytes by purpose, every tensor of the plan once; activations share one arena."""
+    held = {"weights": 0, "tables": 0, "kv": 0, "state": 0, "io": 0}
+    for name, decl in plan.tensors.items():
+        if decl.kind == "activation":
+            continue
+        held[_purpose(name, decl.kind)] += decl.nbytes
+    return {**held, "activations": plan.arena_bytes}
+
+
+def _purpose(name: str, kind: str) -> str:
+    if kind == "weight":
+        return "tables" if name.startswith("rope.") else "weights"
+    if kind == "state":
+        return "kv" if name.startswith("kv.") else "state"
+    return kind
+
+
+def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
+    """Storage types in use: of matrices, of their inputs, of the KV cache."""
+    ops = load_ops()
+    weights, acts, kv = set(), set(), set()
+    for step in plan.steps:
+        op = ops[step.op]
+        names = {k: plan.tensors[n] for k, n in step.args.items()}
+        matrices = [k for k, d in names.items() if d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.")]
+        weights |= {dtype for k in matrices for dtype in names[k].dtypes}
+        if matrices and "x" in op.inputs:
+            acts |= {names[k].dtype for k in ("x", "h") if k in names}
+        kv |= {d.dtype for d in names.values() if d.name.startswith("kv.")}
+    return {"weights": tuple(sorted(weights)), "activations": tuple(sorted(acts)), "kv": tuple(sorted(kv))}
+
+
+def precision_by_phase(decode: Plan, prefill: Plan) -> Mapping[str, tuple[str, ...]]:
+    """precision_of decode, and `prefill activations` where those differ."""
+    found, acts = precision_of(decode), precision_of(prefill)["activations"]
+    return found if acts == found["activations"] else {**found, "prefill activations": acts}

@@ -1,0 +1,185 @@
+"""A schedule written out for one checkpoint: layers unrolled, names filled in, expressions evaluated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.errors import SpecError, nearest
+from hybrid.core.hparams import HParams
+from hybrid.spec.expr import Expr, ExprError
+from hybrid.spec.schedule import Declared, Phase, Schedule, StepSpec
+
+_HOLE = re.compile(r"\{([^{}]*)\}")
+
+
+class WeightInfo(NamedTuple):
+    """What a plan must know of a checkpoint tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[str, int], ...] = ()
+    """(dtype, rows) of each run of rows where they differ; `dtype` is then the widest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A step with its names filled in, not yet typed."""
+
+    spec: StepSpec
+    name: str
+    layer: int | None
+    args: Mapping[str, str]
+
+
+class Names:
+    """Fills {holes} of names and evaluates expressions, for a layer or (None) outside the layers."""
+
+    def __init__(self, schedule: Schedule, hparams: HParams, sizes: Mapping[str, int]) -> None:
+        self.schedule = schedule
+        self.hparams = hparams
+        numbers = {f.name: getattr(hparams, f.name) for f in fields(hparams)}
+        self.base = {k: v for k, v in numbers.items() if isinstance(v, (int, float))} | dict(sizes)
+        self.axes = {name: self._whole(expr, self.base, f"axes.{name}") for name, expr in schedule.axes.items()}
+        self.base |= self.axes
+
+    def fill(self, text: str, layer: int | None) -> str:
+        """`blk.{l}.attn_norm.weight` for a layer; {l+1} and {name of a value} likewise, {L} = number of layers."""
+
+        def hole(match: re.Match[str]) -> str:
+            name = match.group(1)
+            if name == "L":
+                return str(self.hparams.n_layers)
+            if name in ("l", "l+1") or name in self.schedule.values:
+                if layer is None:
+                    raise self.error(text, f"{{{name}}} has a value only in [[layer]] steps")
+                if name in self.schedule.values:
+                    return self.fill(self.value(name, layer), layer)
+                return str(layer + (name == "l+1"))
+            raise self.error(text, f"unknown {{{name}}}{nearest(name, ['l', 'l+1', 'L', *self.schedule.values])}")
+
+        return _HOLE.sub(hole, text)
+
+    def value(self, name: str, layer: int) -> str:
+        """The text of [values] NAME for a layer: the first key that holds."""
+        for when, text in self.schedule.values[name].items():
+            if self.holds(when, layer):
+                return text
+        raise self.error(f"values.{name}", f"no key holds for layer {layer}; add any = ...")
+
+    def holds(self, when: str, layer: int | None) -> bool:
+        if when == "any" or layer is None:
+            return True
+        is_global = self.hparams.layer_is_global[layer]
+        return {
+            "first": layer == 0,
+            "last": layer == self.hparams.n_layers - 1,
+            "global": is_global,
+            "local": not is_global,
+        }[when]
+
+    def number(self, expr: Expr, layer: int | None, where: str) -> int | float:
+        """An expression over hyper-parameters, axes and, inside a layer, [values]."""
+        env = dict(self.base)
+        if layer is not None:
+            env["l"] = layer
+            for name in expr.names & self.schedule.values.keys():
+                env[name] = self._eval(Expr(self.value(name, layer)), self.base, f"values.{name}")
+        return self._eval(expr, env, where)
+
+    def shape(self, declared: Declared, layer: int | None, name: str) -> tuple[int, ...]:
+        numbers = [self.number(e, layer, f"tensors.{name}.shape") for e in declared.shape]
+        return tuple(self._whole(Expr(n), {}, f"tensors.{name}.shape") for n in numbers)
+
+    def error(self, where: str, text: str) -> SpecError:
+        return SpecError(f"schedule {self.schedule.schedule.name}: {where}: {text}")
+
+    def _whole(self, expr: Expr, env: Mapping[str, int | float], where: str) -> int:
+        number = self._eval(expr, env, where)
+        if number != int(number):
+            raise self.error(where, f"{expr} = {number} is not a whole number")
+        return int(number)
+
+    def _eval(self, expr: Expr, env: Mapping[str, int | float], where: str) -> int | float:
+        unknown = expr.names - env.keys()
+        if unknown:
+            name = min(unknown)
+            raise self.error(where, f"unknown name {name!r} in {expr.text!r}{nearest(name, env)}")
+        try:
+            return expr.eval(env)
+        except ExprError as e:
+            raise self.error(where, str(e)) from None
+
+
+def expand(names: Names, phase: Phase) -> list[Draft]:
+    """All steps of a phase in order, layers unrolled."""
+    schedule, drafts = names.schedule, []
+    for layer, spec in _walk(schedule, names.hparams.n_layers):
+        if spec.phase not in (None, phase) or not names.holds(spec.when, layer):
+            continue
+        args = {key: names.fill(value, layer) for key, value in spec.args.items()}
+        drafts.append(Draft(spec, names.fill(spec.name, layer), layer, args))
+    return drafts
+
+
+def _walk(schedule: Schedule, n_layers: int) -> Iterator[tuple[int | None, StepSpec]]:
+    yield from ((None, s) for s in schedule.before)
+    for layer in range(n_layers):
+        yield from ((layer, s) for s in schedule.layer)
+    yield from ((None, s) for s in schedule.after)
+
+
+def declared(names: Names, drafts: list[Draft]) -> dict[str, tuple[Declared, int | None, str]]:
+    """[tensors] by their filled names: (declaration, layer, name as written)."""
+    found: dict[str, tuple[Declared, int | None, str]] = {}
+    layers = sorted({d.layer for d in drafts if d.layer is not None})
+    for text, decl in names.schedule.tensors.items():
+        if "{" not in text.replace("{L}", ""):
+            found[names.fill(text, None)] = (decl, None, text)
+            continue
+        for layer in layers:
+            found.setdefault(names.fill(text, layer), (decl, layer, text))
+    return found
+
+
+def choices(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, str]:
+    """[choice]: the name used in steps -> the first of its options that the checkpoint has."""
+    chosen = {}
+    for name, options in names.schedule.choice.items():
+        found = next((o for o in options if o in weights), None)
+        if found is None:
+            raise SpecError(f"the checkpoint has none of {', '.join(options)} for {name}")
+        chosen[name] = found
+    return chosen
+
+
+def fused(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, tuple[WeightInfo, tuple[str, ...]]]:
+    """[fused]: each joined matrix and the checkpoint tensors whose rows make it. Their types may differ."""
+    found = {}
+    for text, parts in names.schedule.fused.items():
+        layers: list[int | None] = list(range(names.hparams.n_layers)) if "{" in text else [None]
+        for layer in layers:
+            name, own = names.fill(text, layer), tuple(names.fill(p, layer) for p in parts)
+            missing = [p for p in own if p not in weights]
+            if missing:
+                raise SpecError(f"the checkpoint has no tensor {missing[0]}, which {name} needs")
+            infos = [weights[p] for p in own]
+            if len({i.shape[1:] for i in infos}) > 1:
+                shown = ", ".join(f"{p} {list(i.shape)}" for p, i in zip(own, infos, strict=True))
+                raise SpecError(f"{name} joins matrices with rows of different lengths ({shown})")
+            shape = (sum(i.shape[0] for i in infos), *infos[0].shape[1:])
+            found[name] = (WeightInfo(**_joined(infos), shape=shape), own)
+    return found
+
+
+def _joined(infos: list[WeightInfo]) -> dict[str, Any]:
+    """Type of matrices one after another; pieces where they differ, neighbours of one type as one."""
+    runs: list[tuple[str, int]] = []
+    for info in infos:
+        rows = info.shape[0] + (runs.pop()[1] if runs and runs[-1][0] == info.dtype else 0)
+        runs.append((info.dtype, rows))
+    widest = max((dtype for dtype, _ in runs), key=lambda dtype: DTYPES[dtype].bits)
+    return {"dtype": widest, "pieces": tuple(runs) if len(runs) > 1 else ()}

@@ -1,0 +1,146 @@
+"""What a model takes on a device, by purpose, from plans alone: nothing is allocated and no weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hybrid.core.hparams import HParams
+from hybrid.core.plan import Plan, TensorDecl
+from hybrid.engine.kv import CacheShape
+from hybrid.planning.expand import WeightInfo
+from hybrid.planning.passes import PassSizes, chunk_of, pass_sizes
+from hybrid.planning.planner import PrecisionName, Target, plan
+from hybrid.planning.slots import in_lane, lanes_of, outlasting
+from hybrid.spec.schedule import Schedule, find_schedule
+
+_LAYER = re.compile(r"(?:blk|kv)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes on the device, each tensor padded as devices pad it."""
+
+    weights: int
+    tables: int
+    """RoPE."""
+    kv_global: int
+    """Of layers that see the whole context."""
+    kv_local: int
+    """Of layers with a window: a ring of blocks, whatever the context."""
+    state: int
+    io: int
+    """Tokens, positions, parameters, the ids chosen."""
+    scratch: int
+    """The arena that activations share."""
+    beside: int = 0
+    """What kernels take beside it: partial results, a weight's f16 numbers where it is unpacked before a product. Of the
+    pass that takes most, which need not be the largest: few rows are cut into more parts."""
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "total": self.total}
+
+
+def nothing_beside(plan: Plan) -> int:
+    """Of devices whose kernels need no memory of their own."""
+    return 0
+
+
+def footprint(
+    hparams: HParams,
+    weights: Mapping[str, WeightInfo],
+    *,
+    batch: int = 1,
+    context: int,
+    chunk: int | None = None,
+    precision: PrecisionName = "auto",
+    kv: Any = "auto",
+    capabilities: frozenset[str] = frozenset(),
+    beside: Callable[[Plan], int] = nothing_beside,
+    schedule: Schedule | None = None,
+) -> Footprint:
+    """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default: what suits the
+    capabilities) would hold it on a device that has `capabilities`, whose kernels take `beside(plan)` bytes of their own.
+    schedule: another than the family's. Where it places steps on a second device, this is what the main one holds, rows and
+    activations of every pass in flight included.
+
+    Logits and hidden states that are read back (model.logits, model.hidden_states) are not in it. ValueError for a
+    batch or context that cannot be.
+    """
+    if not 1 <= context <= hparams.context_length:
+        raise ValueError(f"a context of {context} is outside 1..{hparams.context_length}, which the model was made for")
+    sizes = pass_sizes(hparams, context, batch, chunk or chunk_of(capabilities))
+    rows, outs, logits, hidden = sizes.rows[-1], sizes.outs[-1], sizes.logits, sizes.hidden
+    schedule = schedule or find_schedule(hparams.family)
+    lanes = lanes_of(schedule)
+    cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(lanes * rows, context), batch)
+    target = Target(schedule, hparams, weights, cache, hparams.vocab, precision, kv, capabilities=capabilities)
+    target, times = thinned(target) if lanes == 1 else (target, (1,) * hparams.n_layers)
+    prefill = plan(target, rows, outs, "prefill")
+    passes = [
+        prefill,
+        plan(target, logits, logits, "prefill", sample=False, layout=prefill),
+        plan(target, hidden, 0, "prefill", capture=True, layout=prefill),
+    ]
+    plans = [plan(target, outs, outs, "decode")]
+    plans += [in_lane(p, lane, schedule, prefill.arena_bytes) for p in passes for lane in range(lanes)]
+    others = () if beside is nothing_beside else every_size(target, sizes)
+    return _sum(plans, target.hparams, times, max(map(beside, [*plans, *others])))
+
+
+def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
+    """The same model with two layers of each kind (what a layer sees, and the types and shapes of its weights), and how many
+    layers each of them stands for. What the others take follows: a plan's layers of one kind differ in names alone, and
+    its activations live from one layer to the next at most."""
+    kinds: dict[object, list[int]] = {}
+    own: dict[int, list[tuple[str, WeightInfo]]] = {}
+    for name, info in target.weights.items():
+        if name.startswith("blk."):
+            number, _, rest = name[4:].partition(".")
+            own.setdefault(int(number), []).append((rest, info))
+    for layer, seen in enumerate(target.hparams.layer_is_global):
+        kinds.setdefault((seen, *((n, i.dtype, i.shape, i.pieces) for n, i in sorted(own.get(layer, ())))), []).append(layer)
+    times = {k: n for of in kinds.values() for k, n in zip(of[:2], (1, len(of) - 1), strict=False)}
+    kept = sorted(times)
+    weights = {n: i for n, i in target.weights.items() if not n.startswith("blk.")}
+    weights |= {f"blk.{new}.{rest}": info for new, old in enumerate(kept) for rest, info in own.get(old, ())}
+    globals_ = tuple(target.hparams.layer_is_global[k] for k in kept)
+    hparams = replace(target.hparams, n_layers=len(kept), layer_is_global=globals_)
+    return replace(target, hparams=hparams, weights=weights), tuple(times[k] for k in kept)
+
+
+def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
+    """Plans of every number of rows that an engine compiles, of two layers of each kind: few rows may be cut into more parts
+    than many. None for several lanes, whose plans are cut anew."""
+    if lanes_of(target.schedule) > 1:
+        return
+    target, _ = thinned(target)
+    for outs in sizes.outs:
+        yield plan(target, outs, outs, "decode")
+    for rows in sizes.rows:
+        yield plan(target, rows, max((o for o in sizes.outs if o <= rows), default=1), "prefill")
+    yield plan(target, sizes.logits, sizes.logits, "prefill", sample=False)
+    yield plan(target, sizes.hidden, 0, "prefill", capture=True)
+
+
+def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int) -> Footprint:
+    """times: how many layers each of the plans' layers stands for."""
+    held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
+    for name, decl in outlasting(plans).items():
+        layer = _LAYER.match(name)
+        held[_purpose(decl, name, hparams)] += decl.nbytes * (times[int(layer[1])] if layer else 1)
+    return Footprint(**held, scratch=max(p.arena_bytes for p in plans), beside=beside)
+
+
+def _purpose(decl: TensorDecl, name: str, hparams: HParams) -> str:
+    if decl.kind == "weight":
+        return "tables" if name.startswith("rope.") else "weights"
+    if decl.kind == "state" and name.startswith("kv."):
+        return "kv_global" if hparams.layer_is_global[int(name.split(".")[1])] else "kv_local"
+    return decl.kind

@@ -1,0 +1,58 @@
+"""How many rows the passes of an engine have, and what its device can multiply: what its plans are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from hybrid.core.hparams import HParams
+from hybrid.engine.chunks import buckets
+from hybrid.spec.schedule import CAPABILITIES
+
+CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
+FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
+LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
+
+
+def capabilities_of(has: Callable[[str], bool]) -> frozenset[str]:
+    """What a device (its `has`) can do that plans depend on."""
+    return frozenset(c for c in CAPABILITIES if has(c))
+
+
+def chunk_of(capabilities: Collection[str]) -> int:
+    """Rows of a prefill pass on a device with these capabilities, where nobody asks for others."""
+    return MATRIX_CHUNK if "f16_matrices" in capabilities else CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class PassSizes:
+    """Row counts to make plans for, ascending: of prompts, and of sequences that get a token. `logits`, `hidden`: rows
+    of the passes that read those back."""
+
+    rows: tuple[int, ...]
+    outs: tuple[int, ...]
+    logits: int
+    hidden: int
+
+
+def pass_sizes(hp: HParams, ctx: int, slots: int, chunk: int, fixed: int | None = None) -> PassSizes:
+    """For `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows; or every pass of `fixed`."""
+    most = fixed or max(min(chunk, ctx * slots), slots)
+    rows, outs = ((most,), (most,)) if fixed else (buckets(most), buckets(slots))
+    logits = _within(rows, LOGITS_BYTES // (4 * hp.vocab))
+    return PassSizes(rows, outs, logits, _within(rows, HIDDEN_BYTES // (4 * hp.hidden * (hp.n_layers + 1))))
+
+
+def fixed_rows(backend: str, slots: int) -> int:
+    """Rows of every pass of a deterministic engine. A kernel's variant follows from a plan's rows, and its sums for one
+    row from no other row; on cpu BLAS's sums depend on how many rows there are, so there is only one."""
+    if backend != "cpu":
+        return max(FIXED_ROWS, slots)
+    if slots > 1:
+        raise ValueError(f"deterministic on cpu runs one sequence at a time, not {slots}")
+    return 1
+
+
+def _within(sizes: Sequence[int], most: int) -> int:
+    """The largest bucket of at most `most` rows, else the smallest."""
+    return max((s for s in sizes if s <= most), default=sizes[0])

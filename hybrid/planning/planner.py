@@ -1,0 +1,342 @@
+"""From a schedule and a checkpoint to a plan: names, shapes and dtypes of every edge checked, activations placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.errors import SpecError, nearest
+from hybrid.core.hparams import HParams
+from hybrid.core.plan import CONTROL_WORDS, Plan, Step, TensorDecl
+from hybrid.engine.kv import CacheShape
+from hybrid.planning.arena import Life, place
+from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused
+from hybrid.spec.op import OpSpec, load_ops
+from hybrid.spec.schedule import Phase, Profile, Schedule
+
+PrecisionName = Literal["auto", "exact", "fast"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Everything that plans of one engine share. `weights`: the checkpoint's tensors as they will be stored."""
+
+    schedule: Schedule
+    hparams: HParams
+    weights: Mapping[str, WeightInfo]
+    cache: CacheShape
+    n_tokens: int
+    """Ids that may be chosen: the tokenizer's size, at most the vocabulary's rows."""
+    precision: PrecisionName = "auto"
+    kv: Literal["auto", "f32", "f16"] = "auto"
+    device: str = "cpu"
+    """What the schedule's device `main` is."""
+    capabilities: frozenset[str] = frozenset()
+    """What the device can do that schedules ask about (hybrid.planning.passes.capabilities_of)."""
+
+    def profile(self, weight_dtype: str) -> Profile:
+        """Dtypes for the matrix inputs and the KV cache that go with weights of this type."""
+        pair = self.schedule.precision[self.precision]
+        profile = pair.quantised if DTYPES[weight_dtype].quantised else pair.unquantised
+        return profile if self.kv == "auto" else profile.model_copy(update={"kv": self.kv})
+
+
+def plan(
+    target: Target,
+    rows: int,
+    outs: int,
+    phase: Phase,
+    capture: bool = False,
+    sample: bool = True,
+    layout: Plan | None = None,
+) -> Plan:
+    """The plan of one pass over at most `rows` rows, with logits for at most `outs` of them (0: none).
+
+    sample=False leaves the logits in the io tensor `logits` f32 [outs, vocab]; capture=True leaves the residual
+    stream in the io tensors `hidden.0` .. `hidden.{layers}` f32 [rows, hidden].
+    layout: a plan of the same phase for at least as many rows, whose offsets are used: an arena that holds it then
+    holds this one (placed on its own, a smaller plan may need more).
+    Raises SpecError for an edge whose shape or dtype does not fit; the line names step, tensor and both sides.
+    """
+    return _Planner(target, rows, outs, phase, capture, sample).plan(layout)
+
+
+class _Planner:
+    def __init__(self, target: Target, rows: int, outs: int, phase: Phase, capture: bool, sample: bool) -> None:
+        self.target, self.rows, self.outs, self.phase = target, rows, outs, phase
+        self.capture, self.sample = capture, sample
+        cache = target.cache
+        sizes = {
+            "T": rows,
+            "O": max(outs, 1),
+            "S": cache.slots,
+            "C": cache.ctx,
+            "BS": cache.block,
+            "MB": cache.table,
+            "local_blocks": cache.local_blocks,
+            "global_blocks": cache.global_blocks,
+            "n_tokens": target.n_tokens,
+        }
+        self.names = Names(target.schedule, target.hparams, sizes)
+        self.ops = load_ops()
+        self.drafts = expand(self.names, phase)
+        self.choice = choices(self.names, target.weights)
+        self.fused = fused(self.names, target.weights)
+        self.declared = declared(self.names, self.drafts)
+        self.tensors: dict[str, TensorDecl] = {"control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io")}
+        self.lives: dict[str, tuple[int, int]] = {}
+        self.solved: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, tuple[int, ...]]]] = {}
+        self.checked: set[tuple[Any, ...]] = set()
+
+    def plan(self, layout: Plan | None) -> Plan:
+        edges = [(d, self._args(d)) for d in self.drafts]
+        wanted = self._wanted_dtypes(edges)  # also by steps that this plan leaves out: all buckets agree
+        edges = [e for e in edges if self._included(e[0])]
+        steps = [self._step(i, draft, args, wanted) for i, (draft, args) in enumerate(edges)]
+        steps = self._share(steps)
+        size = self._place() if layout is None else self._place_as(layout)
+        t = self.target
+        name = f"{t.schedule.schedule.name}.{self.phase}.r{self.rows}.o{self.outs}"
+        name += ".hidden" * self.capture + ".logits" * (bool(self.outs) and not self.sample)
+        return Plan(name, self.rows, self.outs, tuple(steps), self.tensors, size)
+
+    def _included(self, draft: Draft) -> bool:
+        if draft.spec.extent == "outs" and self.outs == 0:
+            return False
+        return self.sample or draft.spec.op != "sample"
+
+    def _args(self, draft: Draft) -> dict[str, str]:
+        """Every tensor of the operation -> tensor of the plan; unwritten ones have their own name."""
+        if draft.spec.op not in self.ops:
+            raise self._error(draft, f"unknown operation {draft.spec.op!r}{nearest(draft.spec.op, self.ops)}")
+        op = self.ops[draft.spec.op]
+        for kind, written, known in (
+            ("args", draft.args, op.tensors),
+            ("act", draft.spec.act, {**op.inputs, **op.scratch}),
+            ("attrs", draft.spec.attrs, op.attributes),
+        ):
+            unknown = set(written) - set(known)
+            if unknown:
+                key = min(unknown)
+                raise self._error(draft, f"{kind}.{key}: {op.name} has no such name{nearest(key, known)}")
+        args = {}
+        for key in op.tensors:
+            name = draft.args.get(key, key)
+            args[key] = self._hidden(self.choice.get(name, name))
+        return args
+
+    def _hidden(self, name: str) -> str:
+        """The residual stream's own names when it is captured."""
+        stem, _, index = name.rpartition(".")
+        return f"hidden.{index}" if self.capture and stem == self.target.schedule.schedule.residual else name
+
+    # ------------------------------------------------------------------------------------------------------- dtypes
+    def _weight(self, name: str) -> WeightInfo | None:
+        return self.fused[name][0] if name in self.fused else self.target.weights.get(name)
+
+    def _act(self, draft: Draft, args: Mapping[str, str], key: str) -> str | None:
+        """The dtype that the schedule gives to a matrix input, or None."""
+        text = draft.spec.act.get(key)
+        if text is None or not text.startswith("auto:"):
+            return text
+        arg = text.removeprefix("auto:")
+        info = self._weight(args.get(arg, ""))
+        if info is None:
+            shown = args.get(arg, "no argument of this step")
+            raise self._error(draft, f"act.{key} = {text!r}: {arg} is {shown}, not a weight of the checkpoint")
+        return self.target.profile(info.dtype).act_in(self.phase, self.rows, self.target.capabilities)
+
+    def _wanted_dtypes(self, edges: list[tuple[Draft, dict[str, str]]]) -> dict[str, str]:
+        """Activation -> the dtype that its readers take. Two readers that differ are an error."""
+        wanted: dict[str, tuple[str, Draft]] = {}
+        for draft, args in edges:
+            op = self.ops[draft.spec.op]
+            for key in (*op.inputs, *op.scratch):
+                dtype = self._act(draft, args, key)
+                options = op.tensors[op.tensors[key].same or key].dtype
+                if dtype is None and len(options) == 1:
+                    dtype = options[0]
+                if dtype is None:
+                    continue
+                if dtype not in options:
+                    raise self._error(draft, f"{key} cannot be {dtype}: {op.name} takes {', '.join(options)}")
+                other, first = wanted.setdefault(args[key], (dtype, draft))
+                if other != dtype:
+                    raise self._error(
+                        draft,
+                        f"reads {args[key]} as {dtype}, but {first.name} reads it as {other}: give both the same act",
+                    )
+        return {name: dtype for name, (dtype, _) in wanted.items()}
+
+    # -------------------------------------------------------------------------------------------------------- steps
+    def _step(self, index: int, draft: Draft, args: dict[str, str], wanted: Mapping[str, str]) -> Step:
+        op = self.ops[draft.spec.op]
+        made = {**op.outputs, **op.scratch}
+        shapes = {k: self._read(index, draft, k, n).shape for k, n in args.items() if k not in made}
+        shapes |= {k: self._outlasting(n).shape for k, n in args.items() if k in made and n in self.declared}
+        try:
+            bind, bound = self._solved(op, shapes, self._axes(draft, op))
+            for key, shape in bound.items():
+                if key in made:
+                    self._write(index, draft, key, args[key], shape, wanted)
+            attrs = {k: self.names.number(e, draft.layer, f"{draft.name}.attrs.{k}") for k, e in draft.spec.attrs.items()}
+            attrs = {k: float(v) if op.attributes[k].type == "float" else v for k, v in attrs.items()}
+            step = Step(
+                op.name,
+                draft.name,
+                bind,
+                args,
+                op.attrs(bind, attrs),
+                self._device(draft),
+                draft.spec.extent,
+                draft.layer,
+            )
+            self._check(op, step, {k: self.tensors[n] for k, n in args.items()})
+        except SpecError as e:
+            raise self._error(draft, str(e)) from None
+        return step
+
+    def _solved(
+        self, op: OpSpec, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
+    ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        """Axes of an operation, and the shape of every tensor. Layers repeat: each distinct question is answered once."""
+        key = (op.name, *shapes.items(), *axes.items())
+        if key not in self.solved:
+            bind = op.solve(shapes, axes)
+            self.solved[key] = bind, op.bind_shapes(bind)
+        return self.solved[key]
+
+    def _check(self, op: OpSpec, step: Step, tensors: Mapping[str, TensorDecl]) -> None:
+        """That the step's axes, attributes and dtypes, those of every piece included, are allowed on its device."""
+        backend = step.device.partition(":")[0]
+        key = (op.name, backend, *step.bind.items(), *step.attrs.items(), *((k, d.dtype, d.dtypes) for k, d in tensors.items()))
+        if key in self.checked:
+            return
+        dtypes = {k: d.dtype for k, d in tensors.items()}
+        op.check(step.bind, step.attrs, dtypes, backend)
+        for name, decl in tensors.items():
+            for dtype in decl.dtypes:
+                if dtype != decl.dtype:
+                    op.check_dtypes({**dtypes, name: dtype}, backend)
+        self.checked.add(key)
+
+    def _axes(self, draft: Draft, op: OpSpec) -> dict[str, int]:
+        """Axes of the operation that the family or the step names: shapes must agree with them."""
+        axes = {k: v for k, v in self.names.axes.items() if k in op.axes}
+        return axes | {k: int(self.names.number(e, draft.layer, f"{draft.name}.axes.{k}")) for k, e in draft.spec.axes.items()}
+
+    def _device(self, draft: Draft) -> str:
+        return self.target.device if draft.spec.device == "main" else draft.spec.device
+
+    def _read(self, index: int, draft: Draft, key: str, name: str) -> TensorDecl:
+        """The tensor that an operation takes: written before, declared, or of the checkpoint."""
+        if name in self.tensors:
+            if name in self.lives:
+                self.lives[name] = (self.lives[name][0], index)
+        elif name in self.declared:
+            self._outlasting(name)
+        elif name in self.fused:
+            info, sources = self.fused[name]
+            self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight", sources=sources, pieces=info.pieces)
+        elif name in self.target.weights:
+            info = self.target.weights[name]
+            self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight")
+        else:
+            known = [*self.tensors, *self.declared, *self.fused, *self.target.weights]
+            raise self._error(
+                draft,
+                f"{key} reads {name}, which no step has written and the checkpoint does not have{nearest(name, known)}",
+            )
+        return self.tensors[name]
+
+    def _outlasting(self, name: str) -> TensorDecl:
+        """A tensor of [tensors], declared at its first use."""
+        if name not in self.tensors:
+            decl, layer, text = self.declared[name]
+            dtype = decl.dtype
+            if dtype.startswith("kv:"):
+                weight = self.names.fill(dtype.removeprefix("kv:"), layer)
+                info = self._weight(weight)
+                if info is None:
+                    raise self.names.error(f"tensors.{text}.dtype", f"no weight {weight}")
+                dtype = self.target.profile(info.dtype).kv
+            self.tensors[name] = TensorDecl(name, dtype, self.names.shape(decl, layer, text), decl.kind)
+        return self.tensors[name]
+
+    def _write(self, index: int, draft: Draft, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]) -> None:
+        """Declare what an operation produces; its dtype is what its readers take."""
+        if name in self.declared:
+            return  # op.solve has checked its shape
+        if name in self.tensors:
+            raise self._error(draft, f"{key} writes {name}, which is written before or is a weight: use a new name")
+        spec = self.ops[draft.spec.op].tensors[key]
+        options = spec.dtype
+        dtype = wanted.get(name, options[0])
+        if dtype not in options:
+            raise self._error(
+                draft,
+                f"{key} is {' or '.join(options)}, but {name} is read as {dtype}: "
+                "put a quantize_act step between them or change the reader's act",
+            )
+        host = name.startswith("hidden.") if self.capture else False
+        host |= draft.spec.extent == "outs" and not self.sample
+        self.tensors[name] = TensorDecl(name, dtype, shape, "io" if host else "activation")
+        if not host:
+            self.lives[name] = (index, index)
+
+    def _share(self, steps: list[Step]) -> list[Step]:
+        """Activations that pass from one device to another lie outside of either's arena, where both can reach them. Those of
+        one shape whose lives are apart take turns in one tensor, under the name of the first."""
+        users: dict[str, set[str]] = {}
+        for step in steps:
+            for name in step.args.values():
+                users.setdefault(name, set()).add(step.device)
+        taken: dict[tuple[str, tuple[int, ...]], dict[str, int]] = {}  # dtype and shape -> tensor: the last step that uses it
+        found: dict[str, str] = {}
+        for name in sorted((n for n in self.lives if len(users[n]) > 1), key=lambda n: self.lives[n]):
+            (first, last), decl = self.lives.pop(name), self.tensors.pop(name)
+            pool = taken.setdefault((decl.dtype, decl.shape), {})
+            found[name] = next((n for n, end in pool.items() if end < first), name)
+            pool[found[name]] = last
+            self.tensors[found[name]] = replace(decl, name=found[name], kind="io")
+        return [replace(s, args={k: found.get(n, n) for k, n in s.args.items()}) for s in steps] if found else steps
+
+    def _place(self) -> int:
+        """Offsets for all activations; returns the arena's bytes."""
+        lives = [Life(n, self.tensors[n].nbytes, a, b) for n, (a, b) in self.lives.items()]
+        offsets, size = place(lives)
+        for name, offset in offsets.items():
+            self.tensors[name] = replace(self.tensors[name], offset=offset)
+        return size
+
+    def _place_as(self, layout: Plan) -> int:
+        """The offsets of a larger plan of the same steps: its tensors are as long-lived and at least as large."""
+        for name in self.lives:
+            own, other = self.tensors[name], layout.tensors.get(name)
+            if other is None or other.kind != "activation" or other.nbytes < own.nbytes:
+                raise ValueError(f"plan {layout.name} has no room for {name} {own.dtype} {list(own.shape)}")
+            self.tensors[name] = replace(own, offset=other.offset)
+        return layout.arena_bytes
+
+    def _error(self, draft: Draft, text: str) -> SpecError:
+        return SpecError(f"schedule {self.target.schedule.schedule.name}: step {draft.name}: {text}")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Steps that follow each other on one device: one submit."""
+
+    device: str
+    steps: tuple[Step, ...]
+
+
+def segments(plan: Plan) -> tuple[Segment, ...]:
+    """The plan cut where the device changes."""
+    found: list[list[Step]] = []
+    for step in plan.steps:
+        if not found or found[-1][0].device != step.device:
+            found.append([])
+        found[-1].append(step)
+    return tuple(Segment(steps[0].device, tuple(steps)) for steps in found)

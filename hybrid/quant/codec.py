@@ -1,0 +1,371 @@
+"""Storage types to numbers and back, bit-equal to ggml's own (gguf.quants) wherever it has the type.
+
+All functions are vectorised; those that make temporaries work in blocks of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.plan import TensorDecl
+from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
+from hybrid.quant.blocks import ORDER, RELAY, factors, integers
+
+Real = type[np.float32] | type[np.float64]
+Value = Tensor | Rows | Packed | np.ndarray
+
+BLOCK = 32
+F16_MAX = 65504.0
+_CHUNK = 1 << 20  # elements worked on at once: temporaries stay in the cache
+
+_INV_127 = np.float32(1 / 127)
+_F16_BITS, _F16_BIAS = np.int32(0x0FFFE000 - (1 << 31)), np.float32(2.0**112)  # sign, exponent and mantissa; 127 - 15
+_TINY = np.float32(1e-36)  # where 127 / amax is finite, no code exceeds 127
+_HALF = BLOCK // 2
+
+
+def row_blocks(rows: int, width: int, elements: int = _CHUNK) -> Iterator[tuple[int, int]]:
+    """(start, stop) of consecutive row blocks of at most `elements` elements (at least one row each)."""
+    step = max(1, elements // max(width, 1))
+    return ((a, min(a + step, rows)) for a in range(0, rows, step))
+
+
+def rows(value: Value, start: int, stop: int) -> Value:
+    """Rows start..stop of the first axis, as views."""
+    return value[start:stop] if isinstance(value, np.ndarray) else value.rows(start, stop)
+
+
+def take(value: Value, index: np.ndarray) -> Value:
+    """Rows `index` of the first axis, copied. Raises ValueError for an index outside it (no wrap-around)."""
+    n = value.shape[0]
+    if index.size and not 0 <= int(index.min()) <= int(index.max()) < n:
+        raise ValueError(f"row index outside 0..{n - 1}: {int(index.min())}..{int(index.max())}")
+    if isinstance(value, Packed):  # only these rows are read
+        found, index = np.unique(index, return_inverse=True)
+        value = joined("rows of a file", Rows(tuple(value.rows(i, i + 1) for i in found.tolist())))
+    if isinstance(value, Tensor):
+        return Tensor(value.dtype, (*index.shape, *value.shape[1:]), tuple(p[index] for p in value.parts))
+    if isinstance(value, Rows):
+        raise TypeError("rows of a matrix of several storage types cannot be picked: no operation needs it")
+    return value[index]
+
+
+def argument(value: Value) -> Value:
+    """The form in which the functions take a tensor: plain numbers as an array, bf16 and block types as they are."""
+    if isinstance(value, Tensor) and not value.type.quantised and value.dtype != "bf16":
+        return value.array
+    return value
+
+
+def copy_rows(what: str, target: Tensor, pieces: Iterable[Tensor]) -> None:
+    """Fill `target` with the rows of tensors of its type, one after another. ValueError names `what` does not fit."""
+    at = 0
+    for piece in pieces:
+        if piece.dtype != target.dtype or piece.shape[1:] != target.shape[1:] or at + piece.shape[0] > target.shape[0]:
+            got, want = f"{piece.dtype} {piece.shape}", f"{target.dtype} {target.shape}"
+            raise ValueError(f"{what}: {got} does not fit into {want} at row {at}")
+        for to, value in zip(target.parts, piece.parts, strict=True):
+            to[at : at + piece.shape[0]] = value
+        at += piece.shape[0]
+    if at != target.shape[0]:
+        raise ValueError(f"{what}: {at} rows given for a tensor of {target.shape[0]}")
+
+
+def runs(decl: TensorDecl, parts: Sequence[Source]) -> Rows:
+    """A weight of several storage types: each run of rows becomes a tensor of its own."""
+    made = [Tensor.empty(dtype, (rows, *decl.shape[1:])) for dtype, rows in decl.pieces]
+    makers = iter(parts)
+    for run in made:
+        at = 0
+        while at < run.shape[0]:
+            piece = unpacked(next(makers)())
+            copy_rows(decl.name, run.rows(at, run.shape[0]).rows(0, piece.shape[0]), [piece])
+            at += piece.shape[0]
+    return Rows(tuple(made))
+
+
+def joined(what: str, value: Tensor | Rows | Packed) -> Tensor:
+    """One tensor on the host; a Tensor is returned as it is. ValueError for rows of several storage types."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Packed):
+        return value.load()
+    if len({t.dtype for t in value.tensors}) > 1:
+        raise ValueError(f"{what} has rows of several storage types: it cannot be read or written as one tensor")
+    out = Tensor.empty(value.dtype, value.shape)
+    copy_rows(what, out, map(unpacked, value.tensors))
+    return out
+
+
+def dequantise(value: Value, real: Real = np.float32, out: np.ndarray | None = None) -> np.ndarray:
+    """The numbers of a tensor [..., K] as a `real` array of its shape. In float32 they are exact, but for q8_act (24-bit
+    scale times 8-bit code) and the sum with a minimum (q4_1, q5_1, q4_k, q5_k), which are rounded once.
+    `out`: contiguous array of that shape and type to fill.
+    A plain array of the right type is returned as it is when no `out` is given."""
+    if isinstance(value, np.ndarray):
+        if out is None:
+            return value.astype(real, copy=False)
+        out[...] = value
+        return out
+    if isinstance(value, Rows):
+        out, at = np.empty(value.shape, real) if out is None else out, 0
+        for tensor in value.tensors:
+            dequantise(tensor, real, out[at : at + tensor.shape[0]])
+            at += tensor.shape[0]
+        return out
+    if isinstance(value, Packed):
+        value = value.load()
+    if value.dtype in ("f32", "f16"):
+        return dequantise(value.array, real, out)
+    if value.dtype != "bf16" and not value.type.quantised:
+        raise TypeError(f"{value.dtype} tensors hold integers: use .array")
+    if out is None:
+        out = np.empty(value.shape, real)
+    elif not out.flags.c_contiguous or out.shape != value.shape or out.dtype != real:
+        raise ValueError(f"out must be a contiguous {np.dtype(real)} array of shape {value.shape}")
+    flat = out.reshape(-1, value.shape[-1])
+    parts = [p.reshape(len(flat), -1) for p in value.parts]
+    for a, b in row_blocks(*flat.shape):
+        _decode(value.dtype, [p[a:b] for p in parts], flat[a:b])
+    return out
+
+
+def _decode(dtype: str, parts: list[np.ndarray], out: np.ndarray) -> None:
+    """A few rows of a bf16 or block type into `out` [rows, K]."""
+    if dtype == "bf16":
+        out[...] = (parts[0].astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return
+    n = out.size // DTYPES[dtype].block
+    parts = [p.reshape(n, -1) for p in parts]
+    if dtype in ("q8_0", "q8_act"):  # activations pass here at every step
+        np.multiply(parts[0], parts[1][:, :1].astype(out.dtype, copy=False), out=out.reshape(n, BLOCK))
+        return
+    if dtype == "q4_0":  # the commonest type: half a block at a time, without the integers in between
+        blocks, codes, scale = out.reshape(n, BLOCK), parts[0], parts[1].astype(out.dtype)
+        np.multiply((codes & np.uint8(15)).view(np.int8) - np.int8(8), scale, out=blocks[:, :_HALF])
+        np.multiply((codes >> np.uint8(4)).view(np.int8) - np.int8(8), scale, out=blocks[:, _HALF:])
+        return
+    scale, minimum = factors(dtype, parts, out.dtype.type)
+    groups = out.reshape(*scale.shape, -1)
+    np.multiply(integers(dtype, parts).reshape(groups.shape), scale[..., None], out=groups)
+    if minimum is not None:
+        groups += minimum[..., None]
+
+
+def widened(x: np.ndarray, real: Real) -> np.ndarray:
+    """`x` as `real`. From float16 to float32 through integers where that is quicker: NumPy converts 1.0e9 elements per
+    second, this 1.7e9, and it is what attention of one token does most."""
+    if x.dtype != np.float16 or real is not np.float32 or x.size < _CHUNK >> 6:
+        return x.astype(real, copy=False)
+    out = np.empty(x.shape, np.float32)
+    bits = out.view(np.int32)
+    bits[...] = np.ascontiguousarray(x).view(np.int16)  # its sign fills what lies above
+    np.left_shift(bits, 13, out=bits)
+    np.bitwise_and(bits, _F16_BITS, out=bits)
+    out *= _F16_BIAS  # subnormal numbers too: the product is exact
+    finite = -65536 < np.minimum.reduce(out, axis=None) <= np.maximum.reduce(out, axis=None) < 65536
+    return out if finite else x.astype(np.float32)
+
+
+def quantise(array: np.ndarray, dtype: str) -> Tensor:
+    """Real array [..., K] -> tensor of `dtype` (f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q8_act).
+
+    Rounding: f16 and bf16 to nearest even; block types as ggml does (and they raise ValueError for values whose
+    scale float16 cannot hold; q4_k, q5_k and q6_k are only read); q8_act after rounding to float32:
+    scale = amax/127, codes half to even."""
+    if dtype == "f32":
+        return Tensor.of(np.asarray(array, np.float32, order="C"))
+    if dtype == "f16":
+        with np.errstate(over="ignore"):  # IEEE: what is too large becomes infinite
+            return Tensor.of(np.asarray(array, np.float16, order="C"))
+    if dtype not in _ENCODERS:
+        why = ": that type is only read" if dtype in ORDER else ""
+        raise ValueError(f"cannot encode real numbers as {dtype!r}{why}; known: f32, f16, {', '.join(_ENCODERS)}")
+    out = Tensor.empty(dtype, array.shape)
+    if not array.size:
+        return out
+    source = array.reshape(-1, array.shape[-1])
+    parts = [p.reshape(len(source), -1) for p in out.parts]
+    for a, b in row_blocks(*source.shape):
+        chunk = np.asarray(source[a:b], np.float32, order="C")
+        blocks = chunk if dtype == "bf16" else chunk.reshape(-1, BLOCK)
+        for part, value in zip(parts, _ENCODERS[dtype](blocks), strict=True):
+            part[a:b] = value.reshape(b - a, -1)
+    return out
+
+
+def round_into(target: Tensor, array: np.ndarray) -> None:
+    """An operation's result, rounded to the storage type of `target` and written there."""
+    kind = target.type
+    if kind.block == 1 and target.dtype != "bf16":
+        target.parts[0][...] = array  # float16: to nearest even, what is too large becomes infinite
+        return
+    source = np.asarray(array, np.float32, order="C").reshape(-1, array.shape[-1] if kind.block == 1 else kind.block)
+    parts = [p.reshape(len(source), -1) for p in target.parts]
+    for a, b in row_blocks(*source.shape):
+        for part, value in zip(parts, _ENCODERS[target.dtype](source[a:b]), strict=True):
+            part[a:b] = value
+
+
+def encode(array: np.ndarray, dtype: str) -> Tensor:
+    """An operation's result, real or integer, as a tensor of its declared output type. What float16 cannot hold becomes
+    its largest number: an activation must not become infinite."""
+    if DTYPES[dtype].parts[0].dtype.kind in "iu" and DTYPES[dtype].block == 1 and dtype != "bf16":
+        return Tensor.of(np.asarray(array, DTYPES[dtype].parts[0].dtype, order="C"))
+    return quantise(np.clip(array, -F16_MAX, F16_MAX) if dtype == "f16" else array, dtype)
+
+
+def from_ggml(raw: np.ndarray | bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Bytes of a ggml tensor (any array or bytes) of `shape` elements -> tensor. Plain types are views of `raw`,
+    block types are split into their parts. Raises ValueError when the byte count does not fit."""
+    flat = np.frombuffer(raw, np.uint8) if isinstance(raw, bytes) else np.ascontiguousarray(raw).reshape(-1)
+    data = flat.view(np.uint8)
+    kind, shape = DTYPES[dtype], tuple(shape)
+    if data.size != kind.nbytes(shape):
+        raise ValueError(f"{dtype} tensor of shape {shape} takes {kind.nbytes(shape)} bytes, got {data.size}")
+    if kind.block == 1:
+        return Tensor(dtype, shape, (data.view(kind.parts[0].dtype).reshape(shape),))
+    out = Tensor.empty(dtype, shape)
+    blocks = data.reshape(-1, kind.nbytes((kind.block,)))
+    for a, b in row_blocks(len(blocks), kind.block):
+        for columns, i in _columns(dtype):
+            piece = np.ascontiguousarray(blocks[a:b, columns])
+            if relay := RELAY.get((dtype, kind.parts[i].name)):
+                piece = relay[0](piece)
+            out.parts[i].reshape(len(blocks), -1)[a:b] = piece.view(kind.parts[i].dtype)
+    return out
+
+
+def to_ggml(tensor: Tensor) -> np.ndarray:
+    """The tensor's bytes as ggml stores them: uint8 [..., bytes of a row]."""
+    lead, kind = tensor.shape[:-1], tensor.type
+    if tensor.dtype == "q8_act":
+        raise ValueError("q8_act is an activation type: ggml has no such tensor")
+    if kind.block == 1:
+        return np.ascontiguousarray(tensor.array).view(np.uint8).reshape(*lead, -1)
+    count = int(np.prod(tensor.shape)) // kind.block
+    blocks = np.empty((count, kind.nbytes((kind.block,))), np.uint8)
+    parts = [np.ascontiguousarray(p).reshape(count, -1).view(np.uint8) for p in tensor.parts]
+    for a, b in row_blocks(count, kind.block):
+        for columns, i in _columns(tensor.dtype):
+            relay = RELAY.get((tensor.dtype, kind.parts[i].name))
+            blocks[a:b, columns] = relay[1](parts[i][a:b]) if relay else parts[i][a:b]
+    return blocks.reshape(*lead, -1)
+
+
+def _columns(dtype: str) -> Iterator[tuple[slice, int]]:
+    """(bytes of a ggml block, index of the part that they are), in ggml's order."""
+    kind, at = DTYPES[dtype], 0
+    names = [p.name for p in kind.parts]
+    for name in ORDER[dtype]:
+        i = names.index(name)
+        size = kind.parts[i].count * kind.parts[i].dtype.itemsize
+        yield slice(at, at + size), i
+        at += size
+
+
+def _bf16(x: np.ndarray) -> tuple[np.ndarray]:
+    bits = x.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(64)  # a NaN stays one
+    return (np.where(np.isnan(x), quiet, rounded).astype(np.uint16),)
+
+
+def _reciprocal(d: np.ndarray) -> np.ndarray:
+    """1/d; 0 where d is 0 or so small (below 2**-128) that float32 cannot hold 1/d: float16 holds 0 for it."""
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(1) / d
+    return np.where(np.isfinite(inverse), inverse, np.float32(0))
+
+
+def _f16_scale(d: np.ndarray, dtype: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        scale = d.astype(np.float16)
+    if not np.isfinite(scale).all():
+        raise ValueError(f"cannot quantise to {dtype}: a value is NaN, infinite, or too large for a float16 scale")
+    return scale
+
+
+def _q8_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    d = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
+    scale = _f16_scale(d, "q8_0")
+    x = x * _reciprocal(d)  # the unrounded d
+    a = np.abs(x)
+    whole = np.floor(a)
+    whole += np.floor(2 * (a - whole))  # half away from zero
+    return np.copysign(whole, x).astype(np.int8), scale
+
+
+def _q4_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)  # with its sign
+    d = largest / np.float32(-8)
+    scale = _f16_scale(d, "q4_0")
+    q = np.minimum(np.trunc(x * _reciprocal(d) + np.float32(8.5)), 15).astype(np.uint8)
+    return q[:, :_HALF] | (q[:, _HALF:] << np.uint8(4)), scale
+
+
+def _with_minimum(x: np.ndarray, top: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes 0..top of each block and its (d, m): value = d * code + m."""
+    low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
+    with np.errstate(over="ignore", invalid="ignore"):
+        d = (high - low) / np.float32(top)
+    scales = _f16_scale(np.concatenate([d, low], axis=1), dtype)
+    q = np.trunc((x - low) * _reciprocal(d) + np.float32(0.5))
+    return np.minimum(q, top).astype(np.uint8), scales
+
+
+def _nibbles(q: np.ndarray) -> np.ndarray:
+    return (q[:, :_HALF] & np.uint8(15)) | (q[:, _HALF:] << np.uint8(4))
+
+
+def _fifth(q: np.ndarray) -> np.ndarray:
+    """Bit k of byte i: the fifth bit of code 4k + i."""
+    return np.packbits(q.reshape(-1, 8, 4) >> np.uint8(4), axis=1, bitorder="little").reshape(-1, 4)
+
+
+def _q4_1(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    q, scales = _with_minimum(x, 15, "q4_1")
+    return _nibbles(q), scales
+
+
+def _q5_1(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    q, scales = _with_minimum(x, 31, "q5_1")
+    return _nibbles(q), _fifth(q), scales
+
+
+def _q5_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
+    d = largest / np.float32(-16)
+    scale = _f16_scale(d, "q5_0")
+    q = np.minimum(np.trunc(x * _reciprocal(d) + np.float32(16.5)), 31).astype(np.uint8)
+    return _nibbles(q), _fifth(q), scale
+
+
+def _q8_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and (scale, scale * sum of codes). A block that is not finite has a scale that is not."""
+    amax = np.maximum.reduce(np.abs(x), axis=1, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        inverse = np.float32(127) / amax
+        scaled = np.rint(x * inverse)
+        if not _TINY < np.minimum.reduce(amax, axis=None) <= np.maximum.reduce(amax, axis=None) < np.inf:
+            scaled = np.rint(x * np.where(amax == 0, np.float32(0), inverse))
+            scaled = np.clip(np.where(np.isnan(scaled), np.float32(0), scaled), -127, 127)
+        scales = np.empty((len(x), 2), np.float32)
+        np.multiply(amax, _INV_127, out=scales[:, :1])
+        np.add.reduce(scaled, axis=1, keepdims=True, out=scales[:, 1:])  # of integers: exact
+        scales[:, 1] *= scales[:, 0]
+        return scaled.astype(np.int8), scales
+
+
+_ENCODERS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {
+    "bf16": _bf16,
+    "q8_0": _q8_0,
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q5_0": _q5_0,
+    "q5_1": _q5_1,
+    "q8_act": _q8_act,
+}

@@ -1,0 +1,116 @@
+"""Types of files that a device does not compute with, as types that it does: at load, a few rows at a time.
+
+A k type's 6-bit scales and minima are products of two numbers; the native types hold one float16, so the products are
+rounded. Codes are taken over bit for bit. Measured: docs/quantisation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.tensor import Tensor
+from hybrid.quant.blocks import fifth_of_q5_k, halves, scales_and_minima
+from hybrid.spec.op import load_ops
+from hybrid.spec.schedule import scheduled
+
+NATIVE = {"q4_k": "q4_1", "q5_0": "q5_1", "q5_k": "q5_1"}
+MOST = 1.35  # bytes of the native type for each byte of the file's
+for _source, _target in NATIVE.items():
+    assert DTYPES[_target].bits <= MOST * DTYPES[_source].bits
+
+
+@cache
+def computed(backend: str) -> frozenset[str]:
+    """Types of matrices that a backend computes with, by the declarations of the operations that models are made of."""
+    takes = (
+        {choice[name] for choice in op.dtype_choices(backend)}
+        for op in (load_ops()[name] for name in sorted(scheduled()))
+        for name, t in op.inputs.items()
+        if t.role == "weight" and len(t.shape) == 2
+    )
+    return frozenset.intersection(*map(frozenset, takes))
+
+
+def native(dtype: str, backend: str) -> str:
+    """The type in which a backend holds matrices that a file has as `dtype`. ValueError where it has none."""
+    if dtype in computed(backend):
+        return dtype
+    target = NATIVE.get(dtype)
+    if target not in computed(backend):
+        raise ValueError(f"{backend} does not compute with {dtype} and has nothing near it: convert to another type")
+    return target
+
+
+@dataclass(frozen=True, slots=True)
+class Reencoded:
+    """All matrices of one file type that were re-encoded."""
+
+    source: str
+    target: str
+    tensors: int
+    file_bytes: int
+    device_bytes: int
+    rounding: float
+    """The largest relative change of a scale or minimum."""
+
+    def line(self) -> str:
+        grown = 100 * (self.device_bytes / self.file_bytes - 1)
+        exact = f"max relative scale rounding {self.rounding:.2g}" if self.rounding else "exact"
+        return f"{self.source} as {self.target} ({self.tensors} tensors, +{grown:.1f} % bytes, {exact})"
+
+
+def summary(done: Iterable[tuple[str, str, tuple[int, ...], float]]) -> tuple[Reencoded, ...]:
+    """One line for each pair of types, of (file type, native type, shape, rounding) of every tensor."""
+    found: dict[tuple[str, str], Reencoded] = {}
+    for source, target, shape, rounding in done:
+        old = found.get((source, target), Reencoded(source, target, 0, 0, 0, 0.0))
+        found[source, target] = Reencoded(
+            source,
+            target,
+            old.tensors + 1,
+            old.file_bytes + DTYPES[source].nbytes(shape),
+            old.device_bytes + DTYPES[target].nbytes(shape),
+            max(old.rounding, rounding),
+        )
+    return tuple(found.values())
+
+
+def reencode(tensor: Tensor) -> tuple[Tensor, float]:
+    """The tensor in its NATIVE type, and the largest relative rounding of a scale or minimum (0: exact).
+
+    ValueError where float16 cannot hold one."""
+    target, parts = NATIVE[tensor.dtype], _named(tensor)
+    if tensor.dtype == "q5_0":  # value = d * (code - 16)
+        d = parts["scales"].astype(np.float32).reshape(-1, 1)
+        factors, codes, high = np.concatenate([d, -16 * d], axis=1), parts["codes"], parts["high"]
+    else:
+        scale, minimum = scales_and_minima(parts["scales"].reshape(-1, 12))
+        both = parts["super"].astype(np.float32).reshape(-1, 2)
+        factors = np.stack([both[:, :1] * scale, -(both[:, 1:] * minimum)], axis=-1)
+        both_halves = [c.view("V16")[..., 0] for c in halves(parts["codes"].reshape(-1, 4, 32))]  # copied 16 bytes at a time
+        codes = np.stack(both_halves, axis=2).view(np.uint8)
+        high = fifth_of_q5_k(parts["high"].reshape(-1, 32)) if tensor.dtype == "q5_k" else np.empty(0, np.uint8)
+    scales, rounding = _rounded(factors, tensor.dtype)
+    made = {"codes": codes, "high": high, "scales": scales}
+    kind = DTYPES[target]
+    out = tuple(made[p.name].reshape(kind.part_shape(p, tensor.shape)) for p in kind.parts)
+    return Tensor(target, tensor.shape, out), rounding
+
+
+def _named(tensor: Tensor) -> Mapping[str, np.ndarray]:
+    return {p.name: a for p, a in zip(tensor.type.parts, tensor.parts, strict=True)}
+
+
+def _rounded(factors: np.ndarray, dtype: str) -> tuple[np.ndarray, float]:
+    with np.errstate(over="ignore"):
+        half = factors.astype(np.float16)
+    if not np.isfinite(half).all():
+        raise ValueError(f"a scale of {dtype} is not finite or beyond float16, in which {NATIVE[dtype]} holds it: use --device cpu")
+    change = np.abs(half.astype(np.float32) - factors)
+    size = np.abs(factors)
+    return half, float(np.max(np.divide(change, size, out=np.zeros_like(change), where=size > 0), initial=0.0))

@@ -1,0 +1,116 @@
+"""Chat messages to text with the checkpoint's Jinja template (sandboxed), and to token ids.
+
+Only the template writes control tokens: what looks like one inside a message stays ordinary text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from hybrid.text.chat_template import OUTPUT, ChatError, expand, expand_apart
+from hybrid.text.tokenizer import Tokenizer
+
+__all__ = ["GEMMA_TEMPLATE", "ChatError", "Message", "encode", "render", "template_of"]
+
+Message = Mapping[str, Any]
+"""{"role": "system" | "user" | "assistant" | "model", "content": text or [{"type": "text", "text": ...}, ...]}"""
+
+# Gemma's format: no system role (its text opens the first user turn), roles alternate, turns are trimmed.
+GEMMA_TEMPLATE = """\
+{{ bos_token }}
+{%- set ns = namespace(prefix='', turns=messages) -%}
+{%- macro text(content) -%}
+    {%- if content is string -%}{{ content | trim }}
+    {%- else -%}
+        {%- for part in content -%}
+            {%- if part['type'] != 'text' -%}{{ raise_exception('only text parts can be used') }}{%- endif -%}
+            {{ part['text'] | trim }}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- if messages and messages[0]['role'] == 'system' -%}
+    {%- set system = messages[0]['content'] -%}
+    {%- set ns.prefix = (system if system is string else system[0]['text']) + '\n\n' -%}
+    {%- set ns.turns = messages[1:] -%}
+{%- endif -%}
+{%- for message in ns.turns -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception('roles must alternate user, assistant, user, ...') }}
+    {%- endif -%}
+    {{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}
+    {{- (ns.prefix if loop.first else '') + text(message['content']) + '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}
+"""
+
+
+def template_of(tokenizer: Tokenizer, template: str | None) -> str:
+    """The checkpoint's template, or Gemma's where it has none but knows the turn markers. ChatError otherwise."""
+    if template:
+        return template
+    if any(tokenizer.token_id(marker) is None for marker in ("<start_of_turn>", "<end_of_turn>")):
+        raise ChatError("this checkpoint has no chat template and no turn markers: use a plain prompt")
+    return GEMMA_TEMPLATE
+
+
+def render(
+    messages: Sequence[Message], template: str = GEMMA_TEMPLATE, bos: str = "<bos>", generate: bool = True
+) -> str:
+    """Text of a conversation, its begin-of-text token included if the template writes one. `generate` opens the
+    model's turn. ChatError for messages or a template that cannot be used, or a template that does not end."""
+    for index, message in enumerate(messages):
+        if not {"role", "content"} <= set(message):
+            raise ChatError(f"message {index} needs a role and a content")
+    variables = {
+        "messages": [dict(m) for m in messages],
+        "bos_token": bos,
+        "eos_token": "",
+        "add_generation_prompt": generate,
+        "tools": None,
+    }
+    most = OUTPUT + 4 * sum(len(text) for text in _texts(messages))
+    # A template from a file is given a process that can be stopped.
+    return (expand if template == GEMMA_TEMPLATE else expand_apart)(template, variables, most)
+
+
+def encode(
+    tokenizer: Tokenizer, messages: Sequence[Message], template: str | None = None, parse_special: bool = False
+) -> list[int]:
+    """Ids of a conversation that the model is to continue, with exactly one begin-of-text token. Control tokens
+    inside the messages are ordinary text unless `parse_special`."""
+    bos_id = tokenizer.vocabulary.bos_id
+    bos = "" if bos_id is None else tokenizer.vocabulary.pieces[bos_id]
+    guard = "" if parse_special else _guard(chain(_texts(messages), [template or ""]))
+    quoted = [_quoted(tokenizer, m, guard) for m in messages] if guard else messages
+    text = render(quoted, template_of(tokenizer, template), bos)
+    return tokenizer.encode(text, parse_special=True, guard=guard)
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content")
+        parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
+        yield from (p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str))
+
+
+def _guard(texts: Iterable[str]) -> str:
+    """A character that no text has: one of Unicode's that stand for nothing."""
+    used = set(chain.from_iterable(texts))
+    return next(c for c in map(chr, chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0x110000))) if c not in used)
+
+
+def _quoted(tokenizer: Tokenizer, message: Message, guard: str) -> Message:
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": tokenizer.quote(content, guard)}
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {**p, "text": tokenizer.quote(p["text"], guard, joined=True)}
+        if isinstance(p, Mapping) and isinstance(p.get("text"), str)
+        else p
+        for p in content
+    ]
+    return {**message, "content": parts}

@@ -1,0 +1,42 @@
+"""Merges as scores: for formats that have only scores (SentencePiece's file, GGUF's `llama`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hybrid.text.tokenizer import NORMAL, UNUSED, USER_DEFINED, TokenizerError, Vocabulary
+
+
+def with_scores(v: Vocabulary) -> Vocabulary:
+    """The vocabulary with scores in place of merges, giving the same ids; `v` itself where it has none.
+
+    A score ranks a piece, however it is put together; a merge ranks one pair. They say the same when every pair of
+    pieces that makes a piece is a merge, and the merges of a piece follow one another: converters from
+    SentencePiece write them so. TokenizerError for other lists.
+    """
+    if v.merges is None:
+        return v
+    cut = {p for p, t in zip(v.pieces, v.types, strict=True) if t == USER_DEFINED}  # never left to the merges
+    known = {p for p, t in zip(v.pieces, v.types, strict=True) if t in (NORMAL, UNUSED) and " " not in p}
+    listed = set(v.merges)
+    for piece in known:
+        for at in range(1, len(piece)):
+            left, right = piece[:at], piece[at:]
+            missing = (at == 1 or left in known) and (len(right) == 1 or right in known) and f"{left} {right}" not in listed
+            if missing and left not in cut and right not in cut:
+                raise TokenizerError(f"scores cannot replace these merges: {left!r} and {right!r} make a piece, but no merge")
+    first: dict[str, int] = {}
+    last = ""
+    for merge in v.merges:
+        piece = merge.replace(" ", "", 1)
+        if piece not in known:
+            continue
+        if first.setdefault(piece, len(first)) != len(first) - 1 and piece != last:
+            raise TokenizerError(f"scores cannot replace these merges: those of {piece!r} do not follow one another")
+        last = piece
+    used = next((p for p, t in zip(v.pieces, v.types, strict=True) if t == UNUSED and p in first), None)
+    if used is not None:
+        raise TokenizerError(f"scores cannot replace these merges: they make {used!r}, which is typed as unused")
+    rest = float(len(first))
+    scores = (-float(first.get(p, rest)) if p in known else 0.0 for p in v.pieces)
+    return replace(v, scores=tuple(scores), merges=None)

@@ -1,0 +1,271 @@
+"""What each optimisation is worth on the device at hand: the same decode with it, and without it, run in turn.
+
+    python -m perf.ablate --random gemma3-27b --device vulkan
+    python -m perf.ablate model.gguf --only fused-ffn int8-activations
+
+Each switch of perf/ablate/switches.toml is taken away alone, from the whole: worths are measured, never multiplied together.
+The whole is measured again beside every switch, in alternating order, so that a clock that drifts slows both. Seconds
+are of one token on the host's clock, the median over repetitions; without look-ahead, for all ways alike. Last, all
+that are in the plan are taken away at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hybrid.bench.__main__ import driver_of, kernels_of
+from hybrid.checkpoint import Checkpoint
+from hybrid.cli import Parser, UsageError, add_model, open_model, positive, run
+from hybrid.cli.progress import progress_bar
+from hybrid.core.plan import TensorDecl
+from hybrid.core.tensor import Tensor
+from hybrid.engine.engine import Engine
+from hybrid.spec.schedule import find_schedule
+from perf.ablate.switches import Drive, Switch, bindings_without, constants_without, find_switch, load_switches, schedule_without
+
+SCHEMA = 1
+AT_ONCE = 8
+Step = Callable[[Engine, int], int]
+"""Decode some tokens of slot 0 and wait for them; the number of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """One switch: median seconds per token with and without the optimisation, and the smallest and largest ratio seen."""
+
+    name: str
+    summary: str
+    with_it: float
+    without: float
+    ratios: tuple[float, float]
+
+    @property
+    def times(self) -> float:
+        """How many times faster a token is with it."""
+        return self.without / self.with_it
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"times": self.times}
+
+
+# ------------------------------------------------------------------------------------------------------- ways to decode
+def on_device(made: Engine, position: int) -> int:
+    """The way it is: one submit, the token is chosen on the device."""
+    made.token(0, position, made.submit_decode((0,)))
+    return 1
+
+
+def host_sampling(made: Engine, position: int) -> int:
+    """Logits to the host, the largest chosen there, its id written back."""
+    decl = TensorDecl("logits", "f32", (made.logits_rows, made.target.hparams.vocab), "io")
+    made.result(decl)
+    program = made.program("decode", 1, 1, sample=False)
+    made.device.wait(program.submit())
+    logits = made.device.read("logits", 0, 1).array
+    chosen = int(np.argmax(logits[0, : made.target.n_tokens]))
+    made.device.write("next_token", Tensor.of(np.array([chosen], np.int32)), 0)
+    made.device.write("next_position", Tensor.of(np.array([position], np.int32)), 0)
+    made.positions[0] += 1
+    return 1
+
+
+def record_every_token(made: Engine, position: int) -> int:
+    """The plan's command buffer, descriptors and grids made anew for every token; pipelines stay."""
+    program = made.device.compile(made.plan("decode", 1, 1))
+    try:
+        made.device.wait(program.submit())
+        made.positions[0] += 1
+        made.token(0, position)
+    finally:
+        program.close()  # type: ignore[attr-defined]
+    return 1
+
+
+def several(made: Engine, position: int) -> int:
+    """AT_ONCE tokens in one submit."""
+    ticket = made.submit_decode((0,), AT_ONCE)
+    for n in range(AT_ONCE):
+        made.token(0, position + n, ticket)
+    return AT_ONCE
+
+
+DRIVES: dict[Drive, tuple[Step, Step]] = {  # with the optimisation, without it
+    "host_sampling": (on_device, host_sampling),
+    "record_every_token": (on_device, record_every_token),
+    "several_per_submit": (several, on_device),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- measuring
+def program_without(made: Engine, switches: Sequence[Switch]) -> Step:
+    """The engine's decode plan, compiled without some optimisations beside the one it uses: the weights are the same."""
+    device: Any = made.device
+    before, device._bindings = device._bindings, bindings_without(switches)
+    try:
+        with constants_without(switches):
+            program = device.compile(made.plan("decode", 1, 1))
+    finally:
+        device._bindings = before
+
+    def step(made: Engine, position: int) -> int:
+        ticket = program.submit()
+        made.positions[0] += 1
+        made.token(0, position, ticket)
+        return 1
+
+    return step
+
+
+def context_for(depth: int, tokens: int) -> int:
+    """Positions of an engine: a repetition may end in the midst of a submit of AT_ONCE tokens."""
+    return depth + tokens + AT_ONCE + 2
+
+
+@contextmanager
+def opened(checkpoint: Checkpoint, device: str, switches: Sequence[Switch], depth: int, tokens: int) -> Iterator[Engine]:
+    """An engine with the schedule that the switches leave, whose slot 0 holds `depth` tokens."""
+    from kernels.vulkan.device import open_device
+
+    with open_device(device) as found:
+        schedule = schedule_without(find_schedule(checkpoint.hparams.family), switches)
+        made = Engine(checkpoint, found, schedule, ctx=context_for(depth, tokens), n_tokens=checkpoint.hparams.vocab)
+        made.prefill({0: np.random.default_rng(0).integers(2, 1000, depth).tolist()})
+        yield made
+
+
+def restart(made: Engine, depth: int) -> None:
+    """Slot 0 holds `depth` tokens again and one more was chosen; its rows are set up: what follows only submits."""
+    made.wait()
+    made.rewind(0, depth - 1, anyway=True)
+    made.prefill({0: [2]})  # the device's own position goes back with it
+    on_device(made, depth + 1)
+
+
+def seconds(made: Engine, step: Step, depth: int, tokens: int) -> float:
+    """Of one token, over at least `tokens` of them after `depth` positions."""
+    restart(made, depth)
+    done, begin = 0, time.perf_counter()
+    while done < tokens:
+        done += step(made, made.positions[0] + 1)
+    made.wait()
+    return (time.perf_counter() - begin) / done
+
+
+class Ablation:
+    """One checkpoint on one device; engines are opened once for each schedule."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str, depth: int, tokens: int, repeats: int) -> None:
+        self.checkpoint, self.device, self.depth, self.tokens, self.repeats = checkpoint, device, depth, tokens, repeats
+        self._held = ExitStack()
+        self._engines: dict[tuple[str, ...], tuple[Engine, Step]] = {}
+
+    def __enter__(self) -> Ablation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._held.close()
+
+    def _engine(self, switches: Sequence[Switch]) -> tuple[Engine, Step]:
+        """The engine for the schedule without these switches, and its own way to decode."""
+        profiled = [s for s in switches if s.profile]
+        key = tuple(s.name for s in profiled)
+        if key not in self._engines:
+            made = self._held.enter_context(opened(self.checkpoint, self.device, profiled, self.depth, self.tokens))
+            self._engines[key] = made, program_without(made, [])
+        return self._engines[key]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the whole is and runs on."""
+        made, _ = self._engine([])
+        return {"device": made.device.name, "driver": driver_of(made.device), "kernels": kernels_of(made.device),
+                "model": self.checkpoint.name, "precision": {k: list(v) for k, v in made.precision.items()},
+                "depth": self.depth, "tokens": self.tokens, "pairs": self.repeats}  # fmt: skip
+
+    def worth(self, switches: Sequence[Switch], name: str, advance: Callable[[int], object] = lambda done: None) -> Worth:
+        """The whole beside the whole without `switches`; `advance` is called with 1 after each pair."""
+        whole, ours = self._engine([])
+        other, theirs = self._engine(switches)
+        drive = next((s.engine for s in switches if s.engine), None)
+        gone = [find_switch(n) for s in switches for n in s.beside if n not in {s.name for s in switches}]
+        if drive:
+            ours, theirs = DRIVES[drive]
+        elif gone or any(s.apart or s.constant for s in switches):
+            ours, theirs = program_without(whole, gone), program_without(other, [*switches, *gone])
+        pairs = []
+        for i in range(self.repeats + 1):
+            first = seconds(whole, ours, self.depth, self.tokens) if i % 2 else 0.0
+            without = seconds(other, theirs, self.depth, self.tokens)
+            pairs.append((first or seconds(whole, ours, self.depth, self.tokens), without))
+            advance(1)
+        pairs = pairs[1:]  # the first warms up
+        ratios = [b / a for a, b in pairs]
+        medians = [statistics.median(p[i] for p in pairs) for i in (0, 1)]
+        summary = switches[0].summary if len(switches) == 1 else "those of the plan at once"
+        summary += f"; both sides without {', '.join(s.name for s in gone)}" if gone else ""
+        return Worth(name, summary, medians[0], medians[1], (min(ratios), max(ratios)))
+
+
+def text(about: Mapping[str, Any], found: Sequence[Worth]) -> str:
+    lines = [f"{about['model']} on {about['device']}, {about['driver']}, decode of one sequence at {about['depth']} positions; "
+             f"measured, medians of {about['pairs']} pairs", "",
+             f"{'optimisation':22}{'ms with':>10}{'without':>10}{'times':>8}{'from':>8}{'to':>7}  what it is"]  # fmt: skip
+    for w in found:
+        lines.append(f"{w.name:22}{1e3 * w.with_it:10.3f}{1e3 * w.without:10.3f}{w.times:8.2f}{w.ratios[0]:8.2f}"
+                     f"{w.ratios[1]:7.2f}  {w.summary}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m perf.ablate", description="What each optimisation is worth on this device: decode with and without it."
+    )
+    add_model(p)
+    p.add_argument("--device", default="vulkan", metavar="NAME", help="vulkan or vulkan:N (vulkan)")
+    p.add_argument("--only", nargs="+", metavar="SWITCH", help="these switches of perf/ablate/switches.toml (all)")
+    p.add_argument("--depth", type=positive, default=512, metavar="N", help="positions in the cache (512)")
+    p.add_argument("--tokens", type=positive, default=16, metavar="N", help="tokens of one repetition (16)")
+    p.add_argument("-r", "--repetitions", type=positive, default=7, metavar="N", help="pairs of repetitions (7)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    return p
+
+
+def _main(args: argparse.Namespace, command: str) -> int:
+    from kernels.vulkan.instance import list_devices, select
+
+    if args.device == "cpu":
+        raise UsageError("--device cpu: the switches are of Vulkan's plans and submits; give vulkan or vulkan:N")
+    select(list_devices(), args.device)  # before a model is made
+    chosen = [find_switch(name) for name in args.only or load_switches()]
+    measure: list[tuple[list[Switch], str]] = [([s], s.name) for s in chosen]
+    if not args.only:
+        measure.append(([s for s in chosen if s.engine is None], "all in the plan"))
+    with ExitStack() as held:
+        checkpoint = held.enter_context(open_model(args))
+        needed, most = context_for(args.depth, args.tokens), checkpoint.hparams.context_length
+        if needed > most:
+            raise ValueError(f"--depth {args.depth} and --tokens {args.tokens} need {needed} positions, eight of them for several "
+                             f"tokens in a submit: the model was made for {most}")  # fmt: skip
+        ablation = held.enter_context(Ablation(checkpoint, args.device, args.depth, args.tokens, args.repetitions))
+        advance = held.enter_context(progress_bar(len(measure) * (args.repetitions + 1), "ablate", False, "pair"))
+        found = [ablation.worth(switches, name, advance) for switches, name in measure]
+        about = {"schema": SCHEMA, "command": command, **ablation.about}
+    print(json.dumps({**about, "worth": [w.as_dict() for w in found]}) if args.json else text(about, found))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    command = f"python -m perf.ablate {shlex.join(sys.argv[1:] if argv is None else argv)}"
+    return run(lambda: _main(args, command))

@@ -1,0 +1,5 @@
+import sys
+
+from perf.ablate import main
+
+sys.exit(main())

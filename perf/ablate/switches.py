@@ -1,0 +1,156 @@
+"""Optimisations that can be switched off: declared in perf/ablate/switches.toml, applied to a device, a schedule or a module.
+
+A switch says what makes the difference and nothing else does: `apart` records an operation as if its joined weight were
+the matrices it was joined from, `profile` gives matrices other inputs, `constant` sets a number of a module, `engine`
+names a way to drive the engine (perf.ablate). A later optimisation joins by declaring its switch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from hybrid.core.errors import FieldError, SpecError, nearest
+from hybrid.core.plan import Step
+from hybrid.spec.load import Model, load_toml
+from hybrid.spec.schedule import Profile, Schedule
+from kernels.vulkan.memory import Slice
+from kernels.vulkan.recorder import Recorder
+from kernels.vulkan.tensors import Chunk, DeviceTensor
+
+FILE = Path(__file__).with_name("switches.toml")
+Binding = Callable[[Recorder, Any, Mapping[str, DeviceTensor]], None]
+Drive = Literal["host_sampling", "record_every_token", "several_per_submit"]
+
+
+class Apart(Model):
+    """An operation's weight, cut into runs of rows: expressions over its axes."""
+
+    op: str
+    weight: str
+    rows: tuple[Annotated[str, Field(min_length=1)], ...]
+
+
+class Constant(Model):
+    module: str
+    name: str
+    value: int
+
+
+class Switch(Model):
+    """One optimisation, and what takes it away."""
+
+    name: str
+    summary: str
+    apart: Apart | None = None
+    profile: Profile | None = None
+    constant: Constant | None = None
+    engine: Drive | None = None
+    beside: tuple[str, ...] = ()
+    """Switches of what cannot stay without it: its worth is told beside a whole that lacks those too."""
+
+    @model_validator(mode="after")
+    def _validate_one(self) -> Switch:
+        means = [m for m in (self.apart, self.profile, self.constant, self.engine) if m is not None]
+        if len(means) != 1:
+            raise FieldError("name", f"{self.name!r} must say exactly one of apart, profile, constant, engine")
+        return self
+
+
+class Switches(Model):
+    schema_version: Literal[1] = Field(alias="schema")
+    switch: tuple[Switch, ...]
+
+    @model_validator(mode="after")
+    def _validate_beside(self) -> Switches:
+        names = [s.name for s in self.switch]
+        for name in (n for s in self.switch for n in s.beside):
+            if name not in names:
+                raise FieldError("beside", f"no optimisation is called {name!r}{nearest(name, names)}")
+        return self
+
+
+def load_switches() -> dict[str, Switch]:
+    return {s.name: s for s in load_toml(FILE, Switches).switch}
+
+
+def find_switch(name: str) -> Switch:
+    known = load_switches()
+    if name not in known:
+        raise SpecError(f"no optimisation is called {name!r}{nearest(name, known)}")
+    return known[name]
+
+
+def bindings_without(switches: Sequence[Switch]) -> dict[str, Binding]:
+    """The Vulkan bindings, with the weights of switched operations cut apart."""
+    from kernels.vulkan.ops import BINDINGS
+
+    found: dict[str, Binding] = dict(BINDINGS)
+    for apart in (s.apart for s in switches if s.apart):
+        if apart.op not in found:
+            raise SpecError(f"{FILE.name}: apart.op: no binding for {apart.op!r}{nearest(apart.op, found)}")
+        found[apart.op] = _cut(found[apart.op], apart)
+    return found
+
+
+def _cut(record: Binding, apart: Apart) -> Binding:
+    from hybrid.spec.expr import Expr
+
+    exprs = [Expr(text) for text in apart.rows]
+
+    def recorded(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+        sizes = [int(e.eval(step.bind)) for e in exprs]
+        record(rec, step, {**t, apart.weight: in_rows(t[apart.weight], sizes)})
+
+    return recorded
+
+
+def in_rows(tensor: DeviceTensor, sizes: Sequence[int]) -> DeviceTensor:
+    """The same memory as chunks of `sizes` rows (where it is in one chunk). ValueError where they are not all its rows."""
+    if len(tensor.chunks) != 1:
+        return tensor  # cut already, by its storage types or by what the device can bind
+    (whole,) = tensor.chunks
+    if sum(sizes) != whole.rows:
+        raise ValueError(f"{tensor.name} has {whole.rows} rows, which {list(sizes)} do not add up to")
+    chunks, row = [], 0
+    for size in sizes:
+        parts = tuple(_rows(p, whole.rows, row, size) for p in whole.parts)
+        chunks.append(Chunk(row, size, parts, whole.dtype))
+        row += size
+    return replace(tensor, chunks=tuple(chunks))
+
+
+def _rows(part: Slice, rows: int, first: int, count: int) -> Slice:
+    each = part.size // rows  # parts are padded at their end, by less than a row has bytes
+    return part.sub(first * each, count * each)
+
+
+def schedule_without(schedule: Schedule, switches: Sequence[Switch]) -> Schedule:
+    """The schedule with the profiles of switched precisions, for quantised weights."""
+    for profile in (s.profile for s in switches if s.profile):
+        auto = schedule.precision["auto"].model_copy(update={"quantised": profile})
+        schedule = schedule.model_copy(update={"precision": {**schedule.precision, "auto": auto}})
+    return schedule
+
+
+@contextmanager
+def constants_without(switches: Sequence[Switch]) -> Iterator[None]:
+    """Numbers of modules, set inside. SpecError for one that is not there any more."""
+    before: list[tuple[Any, str, int]] = []
+    try:
+        for c in (s.constant for s in switches if s.constant):
+            module = importlib.import_module(c.module)
+            if not isinstance(getattr(module, c.name, None), int):
+                raise SpecError(f"{FILE.name}: constant: {c.module} has no number {c.name}{nearest(c.name, vars(module))}")
+            before.append((module, c.name, getattr(module, c.name)))
+            setattr(module, c.name, c.value)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)

@@ -1,0 +1,5 @@
+import sys
+
+from perf.gate import main
+
+sys.exit(main())

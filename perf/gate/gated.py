@@ -1,0 +1,143 @@
+"""What the gates count: numbers that do not depend on how busy a machine is (perf.gate.ratios holds those that do a little).
+
+Each group is a function that returns numbers by name; perf/gates/GROUP.toml holds what is expected of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from hybrid.core.device import Counters
+from hybrid.core.errors import SpecError
+from hybrid.engine.engine import Engine
+from hybrid.spec.schedule import CAPABILITIES
+from kernels.vulkan.kernel import SPIRV
+from perf.roofline.work import Planned, subject
+
+Numbers = dict[str, float]
+COUNTS = tuple(f.name for f in fields(Counters))
+WARM, STEPS, PROMPT = 3, 10, 24
+
+
+def plans() -> Numbers:
+    """Of plans alone, no device needed: dispatches, barriers and bytes of a pass, memory by purpose; under `units` as
+    planned for a device with matrix units."""
+    found: Numbers = {}
+    for name in ("gemma3-1b", "gemma3-27b"):
+        plain, units = (subject(name, "q4_0", capabilities=can) for can in ((), CAPABILITIES))
+        assert isinstance(plain, Planned) and isinstance(units, Planned)
+        passes = {
+            "decode.1": plain.decode(1, 512),
+            "decode.8": plain.decode(8, 512),
+            "prefill.512": plain.work("prefill", 512, 1, 512, 1),
+            "units.prefill.2048": units.work("prefill", 2048, 1, 2048, 1),
+        }
+        for key, work in passes.items():
+            found[f"{name}.{key}.dispatches"] = work.dispatches
+            found[f"{name}.{key}.barriers"] = sum(i.barriers for i in work.items)
+            found[f"{name}.{key}.bytes"] = work.nbytes
+            found[f"{name}.{key}.flops"] = work.flops
+        for key, model in (("memory", plain), ("units.memory", units)):
+            found |= {f"{name}.{key}.{purpose}": size for purpose, size in model.held(1, 4096).as_dict().items()}
+    return found
+
+
+def spirv() -> Numbers:
+    """Bytes of every SPIR-V module."""
+    names = json.loads((SPIRV / "manifest.json").read_text())
+    return {name: (SPIRV / f"{name}.spv").stat().st_size for name in names}
+
+
+def cpu_driver() -> str:
+    """The selector of Mesa's CPU driver, on which counts are the same everywhere. SpecError where there is none."""
+    from kernels.vulkan.api import VulkanUnavailable
+    from kernels.vulkan.instance import list_devices
+
+    try:
+        found = [d for d in list_devices() if d.kind == "cpu"]
+    except VulkanUnavailable as error:
+        raise SpecError(f"the gates of group engine run on Mesa's CPU driver: {error}") from None
+    if not found:
+        raise SpecError(
+            "the gates of group engine run on Mesa's CPU driver, which is not here: apt-get install mesa-vulkan-drivers"
+        )
+    return f"vulkan:{found[0].index}"
+
+
+@contextmanager
+def small_engine(**options: Any) -> Iterator[Engine]:
+    """Two layers of random weights in the shape of the smallest Gemma 3, on the CPU driver."""
+    from hybrid.checkpoint.random import random_checkpoint
+    from kernels.vulkan.device import open_device
+
+    bindings = options.pop("bindings", None)
+    with open_device(cpu_driver(), bindings=bindings, validation=False) as device:
+        checkpoint = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
+        yield Engine(checkpoint, device, ctx=256, n_tokens=2048, **options)
+
+
+def token(made: Engine, slot: int, position: int) -> None:
+    """One token as a caller without look-ahead gets it."""
+    made.token(slot, position, made.submit_decode((slot,)))
+
+
+Step = Callable[[Engine, int, int], object]
+
+
+def engine(step: Step = token, **options: Any) -> Numbers:
+    """Of a running engine: what a token and a prompt cost after warm-up, what making it ready costs, Python calls."""
+    with small_engine(**options) as made:
+        made.warm_up(PROMPT)
+        ready = made.counters.copy()
+        found = {f"ready.{n}": getattr(ready, n) for n in ("pipelines", "recordings", "descriptor_writes", "allocations")}
+        ids = list(range(2, 2 + PROMPT))
+        slot = made.admit()
+        made.wait(made.submit_prefill({slot: ids}))  # tables are written once per sequence
+        before = made.counters.copy()
+        made.wait(made.submit_prefill({slot: ids}))
+        found |= _counts("prefill", made.counters.minus(before), 1)
+        position = made.positions[slot] + 1
+        for n in range(WARM):
+            step(made, slot, position + n)
+        before = made.counters.copy()
+        for n in range(WARM, WARM + STEPS):
+            step(made, slot, position + n)
+        found |= _counts("token", made.counters.minus(before), STEPS)
+        found["token.python_calls"] = count_calls(lambda: step(made, slot, position + WARM + STEPS))
+        device: Any = made.device
+        return {**found, **{f"memory.{purpose}": size for purpose, size in device.memory().items()}}
+
+
+def _counts(prefix: str, done: Counters, per: int) -> Numbers:
+    return {f"{prefix}.{name}": getattr(done, name) / per for name in COUNTS}
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    """Python and C functions that a call enters."""
+    entered = 0
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal entered
+        entered += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def gfx1103() -> dict[str, Mapping[str, Any]]:
+    """Mesa version -> table. The rules of perf/isa/isa.toml are part of the gate."""
+    from perf.isa import compiled
+
+    return {version: table for version, (table, _) in compiled().items()}
+
+
+GROUPS: dict[str, Callable[[], Numbers]] = {"plans": plans, "spirv": spirv, "engine": engine}

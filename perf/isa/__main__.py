@@ -1,0 +1,5 @@
+import sys
+
+from perf.isa import main
+
+sys.exit(main())

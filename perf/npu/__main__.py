@@ -1,0 +1,5 @@
+import sys
+
+from perf.npu import main
+
+sys.exit(main())

@@ -1,0 +1,5 @@
+import sys
+
+from perf.profile import main
+
+sys.exit(main())

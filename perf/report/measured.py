@@ -1,0 +1,55 @@
+"""docs/measured.md: the tables of perf/records in Markdown, so that they can be read where the code is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from perf.record import Record
+from perf.report.tables import ablation, ablations, load_peer, measured, profile, profiles, what
+
+PAGE = "docs/measured.md"
+HEAD = """# Measured
+
+Made from `perf/records` by `python -m perf.report --markdown`; `make check` compares it. How to add to it:
+[roofline.md](roofline.md#records).
+`python -m perf.report` shows the same with pictures, the targets and the gates.
+"""
+COLUMNS = """\
+*tok/s*: the median, all sequences together; *spread*: standard deviation of the repetitions; *of ceiling*: of what
+`perf.roofline` allows that device; *of probe*: of the copy (decode) or matrix product (prefill) of the same run; *peer*,
+*times*: {peer}, and ours over it ({source}); *host us*: the engine's own work per token, without waiting."""
+
+
+def _source(r: Record) -> str:
+    proof = f"{r.conformance.passed} cases proved (`{r.conformance.command}`)"
+    return f"- {r.commit[:9]}, {r.date}: {r.driver}; clock {r.clock}; kernels {r.kernels}, {proof}"
+
+
+def markdown(records: Sequence[Record]) -> str:
+    peer = load_peer()
+    lines = [HEAD]
+    if not records:
+        lines += ["Nothing is kept yet.", ""]
+    for device in sorted({r.device for r in records}):
+        own = [r for r in records if r.device == device]
+        lines += [f"## {device}", ""]
+        lines += [*map(_source, own), ""]
+        if any(r.runs for r in own):
+            lines += [*measured(records, device).markdown(), "", COLUMNS.format(peer=peer.name, source=peer.source), ""]
+        for r, found in ablations(records, device):
+            lines += [
+                f"### What each optimisation is worth: {found.model} {found.dtype}, one sequence after {found.depth} positions",
+                "",
+            ]
+            lines += [*ablation(found).markdown(), ""]
+            lines += [f"`{found.command}`, commit {r.commit[:9]}: host's time of a token with and without each, medians of "
+                      f"{found.pairs} pairs; *least*, *most*: of a pair. Worths are not multiplied together.", ""]  # fmt: skip
+        for r, one in profiles(records, device):
+            matrix = f" and {one.matrix_tflops:,.0f} TFLOPS" if one.matrix_tflops else ""
+            lines += [f"### Where the time goes: {what(one)}", "", *profile(one).markdown(), ""]
+            rates = f"at {one.copy_gb_s:,.0f} GB/s{matrix}, this run's probes"
+            lines += [f"`{one.command}`, commit {r.commit[:9]}: device time; *floor*: {rates}.", ""]
+        commands = dict.fromkeys(run.command for r in own for run in r.runs)
+        if commands:
+            lines += ["```sh", *commands, "```", ""]
+    return "\n".join(lines)

@@ -1,0 +1,5 @@
+import sys
+
+from perf.roofline import main
+
+sys.exit(main())

@@ -1,0 +1,323 @@
+"""The work of one pass, as bytes and operations per step: from a plan, or from a sheet of sizes where there is no
+schedule yet. perf.roofline turns it into time on a device sheet.
+
+Operations are those of the specs' cost expressions (a multiply-add counts 2), bytes what must move to and from memory,
+each tensor touched once. Sizes are in bytes, contexts in positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hybrid.convert.kinds import Wanted, plan_types
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.errors import SpecError, nearest
+from hybrid.core.hparams import HParams
+from hybrid.core.plan import Plan, Step, TensorDecl
+from hybrid.engine.kv import CacheShape
+from hybrid.planning.cost import step_cost
+from hybrid.planning.expand import WeightInfo
+from hybrid.planning.footprint import Footprint, footprint
+from hybrid.planning.planner import PrecisionName, Target, plan
+from hybrid.spec.load import Model, load_toml
+from hybrid.spec.model import find_model, load_models
+from hybrid.spec.op import load_op
+from hybrid.spec.schedule import Phase, find_schedule
+from kernels.vulkan.dry import DryDevice, count, scratch_bytes
+
+SIZES = Path(__file__).resolve().parent.parent / "sizes"
+Rate = Literal["int8", "f16", "f32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One step: what it computes with, operations, bytes, dispatches, and how many of them wait for another."""
+
+    name: str
+    op: str
+    rate: Rate
+    flops: int
+    nbytes: int
+    activations: int = 0
+    """Of `nbytes`, those of activations: written and read within a pass, they may never leave a cache."""
+    dispatches: int = 1
+    barriers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One pass: `rows` tokens go in, `outs` of them get logits."""
+
+    rows: int
+    outs: int
+    items: tuple[Item, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(i.nbytes for i in self.items)
+
+    @property
+    def streamed(self) -> int:
+        """Bytes of weights and caches: they cannot come from anywhere but memory."""
+        return sum(i.nbytes - i.activations for i in self.items)
+
+    @property
+    def flops(self) -> int:
+        return sum(i.flops for i in self.items)
+
+    @property
+    def dispatches(self) -> int:
+        return sum(i.dispatches for i in self.items)
+
+
+class Subject(ABC):
+    """A model whose passes can be costed: `work` of a pass, `memory` that it needs."""
+
+    name: str
+    basis: str
+    """What the figures follow from."""
+
+    @abstractmethod
+    def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Work:
+        """A pass over `rows` rows of `slots` sequences that hold `context` positions each."""
+
+    @abstractmethod
+    def memory(self, slots: int, context: int) -> int:
+        """Bytes of weights, cache and activations."""
+
+    def decode(self, batch: int, context: int) -> Work:
+        return self.work("decode", batch, batch, context, batch)
+
+    def verify(self, length: int, context: int) -> Work:
+        """One sequence's token and `length` drafted ones in one pass, logits for each."""
+        return self.work("prefill", length + 1, length + 1, context + length, 1)
+
+
+class Planned(Subject):
+    """A model with a schedule. dtype: what to call the mixture of its storage types; capabilities: what the device that
+    is asked about can do (DeviceSheet.limits)."""
+
+    def __init__(
+        self,
+        name: str,
+        hparams: HParams,
+        weights: Mapping[str, WeightInfo],
+        dtype: str,
+        precision: PrecisionName = "auto",
+        kv: Literal["auto", "f32", "f16"] = "auto",
+        capabilities: frozenset[str] = frozenset(),
+    ) -> None:
+        self.name, self.hparams, self.weights, self.dtype = name, hparams, dict(weights), dtype
+        self.precision, self.kv, self.capabilities = precision, kv, capabilities
+        self.basis = f"the plan of schedule {hparams.family}, {dtype}"
+        self._dry = DryDevice(features=capabilities.__contains__)
+        self._works: dict[tuple[object, ...], Work] = {}
+
+    def target(self, rows: int, context: int, slots: int) -> Target:
+        hp = self.hparams
+        cache = CacheShape(context, 0 if all(hp.layer_is_global) else hp.window, max(min(rows, context), slots), slots)
+        family = find_schedule(hp.family)
+        return Target(family, hp, self.weights, cache, hp.vocab, self.precision, self.kv, "vulkan", self.capabilities)
+
+    def plan(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Plan:
+        if not 1 <= context <= self.hparams.context_length:
+            raise ValueError(f"{self.name}: a context of {context} is outside 1..{self.hparams.context_length}")
+        return plan(self.target(rows, context, slots), rows, outs, phase)
+
+    def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Work:
+        key = (phase, rows, outs, context, slots)
+        if key not in self._works:
+            self._works[key] = _work(self.plan(phase, rows, outs, context, slots), context, self._dry)
+        return self._works[key]
+
+    def memory(self, slots: int, context: int) -> int:
+        return self.held(slots, context).total
+
+    def held(self, slots: int, context: int) -> Footprint:
+        """`memory` by purpose."""
+        return footprint(
+            self.hparams,
+            self.weights,
+            batch=slots,
+            context=context,
+            precision=self.precision,
+            kv=self.kv,
+            capabilities=self.capabilities,
+            beside=lambda p: scratch_bytes(p, self._dry),
+        )
+
+
+class Sized(Subject):
+    """A model that no schedule describes yet, costed from a sheet of sizes: matrices, cache, nothing else."""
+
+    def __init__(self, sheet: SizeSheet, dtype: str) -> None:
+        self.sheet, self.dtype, self.name = sheet, dtype, sheet.name
+        self.basis = f"a sheet of sizes (no schedule yet), {dtype}"
+
+    def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Work:
+        s, bits = self.sheet, DTYPES[self.dtype].bits
+        rate: Rate = "int8" if DTYPES[self.dtype].quantised else "f32"
+        body = Item("layers", "linear", rate, 2 * s.body * rows, round(s.body * bits / 8), 0, 7 * s.n_layers, 7 * s.n_layers)
+        head = Item("logits", "logits", rate, 2 * s.head * outs, round(s.head * bits / 8))
+        seen = s.positions(context)
+        cache = slots * seen * 2 * s.n_kv_heads * s.head_dim * 2
+        attention = Item("attention", "attention", "f32", 4 * rows * seen * s.n_heads * s.head_dim, cache, 0, 0, 0)
+        return Work(rows, outs, (body, attention, head) if outs else (body, attention))
+
+    def memory(self, slots: int, context: int) -> int:
+        s = self.sheet
+        cache = slots * s.positions(context) * 4 * s.n_kv_heads * s.head_dim
+        return round(s.stored * DTYPES[self.dtype].bits / 8) + cache
+
+
+class SizeSheet(Model):
+    """One file of perf/sizes: the shape of a model in so far as its bytes and operations depend on it."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    name: str
+    summary: str
+    source: Annotated[str, Field(min_length=1)]
+    n_layers: int
+    cached_layers: int
+    """Layers that own a KV cache; the others read one of these."""
+    global_every: int
+    hidden: int
+    ffn: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    window: int
+    vocab: int
+    layer_extra: int
+    """Elements of a layer's matrices beside attention and feed-forward."""
+    once_extra: int
+    """Elements of matrices that are read once per pass."""
+    table: int
+    """Elements of tables of which a token reads one row."""
+
+    @property
+    def body(self) -> int:
+        """Elements of the matrices that every pass reads, the output matrix apart."""
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        per_layer = 2 * q * self.hidden + 3 * self.hidden * self.ffn + self.layer_extra
+        return self.n_layers * per_layer + self.cached_layers * 2 * kv * self.hidden + self.once_extra
+
+    @property
+    def head(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def stored(self) -> int:
+        return self.body + self.head + self.table
+
+    def positions(self, context: int) -> int:
+        """Cached positions that a row at the end of a context reads, over all layers that own a cache."""
+        full = self.cached_layers // self.global_every
+        return full * context + (self.cached_layers - full) * min(context, self.window)
+
+
+@lru_cache(maxsize=1)
+def load_sizes() -> dict[str, SizeSheet]:
+    sheets = [load_toml(p, SizeSheet) for p in sorted(SIZES.glob("*.toml"))]
+    return {s.name: s for s in sheets}
+
+
+def subject(
+    name: str,
+    dtype: str = "q4_0",
+    by_class: Mapping[str, str] | None = None,
+    precision: PrecisionName = "auto",
+    kv: Literal["auto", "f32", "f16"] = "auto",
+    capabilities: Iterable[str] = (),
+) -> Subject:
+    """A model by name (specs/models, perf/sizes) with its matrices stored as `dtype`, or a checkpoint by its path as
+    stored, planned for a device with `capabilities`. SpecError with the nearest name for one that is unknown."""
+    if dtype not in DTYPES:
+        raise ValueError(f"no storage type {dtype!r}{nearest(dtype, DTYPES)}")
+    if name in load_sizes():
+        return Sized(load_sizes()[name], dtype)
+    if name not in load_models() and Path(name).exists():
+        return _opened(name, precision, kv, frozenset(capabilities))
+    known = [*load_models(), *load_sizes()]
+    if name not in known:
+        raise SpecError(f"no model is called {name!r}{nearest(name, known)}")
+    return _named(name, Wanted(dtype, dict(by_class or {})), precision, kv, frozenset(capabilities))
+
+
+Kv = Literal["auto", "f32", "f16"]
+
+
+def _named(name: str, wanted: Wanted, precision: PrecisionName, kv: Kv, capabilities: frozenset[str]) -> Planned:
+    from hybrid.checkpoint import gemma3
+
+    hp = find_model(name).hparams()
+    tensors = {n: ("bf16" if len(s) > 1 else "f32", s) for n, s in gemma3.tensors(hp).items()}
+    types = plan_types(tensors, wanted, writing=False)
+    infos = _infos(types.kinds, {n: s for n, (_, s) in tensors.items()})
+    return Planned(name, hp, infos, wanted.dtype, precision, kv, capabilities)
+
+
+def _opened(path: str, precision: PrecisionName, kv: Kv, capabilities: frozenset[str]) -> Planned:
+    from hybrid.checkpoint import open_checkpoint
+
+    with open_checkpoint(path) as c:
+        kinds, shapes = {n: c.dtype(n) for n in c.names}, {n: c.shape(n) for n in c.names}
+        mixture = "/".join(sorted({kinds[n] for n in c.names if len(shapes[n]) > 1}))
+        return Planned(Path(path).name, c.hparams, _infos(kinds, shapes), mixture, precision, kv, capabilities)
+
+
+def _infos(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, WeightInfo]:
+    from hybrid.quant.reencode import native
+
+    return {n: WeightInfo(native(k, "vulkan") if len(shapes[n]) > 1 else k, shapes[n]) for n, k in kinds.items()}
+
+
+def _work(made: Plan, context: int, device: DryDevice) -> Work:
+    counted = count(made, device)
+    costs: dict[tuple[object, ...], tuple[int, int, int]] = {}  # layers repeat: each distinct step is evaluated once
+    items = []
+    for step in made.steps:
+        used = {k: made.tensors[n] for k, n in step.args.items()}
+        key = (
+            step.op,
+            tuple(step.bind.items()),
+            tuple(step.attrs.items()),
+            tuple((d.dtype, d.pieces, d.kind) for d in used.values()),
+        )
+        if key not in costs:
+            cost = step_cost(made, step, context)
+            costs[key] = cost.flops, cost.nbytes, _activations(step, used)
+        counts = counted.dispatches[step.name], counted.barriers[step.name]
+        items.append(Item(step.name, step.op, rate_of(step, used, device.has("f16_matrices")), *costs[key], *counts))
+    return Work(made.rows, made.outs, tuple(items))
+
+
+def _activations(step: Step, used: Mapping[str, TensorDecl]) -> int:
+    """Bytes of a step's activations: the terms of its cost that vanish when they take no space."""
+    op = load_op(step.op)
+    env: dict[str, Any] = {**step.bind, **op.attrs(step.bind, step.attrs)}
+
+    def size(every: bool) -> float:
+        return op.cost.bytes.eval(env, lambda t: DTYPES[used[t].dtype].bits / 8 * (every or used[t].kind != "activation"))
+
+    return round(size(True) - size(False))
+
+
+def rate_of(step: Step, used: Mapping[str, TensorDecl], units: bool) -> Rate:
+    """What a step's products are made of: int8 codes, f16 numbers, or f32; by its tensors, and by what its specification
+    lets matrix units round, where the device has them."""
+    rounded = load_op(step.op).numerics.matrices
+    if units and rounded and rounded.when.eval(step.bind) and all(used[k].dtype == d for k, d in rounded.dtypes.items()):
+        return "f16"
+    inputs = {used[k].dtype for k in ("x", "h") if k in used}
+    matrix = any(d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.") for d in used.values())
+    if matrix and "q8_act" in inputs:
+        return "int8"
+    return "f16" if matrix and "f16" in inputs else "f32"

@@ -1,0 +1,5 @@
+import sys
+
+from perf.targets import main
+
+sys.exit(main())

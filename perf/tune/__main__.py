@@ -1,0 +1,5 @@
+import sys
+
+from perf.tune import main
+
+sys.exit(main())
