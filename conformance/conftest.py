@@ -52,9 +52,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     xml = session.config.stash.get(xml_key, None)
     if xml is None:
         return
-    from kernels.vulkan.api import VulkanUnavailable
-    from kernels.vulkan.instance import list_devices, select
-    from kernels.vulkan.kernel import kernels_digest
+    from hybrid.kernels.vulkan.api import VulkanUnavailable
+    from hybrid.kernels.vulkan.instance import list_devices, select
+    from hybrid.kernels.vulkan.kernel import kernels_digest
 
     try:
         device = select(list_devices(), os.environ.get("HYBRID_VULKAN_DEVICE", "auto"))
@@ -69,8 +69,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Where the part that needs matrix units ran, if it did not run here."""
     skipped = terminalreporter.stats.get("skipped", [])
     if wanted := units.left_out((r.nodeid, r.longrepr[2]) for r in skipped if isinstance(r.longrepr, tuple)):
-        from kernels.vulkan.kernel import kernels_digest
-        from perf.record import load_records
+        from hybrid.kernels.vulkan.kernel import kernels_digest
+        from hybrid.perf.record import load_records
 
         terminalreporter.write_line(units.elsewhere(wanted, load_records(), kernels_digest()))
 
@@ -92,7 +92,7 @@ def devices(open_devices: Devices) -> Iterator[Devices]:
 @pytest.fixture
 def sim_machine() -> Iterator[None]:
     """A simulated NPU that is there, with no faults to come; whatever a test does to it ends with the test."""
-    from kernels.npu import xrt_sim
+    from hybrid.kernels.npu import xrt_sim
 
     xrt_sim.reset()
     yield

@@ -59,24 +59,24 @@ def _package(name: str, area: str, otherwise: State) -> Finding:
 
 
 def _embedded() -> Finding:
-    from hybrid.generate import EMBEDDED
+    from hybrid.core.places import DEMO
 
-    there = EMBEDDED.is_file()
+    there = DEMO.is_file()
     return Finding(
         "models",
         "embedded model",
         "ok" if there else "optional",
-        f"{EMBEDDED} ({EMBEDDED.stat().st_size / 1e6:.1f} MB)" if there else f"{EMBEDDED} is not there",
+        f"{DEMO} ({DEMO.stat().st_size / 1e6:.1f} MB)" if there else f"{DEMO} is not there",
         "" if there else "name a model on the command line, or clone the repository whole",
     )
 
 
 def _vulkan() -> Iterator[Finding]:
-    from kernels.vulkan.api import INSTALL, VulkanUnavailable
+    from hybrid.kernels.vulkan.api import INSTALL, VulkanUnavailable
 
     try:
-        from kernels.vulkan.features import query
-        from kernels.vulkan.instance import Instance
+        from hybrid.kernels.vulkan.features import query
+        from hybrid.kernels.vulkan.instance import Instance
 
         instance = Instance()
     except (VulkanUnavailable, ImportError) as e:
@@ -102,8 +102,8 @@ def _vulkan() -> Iterator[Finding]:
 
 
 def _device(info: Any, report: Any, heaps: list[dict[str, Any]]) -> Finding:
+    from hybrid.kernels.vulkan.features import F16_MATRIX
     from hybrid.spec.devicesheet import sheet_for
-    from kernels.vulkan.features import F16_MATRIX
 
     sheet = sheet_for(info.label)
     peak = sheet.peak.bandwidth_gb_s if sheet else None
@@ -138,7 +138,7 @@ def _device(info: Any, report: Any, heaps: list[dict[str, Any]]) -> Finding:
 
 
 def _heaps(handle: Any) -> list[dict[str, Any]]:
-    from kernels.vulkan.api import vk
+    from hybrid.kernels.vulkan.api import vk
 
     properties = vk.vkGetPhysicalDeviceMemoryProperties(handle)
     local = vk.VK_MEMORY_HEAP_DEVICE_LOCAL_BIT
@@ -169,7 +169,7 @@ def _npu() -> Iterator[Finding]:
 
 
 def _memory() -> Finding:
-    from kernels.oracle.memory import available_bytes, usable_bytes
+    from hybrid.kernels.oracle.memory import available_bytes, usable_bytes
 
     free, usable = available_bytes(), usable_bytes()
     detail = f"{free / 2**30:.1f} GiB available; the cpu device takes up to {usable / 2**30:.1f} GiB and reads what weights are "

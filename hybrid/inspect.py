@@ -192,7 +192,7 @@ class Memory:
 
 def _asked(devices: Sequence[Memory]) -> dict[str, Any]:
     """What `needs` is worked out for: Vulkan without and with matrix units, every device that is there, the cpu."""
-    from kernels.vulkan.dry import DryDevice
+    from hybrid.kernels.vulkan.dry import DryDevice
 
     kinds = {"vulkan": DryDevice(), UNITS: DryDevice(features=lambda feature: feature == "f16_matrices")}
     return {**kinds, **{m.needs: m.dry for m in devices if m.dry is not None}, "cpu": None}
@@ -200,8 +200,8 @@ def _asked(devices: Sequence[Memory]) -> dict[str, Any]:
 
 def planned_on(dry: Any) -> dict[str, Any]:
     """Footprint's arguments for a device as kernels.vulkan.dry records for it."""
+    from hybrid.kernels.vulkan.dry import scratch_bytes
     from hybrid.planning.passes import capabilities_of
-    from kernels.vulkan.dry import scratch_bytes
 
     return {"capabilities": capabilities_of(dry.has), "beside": lambda plan: scratch_bytes(plan, dry)}
 
@@ -244,7 +244,7 @@ def _tokenizer(checkpoint: Any) -> dict[str, Any]:
 def memories(given: int | None) -> list[Memory]:
     """Memory sizes to compare with: the one given, every Vulkan device's, what the cpu device takes at most."""
     from hybrid.devices.opening import NoDevice
-    from kernels.oracle.memory import usable_bytes
+    from hybrid.kernels.oracle.memory import usable_bytes
 
     found = [] if given is None else [Memory("--memory", given, "vulkan"), Memory(f"--memory, {UNITS}", given, UNITS)]
     try:
@@ -259,9 +259,9 @@ def _vulkan() -> list[Memory]:
     from hybrid.devices.opening import NoDevice
 
     try:
-        from kernels.vulkan.api import VulkanUnavailable
-        from kernels.vulkan.dry import DryDevice
-        from kernels.vulkan.instance import survey
+        from hybrid.kernels.vulkan.api import VulkanUnavailable
+        from hybrid.kernels.vulkan.dry import DryDevice
+        from hybrid.kernels.vulkan.instance import survey
     except ImportError as error:
         raise NoDevice(f"the Vulkan backend cannot be imported ({error})") from None
     try:

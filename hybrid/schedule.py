@@ -103,11 +103,11 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
 
 def _dry(device: str) -> Any:
     """A device of the survey as plans are counted for it; for plain `vulkan` one with subgroups of 32, no matrix units."""
-    from kernels.vulkan.dry import DryDevice
+    from hybrid.kernels.vulkan.dry import DryDevice
 
     if device == "vulkan":
         return DryDevice()
-    from kernels.vulkan.instance import survey
+    from hybrid.kernels.vulkan.instance import survey
 
     found = {f"vulkan:{info.index}": report for info, report in survey()}
     if device not in found:
@@ -159,7 +159,7 @@ def _dispatches(plan: Any, device: str) -> dict[str, int]:
     """Dispatches by step, for devices that can count without running."""
     if device == "cpu":
         return {s.name: 1 for s in plan.steps}
-    from kernels.vulkan.dry import count
+    from hybrid.kernels.vulkan.dry import count
 
     return count(plan, _dry(device)).dispatches
 

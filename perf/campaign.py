@@ -24,8 +24,8 @@ from pydantic import Field
 
 from hybrid.cli import Parser, UsageError, positive, run
 from hybrid.cli.progress import progress_bar
-from hybrid.core.places import clone
-from hybrid.spec.load import ROOT, Model, load_toml
+from hybrid.core.places import ROOT, clone
+from hybrid.spec.load import Model, load_toml
 
 FILE = Path(__file__).with_name("campaign.toml")
 PROOF = "proof.xml"

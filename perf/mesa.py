@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import Parser, run
-from hybrid.core.places import cache_folder, in_clone
-from hybrid.spec.load import ROOT
+from hybrid.core.places import ROOT, cache_folder, in_clone
 
 TRIXIE = (ROOT / "build" if in_clone() else cache_folder()) / "mesa-trixie"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
@@ -39,7 +38,7 @@ class Mesa:
     launcher: tuple[str, ...] = ()
 
     def table(self) -> dict[str, Any]:
-        """perf.isa.radv's table from a process on this Mesa. RuntimeError with what the driver said."""
+        """hybrid.perf.isa.radv's table from a process on this Mesa. RuntimeError with what the driver said."""
         said = ""
         for family in FAMILIES:
             done = self._start(family)
@@ -55,7 +54,7 @@ class Mesa:
         env.pop("HYBRID_VULKAN_VALIDATION", None)
         # The interpreter itself, not a virtual environment's link: ld-linux would not find its modules.
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(p for p in sys.path if p.endswith("site-packages"))])
-        command = [*self.launcher, os.path.realpath(sys.executable), "-m", "perf.isa.radv"]
+        command = [*self.launcher, os.path.realpath(sys.executable), "-m", "hybrid.perf.isa.radv"]
         return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

@@ -32,7 +32,7 @@ from hybrid.bench.probe import products
 from hybrid.cli import Parser, UsageError, add_model, amount, open_model, positive, run
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
-from perf.neighbour import BUSY, open_gpu
+from hybrid.perf.neighbour import BUSY, open_gpu
 
 BESIDE = ("copy", "matrix", "engines")
 AT_ONCE = 3  # neighbours that start, run and are killed side by side
@@ -49,7 +49,7 @@ class Neighbour:
 
     def __init__(self, options: Sequence[str], seconds: float) -> None:
         self.options = " ".join(options)
-        command = [sys.executable, "-m", "perf.neighbour", *options, "--seconds", f"{seconds:.1f}", "--attached"]
+        command = [sys.executable, "-m", "hybrid.perf.neighbour", *options, "--seconds", f"{seconds:.1f}", "--attached"]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe that nobody reads would fill up)
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=self._errors)

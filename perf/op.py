@@ -19,9 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from conformance.harness import control_of, declared, plan_of, run_case, step_of
-from conformance.harness.cases import Case
-from conformance.harness.inputs import make
 from hybrid.checkpoint.random import random_packed
 from hybrid.cli import Parser, amount, run
 from hybrid.cli.progress import progress_bar
@@ -30,6 +27,9 @@ from hybrid.core.dtypes import WEIGHT_TYPES
 from hybrid.core.plan import Plan
 from hybrid.core.units import show_rate
 from hybrid.devices.opening import open_first
+from hybrid.harness import control_of, declared, plan_of, run_case, step_of
+from hybrid.harness.cases import Case
+from hybrid.harness.inputs import make
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.devicesheet import DeviceSheet, sheet_for
 from hybrid.spec.fields import Workload

@@ -42,14 +42,20 @@ COMMANDS = (
     "kernels.npu.check",
     "kernels.npu.emitter",
     "perf.npu",
-    "conformance.npu_capture",
+    "hybrid.harness.npu_capture",
 )
 HEAD = """# Commands
 
-Every option of every command of an installation; each also takes `--help` and `--version`. Made from the commands
+Every option of every command; each also takes `--help` and `--version`. In an installation, where all lies in one package,
+`perf` and `kernels` are `hybrid.perf` and `hybrid.kernels`. Made from the commands
 themselves: `make docs` renews this page, `make check` compares it.
 Errors are one line on standard error; `HYBRID_DEBUG=1` adds the traceback.
 """
+
+
+def installed(command: str) -> str:
+    """The module that an installation knows a command by."""
+    return command if command.startswith("hybrid.") else f"hybrid.{command}"
 
 
 class _Found(Exception):
@@ -62,10 +68,9 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     def stop(self: argparse.ArgumentParser, *args: object, **more: object) -> None:
         raise _Found(self)
 
-    try:
-        found = importlib.import_module(f"{module}.__main__")
-    except ModuleNotFoundError:
-        found = importlib.import_module(module)
+    found = importlib.import_module(installed(module))
+    if not hasattr(found, "main"):
+        found = importlib.import_module(f"{installed(module)}.__main__")
     with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
         try:
             found.main([])

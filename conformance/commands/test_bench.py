@@ -15,10 +15,10 @@ from hybrid.bench.measure import Bench, Row
 from hybrid.bench.probe import Probes, probe
 from hybrid.bench.report import text
 from hybrid.engine.engine import Engine
+from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.planning.cost import Cost, plan_cost
 from hybrid.spec.devicesheet import DeviceSheet, find_sheet
 from hybrid.spec.load import validate
-from kernels.oracle.device import CpuDevice
 
 pytestmark = pytest.mark.slow
 

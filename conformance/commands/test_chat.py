@@ -31,10 +31,10 @@ from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.engine import Engine
 from hybrid.engine.kv import ContextExceeded
 from hybrid.generate.chat_loop import Conversation, Options
+from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.text import chat
 from hybrid.text.chat_template import ChatError, expand, expand_apart
 from hybrid.text.tokenizer import CONTROL, Tokenizer
-from kernels.oracle.device import CpuDevice
 
 
 @cache

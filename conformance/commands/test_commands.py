@@ -18,14 +18,14 @@ from hybrid.checkpoint.find import OLLAMA_MODEL, called, find_models
 from hybrid.cli import progress
 from hybrid.core.units import show_count, show_rate
 from hybrid.engine.stats import Stats
+from hybrid.kernels.vulkan import build
+from hybrid.kernels.vulkan.dry import DryDevice
+from hybrid.perf import isa
+from hybrid.perf.roofline.work import subject
 from hybrid.planning import footprint as footprints
 from hybrid.planning import planner
 from hybrid.planning.expand import WeightInfo
 from hybrid.spec.model import load_models
-from kernels.vulkan import build
-from kernels.vulkan.dry import DryDevice
-from perf import isa
-from perf.roofline.work import subject
 
 
 # ------------------------------------------------------------------------------------------------------------- progress
@@ -122,7 +122,7 @@ def test_one_token_has_no_speed():
 
 
 def test_the_cpu_is_timed_by_the_clock_that_it_has(capsys, monkeypatch):
-    from perf import op
+    from hybrid.perf import op
 
     monkeypatch.setattr(op, "WARM_UP", 0.0)
     assert op.main(["rmsnorm", "--workload", "demo.decode", "--device", "cpu", "--seconds", "0.001"]) == 0

@@ -15,9 +15,9 @@ from conformance.support.devices import BACKENDS
 from conformance.support.synthetic import tiny, write_hf
 from hybrid import doctor, generate
 from hybrid.devices.opening import NoDevice
+from hybrid.kernels.vulkan.api import VulkanUnavailable
 from hybrid.text.stops import StopFilter
 from hybrid.text.tokenizer import StreamDecoder
-from kernels.vulkan.api import VulkanUnavailable
 
 PYTHON = [sys.executable, "-m"]
 
@@ -69,7 +69,7 @@ def test_auto_computes_on_the_cpu_where_there_is_no_gpu_and_says_so(folder, monk
     def none(selector, **options):
         raise VulkanUnavailable(f"no {selector} here")
 
-    monkeypatch.setattr("kernels.vulkan.device.open_device", none)
+    monkeypatch.setattr("hybrid.kernels.vulkan.device.open_device", none)
     with hybrid.load(folder, device="auto") as model:
         assert "".join(model.generate("the", 2, ignore_eos=True)) and model.device == "cpu"
         assert model.stats.line().startswith("cpu (fallback) | ")

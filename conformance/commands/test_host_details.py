@@ -30,6 +30,7 @@ from hybrid.devices import opening as devices
 from hybrid.devices.transfers import Carried
 from hybrid.engine.engine import Engine
 from hybrid.engine.trace import Pass, Timing
+from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.perplexity import Running
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cost import memory, plan_cost
@@ -37,7 +38,6 @@ from hybrid.planning.footprint import every_size
 from hybrid.planning.passes import pass_sizes
 from hybrid.text.chat import _quoted, encode
 from hybrid.text.tokenizer import Tokenizer, Vocabulary
-from kernels.oracle.device import CpuDevice
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_a_vulkan_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytes
     imported = builtins.__import__
 
     def fail(name: str, *rest: Any) -> Any:
-        if name.startswith("kernels.vulkan"):
+        if name.startswith("hybrid.kernels.vulkan"):
             raise ImportError("libvulkan.so.1: cannot open")
         return imported(name, *rest)
 
@@ -284,8 +284,8 @@ def test_doctor_ends_by_what_is_needed(
 
 
 def test_doctor_tells_memory_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.oracle.memory.available_bytes", lambda: 7 << 30)
-    monkeypatch.setattr("kernels.oracle.memory.usable_bytes", lambda: 5 << 30)
+    monkeypatch.setattr("hybrid.kernels.oracle.memory.available_bytes", lambda: 7 << 30)
+    monkeypatch.setattr("hybrid.kernels.oracle.memory.usable_bytes", lambda: 5 << 30)
     found = doctor._memory()
     assert "7.0 GiB available" in found.detail and "up to 5.0 GiB" in found.detail
     assert found.data == {"available_bytes": 7 << 30, "usable_bytes": 5 << 30}

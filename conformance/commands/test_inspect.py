@@ -19,11 +19,11 @@ from hybrid.core.units import parse_bytes, shortest, show_bytes
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
 from hybrid.inspect import main, planned_on
+from hybrid.kernels.oracle.device import CpuDevice
+from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.footprint import footprint
 from hybrid.spec.model import find_model, load_models
-from kernels.oracle.device import CpuDevice
-from kernels.vulkan.dry import DryDevice, scratch_bytes
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 40), (3, 256), (32, 200)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import fcntl
 import json
 import os
@@ -18,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from conformance.support.devices import need_compiler
-from hybrid.spec.load import ROOT
+from hybrid.core.places import ROOT
 from tools.help import COMMANDS
+from tools.help import installed as module_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,7 +28,7 @@ else:
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SCRIPTS = PROJECT["project"]["scripts"]
-LEFT_OUT = ("__pycache__", "*.egg-info", "data", "saboteurs", "*-q4_0.gguf", "*-bf16.gguf")  # large, and in no wheel
+LEFT_OUT = ("__pycache__", "*.egg-info", "data", "mutants", "*-q4_0.gguf", "*-bf16.gguf")  # large, and in no wheel
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "hybrid", "kernels", "specs", "perf", "conformance", "models")
 # `python -m ...` of the pages that are no commands of an installation: other projects' modules, and what only a clone has.
 ELSEWHERE = {"pytest", "conformance.mutation.hosts", "venv", "tarfile", "conformance.files.agreement",
@@ -39,16 +39,16 @@ import contextlib, io, json, runpy, sys, warnings
 warnings.filterwarnings("ignore", message=".*found in sys.modules")
 for command in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
-    if command[0] == "perf.report":  # its sections take a minute; where it goes does not depend on them
-        import perf.report
-        perf.report.load_records = lambda: ()
+    if command[0] == "hybrid.perf.report":  # its sections take a minute; where it goes does not depend on them
+        import hybrid.perf.report
+        hybrid.perf.report.load_records = lambda: ()
         for part in ("measured", "modelled", "targets", "cards"):
-            setattr(perf.report.Report, part, lambda self: "")
+            setattr(hybrid.perf.report.Report, part, lambda self: "")
     sys.argv = ["python -m " + command[0], *command[1:]]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            if command[0] == "perf.report":
-                code = perf.report.main(command[1:])
+            if command[0] == "hybrid.perf.report":
+                code = hybrid.perf.report.main(command[1:])
             else:
                 runpy.run_module(command[0], run_name="__main__", alter_sys=True)
                 code = "no exit code"
@@ -107,7 +107,7 @@ def install(root: Path) -> None:
     """Build the wheel from a copy of the sources (building leaves files beside them) and install it."""
     for part in PARTS:
         if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, root / "source" / part, ignore=shutil.ignore_patterns(*LEFT_OUT))
+            shutil.copytree(ROOT / part, root / "source" / part, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
         else:
             (root / "source").mkdir(exist_ok=True)
             shutil.copy(ROOT / part, root / "source" / part)
@@ -151,31 +151,16 @@ def installed(root: Path, tmp_path: Path) -> Installation:
 
 def test_a_wheel_has_what_commands_import_and_no_test(installed: Installation) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
-    shipped = {n.removesuffix(".py").replace("/", ".") for n in names if n.startswith("conformance/")}
-    assert not any("test_" in n or "conftest" in n for n in shipped) and "models/demo-gemma3-q8_0.gguf" in names
-    starts = [p for folder in ("hybrid", "kernels", "perf") for p in (ROOT / folder).rglob("*.py")]
-    needed = {"conformance.__init__", "conformance.npu_capture"}
-    todo = [*starts, ROOT / "conformance" / "npu_capture.py"]
-    while todo:
-        for name in _imports(todo.pop()):
-            if name not in needed:
-                needed.add(name)
-                todo.append(ROOT / (name.replace(".", "/") + ".py"))
-    assert shipped == needed
-
-
-def _imports(path: Path) -> set[str]:
-    """Modules of conformance that a file imports, inside functions too."""
-    found, text = set(), path.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)) if "conformance" in text else ():
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "conformance":
-            names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "conformance" else [node.module]
-            found |= {n for n in names if (ROOT / (n.replace(".", "/") + ".py")).exists()}
-    return found
+    assert {n.partition("/")[0] for n in names if ".dist-info/" not in n} == {"hybrid"}
+    assert not any("test_" in n or "conftest" in n for n in names) and "hybrid/models/demo-gemma3-q8_0.gguf" in names
+    modules = {n for n in names if n.endswith(".py")}
+    links = {folder: f"hybrid/{folder}" for folder in ("kernels", "perf", "conformance/harness")}
+    there = {p.relative_to(ROOT).as_posix() for folder in ("hybrid", *links) for p in (ROOT / folder).rglob("*.py")}
+    assert modules == {next((to + n[len(a) :] for a, to in links.items() if n.startswith(f"{a}/")), n) for n in there}
 
 
 def test_every_command_starts_from_an_empty_folder(installed: Installation) -> None:
-    results = installed.run([[name, option] for name in COMMANDS for option in ("--help", "--version")])
+    results = installed.run([[module_of(name), option] for name in COMMANDS for option in ("--help", "--version")])
     assert len(results) == 2 * len(COMMANDS)
     for command, (code, out, err) in results.items():
         assert code == 0 and not err, f"{command}: {code}\n{err}"
@@ -195,7 +180,7 @@ def test_commands_of_the_pages_are_those_of_an_installation() -> None:
 def test_commands_work_and_write_where_they_are_run(installed: Installation) -> None:
     """With tiny inputs, in their order: later ones read what earlier ones wrote."""
     (installed.work / "t.txt").write_text("def read(path):\n    return open(path)\n" * 3)
-    demo = str(installed.packages / "models" / "demo-gemma3-q8_0.gguf")
+    demo = str(installed.packages / "hybrid" / "models" / "demo-gemma3-q8_0.gguf")
     tiny = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--head", "q8_0", "--device", "cpu"]
     wanted: dict[str, tuple[int, str]] = {
         "hybrid.generate -n 2 --device cpu": (0, "generated 2"),
@@ -208,25 +193,25 @@ def test_commands_work_and_write_where_they_are_run(installed: Installation) -> 
         "hybrid.spec check": (0, "are sound"),
         "hybrid.spec docs --check": (0, "nothing was compared"),
         "hybrid.spec docs": (0, "wrote docs/ops.md"),
-        "perf.op rmsnorm --workload demo.decode --device cpu --seconds 0.001": (0, "the host's clock"),
-        "perf.probe --device cpu": (0, "numpy copy"),
-        f"perf.profile {' '.join(tiny)} --context 4 -r 1": (0, "host, waiting"),
-        "perf.roofline gemma3-270m --context 16": (0, "modelled"),
-        "perf.targets --device lavapipe": (1, "no pass can be modelled on it"),
-        "perf.isa --kernels nope": (2, "no kernel is called 'nope'"),
-        "perf.mesa list": (0, "RADV" if not any(map(os.path.exists, _icds())) else "Mesa"),
-        "perf.gate --only spirv": (0, "gate spirv: holds"),
-        "perf.gate --only spirv --update": (1, "only in a clone of the repository"),
-        "perf.record p.xml f.json": (1, "only in a clone of the repository"),
-        "perf.report": (0, "build/report/index.html"),
-        "perf.report --markdown --check": (0, "nothing was compared"),
-        "perf.campaign --list": (0, "python -m perf.ablate"),
-        "perf.campaign --only proof": (1, "only in a clone of the repository"),
-        "perf.npu": (0, "MAC/cycle"),
-        "kernels.vulkan.build": (2, "name another folder with --out"),
-        "kernels.npu.check 27b.qkv.i8": (0, "locks"),
-        "kernels.npu.emitter 27b.qkv.i8": (0, "aie"),
-        "kernels.npu.build --sim 27b.qkv.i8": (0, "xclbin"),
+        "hybrid.perf.op rmsnorm --workload demo.decode --device cpu --seconds 0.001": (0, "the host's clock"),
+        "hybrid.perf.probe --device cpu": (0, "numpy copy"),
+        f"hybrid.perf.profile {' '.join(tiny)} --context 4 -r 1": (0, "host, waiting"),
+        "hybrid.perf.roofline gemma3-270m --context 16": (0, "modelled"),
+        "hybrid.perf.targets --device lavapipe": (1, "no pass can be modelled on it"),
+        "hybrid.perf.isa --kernels nope": (2, "no kernel is called 'nope'"),
+        "hybrid.perf.mesa list": (0, "RADV" if not any(map(os.path.exists, _icds())) else "Mesa"),
+        "hybrid.perf.gate --only spirv": (0, "gate spirv: holds"),
+        "hybrid.perf.gate --only spirv --update": (1, "only in a clone of the repository"),
+        "hybrid.perf.record p.xml f.json": (1, "only in a clone of the repository"),
+        "hybrid.perf.report": (0, "build/report/index.html"),
+        "hybrid.perf.report --markdown --check": (0, "nothing was compared"),
+        "hybrid.perf.campaign --list": (0, "python -m perf.ablate"),
+        "hybrid.perf.campaign --only proof": (1, "only in a clone of the repository"),
+        "hybrid.perf.npu": (0, "MAC/cycle"),
+        "hybrid.kernels.vulkan.build": (2, "name another folder with --out"),
+        "hybrid.kernels.npu.check 27b.qkv.i8": (0, "locks"),
+        "hybrid.kernels.npu.emitter 27b.qkv.i8": (0, "aie"),
+        "hybrid.kernels.npu.build --sim 27b.qkv.i8": (0, "xclbin"),
     }
     results = installed.run([command.split() for command in wanted])
     for command, (code, words) in wanted.items():
@@ -238,7 +223,7 @@ def test_commands_work_and_write_where_they_are_run(installed: Installation) -> 
 
 
 def _icds() -> tuple[str, ...]:
-    from perf.mesa import SYSTEM_ICDS
+    from hybrid.perf.mesa import SYSTEM_ICDS
 
     return SYSTEM_ICDS
 
@@ -247,8 +232,8 @@ def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installati
     need_compiler()
     devices.get("vulkan")  # type: ignore[attr-defined]  # skips where there is none
     results = installed.run([
-        ["perf.tune", "sample", "--workload", "demo", "--seconds", "0.001", "--write", "--table", "mine"],
-        ["kernels.vulkan.build", "--check", "--only", "geglu"],
+        ["hybrid.perf.tune", "sample", "--workload", "demo", "--seconds", "0.001", "--write", "--table", "mine"],
+        ["hybrid.kernels.vulkan.build", "--check", "--only", "geglu"],
     ])  # fmt: skip
     (tuned, checked) = results.values()
     assert tuned[0] == 0 and "wrote tuning/mine.toml" in tuned[2], tuned
@@ -259,8 +244,8 @@ def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installati
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
 def test_an_npu_is_captured_from_an_installation(installed: Installation) -> None:
     results = installed.run([
-        ["conformance.npu_capture", "o.zip", "--npu", "sim", "--only", "rmsnorm/000"],
-        ["conformance.npu_capture", "o.zip", "--compare"],
+        ["hybrid.harness.npu_capture", "o.zip", "--npu", "sim", "--only", "rmsnorm/000"],
+        ["hybrid.harness.npu_capture", "o.zip", "--compare"],
     ])  # fmt: skip
     assert [code for code, _, _ in results.values()] == [0, 0], results
     assert (installed.work / "o.zip").is_file() and installed.untouched()

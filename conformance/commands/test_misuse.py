@@ -16,9 +16,9 @@ from conformance.support.models import GOLDEN, MODELS
 from hybrid import generate, inspect, perplexity
 from hybrid.cli import CACHES, PRECISIONS
 from hybrid.engine.engine import Engine
+from hybrid.kernels.vulkan.kernel import warn_once, write_cache
+from hybrid.perf import ablate, npu, op, tune
 from hybrid.planning.planner import PrecisionName, Target
-from kernels.vulkan.kernel import warn_once, write_cache
-from perf import ablate, npu, op, tune
 
 MODEL = MODELS / "demo-gemma3-q8_0.gguf"
 

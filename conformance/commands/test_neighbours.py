@@ -18,8 +18,8 @@ from conformance.support.models import MODELS
 from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.engine import Engine
-from perf import neighbour, neighbours
-from perf.neighbours import Neighbour, NeighbourFailed, Trials
+from hybrid.perf import neighbour, neighbours
+from hybrid.perf.neighbours import Neighbour, NeighbourFailed, Trials
 
 DEMO = MODELS / "demo-gemma3-q8_0.gguf"
 SIZES = ("gemma3-4b", "gemma3-27b") if LONG else ("gemma3-270m",)

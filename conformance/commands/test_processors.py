@@ -9,7 +9,7 @@ import pytest
 import threadpoolctl
 
 from conformance.support import rough
-from kernels.oracle import attention, linear
+from hybrid.kernels.oracle import attention, linear
 from tools import processors
 
 

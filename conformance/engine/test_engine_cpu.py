@@ -15,8 +15,8 @@ from hybrid.core.errors import SpecError
 from hybrid.engine.engine import Engine
 from hybrid.engine.kv import ContextExceeded
 from hybrid.engine.sampling import Sampling
+from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.spec.schedule import find_schedule
-from kernels.oracle.device import CpuDevice
 
 IDS = [2, *range(20, 60), 7, 9, 300, 31]  # longer than the window and than a block
 SHAPES = {

@@ -14,8 +14,8 @@ from hybrid.engine.chunks import bucket_of, buckets, chunks
 from hybrid.engine.engine import Engine
 from hybrid.engine.kv import ContextExceeded
 from hybrid.engine.sampling import Sampling
+from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.planning.passes import HIDDEN_BYTES, LOGITS_BYTES, capabilities_of, chunk_of, fixed_rows, pass_sizes
-from kernels.oracle.device import CpuDevice
 
 IDS = [2, *range(20, 60)]
 

@@ -12,7 +12,7 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
-from kernels.oracle.device import CpuDevice
+from hybrid.kernels.oracle.device import CpuDevice
 
 MORE = {
     "narrowest": {"hidden": 32, "ffn": 32, "head_dim": 16, "n_heads": 1, "n_kv_heads": 1, "n_layers": 1,

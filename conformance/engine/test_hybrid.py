@@ -22,10 +22,10 @@ from hybrid.core.tensor import Tensor
 from hybrid.devices import transfers as carrier
 from hybrid.devices.multi import PlacedDevice
 from hybrid.engine.trace import events
+from hybrid.kernels.npu import xrt_sim
 from hybrid.planning.planner import segments
 from hybrid.planning.slots import written
 from hybrid.spec.schedule import find_schedule, named_schedule
-from kernels.npu import xrt_sim
 
 FILE = MODELS / "demo-gemma3-q8_0.gguf"
 PROMPT, TOKENS = CLEAR, 12

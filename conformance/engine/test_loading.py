@@ -22,11 +22,11 @@ from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Packed, Tensor
 from hybrid.engine.loading import resident
 from hybrid.engine.weights import stored_types, upload
+from hybrid.kernels.vulkan.device import VulkanDevice
+from hybrid.kernels.vulkan.memory import Buffer, Memory
+from hybrid.kernels.vulkan.repack import REPACKED
 from hybrid.quant.blocks import ORDER
 from hybrid.quant.codec import from_ggml
-from kernels.vulkan.device import VulkanDevice
-from kernels.vulkan.memory import Buffer, Memory
-from kernels.vulkan.repack import REPACKED
 from tools import make_random_gguf
 from tools.make_random_gguf import random_file
 

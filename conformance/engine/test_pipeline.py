@@ -29,13 +29,13 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.kv import CacheShape
 from hybrid.engine.weights import stored_types
 from hybrid.generate import main
+from hybrid.kernels.npu import xrt_sim
+from hybrid.kernels.npu.device import NpuDevice
 from hybrid.planning.footprint import footprint
 from hybrid.planning.planner import segments
 from hybrid.planning.slots import in_lane, needs, passing
 from hybrid.spec.schedule import SCHEDULES as SCHEDULE_FILES
 from hybrid.spec.schedule import Schedule, named_schedule
-from kernels.npu import xrt_sim
-from kernels.npu.device import NpuDevice
 
 SCHEDULES = ("gemma3-hybrid", "gemma3-npu-prefill")
 CHUNK, CTX = 32, 256

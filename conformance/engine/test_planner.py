@@ -13,13 +13,13 @@ from hybrid.checkpoint.gemma3 import tensors
 from hybrid.core.errors import SpecError
 from hybrid.core.plan import ALIGN, Plan
 from hybrid.engine.kv import CacheShape
+from hybrid.kernels.vulkan.dry import count
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cost import step_cost
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.planner import Target, plan, segments
 from hybrid.spec.op import load_ops
 from hybrid.spec.schedule import FEW_ROWS, find_schedule
-from kernels.vulkan.dry import count
 
 GEMMA3 = find_schedule("gemma3")
 

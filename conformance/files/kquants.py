@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from conformance.harness.block_values import pack
 from conformance.support.gguf_files import finish
 from hybrid.checkpoint import Checkpoint
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.core.tensor import Tensor
+from hybrid.harness.block_values import pack
 from hybrid.quant.codec import dequantise, quantise, to_ggml
 
 K_TYPES = ("q4_k", "q5_k", "q6_k")

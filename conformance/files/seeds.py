@@ -17,7 +17,7 @@ from conformance.support.paths import DATA
 from conformance.support.synthetic import PIECES, config, sentencepiece_model, tiny, weights
 from hybrid.checkpoint.gemma3 import gguf_fields, tensors
 from hybrid.core.hparams import HParams
-from hybrid.spec.load import ROOT
+from hybrid.core.places import ROOT
 from hybrid.text.tokenizer import CONTROL, USER_DEFINED
 
 SEEDS = DATA / "seeds"

@@ -23,7 +23,8 @@ from conformance.files.targets import refused
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.core.errors import SpecError
-from hybrid.spec.load import ROOT, parse_toml
+from hybrid.core.places import ROOT
+from hybrid.spec.load import parse_toml
 from hybrid.spec.schedule import load_schedule
 from hybrid.text.tokenizer import TokenizerError
 

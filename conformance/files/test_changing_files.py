@@ -20,8 +20,8 @@ from conformance.engine.test_loading import raw_tensor, same, stored
 from conformance.support.paths import DEMO as MODEL
 from hybrid.core.dtypes import WEIGHT_TYPES
 from hybrid.core.plan import TensorDecl
+from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.quant.codec import dequantise, take
-from kernels.oracle.device import CpuDevice
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ SMALL = 1 << 20
 # Runs a command, and changes the file just before the n-th read of a file or the n-th pass of the cpu device.
 CHILD = """
 import os, runpy, sys
-from kernels.oracle import device
+from hybrid.kernels.oracle import device
 change, path, when, nth, memory, command, *arguments = sys.argv[1:]
 seen = 0
 def watched(function):
@@ -158,7 +158,7 @@ def test_logits_do_not_depend_on_where_weights_are(monkeypatch: pytest.MonkeyPat
     found: list[Any] = []
     for memory in (None, SMALL):
         if memory is not None:
-            monkeypatch.setattr("kernels.oracle.device.usable_bytes", lambda m=memory: m)
+            monkeypatch.setattr("hybrid.kernels.oracle.device.usable_bytes", lambda m=memory: m)
         with hybrid.load(MODEL, "cpu", precision="exact") as model:
             found.append(model.logits([2, 10, 20, 30]))
             left = model.engine.device.memory()["left_in_files"]  # type: ignore[index]

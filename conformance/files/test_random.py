@@ -10,8 +10,8 @@ from conformance.support.devices import BACKENDS
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.errors import SpecError
 from hybrid.engine.engine import Engine
+from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.planning.cost import memory
-from kernels.oracle.device import CpuDevice
 
 SMALL = {"layers": 2, "vocab": 2048}
 

@@ -11,8 +11,6 @@ import pytest
 import hybrid
 from conformance.files.kquants import K_TYPES, encode, mixture, write_gguf
 from conformance.files.type_table import log_softmax
-from conformance.harness import block_values
-from conformance.harness.compare import UNIT
 from conformance.support.devices import BACKENDS, open_backend
 from conformance.support.models import MODELS, documents
 from conformance.support.synthetic import tiny, write_hf
@@ -22,6 +20,8 @@ from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Rows, Tensor
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
+from hybrid.harness import block_values
+from hybrid.harness.compare import UNIT
 from hybrid.quant.codec import dequantise, rows, take
 from hybrid.quant.reencode import MOST, NATIVE, Reencoded, computed, native, reencode, summary
 

@@ -16,15 +16,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from conformance.harness import compare
-from conformance.harness.cases import Case, live
-from conformance.harness.compare import Disagreement, Verdict
-from conformance.harness.inputs import make
-from conformance.harness.reference import check, expect
-from conformance.harness.sampling import Params, judge
 from hybrid.core.device import Program
 from hybrid.core.plan import CONTROL, CONTROL_WORDS, NOT_FINITE, Extent, Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
+from hybrid.harness import compare
+from hybrid.harness.cases import Case, live
+from hybrid.harness.compare import Disagreement, Verdict
+from hybrid.harness.inputs import make
+from hybrid.harness.reference import check, expect
+from hybrid.harness.sampling import Params, judge
 from hybrid.spec import OpSpec
 
 POISON = (0xFF, 0x5A)

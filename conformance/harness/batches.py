@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conformance.harness.values import integers, permutation
+from hybrid.harness.values import integers, permutation
 
 STYLES = ("ragged", "mixed", "empty", "full", "edge")
 

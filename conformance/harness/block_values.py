@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conformance.harness.hashed import integers, uniform
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
+from hybrid.harness.hashed import integers, uniform
 
 CODES = {
     "q8_0": (-127, 127), "q4_0": (-8, 7), "q4_1": (0, 15), "q5_0": (-16, 15), "q5_1": (0, 31), "q6_k": (-32, 31),

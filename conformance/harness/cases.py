@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from conformance.harness.batches import Batch, batch
+from hybrid.harness.batches import Batch, batch
 from hybrid.spec import OpSpec
 
 Mode = Literal["random", "exact"]

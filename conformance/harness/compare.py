@@ -89,7 +89,8 @@ def same(label: str, got: np.ndarray, ref: np.ndarray) -> None:
 
 def same_bits(label: str, got: np.ndarray, ref: np.ndarray) -> None:
     """Equality of every byte (tells -0 from 0 and one NaN from another)."""
-    if np.array_equal(*(np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (got, ref))):
+    flat_got, flat_ref = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (got, ref))
+    if np.array_equal(flat_got, flat_ref):
         return
     a, b = (np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, x.dtype.itemsize) for x in (got, ref))
     differs = (a != b).any(axis=-1)

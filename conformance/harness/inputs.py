@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from conformance.harness import values
-from conformance.harness.batches import Batch, block_table
-from conformance.harness.cases import Case, batch_of, live
-from conformance.harness.kinds import apply_kind
-from conformance.harness.sampling import Params
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
+from hybrid.harness import values
+from hybrid.harness.batches import Batch, block_table
+from hybrid.harness.cases import Case, batch_of, live
+from hybrid.harness.kinds import apply_kind
+from hybrid.harness.sampling import Params
 from hybrid.spec import OpSpec
 from hybrid.spec.fields import Domain
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from conformance.harness import values
-from conformance.harness.block_values import largest, negative, pack
-from conformance.harness.sampling import Params
 from hybrid.core.tensor import Tensor
+from hybrid.harness import values
+from hybrid.harness.block_values import largest, negative, pack
+from hybrid.harness.sampling import Params
 
 STYLE = {
     "first": "empty", "empty_cache": "empty", "last": "full", "full_cache": "full", "shuffled": "mixed",

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from conformance.harness import compare, values
-from conformance.harness.cases import Case, live
-from conformance.harness.compare import UNIT, Disagreement, Verdict
-from conformance.harness.sampled import choose, take
-from conformance.harness.scales import Call, scale
 from hybrid.core.tensor import Tensor
+from hybrid.harness import compare, values
+from hybrid.harness.cases import Case, live
+from hybrid.harness.compare import UNIT, Disagreement, Verdict
+from hybrid.harness.sampled import choose, take
+from hybrid.harness.scales import Call, scale
+from hybrid.kernels.oracle import ORACLE, argument
 from hybrid.spec import OpSpec
-from kernels.oracle import ORACLE, argument
 
 Tensors = Mapping[str, Tensor]
 # Products whose every order of summation is exact for small integers.

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from conformance.harness import values
-from conformance.harness.cases import Case
 from hybrid.core.tensor import Tensor
+from hybrid.harness import values
+from hybrid.harness.cases import Case
 from hybrid.spec import OpSpec
 
 LARGE = 250_000_000  # flops of a case from which on rows are drawn

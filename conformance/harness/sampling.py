@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conformance.harness.compare import Disagreement
+from hybrid.harness.compare import Disagreement
 
 _MASK = 0xFFFFFFFF
 

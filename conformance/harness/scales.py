@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from conformance.harness import block_values
 from hybrid.core.tensor import Tensor
-from kernels.oracle import ORACLE
-from kernels.oracle.attention import in_int8, rotate
-from kernels.oracle.norm import rms
+from hybrid.harness import block_values
+from hybrid.kernels.oracle import ORACLE
+from hybrid.kernels.oracle.attention import in_int8, rotate
+from hybrid.kernels.oracle.norm import rms
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def product(x: np.ndarray, x_dtype: str, w: Tensor, w_values: np.ndarray) -> np.
         _, scale, minimum = block_values.unpack(w)
         if w.dtype == "q4_0":
             minimum = 8 * scale
-        if np.ndim(minimum):
+        if isinstance(minimum, np.ndarray):
             sums = np.abs(x.reshape(*x.shape[:-1], -1, 32).sum(-1))
             terms += sums @ np.abs(minimum[..., 0]).T
     return terms

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conformance.harness.cases import Case, context, one_row_per_slot
 from hybrid.core.dtypes import DTYPES
+from hybrid.harness.cases import Case, context, one_row_per_slot
 from hybrid.spec import OpSpec, SpecError
 
 # role -> (size in edge cases, most units of multiple_of in drawn cases)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from conformance.harness import control_of, declared, plan_of, step_of
-from conformance.harness.cases import Case
-from conformance.harness.fixed import VARIANTS, covering, edge_cases, variant, variant_cases
-from conformance.harness.sizes import base_bind
 from hybrid.core.plan import Plan
+from hybrid.harness import control_of, declared, plan_of, step_of
+from hybrid.harness.cases import Case
+from hybrid.harness.fixed import VARIANTS, covering, edge_cases, variant, variant_cases
+from hybrid.harness.sizes import base_bind
+from hybrid.kernels.vulkan.dry import asked
+from hybrid.kernels.vulkan.tuning import Family, Value, tables
 from hybrid.spec import OpSpec
-from kernels.vulkan.dry import asked
-from kernels.vulkan.tuning import Family, Value, tables
 
 
 def plan_for(spec: OpSpec, case: Case) -> Plan:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conformance.harness import block_values
-from conformance.harness.block_values import quantised
-from conformance.harness.hashed import bits, integers, normal, permutation, uniform
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
+from hybrid.harness import block_values
+from hybrid.harness.block_values import quantised
+from hybrid.harness.hashed import bits, integers, normal, permutation, uniform
 
 __all__ = ["bits", "exact", "integers", "normal", "permutation", "quantised", "real", "rounded", "uniform"]
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.harness.cases import Case
-from conformance.harness.fixed import variant
-from conformance.harness.sizes import base_bind
 from conformance.mutation.edits import StaleSaboteur, edited, tables
 from conformance.support.paths import MUTANTS, ROOT
+from hybrid.harness.cases import Case
+from hybrid.harness.fixed import variant
+from hybrid.harness.sizes import base_bind
 from hybrid.spec import OpSpec
 
 KERNELS = ROOT / "kernels"
@@ -105,8 +105,8 @@ def mutated_function(saboteur: Saboteur, of: str) -> Callable[..., Any]:
 
 def mutated_spirv(saboteur: Saboteur, kernels: set[str], folder: Path) -> Path:
     """A folder of SPIR-V in which those of `kernels` that use the mutated shader are built from it."""
-    from kernels.vulkan.build import build
-    from kernels.vulkan.kernel import SPIRV
+    from hybrid.kernels.vulkan.build import build
+    from hybrid.kernels.vulkan.kernel import SPIRV
 
     source, out = folder / "shaders", folder / "spirv"
     shutil.copytree(FOLDERS["shader"], source)
@@ -123,7 +123,7 @@ def mutated_spirv(saboteur: Saboteur, kernels: set[str], folder: Path) -> Path:
 
 
 def _execute(path: Path, text: str) -> types.ModuleType:
-    name = ".".join(path.relative_to(KERNELS.parent).with_suffix("").parts)
+    name = ".".join(("hybrid", *path.relative_to(ROOT).with_suffix("").parts))
     module = types.ModuleType(name)
     module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
     # Data classes of the mutated module look it up by name.

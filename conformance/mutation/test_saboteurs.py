@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from conformance.harness import run_case
-from conformance.harness.compare import Disagreement
 from conformance.mutation.mutate import Saboteur, case_of, load, mutated_function, mutated_spirv
 from conformance.support.devices import GUARD, OP_BACKENDS, Devices, need_compiler, open_backend, spy_kernels
+from hybrid.harness import run_case
+from hybrid.harness.compare import Disagreement
 from hybrid.spec import load_ops
 
 SPECS = load_ops()
@@ -28,7 +28,7 @@ def _device(saboteur: Saboteur, kernels: set[str], options: dict[str, Any], fold
         return device
     if saboteur.kind == "shader":
         return open_backend("vulkan", spirv=mutated_spirv(saboteur, kernels, folder), **options)
-    from kernels.vulkan.ops import BINDINGS
+    from hybrid.kernels.vulkan.ops import BINDINGS
 
     return open_backend("vulkan", bindings={**BINDINGS, saboteur.op: mutated_function(saboteur, "record")}, **options)
 

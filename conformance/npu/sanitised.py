@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from conformance.harness.fixed import variant
-from conformance.harness.sizes import base_bind
 from conformance.npu import tiles
+from hybrid.harness.fixed import variant
+from hybrid.harness.sizes import base_bind
+from hybrid.kernels.npu import compile as npu
 from hybrid.spec import load_ops
-from kernels.npu import compile as npu
 
 libc = ctypes.CDLL(None)
 

@@ -12,13 +12,13 @@ import pytest
 from conformance.npu.test_npu_host import G, _opened, job
 from hybrid.core.plan import CONTROL, CONTROL_WORDS, Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
+from hybrid.kernels.npu import xrt_sim
+from hybrid.kernels.npu.artefact import find
+from hybrid.kernels.npu.build import build_sim
+from hybrid.kernels.npu.designs import gemm_i8
+from hybrid.kernels.npu.device import NpuDevice
+from hybrid.kernels.npu.xrt import NpuError
 from hybrid.spec import load_ops
-from kernels.npu import xrt_sim
-from kernels.npu.artefact import find
-from kernels.npu.build import build_sim
-from kernels.npu.designs import gemm_i8
-from kernels.npu.device import NpuDevice
-from kernels.npu.xrt import NpuError
 
 pytestmark = pytest.mark.usefixtures("sim_machine")
 

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.npu.artefact import fabric_digest
-from kernels.npu.attend import fitted, headers, plan, rounded, shape_of
-from kernels.npu.check import check
-from kernels.npu.design import DTYPES, Design, Element, Loop, Move
-from kernels.npu.designs import flash_attention, shipped
-from kernels.npu.designs.attention import CORES, Attention
-from kernels.npu.interpreter import Counts, Deadlock, Interpreter, NpuFault
-from kernels.npu.lower import Lowered, lower
-from kernels.npu.objects import on_this_computer
-from kernels.npu.ops import OPS
-from kernels.npu.xrt import Job
-from kernels.oracle import ORACLE
-from perf.npu import rates
-from perf.npu.attention import work
+from hybrid.kernels.npu.artefact import fabric_digest
+from hybrid.kernels.npu.attend import fitted, headers, plan, rounded, shape_of
+from hybrid.kernels.npu.check import check
+from hybrid.kernels.npu.design import DTYPES, Design, Element, Loop, Move
+from hybrid.kernels.npu.designs import flash_attention, shipped
+from hybrid.kernels.npu.designs.attention import CORES, Attention
+from hybrid.kernels.npu.interpreter import Counts, Deadlock, Interpreter, NpuFault
+from hybrid.kernels.npu.lower import Lowered, lower
+from hybrid.kernels.npu.objects import on_this_computer
+from hybrid.kernels.npu.ops import OPS
+from hybrid.kernels.npu.xrt import Job
+from hybrid.kernels.oracle import ORACLE
+from hybrid.perf.npu import rates
+from hybrid.perf.npu.attention import work
 
 SCORES = {"attention": "attention_stream_tile", "attention_i8": "attention_i8_stream_tile"}
 

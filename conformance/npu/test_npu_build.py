@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kernels.npu import build
-from kernels.npu.artefact import ArtefactError, decode, encode, fabric_digest, find, stem
-from kernels.npu.build import build_sim
-from kernels.npu.build import main as build_main
-from kernels.npu.designs import gemm_i8
-from kernels.npu.designs.gemm import Gemm
+from hybrid.kernels.npu import build
+from hybrid.kernels.npu.artefact import ArtefactError, decode, encode, fabric_digest, find, stem
+from hybrid.kernels.npu.build import build_sim
+from hybrid.kernels.npu.build import main as build_main
+from hybrid.kernels.npu.designs import gemm_i8
+from hybrid.kernels.npu.designs.gemm import Gemm
 
 G = Gemm(64, 64, 32, 16, 32, 16, 1)
 
@@ -45,7 +45,7 @@ def test_the_digest_covers_kernels_headers_and_data(monkeypatch: pytest.MonkeyPa
     design, first = gemm_i8(G), fabric_digest(gemm_i8(G))
     assert fabric_digest(gemm_i8(replace(G, M=128))) == first  # another stream of the same fabric
     assert fabric_digest(gemm_i8(replace(G, K=96))) != first
-    monkeypatch.setattr("kernels.npu.objects.host.digest", lambda name, **_: f"changed {name}")
+    monkeypatch.setattr("hybrid.kernels.npu.objects.host.digest", lambda name, **_: f"changed {name}")
     assert fabric_digest(design) != first
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.npu.check import Report, check, main, npu_limits, table
-from kernels.npu.design import (
+from hybrid.kernels.npu.check import Report, check, main, npu_limits, table
+from hybrid.kernels.npu.design import (
     Acquire,
     Array,
     Bind,
@@ -27,7 +27,7 @@ from kernels.npu.design import (
     Tile,
     Worker,
 )
-from kernels.npu.designs import shipped
+from hybrid.kernels.npu.designs import shipped
 
 CORE, MEM, SHIM = Tile(0, 2), Tile(0, 1), Tile(0, 0)
 OBJECT = Array("i32", (64,))

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid.spec.devicesheet import find_sheet
-from kernels.npu.check import npu_limits
-from perf.npu import (
+from hybrid.kernels.npu.check import npu_limits
+from hybrid.perf.npu import (
     Product,
     designs,
     fit,
@@ -22,9 +21,10 @@ from perf.npu import (
     run_times,
     step_cycles,
 )
-from perf.npu import attention as npu_attention
-from perf.npu.pipeline import gain, makespan
-from perf.npu.pipeline import table as pipeline_table
+from hybrid.perf.npu import attention as npu_attention
+from hybrid.perf.npu.pipeline import gain, makespan
+from hybrid.perf.npu.pipeline import table as pipeline_table
+from hybrid.spec.devicesheet import find_sheet
 
 
 def test_three_measurements_are_fitted_and_stand_in_the_sheets() -> None:

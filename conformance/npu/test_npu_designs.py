@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybrid.kernels.npu.catalogue import AIE
+from hybrid.kernels.npu.check import check
+from hybrid.kernels.npu.design import DTYPES, Call, Design, Finish, Loop, Move, Release
+from hybrid.kernels.npu.designs import gemm_i8, shipped
+from hybrid.kernels.npu.designs.attention import Attention
+from hybrid.kernels.npu.designs.gemm import Gemm
+from hybrid.kernels.npu.designs.rmsnorm import Norm
+from hybrid.kernels.npu.emitter import emit
+from hybrid.kernels.npu.emitter import main as emitter_main
+from hybrid.kernels.npu.interpreter import Deadlock, Interpreter, NpuFault
+from hybrid.kernels.npu.iron import check_program
+from hybrid.kernels.npu.lower import Descriptor, Lowered, lower
+from hybrid.kernels.npu.objects import on_this_computer
+from hybrid.kernels.npu.reader import read
+from hybrid.kernels.npu.tiles import tile_weights
 from hybrid.spec import SpecError
-from kernels.npu.catalogue import AIE
-from kernels.npu.check import check
-from kernels.npu.design import DTYPES, Call, Design, Finish, Loop, Move, Release
-from kernels.npu.designs import gemm_i8, shipped
-from kernels.npu.designs.attention import Attention
-from kernels.npu.designs.gemm import Gemm
-from kernels.npu.designs.rmsnorm import Norm
-from kernels.npu.emitter import emit
-from kernels.npu.emitter import main as emitter_main
-from kernels.npu.interpreter import Deadlock, Interpreter, NpuFault
-from kernels.npu.iron import check_program
-from kernels.npu.lower import Descriptor, Lowered, lower
-from kernels.npu.objects import on_this_computer
-from kernels.npu.reader import read
-from kernels.npu.tiles import tile_weights
 
 G = Gemm(128, 64, 64, 16, 32, 16, 2)  # two row blocks, two blocks of columns, two steps over K
 
@@ -244,12 +244,12 @@ def test_every_mutation_of_a_design_is_seen(name: str) -> None:
 
 def test_a_wrong_entry_of_the_exponential_table_is_seen(tmp_path: Path) -> None:
     """The tile kernel with one value of 2^f changed gives another attention; the shipped one, run the same way, does not."""
-    from conformance.harness import run_case
-    from conformance.harness.fixed import variant
-    from conformance.harness.sizes import base_bind
     from conformance.support.devices import open_backend
+    from hybrid.harness import run_case
+    from hybrid.harness.fixed import variant
+    from hybrid.harness.sizes import base_bind
+    from hybrid.kernels.npu import ops, xrt_sim
     from hybrid.spec import load_op
-    from kernels.npu import ops, xrt_sim
 
     spec = load_op("attention")
     case = variant(spec, {**base_bind(spec), "T": 9, "D": 32, "HQ": 2, "HK": 2}, spec.dtypes({"k_cache": "f32", "o": "f32"}), 3)
@@ -316,7 +316,7 @@ def test_sizes_that_fit_no_tile_are_refused() -> None:
     with pytest.raises(ValueError):
         Attention(3, 1, 1, 64, columns=4)
     with pytest.raises(SpecError, match="no NPU kernel"):
-        from kernels.npu.objects import tile_kernel
+        from hybrid.kernels.npu.objects import tile_kernel
 
         tile_kernel("gemm_i9")
 

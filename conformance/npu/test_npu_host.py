@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.npu import xrt_sim
-from kernels.npu.artefact import encode, find, stem
-from kernels.npu.build import build_sim
-from kernels.npu.check import npu_limits
-from kernels.npu.designs import gemm_i8, shipped
-from kernels.npu.designs.gemm import Gemm
-from kernels.npu.device import NpuDevice
-from kernels.npu.tiles import tile_weights
-from kernels.npu.xrt import Host, Job, NpuError, NpuUnavailable, open_host
+from hybrid.kernels.npu import xrt_sim
+from hybrid.kernels.npu.artefact import encode, find, stem
+from hybrid.kernels.npu.build import build_sim
+from hybrid.kernels.npu.check import npu_limits
+from hybrid.kernels.npu.designs import gemm_i8, shipped
+from hybrid.kernels.npu.designs.gemm import Gemm
+from hybrid.kernels.npu.device import NpuDevice
+from hybrid.kernels.npu.tiles import tile_weights
+from hybrid.kernels.npu.xrt import Host, Job, NpuError, NpuUnavailable, open_host
 
 G = Gemm(64, 64, 32, 16, 32, 16, 1)
 
@@ -193,8 +193,8 @@ def test_wrong_arguments_end_as_they_do_on_the_hardware(folder: Path) -> None:
 
 
 def test_a_design_whose_depth_is_wrong_ends_in_a_timeout(tmp_path: Path) -> None:
-    from kernels.npu.artefact import write
-    from kernels.npu.emitter import emit
+    from hybrid.kernels.npu.artefact import write
+    from hybrid.kernels.npu.emitter import emit
 
     design = shipped()["small.attention"]()
     shallow = replace(

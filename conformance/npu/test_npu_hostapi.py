@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.harness import values
 from hybrid.core.errors import SpecError
-from kernels.npu import compile as npu
-from kernels.npu.compile import ROUNDING, SATURATION, CompileError, Kernel, KernelTrap, aligned, buffer
-from kernels.npu.layout import bf16, nibbles, real
+from hybrid.harness import values
+from hybrid.kernels.npu import compile as npu
+from hybrid.kernels.npu.compile import ROUNDING, SATURATION, CompileError, Kernel, KernelTrap, aligned, buffer
+from hybrid.kernels.npu.layout import bf16, nibbles, real
 
 HERE = Path(__file__).resolve().parent
 TILES = [

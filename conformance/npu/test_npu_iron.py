@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kernels.npu import iron
-from kernels.npu.designs import gemm_i8, shipped
-from kernels.npu.designs.gemm import Gemm
-from kernels.npu.emitter import emit
-from kernels.npu.iron import IronError, check_program, manifest
+from hybrid.kernels.npu import iron
+from hybrid.kernels.npu.designs import gemm_i8, shipped
+from hybrid.kernels.npu.designs.gemm import Gemm
+from hybrid.kernels.npu.emitter import emit
+from hybrid.kernels.npu.iron import IronError, check_program, manifest
 
 G = Gemm(128, 64, 64, 16, 32, 16, 2)
 

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from conformance.harness import values
-from conformance.harness.cases import Case
-from conformance.harness.compare import Disagreement
-from conformance.harness.fixed import edge_cases, variant, workload_cases
-from conformance.harness.sizes import base_bind
 from conformance.mutation.mutate import FOLDERS, Saboteur, case_of, load
 from conformance.npu.tiles import RUNS, Kernels
 from conformance.ops.strategies import cases
 from conformance.support.profile import LONG
+from hybrid.harness import values
+from hybrid.harness.cases import Case
+from hybrid.harness.compare import Disagreement
+from hybrid.harness.fixed import edge_cases, variant, workload_cases
+from hybrid.harness.sizes import base_bind
+from hybrid.kernels.npu import compile as npu
+from hybrid.kernels.npu.catalogue import AIE, entries
+from hybrid.kernels.npu.layout import bf16, from_limbs, limbs, nibbles, real, tiled, two_parts, untiled
+from hybrid.perf.npu import BLOCKS
 from hybrid.spec import load_ops
-from kernels.npu import compile as npu
-from kernels.npu.catalogue import AIE, entries
-from kernels.npu.layout import bf16, from_limbs, limbs, nibbles, real, tiled, two_parts, untiled
-from perf.npu import BLOCKS
 
 SPECS = load_ops()
 # The declared types whose numbers a tile kernel's own are made from.

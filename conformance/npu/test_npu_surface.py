@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels.npu import xrt, xrt_sim
+from hybrid.kernels.npu import xrt, xrt_sim
 
 if sys.version_info >= (3, 11):
     import tomllib

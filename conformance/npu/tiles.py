@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from conformance.harness import compare, values
-from conformance.harness.cases import Case
-from conformance.harness.inputs import make
-from conformance.harness.reference import allowed, cut_live
-from conformance.harness.scales import Call
 from hybrid.core.tensor import Tensor
+from hybrid.harness import compare, values
+from hybrid.harness.cases import Case
+from hybrid.harness.inputs import make
+from hybrid.harness.reference import allowed, cut_live
+from hybrid.harness.scales import Call
+from hybrid.kernels.npu.compile import Kernel, aligned, buffer, kernel
+from hybrid.kernels.npu.layout import bf16, from_limbs, int8_rows, limbs, nibbles, padded, real, tiled, two_parts, untiled
+from hybrid.kernels.oracle import ORACLE
 from hybrid.quant.blocks import integers
 from hybrid.spec import OpSpec
-from kernels.npu.compile import Kernel, aligned, buffer, kernel
-from kernels.npu.layout import bf16, from_limbs, int8_rows, limbs, nibbles, padded, real, tiled, two_parts, untiled
-from kernels.oracle import ORACLE
 
 JUNK = 48.0  # in keys and values beyond the last one
 LK = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.harness.cases import Case
+from hybrid.harness.cases import Case
 
 PAST: dict[str, Case] = {
     # 127/max|x| overflows float32 where a block's values are below 2^-119: codes must not become NaN.

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from conformance.harness.cases import Case
-from conformance.harness.reference import EXACT
-from conformance.harness.sizes import attribute_choices, complete, fits, sizes
+from hybrid.harness.cases import Case
+from hybrid.harness.reference import EXACT
+from hybrid.harness.sizes import attribute_choices, complete, fits, sizes
 from hybrid.spec import OpSpec
 
 # Scores of values four times as large have errors in bfloat16 that no bound below the result allows.

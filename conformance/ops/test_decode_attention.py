@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.harness import prepare, run_case
-from conformance.harness.cases import Case
-from conformance.harness.fixed import covering, variant
-from conformance.harness.inputs import make
-from conformance.harness.sizes import base_bind
 from conformance.support.devices import GUARD, left_zero, open_backend
 from hybrid.core.tensor import Tensor
+from hybrid.harness import prepare, run_case
+from hybrid.harness.cases import Case
+from hybrid.harness.fixed import covering, variant
+from hybrid.harness.inputs import make
+from hybrid.harness.sizes import base_bind
 from hybrid.spec import load_op
 
 SPEC = load_op("decode_attention")
@@ -41,8 +41,8 @@ SIZES: tuple[Mapping[str, int], ...] = (
 
 @pytest.fixture(scope="module", params=list(FORMS))
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    from kernels.vulkan.ops import BINDINGS
-    from kernels.vulkan.ops.decode_attention import record
+    from hybrid.kernels.vulkan.ops import BINDINGS
+    from hybrid.kernels.vulkan.ops.decode_attention import record
 
     form = functools.partial(record, **FORMS[request.param])
     opened = open_backend("vulkan", guard=GUARD, bindings={**BINDINGS, "decode_attention": form})

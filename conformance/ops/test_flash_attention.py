@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from conformance.harness import run_case
-from conformance.harness.cases import Case
-from conformance.harness.fixed import variant
-from conformance.harness.sizes import base_bind
 from conformance.support.devices import GUARD, Devices, spy_kernels
+from hybrid.harness import run_case
+from hybrid.harness.cases import Case
+from hybrid.harness.fixed import variant
+from hybrid.harness.sizes import base_bind
+from hybrid.kernels.vulkan.ops.attention import FLASH
+from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_op
-from kernels.vulkan.ops.attention import FLASH
-from kernels.vulkan.tuning import space
 
 SPEC, FAMILY = load_op("attention"), space().named("flash_attention")
 # Rows: just more than go to the other kernel, a tile less one, more than a tile; heads: one, some, all of a tile.

@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from conformance.harness import POISON, prepare, run_case
-from conformance.harness.cases import Case
-from conformance.harness.fixed import variant
-from conformance.harness.inputs import make
-from conformance.harness.sizes import base_bind
 from conformance.support.devices import GUARD, Devices, need_matrix_units
 from hybrid.core.dtypes import DTYPES
+from hybrid.harness import POISON, prepare, run_case
+from hybrid.harness.cases import Case
+from hybrid.harness.fixed import variant
+from hybrid.harness.inputs import make
+from hybrid.harness.sizes import base_bind
+from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_PARTS, TILES, TYPES, cut
 from hybrid.spec import load_op
-from kernels.vulkan.ops._gemm import FEW, MOST_PARTS, TILES, TYPES, cut
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.harness import compare, run_case, values
-from conformance.harness.cases import Case
-from conformance.harness.compare import Disagreement
-from conformance.harness.sampling import Params, judge
 from conformance.support.devices import GUARD
 from conformance.support.expected import Failure, apply_expected, load
+from hybrid.harness import compare, run_case, values
+from hybrid.harness.cases import Case
+from hybrid.harness.compare import Disagreement
+from hybrid.harness.sampling import Params, judge
+from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.spec import load_ops
-from kernels.oracle.device import CpuDevice
 
 SPECS = load_ops()
 LINEAR = Case("linear", {"T": 6, "K": 320, "N": 420}, {"x": "f32", "w": "bf16", "y": "f32"}, rows=5, seed=3)

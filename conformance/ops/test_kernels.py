@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from conformance.harness import POISON, prepare, run_case
-from conformance.harness.fixed import dtype_cases, variant, variant_cases
-from conformance.harness.inputs import make
-from conformance.harness.sizes import base_bind
-from conformance.harness.tuned import asking, plan_for, uses
 from conformance.ops.test_ops import SPECS, combinations
 from conformance.support.devices import GUARD, Devices, spy_kernels
-from kernels.vulkan.dry import DryDevice, record
-from kernels.vulkan.kernel import SPIRV
-from kernels.vulkan.ops import attention
-from kernels.vulkan.repack import REPACKED
-from kernels.vulkan.tuning import space
+from hybrid.harness import POISON, prepare, run_case
+from hybrid.harness.fixed import dtype_cases, variant, variant_cases
+from hybrid.harness.inputs import make
+from hybrid.harness.sizes import base_bind
+from hybrid.harness.tuned import asking, plan_for, uses
+from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.kernels.vulkan.kernel import SPIRV
+from hybrid.kernels.vulkan.ops import attention
+from hybrid.kernels.vulkan.repack import REPACKED
+from hybrid.kernels.vulkan.tuning import space
 
 # Kernels that only other devices choose: (pattern, subgroup sizes that never do, why).
 ELSEWHERE = [

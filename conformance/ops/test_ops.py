@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import pytest
 from hypothesis import given
 
-from conformance.harness import run_case
-from conformance.harness.cases import Case
-from conformance.harness.fixed import (
+from conformance.ops.past import PAST
+from conformance.ops.strategies import cases
+from conformance.support.devices import BACKENDS, GUARD, OP_BACKENDS, Devices
+from conformance.support.profile import LONG
+from hybrid.harness import run_case
+from hybrid.harness.cases import Case
+from hybrid.harness.fixed import (
     SPLIT_RANGE,
     covering,
     dtype_cases,
@@ -18,11 +22,7 @@ from conformance.harness.fixed import (
     variant_cases,
     workload_cases,
 )
-from conformance.harness.sizes import fits
-from conformance.ops.past import PAST
-from conformance.ops.strategies import cases
-from conformance.support.devices import BACKENDS, GUARD, OP_BACKENDS, Devices
-from conformance.support.profile import LONG
+from hybrid.harness.sizes import fits
 from hybrid.spec import OpSpec, load_ops
 
 SPECS = load_ops()

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from hybrid.core.plan import NOT_FINITE
 from hybrid.core.tensor import Tensor
+from hybrid.kernels.oracle import ORACLE, call
+from hybrid.kernels.oracle.ffn import gelu_tanh
+from hybrid.kernels.oracle.linear import integer_dots
+from hybrid.kernels.oracle.sampling import choose, gumbel, hash32
 from hybrid.quant.codec import dequantise, encode, quantise
-from kernels.oracle import ORACLE, call
-from kernels.oracle.ffn import gelu_tanh
-from kernels.oracle.linear import integer_dots
-from kernels.oracle.sampling import choose, gumbel, hash32
 
 CASES = settings(max_examples=40, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
@@ -109,8 +109,8 @@ def test_linear_is_the_product_of_the_stored_numbers(w_type: str, x_type: str) -
 def test_linear_in_row_blocks_has_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = quantise(normal(1, 2, 64), "q8_act"), quantise(normal(2, 37, 64), "q4_0")
     want = [ORACLE["linear"](x=x, w=w, real=r)[0] for r in (np.float32, np.float64)]
-    monkeypatch.setattr("kernels.oracle.linear._SCRATCH", 5 * 64)
-    monkeypatch.setattr("kernels.oracle.linear.row_blocks", lambda n, *_: ((a, min(a + 5, n)) for a in range(0, n, 5)))
+    monkeypatch.setattr("hybrid.kernels.oracle.linear._SCRATCH", 5 * 64)
+    monkeypatch.setattr("hybrid.kernels.oracle.linear.row_blocks", lambda n, *_: ((a, min(a + 5, n)) for a in range(0, n, 5)))
     got = [ORACLE["linear"](x=x, w=w, real=r)[0] for r in (np.float32, np.float64)]
     assert np.allclose(got[0], want[0], atol=1e-5) and np.allclose(got[1], want[1], atol=1e-12)
 
@@ -230,7 +230,7 @@ def test_attention_in_chunks_of_rows_has_no_seam(monkeypatch: pytest.MonkeyPatch
         "scale": 0.25, "window": 9,
     }  # fmt: skip
     (want,) = ORACLE["attention"](**given)
-    monkeypatch.setattr("kernels.oracle.attention._SCORES", 1)
+    monkeypatch.setattr("hybrid.kernels.oracle.attention._SCORES", 1)
     (got,) = ORACLE["attention"](**given)
     assert np.allclose(got, want, atol=1e-12)
 

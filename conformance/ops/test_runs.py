@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import POISON, control_of, declared, poisoned
-from conformance.harness.cases import Case
-from conformance.harness.compare import Disagreement, same_bits
-from conformance.harness.inputs import make
-from conformance.harness.reference import check, expect
 from conformance.mutation.mutate import Saboteur, load, mutated_function, mutated_spirv
 from conformance.support.devices import GUARD, Devices, need_compiler, open_backend, spy_kernels
 from conformance.support.paths import MUTANTS
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
+from hybrid.harness import POISON, control_of, declared, poisoned
+from hybrid.harness.cases import Case
+from hybrid.harness.compare import Disagreement, same_bits
+from hybrid.harness.inputs import make
+from hybrid.harness.reference import check, expect
+from hybrid.kernels.vulkan import runs
+from hybrid.kernels.vulkan.ops import RUNS, _layer
+from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_ops
-from kernels.vulkan import runs
-from kernels.vulkan.ops import RUNS, _layer
-from kernels.vulkan.tuning import space
 
 pytestmark = pytest.mark.slow
 
@@ -237,7 +237,7 @@ def test_steps_that_do_not_follow_from_one_another_are_no_run(devices: Devices) 
 
 def test_an_operation_with_another_binding_is_in_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what a test or an ablation puts in its place is what runs; and LONGEST takes runs away."""
-    from kernels.vulkan.ops import BINDINGS
+    from hybrid.kernels.vulkan.ops import BINDINGS
 
     made = cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
     other = {**BINDINGS, "linear": lambda *a: BINDINGS["linear"](*a)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.harness.sampling import Params
 from hybrid.engine.sampling import Sampling
+from hybrid.harness.sampling import Params
 
 
 def test_words_are_what_the_operation_reads() -> None:

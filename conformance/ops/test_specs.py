@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from conformance.support.paths import ROOT
 from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
+from hybrid.kernels.vulkan.features import CAPABILITIES
+from hybrid.kernels.vulkan.spirv import inspect
 from hybrid.spec import SPECS_DIR, OpSpec, SpecError, load_op, load_ops
 from hybrid.spec import docs as generated
 from hybrid.spec.__main__ import main
 from hybrid.spec.fields import EDGE_VALUES
-from kernels.vulkan.features import CAPABILITIES
-from kernels.vulkan.spirv import inspect
 
 OPERATIONS = (
     "add_rmsnorm", "attention", "attention_i8", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn",

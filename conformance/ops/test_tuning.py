@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.harness import run_case
-from conformance.harness.tuned import asking, uses
 from hybrid.core.errors import SpecError
+from hybrid.harness import run_case
+from hybrid.harness.tuned import asking, uses
+from hybrid.kernels.vulkan import tuning
+from hybrid.kernels.vulkan.tuning import Space, Table, Tuning, device_class, holds, space, tables
 from hybrid.spec import load_op
 from hybrid.spec.load import parse_toml, validate
-from kernels.vulkan import tuning
-from kernels.vulkan.tuning import Space, Table, Tuning, device_class, holds, space, tables
 
 GOOD = """
 schema = 1

@@ -11,9 +11,9 @@ from conformance.support.models import MODELS
 from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.errors import SpecError
-from perf import ablate
-from perf.ablate.switches import Switch, Switches, find_switch, load_switches
-from perf.gate import gated
+from hybrid.perf import ablate
+from hybrid.perf.ablate.switches import Switch, Switches, find_switch, load_switches
+from hybrid.perf.gate import gated
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ import pytest
 from conformance.support.devices import without_vulkan
 from hybrid.core.errors import SpecError
 from hybrid.engine.engine import Engine
-from perf import gate
-from perf.ablate.switches import bindings_without, constants_without, find_switch, load_switches
-from perf.gate import gated, ratios
+from hybrid.perf import gate
+from hybrid.perf.ablate.switches import bindings_without, constants_without, find_switch, load_switches
+from hybrid.perf.gate import gated, ratios
 
 pytestmark = pytest.mark.slow
 
@@ -192,7 +192,7 @@ def test_update_writes_the_section_of_one_kind(tmp_path, monkeypatch, processor_
     [("vgprs", 16), ("instructions", 40), ("spilled_vgprs", 1), ("scratch", 64), ("waves", -4), ("load_128", -2), ("lds", 4096)],
 )
 def test_a_heavier_kernel_is_caught(monkeypatch, statistic, change):
-    from perf.isa import committed
+    from hybrid.perf.isa import committed
 
     kernel = "linear.gemv.q4_0.q8_act GATHER=0 SUBGROUP=32 TOKENS=1"
     table = committed("22.3.6")
@@ -243,6 +243,6 @@ def test_switches_change_what_they_say_and_nothing_else():
 
 def test_a_mesa_without_a_reviewed_table_is_named_and_not_judged(monkeypatch):
     row = {statistic: 10**6 for statistic in gate.load_gate("gfx1103").statistics}  # breaks every rule
-    monkeypatch.setattr("perf.gate._tables", lambda: {"99.1.2": {"linear.gemv.q4_0.q8_act": row}})
+    monkeypatch.setattr("hybrid.perf.gate._tables", lambda: {"99.1.2": {"linear.gemv.q4_0.q8_act": row}})
     findings, lines = gate.check("gfx1103")
     assert not findings and any("99.1.2" in line and "not compared" in line for line in lines)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from hybrid.kernels.vulkan.dry import record
+from hybrid.perf import isa
+from hybrid.perf.isa.assembly import hot_loop, mix, parse
+from hybrid.perf.isa.radv import Collector, shown
+from hybrid.perf.mesa import version_of
+from hybrid.perf.roofline.work import Planned, subject
 from hybrid.planning.passes import capabilities_of
-from kernels.vulkan.dry import record
-from perf import isa
-from perf.isa.assembly import hot_loop, mix, parse
-from perf.isa.radv import Collector, shown
-from perf.mesa import version_of
-from perf.roofline.work import Planned, subject
 
 TEXT = """BB0:
 \ts_load_b128 s[12:15], s[2:3], null                          ; f4080301

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from perf.record import OpTime, Worth
-from perf.report.pictures import by_commit, shares, versus, where_time_goes, worths
-from perf.svg import TOP, Axis, Chart, page, spread, wrapped
+from hybrid.perf.record import OpTime, Worth
+from hybrid.perf.report.pictures import by_commit, shares, versus, where_time_goes, worths
+from hybrid.perf.svg import TOP, Axis, Chart, page, spread, wrapped
 
 WIDTH = 6.2  # of a letter of 11 points in Helvetica, Arial and DejaVu Sans, on the average of such names
 DEVICE = "some device"
@@ -80,7 +80,7 @@ def test_names_below_bars_are_wrapped_or_thinned_out():
 
 
 def test_shares_are_readable_however_many(monkeypatch):
-    monkeypatch.setattr("perf.report.pictures.ceiling_of", lambda one, device: 200.0)
+    monkeypatch.setattr("hybrid.perf.report.pictures.ceiling_of", lambda one, device: 200.0)
     for count in (3, 19, 60):
         apart(page(shares([(SimpleNamespace(device=DEVICE), run("27b", 99.0)) for _ in range(count)]), 1))
 

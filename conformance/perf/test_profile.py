@@ -8,9 +8,9 @@ import pytest
 
 from conformance.support.devices import BACKENDS
 from hybrid.bench.probe import Probes
+from hybrid.perf import probe, profile
+from hybrid.perf.profile import StepRow, by_op
 from hybrid.planning.cost import plan_cost
-from perf import probe, profile
-from perf.profile import StepRow, by_op
 
 SMALL = ["--random", "gemma3-270m", "--layers", "2", "--vocab", "512", "-r", "2"]
 KEYS = {
@@ -62,7 +62,7 @@ def test_every_step_is_in_the_table_and_the_sums_add_up(devices, tmp_path, capsy
 def test_bytes_and_operations_are_the_plans(devices):
     from hybrid.checkpoint.random import random_checkpoint
     from hybrid.engine.engine import Engine
-    from kernels.oracle.device import CpuDevice
+    from hybrid.kernels.oracle.device import CpuDevice
 
     checkpoint = random_checkpoint("gemma3-270m", layers=1, vocab=64)
     engine = Engine(checkpoint, CpuDevice(), ctx=32, n_tokens=64, chunk=8, profile=True)

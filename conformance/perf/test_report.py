@@ -9,10 +9,10 @@ import pytest
 
 from conformance.perf.test_targets import RECORD, RUN
 from hybrid.core.errors import SpecError
-from hybrid.spec.load import ROOT
-from perf import campaign, record, report
-from perf.record import taking
-from perf.report.measured import PAGE, markdown
+from hybrid.core.places import ROOT
+from hybrid.perf import campaign, record, report
+from hybrid.perf.record import taking
+from hybrid.perf.report.measured import PAGE, markdown
 
 KERNELS = "0123456789abcdef"
 COMMON = {

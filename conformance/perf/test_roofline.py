@@ -9,11 +9,11 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from hybrid.core.errors import SpecError
+from hybrid.perf import roofline
+from hybrid.perf.roofline import Speculation, estimate
+from hybrid.perf.roofline.work import load_sizes, subject
+from hybrid.perf.svg import Axis, Chart, page
 from hybrid.spec.devicesheet import find_sheet, load_sheets
-from perf import roofline
-from perf.roofline import Speculation, estimate
-from perf.roofline.work import load_sizes, subject
-from perf.svg import Axis, Chart, page
 
 APU = find_sheet("radeon-780m")
 BATCHES = (1, 8, 16, 32)

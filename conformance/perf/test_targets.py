@@ -7,9 +7,9 @@ import json
 import pytest
 
 from hybrid.core.errors import SpecError
+from hybrid.perf import record, roofline, targets
+from hybrid.perf.targets import search
 from hybrid.spec.devicesheet import find_sheet
-from perf import record, roofline, targets
-from perf.targets import search
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from conformance.harness.compare import Disagreement
+from hybrid.harness.compare import Disagreement
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.tuning import TABLES, Family, Table
+from hybrid.perf import tune
+from hybrid.perf.tune import Sweep, Tuner, entries
+from hybrid.perf.tune import table as tune_table
 from hybrid.spec.load import load_toml
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.tuning import TABLES, Family, Table
-from perf import tune
-from perf.tune import Sweep, Tuner, entries
-from perf.tune import table as tune_table
 
 QUICK = ["sample", "--workload", "demo", "--seconds", "0.001", "--footprint", "1"]
 ABOUT = {"device": "d", "driver": "v", "commit": "c", "command": "python"}

@@ -15,9 +15,9 @@ import hybrid
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.engine import Engine
-from kernels.oracle import ORACLE, threads
-from kernels.oracle.device import CpuDevice
-from kernels.oracle.threads import WORTH, BlasThreads, seconds_alone
+from hybrid.kernels.oracle import ORACLE, threads
+from hybrid.kernels.oracle.device import CpuDevice
+from hybrid.kernels.oracle.threads import WORTH, BlasThreads, seconds_alone
 
 
 class Library:
@@ -163,14 +163,14 @@ def test_the_real_library_is_told_and_statistics_say_it() -> None:
     script = (
         "import sys, hybrid\n"
         "from threadpoolctl import threadpool_info\n"
-        "from kernels.oracle import ORACLE\n"
+        "from hybrid.kernels.oracle import ORACLE\n"
         "now = lambda: {i['num_threads'] for i in threadpool_info() if i['user_api'] == 'blas'}\n"
         "real, seen = ORACLE['linear'], set()\n"
         "def linear(**given):\n"
         "    seen.update(now())\n"
         "    return real(**given)\n"
         "ORACLE['linear'] = linear\n"
-        "import kernels.oracle.threads as t\n"
+        "import hybrid.kernels.oracle.threads as t\n"
         "t.processors = lambda: 2\n"
         "before = now()\n"
         "with hybrid.load(sys.argv[1], 'cpu') as m:\n"

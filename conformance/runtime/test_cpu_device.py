@@ -12,10 +12,10 @@ import pytest
 
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
+from hybrid.kernels.oracle import ORACLE
+from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.quant.codec import dequantise, quantise
 from hybrid.spec import load_ops
-from kernels.oracle import ORACLE
-from kernels.oracle.device import CpuDevice
 
 H, N, T = 64, 96, 4
 X = np.random.default_rng(1).standard_normal((T, H)).astype(np.float32)

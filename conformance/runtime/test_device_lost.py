@@ -22,12 +22,12 @@ from hybrid import generate
 from hybrid.core.errors import DeviceLost
 from hybrid.core.plan import Step
 from hybrid.core.tensor import Tensor
-from kernels.vulkan import timeline
-from kernels.vulkan.api import vk
-from kernels.vulkan.build import build
-from kernels.vulkan.device import free_left
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan import timeline
+from hybrid.kernels.vulkan.api import vk
+from hybrid.kernels.vulkan.build import build
+from hybrid.kernels.vulkan.device import free_left
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 DEMO = MODELS / "demo-gemma3-q8_0.gguf"
 STOP = 3  # the word of control that ends the kernel below

@@ -13,7 +13,7 @@ from conformance.support.models import MODELS
 FORKED = """
 import os, signal, sys
 import hybrid
-from kernels.vulkan import api, memory, program, timeline, transfer
+from hybrid.kernels.vulkan import api, memory, program, timeline, transfer
 class Untouchable:
     def __getattr__(self, name):
         print("touched", name, flush=True)

@@ -55,7 +55,7 @@ def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.Tem
         chosen = spy_kernels(sound, patch)
         decode(sound, checkpoint, 2)
         folder = tmp_path_factory.mktemp("mutants")
-        patch.setattr("kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines")  # mutants are kept nowhere else
+        patch.setattr("hybrid.kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines")  # mutants are kept nowhere else
 
         def of(name: str) -> Any:
             if name not in opened:

@@ -14,12 +14,12 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import Plan, Step
 from hybrid.engine.engine import Engine
+from hybrid.kernels.vulkan import pages
+from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.kernels.vulkan.program import Program
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tuning import Tuning
 from hybrid.planning.planner import plan
-from kernels.vulkan import pages
-from kernels.vulkan.dry import DryDevice, record
-from kernels.vulkan.program import Program
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tuning import Tuning
 
 NEVER = 0x9E3779B9  # the sum at which touch_pages.slang stores
 PAGE = 4096

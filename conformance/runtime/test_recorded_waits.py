@@ -15,10 +15,10 @@ from conformance.support.cooperative import HPARAMS, engine, layers, tuned
 from conformance.support.devices import Devices
 from conformance.support.synthetic import write_hf
 from hybrid.checkpoint import open_checkpoint
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.kernel import Kernel
-from kernels.vulkan.memory import Buffer, Slice
-from kernels.vulkan.recorder import Dispatch, Recorder, hazards
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.kernel import Kernel
+from hybrid.kernels.vulkan.memory import Buffer, Slice
+from hybrid.kernels.vulkan.recorder import Dispatch, Recorder, hazards
 
 KERNEL = Kernel("waits", 3, 0, (64, 1, 1))
 

@@ -20,11 +20,11 @@ from hybrid.core.hostmemory import NotShareable, over, pages
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.devices import transfers as carrier
-from kernels.npu import xrt_sim
-from kernels.npu.device import NpuDevice
-from kernels.oracle.device import CpuDevice
-from kernels.vulkan.api import check, ffi, lib, vk
-from kernels.vulkan.hostmemory import OPAQUE_FD, import_fd
+from hybrid.kernels.npu import xrt_sim
+from hybrid.kernels.npu.device import NpuDevice
+from hybrid.kernels.oracle.device import CpuDevice
+from hybrid.kernels.vulkan.api import check, ffi, lib, vk
+from hybrid.kernels.vulkan.hostmemory import OPAQUE_FD, import_fd
 
 DECL = TensorDecl("t", "f32", (5, 1000), "io")
 DMA_BUF = "VK_EXT_external_memory_dma_buf"
@@ -128,7 +128,7 @@ def test_a_dma_buf_is_taken_where_pages_are_refused_and_a_copy_where_both_are(
         assert (plain.dma_bufs, plain.count, plain.why_not) == (0, 0, "") and plain.shared > 0
     stand = Stand(monkeypatch)
     monkeypatch.setattr(Importer, "refuses", refuses)
-    monkeypatch.setattr("kernels.oracle.device.CpuDevice", Importer)
+    monkeypatch.setattr("hybrid.kernels.oracle.device.CpuDevice", Importer)
     with Opened(folder, "cpu", schedule_of("gemma3-hybrid", 2)) as one:
         assert isinstance(one.device.main, Importer)
         assert same(one.run(), wanted)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from conformance.support.devices import need_compiler
 from conformance.support.paths import DATA
 from hybrid.core.plan import ALIGN, TensorDecl
-from kernels.vulkan import build
-from kernels.vulkan.api import VulkanError, VulkanUnavailable
-from kernels.vulkan.instance import prefer, select, validation_mode
-from kernels.vulkan.kernel import Kernel, read_cache, write_cache
-from kernels.vulkan.memory import Buffer, FreeList, Slice
-from kernels.vulkan.recorder import Barrier, Live, Recorder
-from kernels.vulkan.spirv import SpirvError, inspect
-from kernels.vulkan.tensors import part_bytes, split_rows
+from hybrid.kernels.vulkan import build
+from hybrid.kernels.vulkan.api import VulkanError, VulkanUnavailable
+from hybrid.kernels.vulkan.instance import prefer, select, validation_mode
+from hybrid.kernels.vulkan.kernel import Kernel, read_cache, write_cache
+from hybrid.kernels.vulkan.memory import Buffer, FreeList, Slice
+from hybrid.kernels.vulkan.recorder import Barrier, Live, Recorder
+from hybrid.kernels.vulkan.spirv import SpirvError, inspect
+from hybrid.kernels.vulkan.tensors import part_bytes, split_rows
 
 TOY = DATA / "shaders"
 SPIRV = DATA / "spirv"

@@ -20,15 +20,15 @@ from conformance.support.devices import without_vulkan
 from conformance.support.paths import DATA
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
-from kernels.vulkan.api import OutOfDeviceMemory, VulkanError, VulkanUnavailable, vk
-from kernels.vulkan.build import SPIRV as BUILT
-from kernels.vulkan.build import read_manifest
-from kernels.vulkan.device import VulkanDevice, list_devices
-from kernels.vulkan.features import subgroup_fits
-from kernels.vulkan.instance import survey
-from kernels.vulkan.kernel import cache_path
-from kernels.vulkan.recorder import Live, Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.api import OutOfDeviceMemory, VulkanError, VulkanUnavailable, vk
+from hybrid.kernels.vulkan.build import SPIRV as BUILT
+from hybrid.kernels.vulkan.build import read_manifest
+from hybrid.kernels.vulkan.device import VulkanDevice, list_devices
+from hybrid.kernels.vulkan.features import subgroup_fits
+from hybrid.kernels.vulkan.instance import survey
+from hybrid.kernels.vulkan.kernel import cache_path
+from hybrid.kernels.vulkan.recorder import Live, Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 SPIRV = DATA / "spirv"
 ROWS, WIDTH = 16, 40

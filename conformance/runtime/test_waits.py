@@ -13,11 +13,11 @@ from conformance.support.models import MODELS
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import DeviceLost
 from hybrid.engine.engine import Engine
+from hybrid.kernels.vulkan import bounds, timeline
+from hybrid.kernels.vulkan.api import vk
+from hybrid.kernels.vulkan.bounds import CPU_FLOOR_S, FLOOR_S, Bounds, bounds_of
+from hybrid.kernels.vulkan.instance import DeviceInfo
 from hybrid.planning.cost import Cost, plan_cost
-from kernels.vulkan import bounds, timeline
-from kernels.vulkan.api import vk
-from kernels.vulkan.bounds import CPU_FLOOR_S, FLOOR_S, Bounds, bounds_of
-from kernels.vulkan.instance import DeviceInfo
 
 
 class Machine:

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from conformance.harness import GUARD as GUARD  # tests take it from here
 from hybrid.core.device import Device
+from hybrid.harness import GUARD as GUARD  # tests take it from here
 from hybrid.spec.fields import BackendName
 
 BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
@@ -45,14 +45,14 @@ class Devices:
 def open_backend(backend: str, **options: Any) -> Device:
     """A device of a backend. Without Vulkan: skipped with the reason, or failed under HYBRID_REQUIRE_VULKAN=1."""
     if backend == "cpu":
-        from kernels.oracle.device import CpuDevice
+        from hybrid.kernels.oracle.device import CpuDevice
 
         return CpuDevice(**options)
     if backend == "npu":
-        from kernels.npu.device import NpuDevice
+        from hybrid.kernels.npu.device import NpuDevice
 
         return NpuDevice("sim", **options)
-    from kernels.vulkan.device import VulkanUnavailable, open_device
+    from hybrid.kernels.vulkan.device import VulkanUnavailable, open_device
 
     try:
         return open_device(os.environ.get("HYBRID_VULKAN_DEVICE", "auto"), **options)
@@ -115,7 +115,7 @@ class Driver:
     """The Vulkan driver as kernels.vulkan.timeline calls it (its `lib`), with some functions replaced."""
 
     def __init__(self, **functions: Callable[..., int]) -> None:
-        from kernels.vulkan.api import lib
+        from hybrid.kernels.vulkan.api import lib
 
         self._functions, self._driver = functions, lib
 

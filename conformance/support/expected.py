@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.harness.compare import Disagreement
+from hybrid.harness.compare import Disagreement
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -17,7 +17,7 @@ def wanted() -> bool:
 
 def install() -> None:
     """For this process, in all operations of the oracle that multiply float32 matrices."""
-    from kernels.oracle import attention, linear
+    from hybrid.kernels.oracle import attention, linear
 
     for module in (attention, linear):
         module.matmul = product  # type: ignore[attr-defined]

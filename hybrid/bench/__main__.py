@@ -152,7 +152,7 @@ def driver_of(device: Any) -> str:
 
 def kernels_of(device: Any) -> str | None:
     """Digest of the SPIR-V that a Vulkan device runs; None for the cpu."""
-    from kernels.vulkan.kernel import kernels_digest
+    from hybrid.kernels.vulkan.kernel import kernels_digest
 
     return None if device.name == "cpu" else kernels_digest()
 

@@ -87,7 +87,7 @@ def _vulkan(device: Any) -> tuple[dict[str, float], dict[str, float]]:
 
 def buffers(device: Any, held: ExitStack) -> tuple[Any, Any]:
     """Two slices of device memory for the probes of a Vulkan device, far larger than its caches; `held` frees them."""
-    from kernels.vulkan.memory import align_up
+    from hybrid.kernels.vulkan.memory import align_up
 
     pool = device.memory_pool
     size = min(COPY_BYTES.get(device.info.kind, 64 << 20), pool.available("device") // 4, device.max_range)
@@ -134,8 +134,8 @@ def products(device: Any, nbytes: int) -> list[Variant]:
 
 def record(device: Any, variant: Variant, source: Any, target: Any, profile: bool = False) -> Any:
     """The variant as a program of one dispatch. The caller closes it."""
-    from kernels.vulkan.program import Program
-    from kernels.vulkan.recorder import Recorder
+    from hybrid.kernels.vulkan.program import Program
+    from hybrid.kernels.vulkan.recorder import Recorder
 
     plan = Plan("probe", 1, 0, (Step(variant.kernel, variant.kernel, {}, {}),), {})
     recorder = Recorder(device, source)

@@ -21,13 +21,13 @@ from hybrid.checkpoint.gemma3 import tensors
 from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
 from hybrid.core.errors import nearest
 from hybrid.core.hparams import HParams
+from hybrid.core.places import DEMO
 from hybrid.core.tensor import Packed, Tensor
 from hybrid.quant.blocks import ORDER
 from hybrid.quant.codec import from_ggml
 from hybrid.spec.model import find_model
 from hybrid.text.tokenizer import NORMAL, SPACE, Tokenizer
 
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-gemma3-q8_0.gguf"
 PIECES = 262144  # of Gemma 3's tokenizer; its embedding has a few rows more
 POOL_BYTES = 8 << 20
 _HEAD = ("token_embd.weight", "output.weight")

@@ -1,4 +1,8 @@
-"""Where things lie: the project's files in a clone or an installation, and where commands may write."""
+"""Where things lie: the project's files in a clone or an installation, and where commands may write.
+
+A clone keeps its top-level folders; hybrid/ reaches them by links of the same names, so that kernels are `hybrid.kernels` in
+a clone as in an installation, where all that the project installs lies in one package.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,14 @@ import os
 from pathlib import Path
 
 from hybrid.core.errors import SpecError
-from hybrid.spec.load import ROOT
+
+PACKAGE = Path(__file__).resolve().parents[1]
+ROOT = PACKAGE.parent
+"""Of a clone; in an installation the folder that holds the package."""
+SPECS = (PACKAGE / "specs").resolve()
+MODELS = (PACKAGE / "models").resolve()
+DEMO = MODELS / "demo-gemma3-q8_0.gguf"
+"""The embedded demonstration model."""
 
 
 def in_clone() -> bool:

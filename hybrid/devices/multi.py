@@ -28,8 +28,8 @@ def with_others(opened: Opened, schedule: Schedule, npu: Literal["npu", "sim"]) 
     fallback takes its steps over and the reason is listed; without a fallback RuntimeError."""
     if not any(s.device == "npu" for s in (*schedule.before, *schedule.layer, *schedule.after)):
         return opened
-    from kernels.npu.device import NpuDevice
-    from kernels.npu.xrt import NpuUnavailable
+    from hybrid.kernels.npu.device import NpuDevice
+    from hybrid.kernels.npu.xrt import NpuUnavailable
 
     main, backend = opened.device, opened.device.name.partition(":")[0]
     try:

@@ -34,12 +34,12 @@ def open_first(chain: Sequence[str]) -> Opened:
 def _open(name: str) -> Device:
     kind, _, selector = name.partition(":")
     if kind == "cpu":
-        from kernels.oracle.device import CpuDevice
+        from hybrid.kernels.oracle.device import CpuDevice
 
         return CpuDevice()
     try:
-        from kernels.vulkan.api import VulkanUnavailable
-        from kernels.vulkan.device import open_device
+        from hybrid.kernels.vulkan.api import VulkanUnavailable
+        from hybrid.kernels.vulkan.device import open_device
     except ImportError as e:
         raise NoDevice(f"the Vulkan backend cannot be imported ({e}); install the package vulkan") from None
     try:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, check_writable, positive, run, usage
+from hybrid.core.places import DEMO
 
-EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "demo-gemma3-q8_0.gguf"
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
 DEFAULT_PROMPT = "def read_file(path):\n    "
 
@@ -114,9 +114,9 @@ def _main(args: argparse.Namespace) -> int:
 
     path = args.model
     if path is None:
-        if not EMBEDDED.is_file():
-            raise ValueError(f"the embedded model {EMBEDDED} is not there: name a .gguf file or a Hugging Face directory")
-        path = EMBEDDED
+        if not DEMO.is_file():
+            raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
+        path = DEMO
     with usage():  # refused before the model is loaded
         Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
         StopFilter(args.stop)

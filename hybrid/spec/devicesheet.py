@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from hybrid.core.errors import SpecError, nearest
-from hybrid.spec.load import ROOT, Model, load_toml
+from hybrid.core.places import SPECS
+from hybrid.spec.load import Model, load_toml
 from hybrid.spec.npusheet import Npu
 from hybrid.spec.schedule import Capability
 
-SHEETS = ROOT / "specs" / "devices"
+SHEETS = SPECS / "devices"
 
 
 class Figure(Model):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hybrid.core.errors import SpecError
+from hybrid.core.places import ROOT
 from hybrid.spec.fields import (
     EDGE_VALUES,
     FEATURES,
@@ -18,7 +19,6 @@ from hybrid.spec.fields import (
     Tolerance,
     Workload,
 )
-from hybrid.spec.load import ROOT
 from hybrid.spec.op import OpSpec
 
 PAGES = ("docs/ops.md", "docs/support.md")

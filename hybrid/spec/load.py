@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hybrid.core.errors import FieldError, SpecError, nearest
+from hybrid.core.places import PACKAGE, ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parents[2]
-"""Where `specs/` and `docs/` lie."""
 MAX_BYTES, MAX_DEPTH = 1 << 17, 32
 MAX_DOTS = 500  # in a line: the parser's time grows with the square of a dotted key's length
 
@@ -86,10 +85,9 @@ def validate(file: str, data: dict[str, Any], model: type[M]) -> M:
 
 def shown_path(path: Path) -> str:
     """Relative to the project where it lies inside it."""
-    try:
-        return path.resolve().relative_to(ROOT).as_posix()
-    except ValueError:
-        return str(path)
+    place = path.resolve()
+    root = next((r for r in (PACKAGE, ROOT) if place.is_relative_to(r)), None)
+    return str(path) if root is None else place.relative_to(root).as_posix()
 
 
 def one_line(file: str, error: ValidationError, model: type[BaseModel]) -> str:

@@ -9,9 +9,10 @@ from pydantic import Field
 
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
-from hybrid.spec.load import ROOT, Model, load_toml
+from hybrid.core.places import SPECS
+from hybrid.spec.load import Model, load_toml
 
-SHEETS = ROOT / "specs" / "models"
+SHEETS = SPECS / "models"
 
 Positive = Annotated[int, Field(gt=0)]
 

@@ -20,6 +20,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import SpecError, nearest
+from hybrid.core.places import SPECS as SPECS_DIR
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import (
     Attribute,
@@ -38,11 +39,9 @@ from hybrid.spec.fields import (
     Tolerance,
     Workload,
 )
-from hybrid.spec.load import ROOT, Model, load_toml
+from hybrid.spec.load import Model, load_toml
 from hybrid.spec.opcheck import check_declaration
 from hybrid.spec.solve import Size, solve
-
-SPECS_DIR = ROOT / "specs"
 
 
 class OpSpec(Model):

@@ -12,10 +12,11 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES
+from hybrid.core.places import SPECS
 from hybrid.spec.expr import Expr
-from hybrid.spec.load import ROOT, Model, load_toml
+from hybrid.spec.load import Model, load_toml
 
-SCHEDULES = ROOT / "specs" / "schedules"
+SCHEDULES = SPECS / "schedules"
 
 Phase = Literal["prefill", "decode"]
 Act = Literal["f32", "f16", "q8_act"]

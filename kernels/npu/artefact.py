@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels.npu.design import Array, Design, Finish, Move, Tile
-from kernels.npu.iron import manifest
-from kernels.npu.objects import digests
+from hybrid.kernels.npu.design import Array, Design, Finish, Move, Tile
+from hybrid.kernels.npu.iron import manifest
+from hybrid.kernels.npu.objects import digests
 
 KERNEL = "MLIR_AIE"  # the name that aiecc gives to the one kernel of an xclbin
 

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kernels.npu.design import Design
-from kernels.npu.designs import flash_attention
-from kernels.npu.designs.attention import CORES, Attention, Scores
-from kernels.npu.layout import bf16, int8_rows, real
-from kernels.npu.tiles import tile_keys, tile_queries, untile_results
-from kernels.npu.xrt import Job
+from hybrid.kernels.npu.design import Design
+from hybrid.kernels.npu.designs import flash_attention
+from hybrid.kernels.npu.designs.attention import CORES, Attention, Scores
+from hybrid.kernels.npu.layout import bf16, int8_rows, real
+from hybrid.kernels.npu.tiles import tile_keys, tile_queries, untile_results
+from hybrid.kernels.npu.xrt import Job
 
 
 class Npu(Protocol):

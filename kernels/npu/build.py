@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import Parser, run
-from kernels.npu.artefact import ArtefactError, encode, stem, write
-from kernels.npu.catalogue import AIE, find
-from kernels.npu.check import check, npu_limits
-from kernels.npu.compile import cache_folder, define
-from kernels.npu.design import Design
-from kernels.npu.emitter import emit
-from kernels.npu.iron import IronError, check_program, installed, manifest
+from hybrid.kernels.npu.artefact import ArtefactError, encode, stem, write
+from hybrid.kernels.npu.catalogue import AIE, find
+from hybrid.kernels.npu.check import check, npu_limits
+from hybrid.kernels.npu.compile import cache_folder, define
+from hybrid.kernels.npu.design import Design
+from hybrid.kernels.npu.emitter import emit
+from hybrid.kernels.npu.iron import IronError, check_program, installed, manifest
 
 # Flags of mlir-aie's own examples for AIE2 (programming_examples/makefile-common, PEANOWRAP2_FLAGS).
 PEANO_FLAGS = (
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    from kernels.npu.designs import chosen, shipped
+    from hybrid.kernels.npu.designs import chosen, shipped
 
     if args.list:
         print("\n".join(shipped()))

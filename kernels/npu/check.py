@@ -13,11 +13,11 @@ from math import prod
 
 from hybrid.cli import Parser, run
 from hybrid.core.errors import SpecError
+from hybrid.kernels.npu.design import CORE, Array, Design, Dims, Finish, Kernel, Tile, Worker
+from hybrid.kernels.npu.lower import Lowered, lower
+from hybrid.kernels.npu.order import disorder
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.npusheet import Npu, TileLimits
-from kernels.npu.design import CORE, Array, Design, Dims, Finish, Kernel, Tile, Worker
-from kernels.npu.lower import Lowered, lower
-from kernels.npu.order import disorder
 
 WORD = 4
 SHEET = "phoenix-npu"
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
 
     def command() -> int:
-        from kernels.npu.designs import chosen
+        from hybrid.kernels.npu.designs import chosen
 
         refused = 0
         for name, make in chosen(args.names).items():

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.core import places
-from kernels.npu.catalogue import AIE, Arg, Entry, Number, entries, find
+from hybrid.kernels.npu.catalogue import AIE, Arg, Entry, Number, entries, find
 
 HOSTAPI = Path(__file__).resolve().parent / "hostapi"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off",

@@ -21,12 +21,12 @@ from hybrid.core.device import Program, StepTime
 from hybrid.core.hostmemory import Exported, over
 from hybrid.core.plan import Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
-from kernels.npu.artefact import ArtefactError, find
-from kernels.npu.build import build_npu, build_sim, default_folder, tools
-from kernels.npu.design import Design
-from kernels.npu.ops import OPS
-from kernels.npu.xrt import Host, Job, open_host
-from kernels.oracle.device import CpuDevice
+from hybrid.kernels.npu.artefact import ArtefactError, find
+from hybrid.kernels.npu.build import build_npu, build_sim, default_folder, tools
+from hybrid.kernels.npu.design import Design
+from hybrid.kernels.npu.ops import OPS
+from hybrid.kernels.npu.xrt import Host, Job, open_host
+from hybrid.kernels.oracle.device import CpuDevice
 
 
 class NpuDevice(CpuDevice):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from hybrid.cli import Parser, run
-from kernels.npu.design import (
+from hybrid.kernels.npu.design import (
     Acquire,
     Array,
     Bind,
@@ -28,7 +28,7 @@ from kernels.npu.design import (
     Tile,
     Worker,
 )
-from kernels.npu.iron import check_program, manifest
+from hybrid.kernels.npu.iron import check_program, manifest
 
 DEVICES = {1: "NPU1Col1", 2: "NPU1Col2", 3: "NPU1Col3", 4: "NPU1"}
 NUMPY = {"i8": "np.int8", "u8": "np.uint8", "i16": "np.int16", "i32": "np.int32", "bf16": "bfloat16", "f32": "np.float32"}
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
 
     def command() -> int:
-        from kernels.npu.designs import chosen
+        from hybrid.kernels.npu.designs import chosen
 
         (make,) = chosen([args.name]).values()
         sys.stdout.write(emit(make()))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.npu.design import (
+from hybrid.kernels.npu.design import (
     DTYPES,
     Acquire,
     Call,
@@ -28,7 +28,7 @@ from kernels.npu.design import (
     Worker,
     walk,
 )
-from kernels.npu.lower import Channel, Descriptor, Lowered, lower
+from hybrid.kernels.npu.lower import Channel, Descriptor, Lowered, lower
 
 POISON, GUARD = 0xA5, 64
 MOST = 1 << 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kernels.npu.design import Array, Bind, Design, DesignError, Dims, Fifo, Link, Tile, Worker
+from hybrid.kernels.npu.design import Array, Bind, Design, DesignError, Dims, Fifo, Link, Tile, Worker
 
 
 @dataclass(frozen=True, slots=True)

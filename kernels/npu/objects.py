@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from kernels.npu import compile as host
-from kernels.npu.catalogue import Number, find
-from kernels.npu.design import Array, Design, Kernel
+from hybrid.kernels.npu import compile as host
+from hybrid.kernels.npu.catalogue import Number, find
+from hybrid.kernels.npu.design import Array, Design, Kernel
 
 _DTYPES = {"i4x2": "u8"}  # bytes of two codes
 STACK = 1024

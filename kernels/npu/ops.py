@@ -12,15 +12,15 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from hybrid.core.tensor import Tensor
+from hybrid.kernels.npu.attend import attention, attention_i8
+from hybrid.kernels.npu.design import Design
+from hybrid.kernels.npu.designs import gemm_blocks, gemm_i8, rmsnorm_bf16
+from hybrid.kernels.npu.designs.gemm import ROWS, Gemm, Weights
+from hybrid.kernels.npu.designs.rmsnorm import CORES, Norm
+from hybrid.kernels.npu.layout import bf16, int8_rows, padded, real, two_parts
+from hybrid.kernels.npu.tiles import tile_weights
+from hybrid.kernels.npu.xrt import Job
 from hybrid.quant.codec import dequantise
-from kernels.npu.attend import attention, attention_i8
-from kernels.npu.design import Design
-from kernels.npu.designs import gemm_blocks, gemm_i8, rmsnorm_bf16
-from kernels.npu.designs.gemm import ROWS, Gemm, Weights
-from kernels.npu.designs.rmsnorm import CORES, Norm
-from kernels.npu.layout import bf16, int8_rows, padded, real, two_parts
-from kernels.npu.tiles import tile_weights
-from kernels.npu.xrt import Job
 
 # (m, k, n) of a core's tile: for few rows or columns, and for prefill.
 TILES: dict[Weights, tuple[tuple[int, int, int], ...]] = {

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from kernels.npu.design import Acquire, Call, Design, Element, Finish, Loop, Release, Statement, Worker
-from kernels.npu.lower import Lowered
+from hybrid.kernels.npu.design import Acquire, Call, Design, Element, Finish, Loop, Release, Statement, Worker
+from hybrid.kernels.npu.lower import Lowered
 
 Found = tuple[str, str, str]
 

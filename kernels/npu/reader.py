@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any, Literal
 
-from kernels.npu.design import (
+from hybrid.kernels.npu.design import (
     Acquire,
     Array,
     Bind,
@@ -26,7 +26,7 @@ from kernels.npu.design import (
     Tile,
     Worker,
 )  # fmt: skip
-from kernels.npu.emitter import DEVICES, NUMPY
+from hybrid.kernels.npu.emitter import DEVICES, NUMPY
 
 Made = dict[str, Any]
 

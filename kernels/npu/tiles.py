@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.npu.designs.attention import CORES, HEAD, Attention
-from kernels.npu.designs.gemm import Gemm
-from kernels.npu.layout import limbs, nibbles
+from hybrid.kernels.npu.designs.attention import CORES, HEAD, Attention
+from hybrid.kernels.npu.designs.gemm import Gemm
+from hybrid.kernels.npu.layout import limbs, nibbles
 
 
 def tile_weights(codes: np.ndarray, g: Gemm, scales: np.ndarray | None = None) -> np.ndarray:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from hybrid.core.hostmemory import NotShareable
-from kernels.npu.artefact import KERNEL, fabric_digest, find, stream_digest
-from kernels.npu.check import npu_limits
-from kernels.npu.design import DTYPES, Design
+from hybrid.kernels.npu.artefact import KERNEL, fabric_digest, find, stream_digest
+from hybrid.kernels.npu.check import npu_limits
+from hybrid.kernels.npu.design import DTYPES, Design
 
 OPCODE, FIRST = 3, 3
 STAMP = np.frombuffer(bytes((0xD1, 0x7E, 0x5A, 0xC3)) * 16, np.uint8)  # at both ends of every output before a run
@@ -77,7 +77,7 @@ class _Loaded:
 def open_host(kind: str, folder: Path) -> Host:
     """`sim` or `npu`. NpuUnavailable says what is missing; a simulator is never taken for want of an NPU."""
     if kind == "sim":
-        return Host(importlib.import_module("kernels.npu.xrt_sim"), folder)
+        return Host(importlib.import_module("hybrid.kernels.npu.xrt_sim"), folder)
     if kind != "npu":
         raise ValueError(f"--npu {kind}: npu or sim")
     try:

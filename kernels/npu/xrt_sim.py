@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from kernels.npu.artefact import KERNEL, decode
-from kernels.npu.check import npu_limits
-from kernels.npu.design import DTYPES, Design
-from kernels.npu.interpreter import Deadlock, Interpreter
-from kernels.npu.objects import on_this_computer
-from kernels.npu.reader import read
+from hybrid.kernels.npu.artefact import KERNEL, decode
+from hybrid.kernels.npu.check import npu_limits
+from hybrid.kernels.npu.design import DTYPES, Design
+from hybrid.kernels.npu.interpreter import Deadlock, Interpreter
+from hybrid.kernels.npu.objects import on_this_computer
+from hybrid.kernels.npu.reader import read
 
 NAME = "sim-npu1"
 POISON = 0x5C  # device memory that nobody wrote
@@ -169,7 +169,7 @@ class hw_context:
         weakref.finalize(self, _dropped, owner._contexts)
 
     def _digest(self) -> str:
-        from kernels.npu.artefact import fabric_digest
+        from hybrid.kernels.npu.artefact import fabric_digest
 
         return fabric_digest(self._design)
 

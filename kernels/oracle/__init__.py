@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hybrid.core.tensor import Tensor
+from hybrid.kernels.oracle import attention, embedding, ffn, integer, linear, norm, sampling
 from hybrid.quant.codec import Real, Value, argument, encode
-from kernels.oracle import attention, embedding, ffn, integer, linear, norm, sampling
 
 __all__ = ["ORACLE", "argument", "call", "encoded"]
 

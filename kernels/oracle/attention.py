@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy import matmul
 
+from hybrid.kernels.oracle.integer import int8_rows
+from hybrid.kernels.oracle.norm import rms
 from hybrid.quant.codec import Real, row_blocks, widened
-from kernels.oracle.integer import int8_rows
-from kernels.oracle.norm import rms
 
 _SCORES = 1 << 22  # scores held at once
 

@@ -19,11 +19,11 @@ from hybrid.core.device import Counters
 from hybrid.core.hostmemory import NotShareable
 from hybrid.core.plan import ALIGN, Plan, TensorDecl
 from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
+from hybrid.kernels.oracle import ORACLE
+from hybrid.kernels.oracle.memory import Guarded, Slabs, aligned, in_memory, place, usable_bytes
+from hybrid.kernels.oracle.program import CpuProgram
+from hybrid.kernels.oracle.threads import BlasThreads
 from hybrid.quant.codec import Value, copy_rows, dequantise, joined, runs
-from kernels.oracle import ORACLE
-from kernels.oracle.memory import Guarded, Slabs, aligned, in_memory, place, usable_bytes
-from kernels.oracle.program import CpuProgram
-from kernels.oracle.threads import BlasThreads
 
 
 class CpuDevice:

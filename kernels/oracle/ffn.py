@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hybrid.core.tensor import Tensor
+from hybrid.kernels.oracle.linear import linear
 from hybrid.quant.codec import Real, Value, argument, round_into
-from kernels.oracle.linear import linear
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:

@@ -11,12 +11,12 @@ import numpy as np
 from hybrid.core.device import StepTime
 from hybrid.core.plan import CONTROL, Plan, Step
 from hybrid.core.tensor import Packed, Rows, Tensor
+from hybrid.kernels.oracle.memory import Guarded
+from hybrid.kernels.oracle.threads import seconds_alone
 from hybrid.quant.codec import argument, round_into
-from kernels.oracle.memory import Guarded
-from kernels.oracle.threads import seconds_alone
 
 if TYPE_CHECKING:
-    from kernels.oracle.device import CpuDevice
+    from hybrid.kernels.oracle.device import CpuDevice
 
 # Weights that BLAS reads whole: worth keeping as float32. (Embedding reads a few rows of the same tensor.)
 _MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "w_down"), "logits": ("w",)}

@@ -13,11 +13,11 @@ import os
 from dataclasses import dataclass
 
 from hybrid.core.plan import Plan
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.instance import DeviceInfo
 from hybrid.spec.cost import Cost, step_cost
 from hybrid.spec.devicesheet import sheet_for
 from hybrid.spec.op import load_ops
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.instance import DeviceInfo
 
 NEIGHBOURS = 20
 SLACK = 10  # exact kernels in float32 reach a third of an H200's peak, the smallest dispatches far less

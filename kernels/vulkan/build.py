@@ -32,7 +32,7 @@ from hybrid.cli import Parser
 from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import nearest
 from hybrid.core.places import in_clone
-from kernels.vulkan.spirv import inspect, strip_source
+from hybrid.kernels.vulkan.spirv import inspect, strip_source
 
 if sys.version_info >= (3, 11):
     import tomllib

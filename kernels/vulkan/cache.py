@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybrid.core.plan import Step
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 KV_TYPES = ("f32", "f16")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.vulkan.api import check, ffi, lib, vk
+from hybrid.kernels.vulkan.api import check, ffi, lib, vk
 
 _INFO = 1000184000  # VK_STRUCTURE_TYPE_CALIBRATED_TIMESTAMP_INFO_EXT, which the vulkan package numbers wrongly
 _DOMAINS = ("VK_TIME_DOMAIN_DEVICE_KHR", "VK_TIME_DOMAIN_CLOCK_MONOTONIC_KHR")

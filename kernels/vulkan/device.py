@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.core.plan import Plan, TensorDecl
+from hybrid.kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
+from hybrid.kernels.vulkan.instance import DeviceInfo, list_devices
+from hybrid.kernels.vulkan.kernel import Kernel, KernelCache, most_polls
+from hybrid.kernels.vulkan.memory import MIB, Memory, Slice, align_up
+from hybrid.kernels.vulkan.pages import record_steps
+from hybrid.kernels.vulkan.program import Program
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.repack import Loader
+from hybrid.kernels.vulkan.store import Storage
+from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes, rows_of, split_rows
+from hybrid.kernels.vulkan.timeline import Queue, Submit
+from hybrid.kernels.vulkan.transfer import CHUNK_BYTES, Transfer
+from hybrid.kernels.vulkan.tuning import Tuning, device_class, traits
 from hybrid.spec.cost import Cost
-from kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
-from kernels.vulkan.instance import DeviceInfo, list_devices
-from kernels.vulkan.kernel import Kernel, KernelCache, most_polls
-from kernels.vulkan.memory import MIB, Memory, Slice, align_up
-from kernels.vulkan.pages import record_steps
-from kernels.vulkan.program import Program
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.repack import Loader
-from kernels.vulkan.store import Storage
-from kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes, rows_of, split_rows
-from kernels.vulkan.timeline import Queue, Submit
-from kernels.vulkan.transfer import CHUNK_BYTES, Transfer
-from kernels.vulkan.tuning import Tuning, device_class, traits
 
 __all__ = ["DeviceInfo", "VulkanDevice", "VulkanUnavailable", "list_devices", "open_device"]
 
@@ -163,7 +163,7 @@ class VulkanDevice(Storage):
             self._arena = self.memory_pool.allocate(arena_bytes, "activations")
 
     def _reserve_scratch(self, plans: Iterable[Plan]) -> None:
-        from kernels.vulkan.dry import DryDevice, scratch_bytes  # records with the bindings, which import the recorder
+        from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes  # records with the bindings, which import the recorder
 
         dry = DryDevice.like(self.report)
         dry.tuning = self.tuning
@@ -198,7 +198,7 @@ class VulkanDevice(Storage):
 
     def _binding(self, op: str) -> Binding:
         if self._bindings is None:
-            from kernels.vulkan.ops import BINDINGS  # bindings import the recorder: not at module level
+            from hybrid.kernels.vulkan.ops import BINDINGS  # bindings import the recorder: not at module level
             self._bindings = BINDINGS
         if op not in self._bindings:
             raise VulkanError(f"the Vulkan backend has no binding for operation {op!r}; it has: "

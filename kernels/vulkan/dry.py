@@ -10,13 +10,13 @@ from functools import lru_cache
 from typing import Any
 
 from hybrid.core.plan import Plan, TensorDecl
-from kernels.vulkan.features import Report, choose_subgroup
-from kernels.vulkan.kernel import SPIRV, Kernel, most_polls
-from kernels.vulkan.memory import Buffer, Slice
-from kernels.vulkan.pages import record_steps
-from kernels.vulkan.recorder import Recorder, Recording
-from kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes
-from kernels.vulkan.tuning import DEFAULT, Asked, Tuning, device_class, traits
+from hybrid.kernels.vulkan.features import Report, choose_subgroup
+from hybrid.kernels.vulkan.kernel import SPIRV, Kernel, most_polls
+from hybrid.kernels.vulkan.memory import Buffer, Slice
+from hybrid.kernels.vulkan.pages import record_steps
+from hybrid.kernels.vulkan.recorder import Recorder, Recording
+from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes
+from hybrid.kernels.vulkan.tuning import DEFAULT, Asked, Tuning, device_class, traits
 
 
 @lru_cache(maxsize=1)
@@ -85,7 +85,7 @@ def asked(plan: Plan, device: Any) -> list[Asked]:
 
 def record(plan: Plan, device: DryDevice) -> Recording:
     """Record a plan for a device that does not exist."""
-    from kernels.vulkan.ops import BINDINGS
+    from hybrid.kernels.vulkan.ops import BINDINGS
 
     tensors = {name: _tensor(decl, device.max_range) for name, decl in plan.tensors.items()}
     recorder = Recorder(device, tensors[plan.control].parts[0])

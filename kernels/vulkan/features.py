@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kernels.vulkan.api import VulkanUnavailable, check, ffi, lib, vk
+from hybrid.kernels.vulkan.api import VulkanUnavailable, check, ffi, lib, vk
 
 API = (1, 3)
 WANTED_SUBGROUP = 32

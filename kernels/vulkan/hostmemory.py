@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from hybrid.core.hostmemory import NotShareable, pages, whole_pages
-from kernels.vulkan.api import check, ffi, lib, vk
-from kernels.vulkan.memory import Buffer, Memory, Slice
+from hybrid.kernels.vulkan.api import check, ffi, lib, vk
+from hybrid.kernels.vulkan.memory import Buffer, Memory, Slice
 
 _HOST = 0x80  # VK_EXTERNAL_MEMORY_HANDLE_TYPE_HOST_ALLOCATION_BIT_EXT
 OPAQUE_FD, DMA_BUF = 0x1, 0x200  # VK_EXTERNAL_MEMORY_HANDLE_TYPE_*

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.vulkan.api import INSTALL, VulkanUnavailable, check, ffi, lib, require, vk
-from kernels.vulkan.features import Report, query
+from hybrid.kernels.vulkan.api import INSTALL, VulkanUnavailable, check, ffi, lib, require, vk
+from hybrid.kernels.vulkan.features import Report, query
 
 LAYER = "VK_LAYER_KHRONOS_validation"
 KINDS = {1: "integrated", 2: "discrete", 3: "virtual", 4: "cpu", 0: "other"}

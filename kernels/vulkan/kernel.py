@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.core.places import cache_folder
-from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
-from kernels.vulkan.features import CAPABILITIES, Report, can_choose_subgroup
-from kernels.vulkan.spirv import ModuleInfo, inspect
+from hybrid.kernels.vulkan.api import VulkanError, check, ffi, lib, vk
+from hybrid.kernels.vulkan.features import CAPABILITIES, Report, can_choose_subgroup
+from hybrid.kernels.vulkan.spirv import ModuleInfo, inspect
 
 log = logging.getLogger("hybrid.vulkan")
 _FULL_SUBGROUPS = 2  # VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT, which the package does not name

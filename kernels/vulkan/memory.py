@@ -16,8 +16,8 @@ import numpy as np
 
 from hybrid.core.device import Counters
 from hybrid.core.plan import ALIGN
-from kernels.vulkan.api import OutOfDeviceMemory, check, ffi, lib, vk
-from kernels.vulkan.features import Limits
+from hybrid.kernels.vulkan.api import OutOfDeviceMemory, check, ffi, lib, vk
+from hybrid.kernels.vulkan.features import Limits
 
 MIB = 1 << 20
 BLOCK_BYTES = {"device": 128 * MIB, "shared": 16 * MIB, "read": 16 * MIB}

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybrid.core.plan import Plan
-from kernels.vulkan import runs
-from kernels.vulkan.memory import MIB, Slice
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan import runs
+from hybrid.kernels.vulkan.memory import MIB, Slice
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 PAGE = 2 * MIB  # what drivers map large allocations in
 AHEAD = 3  # steps between the touch and the use: the walks take about as long as a short dispatch

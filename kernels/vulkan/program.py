@@ -17,15 +17,15 @@ import numpy as np
 
 from hybrid.core.device import StepTime
 from hybrid.core.plan import Plan
+from hybrid.kernels.vulkan.api import VulkanError, check, ffi, lib, vk
+from hybrid.kernels.vulkan.bounds import declared
+from hybrid.kernels.vulkan.clock import host_seconds
+from hybrid.kernels.vulkan.memory import Slice, align_up
+from hybrid.kernels.vulkan.recorder import GRID_WORDS, Barrier, Dispatch, Recorder
 from hybrid.spec.cost import Cost
-from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
-from kernels.vulkan.bounds import declared
-from kernels.vulkan.clock import host_seconds
-from kernels.vulkan.memory import Slice, align_up
-from kernels.vulkan.recorder import GRID_WORDS, Barrier, Dispatch, Recorder
 
 if TYPE_CHECKING:
-    from kernels.vulkan.device import VulkanDevice
+    from hybrid.kernels.vulkan.device import VulkanDevice
 
 _COMPUTE, _INDIRECT = 0x800, 0x2  # pipeline stages
 _SHADER_READ, _SHADER_WRITE, _INDIRECT_READ = 0x20, 0x40, 0x1  # accesses

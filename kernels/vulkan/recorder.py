@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid.core.plan import CONTROL
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.kernel import Kernel
-from kernels.vulkan.memory import Buffer, Slice, align_up
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.kernel import Kernel
+from hybrid.kernels.vulkan.memory import Buffer, Slice, align_up
 
 GRID_WORDS, TABLE_WORDS = 4, 8  # u32 words of one entry: computed grid, and what it is computed from
 _FIXED = 0xFF  # control word of a table entry's axis that does not depend on a live count

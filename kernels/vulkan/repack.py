@@ -17,14 +17,14 @@ import numpy as np
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Packed
-from kernels.vulkan.api import VulkanError, VulkanLost, check, ffi, lib, vk
-from kernels.vulkan.kernel import Kernel
-from kernels.vulkan.memory import MIB, Memory, Slice, align_up
-from kernels.vulkan.tensors import Chunk, rows_of
-from kernels.vulkan.transfer import begin, submit
+from hybrid.kernels.vulkan.api import VulkanError, VulkanLost, check, ffi, lib, vk
+from hybrid.kernels.vulkan.kernel import Kernel
+from hybrid.kernels.vulkan.memory import MIB, Memory, Slice, align_up
+from hybrid.kernels.vulkan.tensors import Chunk, rows_of
+from hybrid.kernels.vulkan.transfer import begin, submit
 
 if TYPE_CHECKING:
-    from kernels.vulkan.device import VulkanDevice
+    from hybrid.kernels.vulkan.device import VulkanDevice
 
 REPACKED = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")  # types that have a kernel; others are split on the host
 LOAD_BYTES = 32 * MIB

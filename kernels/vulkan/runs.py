@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybrid.core.plan import Step
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 Tensors = Mapping[str, DeviceTensor]
 Binding = Callable[[Recorder, Any, Tensors], None]
@@ -25,7 +25,7 @@ LONGEST = 6  # steps that one dispatch may take
 def record(rec: Recorder, steps: Sequence[Step], tensors: Tensors, binding: Callable[[str], Binding]) -> Iterator[range]:
     """Record all steps, and give the indices of those that were recorded together. `tensors`: by their names in the plan;
     `binding`: of an operation. An operation whose binding is not the shipped one is recorded by that, in no run."""
-    from kernels.vulkan.ops import BINDINGS, RUNS
+    from hybrid.kernels.vulkan.ops import BINDINGS, RUNS
 
     given = [{arg: tensors[name] for arg, name in step.args.items()} for step in steps]
 

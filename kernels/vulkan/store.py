@@ -13,11 +13,11 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.hostmemory import NotShareable
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Packed, Source, Tensor, unpacked
-from kernels.vulkan.hostmemory import import_fd, import_pages
-from kernels.vulkan.memory import Memory, Slice, align_up
-from kernels.vulkan.repack import Loader, takes
-from kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
-from kernels.vulkan.transfer import Transfer
+from hybrid.kernels.vulkan.hostmemory import import_fd, import_pages
+from hybrid.kernels.vulkan.memory import Memory, Slice, align_up
+from hybrid.kernels.vulkan.repack import Loader, takes
+from hybrid.kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
+from hybrid.kernels.vulkan.transfer import Transfer
 
 # As f32 and bf16 a huge number, as f16 no number: a kernel that reads its neighbour's bytes shows in its result too.
 GUARD_BYTE = 0x7F

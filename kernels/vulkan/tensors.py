@@ -10,8 +10,8 @@ import numpy as np
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.memory import Slice
 
 PURPOSE = {"weight": "weights", "state": "state", "io": "io", "activation": "activations"}
 

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hybrid.core.device import Counters
-from hybrid.spec.cost import Cost
-from kernels.vulkan.api import (
+from hybrid.kernels.vulkan.api import (
     ForkedDevice,
     VulkanError,
     VulkanLost,
@@ -25,9 +24,10 @@ from kernels.vulkan.api import (
     lost_message,
     vk,
 )
-from kernels.vulkan.bounds import bounds_of
-from kernels.vulkan.features import choose_subgroup, enabled_chain, known_to_layer, most_threads, query
-from kernels.vulkan.instance import Instance, select, validation_mode
+from hybrid.kernels.vulkan.bounds import bounds_of
+from hybrid.kernels.vulkan.features import choose_subgroup, enabled_chain, known_to_layer, most_threads, query
+from hybrid.kernels.vulkan.instance import Instance, select, validation_mode
+from hybrid.spec.cost import Cost
 
 _POLL_NS = 200_000_000  # waits return to Python now and then, so that Ctrl-C is seen
 _ALL_STAGES, _ALL_READS, _ALL_WRITES = 0x10000, 0x8000, 0x10000

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybrid.kernels.vulkan.api import vk
+from hybrid.kernels.vulkan.memory import MIB, Memory, Slice, align_up
 from hybrid.spec.cost import Cost
-from kernels.vulkan.api import vk
-from kernels.vulkan.memory import MIB, Memory, Slice, align_up
 
 if TYPE_CHECKING:
-    from kernels.vulkan.device import VulkanDevice
+    from hybrid.kernels.vulkan.device import VulkanDevice
 
 CHUNK_BYTES = 8 * MIB
 SLOTS = 3

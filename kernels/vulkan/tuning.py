@@ -21,8 +21,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from hybrid.core.errors import FieldError, SpecError, nearest
+from hybrid.kernels.vulkan.features import Report
 from hybrid.spec.load import Model, load_toml, shown_path
-from kernels.vulkan.features import Report
 
 TABLES = Path(__file__).resolve().parent / "tuning"
 SPACE, DEFAULT = "space", "default"

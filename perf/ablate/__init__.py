@@ -31,8 +31,16 @@ from hybrid.cli.progress import progress_bar
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.engine.engine import Engine
+from hybrid.perf.ablate.switches import (
+    Drive,
+    Switch,
+    bindings_without,
+    constants_without,
+    find_switch,
+    load_switches,
+    schedule_without,
+)
 from hybrid.spec.schedule import find_schedule
-from perf.ablate.switches import Drive, Switch, bindings_without, constants_without, find_switch, load_switches, schedule_without
 
 SCHEMA = 1
 AT_ONCE = 8
@@ -135,7 +143,7 @@ def context_for(depth: int, tokens: int) -> int:
 @contextmanager
 def opened(checkpoint: Checkpoint, device: str, switches: Sequence[Switch], depth: int, tokens: int) -> Iterator[Engine]:
     """An engine with the schedule that the switches leave, whose slot 0 holds `depth` tokens."""
-    from kernels.vulkan.device import open_device
+    from hybrid.kernels.vulkan.device import open_device
 
     with open_device(device) as found:
         schedule = schedule_without(find_schedule(checkpoint.hparams.family), switches)
@@ -242,7 +250,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _main(args: argparse.Namespace, command: str) -> int:
-    from kernels.vulkan.instance import list_devices, select
+    from hybrid.kernels.vulkan.instance import list_devices, select
 
     if args.device == "cpu":
         raise UsageError("--device cpu: the switches are of Vulkan's plans and submits; give vulkan or vulkan:N")

@@ -1,5 +1,5 @@
 import sys
 
-from perf.ablate import main
+from hybrid.perf.ablate import main
 
 sys.exit(main())

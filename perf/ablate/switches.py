@@ -18,11 +18,11 @@ from pydantic import Field, model_validator
 
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.plan import Step
+from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.schedule import Profile, Schedule
-from kernels.vulkan.memory import Slice
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import Chunk, DeviceTensor
 
 FILE = Path(__file__).with_name("switches.toml")
 Binding = Callable[[Recorder, Any, Mapping[str, DeviceTensor]], None]
@@ -89,7 +89,7 @@ def find_switch(name: str) -> Switch:
 
 def bindings_without(switches: Sequence[Switch]) -> dict[str, Binding]:
     """The Vulkan bindings, with the weights of switched operations cut apart."""
-    from kernels.vulkan.ops import BINDINGS
+    from hybrid.kernels.vulkan.ops import BINDINGS
 
     found: dict[str, Binding] = dict(BINDINGS)
     for apart in (s.apart for s in switches if s.apart):

@@ -108,7 +108,7 @@ def check(group: str, update: bool = False) -> tuple[list[Finding], list[str]]:
 
 
 def _check_numbers(group: str, update: bool) -> tuple[list[Finding], list[str]]:
-    from perf.gate.gated import GROUPS
+    from hybrid.perf.gate.gated import GROUPS
 
     gate, found = load_gate(group), GROUPS[group]()
     findings = compare(group, gate, gate.expected, found)
@@ -118,7 +118,7 @@ def _check_numbers(group: str, update: bool) -> tuple[list[Finding], list[str]]:
 
 
 def _check_ratios(update: bool) -> tuple[list[Finding], list[str]]:
-    from perf.gate import ratios
+    from hybrid.perf.gate import ratios
 
     gate, kind = load_gate("ratios"), ratios.kind_of_processor()
     learned = ratios.load_store().processor.get(kind)
@@ -144,8 +144,8 @@ def _check_ratios(update: bool) -> tuple[list[Finding], list[str]]:
 
 
 def _check_gfx1103(update: bool) -> tuple[list[Finding], list[str]]:
-    from perf.isa import TABLES, committed, save
-    from perf.isa import check as check_rules
+    from hybrid.perf.isa import TABLES, committed, save
+    from hybrid.perf.isa import check as check_rules
 
     gate, findings, lines = load_gate("gfx1103"), [], []
     tables = _tables()
@@ -167,7 +167,7 @@ def _check_gfx1103(update: bool) -> tuple[list[Finding], list[str]]:
 
 
 def _tables() -> dict[str, Any]:
-    from perf.gate.gated import gfx1103
+    from hybrid.perf.gate.gated import gfx1103
 
     return gfx1103()
 
@@ -195,7 +195,7 @@ def _toml(value: float) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- command
 def groups() -> tuple[str, ...]:
-    from perf.gate.gated import GROUPS
+    from hybrid.perf.gate.gated import GROUPS
 
     return (*GROUPS, "ratios", "gfx1103")
 

@@ -1,5 +1,5 @@
 import sys
 
-from perf.gate import main
+from hybrid.perf.gate import main
 
 sys.exit(main())

@@ -15,9 +15,9 @@ from typing import Any
 from hybrid.core.device import Counters
 from hybrid.core.errors import SpecError
 from hybrid.engine.engine import Engine
+from hybrid.kernels.vulkan.kernel import SPIRV
+from hybrid.perf.roofline.work import Planned, subject
 from hybrid.spec.schedule import CAPABILITIES
-from kernels.vulkan.kernel import SPIRV
-from perf.roofline.work import Planned, subject
 
 Numbers = dict[str, float]
 COUNTS = tuple(f.name for f in fields(Counters))
@@ -55,8 +55,8 @@ def spirv() -> Numbers:
 
 def cpu_driver() -> str:
     """The selector of Mesa's CPU driver, on which counts are the same everywhere. SpecError where there is none."""
-    from kernels.vulkan.api import VulkanUnavailable
-    from kernels.vulkan.instance import list_devices
+    from hybrid.kernels.vulkan.api import VulkanUnavailable
+    from hybrid.kernels.vulkan.instance import list_devices
 
     try:
         found = [d for d in list_devices() if d.kind == "cpu"]
@@ -73,7 +73,7 @@ def cpu_driver() -> str:
 def small_engine(**options: Any) -> Iterator[Engine]:
     """Two layers of random weights in the shape of the smallest Gemma 3, on the CPU driver."""
     from hybrid.checkpoint.random import random_checkpoint
-    from kernels.vulkan.device import open_device
+    from hybrid.kernels.vulkan.device import open_device
 
     bindings = options.pop("bindings", None)
     with open_device(cpu_driver(), bindings=bindings, validation=False) as device:
@@ -135,7 +135,7 @@ def count_calls(work: Callable[[], object]) -> int:
 
 def gfx1103() -> dict[str, Mapping[str, Any]]:
     """Mesa version -> table. The rules of perf/isa/isa.toml are part of the gate."""
-    from perf.isa import compiled
+    from hybrid.perf.isa import compiled
 
     return {version: table for version, (table, _) in compiled().items()}
 

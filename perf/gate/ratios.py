@@ -18,15 +18,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from hybrid.core.errors import SpecError
 from hybrid.engine.engine import Engine
+from hybrid.perf.ablate.switches import bindings_without, find_switch
+from hybrid.perf.gate.gated import cpu_driver, small_engine
 from hybrid.spec.load import Model
-from perf.ablate.switches import bindings_without, find_switch
-from perf.gate.gated import cpu_driver, small_engine
 
 REFERENCE = Path(__file__).resolve().parent.parent / "reference" / "spirv"
 PAIRS = 20
@@ -116,7 +116,7 @@ RATIOS: dict[str, Callable[[], Ratio]] = {
 # ------------------------------------------------------------------------------------------------------------ processors
 def kind_of_processor() -> str:
     """Make and model of this machine's processor as it numbers itself, and the driver, which names its vectors' width."""
-    from kernels.vulkan.instance import list_devices
+    from hybrid.kernels.vulkan.instance import list_devices
 
     driver = next(d.name for d in list_devices() if f"vulkan:{d.index}" == cpu_driver())
     return f"{processor(CPUINFO.read_text() if CPUINFO.exists() else '')}, {driver}"
@@ -146,7 +146,7 @@ class Store(Model):
     """$XDG_CACHE_HOME/hybrid-kernels/ratios.json."""
 
     schema_version: Literal[1] = Field(alias="schema")
-    processor: Annotated[dict[str, Learned], Field(default_factory=dict)]
+    processor: dict[str, Learned] = Field(default_factory=dict)
 
 
 def store_path() -> Path:
@@ -194,10 +194,10 @@ K, N = 6912, 1152  # the feed-forward output of gemma3-1b
 @contextmanager
 def product() -> Iterator[Callable[[], object]]:
     """Our kernel: one row times a Q4_0 matrix [N, K], int8 activations."""
-    from conformance.harness.cases import Case
+    from hybrid.harness.cases import Case
+    from hybrid.kernels.vulkan.device import open_device
+    from hybrid.perf.op import repeated
     from hybrid.spec import load_op
-    from kernels.vulkan.device import open_device
-    from perf.op import repeated
 
     spec = load_op("linear")
     dtypes = dict(spec.dtypes({"x": "q8_act", "w": "q4_0"}))
@@ -215,7 +215,7 @@ def reference() -> Iterator[Callable[[], object]]:
     from hybrid.core.plan import Plan, TensorDecl
     from hybrid.core.plan import Step as PlanStep
     from hybrid.core.tensor import Tensor
-    from kernels.vulkan.device import open_device
+    from hybrid.kernels.vulkan.device import open_device
 
     def record(rec: Any, step: Any, t: Mapping[str, Any]) -> None:
         parts = [t[name].parts[0] for name in ("w", "ws", "x", "xs", "y")]

@@ -24,15 +24,15 @@ from pydantic import Field, model_validator
 from hybrid.cli import Parser, UsageError, run
 from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import SpecError
+from hybrid.kernels.vulkan.dry import manifest
+from hybrid.perf.isa.assembly import summary
+from hybrid.perf.mesa import installed, version_of
+from hybrid.perf.roofline import estimate
+from hybrid.perf.roofline.work import Planned, subject
 from hybrid.planning.passes import capabilities_of
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.op import load_op
-from kernels.vulkan.dry import manifest
-from perf.isa.assembly import summary
-from perf.mesa import installed, version_of
-from perf.roofline import estimate
-from perf.roofline.work import Planned, subject
 
 TABLES = Path(__file__).resolve().parent.parent / "gfx1103"
 RULES = Path(__file__).with_name("isa.toml")
@@ -155,8 +155,8 @@ class TokenTime:
 
 def token_time(model: Planned, batch: int, context: int, table: Table, features: Mapping[str, bool]) -> TokenTime:
     """SpecError for a kernel that the table does not have."""
-    from kernels.vulkan.dry import record
-    from perf.isa.radv import Collector
+    from hybrid.kernels.vulkan.dry import record
+    from hybrid.perf.isa.radv import Collector
 
     made = model.plan("decode", batch, batch, context, batch)
     recording = record(made, Collector(features))

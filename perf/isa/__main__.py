@@ -1,5 +1,5 @@
 import sys
 
-from perf.isa import main
+from hybrid.perf.isa import main
 
 sys.exit(main())

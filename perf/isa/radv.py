@@ -19,14 +19,14 @@ from hybrid.core.device import Counters
 from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import Plan
+from hybrid.kernels.vulkan.api import VulkanError, check, ffi, lib, vk
+from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.kernels.vulkan.features import _SHORT, Report, enabled_chain, query
+from hybrid.kernels.vulkan.instance import DeviceInfo, Instance, select
+from hybrid.kernels.vulkan.kernel import Kernel, KernelCache
+from hybrid.perf.roofline.work import Planned, _infos
 from hybrid.planning.passes import capabilities_of, chunk_of
 from hybrid.spec.model import load_models
-from kernels.vulkan.api import VulkanError, check, ffi, lib, vk
-from kernels.vulkan.dry import DryDevice, record
-from kernels.vulkan.features import _SHORT, Report, enabled_chain, query
-from kernels.vulkan.instance import DeviceInfo, Instance, select
-from kernels.vulkan.kernel import Kernel, KernelCache
-from perf.roofline.work import Planned, _infos
 
 CAPTURE = 0x40 | 0x80  # VK_PIPELINE_CREATE_CAPTURE_STATISTICS_BIT_KHR, ..._INTERNAL_REPRESENTATIONS_BIT_KHR
 # head_dim 128 with every type that devices hold, and 256 with one of each kind; other models differ in widths only.

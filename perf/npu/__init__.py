@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.cli import Parser, positive
+from hybrid.kernels.npu.check import npu_limits
 from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.npusheet import Rates
-from kernels.npu.check import npu_limits
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -191,7 +191,7 @@ def residuals() -> str:
 
 
 def designs() -> str:
-    from kernels.npu.designs import shipped
+    from hybrid.kernels.npu.designs import shipped
 
     lines = [f"modelled, never measured, at {rates().clock_ghz.value} GHz: {'design':<20}{'ms':>9}{'TOPS':>7}  bound by"]
     for name, make in shipped().items():
@@ -235,7 +235,7 @@ class Placed:
 def placement(tokens: int = 512) -> list[Placed]:
     """Each matrix of a layer, alone on the NPU (int8 weights, chained dispatch) and alone on the iGPU (q4_0); and its attention
     over `tokens` positions, with int8 scores on the NPU, of an f16 cache on the iGPU."""
-    from perf.npu import attention as npu_attention
+    from hybrid.perf.npu import attention as npu_attention
 
     gpu = find_sheet("radeon-780m")
     best = {k: getattr(gpu.reached, k) or getattr(gpu.peak, k) for k in ("bandwidth_gb_s", "f16_tflops")}
@@ -304,11 +304,11 @@ def main(argv: list[str] | None = None) -> int:
     elif args.designs:
         print(designs())
     elif args.attention:
-        from perf.npu.attention import table  # it compiles the tile kernels, to count their instructions
+        from hybrid.perf.npu.attention import table  # it compiles the tile kernels, to count their instructions
 
         print(table(rates()))
     elif args.pipeline:
-        from perf.npu.pipeline import table as pipelined  # it needs this module
+        from hybrid.perf.npu.pipeline import table as pipelined  # it needs this module
 
         print(pipelined(args.tokens))
     elif args.placement:

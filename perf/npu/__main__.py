@@ -1,5 +1,5 @@
 import sys
 
-from perf.npu import main
+from hybrid.perf.npu import main
 
 sys.exit(main())

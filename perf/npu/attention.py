@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.kernels.npu.attend import fitted, plan, shape_of
+from hybrid.kernels.npu.catalogue import find
+from hybrid.kernels.npu.compile import buffer, compiled
+from hybrid.kernels.npu.designs import flash_attention
+from hybrid.kernels.npu.designs.attention import CORES, HEAD, Attention, Scores
 from hybrid.spec.npusheet import Rates
-from kernels.npu.attend import fitted, plan, shape_of
-from kernels.npu.catalogue import find
-from kernels.npu.compile import buffer, compiled
-from kernels.npu.designs import flash_attention
-from kernels.npu.designs.attention import CORES, HEAD, Attention, Scores
 
 MODELS = {"27b": (16, 2, 128, 1024), "e2b": (2, 4, 256, 512)}  # KV heads, query heads of each, head size, window of local layers
 CASES = (

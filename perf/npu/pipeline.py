@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid.perf.npu import MODELS, Product, placement, rates, run_times
 from hybrid.spec.devicesheet import find_sheet
-from perf.npu import MODELS, Product, placement, rates, run_times
 
 Segments = tuple[tuple[str, float], ...]
 """(device, seconds) in the order in which one chunk runs them."""

@@ -101,7 +101,7 @@ def measure(engine: Any, phase: str, context: int, repeats: int) -> tuple[list[S
     if not all(p.steps for p in runs[-1]):
         raise RuntimeError(f"{engine.device.name} has no timestamps")
     steps: list[StepRow] = []
-    passes = []
+    passes: list[dict[str, Any]] = []
     for i, (rows, outs, length) in enumerate(lives):
         same = [run_[i] for run_ in runs[1:]]
         found = _steps(engine.plan(phase, rows, outs), length, [p.steps for p in same], sum(p["device_us"] for p in passes))
@@ -114,7 +114,7 @@ def measure(engine: Any, phase: str, context: int, repeats: int) -> tuple[list[S
 def _steps(plan: Any, context: int, runs: Sequence[Any], begin: float) -> list[StepRow]:
     from hybrid.planning.cost import step_cost
 
-    found = []
+    found: list[StepRow] = []
     for i, step in enumerate(plan.steps):
         us, cost = 1e6 * statistics.median(steps[i].duration for steps in runs), step_cost(plan, step, context)
         if runs[0][i].within is not None:  # one dispatch: one row, from its first operation to its last
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         if args.picture is not None:
-            from perf.profile import picture as profile_picture  # before anything is measured: it may not be installed
+            from hybrid.perf.profile import picture as profile_picture  # before anything is measured: it may not be installed
 
             profile_picture.check(args.picture)
         report = read(args.read) if args.read else profile(args, command)

@@ -1,5 +1,5 @@
 import sys
 
-from perf.profile import main
+from hybrid.perf.profile import main
 
 sys.exit(main())

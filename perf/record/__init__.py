@@ -19,11 +19,11 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from hybrid.core.errors import SpecError
+from hybrid.perf.roofline import estimate
+from hybrid.perf.roofline.work import load_sizes, subject
 from hybrid.spec.devicesheet import sheet_for
 from hybrid.spec.load import Model
 from hybrid.spec.model import load_models
-from perf.roofline import estimate
-from perf.roofline.work import load_sizes, subject
 
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 SLACK = 1.02  # clocks of host and device differ by less
@@ -154,6 +154,10 @@ class Record(Model):
     ablations: tuple[Ablation, ...] = ()
     profiles: tuple[Profile, ...] = ()
 
+    def commands(self) -> list[str]:
+        """What made its figures."""
+        return [*(r.command for r in self.runs), *(p.command for p in self.profiles), *(a.command for a in self.ablations)]
+
     @model_validator(mode="after")
     def _validate_proof(self) -> Record:
         if self.conformance.kernels != self.kernels:
@@ -262,6 +266,6 @@ def nearest_run(device: str, model: str, kind: str, want: float | None) -> str |
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from perf.record import taking
+    from hybrid.perf.record import taking
 
     return taking.main(argv)

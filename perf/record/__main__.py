@@ -1,5 +1,5 @@
 import sys
 
-from perf.record import main
+from hybrid.perf.record import main
 
 sys.exit(main())

@@ -19,10 +19,9 @@ from typing import Any
 
 from hybrid.cli import Parser, run
 from hybrid.core.errors import SpecError
-from hybrid.core.places import clone
-from hybrid.spec.load import ROOT
-from kernels.vulkan.kernel import kernels_digest
-from perf.record import Ablation, OpTime, Profile, Proof, Record, Run, Worth, add
+from hybrid.core.places import ROOT, clone
+from hybrid.kernels.vulkan.kernel import kernels_digest
+from hybrid.perf.record import Ablation, OpTime, Profile, Proof, Record, Run, Worth, add
 
 MANIFEST = "kernels/vulkan/spirv/manifest.json"
 Made = Mapping[str, Any]

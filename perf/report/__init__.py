@@ -19,17 +19,17 @@ from hybrid.cli import Parser, run
 from hybrid.cli.progress import tracked
 from hybrid.core.errors import SpecError
 from hybrid.core.places import in_clone, pages_root
+from hybrid.perf.isa import TABLES, check, committed
+from hybrid.perf.record import Record, load_records, newest, slug
+from hybrid.perf.report.measured import PAGE, markdown
+from hybrid.perf.report.pictures import by_commit, kernel_chart, shares, versus, where_time_goes, worths
+from hybrid.perf.report.tables import Table, ablation, ablations, load_peer, measured, ordered, profile, profiles, table, what
+from hybrid.perf.roofline import estimate
+from hybrid.perf.roofline.pictures import roofline_page
+from hybrid.perf.svg import Chart, page
+from hybrid.perf.targets import judge, load_targets
+from hybrid.perf.targets.search import model_of
 from hybrid.spec.devicesheet import find_sheet
-from perf.isa import TABLES, check, committed
-from perf.record import Record, load_records, newest, slug
-from perf.report.measured import PAGE, markdown
-from perf.report.pictures import by_commit, kernel_chart, shares, versus, where_time_goes, worths
-from perf.report.tables import Table, ablation, ablations, load_peer, measured, ordered, profile, profiles, table, what
-from perf.roofline import estimate
-from perf.roofline.pictures import roofline_page
-from perf.svg import Chart, page
-from perf.targets import judge, load_targets
-from perf.targets.search import model_of
 
 MODEL, DEVICE = "gemma3-27b", "radeon-780m"
 STYLE = Path(__file__).with_name("report.css")
@@ -103,7 +103,7 @@ class Report:
             f"{r.conformance.passed} cases proved by <code>{escape(r.conformance.command)}</code></li>"
             for r in own
         ]
-        made = dict.fromkeys(one.command for r in own for one in (*r.runs, *r.profiles, *r.ablations))
+        made = dict.fromkeys(c for r in own for c in r.commands())
         lines += [f"<li><code>{escape(command)}</code></li>" for command in made]
         return f"<details><summary>sources: {len(own)} records, {len(made)} commands</summary><ul>{''.join(lines)}</ul></details>"
 
@@ -224,8 +224,8 @@ def _main(args: argparse.Namespace) -> int:
         return _markdown(args.check)
     ran: list[tuple[str, list[Any]]] | None = None
     if args.gates:
-        from perf.gate import check as check_group
-        from perf.gate import groups
+        from hybrid.perf.gate import check as check_group
+        from hybrid.perf.gate import groups
 
         ran = []
         for group in groups():

@@ -1,5 +1,5 @@
 import sys
 
-from perf.report import main
+from hybrid.perf.report import main
 
 sys.exit(main())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perf.record import Record
-from perf.report.tables import ablation, ablations, load_peer, measured, profile, profiles, what
+from hybrid.perf.record import Record
+from hybrid.perf.report.tables import ablation, ablations, load_peer, measured, profile, profiles, what
 
 PAGE = "docs/measured.md"
 HEAD = """# Measured

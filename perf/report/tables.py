@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from hybrid.perf.record import Ablation, Profile, Record, Run, ceiling_of, newest
+from hybrid.perf.roofline.work import load_sizes
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import load_models
-from perf.record import Ablation, Profile, Record, Run, ceiling_of, newest
-from perf.roofline.work import load_sizes
 
 PEER = Path(__file__).with_name("peer.toml")
 

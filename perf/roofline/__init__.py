@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from hybrid.cli import Parser, amount, run
 from hybrid.core.errors import SpecError
+from hybrid.perf.roofline.work import Item, Rate, Subject, Work, subject
 from hybrid.spec.devicesheet import DeviceSheet, Figure, find_sheet, load_sheets
-from perf.roofline.work import Item, Rate, Subject, Work, subject
 
 Level = Literal["ceiling", "expected"]
 _PEAKS: dict[Rate, tuple[str, ...]] = {
@@ -310,7 +310,7 @@ def _main(args: argparse.Namespace) -> int:
             **{level: s.tokens_per_second(model, args.context, sheet, level) for level in ("ceiling", "expected")},
         }
     if args.plot:
-        from perf.roofline.pictures import roofline_page
+        from hybrid.perf.roofline.pictures import roofline_page
 
         args.plot.write_text(roofline_page(model, sheet, works, args.context), encoding="utf-8")
     print(json.dumps(data) if args.json else text(data))

@@ -1,5 +1,5 @@
 import sys
 
-from perf.roofline import main
+from hybrid.perf.roofline import main
 
 sys.exit(main())

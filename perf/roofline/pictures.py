@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybrid.core.errors import SpecError
+from hybrid.perf.roofline import Level, Timed, bandwidth, estimate, rate
+from hybrid.perf.roofline.work import Rate, Subject, Work
+from hybrid.perf.svg import Axis, Chart, page
 from hybrid.spec.devicesheet import DeviceSheet
-from perf.roofline import Level, Timed, bandwidth, estimate, rate
-from perf.roofline.work import Rate, Subject, Work
-from perf.svg import Axis, Chart, page
 
 SHOWN = 5  # operations that get a label: those that take longest
 BATCHES = (1, 2, 4, 8, 16, 32)

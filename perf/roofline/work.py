@@ -22,6 +22,7 @@ from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.engine.kv import CacheShape
+from hybrid.kernels.vulkan.dry import DryDevice, count, scratch_bytes
 from hybrid.planning.cost import step_cost
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.footprint import Footprint, footprint
@@ -30,7 +31,6 @@ from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import find_model, load_models
 from hybrid.spec.op import load_op
 from hybrid.spec.schedule import Phase, find_schedule
-from kernels.vulkan.dry import DryDevice, count, scratch_bytes
 
 SIZES = Path(__file__).resolve().parent.parent / "sizes"
 Rate = Literal["int8", "f16", "f32"]

@@ -3,7 +3,7 @@
     python -m perf.targets                               # the table
     python -m perf.targets --memory 16GiB --want 50      # what to run for 50 tok/s in 16 GiB
 
-Verdicts follow from perf.roofline (modelled): `yes` if the expected speed reaches the target, `borderline` if only the
+Verdicts follow from hybrid.perf.roofline (modelled): `yes` if the expected speed reaches the target, `borderline` if only the
 ceiling does (every byte at the memory's peak), else `no`; `needs ...` where it is reached with something that this project
 does not have yet. `measured` is the nearest run in perf/records, on its device.
 """
@@ -23,13 +23,13 @@ from pydantic import Field
 from hybrid.cli import Parser, UsageError, amount, run, size
 from hybrid.cli.progress import tracked
 from hybrid.core.units import show_bytes
+from hybrid.perf.record import nearest_run
+from hybrid.perf.roofline import bandwidth, estimate, modelled_sheet, rate
+from hybrid.perf.roofline.work import Planned, load_sizes, subject
+from hybrid.perf.targets.search import TYPES, Config, Speed, drafted, longest_prompt, memory_of, model_of, plain
 from hybrid.spec.devicesheet import DeviceSheet, find_sheet
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import load_models
-from perf.record import nearest_run
-from perf.roofline import bandwidth, estimate, modelled_sheet, rate
-from perf.roofline.work import Planned, load_sizes, subject
-from perf.targets.search import TYPES, Config, Speed, drafted, longest_prompt, memory_of, model_of, plain
 
 FILE = Path(__file__).with_name("targets.toml")
 Verdict = Literal["yes", "borderline", "no", "by means", "needs"]

@@ -1,5 +1,5 @@
 import sys
 
-from perf.targets import main
+from hybrid.perf.targets import main
 
 sys.exit(main())

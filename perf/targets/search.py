@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hybrid.perf.roofline import Level, Speculation, estimate
+from hybrid.perf.roofline.work import Subject, subject
 from hybrid.spec.devicesheet import DeviceSheet
-from perf.roofline import Level, Speculation, estimate
-from perf.roofline.work import Subject, subject
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 TYPES = ("q8_0", "q4_0")

@@ -23,24 +23,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance.harness import run_case
-from conformance.harness.cases import Case
-from conformance.harness.compare import Disagreement
-from conformance.harness.fixed import dtype_cases, edge_cases, variant_cases
-from conformance.harness.tuned import facts_of, plan_for
 from hybrid.cli import Parser, amount, run
 from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import DeviceLost, nearest
 from hybrid.core.units import show_rate
 from hybrid.devices.opening import open_first
+from hybrid.harness import run_case
+from hybrid.harness.cases import Case
+from hybrid.harness.compare import Disagreement
+from hybrid.harness.fixed import dtype_cases, edge_cases, variant_cases
+from hybrid.harness.tuned import facts_of, plan_for
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.dry import asked
+from hybrid.kernels.vulkan.tuning import Family, Value, space
+from hybrid.perf.op import case_of, measure, repeated, workloads
+from hybrid.perf.tune.table import commit_of, section, written
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.fields import Workload
 from hybrid.spec.schedule import find_schedule
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.dry import asked
-from kernels.vulkan.tuning import Family, Value, space
-from perf.op import case_of, measure, repeated, workloads
-from perf.tune.table import commit_of, section, written
 
 MOST = 48  # combinations that are all tried
 PROOFS = 2  # cases for each candidate and set of types
@@ -123,7 +123,7 @@ class Tuner:
             return [sweep.default]
         if not sweep.seconds:
             return []
-        best = dict(min(sweep.seconds, key=lambda use: sweep.seconds[use]))
+        best = dict(min(sweep.seconds.items(), key=lambda timed: timed[1])[0])
         return [tuple({**best, key: value}.items()) for key, values in candidates.items() for value in values]
 
     def _proof(self, use: Use, types: tuple[tuple[str, Value], ...], like: Case) -> bool:

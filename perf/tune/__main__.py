@@ -1,5 +1,5 @@
 import sys
 
-from perf.tune import main
+from hybrid.perf.tune import main
 
 sys.exit(main())

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid.core.places import in_clone
-from hybrid.spec.load import ROOT, parse_toml, shown_path, validate
-from kernels.vulkan.tuning import TABLES, Table, Value, traits
+from hybrid.core.places import ROOT, in_clone
+from hybrid.kernels.vulkan.tuning import TABLES, Table, Value, traits
+from hybrid.spec.load import parse_toml, shown_path, validate
 
 if TYPE_CHECKING:
-    from perf.tune import Found
+    from hybrid.perf.tune import Found
 
 _MARK = "# ---- "
 

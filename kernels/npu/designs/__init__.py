@@ -8,11 +8,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 from hybrid.core.errors import nearest
-from kernels.npu.design import Design
-from kernels.npu.designs.attention import CORES, Attention, Scores, attention
-from kernels.npu.designs.gemm import Gemm, gemm
-from kernels.npu.designs.rmsnorm import Norm, rmsnorm
-from kernels.npu.objects import tile_kernel
+from hybrid.kernels.npu.design import Design
+from hybrid.kernels.npu.designs.attention import CORES, Attention, Scores, attention
+from hybrid.kernels.npu.designs.gemm import Gemm, gemm
+from hybrid.kernels.npu.designs.rmsnorm import Norm, rmsnorm
+from hybrid.kernels.npu.objects import tile_kernel
 
 Maker = Callable[[], Design]
 TABLES = 4096  # bytes of the exponential's tables (aie/exp2_table.h)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kernels.npu.design import (
+from hybrid.kernels.npu.design import (
     Acquire,
     Array,
     Bind,

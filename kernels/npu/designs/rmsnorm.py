@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.npu.design import (
+from hybrid.kernels.npu.design import (
     Acquire,
     Array,
     Bind,

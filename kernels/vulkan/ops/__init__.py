@@ -8,8 +8,8 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from kernels.vulkan.ops import _layer, _layer_attention
-from kernels.vulkan.runs import Run
+from hybrid.kernels.vulkan.ops import _layer, _layer_attention
+from hybrid.kernels.vulkan.runs import Run
 
 BINDINGS: dict[str, Callable[..., Any]] = {
     m.name: importlib.import_module(f"{__name__}.{m.name}").record

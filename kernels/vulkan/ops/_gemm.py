@@ -7,10 +7,10 @@ import struct
 from dataclasses import dataclass
 
 from hybrid.core.dtypes import DTYPES
-from kernels.vulkan.kernel import Kernel
-from kernels.vulkan.memory import Slice
-from kernels.vulkan.recorder import GridAxis, Live, Recorder
-from kernels.vulkan.tensors import Chunk, DeviceTensor
+from hybrid.kernels.vulkan.kernel import Kernel
+from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.recorder import GridAxis, Live, Recorder
+from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
 # These repeat the shader's: rows and columns of a workgroup's tile by name, its subgroups' size, and the types that
 # operands.slang decodes.

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid.core.plan import CONTROL, Step
-from kernels.vulkan.memory import Slice
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
 WITH_ATTENTION = (*OPS, "decode_attention")

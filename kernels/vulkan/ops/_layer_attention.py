@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hybrid.core.plan import Step
-from kernels.vulkan.cache import cache_layout
-from kernels.vulkan.ops import _layer
-from kernels.vulkan.ops.attention import two_parts
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.cache import cache_layout
+from hybrid.kernels.vulkan.ops import _layer
+from hybrid.kernels.vulkan.ops.attention import two_parts
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 OPS = _layer.WITH_ATTENTION
 WORD, KEYS = 16, 2  # bytes of a head that a lane loads at once; keys of a lane and step: as in layer_attention.slang

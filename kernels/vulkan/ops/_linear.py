@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 
 from hybrid.core.plan import CONTROL
-from kernels.vulkan.memory import Slice
-from kernels.vulkan.ops._gemm import Grid, gemm, unit, wide
-from kernels.vulkan.recorder import Live, Recorder
-from kernels.vulkan.tensors import Chunk, DeviceTensor
+from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.ops._gemm import Grid, gemm, unit, wide
+from hybrid.kernels.vulkan.recorder import Live, Recorder
+from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
 # These numbers repeat the shaders' constants (gemv.slang, tile.slang, types.slang).
 GEMV_TOKENS, GEMV_ROWS, GEMV_FFN_OUTS = 4, 4, 32

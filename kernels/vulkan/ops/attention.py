@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybrid.core.plan import Step
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.cache import CacheLayout, cache_layout
-from kernels.vulkan.memory import Slice
-from kernels.vulkan.recorder import Live, Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.cache import CacheLayout, cache_layout
+from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.recorder import Live, Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 WIDTH = 32  # threads of a workgroup of attention.slang: WIDTH / subgroup size tiles
 COMBINE = 64 * 4  # elements per workgroup of attention_combine.slang

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.plan import Step
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.cache import cache_layout
-from kernels.vulkan.ops.attention import OUTPUTS, record_combine, two_parts
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.cache import cache_layout
+from hybrid.kernels.vulkan.ops.attention import OUTPUTS, record_combine, two_parts
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 MOST_SPLITS = 64
 LEAST_SUBGROUPS = 4  # two query heads, the new k and v

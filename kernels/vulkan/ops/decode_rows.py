@@ -6,8 +6,8 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.core.plan import Step
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:

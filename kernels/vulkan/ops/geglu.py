@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid.core.plan import Step
-from kernels.vulkan.ops._linear import geglu
-from kernels.vulkan.recorder import Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.ops._linear import geglu
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:

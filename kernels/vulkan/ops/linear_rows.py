@@ -6,10 +6,10 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.core.plan import Step
-from kernels.vulkan.memory import Slice
-from kernels.vulkan.ops._gemm import unit, wide
-from kernels.vulkan.recorder import Live, Recorder
-from kernels.vulkan.tensors import Chunk, DeviceTensor
+from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.ops._gemm import unit, wide
+from hybrid.kernels.vulkan.recorder import Live, Recorder
+from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
 # These repeat the shader's constants: rows of x and of w in a workgroup's tile.
 TOKENS, ACROSS = 8, 128

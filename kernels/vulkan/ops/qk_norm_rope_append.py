@@ -6,9 +6,9 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.core.plan import Step
-from kernels.vulkan.cache import cache_layout
-from kernels.vulkan.recorder import Live, Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.cache import cache_layout
+from hybrid.kernels.vulkan.recorder import Live, Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 WIDTH = 64  # threads of a workgroup, as in the shader
 

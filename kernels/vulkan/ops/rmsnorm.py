@@ -6,8 +6,8 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.core.plan import Step
-from kernels.vulkan.recorder import Live, Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.recorder import Live, Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 WORKGROUPS = ((64, 1024), (256, 2048), (1024, 1 << 31))  # threads, and the largest hidden size that takes so many
 

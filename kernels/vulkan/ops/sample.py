@@ -6,9 +6,9 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.core.plan import Step
-from kernels.vulkan.api import VulkanError
-from kernels.vulkan.recorder import Live, Recorder
-from kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.api import VulkanError
+from hybrid.kernels.vulkan.recorder import Live, Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 # Up to this one a workgroup has 256 threads, above it 1024 where the device allows them: llvmpipe ends every loop,
 # silently, after 65535 iterations in all, which the passes of 256 threads over a million ids exceed.

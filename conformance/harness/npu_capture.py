@@ -1,4 +1,4 @@
-"""python -m conformance.npu_capture FILE: every NPU case on an owner's device, into one file; --compare reads such a file.
+"""python -m hybrid.harness.npu_capture FILE: every NPU case on an owner's device, into one file; --compare reads such a file.
 
 Vectors from silicon: 0. Nobody has run this on an NPU yet. The file holds, for each case, its text (which reproduces it on
 any machine), the digest of each output and the outputs themselves; and the device's name, clock, driver and firmware, the
@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from conformance.harness import GUARD, POISON, execute, run_case
-from conformance.harness.cases import Case
-from conformance.harness.fixed import dtype_cases, edge_cases, variant_cases
-from conformance.harness.inputs import make
-from conformance.harness.sizes import fits
 from hybrid.cli import Parser, run
 from hybrid.cli.progress import tracked
+from hybrid.harness import GUARD, POISON, execute, run_case
+from hybrid.harness.cases import Case
+from hybrid.harness.fixed import dtype_cases, edge_cases, variant_cases
+from hybrid.harness.inputs import make
+from hybrid.harness.sizes import fits
+from hybrid.kernels.npu.artefact import fabric_digest
+from hybrid.kernels.npu.designs import shipped
+from hybrid.kernels.npu.device import NpuDevice
+from hybrid.kernels.npu.xrt import NpuError
 from hybrid.spec import OpSpec, load_ops
-from kernels.npu.artefact import fabric_digest
-from kernels.npu.designs import shipped
-from kernels.npu.device import NpuDevice
-from kernels.npu.xrt import NpuError
 
 
 def cases() -> Iterator[tuple[str, OpSpec, Case]]:
@@ -123,7 +123,7 @@ def machine(device: NpuDevice) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = Parser(prog="python -m conformance.npu_capture", description="NPU cases of an owner's device, in a file.")
+    p = Parser(prog="python -m hybrid.harness.npu_capture", description="NPU cases of an owner's device, in a file.")
     p.add_argument("file", type=Path, metavar="FILE", help="the file to write, or with --compare to read")
     p.add_argument("--compare", action="store_true", help="compare a file with the simulator")
     p.add_argument("--npu", default="npu", choices=("npu", "sim"), help="the hardware, or the simulator to try the command (npu)")
