@@ -70,7 +70,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     if wanted := units.left_out((r.nodeid, r.longrepr[2]) for r in skipped if isinstance(r.longrepr, tuple)):
         from hybrid.kernels.vulkan.kernel import kernels_digest
-        from hybrid.perf.record import load_records
+        from hybrid.perf.record.schema import load_records
 
         terminalreporter.write_line(units.elsewhere(wanted, load_records(), kernels_digest()))
 

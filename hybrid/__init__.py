@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
-    from hybrid.core.errors import DeviceLost
-    from hybrid.engine.kv import ContextExceeded, NoFreeSlot
+    from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot
     from hybrid.model import Model, load
 
 __version__ = "0.1.0"
@@ -27,10 +26,10 @@ __all__ = ["ContextExceeded", "DeviceLost", "Model", "NoFreeSlot", "__version__"
 
 # Backends, NumPy and the file readers are imported by the first use of these, not by `import hybrid`.
 _LATER = {
-    "ContextExceeded": "hybrid.engine.kv",
+    "ContextExceeded": "hybrid.core.errors",
     "DeviceLost": "hybrid.core.errors",
     "Model": "hybrid.model",
-    "NoFreeSlot": "hybrid.engine.kv",
+    "NoFreeSlot": "hybrid.core.errors",
     "load": "hybrid.model",
 }
 

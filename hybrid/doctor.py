@@ -169,7 +169,7 @@ def _npu() -> Iterator[Finding]:
 
 
 def _memory() -> Finding:
-    from hybrid.kernels.oracle.memory import available_bytes, usable_bytes
+    from hybrid.kernels.host.memory import available_bytes, usable_bytes
 
     free, usable = available_bytes(), usable_bytes()
     detail = f"{free / 2**30:.1f} GiB available; the cpu device takes up to {usable / 2**30:.1f} GiB and reads what weights are "

@@ -93,8 +93,9 @@ def _check_finite(args: argparse.Namespace) -> int:
 
 def _find(as_json: bool) -> int:
     from hybrid.checkpoint.find import ADVICE, find_models
+    from hybrid.checkpoint.open import problem
 
-    found = find_models()
+    found = find_models(problem)
     if as_json:
         print(json.dumps([f.as_dict() for f in found]))
         return 0
@@ -124,7 +125,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.convert.kinds import SAME, plan_types
     from hybrid.core.dtypes import DTYPES
     from hybrid.engine.engine import DEFAULT_CTX
-    from hybrid.engine.kv import MAX_SLOTS
+    from hybrid.planning.cache import MAX_SLOTS
     from hybrid.planning.expand import WeightInfo
     from hybrid.planning.footprint import footprint
     from hybrid.quant.reencode import native
@@ -244,7 +245,7 @@ def _tokenizer(checkpoint: Any) -> dict[str, Any]:
 def memories(given: int | None) -> list[Memory]:
     """Memory sizes to compare with: the one given, every Vulkan device's, what the cpu device takes at most."""
     from hybrid.devices.opening import NoDevice
-    from hybrid.kernels.oracle.memory import usable_bytes
+    from hybrid.kernels.host.memory import usable_bytes
 
     found = [] if given is None else [Memory("--memory", given, "vulkan"), Memory(f"--memory, {UNITS}", given, UNITS)]
     try:

@@ -14,13 +14,13 @@ import numpy as np
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.cli import CACHES, PRECISIONS
+from hybrid.core.errors import ContextExceeded
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
 from hybrid.devices.multi import with_others
 from hybrid.devices.opening import Opened, open_first
 from hybrid.engine.chunks import check_ids
 from hybrid.engine.engine import Engine
-from hybrid.engine.kv import ContextExceeded
 from hybrid.engine.loading import LoadClock
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.session import Session

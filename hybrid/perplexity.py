@@ -222,7 +222,7 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
 
 def _together(chunk: int) -> int:
     """Documents that share passes: each pass reads every weight, so it should have hundreds of rows."""
-    from hybrid.engine.kv import MAX_SLOTS
+    from hybrid.planning.cache import MAX_SLOTS
 
     return max(1, min(MAX_SLOTS, _PASS_ROWS // chunk))
 

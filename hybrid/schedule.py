@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     from hybrid.checkpoint import open_checkpoint
-    from hybrid.engine.kv import MAX_SLOTS
+    from hybrid.planning.cache import MAX_SLOTS
     from hybrid.planning.planner import plan, segments
     from hybrid.spec.schedule import SCHEDULES, load_schedule
 
@@ -77,9 +77,10 @@ def _main(args: argparse.Namespace) -> int:
 
 def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
     from hybrid.engine.engine import DEFAULT_CTX
-    from hybrid.engine.kv import CacheShape
     from hybrid.engine.weights import stored_types
+    from hybrid.planning.cache import CacheShape
     from hybrid.planning.passes import capabilities_of, chunk_of
+    from hybrid.planning.pipeline import lanes_of
     from hybrid.planning.planner import Target
 
     hp = checkpoint.hparams
@@ -88,7 +89,7 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
         raise ValueError(f"--ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
     slots = args.rows if args.phase == "decode" else 1
     can = capabilities_of(_dry(args.device).has) if args.device != "cpu" else frozenset()
-    cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, min(chunk_of(can), ctx), slots)
+    cache = CacheShape.of(hp, ctx, slots, chunk_of(can), lanes_of(schedule))
     return Target(
         schedule,
         hp,

@@ -28,8 +28,8 @@ from conformance.support.paths import DEMO
 from conformance.support.synthetic import tiny, write_hf
 from hybrid import generate
 from hybrid.checkpoint import open_checkpoint
+from hybrid.core.errors import ContextExceeded
 from hybrid.engine.engine import Engine
-from hybrid.engine.kv import ContextExceeded
 from hybrid.generate.chat_loop import Conversation, Options
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.text import chat

@@ -15,6 +15,7 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid import generate, inspect
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.find import OLLAMA_MODEL, called, find_models
+from hybrid.checkpoint.open import problem
 from hybrid.cli import progress
 from hybrid.core.units import show_count, show_rate
 from hybrid.engine.stats import Stats
@@ -211,7 +212,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_models_of_this_machine_are_found_and_judged(machine, capsys):
-    found = {f.name: f for f in find_models()}
+    found = {f.name: f for f in find_models(problem)}
     ours = {"google/gemma-3-tiny": "Hugging Face", "gemma3:1b": "Ollama", "demo.gguf": "GGUF"}
     assert {n: f.kind for n, f in found.items() if f.problem is None and machine in f.path.parents} == ours
     assert set(found) >= {"meta/llama", "damaged.gguf"} and found["meta/llama"].problem and found["damaged.gguf"].problem

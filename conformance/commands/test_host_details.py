@@ -284,8 +284,8 @@ def test_doctor_ends_by_what_is_needed(
 
 
 def test_doctor_tells_memory_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid.kernels.oracle.memory.available_bytes", lambda: 7 << 30)
-    monkeypatch.setattr("hybrid.kernels.oracle.memory.usable_bytes", lambda: 5 << 30)
+    monkeypatch.setattr("hybrid.kernels.host.memory.available_bytes", lambda: 7 << 30)
+    monkeypatch.setattr("hybrid.kernels.host.memory.usable_bytes", lambda: 5 << 30)
     found = doctor._memory()
     assert "7.0 GiB available" in found.detail and "up to 5.0 GiB" in found.detail
     assert found.data == {"available_bytes": 7 << 30, "usable_bytes": 5 << 30}

@@ -17,7 +17,8 @@ from hybrid import generate, inspect, perplexity
 from hybrid.cli import CACHES, PRECISIONS
 from hybrid.engine.engine import Engine
 from hybrid.kernels.vulkan.kernel import warn_once, write_cache
-from hybrid.perf import ablate, npu, op, tune
+from hybrid.perf import ablate, op, tune
+from hybrid.perf.npu import __main__ as npu
 from hybrid.planning.planner import PrecisionName, Target
 
 MODEL = MODELS / "demo-gemma3-q8_0.gguf"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conformance.support import profile, ties, units
-from hybrid.perf.record import Record
+from hybrid.perf.record.schema import Record
 
 RECORD: dict[str, Any] = {
     "schema": 1, "device": "NVIDIA H200", "driver": "580", "clock": "not locked", "commit": "4564b6f", "date": "2026-11-20",

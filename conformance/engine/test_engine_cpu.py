@@ -11,9 +11,8 @@ import pytest
 from conformance.support.plain_gemma3 import forward
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import Checkpoint, open_checkpoint
-from hybrid.core.errors import SpecError
+from hybrid.core.errors import ContextExceeded, SpecError
 from hybrid.engine.engine import Engine
-from hybrid.engine.kv import ContextExceeded
 from hybrid.engine.sampling import Sampling
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.spec.schedule import find_schedule

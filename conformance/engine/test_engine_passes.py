@@ -10,12 +10,12 @@ import pytest
 import hybrid
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
-from hybrid.engine.chunks import bucket_of, buckets, chunks
+from hybrid.core.errors import ContextExceeded
+from hybrid.engine.chunks import chunks
 from hybrid.engine.engine import Engine
-from hybrid.engine.kv import ContextExceeded
 from hybrid.engine.sampling import Sampling
 from hybrid.kernels.oracle.device import CpuDevice
-from hybrid.planning.passes import HIDDEN_BYTES, LOGITS_BYTES, capabilities_of, chunk_of, fixed_rows, pass_sizes
+from hybrid.planning.passes import HIDDEN_BYTES, LOGITS_BYTES, bucket_of, buckets, capabilities_of, chunk_of, fixed_rows, pass_sizes
 
 IDS = [2, *range(20, 60)]
 

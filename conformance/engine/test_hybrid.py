@@ -23,8 +23,8 @@ from hybrid.devices import transfers as carrier
 from hybrid.devices.multi import PlacedDevice
 from hybrid.engine.trace import events
 from hybrid.kernels.npu import xrt_sim
+from hybrid.planning.pipeline import written
 from hybrid.planning.planner import segments
-from hybrid.planning.slots import written
 from hybrid.spec.schedule import find_schedule, named_schedule
 
 FILE = MODELS / "demo-gemma3-q8_0.gguf"

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid.engine.kv import BlockTables, CacheShape, ContextExceeded, NoFreeSlot
+from hybrid.core.errors import ContextExceeded, NoFreeSlot
+from hybrid.engine.kv import BlockTables
+from hybrid.planning.cache import CacheShape
 
 
 @settings(max_examples=60)  # a call takes microseconds

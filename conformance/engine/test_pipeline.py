@@ -26,14 +26,14 @@ from hybrid.devices.multi import PlacedDevice, with_others
 from hybrid.devices.opening import open_first
 from hybrid.engine import engine as engine_module
 from hybrid.engine.engine import Engine
-from hybrid.engine.kv import CacheShape
 from hybrid.engine.weights import stored_types
 from hybrid.generate import main
 from hybrid.kernels.npu import xrt_sim
 from hybrid.kernels.npu.device import NpuDevice
+from hybrid.planning.cache import CacheShape
 from hybrid.planning.footprint import footprint
+from hybrid.planning.pipeline import in_lane, needs, passing
 from hybrid.planning.planner import segments
-from hybrid.planning.slots import in_lane, needs, passing
 from hybrid.spec.schedule import SCHEDULES as SCHEDULE_FILES
 from hybrid.spec.schedule import Schedule, named_schedule
 

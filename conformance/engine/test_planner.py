@@ -12,9 +12,9 @@ from conformance.support.synthetic import tiny
 from hybrid.checkpoint.gemma3 import tensors
 from hybrid.core.errors import SpecError
 from hybrid.core.plan import ALIGN, Plan
-from hybrid.engine.kv import CacheShape
 from hybrid.kernels.vulkan.dry import count
 from hybrid.planning.arena import Life, place
+from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import step_cost
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.planner import Target, plan, segments

@@ -11,8 +11,8 @@ import pytest
 import hybrid
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint.gemma3 import tensors
-from hybrid.engine.kv import BLOCK
 from hybrid.engine.stats import Stats
+from hybrid.planning.cache import BLOCK
 from hybrid.spec.devicesheet import DeviceSheet
 from hybrid.spec.load import validate
 

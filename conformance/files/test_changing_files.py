@@ -31,7 +31,7 @@ SMALL = 1 << 20
 # Runs a command, and changes the file just before the n-th read of a file or the n-th pass of the cpu device.
 CHILD = """
 import os, runpy, sys
-from hybrid.kernels.oracle import device
+from hybrid.kernels.host import device
 change, path, when, nth, memory, command, *arguments = sys.argv[1:]
 seen = 0
 def watched(function):
@@ -158,7 +158,7 @@ def test_logits_do_not_depend_on_where_weights_are(monkeypatch: pytest.MonkeyPat
     found: list[Any] = []
     for memory in (None, SMALL):
         if memory is not None:
-            monkeypatch.setattr("hybrid.kernels.oracle.device.usable_bytes", lambda m=memory: m)
+            monkeypatch.setattr("hybrid.kernels.host.device.usable_bytes", lambda m=memory: m)
         with hybrid.load(MODEL, "cpu", precision="exact") as model:
             found.append(model.logits([2, 10, 20, 30]))
             left = model.engine.device.memory()["left_in_files"]  # type: ignore[index]

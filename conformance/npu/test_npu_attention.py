@@ -23,8 +23,8 @@ from hybrid.kernels.npu.objects import on_this_computer
 from hybrid.kernels.npu.ops import OPS
 from hybrid.kernels.npu.xrt import Job
 from hybrid.kernels.oracle import ORACLE
-from hybrid.perf.npu import rates
 from hybrid.perf.npu.attention import work
+from hybrid.perf.npu.cycles import rates
 
 SCORES = {"attention": "attention_stream_tile", "attention_i8": "attention_i8_stream_tile"}
 

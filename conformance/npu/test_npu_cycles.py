@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hybrid.kernels.npu.check import npu_limits
-from hybrid.perf.npu import (
+from hybrid.perf.npu import attention as npu_attention
+from hybrid.perf.npu.cycles import (
     Product,
     designs,
     fit,
@@ -21,7 +22,6 @@ from hybrid.perf.npu import (
     run_times,
     step_cycles,
 )
-from hybrid.perf.npu import attention as npu_attention
 from hybrid.perf.npu.pipeline import gain, makespan
 from hybrid.perf.npu.pipeline import table as pipeline_table
 from hybrid.spec.devicesheet import find_sheet

@@ -26,7 +26,7 @@ from hybrid.harness.sizes import base_bind
 from hybrid.kernels.npu import compile as npu
 from hybrid.kernels.npu.catalogue import AIE, entries
 from hybrid.kernels.npu.layout import bf16, from_limbs, limbs, nibbles, real, tiled, two_parts, untiled
-from hybrid.perf.npu import BLOCKS
+from hybrid.perf.npu.cycles import BLOCKS
 from hybrid.spec import load_ops
 
 SPECS = load_ops()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid.perf.record import OpTime, Worth
+from hybrid.perf.record.schema import OpTime, Worth
 from hybrid.perf.report.pictures import by_commit, shares, versus, where_time_goes, worths
 from hybrid.perf.svg import TOP, Axis, Chart, page, spread, wrapped
 

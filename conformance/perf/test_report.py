@@ -10,7 +10,8 @@ import pytest
 from conformance.perf.test_targets import RECORD, RUN
 from hybrid.core.errors import SpecError
 from hybrid.core.places import ROOT
-from hybrid.perf import campaign, record, report
+from hybrid.perf import campaign, report
+from hybrid.perf.record import schema as record
 from hybrid.perf.record import taking
 from hybrid.perf.report.measured import PAGE, markdown
 

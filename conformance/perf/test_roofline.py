@@ -9,8 +9,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from hybrid.core.errors import SpecError
-from hybrid.perf import roofline
-from hybrid.perf.roofline import Speculation, estimate
+from hybrid.perf.roofline import __main__ as roofline
+from hybrid.perf.roofline.model import Speculation, estimate
 from hybrid.perf.roofline.work import load_sizes, subject
 from hybrid.perf.svg import Axis, Chart, page
 from hybrid.spec.devicesheet import find_sheet, load_sheets

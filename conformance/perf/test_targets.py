@@ -7,7 +7,9 @@ import json
 import pytest
 
 from hybrid.core.errors import SpecError
-from hybrid.perf import record, roofline, targets
+from hybrid.perf import targets
+from hybrid.perf.record import schema as record
+from hybrid.perf.roofline import __main__ as roofline
 from hybrid.perf.targets import search
 from hybrid.spec.devicesheet import find_sheet
 

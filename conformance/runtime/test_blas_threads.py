@@ -15,9 +15,10 @@ import hybrid
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.engine import Engine
-from hybrid.kernels.oracle import ORACLE, threads
+from hybrid.kernels.host import threads
+from hybrid.kernels.host.threads import WORTH, BlasThreads, seconds_alone
+from hybrid.kernels.oracle import ORACLE
 from hybrid.kernels.oracle.device import CpuDevice
-from hybrid.kernels.oracle.threads import WORTH, BlasThreads, seconds_alone
 
 
 class Library:
@@ -170,7 +171,7 @@ def test_the_real_library_is_told_and_statistics_say_it() -> None:
         "    seen.update(now())\n"
         "    return real(**given)\n"
         "ORACLE['linear'] = linear\n"
-        "import hybrid.kernels.oracle.threads as t\n"
+        "import hybrid.kernels.host.threads as t\n"
         "t.processors = lambda: 2\n"
         "before = now()\n"
         "with hybrid.load(sys.argv[1], 'cpu') as m:\n"

@@ -14,7 +14,7 @@ import pytest
 import hybrid
 from conformance.support.devices import BACKENDS, open_backend
 from conformance.support.synthetic import tiny, write_hf
-from hybrid.engine.kv import NoFreeSlot
+from hybrid.core.errors import NoFreeSlot
 from hybrid.engine.turns import Turns
 from hybrid.model import Model
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from hybrid.perf.record import Record
+from hybrid.perf.record.schema import Record
 
 WANT = re.compile(r"matrix units|f16_matrices")  # in the reason of every skip for want of them
 FILE = re.compile(r"conformance/(?:\w+/)*(test_\w+)\.py")

@@ -1,42 +1,6 @@
 """Checkpoints: Hugging Face directories and GGUF files behind one class. Dialects end here."""
 
-from __future__ import annotations
-
-import os
-from pathlib import Path
-
 from hybrid.checkpoint.base import Checkpoint, CheckpointError, Generation
-from hybrid.checkpoint.files import exists
-from hybrid.checkpoint.gguf_file import open_gguf
-from hybrid.checkpoint.hf import open_hf
+from hybrid.checkpoint.open import open_checkpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "Generation", "open_checkpoint"]
-
-
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a .gguf file or a Hugging Face directory. Headers are read and every tensor's presence and shape checked;
-    data is read when a tensor is asked for. CheckpointError (a ValueError) in one line for anything wrong."""
-    try:
-        path = Path(path).expanduser()
-    except RuntimeError as error:  # "~nobody/model.gguf"
-        raise CheckpointError(f"{path}: {error}") from None
-    if not exists(path):
-        raise CheckpointError(_no_such(str(path)))
-    if path.is_dir():
-        inside = sorted(path.glob("*.gguf"))
-        if inside and not exists(path / "config.json"):
-            raise CheckpointError(f"{path} is a folder of GGUF files: name one, for example {inside[0]}")
-        return open_hf(path)
-    if path.suffix == ".safetensors":
-        raise CheckpointError(f"{path}: give the directory that holds it, {path.parent}, with its config.json")
-    return open_gguf(path)
-
-
-def _no_such(name: str) -> str:
-    """A line for a name that is no path: where a model of that name lies, else what a model is and how to get one."""
-    from hybrid.checkpoint.find import ADVICE, called
-
-    here = called(name)
-    if here:
-        return f"{name}: no such file or directory; a model of that name on this machine is {here[0].path}"
-    return f"{name}: no such file or directory; {ADVICE}"

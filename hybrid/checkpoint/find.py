@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,14 @@ class Found:
         return {"kind": self.kind, "name": self.name, "path": str(self.path), "bytes": self.bytes, "problem": self.problem}
 
 
-def find_models(env: Mapping[str, str] = os.environ) -> list[Found]:
-    """Every model found, each path once, those that can be loaded first. Folders that cannot be read are passed over."""
+def find_models(problem_of: Callable[[Path], str | None], env: Mapping[str, str] = os.environ) -> list[Found]:
+    """Every model found, each path once, those that can be loaded first. Folders that cannot be read are passed over.
+    problem_of: why a path cannot be loaded, or None (`problem` of checkpoint/open.py, which reads headers)."""
     seen: dict[Path, Found] = {}
     for found in _everywhere(env):
         seen.setdefault(found.path.resolve(), found)
-    return sorted(map(_judged, seen.values()), key=lambda f: (f.problem is not None, f.kind, f.name))
+    judged = [replace(found, problem=problem_of(found.path)) for found in seen.values()]
+    return sorted(judged, key=lambda f: (f.problem is not None, f.kind, f.name))
 
 
 def called(name: str, env: Mapping[str, str] = os.environ) -> list[Found]:
@@ -131,15 +133,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:  # a link to nothing
         return 0
-
-
-def _judged(found: Found) -> Found:
-    """With the reason why it cannot be loaded, if there is one. Reads headers."""
-    from hybrid.checkpoint import CheckpointError, open_checkpoint
-
-    try:
-        with open_checkpoint(found.path):
-            return found
-    except CheckpointError as error:
-        said = str(error).removeprefix(f"{found.path}: ")
-        return Found(found.kind, found.name, found.path, found.bytes, said)

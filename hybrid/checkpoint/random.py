@@ -18,6 +18,7 @@ import numpy as np
 from hybrid.checkpoint.base import Checkpoint, Entry, Generation
 from hybrid.checkpoint.families import is_norm
 from hybrid.checkpoint.gemma3 import tensors
+from hybrid.checkpoint.gguf_file import open_gguf
 from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
 from hybrid.core.errors import nearest
 from hybrid.core.hparams import HParams
@@ -161,8 +162,6 @@ def random_rows(dtype: str, width: int, piece_bytes: int) -> np.ndarray:
 
 def demo_tokenizer(size: int) -> Tokenizer:
     """The demonstration model's tokenizer, with pieces after the real ones that no text of a normal kind holds."""
-    from hybrid.checkpoint.gguf_file import open_gguf
-
     with open_gguf(DEMO) as demo:
         tokenizer = demo.tokenizer
     v = tokenizer.vocabulary.first(size)

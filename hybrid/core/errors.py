@@ -30,3 +30,11 @@ def nearest(name: object, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if names else "; none is declared"
+
+
+class ContextExceeded(ValueError):
+    """A sequence does not fit in the context."""
+
+
+class NoFreeSlot(ValueError):
+    """The cache has no room for another sequence until one of those that it holds ends."""

@@ -98,7 +98,7 @@ class Plan:
     control: str = CONTROL_TENSOR
     """The tensor with this pass's control words: passes that run at the same time have their own."""
     lane: int | None = None
-    """Which set of rows and activations it uses, where passes overlap (hybrid/planning/slots.py); None: it runs alone."""
+    """Which set of rows and activations it uses, where passes overlap (hybrid/planning/pipeline.py); None: it runs alone."""
 
     def __post_init__(self) -> None:
         for step in self.steps:

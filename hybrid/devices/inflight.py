@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hybrid.core.device import Program, StepTime
-from hybrid.planning.slots import needs, written
+from hybrid.planning.pipeline import needs, written
 
 if TYPE_CHECKING:
     from hybrid.devices.multi import PlacedProgram

@@ -18,8 +18,8 @@ from hybrid.core.tensor import Source, Tensor
 from hybrid.devices.inflight import Flight
 from hybrid.devices.opening import Opened
 from hybrid.devices.transfers import Carrier
+from hybrid.planning.pipeline import lanes_of
 from hybrid.planning.planner import segments
-from hybrid.planning.slots import lanes_of
 from hybrid.spec.schedule import Schedule
 
 

@@ -18,7 +18,7 @@ from hybrid.core.device import Device
 from hybrid.core.hostmemory import Exported, NotShareable, anonymous
 from hybrid.core.plan import CONTROL, Step, TensorDecl
 from hybrid.core.tensor import Source, Tensor
-from hybrid.planning.slots import CACHES
+from hybrid.planning.pipeline import CACHES
 
 
 @dataclass(slots=True)

@@ -7,22 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid.engine.kv import ContextExceeded
-
-ROW_BUCKETS = (1, 8, 32, 128, 512)
-
-
-def buckets(most: int, sizes: Sequence[int] = ROW_BUCKETS) -> tuple[int, ...]:
-    """Row counts to compile plans for: those below `most`, and `most` itself."""
-    return (*(s for s in sizes if s < most), most)
-
-
-def bucket_of(n: int, sizes: Sequence[int]) -> int:
-    """The smallest bucket that holds n rows."""
-    for size in sizes:
-        if n <= size:
-            return size
-    raise ValueError(f"{n} rows do not fit in the largest bucket, {sizes[-1]}")
+from hybrid.core.errors import ContextExceeded
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,24 +13,25 @@ import numpy as np
 
 from hybrid.checkpoint import Checkpoint
 from hybrid.core.device import Counters, Device, Program
-from hybrid.core.errors import SpecError
+from hybrid.core.errors import ContextExceeded, SpecError
 from hybrid.core.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, FAULTED, Plan, TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.engine import streams, teacher_forcing, voids
-from hybrid.engine.chunks import Chunk, bucket_of, check_prompts, chunks
+from hybrid.engine.chunks import Chunk, check_prompts, chunks
 from hybrid.engine.faults import fault
-from hybrid.engine.kv import BlockTables, CacheShape, ContextExceeded
+from hybrid.engine.kv import BlockTables
 from hybrid.engine.loading import LoadClock
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.trace import Pass, Timing
 from hybrid.engine.turns import Turns
 from hybrid.engine.weights import stored_types, upload
+from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import precision_by_phase
 from hybrid.planning.footprint import every_size
-from hybrid.planning.passes import capabilities_of, chunk_of, fixed_rows, pass_sizes
+from hybrid.planning.passes import bucket_of, capabilities_of, chunk_of, fixed_rows, pass_sizes
+from hybrid.planning.pipeline import in_lane, named, outlasting
 from hybrid.planning.planner import PrecisionName, Target, plan, segments
 from hybrid.planning.rope import rope_of
-from hybrid.planning.slots import in_lane, named, outlasting
 from hybrid.quant.reencode import Reencoded
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
 
@@ -77,9 +78,8 @@ class Engine:
         sizes = pass_sizes(hp, ctx, slots, chunk, fixed_rows(backend, slots) if deterministic else None)
         self.device, self.checkpoint, self.profile, self._sizes = device, checkpoint, profile, sizes
         self.lanes = getattr(device, "lanes", 1)
-        """Prefill passes that overlap; each has rows and activations of its own (hybrid/planning/slots.py)."""
-        in_flight = min(self.lanes * sizes.rows[-1], ctx)
-        self.cache = CacheShape(ctx, 0 if all(hp.layer_is_global) else hp.window, in_flight, slots)
+        """Prefill passes that overlap; each has rows and activations of its own (hybrid/planning/pipeline.py)."""
+        self.cache = CacheShape.of(hp, ctx, slots, sizes.rows[-1], self.lanes)
         self.tables = BlockTables(self.cache)
         schedule = schedule or find_schedule(hp.family)
         self.target = Target(

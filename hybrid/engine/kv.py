@@ -1,66 +1,14 @@
 """Block tables of the KV cache: which physical block holds a position of a sequence.
 
-Two groups of layers: `global` ones see the whole context and own a block for every stretch of it; `local` ones see a
-sliding window, so a short ring of blocks, assigned cyclically, serves any context. All table entries of a sequence
-are set when it is admitted: no token needs a host write.
+All table entries of a sequence are set when it is admitted: no token needs a host write. Sizes: planning/cache.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-BLOCK = 32  # positions per block
-MAX_SLOTS = 32
-
-
-class ContextExceeded(ValueError):
-    """A sequence does not fit in the context."""
-
-
-class NoFreeSlot(ValueError):
-    """The cache has no room for another sequence until one of those that it holds ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Sizes of the cache, from the context `ctx` (positions), the sliding `window` (positions, itself included;
-    0 = no local layers), the largest prefill `chunk` (rows of one sequence in one pass) and the number of `slots`."""
-
-    ctx: int
-    window: int
-    chunk: int
-    slots: int
-    block: int = BLOCK
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.slots <= MAX_SLOTS:
-            raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots}")
-        for key in ("ctx", "chunk", "block"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} must be positive, not {getattr(self, key)}")
-
-    @property
-    def table(self) -> int:
-        """Entries of a sequence's block table: blocks that cover the context."""
-        return -(-self.ctx // self.block)
-
-    @property
-    def ring(self) -> int:
-        """Blocks of a local layer's ring: those a stretch of window - 1 + chunk positions can touch."""
-        if self.window <= 0:
-            return 1
-        stretch = self.window - 1 + self.chunk
-        return min(self.table, (stretch + self.block - 2) // self.block + 1)
-
-    @property
-    def global_blocks(self) -> int:
-        return self.slots * self.table
-
-    @property
-    def local_blocks(self) -> int:
-        return self.slots * self.ring
+from hybrid.core.errors import ContextExceeded, NoFreeSlot
+from hybrid.planning.cache import CacheShape
 
 
 class BlockPool:

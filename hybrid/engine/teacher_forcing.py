@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid.core.plan import TensorDecl
-from hybrid.engine.chunks import Chunk, bucket_of, chunks
+from hybrid.engine.chunks import Chunk, chunks
 from hybrid.engine.faults import check_finite
-from hybrid.planning.slots import named
+from hybrid.planning.passes import bucket_of
+from hybrid.planning.pipeline import named
 
 if TYPE_CHECKING:
     from hybrid.engine.engine import Engine

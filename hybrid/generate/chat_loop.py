@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hybrid.cli.terminal import reader
-from hybrid.engine.kv import ContextExceeded
+from hybrid.core.errors import ContextExceeded
 from hybrid.text.chat import Message, encode
 from hybrid.text.chat_template import ChatError
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import Plan, TensorDecl
-from hybrid.engine.kv import CacheShape
+from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.passes import PassSizes, chunk_of, pass_sizes
+from hybrid.planning.pipeline import in_lane, lanes_of, outlasting
 from hybrid.planning.planner import PrecisionName, Target, plan
-from hybrid.planning.slots import in_lane, lanes_of, outlasting
 from hybrid.spec.schedule import Schedule, find_schedule
 
 _LAYER = re.compile(r"(?:blk|kv)\.(\d+)\.")
@@ -79,7 +79,7 @@ def footprint(
     rows, outs, logits, hidden = sizes.rows[-1], sizes.outs[-1], sizes.logits, sizes.hidden
     schedule = schedule or find_schedule(hparams.family)
     lanes = lanes_of(schedule)
-    cache = CacheShape(context, 0 if all(hparams.layer_is_global) else hparams.window, min(lanes * rows, context), batch)
+    cache = CacheShape.of(hparams, context, batch, rows, lanes)
     target = Target(schedule, hparams, weights, cache, hparams.vocab, precision, kv, capabilities=capabilities)
     target, times = thinned(target) if lanes == 1 else (target, (1,) * hparams.n_layers)
     prefill = plan(target, rows, outs, "prefill")

@@ -6,12 +6,25 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from hybrid.core.hparams import HParams
-from hybrid.engine.chunks import buckets
 from hybrid.spec.schedule import CAPABILITIES
 
+ROW_BUCKETS = (1, 8, 32, 128, 512)
 CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
 FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
 LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
+
+
+def buckets(most: int, sizes: Sequence[int] = ROW_BUCKETS) -> tuple[int, ...]:
+    """Row counts to compile plans for: those below `most`, and `most` itself."""
+    return (*(s for s in sizes if s < most), most)
+
+
+def bucket_of(n: int, sizes: Sequence[int]) -> int:
+    """The smallest bucket that holds n rows."""
+    for size in sizes:
+        if n <= size:
+            return size
+    raise ValueError(f"{n} rows do not fit in the largest bucket, {sizes[-1]}")
 
 
 def capabilities_of(has: Callable[[str], bool]) -> frozenset[str]:

@@ -10,8 +10,8 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import CONTROL_WORDS, Plan, Step, TensorDecl
-from hybrid.engine.kv import CacheShape
 from hybrid.planning.arena import Life, place
+from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused
 from hybrid.spec.op import OpSpec, load_ops
 from hybrid.spec.schedule import Phase, Profile, Schedule

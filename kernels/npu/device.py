@@ -21,15 +21,15 @@ from hybrid.core.device import Program, StepTime
 from hybrid.core.hostmemory import Exported, over
 from hybrid.core.plan import Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
+from hybrid.kernels.host.device import HostDevice
 from hybrid.kernels.npu.artefact import ArtefactError, find
 from hybrid.kernels.npu.build import build_npu, build_sim, default_folder, tools
 from hybrid.kernels.npu.design import Design
 from hybrid.kernels.npu.ops import OPS
 from hybrid.kernels.npu.xrt import Host, Job, open_host
-from hybrid.kernels.oracle.device import CpuDevice
 
 
-class NpuDevice(CpuDevice):
+class NpuDevice(HostDevice):
     """hybrid.core.device.Device. kind: `npu`, or `sim` for the simulator. folder: built designs (default: the cache folder).
 
     Raises NpuUnavailable where there is no NPU or no XRT. Steps of operations without a design are refused by compile()."""
@@ -39,10 +39,9 @@ class NpuDevice(CpuDevice):
     def __init__(
         self, kind: str = "npu", *, folder: Path | None = None, guard: int = 0, ops: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(memory_budget=0, guard=guard, ops=ops)
         self.host: Host = open_host(kind, folder or default_folder(kind == "sim"))
-        self.name = self.host.name
-        self.functions = {name: partial(function, self) for name, function in OPS.items()}
+        functions = {name: partial(function, self) for name, function in OPS.items()}
+        super().__init__(self.host.name, functions, memory_budget=0, guard=guard, ops=ops)
         self._worker = ThreadPoolExecutor(1, self.name)
         self._tickets = 0
         self._begun: dict[int, Future[Any]] = {}

@@ -27,7 +27,7 @@ from hybrid.core.errors import SpecError
 from hybrid.kernels.vulkan.dry import manifest
 from hybrid.perf.isa.assembly import summary
 from hybrid.perf.mesa import installed, version_of
-from hybrid.perf.roofline import estimate
+from hybrid.perf.roofline.model import estimate
 from hybrid.perf.roofline.work import Planned, subject
 from hybrid.planning.passes import capabilities_of
 from hybrid.spec.devicesheet import find_sheet

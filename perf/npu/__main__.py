@@ -1,5 +1,47 @@
+"""python -m perf.npu: modelled times of NPU designs, and how far the model is from what others have measured.
+
+    python -m perf.npu                    the residuals: three measurements fitted, the others predicted
+    python -m perf.npu --fit              the parameters that the three give (they stand in the device sheets)
+    python -m perf.npu --designs          every product among the shipped designs, by what bounds it
+    python -m perf.npu --attention        attention with scores in bfloat16 and in int8
+    python -m perf.npu --placement        NPU or iGPU, matrix by matrix, for 27B and E2B
+    python -m perf.npu --pipeline         two prefill chunks in flight against one after another
+"""
+
+from __future__ import annotations
+
 import sys
 
-from hybrid.perf.npu import main
+from hybrid.cli import Parser, positive
+from hybrid.perf.npu.cycles import designs, fit, placement_table, rates, residuals
+from hybrid.perf.npu.pipeline import table as pipelined
 
-sys.exit(main())
+
+def main(argv: list[str] | None = None) -> int:
+    p = Parser(prog="python -m perf.npu", description="Modelled times of NPU designs; no measurement of this project.")
+    p.add_argument("--fit", action="store_true", help="print the parameters that the fitted measurements give")
+    p.add_argument("--designs", action="store_true", help="print the modelled times of the shipped products")
+    p.add_argument("--attention", action="store_true", help="print the modelled times of attention for 27B and E2B")
+    p.add_argument("--placement", action="store_true", help="print NPU or iGPU for the matrices of 27B and E2B")
+    p.add_argument("--pipeline", action="store_true", help="print what two prefill chunks in flight are worth")
+    p.add_argument("--tokens", type=positive, default=512, metavar="N", help="tokens of a prefill, or of a chunk of it (512)")
+    args = p.parse_args(argv)
+    if args.fit:
+        print("\n".join(f"{k} = {v:.4f}  (modelled: solved from the three measurements marked fitted)" for k, v in fit().items()))
+    elif args.designs:
+        print(designs())
+    elif args.attention:
+        from hybrid.perf.npu.attention import table  # it compiles the tile kernels, to count their instructions
+
+        print(table(rates()))
+    elif args.pipeline:
+        print(pipelined(args.tokens))
+    elif args.placement:
+        print(placement_table(args.tokens))
+    else:
+        print(residuals())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid.perf.npu import MODELS, Product, placement, rates, run_times
+from hybrid.perf.npu.cycles import MODELS, Product, placement, rates, run_times
 from hybrid.spec.devicesheet import find_sheet
 
 Segments = tuple[tuple[str, float], ...]

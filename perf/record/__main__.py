@@ -1,5 +1,6 @@
 import sys
 
-from hybrid.perf.record import main
+from hybrid.perf.record.taking import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,7 +21,7 @@ from hybrid.cli import Parser, run
 from hybrid.core.errors import SpecError
 from hybrid.core.places import ROOT, clone
 from hybrid.kernels.vulkan.kernel import kernels_digest
-from hybrid.perf.record import Ablation, OpTime, Profile, Proof, Record, Run, Worth, add
+from hybrid.perf.record.schema import Ablation, OpTime, Profile, Proof, Record, Run, Worth, add
 
 MANIFEST = "kernels/vulkan/spirv/manifest.json"
 Made = Mapping[str, Any]

@@ -20,11 +20,11 @@ from hybrid.cli.progress import tracked
 from hybrid.core.errors import SpecError
 from hybrid.core.places import in_clone, pages_root
 from hybrid.perf.isa import TABLES, check, committed
-from hybrid.perf.record import Record, load_records, newest, slug
+from hybrid.perf.record.schema import Record, load_records, newest, slug
 from hybrid.perf.report.measured import PAGE, markdown
 from hybrid.perf.report.pictures import by_commit, kernel_chart, shares, versus, where_time_goes, worths
 from hybrid.perf.report.tables import Table, ablation, ablations, load_peer, measured, ordered, profile, profiles, table, what
-from hybrid.perf.roofline import estimate
+from hybrid.perf.roofline.model import estimate
 from hybrid.perf.roofline.pictures import roofline_page
 from hybrid.perf.svg import Chart, page
 from hybrid.perf.targets import judge, load_targets

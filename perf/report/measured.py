@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybrid.perf.record import Record
+from hybrid.perf.record.schema import Record
 from hybrid.perf.report.tables import ablation, ablations, load_peer, measured, profile, profiles, what
 
 PAGE = "docs/measured.md"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid.perf.record import Ablation, Profile, Record, Run, ceiling_of
+from hybrid.perf.record.schema import Ablation, Profile, Record, Run, ceiling_of
 from hybrid.perf.report.tables import Peer
 from hybrid.perf.svg import Axis, Chart
 from hybrid.spec.devicesheet import sheet_for

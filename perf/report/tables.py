@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybrid.perf.record import Ablation, Profile, Record, Run, ceiling_of, newest
+from hybrid.perf.record.schema import Ablation, Profile, Record, Run, ceiling_of, newest
 from hybrid.perf.roofline.work import load_sizes
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import load_models

@@ -1,5 +1,90 @@
+"""What a device allows: time, bytes and operations of every step of a pass, what bounds each, and tokens per second.
+
+    python -m perf.roofline gemma3-27b --device radeon-780m --batch 1,8,32 --context 512
+
+Everything here is modelled, from the operations' cost expressions and a device sheet (specs/devices):
+  ceiling   weights and caches cross memory once at its peak, all arithmetic runs at its peak, and both overlap fully;
+            activations stay in caches, dispatches are free. A measurement above it is a mistake.
+  expected  each step takes the larger of its bytes (activations too) at the bandwidth that was reached and its operations
+            at the rate that was reached, one after another, and pays for its dispatches; a pass pays for its submit.
+Speculative decoding: k tokens are drafted one by one, one pass verifies all; with acceptance a it yields
+(1 - a^(k+1)) / (1 - a) tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from hybrid.perf.roofline import main
+from hybrid.cli import Parser, amount, run
+from hybrid.perf.roofline.model import Speculation, modelled_sheet, report, text
+from hybrid.perf.roofline.pictures import roofline_page
+from hybrid.perf.roofline.work import subject
 
-sys.exit(main())
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m perf.roofline",
+        description="What a device sheet allows a model: time, bytes and operations by step and what bounds each. Modelled.",
+    )
+    p.add_argument("model", metavar="MODEL|NAME", help="a checkpoint, or a name of specs/models or perf/sizes such as gemma3-27b")
+    p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="of specs/devices: h200, radeon-780m (radeon-780m)")
+    p.add_argument("--type", default="q4_0", metavar="TYPE", help="storage type of a NAME's matrices (q4_0)")
+    p.add_argument("--batch", type=_numbers, default=(1,), metavar="N,N", help="sequences at a time (1)")
+    p.add_argument("--context", type=int, default=512, metavar="N", help="positions that each sequence holds (512)")
+    p.add_argument("--prefill", type=_numbers, metavar="N,N", help="instead of decoding: passes over prompts of so many tokens")
+    p.add_argument(
+        "--precision", default="auto", choices=("auto", "exact", "fast"), metavar="NAME", help="auto, exact or fast (auto)"
+    )
+    p.add_argument("--draft", metavar="NAME", help="also with this draft model, one sequence")
+    p.add_argument("--draft-length", type=int, default=4, metavar="N", help="tokens drafted per pass (4)")
+    p.add_argument("--acceptance", type=amount, default=0.8, metavar="A", help="chance that a drafted token is right (0.8)")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline and the speeds by batch as SVG")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return p
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(n) for n in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,8,32") from None
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: every number must be positive")
+    return found
+
+
+def _main(args: argparse.Namespace) -> int:
+    sheet = modelled_sheet(args.device)
+    can = sheet.limits.capabilities
+    model = subject(args.model, args.type, precision=args.precision, capabilities=can)
+    if args.prefill:
+        works = [model.work("prefill", n, 1, max(n, args.context), 1) for n in args.prefill]
+    else:
+        works = [model.decode(b, args.context) for b in args.batch]
+    data = report(model, sheet, works, args.context)
+    if args.draft:
+        s = Speculation(subject(args.draft, args.type, capabilities=can), args.draft_length, args.acceptance)
+        data["speculation"] = {
+            "draft": s.draft.name,
+            "length": s.length,
+            "acceptance": s.acceptance,
+            "yields": s.yields,
+            **{level: s.tokens_per_second(model, args.context, sheet, level) for level in ("ceiling", "expected")},
+        }
+    if args.plot:
+        args.plot.write_text(roofline_page(model, sheet, works, args.context), encoding="utf-8")
+    print(json.dumps(data) if args.json else text(data))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run(lambda: _main(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

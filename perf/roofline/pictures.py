@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybrid.core.errors import SpecError
-from hybrid.perf.roofline import Level, Timed, bandwidth, estimate, rate
+from hybrid.perf.roofline.model import Level, Timed, bandwidth, estimate, rate
 from hybrid.perf.roofline.work import Rate, Subject, Work
 from hybrid.perf.svg import Axis, Chart, page
 from hybrid.spec.devicesheet import DeviceSheet

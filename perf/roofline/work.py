@@ -21,8 +21,8 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import Plan, Step, TensorDecl
-from hybrid.engine.kv import CacheShape
 from hybrid.kernels.vulkan.dry import DryDevice, count, scratch_bytes
+from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import step_cost
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.footprint import Footprint, footprint
@@ -122,7 +122,7 @@ class Planned(Subject):
 
     def target(self, rows: int, context: int, slots: int) -> Target:
         hp = self.hparams
-        cache = CacheShape(context, 0 if all(hp.layer_is_global) else hp.window, max(min(rows, context), slots), slots)
+        cache = CacheShape.of(hp, context, slots, rows)
         family = find_schedule(hp.family)
         return Target(family, hp, self.weights, cache, hp.vocab, self.precision, self.kv, "vulkan", self.capabilities)
 

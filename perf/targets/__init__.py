@@ -23,8 +23,8 @@ from pydantic import Field
 from hybrid.cli import Parser, UsageError, amount, run, size
 from hybrid.cli.progress import tracked
 from hybrid.core.units import show_bytes
-from hybrid.perf.record import nearest_run
-from hybrid.perf.roofline import bandwidth, estimate, modelled_sheet, rate
+from hybrid.perf.record.schema import nearest_run
+from hybrid.perf.roofline.model import bandwidth, estimate, modelled_sheet, rate
 from hybrid.perf.roofline.work import Planned, load_sizes, subject
 from hybrid.perf.targets.search import TYPES, Config, Speed, drafted, longest_prompt, memory_of, model_of, plain
 from hybrid.spec.devicesheet import DeviceSheet, find_sheet

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hybrid.perf.roofline import Level, Speculation, estimate
+from hybrid.perf.roofline.model import Level, Speculation, estimate
 from hybrid.perf.roofline.work import Subject, subject
 from hybrid.spec.devicesheet import DeviceSheet
 

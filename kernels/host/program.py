@@ -1,4 +1,4 @@
-"""Plans as the NumPy device runs them: steps with their arrays looked up, one function call each."""
+"""Plans as a device in host memory runs them: steps with their arrays looked up, one function call each."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 from hybrid.core.device import StepTime
 from hybrid.core.plan import CONTROL, Plan, Step
 from hybrid.core.tensor import Packed, Rows, Tensor
-from hybrid.kernels.oracle.memory import Guarded
-from hybrid.kernels.oracle.threads import seconds_alone
+from hybrid.kernels.host.memory import Guarded
+from hybrid.kernels.host.threads import seconds_alone
 from hybrid.quant.codec import argument, round_into
 
 if TYPE_CHECKING:
-    from hybrid.kernels.oracle.device import CpuDevice
+    from hybrid.kernels.host.device import HostDevice
 
 # Weights that BLAS reads whole: worth keeping as float32. (Embedding reads a few rows of the same tensor.)
 _MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "w_down"), "logits": ("w",)}
 
 
-class CpuProgram:
+class HostProgram:
     """A plan whose tensors have been looked up."""
 
-    def __init__(self, device: CpuDevice, plan: Plan, profile: bool) -> None:
+    def __init__(self, device: HostDevice, plan: Plan, profile: bool) -> None:
         self.plan = plan
         self.device = device
         self.profile = profile
@@ -76,10 +76,10 @@ class CpuProgram:
 class _Bound:
     """One step with its function and arrays. `live` arguments are cut to the live rows at each run."""
 
-    def __init__(self, program: CpuProgram, step: Step) -> None:
+    def __init__(self, program: HostProgram, step: Step) -> None:
         self.device, self.step = program.device, step
         if step.op not in self.device.functions or step.op not in self.device.ops:
-            raise ValueError(f"step {step.name}: the cpu device has no operation {step.op!r}")
+            raise ValueError(f"step {step.name}: the {self.device.name} device has no operation {step.op!r}")
         spec = self.device.ops[step.op]
         self.function = self.device.functions[step.op]
         self.axis = "O" if step.extent == "outs" else "T"

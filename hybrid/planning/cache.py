@@ -1,0 +1,61 @@
+"""Sizes of the KV cache.
+
+Two groups of layers: `global` ones see the whole context and own a block for every `block` positions of it; `local` ones see
+a sliding window, so a short ring of blocks, assigned cyclically, serves any context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid.core.hparams import HParams
+
+BLOCK = 32  # positions per block
+MAX_SLOTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """From the context `ctx` (positions), the sliding `window` (positions, itself included; 0 = no local layers), the most
+    rows of one sequence that are in flight (`chunk`: those of a prefill pass, or of all that overlap) and the number of
+    `slots`. Made by `of`, but in tests of its rules."""
+
+    ctx: int
+    window: int
+    chunk: int
+    slots: int
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots}")
+        for key in ("ctx", "chunk", "block"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be positive, not {getattr(self, key)}")
+
+    @classmethod
+    def of(cls, hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1) -> CacheShape:
+        """For a model, with prefill passes of at most `rows` rows, of which `in_flight` overlap (planning/slots.py)."""
+        window = 0 if all(hp.layer_is_global) else hp.window
+        return cls(ctx, window, min(in_flight * rows, ctx), slots)
+
+    @property
+    def table(self) -> int:
+        """Entries of a sequence's block table: blocks that cover the context."""
+        return -(-self.ctx // self.block)
+
+    @property
+    def ring(self) -> int:
+        """Blocks of a local layer's ring: as many as window - 1 + chunk consecutive positions can touch."""
+        if self.window <= 0:
+            return 1
+        span = self.window - 1 + self.chunk
+        return min(self.table, (span + self.block - 2) // self.block + 1)
+
+    @property
+    def global_blocks(self) -> int:
+        return self.slots * self.table
+
+    @property
+    def local_blocks(self) -> int:
+        return self.slots * self.ring

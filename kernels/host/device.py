@@ -1,0 +1,285 @@
+"""Tensors in host memory, and plans run by one function for each operation.
+
+Weights are read into memory of their own, so that a file which changes later changes nothing; those that memory has no
+room for stay in their file, and blocks of their rows are read at every use. Matrices are dequantised to float32 once
+while they fit the memory budget, and in blocks of rows at every use above it. Everything happens inside submit();
+tickets exist for the protocol's sake.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from hybrid.core.device import Counters
+from hybrid.core.hostmemory import NotShareable
+from hybrid.core.plan import ALIGN, Plan, TensorDecl
+from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
+from hybrid.kernels.host.memory import Guarded, Slabs, aligned, in_memory, place, usable_bytes
+from hybrid.kernels.host.program import HostProgram
+from hybrid.kernels.host.threads import BlasThreads
+from hybrid.quant.codec import Value, copy_rows, dequantise, joined, runs
+
+
+class HostDevice:
+    """hybrid.core.device.Device over NumPy arrays.
+
+    functions: what computes each operation, by its name, called with arrays and attributes as kernels.oracle's are.
+    memory: bytes for all tensors (default: usable_bytes() now).
+    memory_budget: bytes of it for float32 copies of weights (default: half).
+    guard: bytes of a pattern around every tensor; activations then get memory of their own (no shared arena).
+    ops: operation specs by name (default: the shipped ones)."""
+
+    def __init__(
+        self,
+        name: str,
+        functions: Mapping[str, Callable[..., tuple[np.ndarray, ...]]],
+        *,
+        memory: int | None = None,
+        memory_budget: int | None = None,
+        guard: int = 0,
+        ops: Mapping[str, Any] | None = None,
+    ) -> None:
+        if ops is None:
+            from hybrid.spec import load_ops
+
+            ops = load_ops()
+        self.name = name
+        self.counters = Counters()
+        self.ops = ops
+        self.functions = dict(functions)
+        self.guard = guard
+        self.generation = 0
+        """Grows whenever memory moves: programs then look their tensors up again."""
+        self.blas = BlasThreads()
+        self.threads = self.blas.text
+        """How products use BLAS's threads, for people."""
+        self._memory = usable_bytes() if memory is None else memory
+        self._budget = self._memory // 2 if memory_budget is None else memory_budget
+        self._decls: dict[str, TensorDecl] = {}
+        self._tensors: dict[str, Tensor | Rows | Packed] = {}
+        self._guarded: dict[str, Guarded] = {}
+        self._float: dict[str, np.ndarray] = {}
+        self._slabs = Slabs()
+        self._arena = aligned(0)
+        self._programs: weakref.WeakSet[HostProgram] = weakref.WeakSet()
+        self._open = True
+
+    def has(self, feature: str) -> bool:
+        return False  # none of the units that change which precision pays
+
+    # --- tensors
+
+    def loading(self, nbytes: int) -> AbstractContextManager[None]:
+        """See Device.loading: nothing to prepare, weights stay where they are."""
+        return nullcontext()
+
+    def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
+        """See Device.store. A weight given whole is kept by reference; what a file has and memory has no room for stays
+        there, and is read at every use."""
+        self.check_open()
+        if decl.kind == "weight" and parts and not self.guard and decl.nbytes > self._room():
+            tensor = self._left_in_file(decl, parts)
+        elif decl.pieces:
+            tensor = runs(decl, parts)
+        else:
+            tensor = self._filled(decl, value, parts)
+        self._decls[decl.name], self._tensors[decl.name] = decl, tensor
+        self._float.pop(decl.name, None)
+        self.counters.bytes_up += in_memory(tensor) if value is not None or parts else 0
+        self.generation += 1
+
+    def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
+        """See Device.adopt: NumPy takes any memory."""
+        self.check_open()
+        if self.guard:
+            raise NotShareable("tensors with guard bytes around them have memory of their own")
+        self._decls[decl.name], self._tensors[decl.name] = decl, value
+        self.generation += 1
+
+    def _room(self) -> int:
+        """Bytes that further tensors may take."""
+        return self._memory - sum(self.memory().values()) + self.left_in_files
+
+    def _filled(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> Tensor:
+        if value is None and len(parts) == 1:
+            value = unpacked(parts[0]())
+            parts = ()
+        if value is not None and (value.dtype, value.shape) != (decl.dtype, decl.shape):
+            raise ValueError(f"{decl.name} is declared {decl.dtype} {decl.shape}, got {value.dtype} {value.shape}")
+        if decl.kind == "weight" and value is not None and not self.guard:
+            return value
+        made = self.allocate(decl)
+        if self.guard:
+            self._guarded[decl.name] = made
+        if value is not None or parts:
+            copy_rows(decl.name, made.tensor, [value] if value is not None else (unpacked(make()) for make in parts))
+        return made.tensor
+
+    def _left_in_file(self, decl: TensorDecl, parts: Sequence[Source]) -> Tensor | Rows | Packed:
+        """The parts as they come: what is computed while loading is kept all the same."""
+        pieces = tuple(make() for make in parts)
+        tensor = pieces[0] if len(pieces) == 1 else Rows(pieces)
+        if tensor.shape != decl.shape or not {p.dtype for p in pieces} <= set(decl.dtypes):
+            raise ValueError(f"{decl.name} is declared {decl.dtype} {decl.shape}, got {tensor.dtype} {tensor.shape}")
+        return tensor
+
+    def write(self, name: str, value: Tensor, row: int = 0) -> None:
+        target, stop = self.whole(name), row + value.shape[0]
+        same = (value.dtype, value.shape[1:]) == (target.dtype, target.shape[1:])
+        if not same or not 0 <= row <= stop <= target.shape[0]:
+            raise ValueError(
+                f"{name} is {target.dtype} {target.shape}: cannot write {value.dtype} {value.shape} at row {row}"
+            )
+        if self._decls[name].kind == "weight":  # kept by reference: the owner's numbers stay as they are
+            target = Tensor(target.dtype, target.shape, tuple(p.copy() for p in target.parts))
+            self._tensors[name] = target
+            self._float.pop(name, None)
+            self.generation += 1
+        for to, part in zip(target.parts, value.parts, strict=True):
+            to[row:stop] = part
+        self.counters.bytes_up += value.nbytes
+
+    def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
+        self.wait(ticket)
+        stored = self.stored(name)
+        view = joined(name, stored.rows(start, stored.shape[0] if stop is None else stop))
+        self.counters.bytes_down += view.nbytes
+        return Tensor(view.dtype, view.shape, tuple(p.copy() for p in view.parts))
+
+    def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
+        self.wait(ticket)
+        return self.whole(name).array.item(row, column)
+
+    def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
+        self.check_open()
+        if not self.guard and arena_bytes > self._arena.size:
+            self._arena = aligned(arena_bytes)
+            self.counters.allocations += 1
+            self.generation += 1
+
+    # --- plans
+
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> HostProgram:
+        """Check a plan against the stored tensors and prepare it. ValueError names the step and what is wrong."""
+        self.check_open()
+        self.reserve(plan.arena_bytes)
+        program = HostProgram(self, plan, profile)
+        self._programs.add(program)
+        self.counters.recordings += 1
+        return program
+
+    def wait(self, ticket: int | None = None) -> None:
+        self.check_open()
+        if ticket is not None and ticket > self.counters.submits:
+            raise ValueError(f"no such ticket: {ticket}; the last submit was {self.counters.submits}")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose; `dequantised` are the float32 copies of weights, `left_in_files` is not held at all."""
+        self.check_open()
+        held = dict.fromkeys(("weights", "state", "io"), 0)
+        for name, tensor in self._tensors.items():
+            kind = self._decls[name].kind
+            held["weights" if kind == "weight" else kind] += in_memory(tensor)
+        activations = sum(g.room.nbytes for p in self._programs for g in p.guarded.values())
+        copies = sum(a.nbytes for a in self._float.values())
+        held |= {"activations": self._arena.size + activations, "staging": 0, "dequantised": copies}
+        return {**held, "left_in_files": self.left_in_files}
+
+    @property
+    def left_in_files(self) -> int:
+        """Bytes of weights for which memory had no room: read again at every use."""
+        return sum(t.nbytes - in_memory(t) for t in self._tensors.values())
+
+    def __enter__(self) -> HostDevice:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop everything; any later call raises."""
+        self.reset()
+        self._open = False
+
+    def reset(self) -> None:
+        """Drop every program, tensor and arena. For tests that use one device for many cases."""
+        self._decls.clear()
+        self._tensors.clear()
+        self._guarded.clear()
+        self._float.clear()
+        self._slabs = Slabs()
+        self._programs.clear()
+        self._arena = aligned(0)
+        self.generation += 1
+
+    # --- for tests
+
+    def poison(self, byte: int, names: Sequence[str] = ()) -> None:
+        """Fill all activations and the stored tensors `names` with a byte."""
+        self.check_open()
+        self._arena.fill(byte)
+        tensors = [self.whole(n) for n in names] + [g.tensor for p in self._programs for g in p.guarded.values()]
+        for part in (p for t in tensors for p in t.parts):
+            part.view(np.uint8).fill(byte)
+
+    def check_guards(self) -> list[str]:
+        """Names of the tensors whose guard bands were written to; always empty with guard=0."""
+        self.check_open()
+        activations = {f"{p.plan.name}:{name}": g for p in self._programs for name, g in p.guarded.items()}
+        return [name for name, g in {**self._guarded, **activations}.items() if not g.intact()]
+
+    # --- for programs
+
+    def check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError(f"the {self.name} device is closed")
+
+    def view(self, decl: TensorDecl) -> Tensor | Rows | Packed:
+        """The memory of a plan's declaration: a prefix of the stored tensor, or its place in the arena."""
+        if decl.kind == "activation":
+            if decl.offset % ALIGN or decl.offset + decl.nbytes > self._arena.size:
+                raise ValueError(
+                    f"activation {decl.name} at byte {decl.offset} needs {decl.nbytes} bytes, aligned to {ALIGN}; "
+                    f"the arena has {self._arena.size}: set Plan.arena_bytes and TensorDecl.offset"
+                )
+            return place(decl.dtype, decl.shape, self._arena, decl.offset)
+        stored = self.stored(decl.name)
+        same = (decl.dtype, decl.shape[1:]) == (stored.dtype, stored.shape[1:])
+        if not same or decl.shape[0] > stored.shape[0]:
+            raise ValueError(
+                f"the plan declares {decl.name} as {decl.dtype} {decl.shape}, "
+                f"stored is {stored.dtype} {stored.shape}: only the first axis may be smaller"
+            )
+        return stored.rows(0, decl.shape[0])
+
+    def weight(self, name: str) -> Value:
+        """A matrix as float32 if the budget allows, else as it is stored."""
+        tensor = self.stored(name)
+        if name not in self._float:
+            cost = 0 if tensor.dtype == "f32" else 4 * int(np.prod(tensor.shape, dtype=np.int64))
+            room = min(self._room(), self._budget - sum(a.nbytes for a in self._float.values()))
+            if cost > room or in_memory(tensor) < tensor.nbytes:
+                return tensor
+            if not cost and isinstance(tensor, Tensor):
+                return tensor.array
+            self._float[name] = dequantise(tensor, np.float32, self._slabs.take(tensor.shape))
+            self.counters.allocations += 1
+        return self._float[name]
+
+    def whole(self, name: str) -> Tensor:
+        return joined(name, self.stored(name))
+
+    def stored(self, name: str) -> Tensor | Rows | Packed:
+        self.check_open()
+        if name not in self._tensors:
+            raise ValueError(f"no tensor {name!r} is stored on the {self.name} device: store() it first")
+        return self._tensors[name]
+
+    def allocate(self, decl: TensorDecl) -> Guarded:
+        self.counters.allocations += 1
+        return Guarded(decl, self.guard)

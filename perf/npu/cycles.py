@@ -1,0 +1,282 @@
+"""Modelled times of NPU designs, and how far the model is from what others have measured.
+
+Nothing here is a measurement of this project: no design has run on an NPU. A core's step over K takes the longer of its
+multiply-adds and its loads, then loads, adds to and stores its tile of C. A run takes the longest of its cores, its streams,
+its shim channels and memory; then the last tile of C, the host's dispatch and the locks at both ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hybrid.kernels.npu.check import npu_limits
+from hybrid.spec.devicesheet import find_sheet
+from hybrid.spec.npusheet import Rates
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MEASURED = Path(__file__).with_name("measured.toml")
+# Of an element in a core; a block of 32 weights has two multipliers of 2 bytes.
+BYTES = {"i8": 1.0, "q4_0": 0.625, "q8_0": 1.125, "i16": 2.0, "bf16": 2.0, "i32": 4.0, "f32": 4.0}
+# aie::mmul by operand type: M x K x N, and the bytes of its operands.
+MMUL = {"i8": (4, 8, 8, 32, 64), "q4_0": (4, 16, 8, 64, 64), "q8_0": (4, 8, 8, 32, 64), "bf16": (4, 8, 4, 64, 64)}
+# Weights in blocks: vector operations beside the matrix unit's, of a block of 32 for 4 x 8 results, and of those results once
+# a tile over K (the kernels' own counts: test_npu_kernels.py).
+BLOCKS = {"q4_0": (2, 32), "q8_0": (4, 40)}
+CORES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """C[M,N] = A[M,K] B[K,N] on 4 x columns cores with tiles m, k, n. inputs: type of B (A is int8 beside weights in blocks)."""
+
+    tile: tuple[int, int, int]
+    size: tuple[int, int, int]
+    inputs: str = "i8"
+    output: str = "i32"
+    columns: int = 4
+    issue: float = 1.0
+
+    @property
+    def a_bytes(self) -> float:
+        return BYTES["bf16" if self.inputs == "bf16" else "i8"]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one run, modelled."""
+
+    cores: float
+    streams: float
+    channels: float
+    ddr: float
+    tail: float
+    dispatch: float
+
+    @property
+    def total(self) -> float:
+        return max(self.cores, self.streams, self.channels, self.ddr) + self.tail + self.dispatch
+
+    @property
+    def bound(self) -> str:
+        return max(("cores", "streams", "channels", "ddr"), key=lambda k: getattr(self, k))
+
+
+def rates(sheet: str = "phoenix-npu") -> Rates:
+    return npu_limits(sheet).rates
+
+
+def step_cycles(p: Product, r: Rates) -> float:
+    """One step over K on one core: m x k by k x n into m x n."""
+    m, k, n = p.tile
+    unit = MMUL[p.inputs]
+    instructions = m * k * n / prod(unit[:3])
+    share = {"q4_0": (1, 2), "q8_0": (1, 1)}.get(p.inputs, (2, 2))  # tiles of C that use a B, and an A, that is loaded once
+    loads = instructions * (unit[3] / share[1] + unit[4] / share[0]) / (2 * r.load_bytes.value)
+    accumulate = m * n * (r.accumulate_cycles.value + r.accumulate_cycles_per_byte.value * BYTES[p.output])
+    per_block, per_tile = BLOCKS.get(p.inputs, (0, 0))
+    scaled = m * n / 32 * (k / 32 * per_block + per_tile)
+    return max(instructions / p.issue + scaled, loads) + accumulate
+
+
+def run_times(p: Product, r: Rates, chained: bool = False) -> Times:
+    (m, k, n), (M, K, N) = p.tile, p.size
+    hertz, cores, b = r.clock_ghz.value * 1e9, CORES * p.columns, BYTES[p.inputs]
+    tiles, steps = M / m * (N / n) / cores, K / k
+    drain = m * n * BYTES[p.output] / r.stream_bytes.value
+    core = tiles * (steps * (step_cycles(p, r) + r.object_cycles.value) + drain)  # C is one buffer: it waits for its DMA
+    stream = tiles * steps * max(m * k * p.a_bytes, k * n * b) / r.stream_bytes.value
+    reads = M * K * N * (p.a_bytes / (n * p.columns) + b / (m * CORES))
+    writes = M * N * BYTES[p.output]
+    channel = max(M * K * N / (n * p.columns) * p.a_bytes, M * K * N / (m * CORES) * b) / p.columns / (r.channel_gb_s.value * 1e9)
+    host = (r.chained_dispatch_us if chained else r.dispatch_us).value * 1e-6
+    return Times(
+        core / hertz,
+        stream / hertz,
+        channel,
+        (reads + writes) / (r.ddr_gb_s.value * 1e9),
+        drain / hertz,
+        host + r.dispatch_cycles.value / hertz,
+    )
+
+
+# --- published measurements
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement and what the model says of it."""
+
+    name: str
+    source: str
+    measured: float
+    modelled: float
+    unit: str
+    fitted: bool
+
+    @property
+    def error(self) -> float:
+        return self.modelled / self.measured - 1
+
+
+@lru_cache(maxsize=1)
+def measured() -> dict[str, Any]:
+    return tomllib.loads(MEASURED.read_text())
+
+
+def rows() -> list[Row]:
+    """Every published measurement, the fitted ones first."""
+    table, found = measured(), []
+    for kind in ("kernel", "array"):
+        for m in table[kind]:
+            sheet = table["source"][m["source"]]["sheet"]
+            p = Product(tuple(m["tile"]), tuple(m.get("size", m["tile"])), m["input"], m["output"], issue=m.get("issue", 1.0))
+            name = f"{m['input']} -> {m['output']} {'x'.join(map(str, m['tile']))}"
+            if kind == "kernel":
+                got, unit, value = prod(p.tile) / step_cycles(p, rates(sheet)), "MAC/cycle", m["macs"]
+            else:
+                name += f", {'x'.join(map(str, m['size']))}"
+                got, unit, value = 2 * prod(p.size) / run_times(p, rates(sheet)).total / 1e12, "TOPS", m["tops"]
+            found.append(Row(name, m["source"], value, got, unit, m.get("fit", False)))
+    return sorted(found, key=lambda row: not row.fitted)
+
+
+def fit() -> dict[str, float]:
+    """accumulate_cycles and accumulate_cycles_per_byte from two kernels, ddr_gb_s from a run that memory bounds."""
+    table = measured()
+    one, two = (k for k in table["kernel"] if k.get("fit"))
+    (array,) = (a for a in table["array"] if a.get("fit"))
+    extra = []
+    for k in (one, two):
+        m, _, n = k["tile"]
+        extra.append((prod(k["tile"]) / k["macs"] - prod(k["tile"]) / prod(MMUL[k["input"]][:3])) / (m * n))
+    per_byte = (extra[1] - extra[0]) / (BYTES[two["output"]] - BYTES[one["output"]])
+    r = rates(table["source"][array["source"]]["sheet"])
+    p = Product(tuple(array["tile"]), tuple(array["size"]), array["input"], array["output"])
+    t = run_times(p, r)
+    seconds = 2 * prod(p.size) / (array["tops"] * 1e12) - t.tail - t.dispatch
+    return {
+        "accumulate_cycles": extra[0] - per_byte * BYTES[one["output"]],
+        "accumulate_cycles_per_byte": per_byte,
+        "ddr_gb_s": t.ddr * r.ddr_gb_s.value / seconds,
+    }
+
+
+def residuals() -> str:
+    lines = [f"{'published measurement':<52}{'source':<9}{'measured':>10}{'modelled':>10}{'error':>8}  "]
+    for row in rows():
+        lines.append(
+            f"{row.name:<52}{row.source:<9}{row.measured:>10.2f}{row.modelled:>10.2f}{row.error:>+8.1%}  {row.unit}"
+            f"{', fitted' if row.fitted else ', predicted'}"
+        )
+    held = [abs(row.error) for row in rows() if not row.fitted]
+    lines.append(f"{len(held)} predicted: mean error {sum(held) / len(held):.1%}, largest {max(held):.1%}")
+    return "\n".join([*lines, *(f"{name}: {s['text']}" for name, s in measured()["source"].items())])
+
+
+def designs() -> str:
+    from hybrid.kernels.npu.designs import shipped
+
+    lines = [f"modelled, never measured, at {rates().clock_ghz.value} GHz: {'design':<20}{'ms':>9}{'TOPS':>7}  bound by"]
+    for name, make in shipped().items():
+        f = make().facts
+        if "K" in f:
+            p = Product(
+                (f["m"], f["k"], f["n"]),
+                (f["M"], f["K"], f["N"]),
+                name.rsplit(".", 1)[1] if name.endswith(tuple(BLOCKS)) else "i8",
+                "f32" if name.endswith(tuple(BLOCKS)) else "i32",
+                make().columns,
+            )
+            t = run_times(p, rates())
+            lines.append(f"{'':<39}{name:<20}{1e3 * t.total:>9.3f}{2 * prod(p.size) / t.total / 1e12:>7.2f}  {t.bound}")
+    return "\n".join(lines)
+
+
+# --- placement
+
+# model: layers, then (part, K, N); bits of a weight on the iGPU (q4_0 with its scales).
+MODELS: dict[str, tuple[int, tuple[tuple[str, int, int], ...]]] = {
+    "27b": (62, (("qkv", 5376, 8192), ("attn_output", 4096, 5376), ("gate_up", 5376, 43008), ("down", 21504, 5376))),
+    "e2b": (30, (("qkv", 2048, 3072), ("attn_output", 2048, 2048), ("gate_up", 2048, 16384), ("down", 8192, 2048))),
+}
+Q4_BYTES = 4.5 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    model: str
+    phase: str
+    part: str
+    npu_ms: float
+    gpu_ms: float
+
+    @property
+    def best(self) -> str:
+        return "npu" if self.npu_ms < self.gpu_ms else "gpu"
+
+
+def placement(tokens: int = 512) -> list[Placed]:
+    """Each matrix of a layer, alone on the NPU (int8 weights, chained dispatch) and alone on the iGPU (q4_0); and its attention
+    over `tokens` positions, with int8 scores on the NPU, of an f16 cache on the iGPU."""
+    from hybrid.perf.npu import attention as npu_attention
+
+    gpu = find_sheet("radeon-780m")
+    best = {k: getattr(gpu.reached, k) or getattr(gpu.peak, k) for k in ("bandwidth_gb_s", "f16_tflops")}
+    wait = gpu.costs.dependent_dispatch_us
+    found = []
+    for model, (_, parts) in MODELS.items():
+        for phase, t in (("prefill", tokens), ("decode", 1)):
+            for part, k, n in parts:
+                m = 64 if t > 64 else 16
+                rows_ = -(-t // (4 * m)) * 4 * m
+                on_npu = run_times(Product((m, 128, 64), (rows_, k, n)), rates(), chained=True).total
+                moved = (k * n * Q4_BYTES + t * (k + 4 * n)) / (best["bandwidth_gb_s"].value * 1e9)
+                on_gpu = max(moved, 2 * t * k * n / (best["f16_tflops"].value * 1e12)) + (wait.value * 1e-6 if wait else 0)
+                found.append(Placed(model, phase, part, 1e3 * on_npu, 1e3 * on_gpu))
+            heads, group, d, _ = npu_attention.MODELS[model]
+            on_npu = npu_attention.work(heads, group, d, t, tokens - t, 0, "i8", rates()).total
+            seen = t * (2 * tokens - t + 1) / 2  # pairs of a query and a key
+            moved = (4 * tokens * heads * d + 6 * t * heads * group * d) / (best["bandwidth_gb_s"].value * 1e9)
+            on_gpu = max(moved, 4 * seen * heads * group * d / (best["f16_tflops"].value * 1e12))
+            on_gpu += wait.value * 1e-6 if wait else 0
+            found.append(Placed(model, phase, "attention", 1e3 * on_npu, 1e3 * on_gpu))
+    return found
+
+
+def placement_table(tokens: int = 512) -> str:
+    lines = [
+        f"modelled, never measured: one layer's matrices and attention, {tokens} tokens of prefill, and one of decode over as many "
+        "positions; ms alone on each device.",
+        "NPU: the sheet's 1.0 GHz and the memory rate fitted there. iGPU: its sheet's rates, for prefill its matrix units' peak.",
+        f"{'model':<6}{'phase':<9}{'matrix':<14}{'NPU int8':>10}{'iGPU q4_0':>11}  the quicker",
+    ]
+    table = placement(tokens)
+    for row in table:
+        lines.append(f"{row.model:<6}{row.phase:<9}{row.part:<14}{row.npu_ms:>10.3f}{row.gpu_ms:>11.3f}  {row.best}")
+    for model, (layers, _) in MODELS.items():
+        for phase in ("prefill", "decode"):
+            npu, gpu = (
+                layers * sum(getattr(r, f"{d}_ms") for r in table if (r.model, r.phase) == (model, phase)) for d in ("npu", "gpu")
+            )
+            both = 1 / (1 / npu + 1 / gpu)
+            lines.append(
+                f"{model} {phase}: {layers} layers {npu:.0f} ms on the NPU, {gpu:.0f} on the iGPU; shared in the best proportion, "
+                f"memory permitting, {both:.0f} ({gpu / both:.2f} x the iGPU alone)"
+            )
+    lines.append(
+        "Decode: the NPU reads int8 weights, twice the bytes of q4_0, and pays more for each dispatch: leave it to the iGPU."
+    )
+    lines.append(
+        "Prefill: the NPU is no quicker than the iGPU at its peak; it is worth having beside it, on chunks that the iGPU is not "
+        "working on."
+    )
+    return "\n".join(lines)
