@@ -17,8 +17,7 @@ from hybrid.cli import CACHES, PRECISIONS
 from hybrid.core.errors import ContextExceeded
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
-from hybrid.devices.multi import with_others
-from hybrid.devices.opening import Opened, open_first
+from hybrid.devices.opening import NpuKind, Opened, open_devices
 from hybrid.engine.chunks import check_ids
 from hybrid.engine.engine import Engine
 from hybrid.engine.loading import LoadClock
@@ -46,7 +45,7 @@ def load(
     chunk: int | None = None,
     profile: bool = False,
     progress: bool = False,
-    npu: Literal["npu", "sim"] = "npu",
+    npu: NpuKind = "npu",
 ) -> Model:
     """Open a .gguf file or a Hugging Face directory (or take an open checkpoint) and make it ready on a device.
 
@@ -72,7 +71,7 @@ def load(
             schedule = find_schedule(checkpoint.hparams.family)
         elif not isinstance(schedule, Schedule):
             schedule = named_schedule(os.fspath(schedule))
-        opened = with_others(_open_device(schedule.chain(device), checkpoint, clock), schedule, npu)
+        opened = _open(schedule, device, npu, checkpoint, clock)
         try:
             engine = Engine(
                 checkpoint,
@@ -100,10 +99,10 @@ def load(
     return Model(checkpoint, opened, engine)
 
 
-def _open_device(chain: Sequence[str], checkpoint: Checkpoint, clock: LoadClock) -> Opened:
-    """The device, opened while the tokenizer is made: drivers take their time, but not the interpreter."""
+def _open(schedule: Schedule, device: str, npu: NpuKind, checkpoint: Checkpoint, clock: LoadClock) -> Opened:
+    """The devices, opened while the tokenizer is made: drivers take their time, but not the interpreter."""
     with ThreadPoolExecutor(1, "open") as background:
-        opening = background.submit(open_first, chain)
+        opening = background.submit(open_devices, schedule, device, npu)
         try:
             with clock.phase("tokenizer"):
                 checkpoint.tokenizer  # noqa: B018 (made at first use)

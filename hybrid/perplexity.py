@@ -18,6 +18,7 @@ import numpy as np
 
 from hybrid.cli import PRECISIONS, Parser, run
 from hybrid.cli.progress import progress_bar
+from hybrid.opening import add_devices
 
 FORM_FEED = "\n\f\n"
 MAX_TEXT = 1 << 28  # bytes
@@ -168,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
         help="KL divergence and top-1 agreement: another checkpoint with the same tokenizer, or exact, fast or auto: "
         "MODEL itself in that precision",
     )
-    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
+    add_devices(p)
     p.add_argument("--weights", metavar="TYPE", help="convert MODEL's matrices to this type while loading")
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="auto, exact or fast (auto)")
     p.add_argument("--progress", action="store_true", help="a progress bar even where standard error is no terminal")
@@ -217,7 +218,9 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
     if args.chunk > longest:
         raise ValueError(f"--chunk {args.chunk} is more than the context of {longest} that {path} was made for")
     slots = _together(args.chunk)
-    return hybrid.load(path, args.device, None, weights, args.chunk, precision=precision, slots=slots, progress=True)
+    return hybrid.load(
+        path, args.device, args.schedule, weights, args.chunk, precision=precision, slots=slots, progress=True, npu=args.npu
+    )
 
 
 def _together(chunk: int) -> int:
@@ -247,6 +250,7 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
         "model": str(args.model),
         "text": str(args.text),
         "device": model.device,
+        "passed_over": [*model.passed_over, *model.engine.faults],
         "precision": {k: list(v) for k, v in model.engine.precision.items()},
         "documents": len(text.documents),
         "predictions": nats.n,
@@ -282,6 +286,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     left_out = f", {report['tokens_left_out']} tokens left out (--cut)" if report["tokens_left_out"] else ""
     lines = [
         f"{report['model']} on {report['device']}: {types}",
+        *(f"passed over: {reason}" for reason in report["passed_over"]),
         f"{report['text']}: {report['predictions']} predictions in {report['documents']} chunks{left_out}, "
         f"{report['predictions'] / max(report['seconds'], 1e-9):.0f} per second",
         f"nats per token  {report['nats_per_token']:.4f} +- {report['nats_error']:.4f}",

@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 
 from hybrid.bench.probe import Variant, buffers, copies, products, record
-from hybrid.cli import Parser, UsageError, add_model, amount, open_model, positive, run
-from hybrid.devices.opening import open_first
+from hybrid.cli import Parser, UsageError, amount, positive, run
+from hybrid.devices.opening import open_device
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
+from hybrid.opening import add_model, open_model
 from hybrid.spec.schedule import find_schedule
 
 KINDS = ("copy", "matrix", "engine")
@@ -37,10 +38,9 @@ AHEAD = 2  # submits in flight
 
 def open_gpu(name: str) -> Any:
     """The Vulkan device of a --device choice: `gpu`, `vulkan` or `vulkan:N`. UsageError for others."""
-    chain = ("vulkan:gpu",) if name == "gpu" else find_schedule("gemma3").chain(name)
-    if "cpu" in chain:
+    if name != "gpu" and "cpu" in find_schedule("gemma3").chain(name):
         raise UsageError(f"--device {name}: neighbours share a GPU, or a CPU driver of Vulkan: use gpu, vulkan or vulkan:N")
-    return open_first(chain).device
+    return open_device(name).device
 
 
 def variant_of(device: Any, kind: str, nbytes: int) -> Variant:

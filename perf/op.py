@@ -26,14 +26,13 @@ from hybrid.core.device import Device
 from hybrid.core.dtypes import WEIGHT_TYPES
 from hybrid.core.plan import Plan
 from hybrid.core.units import show_rate
-from hybrid.devices.opening import open_first
+from hybrid.devices.opening import open_device
 from hybrid.harness import control_of, declared, plan_of, run_case, step_of
 from hybrid.harness.cases import Case
 from hybrid.harness.inputs import make
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.devicesheet import DeviceSheet, sheet_for
 from hybrid.spec.fields import Workload
-from hybrid.spec.schedule import find_schedule
 
 MAX_COPIES = 64
 WARM_UP = 1.0  # seconds: a GPU that has idled while values were made takes a while to raise its clocks
@@ -172,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         wanted = workloads(load_op(args.op), args.workload)  # a wrong name is said before anything is opened or printed
-        opened = open_first(find_schedule("gemma3").chain(args.device))
+        opened = open_device(args.device)
         try:
             if not args.json:
                 clock = "the host's clock" if opened.device.name == "cpu" else "device timestamps"

@@ -12,12 +12,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hybrid.bench.__main__ import driver_of
 from hybrid.bench.probe import probe
 from hybrid.cli import Parser, run
 from hybrid.core.units import show_rate
-from hybrid.devices.opening import open_first
-from hybrid.spec.schedule import find_schedule
+from hybrid.devices.about import driver_of
+from hybrid.devices.opening import open_device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
 
     def command() -> int:
-        device = open_first(find_schedule("gemma3").chain(args.device)).device
+        device = open_device(args.device).device
         try:
             found = probe(device)
             about = {"device": device.name, "driver": driver_of(device)}

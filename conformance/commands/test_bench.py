@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from conformance.support.devices import BACKENDS, own_memory
+from conformance.support.devices import BACKENDS, need_compiler, own_memory
 from conformance.support.models import MODELS
 from conformance.support.synthetic import tiny, write_hf
+from hybrid import perplexity
 from hybrid.bench import __main__ as bench
 from hybrid.bench.ceiling import ceiling, impossible
 from hybrid.bench.measure import Bench, Row
 from hybrid.bench.probe import Probes, probe
 from hybrid.bench.report import text
 from hybrid.engine.engine import Engine
+from hybrid.kernels.npu.xrt import NpuUnavailable, open_host
 from hybrid.kernels.oracle.device import CpuDevice
+from hybrid.perf import profile
 from hybrid.planning.cost import Cost, plan_cost
 from hybrid.spec.devicesheet import DeviceSheet, find_sheet
 from hybrid.spec.load import validate
@@ -26,7 +30,7 @@ SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "-r", "2"
 PROBES = Probes(3000.0, "copy", 500.0, "matrix", {})
 ROW = Row("decode", 10, 0, 1, 10, (0.1, 0.2, 0.4), 10**12, 10**12, {"dispatches": 1.0, "barriers": 1.0})
 KEYS = {"schema", "command", "device", "driver", "kernels", "model", "schedule", "precision", "weights_bytes", "context", "chunk",
-        "tokens_per_submit", "deterministic", "load_seconds", "probes", "ceiling", "results", "errors"}  # fmt: skip
+        "tokens_per_submit", "deterministic", "load_seconds", "passed_over", "probes", "ceiling", "results", "errors"}  # fmt: skip
 RESULT = {"test", "phase", "n", "depth", "batch", "tokens", "seconds", "tokens_per_second", "mean", "spread", "gb_per_second",
           "share_of_copy", "tflops", "share_of_matrix", "host_us_per_token", "per_pass"}  # fmt: skip
 
@@ -42,6 +46,39 @@ def sheet(**peak: float) -> DeviceSheet:
     figures = {k: {"value": v, "provenance": "published", "source": "made up"} for k, v in peak.items()}
     head = {"name": "tiny", "kind": "cpu", "match": "."}
     return validate("tiny.toml", {"schema": 1, "device": head, "peak": figures}, DeviceSheet)
+
+
+NPU_SCHEDULES = ("gemma3-hybrid", "gemma3-npu-prefill")
+
+
+@pytest.mark.parametrize("npu", ["sim", "npu"])
+@pytest.mark.parametrize("schedule", NPU_SCHEDULES)
+@pytest.mark.parametrize("command", ["bench", "profile", "perplexity"])
+def test_commands_open_what_a_schedule_asks_for(capsys, tmp_path, command, schedule, npu):
+    """Steps of an NPU run on its simulator when that is asked for; where there is no NPU the reason is printed."""
+    if npu == "sim":
+        need_compiler()
+    elif xrt_is_there():
+        pytest.skip("this machine has an NPU")
+    (tmp_path / "t.txt").write_text("ab" * 4)
+    model = str(write_hf(tmp_path / "m", dtype="f32"))
+    given = [model, "--schedule", schedule, "--npu", npu, "--device", "cpu", "--weights", "q8_0"]
+    code = {
+        "bench": lambda: bench.main([*given, "-p", "4", "-n", "2", "-r", "1"]),
+        "profile": lambda: profile.main([*given[:-2], "--context", "4", "-r", "1"]),
+        "perplexity": lambda: perplexity.main([*given, str(tmp_path / "t.txt"), "--chunk", "4"]),
+    }[command]()
+    out = capsys.readouterr().out
+    assert code == 0 and ("cpu + sim-npu1" in out) == (npu == "sim") and ("passed over: npu: " in out) == (npu == "npu")
+    assert ("no speeds of an NPU" in out) == (npu == "sim" and command != "perplexity")
+
+
+def xrt_is_there() -> bool:
+    try:
+        open_host("npu", Path()).close()
+    except NpuUnavailable:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -205,7 +242,7 @@ def test_errors_are_one_line(capsys, options, code, says):
 def test_the_text_shows_what_is_not_known_as_a_dash():
     from hybrid.bench.report import as_dict
 
-    about = {"device": "d", "driver": "v", "model": "m", "weights_bytes": 1, "load_seconds": 1.0,
+    about = {"device": "d", "driver": "v", "model": "m", "weights_bytes": 1, "load_seconds": 1.0, "passed_over": [],
              "precision": {"weights": ["q4_0"], "activations": ["f32"], "kv": ["f16"]}}  # fmt: skip
     bare = Probes(1.0, "c", None, "none", {})
     lines = text(as_dict(about, [ROW], bare, ceiling(bare, None), [])).splitlines()

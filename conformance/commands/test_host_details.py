@@ -253,12 +253,12 @@ def test_a_vulkan_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytes
         return imported(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", fail)
-    opened = devices.open_first(["vulkan", "cpu"])
+    opened = devices._first(["vulkan", "cpu"])
     assert opened.device.name == "cpu"
     assert opened.passed_over == ("vulkan: the Vulkan backend cannot be imported (libvulkan.so.1: cannot open); "
                                   "install the package vulkan",)  # fmt: skip
     with pytest.raises(devices.NoDevice, match="install the package vulkan"):
-        devices.open_first(["vulkan"])
+        devices._first(["vulkan"])
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.devices import transfers as carrier
 from hybrid.devices.inflight import Flight
-from hybrid.devices.multi import PlacedDevice, with_others
-from hybrid.devices.opening import open_first
+from hybrid.devices.multi import PlacedDevice
+from hybrid.devices.opening import open_devices
 from hybrid.engine import engine as engine_module
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
@@ -64,7 +64,7 @@ class Opened:
         if backend == "vulkan":
             open_backend("vulkan").close()  # skips, or fails, where there is none
         self.checkpoint = open_checkpoint(path)
-        self.device: Any = with_others(open_first((backend,)), schedule, "sim").device
+        self.device: Any = open_devices(schedule, backend, "sim").device
         assert isinstance(self.device, PlacedDevice)
         self.engine = Engine(self.checkpoint, self.device, schedule, **({"ctx": CTX, "chunk": CHUNK, "slots": 2} | options))
 

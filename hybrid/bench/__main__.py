@@ -10,8 +10,10 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from hybrid.cli import Parser, UsageError, add_model, open_model, positive, run
+from hybrid.cli import Parser, UsageError, positive, run
 from hybrid.cli.progress import tracked
+from hybrid.devices.about import driver_of, kernels_of
+from hybrid.opening import add_devices, add_model, fallbacks, open_devices, open_model
 
 if TYPE_CHECKING:
     from hybrid.bench.measure import Row
@@ -44,8 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-b", "--batch-size", type=positive, default=1, metavar="N", help="sequences at a time (1)")
     p.add_argument("--ctx-depth", type=counts, default=(0,), metavar="N,..", help="positions in the cache before a test (0)")
     p.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="of each test, after one to warm up (5)")
-    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
-    p.add_argument("--schedule", metavar="NAME", help="a shipped schedule, or a file (default: the one of the model's family)")
+    add_devices(p)
     p.add_argument("--weights", metavar="TYPE", help="convert matrices of a file to this type while loading")
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
     p.add_argument("--kv", default="auto", choices=("auto", "f32", "f16"), help="type of the KV cache (auto)")
@@ -66,20 +67,17 @@ def _main(args: argparse.Namespace, command: str) -> int:
     from hybrid.bench.ceiling import ceiling, impossible
     from hybrid.bench.probe import probe
     from hybrid.bench.report import as_dict, text
-    from hybrid.devices.opening import open_first
     from hybrid.spec.devicesheet import sheet_for
-    from hybrid.spec.schedule import find_schedule, named_schedule
 
     if not any((*args.prompt, *args.tokens)):
         raise UsageError("nothing to measure: give -p or -n a number that is not 0")
     with ExitStack() as held:
         begin = time.perf_counter()
         checkpoint = held.enter_context(open_model(args))
-        schedule = find_schedule(checkpoint.hparams.family) if args.schedule is None else named_schedule(args.schedule)
-        device = open_first(schedule.chain(args.device)).device
-        held.callback(device.close)
+        schedule, opened = open_devices(args, checkpoint, held)
+        device = opened.device
         opening = time.perf_counter() - begin
-        probes = probe(device)
+        probes = probe(opened.main)
         begin = time.perf_counter()
         engine = _engine(args, checkpoint, device, schedule)
         seconds = opening + time.perf_counter() - begin
@@ -87,8 +85,8 @@ def _main(args: argparse.Namespace, command: str) -> int:
         about = {
             "command": command,
             "device": device.name,
-            "driver": driver_of(device),
-            "kernels": kernels_of(device),
+            "driver": driver_of(opened.main),
+            "kernels": kernels_of(opened.main),
             "model": checkpoint.name,
             "schedule": schedule.schedule.name,
             "precision": {k: list(v) for k, v in engine.precision.items()},
@@ -98,6 +96,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
             "tokens_per_submit": args.tokens_per_submit,
             "deterministic": args.deterministic,
             "load_seconds": seconds,
+            "passed_over": fallbacks(opened, engine),
         }
     sheet = sheet_for(about["device"])
     wrong = impossible(rows, probes, sheet)
@@ -141,20 +140,6 @@ def _rows(args: argparse.Namespace, engine: Engine) -> list[Row]:
     tests = [(bench.prefill, n, d) for d in args.ctx_depth for n in args.prompt if n]
     tests += [(bench.decode, n, d) for d in args.ctx_depth for n in args.tokens if n]
     return [test(n, depth) for test, n, depth in tracked(tests, "tests")]
-
-
-def driver_of(device: Any) -> str:
-    """Driver and version of a Vulkan device; NumPy's of the cpu."""
-    import numpy as np
-
-    return f"NumPy {np.__version__}" if device.name == "cpu" else str(device.report.driver)
-
-
-def kernels_of(device: Any) -> str | None:
-    """Digest of the SPIR-V that a Vulkan device runs; None for the cpu."""
-    from hybrid.kernels.vulkan.kernel import kernels_digest
-
-    return None if device.name == "cpu" else kernels_digest()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from hybrid.bench.ceiling import Ceiling
 from hybrid.bench.measure import Row
 from hybrid.bench.probe import Probes
 from hybrid.core.units import show_rate
+from hybrid.devices.about import provenance
 
 SCHEMA = 1
 
@@ -63,7 +64,8 @@ def text(report: Mapping[str, Any]) -> str:
     if probes["matrix_tflops"] is not None:
         matrix = f"{show_rate(1e12 * probes['matrix_tflops'], 'FLOPS')} ({probes['matrix']})"
     lines = [
-        f"{report['device']}, {report['driver']}; measured",
+        f"{report['device']}, {report['driver']}; {provenance(report['device'])}",
+        *(f"passed over: {reason}" for reason in report["passed_over"]),
         f"{report['model']}: {report['weights_bytes'] / 1e9:.2f} GB of weights ({', '.join(report['precision']['weights'])}), "
         f"activations {_activations(report['precision'])}, KV {', '.join(report['precision']['kv'])}; "
         f"ready in {report['load_seconds']:.1f} s",

@@ -16,14 +16,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from hybrid import __version__
 from hybrid.core.errors import DeviceLost
 from hybrid.core.units import parse_bytes
-
-if TYPE_CHECKING:
-    from hybrid.checkpoint import Checkpoint
 
 PRECISIONS, CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
 """What --precision and --kv take."""
@@ -124,31 +121,6 @@ def terminable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def add_model(p: argparse.ArgumentParser) -> None:
-    """MODEL, or --random NAME with what belongs to it: commands that measure take either."""
-    p.add_argument("model", nargs="?", metavar="MODEL", help=".gguf file or Hugging Face directory")
-    p.add_argument("--random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models, no file")
-    p.add_argument("--type", metavar="TYPE", help="with --random: of matrices (q4_0)")
-    p.add_argument("--head", metavar="TYPE", help="with --random: of embedding and head (q6_k; q8_0 for odd rows)")
-    p.add_argument("--layers", type=int, metavar="N", help="with --random: only the first N layers")
-    p.add_argument("--vocab", type=int, metavar="N", help="with --random: a vocabulary of N tokens")
-
-
-def open_model(args: argparse.Namespace) -> Checkpoint:
-    """The checkpoint that the arguments of `add_model` name. UsageError for none or both, ValueError for one that cannot be."""
-    from hybrid.checkpoint import open_checkpoint
-    from hybrid.checkpoint.random import random_checkpoint
-
-    if (args.model is None) == (args.random is None):
-        raise UsageError("name a MODEL, or give --random NAME: one of the two")
-    if args.random is not None:
-        return random_checkpoint(args.random, args.type or "q4_0", args.head, args.layers, args.vocab)
-    stray = next((k for k in ("type", "head", "layers", "vocab") if getattr(args, k) is not None), None)
-    if stray:
-        raise UsageError(f"--{stray} belongs to --random: a file has its own")
-    return open_checkpoint(args.model)
 
 
 def positive(text: str) -> int:

@@ -10,37 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
-from typing import Any, Literal, cast
+from typing import Any
 
 from hybrid.core.device import Counters, Device, Program, StepTime
 from hybrid.core.plan import Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
 from hybrid.devices.inflight import Flight
-from hybrid.devices.opening import Opened
 from hybrid.devices.transfers import Carrier
-from hybrid.planning.pipeline import lanes_of
 from hybrid.planning.planner import segments
-from hybrid.spec.schedule import Schedule
-
-
-def with_others(opened: Opened, schedule: Schedule, npu: Literal["npu", "sim"]) -> Opened:
-    """The opened device, joined by the NPU where the schedule places steps on it. Where there is none, the schedule's
-    fallback takes its steps over and the reason is listed; without a fallback RuntimeError."""
-    if not any(s.device == "npu" for s in (*schedule.before, *schedule.layer, *schedule.after)):
-        return opened
-    from hybrid.kernels.npu.device import NpuDevice
-    from hybrid.kernels.npu.xrt import NpuUnavailable
-
-    main, backend = opened.device, opened.device.name.partition(":")[0]
-    try:
-        placed = PlacedDevice(main, backend, {"npu": NpuDevice(npu)}, schedule.fallback, lanes_of(schedule))
-        return Opened(cast(Device, placed), opened.passed_over)
-    except NpuUnavailable as error:
-        if "npu" not in schedule.fallback:
-            main.close()
-            raise RuntimeError(f"schedule {schedule.schedule.name}: {error}") from None
-        placed = PlacedDevice(main, backend, {}, schedule.fallback)
-        return Opened(cast(Device, placed), (*opened.passed_over, f"npu: {error}"))
 
 
 class PlacedDevice:

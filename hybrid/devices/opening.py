@@ -1,11 +1,19 @@
-"""Opening what --device asks for: the schedule's chain, tried in order, with a record of what was passed over."""
+"""Opening what a schedule asks for: the devices of --device's chain in order, and the NPU beside the first that can be used.
+
+What could not be used, and why, is part of the answer: nothing falls back silently.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, cast
 
 from hybrid.core.device import Device
+from hybrid.planning.pipeline import lanes_of
+from hybrid.spec.schedule import Schedule, find_schedule
+
+NpuKind = Literal["npu", "sim"]
 
 
 class NoDevice(RuntimeError):
@@ -14,18 +22,39 @@ class NoDevice(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A device, and why those before it in the chain were not used."""
+    """`device` runs plans; `main` is the one of them that holds everything (the same, where there is no other).
+    passed_over: why those that were asked for before it, or beside it, are not used."""
 
     device: Device
+    main: Device
     passed_over: tuple[str, ...] = ()
 
 
-def open_first(chain: Sequence[str]) -> Opened:
-    """The first usable device of a chain such as ("vulkan:gpu", "cpu"). Raises NoDevice when none is."""
+def open_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu") -> Opened:
+    """The first usable device of the chain that `device` names in the schedule, joined by the NPU (`sim`: its simulator) where
+    the schedule places steps on it. Where there is no NPU, the schedule's fallback takes these steps over.
+    Raises NoDevice, ValueError for a name that is no chain, RuntimeError for an NPU that is missing and has no fallback."""
+    opened = _first(schedule.chain(device))
+    if all(s.device == "main" for s in (*schedule.before, *schedule.layer, *schedule.after)):
+        return opened
+    try:
+        return _with_npu(opened, schedule, npu)
+    except BaseException:
+        opened.main.close()
+        raise
+
+
+def open_device(name: str) -> Opened:
+    """The device that --device names for work that has no schedule: one operation, a probe. `gpu`: a real one, or none."""
+    return _first(("vulkan:gpu",) if name == "gpu" else find_schedule("gemma3").chain(name))
+
+
+def _first(chain: Sequence[str]) -> Opened:
     reasons: list[str] = []
     for name in chain:
         try:
-            return Opened(_open(name), tuple(reasons))
+            device = _open(name)
+            return Opened(device, device, tuple(reasons))
         except NoDevice as e:
             reasons.append(f"{name}: {e}")
     raise NoDevice("; ".join(reasons))
@@ -34,11 +63,11 @@ def open_first(chain: Sequence[str]) -> Opened:
 def _open(name: str) -> Device:
     kind, _, selector = name.partition(":")
     if kind == "cpu":
-        from hybrid.kernels.oracle.device import CpuDevice
+        from hybrid.kernels.oracle.device import CpuDevice  # a backend is imported where it is used: each takes its time
 
         return CpuDevice()
     try:
-        from hybrid.kernels.vulkan.api import VulkanUnavailable
+        from hybrid.kernels.vulkan.api import VulkanUnavailable  # likewise
         from hybrid.kernels.vulkan.device import open_device
     except ImportError as e:
         raise NoDevice(f"the Vulkan backend cannot be imported ({e}); install the package vulkan") from None
@@ -46,3 +75,20 @@ def _open(name: str) -> Device:
         return open_device(selector or "auto")
     except VulkanUnavailable as e:
         raise NoDevice(str(e)) from None
+
+
+def _with_npu(opened: Opened, schedule: Schedule, npu: NpuKind) -> Opened:
+    from hybrid.devices.multi import PlacedDevice  # only such schedules need it
+    from hybrid.kernels.npu.device import NpuDevice
+    from hybrid.kernels.npu.xrt import NpuUnavailable
+
+    main, backend = opened.main, opened.main.name.partition(":")[0]
+    others, passed_over, depth = {}, opened.passed_over, 1
+    try:
+        others, depth = {"npu": NpuDevice(npu)}, lanes_of(schedule)
+    except NpuUnavailable as error:
+        if "npu" not in schedule.fallback:
+            raise RuntimeError(f"schedule {schedule.schedule.name}: {error}") from None
+        passed_over = (*passed_over, f"npu: {error}")
+    device = PlacedDevice(main, backend, others, schedule.fallback, depth)
+    return Opened(cast(Device, device), main, passed_over)

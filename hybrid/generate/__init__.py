@@ -11,6 +11,7 @@ from typing import Any
 
 from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, check_writable, positive, run, usage
 from hybrid.core.places import DEMO
+from hybrid.opening import add_devices
 
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
 DEFAULT_PROMPT = "def read_file(path):\n    "
@@ -59,18 +60,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="recognise control tokens such as <start_of_turn> in what is typed (else they are ordinary text)",
     )
-    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
-    p.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help="a shipped schedule such as gemma3-hybrid, or a file (default: the one of the model's family)",
-    )
-    p.add_argument(
-        "--npu",
-        default="npu",
-        choices=("npu", "sim"),
-        help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)",
-    )
+    add_devices(p)
     p.add_argument("--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading")
     p.add_argument(
         "--precision",

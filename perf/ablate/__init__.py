@@ -24,13 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.bench.__main__ import driver_of, kernels_of
 from hybrid.checkpoint import Checkpoint
-from hybrid.cli import Parser, UsageError, add_model, open_model, positive, run
+from hybrid.cli import Parser, UsageError, positive, run
 from hybrid.cli.progress import progress_bar
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
+from hybrid.devices.about import driver_of, kernels_of
 from hybrid.engine.engine import Engine
+from hybrid.opening import add_model, open_model
 from hybrid.perf.ablate.switches import (
     Drive,
     Switch,

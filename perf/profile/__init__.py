@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybrid.bench.__main__ import driver_of, kernels_of
-from hybrid.cli import Parser, add_model, open_model, positive, run
+from hybrid.cli import Parser, positive, run
 from hybrid.cli.progress import tracked
 from hybrid.core.units import show_rate
+from hybrid.devices.about import driver_of, kernels_of, provenance
+from hybrid.opening import add_devices, add_model, fallbacks, open_devices, open_model
 
 SCHEMA = 1
 
@@ -131,16 +132,13 @@ def _steps(plan: Any, context: int, runs: Sequence[Any], begin: float) -> list[S
 def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Everything as plain data."""
     from hybrid.bench.probe import probe
-    from hybrid.devices.opening import open_first
     from hybrid.engine.engine import Engine
-    from hybrid.spec.schedule import find_schedule, named_schedule
 
     with ExitStack() as held:
         checkpoint = held.enter_context(open_model(args))
-        schedule = find_schedule(checkpoint.hparams.family) if args.schedule is None else named_schedule(args.schedule)
-        device: Any = open_first(schedule.chain(args.device)).device
-        held.callback(device.close)
-        probes = probe(device)
+        schedule, opened = open_devices(args, checkpoint, held)
+        device = opened.device
+        probes = probe(opened.main)
         ctx = args.context + 3
         if ctx > checkpoint.hparams.context_length:
             raise ValueError(f"--context {args.context}: the model was made for {checkpoint.hparams.context_length} positions")
@@ -151,13 +149,14 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
             "schema": SCHEMA,
             "command": command,
             "device": device.name,
-            "driver": driver_of(device),
-            "kernels": kernels_of(device),
+            "driver": driver_of(opened.main),
+            "kernels": kernels_of(opened.main),
             "model": checkpoint.name,
             "precision": {k: list(v) for k, v in engine.precision.items()},
             "phase": args.phase,
             "context": args.context,
             "repetitions": args.repetitions,
+            "passed_over": fallbacks(opened, engine),
             "probes": asdict(probes),
             "passes": passes,
             "ops": [
@@ -183,7 +182,8 @@ def text(report: Mapping[str, Any]) -> str:
     """For people."""
     what = f"one token after {report['context']}" if report["phase"] == "decode" else f"a prompt of {report['context']} tokens"
     lines = [
-        f"{report['device']}, {report['driver']}; measured, medians of {report['repetitions']}",
+        f"{report['device']}, {report['driver']}; {provenance(report['device'])}, medians of {report['repetitions']}",
+        *(f"passed over: {reason}" for reason in report.get("passed_over", ())),
         f"{report['model']}: {what}, {len(report['passes'])} pass{'es' * (len(report['passes']) > 1)}",
     ]
     probes = report["probes"]
@@ -216,8 +216,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--phase", default="decode", choices=("decode", "prefill"), help="one token, or a prompt (decode)")
     p.add_argument("--context", type=positive, default=512, metavar="N", help="positions before the token, or of the prompt (512)")
     p.add_argument("-r", "--repetitions", type=positive, default=9, metavar="N", help="of every pass, after one to warm up (9)")
-    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
-    p.add_argument("--schedule", metavar="NAME", help="a shipped schedule, or a file (default: the one of the model's family)")
+    add_devices(p)
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
     p.add_argument("--kv", default="auto", choices=("auto", "f32", "f16"), help="type of the KV cache (auto)")
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")

@@ -27,7 +27,7 @@ from hybrid.cli import Parser, amount, run
 from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import DeviceLost, nearest
 from hybrid.core.units import show_rate
-from hybrid.devices.opening import open_first
+from hybrid.devices.opening import open_device
 from hybrid.harness import run_case
 from hybrid.harness.cases import Case
 from hybrid.harness.compare import Disagreement
@@ -40,7 +40,6 @@ from hybrid.perf.op import case_of, measure, repeated, workloads
 from hybrid.perf.tune.table import commit_of, section, written
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.fields import Workload
-from hybrid.spec.schedule import find_schedule
 
 MOST = 48  # combinations that are all tried
 PROOFS = 2  # cases for each candidate and set of types
@@ -271,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: Any, command: str) -> int:
     families = [space().named(name) for name in args.family] or [f for f in space().family if not f.run]
-    device: Any = open_first(find_schedule("gemma3").chain(args.device)).device
+    device: Any = open_device(args.device).device
     try:
         if device.name == "cpu":
             raise ValueError("the cpu device has no tuning table: give --device vulkan")

@@ -1,0 +1,74 @@
+"""What commands that run a model open, from the arguments that they share: a checkpoint, a schedule, its devices."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from hybrid.cli import UsageError
+
+if TYPE_CHECKING:
+    from hybrid.checkpoint import Checkpoint
+    from hybrid.devices.opening import Opened
+    from hybrid.engine.engine import Engine
+    from hybrid.spec.schedule import Schedule
+
+# Imports in the functions below: --help, --version and wrong usage need neither readers nor backends.
+
+
+def add_model(p: argparse.ArgumentParser) -> None:
+    """MODEL, or --random NAME with what belongs to it: commands that measure take either."""
+    p.add_argument("model", nargs="?", metavar="MODEL", help=".gguf file or Hugging Face directory")
+    p.add_argument("--random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models, no file")
+    p.add_argument("--type", metavar="TYPE", help="with --random: of matrices (q4_0)")
+    p.add_argument("--head", metavar="TYPE", help="with --random: of embedding and head (q6_k; q8_0 for odd rows)")
+    p.add_argument("--layers", type=int, metavar="N", help="with --random: only the first N layers")
+    p.add_argument("--vocab", type=int, metavar="N", help="with --random: a vocabulary of N tokens")
+
+
+def open_model(args: argparse.Namespace) -> Checkpoint:
+    """The checkpoint that the arguments of `add_model` name. UsageError for none or both, ValueError for one that cannot be."""
+    from hybrid.checkpoint import open_checkpoint
+    from hybrid.checkpoint.random import random_checkpoint
+
+    if (args.model is None) == (args.random is None):
+        raise UsageError("name a MODEL, or give --random NAME: one of the two")
+    if args.random is not None:
+        return random_checkpoint(args.random, args.type or "q4_0", args.head, args.layers, args.vocab)
+    stray = next((k for k in ("type", "head", "layers", "vocab") if getattr(args, k) is not None), None)
+    if stray:
+        raise UsageError(f"--{stray} belongs to --random: a file has its own")
+    return open_checkpoint(args.model)
+
+
+def add_devices(p: argparse.ArgumentParser) -> None:
+    """--device, --schedule and --npu: what runs the model's steps."""
+    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
+    p.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="a shipped schedule such as gemma3-hybrid, or a file (default: the one of the model's family)",
+    )
+    p.add_argument(
+        "--npu",
+        default="npu",
+        choices=("npu", "sim"),
+        help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)",
+    )
+
+
+def open_devices(args: argparse.Namespace, checkpoint: Checkpoint, held: ExitStack) -> tuple[Schedule, Opened]:
+    """The schedule and the devices that the arguments of `add_devices` name, closed with `held`."""
+    from hybrid.devices import opening
+    from hybrid.spec.schedule import find_schedule, named_schedule
+
+    schedule = find_schedule(checkpoint.hparams.family) if args.schedule is None else named_schedule(args.schedule)
+    opened = opening.open_devices(schedule, args.device, args.npu)
+    held.callback(opened.device.close)
+    return schedule, opened
+
+
+def fallbacks(opened: Opened, engine: Engine) -> list[str]:
+    """What was asked for and is not used, or no longer, and why: every report says so."""
+    return [*opened.passed_over, *getattr(opened.device, "failures", ()), *engine.faults]
