@@ -23,9 +23,10 @@ quick: $(VENV)/.ready-test ## for whoever changes a line: lint, specs, a share o
 	$(PY) -m hybrid.spec check
 	HYBRID_CONFORMANCE=quick OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-lint: $(VENV)/.ready-test ## ruff and mypy
+lint: $(VENV)/.ready-test ## ruff, mypy, the layers of pyproject.toml
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/lines.py
 
 check: $(VENV)/.ready-test ## specs valid, generated docs and SPIR-V up to date

@@ -154,7 +154,7 @@ def test_a_wheel_has_what_commands_import_and_no_test(installed: Installation) -
     assert {n.partition("/")[0] for n in names if ".dist-info/" not in n} == {"hybrid"}
     assert not any("test_" in n or "conftest" in n for n in names) and "hybrid/models/demo-gemma3-q8_0.gguf" in names
     modules = {n for n in names if n.endswith(".py")}
-    links = {folder: f"hybrid/{folder}" for folder in ("kernels", "perf", "conformance/harness")}
+    links = {folder: f"hybrid/{Path(folder).name}" for folder in ("kernels", "perf", "conformance/harness")}
     there = {p.relative_to(ROOT).as_posix() for folder in ("hybrid", *links) for p in (ROOT / folder).rglob("*.py")}
     assert modules == {next((to + n[len(a) :] for a, to in links.items() if n.startswith(f"{a}/")), n) for n in there}
 
@@ -220,6 +220,36 @@ def test_commands_work_and_write_where_they_are_run(installed: Installation) -> 
     assert {p.name for p in installed.work.iterdir()} == {"t.txt", "m.gguf", "docs", "build"}
     assert {p.name for p in (installed.work / "docs").iterdir()} == {"ops.md", "support.md"}
     assert any(installed.home.rglob("*.xclbin")) and installed.untouched()
+
+
+def stand_in(folder: Path) -> Path:
+    """A wheel that installs the top-level package `kernels`, as the one of that name on PyPI does."""
+    path = folder / "kernels-0.0.1-py3-none-any.whl"
+    about = "kernels-0.0.1.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("kernels/__init__.py", "whose = 'theirs'\n")
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: kernels\nVersion: 0.0.1\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_it_lives_beside_the_package_kernels(root: Path, tmp_path: Path, first: str) -> None:
+    """Whichever is installed first, each keeps its files, and keeps them when the other goes."""
+    ours, theirs = Installation(root, root, root).wheel, stand_in(tmp_path)
+    _quiet(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env"))
+    made = Installation(tmp_path, tmp_path, tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", str(made.python)]
+    for wheel in (ours, theirs) if first == "ours" else (theirs, ours):
+        _quiet(*pip, "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
+    (made.packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    code = "import kernels, hybrid.kernels.vulkan.kernel as ours; print(kernels.whose, ours.SPIRV.is_dir())"
+    assert subprocess.check_output([made.python, "-c", code], text=True, env=made.env, cwd=tmp_path).split() == ["theirs", "True"]
+    _quiet(*pip, "uninstall", "--yes", "hybrid-kernels")
+    code = "import importlib.util, kernels; print(kernels.whose, importlib.util.find_spec('hybrid'))"
+    assert subprocess.check_output([made.python, "-c", code], text=True, env=made.env, cwd=tmp_path).split() == ["theirs", "None"]
 
 
 def _icds() -> tuple[str, ...]:

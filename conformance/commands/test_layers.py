@@ -1,0 +1,62 @@
+"""The import contracts of pyproject.toml hold, and each is broken by one import that it is there to refuse."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+
+from conformance.support.paths import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+grimp = pytest.importorskip("grimp")
+from importlinter.configuration import configure  # noqa: E402 (after the skip)
+from importlinter.contracts import acyclic_siblings, forbidden, independence, layers  # noqa: E402 (after the skip)
+
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+CONTRACTS = {c["name"]: c for c in SETTINGS["contracts"]}
+TYPES = {
+    "acyclic_siblings": acyclic_siblings.AcyclicSiblingsContract,
+    "forbidden": forbidden.ForbiddenContract,
+    "independence": independence.IndependenceContract,
+    "layers": layers.LayersContract,
+}
+# What each contract refuses, one import for each.
+WRONG = {
+    "Imports run from commands down to data": ("hybrid.planning.planner", "hybrid.engine.engine"),
+    "No kernels backend imports another": ("hybrid.kernels.npu.ops", "hybrid.kernels.oracle.linear"),
+    "The engine does not know what measures and judges it": ("hybrid.engine.engine", "hybrid.harness.compare"),
+    "Of the suite, measuring commands import its harness only": ("hybrid.perf.op", "conformance.support.models"),
+    "No import circle": ("hybrid.engine.kv", "hybrid.engine.engine"),
+}
+
+
+@pytest.fixture(scope="module")
+def graph() -> Any:
+    configure()
+    return grimp.build_graph(*SETTINGS["root_packages"], exclude_type_checking_imports=True, cache_dir=None)
+
+
+def holds(name: str, graph: Any) -> bool:
+    options = {k: v for k, v in CONTRACTS[name].items() if k not in ("name", "type")}
+    session = {k: v for k, v in SETTINGS.items() if k != "contracts"}
+    return TYPES[CONTRACTS[name]["type"]](name, session, options).check(graph, verbose=False).kept
+
+
+def test_every_contract_has_an_import_that_breaks_it() -> None:
+    assert set(WRONG) == set(CONTRACTS)
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_a_contract_holds_until_it_is_broken(graph: Any, name: str) -> None:
+    importer, imported = WRONG[name]
+    assert holds(name, copy.deepcopy(graph)), f"{name}: run lint-imports"
+    broken = copy.deepcopy(graph)
+    broken.add_import(importer=importer, imported=imported, line_number=1, line_contents=f"import {imported}")
+    assert not holds(name, broken)
