@@ -1,4 +1,4 @@
-"""The oracle against second truths written another way: loops, complex numbers, integers, statistics."""
+"""The oracle against independent references, written another way: loops, complex numbers, integers, statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a second truth for whole models (extra `truth`; skipped where it is not installed)."""
+"""Hugging Face transformers as an independent reference for whole models (extra `reference`; skipped where it is not installed)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.engine import Engine
 
-transformers = pytest.importorskip("transformers", reason="the extra `truth` is not installed")
-torch = pytest.importorskip("torch", reason="the extra `truth` is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra `reference` is not installed")
+torch = pytest.importorskip("torch", reason="the extra `reference` is not installed")
 
 IDS = [2, *range(20, 60), 7, 9, 300, 31]  # longer than the window
 SHAPES = {
@@ -33,15 +33,15 @@ def test_logits_are_those_of_transformers(tmp_path: Path, backend: str, name: st
     folder = write_hf(tmp_path, tiny(**SHAPES[name]), dialect=dialect, dtype="f32")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     with torch.no_grad():
-        truth = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
+        reference = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
     device = open_backend(backend)
     try:
         engine = Engine(open_checkpoint(folder), device, chunk=16)
         logits, hidden = engine.logits(IDS), engine.hidden_states(IDS)
     finally:
         device.close()
-    wanted = truth.logits[0].numpy()
+    wanted = reference.logits[0].numpy()
     assert np.abs(logits - wanted).max() < 1e-4 * np.abs(wanted).max()
     # The last of theirs is after the final norm; ours are the residual stream.
-    layers = np.stack([h[0].numpy() for h in truth.hidden_states[:-1]])
+    layers = np.stack([h[0].numpy() for h in reference.hidden_states[:-1]])
     assert np.abs(hidden[:-1] - layers).max() < 1e-4 * np.abs(layers).max()
