@@ -14,6 +14,7 @@ import pytest
 import hybrid
 from conformance.devices import BACKENDS, open_backend, own_memory
 from conformance.models import MODELS
+from conformance.profile import LONG
 from conformance.ties import CLEAR, INT8_NEAR, agree, generated, leads
 from hybrid import carrier
 from hybrid.lanes import written
@@ -211,7 +212,7 @@ def test_what_a_segment_writes() -> None:
         assert replace(first, device="npu").device == "npu"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[1:])  # on tiny models with cpu too: test_pipeline
 def test_prefill_projections_in_int8_and_their_fallback(backend: str, plain: Plain) -> None:
     """Rows of activations quantised whole instead of per 32: other numbers, nearly the same distributions. After a fault the
     main device's integers are the same: numbers differ by the order of the rest's sums at most."""

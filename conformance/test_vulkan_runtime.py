@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from conformance.devices import without_vulkan
+from conformance.profile import LONG
 from hybrid.spec.plan import Plan, Step, TensorDecl
 from hybrid.spec.tensor import Tensor
 from kernels.vulkan.api import OutOfDeviceMemory, VulkanError, VulkanUnavailable, vk
@@ -353,7 +354,7 @@ def test_closing_leaves_no_object_and_the_validation_layer_is_silent() -> None:
 
 
 def test_every_shipped_module_makes_a_pipeline_or_names_the_feature_it_misses() -> None:
-    """Under the validation layer where it is installed: it also checks the SPIR-V."""
+    """Under the validation layer where it is installed: it also checks the SPIR-V. A fourth of them in the short profile."""
     try:
         device = VulkanDevice("auto", validation=True)
     except VulkanUnavailable:
@@ -361,7 +362,7 @@ def test_every_shipped_module_makes_a_pipeline_or_names_the_feature_it_misses() 
     with device:
         manifest = read_manifest(BUILT)
         assert manifest
-        for name, entry in manifest.items():
+        for name, entry in list(manifest.items())[:: 1 if LONG else 4]:
             try:
                 device.kernel(name, **{k: device.subgroup_size for k in entry["constants"] if k == "SUBGROUP"})
             except VulkanError as error:
