@@ -78,7 +78,7 @@ def test_held_out_loss(models: Models, backend: str, file: str, bound: float) ->
         assert losses.size == 3025
         assert abs(losses.mean() - golden_nats()) < bound
     else:
-        exact = models.get("cpu", "bf16")
+        other = models.get("cpu", file)
         assert abs((losses - np.concatenate([nats(other.logits(ids), ids) for ids in texts])).mean()) < bound
 
 
