@@ -84,6 +84,7 @@ def test_the_schedule_is_gemma3_with_attention_elsewhere() -> None:
 
 @pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
 def test_the_text_is_that_of_one_device(backend: str, plain: Plain) -> None:
     with load(backend, profile=backend == "vulkan") as model:
         plain.agrees(model)
@@ -118,6 +119,7 @@ def drivers_memory(decl: TensorDecl) -> Tensor:
     return Tensor(decl.dtype, decl.shape, (np.frombuffer(mapped, part.dtype)[: math.prod(decl.shape)].reshape(decl.shape),))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_is_copied_and_of_caches_what_a_pass_reads(
     monkeypatch: pytest.MonkeyPatch, plain: Plain
 ) -> None:
@@ -213,6 +215,7 @@ def test_what_a_segment_writes() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[1:])  # on tiny models with cpu too: test_pipeline
+@pytest.mark.slow
 def test_prefill_projections_in_int8_and_their_fallback(backend: str, plain: Plain) -> None:
     """Rows of activations quantised whole instead of per 32: other numbers, nearly the same distributions. After a fault the
     main device's integers are the same: numbers differ by the order of the rest's sums at most."""

@@ -174,6 +174,7 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_command_starts_from_an_empty_folder(installed: Installation) -> None:
     results = installed.run([[name, option] for name in COMMANDS for option in ("--help", "--version")])
     assert len(results) == 2 * len(COMMANDS)
@@ -192,6 +193,7 @@ def test_commands_of_the_pages_are_those_of_an_installation() -> None:
     assert said - ELSEWHERE == set(COMMANDS)
 
 
+@pytest.mark.slow
 def test_commands_work_and_write_where_they_are_run(installed: Installation) -> None:
     """With tiny inputs, in their order: later ones read what earlier ones wrote."""
     (installed.work / "t.txt").write_text("def read(path):\n    return open(path)\n" * 3)
@@ -243,6 +245,7 @@ def _icds() -> tuple[str, ...]:
     return SYSTEM_ICDS
 
 
+@pytest.mark.slow
 def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installation, devices: object) -> None:
     need_compiler()
     devices.get("vulkan")  # type: ignore[attr-defined]  # skips where there is none
@@ -257,6 +260,7 @@ def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installati
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+@pytest.mark.slow
 def test_an_npu_is_captured_from_an_installation(installed: Installation) -> None:
     results = installed.run([
         ["conformance.npu_capture", "o.zip", "--npu", "sim", "--only", "rmsnorm/000"],

@@ -36,6 +36,7 @@ ELSEWHERE = [
 ]
 
 
+@pytest.mark.slow
 def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     """What test_ops.py runs, and what the tuning tables may choose, recorded only: the kernels they choose are those of the
     manifest."""

@@ -88,6 +88,7 @@ def test_timing_an_unknown_operation_prints_the_error_alone(args, message, capsy
     assert not shown.out and message in shown.err
 
 
+@pytest.mark.slow
 def test_short_chunks_share_passes(monkeypatch, capsys, tmp_path):
     """A pass reads every weight: one for each chunk of two tokens made --chunk 2 a hundred times as dear as --chunk 512."""
     passes: list[str] = []

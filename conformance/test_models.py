@@ -44,6 +44,7 @@ def models(open_models: Models) -> Iterator[Models]:
     [({}, 2e-3), ({"weights": "f16"}, 2e-2), ({"weights": "f16", "precision": "fast"}, 2e-2)],
     ids=["bf16", "f16", "f16-fast"],
 )
+@pytest.mark.slow
 def test_golden_logits(models: Models, backend: str, options: dict, bound: float) -> None:
     model = models.get(backend, "bf16", **options)
     for case in golden():
@@ -97,6 +98,7 @@ def test_quantised_distributions(models: Models, file: str, divergence: float, a
     assert np.concatenate(same).mean() > agreement
 
 
+@pytest.mark.slow
 def test_quantised_text_is_the_same_on_both_devices(models: Models) -> None:
     """q8_0 as `make generate` runs it, with a prompt whose choices are clear for a while."""
     on_cpu, on_vulkan = (models.get(b, "q8_0") for b in BACKENDS)
@@ -160,6 +162,7 @@ def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
 @pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("length", [WINDOW - 6, LENGTHS[-1]])
+@pytest.mark.slow
 def test_decoding_follows_the_logits(models: Models, backend: str, length: int) -> None:
     """The decode plan, which feeds itself on the device, over the window's edge and beyond; the prompt in two parts."""
     engine, ids = models.get(backend, "bf16").engine, prompt(length)
