@@ -34,7 +34,7 @@ check: $(VENV)/.ready-test ## specs valid, generated docs and SPIR-V up to date
 	$(PY) -m hybrid.spec docs --check
 	$(PY) tools/help.py --check
 	$(PY) -m perf.report --markdown --check
-	$(PY) -m kernels.vulkan.build --check
+	$(PY) -m kernels.vulkan.build --check --share $(if $(filter long,$(HYBRID_CONFORMANCE)),1,12)
 	$(PY) -m kernels.vulkan.build --check --source perf/reference/shaders --out perf/reference/spirv
 
 gates: $(VENV)/.ready-test ## counts, sizes, gfx1103 statistics and ratios against perf/gates

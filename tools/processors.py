@@ -1,11 +1,14 @@
 """Tests that rest on NumPy's products, under the kernels of other processors; some of Vulkan's with other subgroups.
 
-    python tools/processors.py                  # all, as many at once as there are processors
-    python tools/processors.py --only haswell-2
+    python tools/processors.py                  # those of the short profile, as many at once as there are processors
+    python tools/processors.py --only haswell-1
     python tools/processors.py --list
+    HYBRID_CONFORMANCE=long python tools/processors.py          # all, and all that they run
 
 OpenBLAS takes its kernels by OPENBLAS_CORETYPE, NumPy leaves out its own by NPY_DISABLE_CPU_FEATURES, llvmpipe's subgroups
 are as wide as LP_NATIVE_VECTOR_WIDTH. Each kind is a pytest process of its own: a library reads these when it is loaded.
+The short profile has each set of kernels, each number of threads and each width once: the suite itself runs this processor's
+own kernels on one thread.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BLAS, WIDTH = ("-m", "blas", "-k", "not vulkan"), ("-m", "width", "-k", "vulkan")  # the marker comes second
+LONG = os.environ.get("HYBRID_CONFORMANCE") == "long"
+BLAS = ("-m", "blas", "-k", "not vulkan")  # the marker comes second
+WIDTH = ("-m", "width", "-k", "vulkan" if LONG else "vulkan and (prime or past_failure)")  # each shader is compiled for it
+SHORT = ("haswell-2", "nehalem-1", "rough", "width-512")
 AVX512, AVX = ("AVX512", "X86_V4"), ("AVX", "X86_V3", "X86_V4", "FMA", "F16C")
 
 
@@ -84,6 +90,12 @@ def files_with(marker: str) -> list[str]:
     return [str(f.relative_to(ROOT)) for f in files if f"pytest.mark.{marker}" in f.read_text()]
 
 
+def usual(flags: frozenset[str], long: bool = LONG) -> list[str]:
+    """The kinds that run if none is named. Where no other processor's kernels can, two threads are proved on its own."""
+    stands_in = {"own-2"} if any(k.lacks(flags) for k in KINDS if k.name == "haswell-2") else set()
+    return [k.name for k in KINDS if long or k.name in {*SHORT, *stands_in}]
+
+
 def prove(kind: Kind) -> tuple[Kind, int, str, float]:
     """Run a kind's tests: what pytest ended with, what it said, and its seconds."""
     begin = time.perf_counter()
@@ -113,7 +125,8 @@ def run(kinds: Iterable[Kind], jobs: int) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tools/processors.py", description="Tests under the kernels of other processors.")
-    parser.add_argument("--only", nargs="+", metavar="KIND", default=[k.name for k in KINDS], help="these kinds (all)")
+    parser.add_argument("--only", nargs="+", metavar="KIND", default=usual(flags_of()),
+                        help="these kinds (some; all in the long profile)")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="kinds at once (all processors)")
     parser.add_argument("--list", action="store_true", help="print the kinds; run nothing")
     args = parser.parse_args(argv)

@@ -9,6 +9,7 @@ import pytest
 
 from conformance.support.devices import BACKENDS, need_compiler, own_memory
 from conformance.support.models import MODELS
+from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid import perplexity
 from hybrid.bench import __main__ as bench
@@ -188,17 +189,19 @@ def test_impossible_figures_of_either_kind_are_found():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_test_may_end_where_the_context_ends(devices, capsys, backend):
-    """The demonstration model's 2048 positions: the last token of a prompt, and the last that decoding chooses."""
+def test_a_test_may_end_where_the_context_ends(devices, capsys, tmp_path, backend):
+    """The last token of a prompt, and the last that decoding chooses; in the long profile, at the demonstration model's 2048
+    positions."""
     devices.get(backend)
-    model = [str(MODELS / "demo-gemma3-q8_0.gguf"), "--device", backend, "-r", "1", "--json"]
+    file, context = (MODELS / "demo-gemma3-q8_0.gguf", 2048) if LONG else (write_hf(tmp_path / "m", tiny()), 256)
+    model = [str(file), "--device", backend, "-r", "1", "--json"]
     for phase, n in (("prefill", 4), ("decode", 3)):
         test = [["-p", "0", "-n"], ["-n", "0", "-p"]][phase == "prefill"]
-        ends, beyond = ([*test, str(k), "--ctx-depth", "2044"] for k in (n, n + 1))
+        ends, beyond = ([*test, str(k), "--ctx-depth", str(context - 4)] for k in (n, n + 1))
         assert bench.main([*model, *ends]) == 0
-        assert json.loads(capsys.readouterr().out)["context"] == 2048
+        assert json.loads(capsys.readouterr().out)["context"] == context
         assert bench.main([*model, *beyond]) == 1
-        assert "need 2049 positions: the model was made for 2048" in capsys.readouterr().err
+        assert f"need {context + 1} positions: the model was made for {context}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -68,6 +68,7 @@ def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(tmp_pat
         assert planned.beside >= max(scratch_bytes(p, dry) for p in made) > 0
 
 
+@pytest.mark.slow
 def test_what_kernels_take_beside_the_arena_is_counted_and_taken_once(devices: Devices) -> None:
     """Prompts of every bucket, the smallest first: 32 rows are cut into stretches and take more than 128."""
     device = devices.get("vulkan")

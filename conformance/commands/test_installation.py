@@ -159,6 +159,7 @@ def test_a_wheel_has_what_commands_import_and_no_test(installed: Installation) -
     assert modules == {next((to + n[len(a) :] for a, to in links.items() if n.startswith(f"{a}/")), n) for n in there}
 
 
+@pytest.mark.slow
 def test_every_command_starts_from_an_empty_folder(installed: Installation) -> None:
     results = installed.run([[module_of(name), option] for name in COMMANDS for option in ("--help", "--version")])
     assert len(results) == 2 * len(COMMANDS)
@@ -177,6 +178,7 @@ def test_commands_of_the_pages_are_those_of_an_installation() -> None:
     assert said - ELSEWHERE == set(COMMANDS)
 
 
+@pytest.mark.slow
 def test_commands_work_and_write_where_they_are_run(installed: Installation) -> None:
     """With tiny inputs, in their order: later ones read what earlier ones wrote."""
     (installed.work / "t.txt").write_text("def read(path):\n    return open(path)\n" * 3)
@@ -258,6 +260,7 @@ def _icds() -> tuple[str, ...]:
     return SYSTEM_ICDS
 
 
+@pytest.mark.slow
 def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installation, devices: object) -> None:
     need_compiler()
     devices.get("vulkan")  # type: ignore[attr-defined]  # skips where there is none
@@ -272,6 +275,7 @@ def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installati
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+@pytest.mark.slow
 def test_an_npu_is_captured_from_an_installation(installed: Installation) -> None:
     results = installed.run([
         ["hybrid.harness.npu_capture", "o.zip", "--npu", "sim", "--only", "rmsnorm/000"],

@@ -64,6 +64,7 @@ def test_beside_products_and_engines_and_through_kills_the_text_is_that_of_the_r
     assert found["same"] and [t["tokens"] for t in found["trials"]] == [TOKENS] * 6 and found["trials"][-1]["kills"] == KILLS
 
 
+@pytest.mark.slow
 def test_a_neighbour_and_a_kill_leave_the_text_as_it_is(trials):
     """The harness itself, small enough for a CPU driver."""
     found = neighbours.run_all(trials, {"copy": [["--kind", "copy"]]}, 1, ("copy",), lambda trial: None)

@@ -60,6 +60,17 @@ def test_kinds_stand_for_processors_that_this_one_can_be() -> None:
         assert "avx2" in haswell.lacks(frozenset({"sse4_2"}))
 
 
+def test_every_kernel_thread_count_and_width_is_in_the_short_profile() -> None:
+    every = [k.name for k in processors.KINDS]
+    assert processors.usual(frozenset({"avx2", "sse4_2"}), long=True) == every
+    short = processors.usual(frozenset({"avx2", "sse4_2"}), long=False)
+    assert set(processors.SHORT) <= set(short) <= set(every)
+    assert {n.split("-")[0] for n in short} | {"own"} == {n.split("-")[0] for n in every}
+    assert "own-2" in processors.usual(frozenset(), long=False)
+    run = {words for k in processors.KINDS if k.name in short for words in (k.env.get("OPENBLAS_NUM_THREADS"),)}
+    assert {"1", "2"} <= run
+
+
 def test_a_kind_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = [processors.Kind(name, {}) for name in ("good", "bad")]
     said = {"good": (0, "1 passed"), "bad": (1, "1 failed")}

@@ -24,6 +24,7 @@ from hybrid.convert.atomic import atomic_files
 from hybrid.convert.verify import digests, verify
 from hybrid.core.dtypes import WRITABLE_TYPES
 from hybrid.core.tensor import Tensor
+from hybrid.harness.compare import same_files
 from hybrid.quant.codec import dequantise, to_ggml
 
 
@@ -83,7 +84,7 @@ def test_gguf_sources_are_copied_bit_for_bit(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "a.gguf") as source:
         assert source.dtype("token_embd.weight") == "q8_0" and source.dtype("blk.0.ffn_up.weight") == "q4_0"
         convert(source, tmp_path / "b.gguf", Wanted("q4_0", {"embed": "q8_0"}))
-        assert (tmp_path / "a.gguf").read_bytes()[-5000:] == (tmp_path / "b.gguf").read_bytes()[-5000:]
+        same_files(tmp_path / "a.gguf", tmp_path / "b.gguf", last=5000)
         with open_checkpoint(tmp_path / "b.gguf") as target:
             for name in source.names:
                 np.testing.assert_array_equal(to_ggml(target.tensor(name)), to_ggml(source.tensor(name)))
@@ -229,7 +230,7 @@ def test_shards_hold_the_same_model(tmp_path: Path) -> None:
     with open_checkpoint(report.paths[0]) as split, open_checkpoint(tmp_path / "one.gguf") as one:
         assert split.hparams == one.hparams and split.names == one.names
         convert(split, tmp_path / "joined.gguf", SAME)
-        assert (tmp_path / "joined.gguf").read_bytes() == (tmp_path / "one.gguf").read_bytes()
+        same_files(tmp_path / "joined.gguf", tmp_path / "one.gguf")
 
 
 def test_digests_find_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,7 +324,7 @@ def test_workers_and_blocks_change_no_byte(tmp_path: Path, monkeypatch: pytest.M
         convert(source, tmp_path / "a.gguf", "q4_0", jobs=1)
         monkeypatch.setattr("hybrid.convert.blocks.BLOCK_ELEMENTS", 500)
         convert(source, tmp_path / "b.gguf", "q4_0", jobs=5)
-    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    same_files(tmp_path / "a.gguf", tmp_path / "b.gguf")
 
 
 def test_memory_is_that_of_blocks(tmp_path: Path) -> None:
@@ -370,7 +371,7 @@ def test_shipped_models_are_what_the_converter_makes_of_the_bf16_one(tmp_path: P
     with open_checkpoint(MODELS / "demo-gemma3-bf16.gguf") as source:
         for dtype in ("q8_0", "q4_0"):
             convert(source, tmp_path / "m.gguf", dtype, force=True)
-            assert (tmp_path / "m.gguf").read_bytes() == (MODELS / f"demo-gemma3-{dtype}.gguf").read_bytes()
+            same_files(tmp_path / "m.gguf", MODELS / f"demo-gemma3-{dtype}.gguf")
         one = source.tensor("token_embd.weight")
         assert isinstance(one, Tensor) and one.dtype == "bf16"
 

@@ -29,6 +29,7 @@ from hybrid.convert.__main__ import main, parser
 from hybrid.convert.blocks import default_jobs
 from hybrid.convert.shards import divide
 from hybrid.core.dtypes import DTYPES
+from hybrid.harness.compare import same_files
 from hybrid.text.tokenizer import SPACE
 
 
@@ -184,7 +185,7 @@ def test_a_folders_own_tokenizer_files_are_taken_over(tmp_path: Path) -> None:
     with open_checkpoint(folder) as source:
         convert(source, tmp_path / "b", "bf16", format="hf")
     for name in ("tokenizer.model", "tokenizer_config.json"):
-        assert (tmp_path / "b" / name).read_bytes() == (folder / name).read_bytes()
+        same_files(tmp_path / "b" / name, folder / name)
 
 
 def test_a_folder_is_replaced_file_by_file_and_its_config_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,6 +251,7 @@ def test_what_gguf_metadata_may_not_say(changes: dict[str, Any], words: str) -> 
     assert str(error.value).startswith("m.gguf: tokenizer.ggml") and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_262144_is_quick(tmp_path: Path) -> None:
     """Opened in 1.1 s, 400 kB encoded in 0.3 s on a free core; the bounds (of processor time) leave room for slower ones."""
     letters = string.ascii_lowercase

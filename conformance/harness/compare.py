@@ -8,6 +8,7 @@ it passes bf16 accumulation and one zero in 2100.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -98,6 +99,15 @@ def same_bits(label: str, got: np.ndarray, ref: np.ndarray) -> None:
         at = np.unravel_index(int(np.argmax(differs)), got.shape)
         raise Disagreement(f"{label}: {int(differs.sum())} of {got.size} elements have other bits, first at "
                            f"{_index(at)}: {got[at]!r} against {ref[at]!r}")  # fmt: skip
+
+
+def same_files(got: Path, ref: Path, last: int = 0) -> None:
+    """Equality of two files, or of their `last` bytes. Of an `assert` on bytes pytest would explain for minutes, where CI is
+    set, how megabytes differ."""
+    a, b = got.read_bytes()[-last:], ref.read_bytes()[-last:]
+    if a != b:
+        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        raise Disagreement(f"{got} and {ref}: {len(a)} bytes differ from {len(b)}, first at {at}")
 
 
 def codes(label: str, got: tuple[np.ndarray, np.ndarray], ref: np.ndarray, allowed: np.ndarray, slack: float) -> Verdict:

@@ -12,6 +12,7 @@ from conformance.mutation.hosts import ROOT, SHIPPED, groups, load
 
 
 @pytest.mark.parametrize("group", groups())
+@pytest.mark.slow
 def test_caught(group: str) -> None:
     run = subprocess.run([sys.executable, "-m", "conformance.mutation.hosts", group], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

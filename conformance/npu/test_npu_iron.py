@@ -32,6 +32,7 @@ def test_calls_that_the_release_does_not_have_are_refused(was: str, becomes: str
         check_program(source.replace(was, becomes))
 
 
+@pytest.mark.slow
 def test_signatures_say_where_they_were_read() -> None:
     """One commit for all, and for each its file and the page or the stored version; none that no emitted program calls."""
     table = manifest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,6 +191,16 @@ def test_exact_mode_wants_equality() -> None:
         now["y"][0][1, 3] = np.nextafter(now["y"][0][1, 3], np.float32(np.inf))
 
     assert "equality is demanded" in caught(exact, tamper)
+
+
+def test_files_that_differ_are_told_apart_by_the_first_byte(tmp_path: Path) -> None:
+    for name, data in (("a", b"12345678"), ("b", b"12945678"), ("c", b"1234")):
+        (tmp_path / name).write_bytes(data)
+    compare.same_files(tmp_path / "a", tmp_path / "a")
+    compare.same_files(tmp_path / "a", tmp_path / "b", last=4)
+    for other, says in (("b", "8 bytes differ from 8, first at 2"), ("c", "8 bytes differ from 4, first at 4")):
+        with pytest.raises(Disagreement, match=says):
+            compare.same_files(tmp_path / "a", tmp_path / other)
 
 
 def test_sampling() -> None:

@@ -123,6 +123,7 @@ def test_a_bench_that_says_it_is_wrong_is_refused(tmp_path):
         taking.take({**BENCH, "errors": ["decode: 5000 GB/s is above the 4800"]}, proof, "4564b6f", "", "2026-11-21")
 
 
+@pytest.mark.slow
 def test_the_page_names_what_it_shows(tmp_path, monkeypatch):
     few = [t for t in report.load_targets() if t.id in ("27b-11-at-25gb", "27b-token-50ms")]  # test_targets judges all
     monkeypatch.setattr(report, "load_targets", lambda: few)

@@ -18,6 +18,7 @@ import pytest
 
 from conformance.support.devices import without_vulkan
 from conformance.support.paths import DATA
+from conformance.support.profile import LONG
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.kernels.vulkan.api import OutOfDeviceMemory, VulkanError, VulkanUnavailable, vk
@@ -354,7 +355,7 @@ def test_closing_leaves_no_object_and_the_validation_layer_is_silent() -> None:
 
 
 def test_every_shipped_module_makes_a_pipeline_or_names_the_feature_it_misses() -> None:
-    """Under the validation layer where it is installed: it also checks the SPIR-V."""
+    """Under the validation layer where it is installed: it also checks the SPIR-V. A fourth of them in the short profile."""
     try:
         device = VulkanDevice("auto", validation=True)
     except VulkanUnavailable:
@@ -362,7 +363,7 @@ def test_every_shipped_module_makes_a_pipeline_or_names_the_feature_it_misses() 
     with device:
         manifest = read_manifest(BUILT)
         assert manifest
-        for name, entry in manifest.items():
+        for name, entry in list(manifest.items())[:: 1 if LONG else 4]:
             try:
                 device.kernel(name, **{k: device.subgroup_size for k in entry["constants"] if k == "SUBGROUP"})
             except VulkanError as error:
