@@ -103,8 +103,8 @@ def against_targets(records: Sequence[Record]) -> list[str]:
             _, whole = _run(records, found.device, row.model_copy(update={"context": row.share_of}))
             share = f" ({100 * run.tokens_per_second / whole.tokens_per_second:.0f} %)"
         host = f"{run.host_us:.0f}" if run.host_us is not None else "-"
-        rows.append((f"{_short(row.model)} {row.dtype}", row.shown, row.target, _speed(theirs) if theirs else "-",
-                     _speed(row.before) if row.before else "-", f"**{_speed(run.tokens_per_second)}**{share}", host, record.commit[:9]))  # fmt: skip
+        speeds = _speed(theirs), _speed(row.before), f"**{_speed(run.tokens_per_second)}**{share}"
+        rows.append((f"{_short(row.model)} {row.dtype}", row.shown, row.target, *speeds, host, record.commit[:9]))
     words = ("model", "what", "target", "commit")
     heads = (*words[:3], "peer", "before", "now", "host us", "commit")
     lines = table(heads, rows, words).markdown()
@@ -136,9 +136,9 @@ def _all(ops: Sequence[OpTime], floor: bool = False) -> float:
 
 
 def _run(records: Sequence[Record], device: str, row: Row) -> tuple[Record, Run]:
+    wanted = (row.model, row.dtype, row.phase, row.batch, row.context, "auto", 1)
     for record, run in newest(records, device):
-        same = (run.model, run.dtype, run.phase, run.batch, run.context) == (row.model, row.dtype, row.phase, row.batch, row.context)
-        if same and run.precision == "auto" and run.tokens_per_submit == 1:
+        if (run.model, run.dtype, run.phase, run.batch, run.context, run.precision, run.tokens_per_submit) == wanted:
             return record, run
     raise SpecError(f"{FILE.name}: no record of {row.model} {row.dtype}, {row.shown}, on {device} in perf/records")
 
@@ -165,8 +165,10 @@ def _short(model: str) -> str:
     return model.removeprefix("gemma3-").upper()
 
 
-def _speed(rate: float) -> str:
+def _speed(rate: float | None) -> str:
     """Four figures."""
+    if rate is None:
+        return "-"
     return f"{rate:.0f}" if rate >= 1000 else f"{rate:.1f}".removesuffix(".0")
 
 
