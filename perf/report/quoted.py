@@ -88,7 +88,8 @@ def headline(records: Sequence[Record]) -> list[str]:
             cells.append(_speed(run.tokens_per_second) + (f" ({_speed(theirs)})" if theirs else ""))
         rows.append(cells)
     lines = table(("Q4_0, tok/s", *heads), rows, ("Q4_0, tok/s",)).markdown()
-    return [*lines, "", f"{_source(found.device, used)} In brackets: {peer.name} on the same device."]
+    return [*lines, "", f"{_source(found.device, used)} In brackets: {peer.name} there, "
+            "whose decode beside *after 512* began with an empty cache."]
 
 
 def against_targets(records: Sequence[Record]) -> list[str]:
