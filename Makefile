@@ -29,11 +29,12 @@ lint: $(VENV)/.ready-test ## ruff, mypy, the layers of pyproject.toml
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/lines.py
 
-check: $(VENV)/.ready-test ## specs valid, generated docs and SPIR-V up to date
+check: $(VENV)/.ready-test ## specs valid; generated docs, quoted figures, paths in pages and SPIR-V up to date
 	$(PY) -m hybrid.spec check
 	$(PY) -m hybrid.spec docs --check
 	$(PY) tools/help.py --check
 	$(PY) -m perf.report --markdown --check
+	$(PY) tools/pages.py --check
 	$(PY) -m kernels.vulkan.build --check --share $(if $(filter long,$(HYBRID_CONFORMANCE)),1,12)
 	$(PY) -m kernels.vulkan.build --check --source perf/reference/shaders --out perf/reference/spirv
 
@@ -56,10 +57,11 @@ processors: $(VENV)/.ready-test ## what rests on NumPy's products, under the ker
 	HYBRID_REQUIRE_VULKAN=$${HYBRID_REQUIRE_VULKAN:-$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1)} \
 	$(PY) tools/processors.py --jobs $(JOBS)
 
-docs: $(VENV)/.ready ## renew the generated pages
+docs: $(VENV)/.ready ## renew the generated pages, and the generated parts of others
 	$(PY) -m hybrid.spec docs
 	$(PY) tools/help.py
 	$(PY) -m perf.report --markdown
+	$(PY) tools/pages.py
 
 spirv: $(VENV)/.ready-test ## rebuild kernels/vulkan/spirv from the shaders
 	$(PY) -m kernels.vulkan.build

@@ -171,7 +171,7 @@ def test_shares_in_the_table_of_a_bench_are_per_cent() -> None:
     row = Row("decode", 10, 0, 1, 10, (0.1, 0.2, 0.4), 10**12, 10**12, {"dispatches": 3.0, "barriers": 2.0})
     probes = probe.Probes(20_000.0, "copy", 10.0, "matrix", {})
     about = {"device": "d", "driver": "v", "model": "m", "weights_bytes": 1, "precision": {k: ("f32",) for k in
-             ("weights", "activations", "kv")}, "load_seconds": 1.0}  # fmt: skip
+             ("weights", "activations", "kv")}, "load_seconds": 1.0, "passed_over": []}  # fmt: skip
     made = report.as_dict(about, [row, replace(row, seconds=(0.2,))], probes, ceiling(probes, None), [])
     line = report.text(made).splitlines()[-2]
     assert line.count(" %") == 2 and "25.0 %" in line and "50.0 %" in line  # 5000 GB/s and 5 TFLOPS

@@ -15,6 +15,7 @@ from hybrid.planning.cost import plan_cost
 SMALL = ["--random", "gemma3-270m", "--layers", "2", "--vocab", "512", "-r", "2"]
 KEYS = {
     "schema",
+    "passed_over",
     "command",
     "device",
     "driver",

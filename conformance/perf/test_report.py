@@ -13,7 +13,9 @@ from hybrid.core.places import ROOT
 from hybrid.perf import campaign, report
 from hybrid.perf.record import schema as record
 from hybrid.perf.record import taking
+from hybrid.perf.report import quoted
 from hybrid.perf.report.measured import PAGE, markdown
+from tools import pages
 
 KERNELS = "0123456789abcdef"
 COMMON = {
@@ -149,6 +151,52 @@ def test_the_page_names_what_it_shows(tmp_path, monkeypatch):
 
 def test_the_committed_page_is_what_the_records_give():
     assert (ROOT / PAGE).read_text(encoding="utf-8") == markdown(record.load_records())
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_quotes_the_records_and_names_what_is_there(page):
+    assert pages.faults(page, page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "words"),
+    [
+        ("README.md", "| 27B | 180.7", "| 27B | 181.7", "a generated part is stale"),
+        ("docs/verification.md", "5,580,676", "5,580,677", "a generated part is stale"),
+        ("docs/performance.md", "## Not speed", "27B decodes 180.7 tok/s. ## Not speed", "'180.7 tok/s' is quoted by hand"),
+        ("docs/performance.md", "## Not speed", "It reaches 360 TFLOPS", "'360 TFLOPS' is quoted by hand"),
+        ("docs/performance.md", "<!-- figures of: an example", "<!-- figures of: -->", "no partner, or no name"),
+        ("README.md", "<!-- end -->", "", "has no partner"),
+        ("docs/npu.md", "`kernels/npu/design.py`", "`kernels/npu/designer.py`", "kernels/npu/designer.py does not exist"),
+        ("docs/architecture.md", "Engine.token`", "Engine.tokens`", "engine.py does not define Engine.tokens"),
+        ("docs/roofline.md", "python -m perf.targets", "python -m perf.target", "perf.target: there is no such module"),
+        ("docs/roofline.md", "(performance.md)", "(speed.md)", "the link speed.md leads nowhere"),
+        ("docs/performance.md", "(#gates)", "(#gate)", "performance.md has no such heading"),
+        ("docs/decisions/engine.md", "*2026-11-22 · accepted", "*2026-11-22 · agreed", "no line such as"),
+        ("docs/decisions/engine.md", "*2026-11-22 · accepted", "*2026-11-19 · accepted", "newest first"),
+    ],
+)
+def test_a_stale_figure_or_a_name_that_is_not_there_is_refused(name, old, new, words):
+    page = ROOT / name
+    text = page.read_text(encoding="utf-8")
+    assert old in text
+    assert words in "\n".join(pages.faults(page, text.replace(old, new, 1)))
+
+
+def test_generated_parts_are_written_and_others_are_not_touched(tmp_path, monkeypatch, capsys):
+    """What stands around a part stays; a part that nothing makes, and a row without a record, are errors."""
+    page, kept = tmp_path / "README.md", "Before.\n<!-- made: headline -->\nold\n<!-- end -->\nAfter.\n"
+    page.write_text(kept)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "pages", lambda: [page])
+    monkeypatch.setattr(pages, "faults", lambda page, text: [])
+    assert pages.main([]) == 0
+    made = page.read_text()
+    assert made.startswith("Before.\n<!-- made: headline -->\n| Q4_0") and made.endswith("\n<!-- end -->\nAfter.\n")
+    page.write_text(kept.replace("headline", "footline"))
+    assert pages.main([]) == 1 and "nothing makes the part 'footline'" in capsys.readouterr().err
+    with pytest.raises(SpecError, match=r"quoted.toml: no record of gemma3-27b q4_0, decode after 512, on NVIDIA H200"):
+        quoted.headline([record.Record.model_validate_json(json.dumps(RECORD))])
 
 
 def test_a_campaign_is_its_declared_commands(tmp_path, monkeypatch, capsys):

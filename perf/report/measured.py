@@ -11,7 +11,7 @@ PAGE = "docs/measured.md"
 HEAD = """# Measured
 
 Made from `perf/records` by `python -m perf.report --markdown`; `make check` compares it. How to add to it:
-[roofline.md](roofline.md#records).
+[performance.md](performance.md#records).
 `python -m perf.report` shows the same with pictures, the targets and the gates.
 """
 COLUMNS = """\
@@ -38,12 +38,12 @@ def markdown(records: Sequence[Record]) -> str:
             lines += [*measured(records, device).markdown(), "", COLUMNS.format(peer=peer.name, source=peer.source), ""]
         for r, found in ablations(records, device):
             lines += [
-                f"### What each optimisation is worth: {found.model} {found.dtype}, one sequence after {found.depth} positions",
+                f"### Speed-up of each optimisation: {found.model} {found.dtype}, one sequence after {found.depth} positions",
                 "",
             ]
             lines += [*ablation(found).markdown(), ""]
             lines += [f"`{found.command}`, commit {r.commit[:9]}: host's time of a token with and without each, medians of "
-                      f"{found.pairs} pairs; *least*, *most*: of a pair. Worths are not multiplied together.", ""]  # fmt: skip
+                      f"{found.pairs} pairs; *least*, *most*: of a pair. Speed-ups are not multiplied together.", ""]  # fmt: skip
         for r, one in profiles(records, device):
             matrix = f" and {one.matrix_tflops:,.0f} TFLOPS" if one.matrix_tflops else ""
             lines += [f"### Where the time goes: {what(one)}", "", *profile(one).markdown(), ""]

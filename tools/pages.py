@@ -1,0 +1,194 @@
+"""Pages that cannot drift: fills the generated parts of README.md and docs/, and checks what pages name.
+
+    python tools/pages.py            # renew the generated parts
+    python tools/pages.py --check    # write nothing; 1 for a stale part, a path or link that leads nowhere, a loose speed
+
+A generated part stands between `<!-- made: NAME -->` and `<!-- end -->`. In the pages of SPEEDS a speed (a number with tok/s,
+GB/s, TFLOPS and the like) stands either in a generated part or between `<!-- figures of: SOURCE -->` and `<!-- end -->`, where
+SOURCE says what was measured: it is told in one place, and that place says where it comes from.
+
+In code spans, `path/to/file` must exist (capitals stand for any name), `path/file.py:Class.method` must be defined in it, and a
+module behind `python -m` must be there. Entries of docs/decisions have a date and a status, newest first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LONG_RUNS = ROOT / "conformance" / "data" / "long_runs.toml"
+PAGES = ("README.md", "docs/*.md", "docs/decisions/*.md", "models/*.md", "conformance/*.md")
+SPEEDS = ("README.md", "docs/performance.md", "docs/roofline.md", "docs/architecture.md", "docs/verification.md")
+OF_THEIR_COMMIT = ("docs/measured.md",)  # paths in its commands are those of the commits that ran
+FOLDERS = "hybrid|kernels|perf|conformance|specs|tools|docs|models"
+
+PART = re.compile(r"<!-- made: ([\w-]+) -->\n(.*?)<!-- end -->", re.S)
+TOLD = re.compile(r"<!-- figures of: [^>]*?\S -->\n.*?<!-- end -->", re.S)
+MARK = re.compile(r"<!-- (?:made|figures of|end)\b.*?-->")
+SPEED = re.compile(r"\d+(?:[.,]\d+)*\s*(?:tok/s|tokens/s|tokens (?:per|a) second|[GT]B/s|TFLOPS|us (?:a|per) (?:layer|token))")
+FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
+SPAN = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])(?::([A-Za-z_][\w.]*))?")
+MODULE = re.compile(rf"python -m ((?:{FOLDERS})(?:\.\w+)+)")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.M)
+STATUS = re.compile(r"\*(\d{4}-\d\d-\d\d) · (?:accepted|rejected|superseded by )\S?.*\*$")
+
+
+def measured(name: str) -> list[str]:
+    """A table of perf/records (perf/report/quoted.py)."""
+    from hybrid.perf.record.schema import load_records
+    from hybrid.perf.report import quoted
+
+    return getattr(quoted, name)(load_records())
+
+
+def long_runs() -> list[str]:
+    """Runs of the suite and the fuzzer that somebody started by hand (conformance/data/long_runs.toml)."""
+    from hybrid.spec.load import parse_toml
+
+    runs = parse_toml(LONG_RUNS.name, LONG_RUNS.read_text(encoding="utf-8"))["run"]
+    rows = [f"| {r['date']}, {r['commit']} | {r['what']} | {r['count']:,} {r['of']} | {r['found']} |" for r in runs]
+    return ["| reported | what ran | how much | what it found |", "|---|---|---|---|", *rows]
+
+
+PARTS: dict[str, Callable[[], list[str]]] = {
+    "headline": lambda: measured("headline"),
+    "targets": lambda: measured("against_targets"),
+    "steps": lambda: measured("steps"),
+    "long-runs": long_runs,
+}
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    return sorted(p for pattern in PAGES for p in root.glob(pattern))
+
+
+def filled(text: str, name: str) -> str:
+    """A page's text with its generated parts renewed. ValueError for a part that nothing makes."""
+
+    def part(found: re.Match[str]) -> str:
+        if found[1] not in PARTS:
+            raise ValueError(f"{name}: nothing makes the part {found[1]!r}; known: {', '.join(PARTS)}")
+        return "\n".join([f"<!-- made: {found[1]} -->", *PARTS[found[1]](), "<!-- end -->"])
+
+    return PART.sub(part, text)
+
+
+def loose(text: str, name: str) -> Iterator[str]:
+    """Speeds outside of the parts that say where they come from, and marks that do not pair."""
+    if name not in SPEEDS:
+        return
+    rest = TOLD.sub("", PART.sub("", text))
+    yield from (f"{name}: the mark {m[0]} has no partner, or no name" for m in MARK.finditer(rest))
+    for found in SPEED.finditer(rest):
+        yield f"{name}: {found[0]!r} is quoted by hand: make it part of a table of perf/report/quoted.toml, or name its source"
+
+
+def astray(text: str, page: Path, root: Path = ROOT) -> Iterator[str]:
+    """What a page names and is not there."""
+    name, plain = page.relative_to(root).as_posix(), FENCE.sub("", text)
+    for span in SPAN.findall(plain) if name not in OF_THEIR_COMMIT else ():
+        for path, member in PATH.findall(span):
+            yield from (f"{name}: {fault}" for fault in _missing(path, member, root))
+    for module in MODULE.findall(text):
+        if not _module(module, root):
+            yield f"{name}: python -m {module}: there is no such module"
+    for link in LINK.findall(SPAN.sub("", plain)):
+        target, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        there = (page.parent / target).resolve() if target else page
+        if not there.exists():
+            yield f"{name}: the link {link} leads nowhere"
+        elif anchor and anchor not in _anchors(there):
+            yield f"{name}: the link {link}: {there.name} has no such heading"
+
+
+def _missing(path: str, member: str, root: Path) -> Iterator[str]:
+    if (root / path).exists():
+        if member and member not in _members(root / path):
+            yield f"{path} does not define {member}"
+    elif not any(root.glob(re.sub(r"(?<![a-z])[A-Z][A-Z_0-9]*(?![a-z])", "*", path).rstrip("/"))):
+        yield f"{path} does not exist"
+
+
+def _module(dotted: str, root: Path) -> bool:
+    path = root.joinpath(*dotted.split("."))
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists() or (path / "__init__.py").exists()
+
+
+@cache
+def _members(path: Path) -> frozenset[str]:
+    """Functions and classes of a module, methods as Class.method."""
+    tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in (n for n in tree.body if isinstance(n, kinds)):
+        found |= {node.name, *(f"{node.name}.{m.name}" for m in node.body if isinstance(m, kinds))}
+    targets = [t for n in tree.body if isinstance(n, ast.Assign) for t in n.targets]
+    targets += [n.target for n in tree.body if isinstance(n, ast.AnnAssign)]
+    return frozenset(found | {t.id for t in targets if isinstance(t, ast.Name)})
+
+
+@cache
+def _anchors(path: Path) -> frozenset[str]:
+    """Of a page's headings, as GitHub makes them."""
+    if path.suffix != ".md":
+        return frozenset()
+    heads = HEADING.findall(FENCE.sub("", path.read_text(encoding="utf-8")))
+    heads = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head) for head in heads]
+    return frozenset(re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in heads)
+
+
+def decisions(text: str, name: str) -> Iterator[str]:
+    """Entries without date and status, or out of order."""
+    if not name.startswith("docs/decisions/") or name.endswith("README.md"):
+        return
+    last = ""
+    for entry in text.split("\n## ")[1:]:
+        title, line, *_ = entry.split("\n")
+        found = STATUS.match(line)
+        if found is None:
+            yield f"{name}: {title}: no line such as *2026-11-22 · accepted* below the heading"
+        elif last and found[1] > last:
+            yield f"{name}: {title}: newest first, but it is younger than the entry above it"
+        last = found[1] if found else last
+
+
+def faults(page: Path, text: str, root: Path = ROOT) -> list[str]:
+    """Everything that is wrong with a page."""
+    name = page.relative_to(root).as_posix()
+    stale = [] if filled(text, name) == text else [f"{name}: a generated part is stale: run `make docs`"]
+    return [*stale, *loose(text, name), *astray(text, page, root), *decisions(text, name)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description="Fill the generated parts of pages, and check what pages name.")
+    p.add_argument("--check", action="store_true", help="write nothing; 1 for anything stale or astray")
+    args, found = p.parse_args(argv), []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        try:
+            wanted = text if args.check else filled(text, page.name)
+            if wanted != text:
+                page.write_text(wanted, encoding="utf-8")
+                print(f"renewed {page.relative_to(ROOT)}")
+            found += faults(page, wanted)
+        except ValueError as error:
+            found.append(str(error))
+    for line in found:
+        print(f"error: {line}", file=sys.stderr)
+    if not found:
+        print(f"{len(pages())} pages: generated parts match, paths and links lead somewhere")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
