@@ -41,7 +41,8 @@ def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPat
 def test_the_check_of_specs_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert spec(["check", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {Path(name).name for name in found} == {p.name for p in (SPECS / "ops").glob("*.toml")}
+    files = (*SPECS.glob("ops/*.toml"), *SPECS.glob("schedules/*.toml"))
+    assert set(found) == {f"specs/{p.parent.name}/{p.name}" for p in files}
     assert set(found.values()) == {None}
 
 

@@ -38,6 +38,11 @@ def load_toml(path: Path | str, model: type[M]) -> M:
 
     Raises SpecError: `specs/ops/linear.toml: outputs.y.shape[1]: what is wrong; did you mean 'N'?`
     """
+    return validate(shown_path(Path(path)), read_toml(path), model)
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """The tables of a file. SpecError (one line, beginning with the file) for one that cannot be read or is no TOML."""
     path = Path(path)
     file = shown_path(path)
     try:
@@ -47,9 +52,9 @@ def load_toml(path: Path | str, model: type[M]) -> M:
             text = stream.read(MAX_BYTES + 1).decode("utf-8")
     except FileNotFoundError:
         raise SpecError(f"{file}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, UnicodeDecodeError, ValueError) as e:
         raise SpecError(f"{file}: cannot be read: {e}") from None
-    return validate(file, parse_toml(file, text), model)
+    return parse_toml(file, text)
 
 
 def parse_toml(file: str, text: str) -> dict[str, Any]:
