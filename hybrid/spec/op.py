@@ -38,6 +38,7 @@ from hybrid.spec.fields import (
     TensorSpec,
     Tolerance,
     Workload,
+    Workloads,
 )
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.opcheck import check_declaration
@@ -63,13 +64,19 @@ class OpSpec(Model):
     tolerance: dict[str, Tolerance]
     cost: Cost
     edge: Edge
-    workload: tuple[Workload, ...] = Field(min_length=1)
+    workloads: tuple[Workloads, ...] = Field((), exclude=True)
+    """How workloads follow from models; `workload` has them, before those that are written out."""
+    workload: tuple[Workload, ...] = ()
     backends: dict[BackendName, Backend]
 
     _file: str = PrivateAttr("")
 
     def model_post_init(self, context: Any) -> None:
         self._file = (context or {}).get("file", f"specs/ops/{self.op.name}.toml")
+        if self.workloads:
+            from hybrid.spec.workload import derive  # only when an operation is read: commands start without it
+
+            object.__setattr__(self, "workload", (*derive(self.workloads, self.axes, self.attributes), *self.workload))
         check_declaration(self)
 
     @field_validator("attributes", mode="after")
