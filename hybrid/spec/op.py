@@ -248,11 +248,19 @@ class OpSpec(Model):
     def dtypes(self, given: Mapping[str, str] | None = None) -> Mapping[str, str]:
         """The first valid assignment that agrees with `given`. Raises SpecError when there is none."""
         given = dict(given or {})
-        self.check_dtypes(given)
-        for choice in self._every_choice:
-            if all(choice[t] == d for t, d in given.items()):
-                return choice
-        raise self._error("dtype_rules", f"no assignment of dtypes agrees with {given}")
+        key = tuple(sorted(given.items()))
+        if key not in self._first_choice:
+            self.check_dtypes(given)
+            choice = next((c for c in self._every_choice if all(c[t] == d for t, d in given.items())), None)
+            if choice is None:
+                raise self._error("dtype_rules", f"no assignment of dtypes agrees with {given}")
+            self._first_choice[key] = choice
+        return self._first_choice[key]
+
+    @cached_property
+    def _first_choice(self) -> dict[tuple[tuple[str, str], ...], Mapping[str, str]]:
+        """What `dtypes` has found: the workloads of an operation ask for the same few."""
+        return {}
 
     def tolerance_of(self, tensor: str, dtype: str) -> Tolerance:
         """How an output, state or scratch tensor of `dtype` is judged. Raises SpecError where none is declared."""
