@@ -133,6 +133,7 @@ EXTENSION_MISTAKES = {
         HEAD + NPU + 'form = "linear_rows"\n[[placement]]\nsteps = ["*.ffn"]\nact = { x = "f32" }\n',
         "placement[0].form: another placement gives blk.{l}.ffn an act",
     ),
+    "placements without end": (HEAD + 65 * NPU, "placement: has 65 entries; at most 64"),
     "wrong act": (HEAD + NPU + 'act = { x = "int8" }\n', "placement[0].act: x = 'int8': use one of f32"),
     "unknown form": (HEAD + NPU + 'form = "rows"\n', "placement[0].form: no form is called 'rows'; "),
     "no such operation in the form": (
@@ -174,6 +175,20 @@ def test_an_extension_adds_what_is_not_set_and_can_itself_be_extended(tmp_path: 
     assert extended(two) == ["one", "gemma3"] and extended(SCHEDULES / "gemma3.toml") == []
     with pytest.raises(SpecError, match=r"two\.toml: fallback\.npu: \S+one\.toml sets it too"):
         load_schedule(written(tmp_path, two.read_text() + '[fallback]\nnpu = "main"\n', "two"))
+
+
+@pytest.mark.parametrize("name", ["gemma3-hybrid", "gemma3-npu-prefill"])
+def test_another_family_is_placed_by_the_same_lines(name: str, tmp_path: Path) -> None:
+    """A family with its own tensors and one more step: the shipped placements extend it as they are."""
+    family = (SCHEDULES / "gemma3.toml").read_text().replace('"gemma3"', '"other"').replace("y.{l}", "normed.{l}")
+    written(
+        tmp_path, family + '[[layer]]\nname = "blk.{l}.more"\nop = "rmsnorm"\nargs = { x = "x.{l+1}", y = "more.{l}" }\n', "other"
+    )
+    path = written(tmp_path, (SCHEDULES / f"{name}.toml").read_text().replace('extends = "gemma3"', 'extends = "other.toml"'))
+    made, shipped = load_schedule(path), named_schedule(name)
+    assert made.schedule.family == "other" and made.elsewhere == shipped.elsewhere
+    assert [(s.name, s.op, s.phase) for s in made.layer[:-1]] == [(s.name, s.op, s.phase) for s in shipped.layer]
+    assert made.layer[-1].name == "blk.{l}.more" and "normed.{l}" in {a for s in made.layer for a in s.args.values()}
 
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")

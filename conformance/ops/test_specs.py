@@ -144,6 +144,7 @@ MISTAKES = {
         'passes = ["decode", "prefill"]\n', "", "workloads[0].bind.T", "nothing here has the role tokens",
     ),
     "workload variant": ("variants.attn_output", 'variants."Attn output"', "workloads[0].variants.Attn output", "match pattern"),
+    "workloads without end": ('["decode", "prefill"]', f"{['decode'] * 200}", "workloads[0]", "more than 1000 workloads"),
     "workload tag": ('["decode", "prefill"]', '["decode"]\ntags = ["fast"]', "workloads[0].tags[0]", "'fast' is not one of decode"),
     "written workload": (
         "schema = 1", 'schema = 1\n[[workload]]\nid = "mine"\nbind = { T = 1, K = 1023, N = 1 }', "workload[0] (mine)",

@@ -120,6 +120,8 @@ def _problem(e: dict[str, Any], model: type[BaseModel]) -> tuple[str, str]:
         choices = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         wanted = f"is not one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
         return key_path(loc), f"{value!r} {wanted}{_close(value, choices)}"
+    if kind == "too_long" and "max_length" in context:
+        return key_path(loc), f"has {len(value)} entries; at most {context['max_length']} are allowed"
     if kind in ("model_type", "dict_type"):
         return key_path(loc), f"expected a table, not {_toml(value)}"
     return key_path(loc), f"{e['msg'][0].lower()}{e['msg'][1:].replace('tuple', 'list')}, not {_toml(value)}"

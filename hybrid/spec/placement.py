@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -17,6 +19,8 @@ from hybrid.spec.step import Phase, StepSpec, Text, checked_act
 FORMS = SPECS / "forms"
 PLACES = ("device", "form", "act")
 """Fields of a placement that hold in one phase or in both."""
+MOST = 64
+"""Placements of a file, and patterns of one: a stranger's file must not take long to read."""
 
 
 class FormHead(Model):
@@ -49,7 +53,7 @@ class Form(Model):
 class Placement(Model):
     """One [[placement]]."""
 
-    steps: tuple[Text, ...] = Field(min_length=1)
+    steps: tuple[Text, ...] = Field(min_length=1, max_length=MOST)
     """Patterns (`*.attention`) of step names as the schedule that is extended writes them."""
     phase: Phase | None = None
     """Only in this phase; None: in both. In the other one the step stays as it was."""
@@ -74,8 +78,9 @@ class Placement(Model):
         if self.form is not None and self.act is not None:
             raise FieldError("act", "the steps of a form have their own operations; remove act or form")
 
-    def names(self, step: StepSpec) -> bool:
-        return any(fnmatchcase(step.name, pattern) for pattern in self.steps)
+
+Entry = tuple[int, Placement]
+"""A placement, and its number in the file."""
 
 
 def placed(groups: Mapping[str, Sequence[StepSpec]], placements: Sequence[Placement]) -> dict[str, tuple[StepSpec, ...]]:
@@ -83,10 +88,15 @@ def placed(groups: Mapping[str, Sequence[StepSpec]], placements: Sequence[Placem
 
     Raises FieldError for a pattern that no step fits, and for two placements that set one field of a step.
     """
-    _every_pattern_fits([s for steps in groups.values() for s in steps], placements, in_phase=False)
-    liked = {name: [new for s in steps for new in _liked(s, placements)] for name, steps in groups.items()}
-    _every_pattern_fits([s for steps in liked.values() for s in steps], placements, in_phase=True)
-    return {name: tuple(new for s in steps for new in _placed(s, placements, name == "layer")) for name, steps in liked.items()}
+    steps = [s for group in groups.values() for s in group]
+    _every_pattern_fits(steps, placements, in_phase=False)
+    said: dict[str, list[Entry]] = {s.name: [] for s in steps}
+    for i, placement in enumerate(placements):
+        for name in {name for pattern in placement.steps for name in said if fnmatchcase(name, pattern)}:
+            said[name].append((i, placement))
+    liked = {key: [new for s in group for new in _liked(s, said[s.name])] for key, group in groups.items()}
+    _every_pattern_fits([s for group in liked.values() for s in group], placements, in_phase=True)
+    return {key: tuple(new for s in group for new in _placed(s, said[s.name], key == "layer")) for key, group in liked.items()}
 
 
 def _every_pattern_fits(steps: Sequence[StepSpec], placements: Sequence[Placement], in_phase: bool) -> None:
@@ -101,25 +111,25 @@ def _every_pattern_fits(steps: Sequence[StepSpec], placements: Sequence[Placemen
                 raise FieldError(f"placement[{i}].steps[{k}]", f"{pattern!r} fits {what}{nearest(pattern, names)}")
 
 
-def _liked(step: StepSpec, placements: Sequence[Placement]) -> list[StepSpec]:
-    like = _only(step, [(i, p.like) for i, p in enumerate(placements) if p.names(step)], "like")
+def _liked(step: StepSpec, entries: Sequence[Entry]) -> list[StepSpec]:
+    """One step, or none, after what `like` says."""
+    like = _only(step, [(i, p.like) for i, p in entries], "like")
     if like is None:
         return [step]
     return [step.model_copy(update={"phase": None})] if like in step.phases else []
 
 
-def _placed(step: StepSpec, placements: Sequence[Placement], layer: bool) -> list[StepSpec]:
+def _placed(step: StepSpec, entries: Sequence[Entry], layer: bool) -> list[StepSpec]:
     """One step: itself, changed, twice (a phase each), or as the steps of a form."""
-    ours = [(i, p) for i, p in enumerate(placements) if p.names(step)]
-    said = {phase: _said(step, ours, phase) for phase in step.phases}
+    said = {phase: _said(step, entries, phase) for phase in step.phases}
     if len(said) == 2 and said["prefill"] != said["decode"]:
         return [made for phase in said for made in _made(step.model_copy(update={"phase": phase}), said[phase], layer)]
     return _made(step, said[step.phases[0]], layer)
 
 
-def _said(step: StepSpec, ours: Sequence[tuple[int, Placement]], phase: Phase) -> dict[str, Any]:
-    """Field -> what a placement says of the step in this phase."""
-    here = [(i, p) for i, p in ours if p.phase in (None, phase)]
+def _said(step: StepSpec, entries: Sequence[Entry], phase: Phase) -> dict[str, Any]:
+    """Field -> what a placement says of the step in this phase; index: of the placement that gives the form."""
+    here = [(i, p) for i, p in entries if p.phase in (None, phase)]
     values = {field: _only(step, [(i, getattr(p, field)) for i, p in here], field) for field in PLACES}
     found = {field: value for field, value in values.items() if value is not None}
     if "form" in found:
@@ -157,8 +167,12 @@ def _made(step: StepSpec, said: dict[str, Any], layer: bool) -> list[StepSpec]:
 
 
 def _form(name: str, key: str) -> Form:
-    path = FORMS / f"{name}.toml"
     known = sorted(p.stem for p in FORMS.glob("*.toml"))
     if name not in known:
         raise FieldError(key, f"no form is called {name!r}{nearest(name, known)}")
+    return _read(FORMS / f"{name}.toml")
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path) -> Form:
     return load_toml(path, Form)

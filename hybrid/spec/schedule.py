@@ -1,5 +1,7 @@
 """Schedules: a model family as data. Which operation runs in which layers and phases, on which device, with what
-activation precision. A schedule names things; hybrid.planning.planner binds it to a checkpoint and checks every edge."""
+activation precision. A schedule names things; hybrid.planning.planner binds it to a checkpoint and checks every edge.
+
+A file with `extends` is another schedule with its steps placed (hybrid.spec.placement): once read, a schedule like any."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS
 from hybrid.spec.expr import Expr
 from hybrid.spec.load import Model, read_toml, shown_path, validate
-from hybrid.spec.placement import Placement, placed
+from hybrid.spec.placement import MOST, Placement, placed
 from hybrid.spec.step import Phase, StepSpec, Text, When
 
 SCHEDULES = SPECS / "schedules"
@@ -175,7 +177,7 @@ class Extension(Tables):
     extends: Text
     """A shipped schedule's name, or a path ending in .toml that begins at this file's folder."""
     schedule: ExtensionHead
-    placement: tuple[Placement, ...] = ()
+    placement: tuple[Placement, ...] = Field((), max_length=MOST)
 
 
 def load_schedule(path: str | Path) -> Schedule:

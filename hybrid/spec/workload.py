@@ -28,6 +28,8 @@ DEMO = "demo"
 OF_MODEL: dict[AxisRole, str] = {
     "hidden": "hidden", "ffn": "ffn", "vocab": "vocab", "q_heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim",
 }  # fmt: skip
+MOST = 1000
+"""Workloads that an operation may have from models: a stranger's file must not take long to read."""
 PassRole = Literal["tokens", "outs", "slots", "context", "block_size", "table", "blocks"]
 
 
@@ -81,12 +83,15 @@ def derive(groups: tuple[Workloads, ...], axes: Mapping[str, Axis], attributes: 
 
     Raises FieldError for a model, pass, axis or name that there is not.
     """
-    known = givens()
+    known, count = givens(), 0
     for i, group in enumerate(groups):
         for model in _models(f"workloads[{i}]", group, known):
             for name, variant in (group.variants or {"": Variant()}).items():
                 entry = Entry(f"workloads[{i}]", name, group, variant)
                 for one in entry.passes(known.source.passes):
+                    count += 1
+                    if count > MOST:
+                        raise FieldError(entry.key, f"the operation has more than {MOST} workloads; name fewer variants or passes")
                     numbers = known.numbers(model, one)
                     tags = known.source.passes[one].tags if one else ()
                     yield Workload(
