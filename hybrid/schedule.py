@@ -42,7 +42,7 @@ def _main(args: argparse.Namespace) -> int:
     from hybrid.checkpoint import open_checkpoint
     from hybrid.planning.cache import MAX_SLOTS
     from hybrid.planning.planner import plan, segments
-    from hybrid.spec.schedule import SCHEDULES, load_schedule
+    from hybrid.spec.schedule import SCHEDULES, extended, load_schedule
 
     if args.phase == "decode" and args.rows > MAX_SLOTS:
         raise UsageError(f"--rows {args.rows}: a decode pass has at most {MAX_SLOTS} rows, one for each sequence")
@@ -61,16 +61,18 @@ def _main(args: argparse.Namespace) -> int:
             "hidden": plan(target, max(args.rows, 8), 0, "prefill", capture=True),
         }
         made = plan(target, args.rows, outs, args.phase)
+    about = {"schedule": schedule.schedule.name, "extends": extended(path), "elsewhere": schedule.elsewhere}
     if args.command == "check":
         summary = {
-            "schedule": schedule.schedule.name,
+            **about,
             "model": str(args.model),
             **{k: {"steps": len(p.steps), "tensors": len(p.tensors), "segments": len(segments(p))} for k, p in checked.items()},
         }
         steps = ", ".join(f"{k} {len(p.steps)} steps" for k, p in checked.items())
-        print(json.dumps(summary) if args.json else f"{path}: fits {args.model}: {steps}; every edge agrees")
+        fits = f"{path}: fits {args.model}: {steps}; every edge agrees"
+        print(json.dumps(summary) if args.json else "\n".join([fits, *_about(about)]))
         return 0
-    report = _report(made, target, _dispatches(made, args.device))
+    report = about | _report(made, target, _dispatches(made, args.device))
     print(json.dumps(report) if args.json else _text(report))
     return 0
 
@@ -165,9 +167,18 @@ def _dispatches(plan: Any, device: str) -> dict[str, int]:
     return count(plan, _dry(device)).dispatches
 
 
+def _about(report: dict[str, Any]) -> list[str]:
+    """Lines about a schedule that extends another, or has steps on other devices than the main one."""
+    lines = [f"{report['schedule']} extends {', which extends '.join(report['extends'])}"] if report["extends"] else []
+    return lines + [
+        f"on {device}: {', '.join(steps)}; the rest on the main device" for device, steps in report["elsewhere"].items()
+    ]
+
+
 def _text(report: dict[str, Any]) -> str:
     """A table for people: one line for each step."""
     lines = [
+        *_about(report),
         f"{report['plan']}: {report['rows']} rows, {report['outs']} outputs, context {report['ctx']}",
         f"{'step':28} {'op':20} {'device':8} {'inputs -> outputs':60} {'Mflop':>10} {'MB':>9} {'disp':>5}",
     ]

@@ -109,7 +109,8 @@ def valid(target: str) -> list[bytes]:
         return [sentencepiece_model(PIECES)]
     if target == "tokenizer_json":
         return [tokenizer_json()]
-    return [(ROOT / f).read_bytes() for f in ("specs/schedules/gemma3.toml", "specs/ops/linear.toml", "specs/ops/sample.toml")]
+    files = ("schedules/gemma3", "schedules/gemma3-hybrid", "schedules/gemma3-npu-prefill", "ops/linear", "ops/sample")
+    return [(ROOT / f"specs/{f}.toml").read_bytes() for f in files]
 
 
 def kept(target: str) -> list[Path]:

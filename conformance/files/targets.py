@@ -20,7 +20,7 @@ from hybrid.core.errors import SpecError
 from hybrid.spec.expr import ExprError
 from hybrid.spec.load import parse_toml, validate
 from hybrid.spec.op import OpSpec
-from hybrid.spec.schedule import Schedule
+from hybrid.spec.schedule import read_schedule
 from hybrid.text.tokenizer import Tokenizer, TokenizerError, Vocabulary
 
 REFUSALS = (CheckpointError, TokenizerError, SpecError, ExprError)
@@ -103,9 +103,13 @@ def toml(folder: Path, data: bytes) -> list[Any]:
     text = data.decode("utf-8", "replace")
     tables = parse_toml("fuzz.toml", text)
     loaded: list[Any] = []
-    for model in (Schedule, OpSpec):
+    readings: tuple[Callable[[], Any], ...] = (
+        lambda: read_schedule("fuzz.toml", tables, folder / "fuzz.toml"),
+        lambda: validate("fuzz.toml", tables, OpSpec),
+    )
+    for read in readings:
         try:
-            loaded.append(validate("fuzz.toml", tables, model))
+            loaded.append(read())
         except SpecError as error:
             refused(error)
             last = error

@@ -5,23 +5,30 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hybrid.spec
-from conformance.support.paths import SPECS
+from conformance.support.paths import ROOT, SPECS
+from hybrid.checkpoint import open_checkpoint
 from hybrid.cli import describe
 from hybrid.core import errors
 from hybrid.core.errors import SpecError
+from hybrid.core.places import DEMO
 from hybrid.core.units import parse_bytes, shortest, show_bytes
-from hybrid.spec import OpSpec, load_op, op
+from hybrid.spec import OpSpec, load_op, op, workload
 from hybrid.spec.__main__ import main as spec
 from hybrid.spec.devicesheet import DeviceSheet
-from hybrid.spec.load import validate
+from hybrid.spec.load import load_toml, validate
 from hybrid.spec.npusheet import Count, Rate
 from hybrid.spec.schedule import StepSpec, find_schedule
+from hybrid.spec.workload import Source
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["show", "sample"], ["schema"], ["check"], ["list", "--json"]])
@@ -41,7 +48,8 @@ def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPat
 def test_the_check_of_specs_names_every_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert spec(["check", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {Path(name).name for name in found} == {p.name for p in (SPECS / "ops").glob("*.toml")}
+    files = (*SPECS.glob("ops/*.toml"), *SPECS.glob("schedules/*.toml"))
+    assert set(found) == {f"specs/{p.parent.name}/{p.name}" for p in files}
     assert set(found.values()) == {None}
 
 
@@ -137,3 +145,74 @@ def test_sizes_are_read_and_written_as_people_do() -> None:
              (1 << 20) - 1: "1024.0 KiB", 1 << 40: "1024.0 GiB"}  # fmt: skip
     assert {size: show_bytes(size) for size in shown} == shown
     assert shortest(float(np.float32(1e-6))) == 1e-6 and shortest(0.1) == 0.1 and shortest(0.5) == 0.5
+
+
+# --------------------------------------------------------------------------------------------------------- workloads
+def test_the_demonstration_models_sizes_are_those_of_its_file() -> None:
+    with open_checkpoint(DEMO) as checkpoint:
+        stored = checkpoint.hparams.as_dict()
+    written = load_toml(SPECS / "workloads.toml", Source).demo.hparams("gemma3").as_dict()
+    assert math.isclose(stored.pop("eps"), written.pop("eps"), rel_tol=1e-7)  # the file's is a float32
+    assert stored == written
+
+
+def test_workloads_have_the_sizes_of_models_and_passes() -> None:
+    """By hand, for one of each kind: role, expression, variant, pass of a variant, no pass, attribute, tag."""
+    found = {(o, w.id): w for o in ("decode_attention", "logits", "dequantize", "embed", "linear") for w in load_op(o).workload}
+    one = found["decode_attention", "gemma3-27b.global.decode512"]
+    assert one.bind == {"T": 1, "HQ": 32, "HK": 16, "D": 128, "S": 1, "MB": 16, "B": 16, "BS": 32, "C": 512}
+    assert one.attrs == {"eps": 1e-6, "scale": 168**-0.5, "window": 0} and one.tags == ("decode", "perf")
+    assert found["decode_attention", "gemma3-4b.local.decode"].attrs["window"] == 1024
+    batch = found["decode_attention", "gemma3-4b.global.batch32"]
+    assert (batch.bind["T"], batch.bind["S"], batch.bind["B"], batch.tags) == (32, 32, 32 * 256, ("decode", "batch", "perf"))
+    forced = found["logits", "demo.teacher_forced"]
+    assert forced.bind == {"R": 128, "O": 128, "H": 256, "V": 4096} and forced.tags == ("prefill", "demo")
+    assert found["logits", "gemma3-1b.prefill"].bind == {"R": 512, "O": 1, "H": 1152, "V": 262144}
+    assert found["dequantize", "gemma3-12b.attn_output"].bind == {"N": 3840, "K": 4096}
+    assert found["embed", "demo.prefill"].bind["T"] == 128 and found["embed", "demo.prefill"].attrs == {"scale": 16.0}
+    assert found["linear", "gemma3-27b.attn_output.q6_k.decode"].dtypes == {"x": "q8_act", "w": "q6_k"}
+    assert [w.id for w in load_op("decode_rows").workload] == ["single.decode", "batch32.decode"]
+
+
+def test_a_variant_goes_before_its_table_and_texts_stay_texts(tmp_path: Path) -> None:
+    mine = 'variants.mine = { attrs = { window = "window//2" }, dtypes = { k_cache = "f32" }, passes = ["decode"] }\n'
+    text = (SPECS / "ops" / "attention_i8.toml").read_text()
+    text = text.replace("[attributes]\n", '[attributes]\nkind = { type = "str", values = ["hidden", "b"], default = "b" }\n')
+    head, _, _ = text.partition("[[workloads]]")
+    path = tmp_path / "attention_i8.toml"
+    common = 'passes = ["prefill"]\nattrs = { scale = 0.5, window = 3, kind = "hidden" }\ndtypes = { k_cache = "f16" }\n'
+    path.write_text(head + '[[workloads]]\nmodels = ["demo"]\n' + mine + common)
+    (made,) = load_op(path).workload
+    assert (made.id, made.bind["T"], made.dtypes) == ("demo.mine.decode", 1, {"k_cache": "f32"})
+    assert made.attrs == {"scale": 0.5, "window": 64, "kind": "hidden"} and isinstance(made.attrs["window"], int)
+
+
+def test_an_operation_without_workloads_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "geglu.toml"
+    path.write_text((SPECS / "ops" / "geglu.toml").read_text().partition("[[workloads]]")[0])
+    with pytest.raises(SpecError, match=r"geglu\.toml: workloads: none is given; add \[\[workloads\]\]"):
+        load_op(path)
+
+
+def test_a_wrong_size_of_a_pass_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (SPECS / "workloads.toml").read_text()
+    for old, new, words in (
+        ("slots*table", "slots*tables", "passes.decode: blocks: unknown name 'tables' in 'slots*tables'; did you mean 'table'?"),
+        ("context = 512", "contxt = 512", "passes.decode512.sizes.contxt: 'contxt' is not one of"),
+        ("hidden = 256", "hidden = 0", "demo.hidden: input should be greater than 0"),
+    ):
+        path = tmp_path / "workloads.toml"
+        path.write_text(text.replace(old, new, 1))
+        monkeypatch.setattr(workload, "FILE", path)
+        workload.givens.cache_clear()
+        with pytest.raises(SpecError, match=re.escape(words)) as error:
+            _declared(tmp_path, "geglu", "schema = 1", "schema = 1 ")
+        assert "workloads.toml: " in str(error.value) and "\n" not in str(error.value)
+    monkeypatch.undo()
+    workload.givens.cache_clear()
+
+
+def test_commands_start_without_workloads() -> None:
+    code = "import sys; from hybrid.generate import parser; parser(); print('hybrid.spec.workload' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.strip() == "False", run.stderr

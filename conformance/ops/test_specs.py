@@ -107,20 +107,56 @@ MISTAKES = {
         "tile = { T = 8, N = 256, K = 256 }", "tile = { T = 8, N = 256 }", "edge.cases[13]", "declares a tile of K",
     ),
     "workload axis": (
-        "K = 1024, N = 640 }", "K = 1024 }", "workload[0] (gemma3-270m.attn_output.decode)", "axes.N: is not bound",
+        ', N = "hidden" }', " }", "workloads[0].bind.N", "is missing: nothing here has the role features",
     ),
+    "workload unknown axis": ("bind = { K", "bind = { M = 1, K", "workloads[0].bind.M", "no axis 'M'"),
+    "workload name": (
+        'N = "hidden"', 'N = "hiden"', "workloads[0].bind.N", "unknown name 'hiden' in 'hiden'; did you mean 'hidden'?",
+    ),
+    "workload expression": ('N = "hidden"', 'N = "hidden +"', "workloads[0].bind.N", "not a complete expression"),
+    "workload fraction": ('N = "hidden"', 'N = "hidden/3"', "workloads[0].bind.N", "hidden/3 = 213.3"),
+    "workload condition": ('N = "hidden"', 'N = "hidden > 3"', "workloads[0].bind.N", "'hidden > 3' is a condition"),
+    "workload variant's name": (
+        "variants.attn_output = {}", 'variants.attn_output = { bind = { N = "hiden" } }',
+        "workloads[0].variants.attn_output.bind.N", "did you mean 'hidden'?",
+    ),
+    "workload division": ('N = "hidden"', 'N = "hidden//0"', "workloads[0].bind.N", "'hidden//0'"),
     "workload multiple": (
-        "K = 1024, N = 640", "K = 1023, N = 640", "workload[0]", "axes.K: K = 1023 is not a multiple of 16",
+        "n_heads*head_dim", "n_heads*head_dim - 1", "workloads[0] (gemma3-270m.attn_output.decode)",
+        "axes.K: K = 1023 is not a multiple of 16",
     ),
-    "workload range": ("T = 1, K = 1024", "T = 0, K = 1024", "workload[0]", "axes.T: T = 0 is outside 1..8192"),
+    "workload range": ("bind = { K", "bind = { T = 0, K", "workloads[0] (", "axes.T: T = 0 is outside 1..8192"),
     "workload dtype": (
-        'x = "q8_act", w = "q4_0"', 'x = "q8_act", w = "f16"', "workload[0]", "dtype_rules[0]: w must be q8_0 or q4_0",
+        'x = "q8_act", w = "q4_0"', 'x = "q8_act", w = "f16"', "workloads[0] (", "dtype_rules[0]: w must be q8_0 or q4_0",
     ),
     "workload attribute": (
-        'w = "q4_0" }', 'w = "q4_0" }\nattrs = { eps = 1.0 }', "workload[0]", "attributes: no attribute 'eps'",
+        "variants.attn_output = {}", "attrs = { eps = 1.0 }\nvariants.attn_output = {}", "workloads[0] (",
+        "attributes: no attribute 'eps'",
     ),
-    "workload twice": (
-        "gemma3-270m.attn_output.prefill", "gemma3-270m.attn_output.decode", "workload[1].id", "used twice",
+    "workload twice": ('variants."attn_output.q4_1"', "variants.attn_output", "workloads[2]", "decode' is used twice"),
+    "workload model": ("gemma3-*", "gema3-*", "workloads[0].models[0]", "no model is called 'gema3-*'; did you mean"),
+    "workload pass": ('"prefill"]', '"prefil"]', "workloads[0].passes", "no pass is called 'prefil'; did you mean 'prefill'?"),
+    "workload pass of a variant": (
+        "variants.attn_output = {}", 'variants.attn_output = { passes = ["once"] }', "workloads[0].variants.attn_output.passes",
+        "no pass is called 'once'",
+    ),
+    "workload without a pass": (
+        'passes = ["decode", "prefill"]\n', "", "workloads[0].bind.T", "nothing here has the role tokens",
+    ),
+    "workload variant": ("variants.attn_output", 'variants."Attn output"', "workloads[0].variants.Attn output", "match pattern"),
+    "workloads without end": ('["decode", "prefill"]', f"{['decode'] * 200}", "workloads[0]", "more than 1000 workloads"),
+    "workload tag": ('["decode", "prefill"]', '["decode"]\ntags = ["fast"]', "workloads[0].tags[0]", "'fast' is not one of decode"),
+    "written workload": (
+        "schema = 1", 'schema = 1\n[[workload]]\nid = "mine"\nbind = { T = 1, K = 1023, N = 1 }', "workload[0] (mine)",
+        "axes.K: K = 1023 is not a multiple of 16",
+    ),
+    "written workload's axis": (
+        "schema = 1", 'schema = 1\n[[workload]]\nid = "mine"\nbind = { T = 1, K = 16 }', "workload[0] (mine)",
+        "axes.N: is not bound",
+    ),
+    "written workload twice": (
+        "schema = 1", 'schema = 1\n[[workload]]\nid = "demo.attn_output.decode"\nbind = { T = 1, K = 16, N = 1 }', "workload[0].id",
+        "'demo.attn_output.decode' is used twice",
     ),
     "member of an op": ('name = "linear"', 'name = "linear"\nmembers = ["geglu"]', "op.members", "a region"),
     "input without domain": ('domain = { dist = "normal", scale = 1.0 }', "", "inputs.x.domain", "is missing"),

@@ -12,7 +12,9 @@ from hybrid.cli import Parser
 from hybrid.core.errors import SpecError
 from hybrid.core.places import in_clone, pages_root
 from hybrid.spec import docs
+from hybrid.spec.load import read_toml, shown_path
 from hybrid.spec.op import SPECS_DIR, OpSpec, load_op, load_ops
+from hybrid.spec.schedule import SCHEDULES, extended, load_schedule
 
 EXIT = "exit status: 0 fine, 1 a spec is wrong or a generated file is stale, 2 wrong usage"
 
@@ -23,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
     sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     c = sub.add_parser("check", help="read specs and report what is wrong, a line for each file", epilog=EXIT)
-    c.add_argument("files", nargs="*", metavar="FILE", help="TOML files or operation names (default: all of specs/ops)")
+    c.add_argument(
+        "files", nargs="*", metavar="FILE", help="TOML files or operation names (default: all of specs/ops and specs/schedules)"
+    )
     c.add_argument("--json", action="store_true", help="print {file: error or null} instead")
 
     c = sub.add_parser("list", help="one line for each operation")
@@ -57,15 +61,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    names: list[str | Path] = list(args.files) or sorted((SPECS_DIR / "ops").glob("*.toml"))
+    names: list[str | Path] = list(args.files) or [*sorted((SPECS_DIR / "ops").glob("*.toml")), *sorted(SCHEDULES.glob("*.toml"))]
     if not names:
         raise SpecError(f"{SPECS_DIR / 'ops'}: holds no operation specs (*.toml)")
     errors: dict[str, str | None] = {}
     good: list[OpSpec] = []
+    schedules: list[str] = []
     for name in names:
         try:
-            good.append(load_op(name))
-            errors[good[-1].file] = None
+            if _is_schedule(name):
+                schedules.append(_described(Path(name)))
+                errors[shown_path(Path(name))] = None
+            else:
+                good.append(load_op(name))
+                errors[good[-1].file] = None
         except SpecError as e:
             errors[str(name)] = str(e)
     bad = [e for e in errors.values() if e is not None]
@@ -74,9 +83,21 @@ def _check(args: argparse.Namespace) -> int:
     else:
         for line in bad:
             print(f"error: {line}", file=sys.stderr)
-        print(f"{len(good)} operation specs are sound, {sum(len(o.workload) for o in good)} workloads fit"
-              + (f"; {len(bad)} are wrong" if bad else ""))  # fmt: skip
+        counts = [f"{len(good)} operation specs are sound, {sum(len(o.workload) for o in good)} workloads fit"]
+        counts += [f"{len(schedules)} schedules are sound: {', '.join(schedules)}"] if schedules else []
+        counts += [f"{len(bad)} are wrong"] if bad else []
+        print("; ".join(counts))
     return 1 if bad else 0
+
+
+def _is_schedule(name: str | Path) -> bool:
+    return str(name).endswith(".toml") and "schedule" in read_toml(name)
+
+
+def _described(path: Path) -> str:
+    """`gemma3`, `gemma3-hybrid (extends gemma3)`; SpecError for a schedule that is wrong."""
+    name, bases = load_schedule(path).schedule.name, extended(path)
+    return f"{name} (extends {', '.join(bases)})" if bases else name
 
 
 def _list(args: argparse.Namespace) -> int:

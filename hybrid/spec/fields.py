@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import FieldError, nearest
@@ -17,6 +17,7 @@ AxisRole = Literal[
     "blocks", "block_size", "table", "context",
 ]  # fmt: skip
 Scalar = int | float | str
+Tag = Literal["decode", "prefill", "batch", "perf", "demo"]
 
 SCALES: dict[str, str] = {
     "abs": "what the operation makes of absolute values (|x| @ |w|.T for a matrix product)",
@@ -273,12 +274,49 @@ class Edge(Model):
 
 
 class Workload(Model):
+    """A call at a size that matters, by name: written as [[workload]], or derived from a model."""
+
     id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     bind: dict[str, int]
     attrs: dict[str, Scalar] = Field(default_factory=dict)
     dtypes: dict[str, DTypeName] = Field(default_factory=dict)
     """Tensors not named take the first dtype that fits."""
-    tags: tuple[Literal["decode", "prefill", "batch", "perf", "demo"], ...] = ()
+    tags: tuple[Tag, ...] = ()
+    _origin: str = PrivateAttr("")
+
+    @property
+    def origin(self) -> str:
+        """The key of the [[workloads]] that it is derived from; empty for one that is written out."""
+        return self._origin
+
+    def derived_from(self, key: str) -> Workload:
+        """Itself, knowing its origin."""
+        self._origin = key
+        return self
+
+
+class Variant(Model):
+    """What differs between the workloads that a model gives for one pass."""
+
+    bind: dict[str, Expr] = Field(default_factory=dict)
+    """Axis -> expression over the model's hyper-parameters (hybrid.core.hparams) and the pass's sizes. An axis that is not
+    written has the size that goes by its role."""
+    attrs: dict[str, Scalar] = Field(default_factory=dict)
+    """Expressions likewise, for attributes that are numbers."""
+    dtypes: dict[str, DTypeName] = Field(default_factory=dict)
+    passes: tuple[str, ...] | None = None
+    """Of specs/workloads.toml."""
+
+
+class Workloads(Variant):
+    """Workloads that models give: one for each model, variant and pass, called MODEL.VARIANT.PASS."""
+
+    models: tuple[str, ...] = Field(min_length=1)
+    """Patterns (`gemma3-*`) of names of specs/models, or `demo`."""
+    variants: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")], Variant] = Field(default_factory=dict)
+    """By the middle part of the id; what they say goes before what the table itself says."""
+    tags: tuple[Tag, ...] = ()
+    """Beside the pass's own, and perf or demo."""
 
 
 class Backend(Model):

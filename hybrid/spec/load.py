@@ -38,6 +38,11 @@ def load_toml(path: Path | str, model: type[M]) -> M:
 
     Raises SpecError: `specs/ops/linear.toml: outputs.y.shape[1]: what is wrong; did you mean 'N'?`
     """
+    return validate(shown_path(Path(path)), read_toml(path), model)
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """The tables of a file. SpecError (one line, beginning with the file) for one that cannot be read or is no TOML."""
     path = Path(path)
     file = shown_path(path)
     try:
@@ -47,9 +52,9 @@ def load_toml(path: Path | str, model: type[M]) -> M:
             text = stream.read(MAX_BYTES + 1).decode("utf-8")
     except FileNotFoundError:
         raise SpecError(f"{file}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, UnicodeDecodeError, ValueError) as e:
         raise SpecError(f"{file}: cannot be read: {e}") from None
-    return validate(file, parse_toml(file, text), model)
+    return parse_toml(file, text)
 
 
 def parse_toml(file: str, text: str) -> dict[str, Any]:
@@ -115,6 +120,8 @@ def _problem(e: dict[str, Any], model: type[BaseModel]) -> tuple[str, str]:
         choices = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         wanted = f"is not one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
         return key_path(loc), f"{value!r} {wanted}{_close(value, choices)}"
+    if kind == "too_long" and "max_length" in context:
+        return key_path(loc), f"has {len(value)} entries; at most {context['max_length']} are allowed"
     if kind in ("model_type", "dict_type"):
         return key_path(loc), f"expected a table, not {_toml(value)}"
     return key_path(loc), f"{e['msg'][0].lower()}{e['msg'][1:].replace('tuple', 'list')}, not {_toml(value)}"

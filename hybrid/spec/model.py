@@ -49,6 +49,17 @@ class Shape(Model):
     softcap: float
     tied: bool
 
+    def hparams(self, family: str) -> HParams:
+        """As hyper-parameters. ValueError names one that cannot be."""
+        same = self.model_dump(exclude={"global_every", "query_scale"})
+        return HParams(
+            family=family,
+            layer_is_global=tuple((i + 1) % self.global_every == 0 for i in range(self.n_layers)),
+            attention_scale=self.query_scale**-0.5,
+            embed_scale=self.hidden**0.5,
+            **same,
+        )
+
 
 class ModelSheet(Model):
     """One file of specs/models."""
@@ -59,15 +70,7 @@ class ModelSheet(Model):
 
     def hparams(self) -> HParams:
         """The model's hyper-parameters. ValueError names one that cannot be."""
-        s = self.shape
-        same = s.model_dump(exclude={"global_every", "query_scale"})
-        return HParams(
-            family=self.model.family,
-            layer_is_global=tuple((i + 1) % s.global_every == 0 for i in range(s.n_layers)),
-            attention_scale=s.query_scale**-0.5,
-            embed_scale=s.hidden**0.5,
-            **same,
-        )
+        return self.shape.hparams(self.model.family)
 
 
 @lru_cache(maxsize=1)

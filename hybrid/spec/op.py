@@ -38,6 +38,7 @@ from hybrid.spec.fields import (
     TensorSpec,
     Tolerance,
     Workload,
+    Workloads,
 )
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.opcheck import check_declaration
@@ -63,13 +64,19 @@ class OpSpec(Model):
     tolerance: dict[str, Tolerance]
     cost: Cost
     edge: Edge
-    workload: tuple[Workload, ...] = Field(min_length=1)
+    workloads: tuple[Workloads, ...] = Field((), exclude=True)
+    """How workloads follow from models; `workload` has them, before those that are written out."""
+    workload: tuple[Workload, ...] = ()
     backends: dict[BackendName, Backend]
 
     _file: str = PrivateAttr("")
 
     def model_post_init(self, context: Any) -> None:
         self._file = (context or {}).get("file", f"specs/ops/{self.op.name}.toml")
+        if self.workloads:
+            from hybrid.spec.workload import derive  # only when an operation is read: commands start without it
+
+            object.__setattr__(self, "workload", (*derive(self.workloads, self.axes, self.attributes), *self.workload))
         check_declaration(self)
 
     @field_validator("attributes", mode="after")
@@ -241,11 +248,19 @@ class OpSpec(Model):
     def dtypes(self, given: Mapping[str, str] | None = None) -> Mapping[str, str]:
         """The first valid assignment that agrees with `given`. Raises SpecError when there is none."""
         given = dict(given or {})
-        self.check_dtypes(given)
-        for choice in self._every_choice:
-            if all(choice[t] == d for t, d in given.items()):
-                return choice
-        raise self._error("dtype_rules", f"no assignment of dtypes agrees with {given}")
+        key = tuple(sorted(given.items()))
+        if key not in self._first_choice:
+            self.check_dtypes(given)
+            choice = next((c for c in self._every_choice if all(c[t] == d for t, d in given.items())), None)
+            if choice is None:
+                raise self._error("dtype_rules", f"no assignment of dtypes agrees with {given}")
+            self._first_choice[key] = choice
+        return self._first_choice[key]
+
+    @cached_property
+    def _first_choice(self) -> dict[tuple[tuple[str, str], ...], Mapping[str, str]]:
+        """What `dtypes` has found: the workloads of an operation ask for the same few."""
+        return {}
 
     def tolerance_of(self, tensor: str, dtype: str) -> Tolerance:
         """How an output, state or scratch tensor of `dtype` is judged. Raises SpecError where none is declared."""

@@ -163,11 +163,14 @@ def _backends(spec: OpSpec) -> None:
 
 
 def _workloads(spec: OpSpec) -> None:
+    if not spec.workload:
+        raise FieldError("workloads", "none is given; add [[workloads]] for models, or [[workload]]")
     seen: set[str] = set()
+    derived = sum(bool(w.origin) for w in spec.workload)
     for i, w in enumerate(spec.workload):
-        key = f"workload[{i}]"
+        key = w.origin or f"workload[{i - derived}]"
         if w.id in seen:
-            raise FieldError(f"{key}.id", f"{w.id!r} is used twice; choose another")
+            raise FieldError(key if w.origin else f"{key}.id", f"{w.id!r} is used twice; choose another")
         seen.add(w.id)
         try:
             spec.check(w.bind, w.attrs, spec.dtypes(w.dtypes))

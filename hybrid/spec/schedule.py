@@ -1,32 +1,35 @@
 """Schedules: a model family as data. Which operation runs in which layers and phases, on which device, with what
-activation precision. A schedule names things; hybrid.planning.planner binds it to a checkpoint and checks every edge."""
+activation precision. A schedule names things; hybrid.planning.planner binds it to a checkpoint and checks every edge.
+
+A file with `extends` is another schedule with its steps placed (hybrid.spec.placement): once read, a schedule like any."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS
 from hybrid.spec.expr import Expr
-from hybrid.spec.load import Model, load_toml
+from hybrid.spec.load import Model, read_toml, shown_path, validate
+from hybrid.spec.placement import MOST, Placement, placed
+from hybrid.spec.step import Phase, StepSpec, Text, When
 
 SCHEDULES = SPECS / "schedules"
 
-Phase = Literal["prefill", "decode"]
 Act = Literal["f32", "f16", "q8_act"]
 Capability = Literal["f16_matrices"]
 """What a device may have that changes which precision pays: f16_matrices = subgroups multiply 16x16 f16 matrices."""
 CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 FEW_ROWS = 4
 """Rows of a decode pass up to which reading the weights is all that takes time; with more it is a batch."""
-When = Literal["first", "last", "local", "global", "any"]
-Text = Annotated[str, Field(min_length=1)]
 
 
 class Head(Model):
@@ -87,56 +90,33 @@ class Declared(Model):
         return value
 
 
-class StepSpec(Model):
-    """One operation of the figure."""
+class Tables(Model):
+    """What a schedule has, and what one that extends it may add to."""
 
-    name: Text
-    op: Text
-    args: dict[str, str] = Field(default_factory=dict)
-    """Operation's tensor name -> tensor; one that is not written has the tensor of its own name."""
-    attrs: dict[str, Expr] = Field(default_factory=dict)
-    act: dict[str, str] = Field(default_factory=dict)
-    """Matrix input -> f32, f16, q8_act, or auto:ARG = what the profile gives for the dtype of weight ARG."""
     axes: dict[str, Expr] = Field(default_factory=dict)
-    """Axes of the operation that are not the family's of the same letter."""
-    device: Text = "main"
-    extent: Literal["rows", "outs"] = "rows"
-    phase: Phase | None = None
-    """Only in this phase; None: in both."""
-    when: When = "any"
-    """Only in these layers."""
-
-    @field_validator("act")
-    @classmethod
-    def _validate_act(cls, value: dict[str, str]) -> dict[str, str]:
-        for name, dtype in value.items():
-            if dtype not in ACTIVATION_TYPES and not re.fullmatch(r"auto:\w+", dtype):
-                raise ValueError(f"{name} = {dtype!r}: use one of {', '.join(ACTIVATION_TYPES)} or auto:WEIGHT_ARGUMENT")
-        return value
-
-    def meets(self, other: StepSpec) -> bool:
-        """Can both run in one layer and phase?"""
-        phases = self.phase is None or other.phase is None or self.phase == other.phase
-        return phases and ("any" in (self.when, other.when) or self.when == other.when)
+    devices: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    fallback: dict[Literal["npu"], Literal["main"]] = Field(default_factory=dict)
+    """What takes over the steps of a device that is not there, or fails; without an entry that is an error."""
+    precision: dict[Literal["auto", "exact", "fast"], Precision] = Field(default_factory=dict)
+    values: dict[str, dict[When, str]] = Field(default_factory=dict)
+    fused: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    choice: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    tensors: dict[str, Declared] = Field(default_factory=dict)
+    before: tuple[StepSpec, ...] = ()
+    layer: tuple[StepSpec, ...] = ()
+    after: tuple[StepSpec, ...] = ()
 
 
-class Schedule(Model):
-    """A whole schedule file."""
+class Schedule(Tables):
+    """A whole schedule: a file, or one that extends another, together with it."""
 
     schema_: Literal[1] = Field(alias="schema")
     schedule: Head
     axes: dict[str, Expr]
     devices: dict[str, tuple[str, ...]]
-    fallback: dict[Literal["npu"], Literal["main"]] = Field(default_factory=dict)
-    """What takes over the steps of a device that is not there, or fails; without an entry that is an error."""
     precision: dict[Literal["auto", "exact", "fast"], Precision]
-    values: dict[str, dict[When, str]] = Field(default_factory=dict)
-    fused: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    choice: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     tensors: dict[str, Declared]
-    before: tuple[StepSpec, ...] = ()
     layer: tuple[StepSpec, ...]
-    after: tuple[StepSpec, ...] = ()
 
     @field_validator("devices")
     @classmethod
@@ -161,6 +141,15 @@ class Schedule(Model):
                     raise ValueError(f"two steps are named {step.name!r} in the same layers and phase")
         return self
 
+    @property
+    def elsewhere(self) -> dict[str, list[str]]:
+        """Device -> its steps (`blk.{l}.ffn`, `blk.{l}.ffn (prefill)`), for the devices other than `main`."""
+        found: dict[str, list[str]] = {}
+        for step in (*self.before, *self.layer, *self.after):
+            if step.device != "main":
+                found.setdefault(step.device, []).append(step.name + (f" ({step.phase})" if step.phase else ""))
+        return found
+
     def chain(self, device: str) -> tuple[str, ...]:
         """Devices to try, in order, for a --device choice: a chain's name, or one device such as vulkan:1."""
         if device in self.devices:
@@ -170,9 +159,94 @@ class Schedule(Model):
         raise ValueError(f"unknown device {device!r}: use {', '.join(self.devices)} or vulkan:NUMBER")
 
 
+class ExtensionHead(Model):
+    """[schedule] of a file that extends another: its own name and summary, and what that one leaves open."""
+
+    name: Text
+    summary: Text
+    family: Text | None = None
+    source: str | None = None
+    pipeline: Literal[1, 2] | None = None
+    residual: Text | None = None
+
+
+class Extension(Tables):
+    """A file that extends another schedule: what it adds, and where the other's steps go."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    extends: Text
+    """A shipped schedule's name, or a path ending in .toml that begins at this file's folder."""
+    schedule: ExtensionHead
+    placement: tuple[Placement, ...] = Field((), max_length=MOST)
+
+
 def load_schedule(path: str | Path) -> Schedule:
-    """Read a schedule file; SpecError (one line) names the file, the key and the fix."""
-    return load_toml(Path(path), Schedule)
+    """Read a schedule file, with those that it extends; SpecError (one line) names the file, the key and the fix."""
+    return read_schedule(shown_path(Path(path)), read_toml(path), Path(path))
+
+
+def read_schedule(file: str, tables: dict[str, Any], path: Path, chain: tuple[Path, ...] = ()) -> Schedule:
+    """The tables of a schedule file. `file`: the path as users know it; chain: the files that led to this one."""
+    if "extends" not in tables:
+        return validate(file, tables, Schedule)
+    extension, chain = validate(file, tables, Extension), (*chain, path.resolve())
+    other = _extended(file, extension.extends, path)
+    if other.resolve() in chain:
+        circle = " -> ".join(shown_path(p) for p in (*chain[chain.index(other.resolve()) :], other))
+        raise SpecError(f"{file}: extends: goes in a circle ({circle}); one of them must be whole")
+    base = read_schedule(shown_path(other), read_toml(other), other, chain)
+    try:
+        return validate(file, _joined(extension, base, shown_path(other)), Schedule)
+    except FieldError as e:
+        raise SpecError(f"{file}: {e.key}: {e.message}") from None
+
+
+def extended(path: str | Path) -> list[str]:
+    """The names of the schedules that a sound file extends, the nearest first; empty for a whole one."""
+    found: list[str] = []
+    path = Path(path)
+    while "extends" in (tables := read_toml(path)):
+        path = _extended(shown_path(path), tables["extends"], path)
+        found.append(path.stem)
+    return found
+
+
+def _extended(file: str, name: str, path: Path) -> Path:
+    """The file that `extends = name` of a file means."""
+    if name.endswith(".toml"):
+        if not os.path.isfile(path.parent / name):  # False for a name that no file can have, too
+            raise SpecError(f"{file}: extends: there is no file {name!r} from here; give its path, or a shipped schedule's name")
+        return path.parent / name
+    known = sorted(p.stem for p in SCHEDULES.glob("*.toml"))
+    if name not in known:
+        raise SpecError(f"{file}: extends: no shipped schedule is called {name!r}{nearest(name, known)}")
+    return SCHEDULES / f"{name}.toml"
+
+
+def _joined(extension: Extension, base: Schedule, base_file: str) -> dict[str, Any]:
+    """The fields of both; FieldError for one that both set."""
+
+    def twice(key: str) -> FieldError:
+        return FieldError(key, f"{base_file} sets it too, and what it extends stays as it is; remove one of the two")
+
+    head = {key: getattr(base.schedule, key) for key in base.schedule.model_fields_set}
+    for key in sorted(extension.schedule.model_fields_set):
+        if key in head and key not in ("name", "summary"):
+            raise twice(f"schedule.{key}")
+        head[key] = getattr(extension.schedule, key)
+    whole: dict[str, Any] = {"schema": base.schema_, "schedule": head}
+    for key in Tables.model_fields:
+        ours, theirs = getattr(extension, key), getattr(base, key)
+        if isinstance(ours, dict):
+            for name in ours:
+                if name in theirs:
+                    raise twice(f"{key}.{name}")
+            whole[key] = {**theirs, **ours}
+        elif ours and theirs:
+            raise twice(key)
+        else:
+            whole[key] = ours or theirs
+    return whole | placed({key: whole[key] for key in ("before", "layer", "after")}, extension.placement)
 
 
 def named_schedule(name: str | Path) -> Schedule:

@@ -1,0 +1,58 @@
+"""One step of a schedule: an operation, what it reads and writes, where, in which phase and layers."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from hybrid.core.dtypes import ACTIVATION_TYPES
+from hybrid.spec.expr import Expr
+from hybrid.spec.load import Model
+
+Phase = Literal["prefill", "decode"]
+When = Literal["first", "last", "local", "global", "any"]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class StepSpec(Model):
+    """One operation of the figure."""
+
+    name: Text
+    op: Text
+    args: dict[str, str] = Field(default_factory=dict)
+    """Operation's tensor name -> tensor; one that is not written has the tensor of its own name."""
+    attrs: dict[str, Expr] = Field(default_factory=dict)
+    act: dict[str, str] = Field(default_factory=dict)
+    """Matrix input -> f32, f16, q8_act, or auto:ARG = what the profile gives for the dtype of weight ARG."""
+    axes: dict[str, Expr] = Field(default_factory=dict)
+    """Axes of the operation that are not the family's of the same letter."""
+    device: Text = "main"
+    extent: Literal["rows", "outs"] = "rows"
+    phase: Phase | None = None
+    """Only in this phase; None: in both."""
+    when: When = "any"
+    """Only in these layers."""
+
+    @field_validator("act")
+    @classmethod
+    def _validate_act(cls, value: dict[str, str]) -> dict[str, str]:
+        return checked_act(value)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return ("prefill", "decode") if self.phase is None else (self.phase,)
+
+    def meets(self, other: StepSpec) -> bool:
+        """Can both run in one layer and phase?"""
+        phases = self.phase is None or other.phase is None or self.phase == other.phase
+        return phases and ("any" in (self.when, other.when) or self.when == other.when)
+
+
+def checked_act(value: dict[str, str]) -> dict[str, str]:
+    """`act` of a step as given; ValueError for a type that no matrix input has."""
+    for name, dtype in value.items():
+        if dtype not in ACTIVATION_TYPES and not re.fullmatch(r"auto:\w+", dtype):
+            raise ValueError(f"{name} = {dtype!r}: use one of {', '.join(ACTIVATION_TYPES)} or auto:WEIGHT_ARGUMENT")
+    return value
