@@ -1,4 +1,4 @@
-"""One replacement in a source file: what saboteurs of kernels (mutate.py) and of host code (hosts.py) are made by."""
+"""One replacement in a source file: what mutants of kernels (mutate.py) and of host code (hosts.py) are made by."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ else:
     import tomli as tomllib
 
 
-class StaleSaboteur(ValueError):
-    """A saboteur that does not fit the source any more."""
+class StaleMutant(ValueError):
+    """A mutant that does not fit the source any more."""
 
 
 def edited(path: Path, find: str, replace: str, label: str) -> str:
-    """The file's text with `find`, which must occur once, replaced. StaleSaboteur names the saboteur, `label`."""
+    """The file's text with `find`, which must occur once, replaced. StaleMutant names the mutant, `label`."""
     text = path.read_text()
     if text.count(find) != 1:
-        raise StaleSaboteur(f"{label}: {find!r} occurs {text.count(find)} times in {path.name}, not once: renew the saboteur")
+        raise StaleMutant(f"{label}: {find!r} occurs {text.count(find)} times in {path.name}, not once: renew the mutant")
     return text.replace(find, replace)
 
 
 def tables(path: Path) -> Mapping[str, list[dict[str, Any]]]:
-    """The tables of a file of saboteurs."""
+    """The tables of a file of mutants."""
     return tomllib.loads(path.read_text())

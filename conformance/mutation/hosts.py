@@ -1,10 +1,10 @@
-"""Saboteurs of host code: a module of hybrid/ with one piece of its text replaced. Named tests must fail with it.
+"""Mutants of host code: a module of hybrid/ with one piece of its text replaced. Named tests must fail with it.
 
-saboteurs/host/<group>.toml holds tables [[mutant]] with
+mutants/host/<group>.toml holds tables [[mutant]] with
 
     name     what is broken
     file     from the project's root
-    find     text that occurs exactly once in it; else the saboteur is stale, which is an error
+    find     text that occurs exactly once in it; else the mutant is stale, which is an error
     replace  what it becomes
     tests    of which one must fail: names as pytest gives them, from conformance/ on
 
@@ -50,7 +50,7 @@ class Mutant:
         return ROOT / self.file
 
     def mutated(self) -> str:
-        """The file's text with the replacement made. Raises StaleSaboteur."""
+        """The file's text with the replacement made. Raises StaleMutant."""
         return edited(self.path, self.find, self.replace, self.label)
 
 

@@ -1,11 +1,11 @@
-"""Saboteurs: the shipped kernels with one piece of source text replaced. Each must make a conformance case fail.
+"""Mutants: the shipped kernels with one piece of source text replaced. Each must make a conformance case fail.
 
-saboteurs/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the NumPy device), [[npu]] (the NPU's operations) and
+mutants/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the NumPy device), [[npu]] (the NPU's operations) and
 [[aie]] (the NPU's tile kernels, run by test_npu_kernels.py; options.kernel names the source file that is run) with
 
     name     what is broken
     file     in kernels/vulkan/shaders, kernels/vulkan/ops, kernels/oracle, kernels/npu or kernels/npu/aie
-    find     text that occurs exactly once in it; else the saboteur is stale, which is an error
+    find     text that occurs exactly once in it; else the mutant is stale, which is an error
     replace  what it becomes
     needs    capability of the device that chooses the mutated kernel; without it there is nothing to catch
     case     how the case differs from the operation's usual one: bind, dtypes, attrs, kinds, style, scale, mode, seed,
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.mutation.edits import StaleSaboteur, edited, tables
+from conformance.mutation.edits import StaleMutant, edited, tables
 from conformance.support.paths import MUTANTS, ROOT
 from hybrid.harness.cases import Case
 from hybrid.harness.fixed import variant
@@ -41,7 +41,7 @@ FOLDERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Saboteur:
+class Mutant:
     op: str
     kind: str
     """shader, binding, oracle, npu or aie"""
@@ -61,39 +61,39 @@ class Saboteur:
         return FOLDERS[self.kind] / self.file
 
     def mutated(self) -> str:
-        """The file's text with the replacement made. Raises StaleSaboteur."""
-        return edited(self.path, self.find, self.replace, f"saboteurs/{self.op}.toml: {self.name}")
+        """The file's text with the replacement made. Raises StaleMutant."""
+        return edited(self.path, self.find, self.replace, f"mutants/{self.op}.toml: {self.name}")
 
 
-def load(folder: Path = MUTANTS) -> Iterator[Saboteur]:
-    """All saboteurs, by file and kind."""
+def load(folder: Path = MUTANTS) -> Iterator[Mutant]:
+    """All mutants, by file and kind."""
     for path in sorted(folder.glob("*.toml")):
         found = tables(path)
         if unknown := found.keys() - FOLDERS.keys():
-            raise StaleSaboteur(f"{path.name}: unknown tables {sorted(unknown)}; known: {', '.join(FOLDERS)}")
+            raise StaleMutant(f"{path.name}: unknown tables {sorted(unknown)}; known: {', '.join(FOLDERS)}")
         for kind, entries in found.items():
             for entry in entries:
-                yield Saboteur(path.stem, kind, **entry)
+                yield Mutant(path.stem, kind, **entry)
 
 
-def case_of(saboteur: Saboteur, spec: OpSpec) -> Case:
+def case_of(mutant: Mutant, spec: OpSpec) -> Case:
     """The case that must fail."""
-    given = dict(saboteur.case)
+    given = dict(mutant.case)
     bind, dtypes, attrs = (given.pop(k, {}) for k in ("bind", "dtypes", "attrs"))
     given.pop("options", None)
     case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes(dtypes), given.pop("seed", 0), frozenset(bind))
     return replace(case, attrs={**case.attrs, **attrs}, **given)
 
 
-def mutated_function(saboteur: Saboteur, of: str) -> Callable[..., Any]:
+def mutated_function(mutant: Mutant, of: str) -> Callable[..., Any]:
     """`of` (an operation's function, or `record`) of a mutated Python file.
 
     A shared module (its name starts with _) stands in for the shipped one while the operation's own file is read."""
-    module = _execute(saboteur.path, saboteur.mutated())
-    if not saboteur.file.startswith("_"):
+    module = _execute(mutant.path, mutant.mutated())
+    if not mutant.file.startswith("_"):
         return getattr(module, of)
-    own = saboteur.path.with_name(f"{saboteur.op}.py")
-    if not own.exists():  # of a run of operations
+    own = mutant.path.with_name(f"{mutant.op}.py")
+    if not own.exists():  # of a fused group
         return getattr(module, of)
     kept = sys.modules[module.__name__]
     sys.modules[module.__name__] = module
@@ -103,22 +103,22 @@ def mutated_function(saboteur: Saboteur, of: str) -> Callable[..., Any]:
         sys.modules[module.__name__] = kept
 
 
-def mutated_spirv(saboteur: Saboteur, kernels: set[str], folder: Path) -> Path:
+def mutated_spirv(mutant: Mutant, kernels: set[str], folder: Path) -> Path:
     """A folder of SPIR-V in which those of `kernels` that use the mutated shader are built from it."""
     from hybrid.kernels.vulkan.build import build
     from hybrid.kernels.vulkan.kernel import SPIRV
 
     source, out = folder / "shaders", folder / "spirv"
     shutil.copytree(FOLDERS["shader"], source)
-    (source / saboteur.file).write_text(saboteur.mutated())
+    (source / mutant.file).write_text(mutant.mutated())
     out.mkdir()
     for name in kernels | {"grid"}:
         shutil.copy(SPIRV / f"{name}.spv", out)
     shutil.copy(SPIRV / "manifest.json", out)
     built = [m for name in sorted(kernels) for m in build(source, out, only=name)]
     if not built:
-        raise StaleSaboteur(f"saboteurs/{saboteur.op}.toml: {saboteur.name}: none of {sorted(kernels)}, which the case runs, "
-                            f"uses {saboteur.file}")  # fmt: skip
+        raise StaleMutant(f"mutants/{mutant.op}.toml: {mutant.name}: none of {sorted(kernels)}, which the case runs, "
+                          f"uses {mutant.file}")  # fmt: skip
     return out
 
 

@@ -1,4 +1,4 @@
-"""Each saboteur of host code, a module of hybrid/ with one piece of its text replaced, makes a named test fail."""
+"""Each mutant of host code, a module of hybrid/ with one piece of its text replaced, makes a named test fail."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def test_caught(group: str) -> None:
     assert not wrong, f"mutants/host/{group}.toml: not caught by their tests: {wrong}"
 
 
-def test_every_part_of_the_host_has_saboteurs() -> None:
+def test_every_part_of_the_host_has_mutants() -> None:
     mutated = {m.file for group in groups() for m in load(group)}
     engine = ("engine", "kv", "session", "sampling", "chunks", "stats", "loading", "weights", "teacher_forcing", "streams")
     parts = {"model", "text/stops", "text/tokenizer", "planning/passes", "spec/cost", "checkpoint/assemble"}
     parts |= {f"engine/{p}" for p in engine} | {"convert/shards", "convert/blocks"}
     missing = sorted(f"hybrid/{p}.py" for p in parts if f"hybrid/{p}.py" not in mutated)
-    assert not missing, f"no saboteur in conformance/mutation/mutants/host mutates {', '.join(missing)}"
+    assert not missing, f"no mutant in conformance/mutation/mutants/host mutates {', '.join(missing)}"

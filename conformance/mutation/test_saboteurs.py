@@ -1,4 +1,4 @@
-"""Each saboteur, a mutation of a shipped kernel, makes a conformance case fail that the sound kernel passes."""
+"""Each mutant, a mutation of a shipped kernel, makes a conformance case fail that the sound kernel passes."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from typing import Any
 
 import pytest
 
-from conformance.mutation.mutate import Saboteur, case_of, load, mutated_function, mutated_spirv
+from conformance.mutation.mutate import Mutant, case_of, load, mutated_function, mutated_spirv
 from conformance.support.devices import GUARD, OP_BACKENDS, Devices, need_compiler, open_backend, spy_kernels
 from hybrid.harness import run_case
 from hybrid.harness.compare import Disagreement
 from hybrid.spec import load_ops
 
 SPECS = load_ops()
-SABOTEURS = [s for s in load() if s.kind != "aie"]  # tile kernels have a harness of their own
+MUTANTS = [s for s in load() if s.kind != "aie"]  # tile kernels have a harness of their own
 
 
-def _device(saboteur: Saboteur, kernels: set[str], options: dict[str, Any], folder: Path) -> Any:
-    if saboteur.kind == "oracle":
-        return open_backend("cpu", overrides={saboteur.op: mutated_function(saboteur, saboteur.op)}, **options)
-    if saboteur.kind == "npu":
+def _device(mutant: Mutant, kernels: set[str], options: dict[str, Any], folder: Path) -> Any:
+    if mutant.kind == "oracle":
+        return open_backend("cpu", overrides={mutant.op: mutated_function(mutant, mutant.op)}, **options)
+    if mutant.kind == "npu":
         device = open_backend("npu", **options)
-        device.functions[saboteur.op] = functools.partial(mutated_function(saboteur, saboteur.op), device)
+        device.functions[mutant.op] = functools.partial(mutated_function(mutant, mutant.op), device)
         return device
-    if saboteur.kind == "shader":
-        return open_backend("vulkan", spirv=mutated_spirv(saboteur, kernels, folder), **options)
+    if mutant.kind == "shader":
+        return open_backend("vulkan", spirv=mutated_spirv(mutant, kernels, folder), **options)
     from hybrid.kernels.vulkan.ops import BINDINGS
 
-    return open_backend("vulkan", bindings={**BINDINGS, saboteur.op: mutated_function(saboteur, "record")}, **options)
+    return open_backend("vulkan", bindings={**BINDINGS, mutant.op: mutated_function(mutant, "record")}, **options)
 
 
-@pytest.mark.parametrize("saboteur", [pytest.param(s, id=f"{s.op}-{s.kind}-{s.name}") for s in SABOTEURS])
-def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if saboteur.kind == "shader":
+@pytest.mark.parametrize("mutant", [pytest.param(s, id=f"{s.op}-{s.kind}-{s.name}") for s in MUTANTS])
+def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutant.kind == "shader":
         need_compiler()
-    spec, case = SPECS[saboteur.op], case_of(saboteur, SPECS[saboteur.op])
-    options = {"guard": GUARD, **saboteur.case.get("options", {})}
-    sound = devices.get(saboteur.backend, **options)
-    if saboteur.needs and not sound.has(saboteur.needs):
-        pytest.skip(f"{sound.name} lacks {saboteur.needs}: it never runs this kernel")
+    spec, case = SPECS[mutant.op], case_of(mutant, SPECS[mutant.op])
+    options = {"guard": GUARD, **mutant.case.get("options", {})}
+    sound = devices.get(mutant.backend, **options)
+    if mutant.needs and not sound.has(mutant.needs):
+        pytest.skip(f"{sound.name} lacks {mutant.needs}: it never runs this kernel")
     chosen: set[str] = set()
-    if saboteur.backend == "vulkan":
+    if mutant.backend == "vulkan":
         chosen = spy_kernels(sound, monkeypatch)
     run_case(spec, sound, case)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # mutants do not belong in the pipeline cache
-    device = _device(saboteur, chosen, options, tmp_path)
+    device = _device(mutant, chosen, options, tmp_path)
     try:
         with pytest.raises(Disagreement):
             run_case(spec, device, case)
@@ -55,15 +55,15 @@ def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatc
         device.close()
 
 
-def test_every_operation_has_saboteurs() -> None:
+def test_every_operation_has_mutants() -> None:
     """At least two for each operation and backend; for Vulkan one in a shader and one in a binding."""
-    kinds = collections.Counter((s.op, s.kind) for s in SABOTEURS)
+    kinds = collections.Counter((s.op, s.kind) for s in MUTANTS)
     for op, spec in SPECS.items():
         supported = [b for b in OP_BACKENDS if spec.backends[b].status == "supported"]
         if "cpu" in supported:
-            assert kinds[op, "oracle"] >= 2, f"saboteurs/{op}.toml needs two [[oracle]] tables"
+            assert kinds[op, "oracle"] >= 2, f"mutants/{op}.toml needs two [[oracle]] tables"
         if "npu" in supported:
-            assert kinds[op, "npu"], f"saboteurs/{op}.toml needs an [[npu]] table"
+            assert kinds[op, "npu"], f"mutants/{op}.toml needs an [[npu]] table"
         if "vulkan" in supported:
             for kind in ("shader", "binding"):
-                assert kinds[op, kind], f"saboteurs/{op}.toml needs a [[{kind}]] table"
+                assert kinds[op, kind], f"mutants/{op}.toml needs a [[{kind}]] table"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from conformance.mutation.mutate import FOLDERS, Saboteur, case_of, load
+from conformance.mutation.mutate import FOLDERS, Mutant, case_of, load
 from conformance.npu.tiles import RUNS, Kernels
 from conformance.ops.strategies import cases
 from conformance.support.profile import LONG
@@ -272,7 +272,7 @@ def test_layouts_are_undone() -> None:
         tiled(x, 5, 8)
 
 
-def mutant(saboteur: Saboteur, folder: Path) -> Kernels:
+def mutant(saboteur: Mutant, folder: Path) -> Kernels:
     """The kernels with one file changed; its headers lie beside the sources."""
     for path in [*AIE.glob("*.cc"), *AIE.glob("*.h")]:
         shutil.copy(path, folder)
@@ -281,7 +281,7 @@ def mutant(saboteur: Saboteur, folder: Path) -> Kernels:
 
 
 @pytest.mark.parametrize("saboteur", [pytest.param(s, id=f"{s.case['options']['kernel']}-{s.name}") for s in SABOTEURS])
-def test_mutants_are_caught(saboteur: Saboteur, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_are_caught(saboteur: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = saboteur.case["options"]["kernel"]
     op, run = RUNS[file]
     assert saboteur.op == op

@@ -1,4 +1,4 @@
-"""Products on matrix units whose tiles do not fill a device: K is cut, and each part is added up once."""
+"""Products on matrix units whose tiles do not fill a device: split-K, and each split is added up once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid.harness.cases import Case
 from hybrid.harness.fixed import variant
 from hybrid.harness.inputs import make
 from hybrid.harness.sizes import base_bind
-from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_PARTS, TILES, TYPES, cut
+from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_SPLITS, TILES, TYPES, split_k
 from hybrid.spec import load_op
 
 
@@ -29,19 +29,19 @@ from hybrid.spec import load_op
         ((11, 336, 84), 132, (336, 1)),  # 28 times the device
         ((1, 336, 84), 0, (336, 1)),
         ((1, 5, 2), 264, (0, 2)),  # no more parts than stages
-        ((1, 1, 999), 264, (0, MOST_PARTS)),
+        ((1, 1, 999), 264, (0, MOST_SPLITS)),
         ((7, 3, 9), 24, (3, 1)),  # 21 tiles of 24: too many to be cut
     ],
 )
 def test_the_tiles_that_do_not_fill_a_device_are_cut(shape, groups, found):
-    assert cut(*shape, groups, 10**6) == found
+    assert split_k(*shape, groups, 10**6) == found
 
 
 def test_what_is_cut_takes_fewer_stages_and_no_tile_is_lost():
     for down, columns, groups in itertools.product(range(1, 13), range(1, 90), (24, 132, 264)):
-        whole, parts = cut(down, columns, 50, groups, 10**6)
+        whole, parts = split_k(down, columns, 50, groups, 10**6)
         rest = (columns - whole) * down
-        assert 0 <= whole <= columns and 1 <= parts <= MOST_PARTS
+        assert 0 <= whole <= columns and 1 <= parts <= MOST_SPLITS
         assert (parts > 1) == (rest > 0)
         if rest:
             assert whole * down <= down * columns // groups * groups

@@ -31,7 +31,7 @@ ELSEWHERE = [
     ("decode_attention.*.1x16", range(16, 65), "as above"),
     ("probe_*", range(0, 65), "the bench's ceilings, no operation: test_bench.py runs them"),
     ("flash_attention.*", range(0, 32), "for matrix units, in subgroups of 32"),
-    ("layer.*", range(0, 65), "no single operation: test_runs.py runs them"),
+    ("layer.*", range(0, 65), "no single operation: test_groups.py runs them"),
     ("sample.1024", range(0, 32), "32 narrow subgroups do not make 1024 threads"),
 ]
 

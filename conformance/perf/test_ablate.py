@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,10 @@ from conformance.support.models import MODELS
 from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.errors import SpecError
+from hybrid.kernels.vulkan.ops.decode_attention import DEFAULT, shape
+from hybrid.kernels.vulkan.tuning import Tuning, space
 from hybrid.perf import ablate
-from hybrid.perf.ablate.switches import Switch, Switches, find_switch, load_switches
+from hybrid.perf.ablate.switches import Override, Switch, Switches, find_switch, load_switches, tuning_without
 from hybrid.perf.gate import gated
 
 pytestmark = pytest.mark.slow
@@ -27,7 +30,7 @@ def device():
 
 
 @pytest.fixture(scope="module")
-def whole(device):
+def baseline(device):
     with open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint, ablate.opened(checkpoint, device, [], 8, 24) as made:
         yield made
 
@@ -41,16 +44,16 @@ def text(made, step):
     return made.token(0, made.positions[0] + 1, made.submit_decode((0,))), made.device.read("history").array[0, 9:25].tolist()
 
 
-@pytest.mark.parametrize("name", [s.name for s in load_switches().values() if not (s.profile or s.constant)])
-def test_every_way_to_decode_gives_the_same_tokens(whole, name):
+@pytest.mark.parametrize("name", [s.name for s in load_switches().values() if not (s.profile or s.tuning)])
+def test_every_way_to_decode_gives_the_same_tokens(baseline, name):
     """Sampling is greedy: choosing on the host, recording anew or cutting weights apart changes no id."""
     switch = find_switch(name)
-    step = ablate.DRIVES[switch.engine][1] if switch.engine else ablate.program_without(whole, [switch])
-    last, ids = text(whole, ablate.on_device)
+    step = ablate.DRIVES[switch.engine][1] if switch.engine else ablate.program_without(baseline, [switch])
+    last, ids = text(baseline, ablate.on_device)
     assert len(set(ids)) > 3
-    assert text(whole, step) == (last, ids)
+    assert text(baseline, step) == (last, ids)
     if switch.engine:
-        assert text(whole, ablate.DRIVES[switch.engine][0]) == (last, ids)
+        assert text(baseline, ablate.DRIVES[switch.engine][0]) == (last, ids)
 
 
 def test_the_command_measures_what_it_is_asked(device, capsys):
@@ -65,24 +68,48 @@ def test_the_command_measures_what_it_is_asked(device, capsys):
     assert "fused-ffn" in capsys.readouterr().err
 
 
-def test_a_worth_is_told_beside_a_whole_without_what_cannot_stay(device, monkeypatch):
+def test_a_speed_up_is_measured_on_plans_without_what_cannot_stay(device, monkeypatch):
     """Both sides are then compiled without it; the other side without the switch as well."""
     compiled = []
     real = ablate.program_without
-    monkeypatch.setattr(
-        ablate, "program_without", lambda made, gone: (compiled.append([s.name for s in gone]), real(made, gone))[1]
-    )
+    monkeypatch.setattr(ablate, "program_without", lambda made, off: (compiled.append([s.name for s in off]), real(made, off))[1])
     shape = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
     with shape as checkpoint, ablate.Ablation(checkpoint, device, 16, 4, 1) as ablation:
-        found = ablation.worth([find_switch("fused-qkv")], "fused-qkv")
+        found = ablation.speed_up([find_switch("fused-qkv")], "fused-qkv")
     assert compiled[-2:] == [["layer-in-one"], ["fused-qkv", "layer-in-one"]]
     assert found.summary.endswith("both sides without layer-in-one")
     with pytest.raises(ValueError, match="no optimisation is called 'layer-in-two'"):
         Switches(schema=1, switch=(Switch(name="a", summary="", engine="host_sampling", beside=("layer-in-two",)),))
 
 
+@pytest.mark.parametrize("name", [s.name for s in load_switches().values() if s.tuning])
+def test_a_switch_of_the_tuning_table_changes_what_plans_ask_and_is_undone(name):
+    """What the switched plan asks for is the override, whatever the table says; afterwards it is the table's again."""
+    override, tuning = find_switch(name).tuning, Tuning("nvidia")
+    declared = space().named(override.family)
+    default = {key: values[0] for key, values in declared.candidates.items()}
+    facts = dict.fromkeys(declared.facts, 1)
+    before = tuning.choose(override.family, default, **facts)
+    with tuning_without([find_switch(name)], tuning):
+        assert tuning.choose(override.family, default, **facts) == before | override.use
+    assert tuning.choose(override.family, default, **facts) == before
+
+
+def test_one_kv_split_is_what_the_switch_of_split_attention_asks_for():
+    """For any number of rows and heads, whatever the rest of the table says."""
+    (groups,) = find_switch("split-attention").tuning.use.values()
+    for rows, heads, kv_heads in ((1, 1, 1), (1, 32, 16), (8, 4, 1)):
+        made = [shape(rows, heads, kv_heads, 128, 2, 8192, 32, 32, 49152, {**DEFAULT, "groups": g}) for g in (528, groups)]
+        assert made[0].splits > 1 and made[1] == replace(made[0], splits=1)
+
+
 def test_a_switch_says_exactly_one_thing():
     with pytest.raises(ValueError, match="exactly one"):
         Switch(name="nothing", summary="")
+    for use, says in (({"workgroup": 0}, "did you mean 'workgroups'"), ({"workgroups": 7}, "7 is no candidate of layer")):
+        with pytest.raises(ValueError, match=says):
+            Switch(name="a", summary="", tuning=Override(family="layer", use=use))
+    with pytest.raises(ValueError, match="no family 'layers'; did you mean 'layer'"):
+        Switch(name="a", summary="", tuning=Override(family="layers", use={"workgroups": 0}))
     with pytest.raises(SpecError, match="no optimisation"):
         find_switch("x")

@@ -11,7 +11,7 @@ from conformance.support.devices import without_vulkan
 from hybrid.core.errors import SpecError
 from hybrid.engine.engine import Engine
 from hybrid.perf import gate
-from hybrid.perf.ablate.switches import bindings_without, constants_without, find_switch, load_switches
+from hybrid.perf.ablate.switches import bindings_without, find_switch, load_switches, tuning_without
 from hybrid.perf.gate import gated, ratios
 
 pytestmark = pytest.mark.slow
@@ -235,7 +235,7 @@ def test_switches_change_what_they_say_and_nothing_else():
     for name in ("fused-qkv", "fused-ffn"):
         with gated.small_engine(bindings=bindings_without([find_switch(name)])) as made:
             assert (made.prefill({0: [2, 3, 4, 5]}), made.decode(6)) == whole
-    with constants_without(list(load_switches().values())), gated.small_engine() as made:
+    with gated.small_engine() as made, tuning_without(list(load_switches().values()), made.device.tuning):
         assert (made.prefill({0: [2, 3, 4, 5]}), made.decode(6)) == whole
     with pytest.raises(SpecError, match="fused-qkv"):
         find_switch("fused-qvk")

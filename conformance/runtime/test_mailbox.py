@@ -1,6 +1,5 @@
-"""What workgroups publish to one another while they run (mailbox.slang): a layer in one dispatch makes the text of separate
-steps, what was published is cleared when all have read it, and where something never is, a wait's bound ends the pass, not the
-text."""
+"""Inter-workgroup mailbox (mailbox.slang): a layer in one dispatch makes the text of separate steps, published words are cleared
+when all have read them, and where a word is never published, the bound of the wait ends the pass, not the text."""
 
 from __future__ import annotations
 
@@ -27,10 +26,10 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
 
 pytestmark = pytest.mark.slow
-SABOTEURS = {s.name: s for s in load(MUTANTS / "mailbox")}
+MAILBOX_MUTANTS = {s.name: s for s in load(MUTANTS / "mailbox")}
 SILENT = {"a row of the output product": ("layer", 1), "a block of h": ("layer", 2), "a row of the down product": ("layer", 3),
-          "a part of attention": ("attention", 1)}  # fmt: skip
-WRONG = {"a block's scales in each other's place": 4, "a row of the output product is not cleared": 5, "h is not cleared": 6,
+          "a partial result of attention": ("attention", 1)}  # fmt: skip
+WRONG = {"a block's scales exchanged": 4, "a row of the output product is not cleared": 5, "h is not cleared": 6,
          "a row of the down product is not cleared": 7}  # fmt: skip
 Mutants = Callable[[str], Any]
 Texts = dict[str, tuple[list[int], bytes]]
@@ -51,7 +50,7 @@ def texts(open_devices: Devices, checkpoint: Any) -> Texts:
 
 @pytest.fixture(scope="module")
 def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mutants]:
-    """A device with the kernels of a saboteur, by name; each is opened once."""
+    """A device with the kernels of a mutant, by name; each is opened once."""
     need_compiler()
     sound, opened = open_devices.get("vulkan"), dict[str, Any]()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
@@ -59,7 +58,7 @@ def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.Tem
         decode(sound, checkpoint, 2)
         folder, made = tmp_path_factory.mktemp("mutants"), tmp_path_factory.getbasetemp()
         made = made.parent if os.environ.get("PYTEST_XDIST_WORKER") else made
-        patch.setattr("hybrid.kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines")  # mutants are kept nowhere else
+        patch.setattr("hybrid.kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines")  # no mutant in the user's cache
 
         def of(name: str) -> Any:
             if name not in opened:
@@ -67,13 +66,13 @@ def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.Tem
                     fcntl.flock(lock, fcntl.LOCK_EX)
                     if not (made / "mailbox" / name).exists():
                         (folder / name).mkdir()
-                        spirv = mutated_spirv(SABOTEURS[name], chosen, folder / name)
+                        spirv = mutated_spirv(MAILBOX_MUTANTS[name], chosen, folder / name)
                         (made / "mailbox").mkdir(exist_ok=True)
                         shutil.copytree(spirv, folder / f"{name}.whole")
                         (folder / f"{name}.whole").rename(made / "mailbox" / name)
                 spirv = made / "mailbox" / name
                 opened[name] = closing.enter_context(open_backend("vulkan", spirv=spirv))
-                decode(opened[name], checkpoint, 1, layer=False)  # drivers compile at the first run: that is no wait
+                decode(opened[name], checkpoint, 1, layer=False)  # drivers compile at the first run: compiling is not waiting
             return opened[name]
 
         yield of

@@ -212,10 +212,10 @@ def test_sequences_that_decode_together_and_apart(fresh: Fresh) -> None:
     both(run)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_plan_on_placed_devices(device: Any, checkpoint: Any, lanes: int) -> None:
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_plan_on_placed_devices(device: Any, checkpoint: Any, in_flight: int) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
-        made = engine(PlacedDevice(device, "vulkan", {}, {}, lanes), checkpoint, slots=2)
+        made = engine(PlacedDevice(device, "vulkan", {}, {}, in_flight), checkpoint, slots=2)
         text: list[Any] = [made.prefill({0: IDS[:30]}), made.decode(3)]
         fault(made)
         made.submit_decode((0,), 3)
@@ -283,7 +283,7 @@ def test_passes_that_do_not_add_up_are_an_error(fresh: Fresh) -> None:
 
 
 def test_workgroups_that_are_not_all_running_cost_no_token(device: Any, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sound kernels, of more workgroups than a CPU driver runs at once, and on a GPU with waits of one look: passes may be void,
+    """Sound kernels, of more workgroups than a CPU driver runs at once, and on a GPU with a bound of one poll: passes may be void,
     no token is wrong."""
     texts = []
     for sound in (True, False):

@@ -23,7 +23,7 @@ NEIGHBOURS = 20
 SLACK = 10  # exact kernels in float32 reach a third of an H200's peak, the smallest dispatches far less
 FLOOR_S, CPU_FLOOR_S = 10.0, 60.0  # of a real GPU; of a CPU driver, whose threads wait for a core as others do
 CLASSES = {"discrete": (50.0, 1.0), "integrated": (20.0, 0.2), "cpu": (2.0, 0.002)}  # GB/s, TFLOPS in float32
-OTHER = CLASSES["integrated"]  # virtual devices, and what calls itself nothing
+OTHER = CLASSES["integrated"]  # virtual devices, and those of no stated kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Bounds:
             raise ValueError(f"bounds must be above 0: {self}")
 
     def seconds(self, cost: Cost) -> float:
-        """For work of this cost that nothing is queued before."""
+        """For work of this cost with nothing queued before it."""
         if self.flat is not None:
             return self.flat
         at_peak = cost.nbytes / (self.gb_s * 1e9) + cost.flops / (self.tflops * 1e12)

@@ -18,13 +18,16 @@ from typing import Any
 
 from hybrid.core.plan import Plan, TensorDecl
 from hybrid.kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
+from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes
+from hybrid.kernels.vulkan.groups import Binding
 from hybrid.kernels.vulkan.instance import DeviceInfo, list_devices
 from hybrid.kernels.vulkan.kernel import Kernel, KernelCache, most_polls
 from hybrid.kernels.vulkan.memory import MIB, Memory, Slice, align_up
-from hybrid.kernels.vulkan.pages import record_steps
+from hybrid.kernels.vulkan.ops import BINDINGS
 from hybrid.kernels.vulkan.program import Program
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.repack import Loader
+from hybrid.kernels.vulkan.steps import record_steps
 from hybrid.kernels.vulkan.store import Storage
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes, rows_of, split_rows
 from hybrid.kernels.vulkan.timeline import Queue, Submit
@@ -34,7 +37,6 @@ from hybrid.spec.cost import Cost
 
 __all__ = ["DeviceInfo", "VulkanDevice", "VulkanUnavailable", "list_devices", "open_device"]
 
-Binding = Callable[[Recorder, Any, Mapping[str, DeviceTensor]], None]
 log = logging.getLogger("hybrid.vulkan")
 _open_devices: weakref.WeakSet[VulkanDevice] = weakref.WeakSet()
 _left: list[VulkanDevice] = []  # closed while work that does not end held their objects
@@ -86,7 +88,7 @@ class VulkanDevice(Storage):
         self.polls = most_polls(q.info.kind)
         self.cores, self.shared_bytes, self.storage_buffers = limits.cores, limits.shared_bytes, limits.storage_buffers
         self.tuning = Tuning(tuning or device_class(traits(self.report, self.subgroup_size)))
-        self._bindings = bindings
+        self.bindings: Mapping[str, Binding] = BINDINGS if bindings is None else bindings
         self.programs: set[Program] = set()
         self._arena: Slice | None = None
         self._scratch: list[Slice] = []
@@ -98,7 +100,7 @@ class VulkanDevice(Storage):
                             self.report.has("memory_budget"), budget, lambda: q.pending)
             self._closing.callback(memory.close)
             super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
-            self._closing.callback(self.forget)
+            self._closing.callback(self.clear_names)
             self._kernels = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters)
             self._closing.callback(self._kernels.close)
         except BaseException:
@@ -163,8 +165,6 @@ class VulkanDevice(Storage):
             self._arena = self.memory_pool.allocate(arena_bytes, "activations")
 
     def _reserve_scratch(self, plans: Iterable[Plan]) -> None:
-        from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes  # records with the bindings, which import the recorder
-
         dry = DryDevice.like(self.report)
         dry.tuning = self.tuning
         if most := max((scratch_bytes(p, dry) for p in plans), default=0):
@@ -178,8 +178,10 @@ class VulkanDevice(Storage):
             self._scratch += fitting
         return fitting[0]
 
-    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
-        """Everything that costs: pipelines, descriptors, recording. With `profile`, times() has each step's time."""
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True,
+                bindings: Mapping[str, Binding] | None = None) -> Program:
+        """Everything expensive: pipelines, descriptors, recording. With `profile`, times() has each step's time. `bindings`:
+        of this program, instead of the device's."""
         if profile and not self.timestamp_bits:
             raise VulkanError(f"{self.name} has no timestamps on its queue; run without profiling")
         self.reserve(0 if self.guard else plan.arena_bytes)
@@ -187,7 +189,7 @@ class VulkanDevice(Storage):
         owned: list[str] = []
         try:
             tensors = {name: self._bind(plan, decl, owned) for name, decl in plan.tensors.items()}
-            record_steps(recorder, plan, tensors, self._binding)
+            record_steps(recorder, plan, tensors, lambda op: _binding(op, self.bindings if bindings is None else bindings))
         except BaseException:
             for name in owned:
                 self.drop(name)
@@ -195,15 +197,6 @@ class VulkanDevice(Storage):
         program = Program(self, plan, recorder, profile, owned)
         self._kernels.save()
         return program
-
-    def _binding(self, op: str) -> Binding:
-        if self._bindings is None:
-            from hybrid.kernels.vulkan.ops import BINDINGS  # bindings import the recorder: not at module level
-            self._bindings = BINDINGS
-        if op not in self._bindings:
-            raise VulkanError(f"the Vulkan backend has no binding for operation {op!r}; it has: "
-                              f"{', '.join(sorted(self._bindings))}")
-        return self._bindings[op]
 
     def _bind(self, plan: Plan, decl: TensorDecl, owned: list[str]) -> DeviceTensor:
         """The device tensor of a declaration: the rows it names of a stored one, or its place in the arena."""
@@ -232,7 +225,7 @@ class VulkanDevice(Storage):
     # --- running -----------------------------------------------------------------------------------------------------
 
     def submit(self, info: Submit) -> int:
-        """Submit prepared commands (Program.submit does), after the uploads that are waiting."""
+        """Submit prepared commands (Program.submit does), after the queued uploads."""
         if self.loader is not None:
             self.loader.drain()
         if self.transfer.pending:
@@ -243,7 +236,7 @@ class VulkanDevice(Storage):
         return self.submit_command_info(self.submit_info(command, 1, lambda: cost))
 
     def wait(self, ticket: int | None = None) -> None:
-        """Until that submit, or everything submitted (waiting uploads included), has finished."""
+        """Wait until that submit, or everything submitted (queued uploads included), has finished."""
         if self._queue is None:
             return
         if ticket is None:
@@ -309,7 +302,7 @@ class VulkanDevice(Storage):
 
         Waits for what was submitted, within its bound. What still runs then keeps its objects, for a driver may hang or
         crash where they are destroyed: that is logged, and they are freed when it has ended (free_left). In a process that
-        was forked from the device's own nothing is touched."""
+        was forked from the device's own nothing is released."""
         q, self._queue = self._queue, None
         if q is None:
             return
@@ -350,6 +343,12 @@ class VulkanDevice(Storage):
     def __del__(self) -> None:
         if getattr(self, "_queue", None) is not None and not sys.is_finalizing():
             self.close()
+
+
+def _binding(op: str, bindings: Mapping[str, Binding]) -> Binding:
+    if op not in bindings:
+        raise VulkanError(f"the Vulkan backend has no binding for operation {op!r}; it has: {', '.join(sorted(bindings))}")
+    return bindings[op]
 
 
 def free_left() -> None:

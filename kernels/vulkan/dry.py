@@ -13,8 +13,9 @@ from hybrid.core.plan import Plan, TensorDecl
 from hybrid.kernels.vulkan.features import Report, choose_subgroup
 from hybrid.kernels.vulkan.kernel import SPIRV, Kernel, most_polls
 from hybrid.kernels.vulkan.memory import Buffer, Slice
-from hybrid.kernels.vulkan.pages import record_steps
+from hybrid.kernels.vulkan.ops import BINDINGS
 from hybrid.kernels.vulkan.recorder import Recorder, Recording
+from hybrid.kernels.vulkan.steps import record_steps
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes
 from hybrid.kernels.vulkan.tuning import DEFAULT, Asked, Tuning, device_class, traits
 
@@ -85,8 +86,6 @@ def asked(plan: Plan, device: Any) -> list[Asked]:
 
 def record(plan: Plan, device: DryDevice) -> Recording:
     """Record a plan for a device that does not exist."""
-    from hybrid.kernels.vulkan.ops import BINDINGS
-
     tensors = {name: _tensor(decl, device.max_range) for name, decl in plan.tensors.items()}
     recorder = Recorder(device, tensors[plan.control].parts[0])
     record_steps(recorder, plan, tensors, BINDINGS.__getitem__)

@@ -120,7 +120,7 @@ _COMPONENTS = {0: "f16", 1: "f32", 2: "f64", 3: "i8", 4: "i16", 5: "i32", 6: "i6
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was asked of one physical device."""
+    """Everything queried from one physical device."""
 
     features: tuple[Feature, ...]
     extensions: tuple[Feature, ...]
@@ -247,7 +247,7 @@ def query(instance: Any, physical: Any) -> Report:
 
 
 def subgroup_fits(report: Report) -> Feature:
-    """Is the subgroup size that would be used one that the kernels are right for?"""
+    """Is the subgroup size that would be used one that the kernels support?"""
     size = choose_subgroup(report)
     return Feature("subgroups of 8, 16 or 32 lanes", size in SUBGROUPS, True, f"every kernel; here they have {size}")
 
@@ -257,7 +257,7 @@ _LAYER_KNOWS = {("VK_KHR_cooperative_matrix", "cooperativeMatrix"): 1 << 22 | 3 
 
 
 def known_to_layer(report: Report, version: int) -> Report:
-    """The report without what a validation layer of this specVersion does not know yet."""
+    """The report without features that a validation layer of this specVersion does not know yet."""
     new = {name for names, first in _LAYER_KNOWS.items() if version < first for name in names}
 
     def cut(features: tuple[Feature, ...]) -> tuple[Feature, ...]:

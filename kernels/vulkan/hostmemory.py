@@ -1,4 +1,4 @@
-"""Buffers over memory that is there already: the host's pages (VK_EXT_external_memory_host), or what another driver exported
+"""Buffers over existing memory: the host's pages (VK_EXT_external_memory_host), or what another driver exported
 (VK_KHR_external_memory_fd, dma-bufs with VK_EXT_external_memory_dma_buf)."""
 
 from __future__ import annotations

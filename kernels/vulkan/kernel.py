@@ -24,13 +24,13 @@ SPIRV = Path(__file__).resolve().parent / "spirv"
 
 
 def kernels_digest(manifest: bytes | None = None) -> str:
-    """Of a SPIR-V manifest (this tree's): which kernels a result is about."""
+    """Digest of a SPIR-V manifest (this tree's): identifies the kernels that a result was measured with."""
     return hashlib.sha256((SPIRV / "manifest.json").read_bytes() if manifest is None else manifest).hexdigest()[:16]
 
 
 def most_polls(kind: str) -> int:
-    """Of one wait between workgroups (mailbox.slang). On a GPU one takes 1 to 3 us: under a second. llvmpipe ends every loop of
-    an invocation after 65535 rounds in all."""
+    """Polls of one wait between workgroups, at most (mailbox.slang). On a GPU a poll takes 1 to 3 us, so that a wait ends within a
+    second. llvmpipe ends every loop of an invocation after 65535 iterations in all."""
     return 1 << 14 if kind == "cpu" else 1 << 18
 
 
@@ -49,7 +49,7 @@ class Kernel:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Every program saves what it built: a folder that cannot be written is said once."""
+    """Every program saves the pipelines that it built: a folder that cannot be written is logged once."""
     log.warning("%s", text)
 
 
@@ -59,7 +59,7 @@ def cache_path(uuid: str, driver: str) -> Path:
 
 
 def read_cache(path: Path) -> bytes:
-    """Contents of a cache file, or b'' (said in the log) if it is damaged: drivers do not check what they are given."""
+    """Contents of a cache file, or b'' (logged) if it is damaged: drivers do not check what they are given."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def read_cache(path: Path) -> bytes:
 
 
 def write_cache(path: Path, data: bytes) -> None:
-    """Replace a cache file as a whole; a folder that cannot be written costs time, not results (said in the log)."""
+    """Replace a cache file as a whole; a folder that cannot be written costs time, not results (logged)."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def align_up(n: int, to: int = ALIGN) -> int:
 
 
 class FreeList:
-    """Offsets of one block: first fit in address order, neighbours merged when freed."""
+    """Offsets of one block: first fit in address order, adjacent ranges merged when freed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -110,7 +110,7 @@ class Memory:
 
     def __init__(self, physical: Any, device: Any, limits: Limits, counters: Counters, budget_extension: bool,
                  budget: int | None = None, pending: Callable[[], bool] = lambda: False) -> None:
-        """pending: does work that does not end use the device's memory? Then nothing is freed."""
+        """pending: does hung work use the device's memory? Then nothing is freed."""
         self.pending = pending
         self.physical, self.device, self.limits, self.counters = physical, device, limits, counters
         self.budget_extension, self.budget = budget_extension, budget
@@ -122,7 +122,7 @@ class Memory:
         self.types = {pool: self._type(pool) for pool in _PREFERENCE}
 
     def _type(self, pool: str) -> int:
-        # Buffers of one usage have the same memoryTypeBits (the specification guarantees it): a small one tells.
+        # Buffers of one usage have the same memoryTypeBits (the specification guarantees it): one small buffer answers for all.
         probe = self.buffer(256)
         bits = vk.vkGetBufferMemoryRequirements(self.device, probe).memoryTypeBits
         vk.vkDestroyBuffer(self.device, probe, None)

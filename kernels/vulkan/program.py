@@ -222,7 +222,7 @@ class Program:
         ticks = ((data - data[0]) & valid).astype(np.float64) * self.device.report.limits.timestamp_period * 1e-9
         dispatched, found = {d.step for d in self.recording.dispatches}, list[StepTime]()
         for i, s in enumerate(self.plan.steps):
-            within = None if i in dispatched else found[-1].within or found[-1].name  # part of a run (runs.py)
+            within = None if i in dispatched else found[-1].within or found[-1].name  # part of a fused group (groups.py)
             took = float(max(0.0, ticks[i + 1] - ticks[i]))
             found.append(StepTime(s.name, s.op, s.layer, float(ticks[i]), took, within=within))
         return found

@@ -135,9 +135,9 @@ class Recorder:
     def dispatch(self, kernel: Kernel, reads: Sequence[Slice], writes: Sequence[Slice], push: bytes = b"",
                  grid: Sequence[GridAxis] = (1, 1, 1), resident: bool = False) -> None:
         """Append a dispatch. Bindings: control, then reads, then writes (a buffer read and written is a write). `resident`:
-        its workgroups wait for one another, each for work that others have yet to begin: VulkanError for more of them than
-        the device runs at once, or where waits are not wanted. Counters are of one dispatch: VulkanError for another that
-        binds them, for a word that it polls would be published by a dispatch that may not have begun."""
+        its workgroups poll one another's results: VulkanError for more of them than are resident at once on the device, or
+        where waits are excluded. Counters belong to one dispatch: VulkanError for another that binds them, for a word that it
+        polls would be published by a dispatch that may not have begun."""
         bound = 1 + len(reads) + len(writes)
         if bound != kernel.bindings:
             raise VulkanError(f"{kernel.name} has {kernel.bindings} bindings (control included), {bound} were given")
@@ -216,8 +216,8 @@ class Recorder:
 
 
 def hazards(dispatches: Sequence[Dispatch], grids: Slice) -> list[Barrier | None]:
-    """The barrier that each dispatch needs before it, or None: it touches a range that something since the last barrier
-    has written, or it writes a range that something has read. `grids` holds the indirect dispatches' sizes."""
+    """The barrier that each dispatch needs before it, or None: it accesses a range written since the last barrier, or it
+    writes a range read since then. `grids` holds the indirect dispatches' sizes."""
     out: list[Barrier | None] = []
     reads: list[Slice] = []
     writes: list[Slice] = []

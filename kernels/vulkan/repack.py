@@ -106,15 +106,15 @@ class Loader:
                 self._bytes(name, packed, begin, end, chunk.parts[0], (first - chunk.row) * row_bytes)
 
     def drain(self) -> None:
-        """Until everything is in its place. Raises as `put` does."""
+        """Wait until everything is in device memory. Raises as `put` does."""
         while self.filling:
             self._finish(self.filling.popleft())
         for slot in self.slots:
             self._free(slot)
 
     def cancel(self, name: str) -> None:
-        """Forget a tensor that is about to be dropped: nothing is read for it any more. Its place is still written by
-        what has been submitted."""
+        """Stop loading a tensor that is about to be dropped: nothing more is read for it. Submitted work still writes its
+        memory."""
         gone = [f for f in self.filling if f.name == name]
         wait([r for f in gone for r in f.reads])
         self.filling = deque(f for f in self.filling if f.name != name)
@@ -127,14 +127,14 @@ class Loader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Let go of everything. What is being read is waited for, as its slot's memory goes."""
+        """Free everything. Waits for reads in progress, which write to the slots' memory."""
         self.workers.shutdown(wait=True, cancel_futures=True)
         self.filling.clear()
         try:
             for slot in self.slots:
                 self.device.wait_ticket(slot.ticket)
         except VulkanLost:
-            self.device.at_close(self._let_go)  # what may still run keeps what it uses
+            self.device.at_close(self._let_go)  # work that may still run keeps its objects until then
             raise
         self._let_go()
 

@@ -19,7 +19,7 @@ from hybrid.kernels.vulkan.repack import Loader, takes
 from hybrid.kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
 from hybrid.kernels.vulkan.transfer import Transfer
 
-# As f32 and bf16 a huge number, as f16 no number: a kernel that reads its neighbour's bytes shows in its result too.
+# As f32 and bf16 a huge number, as f16 a NaN: a kernel that reads beyond its tensor shows in its result too.
 GUARD_BYTE = 0x7F
 # io tensors that only the host reads: cached host memory, which kernels write to but do not read.
 HOST_READ = ("history",)
@@ -47,7 +47,7 @@ class Storage(ABC):
 
     @abstractmethod
     def wait(self, ticket: int | None = None) -> None:
-        """Until that submit, or everything submitted, has finished."""
+        """Wait until that submit, or everything submitted, has finished."""
 
     @abstractmethod
     def loading(self, nbytes: int) -> AbstractContextManager[None]:
@@ -168,7 +168,7 @@ class Storage(ABC):
         for piece, purpose in self._allocations.pop(name, []):
             self.memory_pool.release(piece, purpose)
 
-    def forget(self) -> None:
+    def clear_names(self) -> None:
         """Drop every tensor's name; the memory goes with the device."""
         for table in (self._tensors, self._kinds, self._allocations, self._guards, self._views):
             table.clear()

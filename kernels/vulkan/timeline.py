@@ -1,4 +1,4 @@
-"""The logical device: queue, command buffers, timeline of submits. What is under the tensors and plans of device.py."""
+"""The logical device: queue, command buffers, timeline of submits. The layer below the tensors and plans of device.py."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Queue:
         return self.ticket
 
     def wait_ticket(self, ticket: int) -> None:
-        """Until that submit has finished. Raises VulkanLost, also where it takes longer than its bound, or ValueError for a
+        """Wait until that submit has finished. Raises VulkanLost, also where it takes longer than its bound, or ValueError for a
         ticket that no submit has returned."""
         if ticket <= self._done or self.handle is None:
             return
@@ -198,7 +198,7 @@ class Queue:
 
     def _lose(self, message: str) -> VulkanError:
         self.gone, self.pending = partial(VulkanLost, message), True
-        self._done = -1  # no wait says any more that all is well
+        self._done = -1  # no wait succeeds any more
         return self.gone()
 
     def settled(self) -> bool:
@@ -218,7 +218,7 @@ class Queue:
         return not self.pending
 
     def forked(self) -> None:
-        """This process is a copy of the one that the device belongs to: nothing here may touch it, nor read mapped memory,
+        """This process is a copy of the one that the device belongs to: nothing here may use it, nor read mapped memory,
         which a child need not have."""
         self.gone = partial(ForkedDevice, forked_message(self.info.label))
         self._done = -1

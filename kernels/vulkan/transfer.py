@@ -40,7 +40,7 @@ class Transfer:
         self.pending = False
 
     def _slot(self) -> _Slot:
-        """The chunk in turn, free for the host. Made when first needed: mapped devices hardly need any."""
+        """The next chunk of the ring, free for the host. Allocated when first needed: mapped devices hardly need any."""
         while len(self.slots) < SLOTS:
             staging = self.memory.allocate(self.chunk, "staging", "read")
             self.slots.append(_Slot(self.device.command_buffer(), staging))
@@ -66,7 +66,7 @@ class Transfer:
             done += n
 
     def flush(self) -> None:
-        """Submit the uploads that are waiting."""
+        """Submit the queued uploads."""
         if not self.pending:
             return
         slot = self.slots[self.turn]

@@ -5,7 +5,7 @@
 `tuning/space.toml` declares each family: the facts it is chosen by and the values that each of its numbers may take, all
 of which conformance runs. `tuning/CLASS.toml` holds what `python -m perf.tune` found: the first entry of the family
 whose `when` holds for the facts gives its `use`, merged over the binding's default. A device of no known class gets
-`default.toml`. Nothing here is a promise of speed: a wrong entry is slow, never wrong.
+`default.toml`. A bad entry costs speed, never correctness.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Family(Model):
     """The operation whose workloads the sweep times, and whose cases prove each candidate."""
     needs: str | None = None
     """Capability without which no binding asks."""
-    run: bool = False
-    """Asked where `op` begins a run of steps (kernels/vulkan/runs.py): no single step's sweep or case reaches it."""
+    fused: bool = False
+    """Asked where `op` begins a fused group (kernels/vulkan/groups.py): no single step's sweep or case reaches it."""
     facts: tuple[str, ...] = Field(min_length=1)
     candidates: dict[str, tuple[Value, ...]] = Field(min_length=1)
 
@@ -188,7 +188,7 @@ def tables() -> dict[str, Table]:
 
 
 def traits(report: Report, subgroup: int) -> dict[str, Value]:
-    """What a device's class is told by."""
+    """What a device's class is chosen by."""
     return {"vendor": report.vendor, "driver": report.driver_id, "subgroup": subgroup,
             "cooperative_matrix": report.has("cooperative_matrix")}  # fmt: skip
 
@@ -248,7 +248,7 @@ class Tuning:
 
     @contextmanager
     def forced(self, family: str, use: Mapping[str, Value], **facts: Value) -> Iterator[None]:
-        """Plans compiled inside take `use` whatever the table says, where these facts hold: for sweeps and proofs."""
+        """Plans compiled inside take `use` whatever the table says, where these facts hold: for sweeps, proofs and ablations."""
         space().named(family).check(use)
         before = self._forced
         self._forced = (*before, Asked(family, facts, use))

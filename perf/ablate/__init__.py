@@ -1,12 +1,12 @@
-"""What each optimisation is worth on the device at hand: the same decode with it, and without it, run in turn.
+"""The speed-up of each optimisation on the device at hand: the same decode with it, and without it, run in turn.
 
     python -m perf.ablate --random gemma3-27b --device vulkan
     python -m perf.ablate model.gguf --only fused-ffn int8-activations
 
-Each switch of perf/ablate/switches.toml is taken away alone, from the whole: worths are measured, never multiplied together.
-The whole is measured again beside every switch, in alternating order, so that a clock that drifts slows both. Seconds
-are of one token on the host's clock, the median over repetitions; without look-ahead, for all ways alike. Last, all
-that are in the plan are taken away at once.
+Each optimisation of perf/ablate/switches.toml is switched off alone: speed-ups are measured, never multiplied together. The
+baseline with all of them is measured again beside every switch, in alternating order, so that a drifting clock slows both.
+Seconds are of one token on the host's clock, the median over repetitions; without look-ahead, for all ways alike. Last, all
+that are in the plan are switched off at once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from hybrid.perf.ablate.switches import (
     Drive,
     Switch,
     bindings_without,
-    constants_without,
     find_switch,
     load_switches,
     schedule_without,
+    tuning_without,
 )
 from hybrid.spec.schedule import find_schedule
 
@@ -50,7 +50,7 @@ Step = Callable[[Engine, int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class SpeedUp:
     """One switch: median seconds per token with and without the optimisation, and the smallest and largest ratio seen."""
 
     name: str
@@ -120,12 +120,8 @@ DRIVES: dict[Drive, tuple[Step, Step]] = {  # with the optimisation, without it
 def program_without(made: Engine, switches: Sequence[Switch]) -> Step:
     """The engine's decode plan, compiled without some optimisations beside the one it uses: the weights are the same."""
     device: Any = made.device
-    before, device._bindings = device._bindings, bindings_without(switches)
-    try:
-        with constants_without(switches):
-            program = device.compile(made.plan("decode", 1, 1))
-    finally:
-        device._bindings = before
+    with tuning_without(switches, device.tuning):
+        program = device.compile(made.plan("decode", 1, 1), bindings=bindings_without(switches))
 
     def step(made: Engine, position: int) -> int:
         ticket = program.submit()
@@ -196,49 +192,49 @@ class Ablation:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the whole is and runs on."""
+        """What the baseline is and runs on."""
         made, _ = self._engine([])
         return {"device": made.device.name, "driver": driver_of(made.device), "kernels": kernels_of(made.device),
                 "model": self.checkpoint.name, "precision": {k: list(v) for k, v in made.precision.items()},
                 "depth": self.depth, "tokens": self.tokens, "pairs": self.repeats}  # fmt: skip
 
-    def worth(self, switches: Sequence[Switch], name: str, advance: Callable[[int], object] = lambda done: None) -> Worth:
-        """The whole beside the whole without `switches`; `advance` is called with 1 after each pair."""
-        whole, ours = self._engine([])
+    def speed_up(self, switches: Sequence[Switch], name: str, advance: Callable[[int], object] = lambda done: None) -> SpeedUp:
+        """The baseline beside the same without `switches`; `advance` is called with 1 after each pair."""
+        baseline, ours = self._engine([])
         other, theirs = self._engine(switches)
         drive = next((s.engine for s in switches if s.engine), None)
-        gone = [find_switch(n) for s in switches for n in s.beside if n not in {s.name for s in switches}]
+        removed = [find_switch(n) for s in switches for n in s.beside if n not in {s.name for s in switches}]
         if drive:
             ours, theirs = DRIVES[drive]
-        elif gone or any(s.apart or s.constant for s in switches):
-            ours, theirs = program_without(whole, gone), program_without(other, [*switches, *gone])
+        elif removed or any(s.apart or s.tuning for s in switches):
+            ours, theirs = program_without(baseline, removed), program_without(other, [*switches, *removed])
         pairs = []
         for i in range(self.repeats + 1):
-            first = seconds(whole, ours, self.depth, self.tokens) if i % 2 else 0.0
+            first = seconds(baseline, ours, self.depth, self.tokens) if i % 2 else 0.0
             without = seconds(other, theirs, self.depth, self.tokens)
-            pairs.append((first or seconds(whole, ours, self.depth, self.tokens), without))
+            pairs.append((first or seconds(baseline, ours, self.depth, self.tokens), without))
             advance(1)
         pairs = pairs[1:]  # the first warms up
         ratios = [b / a for a, b in pairs]
         medians = [statistics.median(p[i] for p in pairs) for i in (0, 1)]
         summary = switches[0].summary if len(switches) == 1 else "those of the plan at once"
-        summary += f"; both sides without {', '.join(s.name for s in gone)}" if gone else ""
-        return Worth(name, summary, medians[0], medians[1], (min(ratios), max(ratios)))
+        summary += f"; both sides without {', '.join(s.name for s in removed)}" if removed else ""
+        return SpeedUp(name, summary, medians[0], medians[1], (min(ratios), max(ratios)))
 
 
-def text(about: Mapping[str, Any], found: Sequence[Worth]) -> str:
+def text(about: Mapping[str, Any], found: Sequence[SpeedUp]) -> str:
     lines = [f"{about['model']} on {about['device']}, {about['driver']}, decode of one sequence at {about['depth']} positions; "
              f"measured, medians of {about['pairs']} pairs", "",
              f"{'optimisation':22}{'ms with':>10}{'without':>10}{'times':>8}{'from':>8}{'to':>7}  what it is"]  # fmt: skip
-    for w in found:
-        lines.append(f"{w.name:22}{1e3 * w.with_it:10.3f}{1e3 * w.without:10.3f}{w.times:8.2f}{w.ratios[0]:8.2f}"
-                     f"{w.ratios[1]:7.2f}  {w.summary}")  # fmt: skip
+    for s in found:
+        lines.append(f"{s.name:22}{1e3 * s.with_it:10.3f}{1e3 * s.without:10.3f}{s.times:8.2f}{s.ratios[0]:8.2f}"
+                     f"{s.ratios[1]:7.2f}  {s.summary}")  # fmt: skip
     return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(
-        prog="python -m perf.ablate", description="What each optimisation is worth on this device: decode with and without it."
+        prog="python -m perf.ablate", description="The speed-up of each optimisation on this device: decode with and without it."
     )
     add_model(p)
     p.add_argument("--device", default="vulkan", metavar="NAME", help="vulkan or vulkan:N (vulkan)")
@@ -268,9 +264,10 @@ def _main(args: argparse.Namespace, command: str) -> int:
                              f"tokens in a submit: the model was made for {most}")  # fmt: skip
         ablation = held.enter_context(Ablation(checkpoint, args.device, args.depth, args.tokens, args.repetitions))
         advance = held.enter_context(progress_bar(len(measure) * (args.repetitions + 1), "ablate", False, "pair"))
-        found = [ablation.worth(switches, name, advance) for switches, name in measure]
+        found = [ablation.speed_up(switches, name, advance) for switches, name in measure]
         about = {"schema": SCHEMA, "command": command, **ablation.about}
-    print(json.dumps({**about, "worth": [w.as_dict() for w in found]}) if args.json else text(about, found))
+    # "worth": the key that perf.record reads, as in records made so far
+    print(json.dumps({**about, "worth": [s.as_dict() for s in found]}) if args.json else text(about, found))
     return 0
 
 

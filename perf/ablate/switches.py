@@ -1,46 +1,60 @@
-"""Optimisations that can be switched off: declared in perf/ablate/switches.toml, applied to a device, a schedule or a module.
+"""Optimisations that can be switched off: declared in perf/ablate/switches.toml, applied to a device, a schedule or a plan.
 
 A switch says what makes the difference and nothing else does: `apart` records an operation as if its joined weight were
-the matrices it was joined from, `profile` gives matrices other inputs, `constant` sets a number of a module, `engine`
-names a way to drive the engine (perf.ablate). A later optimisation joins by declaring its switch.
+the matrices it was joined from, `profile` gives matrices other inputs, `tuning` overrides numbers of a family of the tuning
+tables, `engine` names a way to drive the engine (perf.ablate). A later optimisation joins by declaring its switch.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.plan import Step
+from hybrid.kernels.vulkan.groups import Binding
 from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.ops import BINDINGS
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
+from hybrid.kernels.vulkan.tuning import Tuning, Value, space
+from hybrid.spec.expr import Expr
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.schedule import Profile, Schedule
 
 FILE = Path(__file__).with_name("switches.toml")
-Binding = Callable[[Recorder, Any, Mapping[str, DeviceTensor]], None]
 Drive = Literal["host_sampling", "record_every_token", "several_per_submit"]
 
 
 class Apart(Model):
-    """An operation's weight, cut into runs of rows: expressions over its axes."""
+    """An operation's weight as separate matrices, by their numbers of rows: expressions over its axes."""
 
     op: str
     weight: str
     rows: tuple[Annotated[str, Field(min_length=1)], ...]
 
 
-class Constant(Model):
-    module: str
-    name: str
-    value: int
+class Override(Model):
+    """Numbers of a family (kernels/vulkan/tuning/space.toml) that plans take instead of what the device's table says."""
+
+    family: str
+    use: dict[str, Value] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _validate_declared(self) -> Override:
+        known = [f.name for f in space().family]
+        if self.family not in known:
+            raise FieldError("family", f"no family {self.family!r}{nearest(self.family, known)}")
+        try:
+            space().named(self.family).check(self.use)
+        except FieldError as error:
+            raise FieldError(f"use.{error.key}", error.message) from None
+        return self
 
 
 class Switch(Model):
@@ -50,16 +64,16 @@ class Switch(Model):
     summary: str
     apart: Apart | None = None
     profile: Profile | None = None
-    constant: Constant | None = None
+    tuning: Override | None = None
     engine: Drive | None = None
     beside: tuple[str, ...] = ()
-    """Switches of what cannot stay without it: its worth is told beside a whole that lacks those too."""
+    """Switches of what cannot stay without it: its speed-up is measured on plans without those too."""
 
     @model_validator(mode="after")
     def _validate_one(self) -> Switch:
-        means = [m for m in (self.apart, self.profile, self.constant, self.engine) if m is not None]
+        means = [m for m in (self.apart, self.profile, self.tuning, self.engine) if m is not None]
         if len(means) != 1:
-            raise FieldError("name", f"{self.name!r} must say exactly one of apart, profile, constant, engine")
+            raise FieldError("name", f"{self.name!r} must say exactly one of apart, profile, tuning, engine")
         return self
 
 
@@ -89,8 +103,6 @@ def find_switch(name: str) -> Switch:
 
 def bindings_without(switches: Sequence[Switch]) -> dict[str, Binding]:
     """The Vulkan bindings, with the weights of switched operations cut apart."""
-    from hybrid.kernels.vulkan.ops import BINDINGS
-
     found: dict[str, Binding] = dict(BINDINGS)
     for apart in (s.apart for s in switches if s.apart):
         if apart.op not in found:
@@ -100,8 +112,6 @@ def bindings_without(switches: Sequence[Switch]) -> dict[str, Binding]:
 
 
 def _cut(record: Binding, apart: Apart) -> Binding:
-    from hybrid.spec.expr import Expr
-
     exprs = [Expr(text) for text in apart.rows]
 
     def recorded(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
@@ -140,17 +150,9 @@ def schedule_without(schedule: Schedule, switches: Sequence[Switch]) -> Schedule
 
 
 @contextmanager
-def constants_without(switches: Sequence[Switch]) -> Iterator[None]:
-    """Numbers of modules, set inside. SpecError for one that is not there any more."""
-    before: list[tuple[Any, str, int]] = []
-    try:
-        for c in (s.constant for s in switches if s.constant):
-            module = importlib.import_module(c.module)
-            if not isinstance(getattr(module, c.name, None), int):
-                raise SpecError(f"{FILE.name}: constant: {c.module} has no number {c.name}{nearest(c.name, vars(module))}")
-            before.append((module, c.name, getattr(module, c.name)))
-            setattr(module, c.name, c.value)
+def tuning_without(switches: Sequence[Switch], tuning: Tuning) -> Iterator[None]:
+    """A device's tuning table as the switches override it, for plans that are compiled inside."""
+    with ExitStack() as held:
+        for override in (s.tuning for s in switches if s.tuning):
+            held.enter_context(tuning.forced(override.family, override.use))
         yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)

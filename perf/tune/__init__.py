@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: Any, command: str) -> int:
-    families = [space().named(name) for name in args.family] or [f for f in space().family if not f.run]
+    families = [space().named(name) for name in args.family] or [f for f in space().family if not f.fused]
     device: Any = open_device(args.device).device
     try:
         if device.name == "cpu":

@@ -1,5 +1,5 @@
 """Which matrix products go to the matrix units, by which tile (gemm.slang), with weights decoded on the way or before, and
-how K is cut where the tiles do not fill the device (gemm_parts.slang)."""
+split-K where the tiles do not fill the device (gemm_split_k.slang)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUBGROUP = 32
 # Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang).
 STAGE, FEW_STAGE = 64, 128
 FEW = ("16x128", "32x128")
-MOST_PARTS = 16
+MOST_SPLITS = 16
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
 GROUPS = 24  # workgroups that even a small device runs at once
@@ -32,8 +32,8 @@ Grid = tuple[GridAxis, GridAxis, GridAxis]
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A kernel, the grid that covers the product with its tile (rows run fastest: see gemm.slang), the weight, and how K is
-    cut: the end of the push constants, and what is written beside the result (partial sums, counters of arrivals)."""
+    """A kernel, the grid that covers the product with its tile (rows run fastest: see gemm.slang), the weight, and of split-K
+    the end of the push constants and what is written beside the result (partial sums, counters of arrivals)."""
 
     kernel: Kernel
     grid: Grid
@@ -75,28 +75,28 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{use['tile']}", **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
     stage = FEW_STAGE if use["tile"] in FEW and DTYPES[dtype].quantised else STAGE
-    whole, parts_of_k = cut(down, columns, -(-k // stage), use["groups"], device.max_range // (4 * tall * across))
-    beside = (y, y)  # where nothing is cut: bindings must hold some buffer, and this one adds no hazard
-    if parts_of_k > 1:
+    whole, splits = split_k(down, columns, -(-k // stage), use["groups"], device.max_range // (4 * tall * across))
+    beside = (y, y)  # without split-K: bindings must hold some buffer, and this one adds no hazard
+    if splits > 1:
         tiles = down * (columns - whole)
-        beside = (rec.scratch(4 * tall * across * tiles * parts_of_k), rec.counters(tiles))
-    grid = (Live(extent, per=tall, cap=rows), whole + (columns - whole) * parts_of_k, 1)
-    return Gemm(kernel, grid, parts, struct.pack("<2I", whole, parts_of_k), beside)
+        beside = (rec.scratch(4 * tall * across * tiles * splits), rec.counters(tiles))
+    grid = (Live(extent, per=tall, cap=rows), whole + (columns - whole) * splits, 1)
+    return Gemm(kernel, grid, parts, struct.pack("<2I", whole, splits), beside)
 
 
-def cut(down: int, columns: int, stages: int, groups: int, room: int) -> tuple[int, int]:
-    """(columns of tiles that stay whole, workgroups that share K of each other tile) of down x columns tiles, where a device
-    runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns, which do not fill the
-    device as often as the others do, are cut; there is room for the sums of `room` tiles. (columns, 1): nothing is."""
+def split_k(down: int, columns: int, stages: int, groups: int, room: int) -> tuple[int, int]:
+    """(columns of tiles that one workgroup each computes, K splits of every other tile) of down x columns tiles, where a device
+    runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns of tiles, a wave that does not
+    fill the device, are split; there is room for the partial sums of `room` tiles. (columns, 1): none is."""
     whole = down * columns // groups * groups // down if groups else columns
     tiles = down * (columns - whole)
 
-    def cost(parts: int) -> float:  # in stages: 2 to begin and to end a workgroup, half of one to gather a part's sums
-        return -(-tiles * parts // groups) * (-(-stages // parts) + 2) + parts / 2
+    def cost(splits: int) -> float:  # in stages: 2 to begin and to end a workgroup, half of one to add a split's sums
+        return -(-tiles * splits // groups) * (-(-stages // splits) + 2) + splits / 2
 
-    most = min(stages, MOST_PARTS, room // tiles) if tiles else 0
-    parts = min(range(1, most + 1), key=cost, default=1)
-    return (whole, parts) if parts > 1 else (columns, 1)
+    most = min(stages, MOST_SPLITS, room // tiles) if tiles else 0
+    splits = min(range(1, most + 1), key=cost, default=1)
+    return (whole, splits) if splits > 1 else (columns, 1)
 
 
 def default_tile(rows: int, columns: int) -> str:

@@ -13,10 +13,10 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
 WITH_ATTENTION = (*OPS, "decode_attention")
-# What these steps hand to one another: (step, its argument) and (later step, its argument).
+# Data dependencies of the steps: (step, its output) and (later step, its input).
 EDGES = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")), ((3, "y"), (4, "x")))
 ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
-BLOCK_WORDS = 10  # and mailbox.slang's: of what is published of a block
+BLOCK_WORDS = 10  # and mailbox.slang's: mailbox words of a block of h
 DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 48, "heads": 1, "ahead": 4}
 
 
@@ -55,8 +55,8 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
 
 def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> Layer | None:
     """None where the kernel does not fit: these steps do not follow from one another, several rows, weights of different
-    types or in several chunks, activations that are not q8_act, a device whose table does not ask for it, or a program
-    without waits."""
+    types or in several chunks, activations that are not q8_act, a device whose tuning table does not ask for it, or a program
+    that excludes waits."""
     out, add, ffn, then, qkv = t[: len(OPS)]
     weights = (out["w"], ffn["w_gate_up"], ffn["w_down"], qkv["w"])
     activations = (out["x"], add["y"], ffn["h"], then["y"])
@@ -92,13 +92,13 @@ def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def mailbox_words(sizes: Mapping[str, int], grid: int) -> int:
-    """What workgroups publish to one another (layer_mailbox.slang)."""
+    """Words of the inter-workgroup mailbox (layer_mailbox.slang)."""
     blocks = sizes["FFN"] // BLOCK
     return 4 + 2 * sizes["HIDDEN"] + BLOCK_WORDS * blocks + BLOCK * (blocks % grid)
 
 
 def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int) -> int:
-    """Row sums that a workgroup holds at most, each in as many shares as subgroups have pieces of the row."""
+    """Partial row sums of a workgroup, at most: of each row one for every subgroup that has pieces of it."""
     hidden, ffn = sizes["HIDDEN"], sizes["FFN"]
     # Columns, quads of rows, and how many of them stay together.
     products = ((sizes["ATTENDED"], hidden // ROWS, 1), (hidden, ffn // 2, BLOCK // 2), (ffn, hidden // ROWS, 1),
@@ -107,6 +107,6 @@ def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int)
 
 
 def most_quads(quads: int, per: int, grid: int) -> int:
-    """As many in multiples of `per` as each workgroup can have, and a share of those left over."""
+    """Quads of one workgroup, at most: equally many in multiples of `per`, and its share of the remaining ones."""
     own = quads // per // grid * per
     return own + -(-(quads - own * grid) // grid)

@@ -1,11 +1,11 @@
 """attention: flash attention over the paged cache.
 
 On matrix units, for many rows and an f16 cache: one dispatch, tiles of rows and heads against tiles of positions. Else
-in two dispatches, partial sums and their merge.
+in two dispatches, partial results of KV splits and their merge.
 
-Few rows: one row and kv head per tile, its context cut into stretches so that the device is full.
-Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and takes its context in stretches as
-long as a shader's loops may run.
+Few rows: one row and kv head per tile, its context in KV splits so that the device is full.
+Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and its KV splits are as long as a shader's
+loops may run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 WIDTH = 32  # threads of a workgroup of attention.slang: WIDTH / subgroup size tiles
 COMBINE = 64 * 4  # elements per workgroup of attention_combine.slang
-DECODE_ROWS = 32  # plans of at most so many rows are cut into stretches
-MIN_SPLIT = 128  # positions of a stretch, at least, where there are few rows
+DECODE_ROWS = 32  # plans of at most so many rows take KV splits to fill the device
+MIN_SPLIT = 128  # positions of a KV split, at least, where there are few rows
 LOOPS = 60_000  # iterations of all loops of one invocation: llvmpipe ends every loop, silently, after 65535 in all
 MAX_SPLITS = 64
-MAX_PARTS = 1024  # rows * stretches, at most: bounds the scratch memory
+MAX_PARTS = 1024  # rows * KV splits, at most: bounds the scratch memory
 FLASH = (64, 128, 256)  # values of head_dim that flash_attention.slang is built for
 OUTPUTS = {"f32": 0, "f16": 1, "q8_act": 2}  # as in any_output.slang
 PAIRS = 128  # rows times heads of its tile, where each subgroup has all columns of a head
@@ -44,12 +44,12 @@ class Tiling:
     rows: int
     heads: int
     splits: int
-    stretch: int
-    """Positions of a stretch, at least (one that must be longer is of equal parts of the context)."""
+    min_split: int
+    """Positions of a KV split, at least; where `splits` of them are too few for the context, splits are longer, all alike."""
 
 
-def longest(units: int, rows: int, subgroup: int) -> int:
-    """Positions of a stretch for which a tile's loops stay within LOOPS, each of its rows in a sequence of its own."""
+def longest_split(units: int, rows: int, subgroup: int) -> int:
+    """Positions of a KV split for which a tile's loops stay within LOOPS, each of its rows in a sequence of its own."""
     step = (units + 2) * (subgroup + 1) + 1  # iterations of attention.slang's step(), for two keys per lane
     return max(1, LOOPS // (rows * step)) * 2 * subgroup
 
@@ -66,11 +66,11 @@ def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int) -> Ti
         queries = fit[-1]
         heads = min(ratio, queries)
         tile_rows = queries // heads
-        stretch = longest(units, tile_rows, subgroup)
-        return Tiling(units, queries, tile_rows, heads, -(-span // stretch), stretch)
+        length = longest_split(units, tile_rows, subgroup)
+        return Tiling(units, queries, tile_rows, heads, -(-span // length), length)
     queries = next((q for q in fit if q >= ratio), fit[-1])
     splits = min(-(-span // MIN_SPLIT), MAX_SPLITS, MAX_PARTS // rows)
-    splits = max(splits, -(-span // longest(units, 1, subgroup)))
+    splits = max(splits, -(-span // longest_split(units, 1, subgroup)))
     return Tiling(units, queries, 1, min(ratio, queries), splits, MIN_SPLIT)
 
 
@@ -109,7 +109,7 @@ def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
 
 
 def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout) -> None:
-    """Stretches of the context by subgroups, then their merge."""
+    """KV splits of the context by subgroups, then their merge."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window = int(step.attrs["window"])
     subgroup = rec.device.subgroup_size
@@ -120,21 +120,21 @@ def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
     part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
     kernel = rec.kernel(f"attention.{cache.dtype}.{tile.queries}x{tile.units}", SUBGROUP=subgroup)
     push = struct.pack("<9If4I", rows, heads, kv_heads, d // 4, cache.block_size, cache.table_width, cache.slots,
-                       cache.blocks, window, step.attrs["scale"], tile.rows, tile.heads, tile.splits, tile.stretch)
+                       cache.blocks, window, step.attrs["scale"], tile.rows, tile.heads, tile.splits, tile.min_split)
     head_tiles = -(-(heads // kv_heads) // tile.heads)
-    stretches = Live("context", per=tile.stretch, cap=tile.splits * tile.stretch) if tile.splits > 1 else 1
+    splits = Live("context", per=tile.min_split, cap=tile.splits * tile.min_split) if tile.splits > 1 else 1
     names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
-    grid = (Live(step.extent, per=tile.rows * (WIDTH // subgroup), cap=rows), kv_heads * head_tiles, stretches)
+    grid = (Live(step.extent, per=tile.rows * (WIDTH // subgroup), cap=rows), kv_heads * head_tiles, splits)
     rec.dispatch(kernel, [p for name in names for p in t[name].parts], [part_o, part_ml], push, grid)
 
-    record_combine(rec, step, t, part_o, part_ml, tile.splits, tile.stretch)
+    record_combine(rec, step, t, part_o, part_ml, tile.splits, tile.min_split)
 
 
 def record_combine(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], part_o: Slice, part_ml: Slice, splits: int,
-                   stretch: int) -> None:
-    """The merge of attention's (or decode_attention's) partial sums into o."""
+                   min_split: int) -> None:
+    """The merge of attention's (or decode_attention's) partial results into o."""
     rows, heads, d = (step.bind[axis] for axis in ("T", "HQ", "D"))
     kernel = rec.kernel(f"attention_combine.{t['o'].dtype}", SUBGROUP=rec.device.subgroup_size)
-    push = struct.pack("<6I", rows, heads, d // 4, int(step.attrs["window"]), splits, stretch)
+    push = struct.pack("<6I", rows, heads, d // 4, int(step.attrs["window"]), splits, min_split)
     rec.dispatch(kernel, [part_o, part_ml, *t["positions"].parts], [*t["o"].parts], push,
                  (-(-heads * d // COMBINE), Live(step.extent, cap=rows)))

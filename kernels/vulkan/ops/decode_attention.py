@@ -1,8 +1,7 @@
 """decode_attention: norm, rotation, append and attention of one new row per sequence in one dispatch.
 
-The grid is constant (kv heads, rows of the plan, stretches): how much of it has work follows from the positions in
-device memory, and stretches that no row has come last. Where the merge of the stretches is a dispatch of its own, it is
-attention's.
+The grid is constant (kv heads, rows of the plan, KV splits): how much of it has work follows from the positions in device
+memory, and the splits that no row needs come last. Where the splits are merged by a dispatch of its own, it is attention's.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Which kernel, and how the context of a row is cut.
+    """Which kernel, and the KV splits of a row's context.
 
     heads: query heads of a workgroup. units, lanes: words of 16 bytes per lane, and lanes, that hold a key. piece: quads of
-    the result that a subgroup merges at a time. ahead: parts that it loads at once. merge: 1: the last to arrive merges;
-    2: so it does, and waits for the parts themselves; 0: a dispatch of its own does."""
+    the result that a subgroup merges at a time. ahead: splits' partial results that it loads at once. merge: 1: the last
+    subgroup to arrive merges; 2: the same, but it polls for the partial results themselves; 0: a dispatch of its own does."""
 
     heads: int
     units: int

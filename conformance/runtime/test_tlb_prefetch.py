@@ -1,4 +1,4 @@
-"""Pages touched ahead of their use: every page is read, the plan stays what it was, and only large models get them."""
+"""TLB prefetch: every page is read ahead of its use, the plan stays what it was, and only large models get it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import Plan, Step
 from hybrid.engine.engine import Engine
-from hybrid.kernels.vulkan import pages
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.program import Program
 from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tlb_prefetch import AHEAD, SLICES, prefetch
 from hybrid.kernels.vulkan.tuning import Tuning
 from hybrid.planning.planner import plan
 
-NEVER = 0x9E3779B9  # the sum at which touch_pages.slang stores
+NEVER = 0x9E3779B9  # the sum at which tlb_prefetch.slang stores
 PAGE = 4096
 
 
@@ -33,15 +33,14 @@ def device():
 
 
 @pytest.mark.parametrize("copies", [1, 3])
-def test_a_word_of_every_page_of_every_slice_is_read(device, monkeypatch, copies):
-    """The kernel stores where the words it reads make up one number: only that word of a page is not 0, in turn."""
-    monkeypatch.setattr(pages, "PAGE", PAGE)
+def test_a_word_of_every_page_of_every_slice_is_read(device, copies):
+    """The kernel stores where the words that it reads give one known sum: a single word is not 0, one after another."""
     pool = device.memory_pool
     sizes = [PAGE * 70 + 20, PAGE, PAGE + 4, 8, PAGE * 2, 64, 256, 512]
     slices = [pool.allocate(n, "scratch") for n in sizes]
     rec = Recorder(device, slices[0])
-    pages.touch(rec, slices, copies)
-    program = Program(device, Plan("touch", 1, 0, (Step("touch", "touch", {}, {}),), {}), rec, False)
+    prefetch(rec, slices, copies, PAGE)
+    program = Program(device, Plan("prefetch", 1, 0, (Step("prefetch", "prefetch", {}, {}),), {}), rec, False)
     (sink, _), = program.owned
 
     def stores(piece, word):
@@ -69,52 +68,53 @@ def test_a_word_of_every_page_of_every_slice_is_read(device, monkeypatch, copies
 
 def recorded(copies: int, rows: int = 1):
     device, made = DryDevice(), plan(target(), rows, rows, "decode")
-    with device.tuning.forced("touch_pages", {"copies": copies}):
+    with device.tuning.forced("tlb_prefetch", {"copies": copies}):
         return made, record(made, device)
 
 
-def test_a_plan_gains_touches_and_nothing_else():
-    """No barrier more; the one after decode_rows, which writes control, moves to the touch that is bound to control too."""
+def test_a_plan_gains_prefetches_and_nothing_else():
+    """No barrier more; the one after decode_rows, which writes control, moves to the prefetch, which is bound to control too."""
     _, plain = recorded(0)
-    _, touched = recorded(8)
-    kept = [d for d in touched.dispatches if d.kernel.name != "touch_pages"]
+    _, prefetched = recorded(8)
+    kept = [d for d in prefetched.dispatches if d.kernel.name != "tlb_prefetch"]
     assert [(d.kernel.name, d.push, d.grid, d.step) for d in kept] == [
         (d.kernel.name, d.push, d.grid, d.step) for d in plain.dispatches
     ]
-    assert len(kept) < len(touched.dispatches)
-    assert sum(b is not None for b in touched.barriers) == sum(b is not None for b in plain.barriers)
-    waits = [d.step for d, b in zip(touched.dispatches, touched.barriers, strict=True) if d.kernel.name == "touch_pages" and b]
+    assert len(kept) < len(prefetched.dispatches)
+    assert sum(b is not None for b in prefetched.barriers) == sum(b is not None for b in plain.barriers)
+    pairs = zip(prefetched.dispatches, prefetched.barriers, strict=True)
+    waits = [d.step for d, b in pairs if d.kernel.name == "tlb_prefetch" and b]
     assert waits == [0]
 
 
-def test_every_weight_is_touched_a_few_steps_before_its_step():
-    made, touched = recorded(8)
+def test_every_weight_is_prefetched_a_few_steps_before_its_step():
+    made, prefetched = recorded(8)
     sizes = {}  # of what each step's dispatches read, by step
-    for d in touched.dispatches:
-        if d.kernel.name != "touch_pages":
+    for d in prefetched.dispatches:
+        if d.kernel.name != "tlb_prefetch":
             sizes.setdefault(d.step, []).extend(s.size for s in d.slices)
-    found = [d for d in touched.dispatches if d.kernel.name == "touch_pages"]
+    found = [d for d in prefetched.dispatches if d.kernel.name == "tlb_prefetch"]
     assert len(found) > len(made.steps) // 2
     for d in found:
-        count, _, *words = struct.unpack(f"<{2 + pages.SLICES}I", d.push)
-        later = sizes[(d.step + pages.AHEAD) % len(made.steps)]
-        assert d.grid == (8 * count, 1, 1) and 1 <= count <= pages.SLICES
+        count, _, *words = struct.unpack(f"<{2 + SLICES}I", d.push)
+        later = sizes[(d.step + AHEAD) % len(made.steps)]
+        assert d.grid == (8 * count, 1, 1) and 1 <= count <= SLICES
         assert all(any(w == n // 4 for n in later) for w in words[:count])
 
 
 def test_only_passes_of_few_rows_that_read_much_get_them_and_only_where_it_was_measured():
     def copies(table: str, mib: int, rows: int) -> int:
-        return Tuning(table).choose("touch_pages", {"copies": 0}, mib=mib, rows=rows)["copies"]
+        return Tuning(table).choose("tlb_prefetch", {"copies": 0}, mib=mib, rows=rows)["copies"]
 
     assert copies("nvidia", 15000, 1) == 8
     assert copies("nvidia", 2500, 1) == copies("nvidia", 15000, 512) == 0
     assert copies("default", 15000, 1) == copies("lavapipe", 15000, 1) == copies("radv", 15000, 1) == 0
 
 
-def test_text_is_the_same_with_touches(tmp_path, device):
+def test_text_is_the_same_with_prefetches(tmp_path, device):
     checkpoint, texts = open_checkpoint(write_hf(tmp_path, tiny(), dtype="f32")), []
     for copies in (0, 8):
-        with device.tuning.forced("touch_pages", {"copies": copies}):
+        with device.tuning.forced("tlb_prefetch", {"copies": copies}):
             made = Engine(checkpoint, device, chunk=16, weights="q4_0")
             texts.append((made.prefill({0: IDS})[0], *made.decode(12)[0], made._decoder.dispatches))
         device.reset()

@@ -1,5 +1,5 @@
-"""Runs of steps that one dispatch does: each step is judged by its own operation's definition, on what the dispatch left in
-memory, and everything that does not fit is recorded step by step."""
+"""Fused groups, steps that one dispatch computes: each step is judged by its own operation's definition, on what the dispatch
+left in memory, and everything that does not fit is recorded step by step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.mutation.mutate import Saboteur, load, mutated_function, mutated_spirv
+from conformance.mutation.mutate import Mutant, load, mutated_function, mutated_spirv
 from conformance.support.devices import GUARD, Devices, need_compiler, open_backend, spy_kernels
 from conformance.support.paths import MUTANTS
 from conformance.support.profile import LONG
@@ -24,8 +24,7 @@ from hybrid.harness.cases import Case
 from hybrid.harness.compare import Disagreement, same_bits
 from hybrid.harness.inputs import make
 from hybrid.harness.reference import check, expect
-from hybrid.kernels.vulkan import runs
-from hybrid.kernels.vulkan.ops import RUNS, _layer
+from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _layer
 from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_ops
 
@@ -46,7 +45,7 @@ USES = [{"workgroups": n, "threads": t} for n in (1, 132) for t in (256, 768)]
 
 
 def cases(sizes: Mapping[str, int], w: str, rows: int, act: str, seed: int, live: int) -> list[Case]:
-    """One case for each step of the run."""
+    """One case for each step of the group."""
     n, t = dict(sizes), {"T": rows}
     binds = (
         {**t, "K": n["heads"], "N": n["hidden"]},
@@ -81,7 +80,7 @@ def planned(
                     values[name] = drawn[arg]
         steps.append(Step(op, f"{i}.{op}", dict(case.bind), args, dict(case.attrs), device=device))
     decls["control"], values["control"] = control_of(made[0], {})
-    return Plan("run", made[0].bind["T"], 1, tuple(steps), decls), values
+    return Plan("group", made[0].bind["T"], 1, tuple(steps), decls), values
 
 
 def run(device: Any, made: list[Case], given: Mapping[str, Tensor] = {}, **how: Any) -> int:
@@ -95,7 +94,7 @@ def run(device: Any, made: list[Case], given: Mapping[str, Tensor] = {}, **how: 
         for name, decl in plan.tensors.items():
             device.store(decl, values.get(name, poisoned(decl, byte)))
         program = device.compile(plan)
-        for _ in range(2):  # what a run leaves behind must not change the next one
+        for _ in range(2):  # what a submit leaves behind must not change the next one
             device.wait(program.submit())
         assert not device.check_guards()
         found.append({name: device.read(name) for name in plan.tensors})
@@ -139,11 +138,11 @@ def test_a_residual_that_cancels_what_is_added(devices: Devices) -> None:
 
 
 @pytest.mark.parametrize("w", ["q4_0", "q8_0"])
-def test_workgroups_that_meet(devices: Devices, w: str) -> None:
+def test_workgroups_that_exchange_results(devices: Devices, w: str) -> None:
     """The shape of Gemma 3 4B on as many workgroups as there are multiprocessors, again and again."""
     device = devices.get("vulkan")
     if device.cores == 1:
-        pytest.skip(f"{device.name} does not say how many multiprocessors it has: one workgroup, which meets nobody")
+        pytest.skip(f"{device.name} does not say how many multiprocessors it has: one workgroup, which exchanges nothing")
     shape = {"hidden": 2560, "heads": 2048, "ffn": 10240, "hq": 8, "hk": 4, "d": 256}
     for threads in (768, 1024):
         assert judged(device, {"workgroups": 132, "threads": threads}, cases(shape, w, 1, "q8_act", 3, 1)) == 1
@@ -190,7 +189,7 @@ def test_sizes_at_the_edges(devices: Devices, sizes: dict[str, int]) -> None:
         assert judged(device, use, cases({**SIZES, **sizes}, "q4_0", 1, "q8_act", 3, 1)) == 1
 
 
-def test_the_time_of_a_run_is_told_once(devices: Devices) -> None:
+def test_the_time_of_a_group_is_counted_once(devices: Devices) -> None:
     device, made = devices.get("vulkan", guard=GUARD), cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
     for use, within in ((USES[0], [None, *["0.linear"] * 4]), ({"workgroups": 0}, [None] * 5)):
         with device.tuning.forced("layer", use):
@@ -229,48 +228,46 @@ def test_what_does_not_fit_is_recorded_step_by_step(devices: Devices, why: str, 
     assert judged(devices.get("vulkan", guard=GUARD), USES[0], made) > 5, why
 
 
-def test_steps_that_do_not_follow_from_one_another_are_no_run(devices: Devices) -> None:
+def test_steps_that_do_not_follow_from_one_another_are_not_fused(devices: Devices) -> None:
     device, made = devices.get("vulkan", guard=GUARD), cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
     assert judged(device, USES[0], made, swaps={"3.residual": "x"}) > 5
     assert judged(device, USES[0], made, order=(1, 0, 2, 3, 4), swaps={"1.a": "b"}) > 5
     assert judged(device, {"workgroups": 0}, made) > 5
 
 
-def test_an_operation_with_another_binding_is_in_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a test or an ablation puts in its place is what runs; and LONGEST takes runs away."""
-    from hybrid.kernels.vulkan.ops import BINDINGS
-
+def test_an_operation_with_another_binding_is_not_fused() -> None:
+    """So that what a test or an ablation puts in its place is what runs: of the device, or of one program."""
     made = cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
     other = {**BINDINGS, "linear": lambda *a: BINDINGS["linear"](*a)}
     with open_backend("vulkan", guard=GUARD, bindings=other) as device:
         assert judged(device, USES[0], made) > 5
     with open_backend("vulkan", guard=GUARD) as device:
         assert judged(device, USES[0], made) == 1
-        monkeypatch.setattr(runs, "LONGEST", 1)
-        assert judged(device, USES[0], made) > 5
+        with device.tuning.forced("layer", USES[0]):
+            assert device.compile(planned(made, device.name)[0], bindings=other).dispatches > 5
 
 
-SABOTEURS = list(load(MUTANTS / "runs"))
-TRIED = [s for i, s in enumerate(SABOTEURS) if LONG or s.kind != "shader" or i % 3 == 0]  # each takes a compiler seconds
+GROUP_MUTANTS = list(load(MUTANTS / "groups"))
+TRIED = [m for i, m in enumerate(GROUP_MUTANTS) if LONG or m.kind != "shader" or i % 3 == 0]  # each takes a compiler seconds
 
 
-@pytest.mark.parametrize("saboteur", TRIED, ids=lambda s: f"{s.kind}-{s.name}")
-def test_caught(devices: Devices, saboteur: Saboteur, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutated kernel or binding of a run makes a step fail."""
-    if saboteur.kind == "shader":
+@pytest.mark.parametrize("mutant", TRIED, ids=lambda s: f"{s.kind}-{s.name}")
+def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutated kernel or binding of a fused group makes a step fail."""
+    if mutant.kind == "shader":
         need_compiler()
     made = cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
     sound = devices.get("vulkan", guard=GUARD)
     chosen = spy_kernels(sound, monkeypatch)
     assert judged(sound, USES[0], made) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options: dict[str, Any] = {"spirv": mutated_spirv(saboteur, chosen, tmp_path)} if saboteur.kind == "shader" else {}
-    if saboteur.kind == "binding":
-        monkeypatch.setitem(RUNS, _layer.OPS, mutated_function(saboteur, "record"))
+    options: dict[str, Any] = {"spirv": mutated_spirv(mutant, chosen, tmp_path)} if mutant.kind == "shader" else {}
+    if mutant.kind == "binding":
+        monkeypatch.setitem(GROUPS, _layer.OPS, mutated_function(mutant, "record"))
     with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
         cancelled(device, USES[0], made)
 
 
-def test_every_run_has_a_shader_and_a_binding_saboteur() -> None:
-    kinds = [s.kind for s in SABOTEURS]
-    assert kinds.count("shader") >= len(RUNS) and kinds.count("binding") >= len(RUNS)
+def test_every_group_has_a_shader_and_a_binding_mutant() -> None:
+    kinds = [s.kind for s in GROUP_MUTANTS]
+    assert kinds.count("shader") >= len(GROUPS) and kinds.count("binding") >= len(GROUPS)
