@@ -48,7 +48,7 @@ mesa: $(VENV)/.ready ## Debian 13's Mesa in build/, to compile for the Radeon 78
 report: $(VENV)/.ready ## build/report/index.html: speed by commit, roofline, gates
 	$(PY) -m perf.report
 
-conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole models; saboteurs
+conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole models; mutants
 	OPENBLAS_NUM_THREADS=1 HYBRID_REQUIRE_VULKAN=$${HYBRID_REQUIRE_VULKAN:-$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1)} \
 	HYBRID_VULKAN_VALIDATION=$${HYBRID_VULKAN_VALIDATION:-$$(cat $(VENV)/.validation)} \
 	$(PY) -m pytest -n $(JOBS) --dist worksteal

@@ -41,7 +41,7 @@ DTYPES = {
 }
 KERNELS = Kernels(options=("-O1",))  # two thirds of the time to compile; the simulator's cases run the shipped -O2
 FILES = list(RUNS)
-SABOTEURS = [s for s in load() if s.kind == "aie"]
+AIE_MUTANTS = [s for s in load() if s.kind == "aie"]
 
 
 def fits(file: str, case: Case) -> Case | None:
@@ -272,33 +272,33 @@ def test_layouts_are_undone() -> None:
         tiled(x, 5, 8)
 
 
-def mutant(saboteur: Mutant, folder: Path) -> Kernels:
+def built(one: Mutant, folder: Path) -> Kernels:
     """The kernels with one file changed; its headers lie beside the sources."""
     for path in [*AIE.glob("*.cc"), *AIE.glob("*.h")]:
         shutil.copy(path, folder)
-    (folder / saboteur.file).write_text(saboteur.mutated())
+    (folder / one.file).write_text(one.mutated())
     return Kernels(sources={p.name: p for p in folder.glob("*.cc")}, options=("-O0",))  # a third of the time to compile
 
 
-@pytest.mark.parametrize("saboteur", [pytest.param(s, id=f"{s.case['options']['kernel']}-{s.name}") for s in SABOTEURS])
-def test_mutants_are_caught(saboteur: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = saboteur.case["options"]["kernel"]
+@pytest.mark.parametrize("one", [pytest.param(s, id=f"{s.case['options']['kernel']}-{s.name}") for s in AIE_MUTANTS])
+def test_mutants_are_caught(one: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = one.case["options"]["kernel"]
     op, run = RUNS[file]
-    assert saboteur.op == op
-    case = fits(file, case_of(saboteur, SPECS[op]))
+    assert one.op == op
+    case = fits(file, case_of(one, SPECS[op]))
     assert case is not None
     run(SPECS[op], case, KERNELS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sources = tmp_path / "aie"
     sources.mkdir()
     with pytest.raises(Disagreement):
-        run(SPECS[op], case, mutant(saboteur, sources))
+        run(SPECS[op], case, built(one, sources))
 
 
 def test_every_kernel_has_mutants() -> None:
     for file in FILES:
-        assert sum(s.case["options"]["kernel"] == file for s in SABOTEURS) >= 2, f"{file}: two [[aie]] tables"
-    assert {s.file for s in SABOTEURS} >= {p.name for p in AIE.glob("*.h")}
+        assert sum(s.case["options"]["kernel"] == file for s in AIE_MUTANTS) >= 2, f"{file}: two [[aie]] tables"
+    assert {s.file for s in AIE_MUTANTS} >= {p.name for p in AIE.glob("*.h")}
     assert FOLDERS["aie"] == AIE
 
 
