@@ -287,8 +287,8 @@ class Model:
         counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
         return Stats(
             device=self.device,
-            passed_over=(*self.passed_over, *getattr(engine.device, "failures", ()), *engine.faults),
-            carried=str(getattr(engine.device, "copies", "")),
+            passed_over=(*self.passed_over, *engine.device.failures, *engine.faults),
+            carried=engine.device.copies,
             precision=engine.precision,
             prompt_tokens=len(ids) - held,
             tokens=len(out),
@@ -303,7 +303,7 @@ class Model:
             load=self.load,
             reencoded=tuple(r.line() for r in engine.reencoded),
             memory=dict(engine.device.memory()),
-            threads=str(getattr(engine.device, "threads", "")),
+            threads=engine.device.threads,
         )
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
     from hybrid.engine.weights import stored_types
     from hybrid.planning.cache import CacheShape
     from hybrid.planning.passes import capabilities_of, chunk_of
-    from hybrid.planning.pipeline import lanes_of
+    from hybrid.planning.pipeline import pipeline_depth
     from hybrid.planning.planner import Target
 
     hp = checkpoint.hparams
@@ -89,7 +89,7 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
         raise ValueError(f"--ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
     slots = args.rows if args.phase == "decode" else 1
     can = capabilities_of(_dry(args.device).has) if args.device != "cpu" else frozenset()
-    cache = CacheShape.of(hp, ctx, slots, chunk_of(can), lanes_of(schedule))
+    cache = CacheShape.of(hp, ctx, slots, chunk_of(can), pipeline_depth(schedule))
     return Target(
         schedule,
         hp,

@@ -85,8 +85,8 @@ def test_rows_of_several_types_are_one_matrix() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_device_takes_rows_of_several_types_in_pieces(backend: str) -> None:
-    decl = TensorDecl("w", "q6_k", (14, 256), "weight", pieces=(("q4_1", 5), ("q6_k", 9)))
-    a, b = (block_values.quantised(i, "w", (n, 256), t, 0.05) for i, (t, n) in enumerate(decl.pieces))
+    decl = TensorDecl("w", "q6_k", (14, 256), "weight", row_types=(("q4_1", 5), ("q6_k", 9)))
+    a, b = (block_values.quantised(i, "w", (n, 256), t, 0.05) for i, (t, n) in enumerate(decl.row_types))
     with open_backend(backend) as device:
         device.store(decl, parts=[lambda: a.rows(0, 2), lambda: a.rows(2, 5), lambda: b])
         with pytest.raises(ValueError, match=r"several storage types|are q4_1, not q6_k"):

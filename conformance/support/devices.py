@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hybrid.core.device import Device
+from hybrid.devices.multi import MultiDevice
 from hybrid.harness import GUARD as GUARD  # tests take it from here
 from hybrid.spec.fields import BackendName
 
@@ -61,9 +62,11 @@ def open_backend(backend: str, **options: Any) -> Device:
 
 
 def own_memory(device: Any) -> bool:
-    """Whether a device computes on memory that the host cannot map: a discrete GPU."""
-    pool = getattr(device, "memory_pool", None)
-    return pool is not None and pool.flags("device") & 2 == 0  # VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
+    """Whether a device, of several the main one, computes on memory that the host cannot map: a discrete GPU."""
+    main = device.main if isinstance(device, MultiDevice) else device
+    if main.backend != "vulkan":
+        return False
+    return main.memory_pool.flags("device") & 2 == 0  # VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
 
 
 def without_vulkan(error: Exception) -> NoReturn:

@@ -29,7 +29,7 @@ from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import precision_by_phase
 from hybrid.planning.footprint import every_size
 from hybrid.planning.passes import bucket_of, capabilities_of, chunk_of, fixed_rows, pass_sizes
-from hybrid.planning.pipeline import in_lane, named, outlasting
+from hybrid.planning.pipeline import for_pipeline_slot, named, outlasting
 from hybrid.planning.planner import PrecisionName, Target, plan, segments
 from hybrid.planning.rope import rope_of
 from hybrid.quant.reencode import Reencoded
@@ -72,14 +72,14 @@ class Engine:
         ctx = min(hp.context_length, DEFAULT_CTX) if ctx is None else ctx
         if not 1 <= ctx <= hp.context_length:
             raise ValueError(f"ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
-        backend = device.name.split(":")[0].split(" ")[0]
+        backend = device.backend
         capabilities = capabilities_of(device.has)
         chunk = chunk_of(capabilities) if chunk is None else chunk
         sizes = pass_sizes(hp, ctx, slots, chunk, fixed_rows(backend, slots) if deterministic else None)
         self.device, self.checkpoint, self.profile, self._sizes = device, checkpoint, profile, sizes
-        self.lanes = getattr(device, "lanes", 1)
+        self.pipeline_depth = device.pipeline_depth
         """Prefill passes that overlap; each has rows and activations of its own (hybrid/planning/pipeline.py)."""
-        self.cache = CacheShape.of(hp, ctx, slots, sizes.rows[-1], self.lanes)
+        self.cache = CacheShape.of(hp, ctx, slots, sizes.rows[-1], self.pipeline_depth)
         self.tables = BlockTables(self.cache)
         schedule = schedule or find_schedule(hp.family)
         self.target = Target(
@@ -108,8 +108,8 @@ class Engine:
         self.faults: list[str] = []
         """What made passes run again, and how they run since."""
         self._timing = Timing(self.trace)
-        self._lane = self.lanes - 1  # of the last prefill pass
-        self._in_lane: dict[int, int] = {}  # the ticket of a lane's last pass
+        self._last_slot = self.pipeline_depth - 1  # of the last prefill pass
+        self._slot_ticket: dict[int, int] = {}  # the ticket of a pipeline slot's last pass
         self._programs: dict[tuple[Phase, int, int, bool, bool, int], Program] = {}
         self._layouts: dict[str, Plan] = {}
         self._decoding: tuple[int, ...] | None = None  # slots that the device's rows are set up for
@@ -170,8 +170,8 @@ class Engine:
         for chunk in self.passes(prompts):
             outs = bucket_of(len(chunk.out_rows), self.out_buckets) if len(chunk.out_rows) else 0
             rows = bucket_of(len(chunk.tokens), self.row_buckets)
-            ticket = self.run_chunk(chunk, self.program("prefill", rows, outs, lane=self.next_lane()))
-        if self.lanes > 1:
+            ticket = self.run_chunk(chunk, self.program("prefill", rows, outs, pipeline_slot=self.next_pipeline_slot()))
+        if self.pipeline_depth > 1:
             self._settle()  # passes advance while they are waited for
         for slot, ids in prompts.items():
             self.positions[slot] += len(ids)
@@ -271,14 +271,15 @@ class Engine:
     def precision(self) -> Mapping[str, tuple[str, ...]]:
         return precision_by_phase(self.plan("decode", *(self.out_buckets[-1],) * 2), self.plan("prefill", self.row_buckets[-1], 1))
 
-    def next_lane(self) -> int:
-        """The lane for the next prefill pass: the one whose last pass is the longest ago."""
-        self._lane = (self._lane + 1) % self.lanes
-        return self._lane
+    def next_pipeline_slot(self) -> int:
+        """The pipeline_slot for the next prefill pass: the one whose last pass is the longest ago."""
+        self._last_slot = (self._last_slot + 1) % self.pipeline_depth
+        return self._last_slot
 
-    def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, lane: int = 0) -> Program:
+    def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True,
+                pipeline_slot: int = 0) -> Program:  # fmt: skip
         """The compiled plan of a bucket, made at its first use."""
-        key = (phase, rows, outs, capture, sample, lane)
+        key = (phase, rows, outs, capture, sample, pipeline_slot)
         if key not in self._programs:
             cooperative = self.cooperative and phase == "decode"  # the only passes that are run again
             self._programs[key] = self.device.compile(self.plan(*key), profile=self.profile, cooperative=cooperative)
@@ -289,27 +290,27 @@ class Engine:
         self._programs = {key: program for key, program in self._programs.items() if key[0] != phase}
         self._decoding = None
 
-    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, lane: int = 0) -> Plan:
+    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0) -> Plan:
         made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase))
         devices = {s.device for s in segments(made)}
-        drives = getattr(self.device, "drives", frozenset({self.target.device}))
+        drives = self.device.drives
         if not devices <= drives:
             raise SpecError(
                 f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
                 f'but this engine drives {", ".join(sorted(drives))}: use device = "main"'
             )
-        if self.lanes == 1 or phase == "decode":
+        if self.pipeline_depth == 1 or phase == "decode":
             return made
-        return in_lane(made, lane, self.target.schedule, self._layouts.get(phase, made).arena_bytes)
+        return for_pipeline_slot(made, pipeline_slot, self.target.schedule, self._layouts.get(phase, made).arena_bytes)
 
     def warm_up(self, rows: int = 1) -> None:
         """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit."""
         largest = self.row_buckets[-1]
         last = rows % largest or largest
-        for lane in range(self.lanes):
+        for pipeline_slot in range(self.pipeline_depth):
             if rows > largest:
-                self.program("prefill", largest, 0, lane=lane)  # only full chunks can lack a last row
-            self.program("prefill", bucket_of(last, self.row_buckets), self.out_buckets[0], lane=lane)
+                self.program("prefill", largest, 0, pipeline_slot=pipeline_slot)  # only full chunks can lack a last row
+            self.program("prefill", bucket_of(last, self.row_buckets), self.out_buckets[0], pipeline_slot=pipeline_slot)
         for outs in self.out_buckets:
             self.program("decode", outs, outs)
 
@@ -320,10 +321,10 @@ class Engine:
         with self.clock.phase("plan"):
             self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
             plans = [self._layouts["decode"]]
-            for lane in range(self.lanes):
-                plans.append(self.plan("prefill", most, outs, lane=lane))
-                plans.append(self.plan("prefill", self.logits_rows, self.logits_rows, sample=False, lane=lane))
-                plans.append(self.plan("prefill", self.hidden_rows, 0, capture=True, lane=lane))
+            for pipeline_slot in range(self.pipeline_depth):
+                plans.append(self.plan("prefill", most, outs, pipeline_slot=pipeline_slot))
+                plans.append(self.plan("prefill", self.logits_rows, self.logits_rows, sample=False, pipeline_slot=pipeline_slot))
+                plans.append(self.plan("prefill", self.hidden_rows, 0, capture=True, pipeline_slot=pipeline_slot))
         decls = outlasting(plans)
         weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
         with self.clock.phase("cache"):
@@ -360,19 +361,19 @@ class Engine:
             voids.run_again(self, self._decoding)
 
     def run_chunk(self, chunk: Chunk, program: Program) -> int:
-        """Submit one prepared pass of a prompt, when its lane is free; returns its ticket."""
-        lane = program.plan.lane
-        if lane is None or self._decoding is not None:
+        """Submit one prepared pass of a prompt, when its pipeline_slot is free; returns its ticket."""
+        pipeline_slot = program.plan.pipeline_slot
+        if pipeline_slot is None or self._decoding is not None:
             self._settle()
-        elif lane in self._in_lane:
-            self.device.wait(self._in_lane[lane])
-            self._timing.stop(lane)
+        elif pipeline_slot in self._slot_ticket:
+            self.device.wait(self._slot_ticket[pipeline_slot])
+            self._timing.stop(pipeline_slot)
         self._decoding = None
         arrays = {name: getattr(chunk, name) for name in ("tokens", "positions", "slots", "out_rows")}
-        self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, lane or 0, **arrays)
+        self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, pipeline_slot or 0, **arrays)
         ticket = self._submit(program)
-        if lane is not None:
-            self._in_lane[lane] = ticket
+        if pipeline_slot is not None:
+            self._slot_ticket[pipeline_slot] = ticket
         return ticket
 
     def _submit(self, program: Program, times: int = 1) -> int:
@@ -380,18 +381,18 @@ class Engine:
             return program.submit(times)
         self._timing.start(program)
         ticket = program.submit(times)
-        if program.plan.lane is None:
+        if program.plan.pipeline_slot is None:
             self.device.wait(ticket)
             self._timing.stop()
         return ticket
 
-    def _write_rows(self, rows: int, outs: int, context: int, lane: int, **arrays: np.ndarray) -> None:
+    def _write_rows(self, rows: int, outs: int, context: int, pipeline_slot: int, **arrays: np.ndarray) -> None:
         control = np.zeros(CONTROL_WORDS, np.uint32)
         control[CONTROL["rows"]], control[CONTROL["outs"]], control[CONTROL["context"]] = rows, outs, context
-        self.device.write(named(CONTROL_TENSOR, lane), Tensor.of(control))
+        self.device.write(named(CONTROL_TENSOR, pipeline_slot), Tensor.of(control))
         for name, array in arrays.items():
             if len(array):
-                self.device.write(named(name, lane), Tensor.of(np.ascontiguousarray(array)))
+                self.device.write(named(name, pipeline_slot), Tensor.of(np.ascontiguousarray(array)))
 
     def result(self, decl: TensorDecl) -> None:
         """Make room for numbers that a plan leaves for the host."""

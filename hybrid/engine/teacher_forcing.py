@@ -43,11 +43,11 @@ def _passes(
 ) -> Iterator[tuple[Chunk, list[np.ndarray]]]:
     """Passes over sequences, each in a slot of its own; each pass's rows and its result tensors' live rows, read while the
     next one runs where passes overlap."""
-    for lane in range(engine.lanes):
+    for pipeline_slot in range(engine.pipeline_depth):
         for decl in decls:
-            engine.result(replace(decl, name=named(decl.name, lane)))
+            engine.result(replace(decl, name=named(decl.name, pipeline_slot)))
     prompts: dict[int, Sequence[int]] = {}
-    running = deque[tuple[Chunk, int, int]]()  # with ticket and lane
+    running = deque[tuple[Chunk, int, int]]()  # with ticket and pipeline_slot
 
     def give_back() -> None:
         engine.wait()
@@ -59,13 +59,13 @@ def _passes(
             prompts[engine.admit(max(len(ids), 1))] = ids
         engine.check(prompts)
         for chunk in chunks(prompts, engine.positions, rows):
-            if len(running) == engine.lanes:
+            if len(running) == engine.pipeline_depth:
                 yield _results(engine, decls, *running.popleft())
-            n, lane = len(chunk.tokens), engine.next_lane()
+            n, pipeline_slot = len(chunk.tokens), engine.next_pipeline_slot()
             size = bucket_of(n, engine.row_buckets)
             every = Chunk(chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32))
-            program = engine.program("prefill", size, 0 if capture else size, capture, sample=False, lane=lane)
-            running.append((every, engine.run_chunk(every, program), lane))
+            program = engine.program("prefill", size, 0 if capture else size, capture, sample=False, pipeline_slot=pipeline_slot)
+            running.append((every, engine.run_chunk(every, program), pipeline_slot))
         while running:
             yield _results(engine, decls, *running.popleft())
     except GeneratorExit:
@@ -78,7 +78,7 @@ def _passes(
 
 
 def _results(
-    engine: Engine, decls: Sequence[TensorDecl], chunk: Chunk, ticket: int, lane: int
+    engine: Engine, decls: Sequence[TensorDecl], chunk: Chunk, ticket: int, pipeline_slot: int
 ) -> tuple[Chunk, list[np.ndarray]]:
     rows = len(chunk.tokens)
-    return chunk, [engine.device.read(named(d.name, lane), 0, rows, ticket).array for d in decls]
+    return chunk, [engine.device.read(named(d.name, pipeline_slot), 0, rows, ticket).array for d in decls]

@@ -239,7 +239,7 @@ class _Planner:
             self._outlasting(name)
         elif name in self.fused:
             info, sources = self.fused[name]
-            self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight", sources=sources, pieces=info.pieces)
+            self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight", sources=sources, row_types=info.row_types)
         elif name in self.target.weights:
             info = self.target.weights[name]
             self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.core.device import Counters
+from hybrid.core.device import Counters, Program, SingleDevice
 from hybrid.core.hostmemory import NotShareable
 from hybrid.core.plan import ALIGN, Plan, TensorDecl
 from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
@@ -25,7 +25,7 @@ from hybrid.kernels.host.threads import BlasThreads
 from hybrid.quant.codec import Value, copy_rows, dequantise, joined, runs
 
 
-class HostDevice:
+class HostDevice(SingleDevice):
     """hybrid.core.device.Device over NumPy arrays.
 
     functions: what computes each operation, by its name, called with arrays and attributes as kernels.oracle's are.
@@ -84,7 +84,7 @@ class HostDevice:
         self.check_open()
         if decl.kind == "weight" and parts and not self.guard and decl.nbytes > self._room():
             tensor = self._left_in_file(decl, parts)
-        elif decl.pieces:
+        elif decl.row_types:
             tensor = runs(decl, parts)
         else:
             tensor = self._filled(decl, value, parts)
@@ -164,7 +164,7 @@ class HostDevice:
 
     # --- plans
 
-    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> HostProgram:
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
         """Check a plan against the stored tensors and prepare it. ValueError names the step and what is wrong."""
         self.check_open()
         self.reserve(plan.arena_bytes)
