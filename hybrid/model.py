@@ -13,13 +13,13 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
-from hybrid.cli import CACHES, PRECISIONS
 from hybrid.core.errors import ContextExceeded
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
 from hybrid.devices.multi import with_others
 from hybrid.devices.opening import Opened, open_first
 from hybrid.engine.chunks import check_ids
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.loading import LoadClock
 from hybrid.engine.sampling import Sampling
@@ -61,9 +61,17 @@ def load(
     when asked for, its simulator.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
-    for name, value, known in (("kv", kv, CACHES), ("precision", precision, PRECISIONS)):
-        if value not in known:
-            raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(known)}")
+    config = EngineConfig(
+        precision=precision,
+        kv=kv,
+        weights=weights,
+        ctx=ctx,
+        slots=slots,
+        chunk=chunk,
+        deterministic=deterministic,
+        profile=profile,
+        progress=progress,
+    )
     clock = LoadClock()
     with clock.phase("open"):
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -74,21 +82,7 @@ def load(
             schedule = named_schedule(os.fspath(schedule))
         opened = with_others(_open_device(schedule.chain(device), checkpoint, clock), schedule, npu)
         try:
-            engine = Engine(
-                checkpoint,
-                opened.device,
-                schedule,
-                precision=precision,
-                kv=kv,
-                weights=weights,
-                ctx=ctx,
-                deterministic=deterministic,
-                slots=slots,
-                chunk=chunk,
-                profile=profile,
-                progress=progress,
-                clock=clock,
-            )
+            engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock)
             with clock.phase("pipelines"):
                 engine.warm_up()
         except BaseException:
@@ -194,7 +188,7 @@ class Model:
                 "shorten it or load the model with a larger ctx"
             )
         steps = self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos, session, tokens_per_submit)
-        return engine.turns.steps(steps)
+        return engine.lock.steps(steps)
 
     def session(self) -> Session:
         """A sequence that stays in the cache between generations, for conversations. Takes the model's slot with
@@ -269,7 +263,7 @@ class Model:
                     session.close()
                 self.stats = self._stats(engine, ids, held, out, passes, finish, first - begin, end - begin)
 
-            engine.turns.soon(give_back)  # collected as garbage, this is another's turn
+            engine.lock.call_soon(give_back)  # collected as garbage, this is another's turn
 
     def _stats(
         self,
@@ -308,7 +302,7 @@ class Model:
 
     def close(self) -> None:
         """Free every device object and let go of the files; the model cannot be used afterwards."""
-        with self.engine.turns:
+        with self.engine.lock:
             if self._opened is not None:
                 opened, self._opened = self._opened, None
                 self.engine.positions.clear()

@@ -28,6 +28,7 @@ from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.devices import opening as devices
 from hybrid.devices.transfers import TransferCounts
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.trace import Pass, Timing
 from hybrid.kernels.oracle.device import CpuDevice
@@ -42,7 +43,7 @@ from hybrid.text.tokenizer import Tokenizer, Vocabulary
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(random_checkpoint("gemma3-270m", layers=1, vocab=512), CpuDevice(), ctx=64, chunk=16, slots=2)
+    return Engine(random_checkpoint("gemma3-270m", layers=1, vocab=512), CpuDevice(), EngineConfig(ctx=64, chunk=16, slots=2))
 
 
 # ------------------------------------------------------------------------------------------------------------- plans
@@ -62,7 +63,7 @@ def test_an_arena_fills_the_smallest_gap_that_is_large_enough() -> None:
 
 def test_memory_beside_the_arena_is_planned_for_every_pass(engine: Engine) -> None:
     """Each number of rows that an engine compiles, with as many results as there are sequences, or rows."""
-    found = [(p.rows, p.outs) for p in every_size(engine.target, engine._sizes)]
+    found = [(p.rows, p.outs) for p in every_size(engine.target, engine.sizes)]
     assert found == [(1, 1), (2, 2), (1, 1), (8, 2), (16, 2), (16, 16), (16, 0)]
 
 

@@ -25,6 +25,7 @@ from hybrid.devices import transfers
 from hybrid.devices.inflight import InFlight
 from hybrid.devices.multi import MultiDevice, with_others
 from hybrid.devices.opening import open_first
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
 from hybrid.generate import main
@@ -66,7 +67,8 @@ class Opened:
         self.checkpoint = open_checkpoint(path)
         self.device: Any = with_others(open_first((backend,)), schedule, "sim").device
         assert isinstance(self.device, MultiDevice)
-        self.engine = Engine(self.checkpoint, self.device, schedule, **({"ctx": CTX, "chunk": CHUNK, "slots": 2} | options))
+        config = EngineConfig(**({"ctx": CTX, "chunk": CHUNK, "slots": 2} | options))
+        self.engine = Engine(self.checkpoint, self.device, config, schedule=schedule)
 
     def __enter__(self) -> Opened:
         return self
@@ -99,7 +101,7 @@ def unpipelined(folder: Path) -> dict[tuple[str, str], Any]:
         def __missing__(self, key: tuple[str, str]) -> Any:
             name, backend = key
             with Opened(folder, backend, schedule_of(name, 1)) as one:
-                assert one.engine.pipeline_depth == 1 and not any("@" in n for n in one.engine._stored)
+                assert one.engine.device.pipeline_depth == 1 and not any("@" in n for n in one.engine._stored)
                 self[key] = one.run()
             return self[key]
 
@@ -179,7 +181,7 @@ def test_what_passes_between_devices_takes_turns_in_few_tensors(plans: Any) -> N
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_overlapping_passes_give_the_bits_of_one_after_another(name: str, backend: str, folder: Path, unpipelined: Any) -> None:
     with Opened(folder, backend, schedule_of(name, 2)) as one:
-        assert one.engine.pipeline_depth == 2 and "positions@1" in one.engine._stored
+        assert one.engine.device.pipeline_depth == 2 and "positions@1" in one.engine._stored
         assert same(one.run(), unpipelined[name, backend])
         assert not one.device.failures and not one.device.in_flight
         if not own_memory(one.device):

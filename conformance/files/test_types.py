@@ -18,6 +18,7 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.dtypes import DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Rows, Tensor
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
 from hybrid.harness import block_values
@@ -107,7 +108,7 @@ def test_models_of_file_types_agree_between_devices(tmp_path: Path, types: str) 
     checkpoint = small(tmp_path, types)
     with open_backend("vulkan") as device, open_backend("cpu", memory_budget=0) as cpu:
         for precision, bound in (("exact", 2e-3), ("auto", 0.1)):
-            ours, theirs = (Engine(checkpoint, d, chunk=16, ctx=64, precision=precision) for d in (device, cpu))
+            ours, theirs = (Engine(checkpoint, d, EngineConfig(chunk=16, ctx=64, precision=precision)) for d in (device, cpu))
             a, b = ours.logits(IDS), theirs.logits(IDS)
             assert np.abs(a - b).max() < bound * np.abs(b).max()
             assert not theirs.reencoded and {r.source for r in ours.reencoded} == {types.removesuffix("_m")}

@@ -14,6 +14,7 @@ import pytest
 import hybrid
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.kernels.host import threads
 from hybrid.kernels.host.threads import WORTH, BlasThreads, seconds_alone
@@ -95,7 +96,7 @@ def test_every_operation_runs_with_what_its_longest_product_is_worth(tmp_path: P
     # A head of 40000 rows is worth it (5 ms), layers of 256 columns are not.
     hp = tiny(hidden=256, vocab=40000)
     with open_checkpoint(write_hf(tmp_path, hp, dtype="f32")) as checkpoint:
-        engine = Engine(checkpoint, device, ctx=64, n_tokens=320)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=320))
         list(engine.stream(engine.admit(), [2, 4, 5], 3))
     assert seen.pop("logits") == {8} and library.num_threads == 8
     assert {"fused_qkv", "fused_ffn", "linear"} & seen.keys() and set().union(*seen.values()) == {1}, seen
@@ -113,7 +114,7 @@ def test_a_pass_that_waited_makes_the_next_one_keep_to_one_thread(tmp_path: Path
     device = CpuDevice(overrides={"logits": slow})
     device.blas = BlasThreads([library])
     with open_checkpoint(write_hf(tmp_path, tiny(hidden=256, vocab=16000), dtype="f32")) as checkpoint:  # a head of 2 ms
-        engine = Engine(checkpoint, device, ctx=64, n_tokens=320)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=320))
         list(engine.stream(engine.admit(), [2, 4, 5], 4))
     assert seen == [8, 8, 1, 1]
 
@@ -136,7 +137,7 @@ def test_attentions_products_grow_with_what_a_row_sees(tmp_path: Path, eight: No
     device = CpuDevice(overrides={op: watched(op) for op in ("attention", "decode_attention")})
     blas = device.blas = Watched([Library(8)])
     with open_checkpoint(write_hf(tmp_path, tiny(n_layers=2, layer_is_global=(False, True)), dtype="f32")) as checkpoint:
-        engine = Engine(checkpoint, device, ctx=64, chunk=16)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=64, chunk=16))
         list(engine.stream(engine.admit(), [2] * 31, 2))
     asked = [  # rows, window and positions that a row may see: after 16, 31 and 32 positions, two queries for a kv head
         (16, 8, 16), (16, 0, 16), (15, 8, 8 + 15), (15, 0, 31), (1, 8, 8 + 1), (1, 0, 32),

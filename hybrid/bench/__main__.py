@@ -94,7 +94,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
             "precision": {k: list(v) for k, v in engine.precision.items()},
             "weights_bytes": device.memory()["weights"],
             "context": engine.cache.ctx,
-            "chunk": engine.row_buckets[-1],
+            "chunk": engine.sizes.rows[-1],
             "tokens_per_submit": args.tokens_per_submit,
             "deterministic": args.deterministic,
             "load_seconds": seconds,
@@ -110,6 +110,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
 
 def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule: Any) -> Engine:
     """An engine whose context holds the longest test."""
+    from hybrid.engine.config import EngineConfig
     from hybrid.engine.engine import Engine
 
     depth, longest = max(args.ctx_depth), max((*args.prompt, *args.tokens))
@@ -118,10 +119,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
     if ctx > checkpoint.hparams.context_length:
         raise ValueError(f"a depth of {depth} and {longest} tokens more need {ctx} positions: the model was made for "
                          f"{checkpoint.hparams.context_length}")  # fmt: skip
-    return Engine(
-        checkpoint,
-        device,
-        schedule,
+    config = EngineConfig(
         precision=args.precision,
         kv=args.kv,
         weights=args.weights,
@@ -132,6 +130,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
         deterministic=args.deterministic,
         progress=True,
     )
+    return Engine(checkpoint, device, config, schedule=schedule)
 
 
 def _rows(args: argparse.Namespace, engine: Engine) -> list[Row]:
@@ -147,14 +146,14 @@ def driver_of(device: Any) -> str:
     """Driver and version of a Vulkan device; NumPy's of the cpu."""
     import numpy as np
 
-    return f"NumPy {np.__version__}" if device.name == "cpu" else str(device.report.driver)
+    return f"NumPy {np.__version__}" if device.backend == "cpu" else str(device.report.driver)
 
 
 def kernels_of(device: Any) -> str | None:
     """Digest of the SPIR-V that a Vulkan device runs; None for the cpu."""
     from hybrid.kernels.vulkan.kernel import kernels_digest
 
-    return None if device.name == "cpu" else kernels_digest()
+    return None if device.backend == "cpu" else kernels_digest()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Bench:
             engine.wait(engine.submit_prefill(prompts))
             if run >= 0:
                 seconds.append(time.perf_counter() - begin)
-        counted = self._per(before, -(-n * len(self.slots) // engine.row_buckets[-1]))
+        counted = self._per(before, -(-n * len(self.slots) // engine.sizes.rows[-1]))
         return self._row("prefill", n, depth, self._consumed(depth), seconds, cost, counted)
 
     def decode(self, n: int, depth: int) -> Row:
@@ -98,7 +98,7 @@ class Bench:
                 seconds.append(spent)
                 hosts.append(host / (n * len(self.slots)) * 1e6)
         counted = self._per(before, n)
-        plan = engine.plan("decode", engine.out_buckets[-1], engine.out_buckets[-1])
+        plan = engine.plan("decode", engine.sizes.outs[-1], engine.sizes.outs[-1])
         one = plan_cost(plan, start + n // 2)
         host_us = None if engine.target.device == "cpu" else statistics.median(hosts)
         cost = Cost(one.flops * n, one.nbytes * n)

@@ -7,7 +7,6 @@ After warm-up a pass is one submit. Tokens, positions and choices stay on the de
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -18,85 +17,46 @@ from hybrid.core.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, FAULTED, Pl
 from hybrid.core.tensor import Tensor
 from hybrid.engine import streams, teacher_forcing, voids
 from hybrid.engine.chunks import Chunk, check_prompts, chunks
+from hybrid.engine.config import EngineConfig, sizes_for, target_for
 from hybrid.engine.faults import fault
 from hybrid.engine.kv import BlockTables
-from hybrid.engine.loading import LoadClock
+from hybrid.engine.loading import LoadClock, load_tensors
+from hybrid.engine.lock import EngineLock
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.trace import Pass, Timing
-from hybrid.engine.turns import Turns
-from hybrid.engine.weights import stored_types, upload
-from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import precision_by_phase
-from hybrid.planning.footprint import every_size
-from hybrid.planning.passes import bucket_of, capabilities_of, chunk_of, fixed_rows, pass_sizes
+from hybrid.planning.passes import bucket_of
 from hybrid.planning.pipeline import for_pipeline_slot, named, outlasting
-from hybrid.planning.planner import PrecisionName, Target, plan, segments
-from hybrid.planning.rope import rope_of
-from hybrid.quant.reencode import Reencoded
+from hybrid.planning.planner import plan, segments
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
-
-DEFAULT_CTX = 4096
 
 
 class Engine:
-    """One checkpoint on one device, for up to `slots` sequences at a time.
+    """One checkpoint on one device, for up to `config.slots` sequences at a time.
 
-    ctx: positions per sequence (default: the model's, at most 4096). chunk: rows of a prefill pass (default: by
-    what the device multiplies with).
-    weights: convert matrices to this type when loading. n_tokens: ids that may be chosen (default: the tokenizer's).
-    deterministic: passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt
-    was cut nor on what runs beside it (slower: prompts go through a few rows at a time; on cpu one, and one sequence).
-    profile: time every step, at the cost of a wait after each pass (`trace`). clock: notes what loading takes.
-    Closes neither the checkpoint nor the device. Threads take `turns` (Model, and the blocking conveniences here, do).
+    schedule: another than the shipped one of the checkpoint's family. clock: notes what loading takes.
+    Closes neither the checkpoint nor the device. One thread at a time uses an engine: threads that share one hold `lock`
+    (Model, and the blocking conveniences here, do).
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         device: Device,
-        schedule: Schedule | None = None,
+        config: EngineConfig | None = None,
         *,
-        precision: PrecisionName = "auto",
-        kv: Literal["auto", "f32", "f16"] = "auto",
-        weights: str | None = None,
-        ctx: int | None = None,
-        slots: int = 1,
-        chunk: int | None = None,
-        n_tokens: int | None = None,
-        deterministic: bool = False,
-        profile: bool = False,
-        progress: bool = False,
+        schedule: Schedule | None = None,
         clock: LoadClock | None = None,
     ) -> None:
-        hp = checkpoint.hparams
-        ctx = min(hp.context_length, DEFAULT_CTX) if ctx is None else ctx
-        if not 1 <= ctx <= hp.context_length:
-            raise ValueError(f"ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
-        backend = device.backend
-        capabilities = capabilities_of(device.has)
-        chunk = chunk_of(capabilities) if chunk is None else chunk
-        sizes = pass_sizes(hp, ctx, slots, chunk, fixed_rows(backend, slots) if deterministic else None)
-        self.device, self.checkpoint, self.profile, self._sizes = device, checkpoint, profile, sizes
-        self.pipeline_depth = device.pipeline_depth
-        """Prefill passes that overlap; each has rows and activations of its own (hybrid/planning/pipeline.py)."""
-        self.cache = CacheShape.of(hp, ctx, slots, sizes.rows[-1], self.pipeline_depth)
+        self.checkpoint, self.device, self.config = checkpoint, device, config or EngineConfig()
+        self.clock = LoadClock() if clock is None else clock
+        self.lock = EngineLock()
+        self.sizes = sizes_for(self.config, checkpoint.hparams, device)
+        """Row counts that plans are made for."""
+        schedule = schedule or find_schedule(checkpoint.hparams.family)
+        self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
+        self.cache = self.target.cache
         self.tables = BlockTables(self.cache)
-        schedule = schedule or find_schedule(hp.family)
-        self.target = Target(
-            schedule,
-            hp,
-            stored_types(checkpoint, weights, backend),
-            self.cache,
-            min(hp.vocab, checkpoint.tokenizer.n_tokens if n_tokens is None else n_tokens),
-            precision,
-            kv,
-            backend,
-            capabilities,
-        )
-        self.reencoded: tuple[Reencoded, ...] = ()
-        """Matrices that the device holds in another type than the file, because it does not compute with that."""
-        self.row_buckets, self.out_buckets = sizes.rows, sizes.outs
-        self.logits_rows, self.hidden_rows = sizes.logits, sizes.hidden
         self.positions: dict[int, int] = {}
         """Live slot -> position of its next token."""
         self.prefilled = Counters()
@@ -106,18 +66,21 @@ class Engine:
         self.cooperative = True
         """Decode passes may have kernels whose workgroups wait for one another (hybrid/engine/voids.py)."""
         self.faults: list[str] = []
-        """What made passes run again, and how they run since."""
+        """Why passes were run again, and how decoding goes on since."""
         self._timing = Timing(self.trace)
-        self._last_slot = self.pipeline_depth - 1  # of the last prefill pass
+        self._last_slot = device.pipeline_depth - 1  # pipeline slot of the last prefill pass
         self._slot_ticket: dict[int, int] = {}  # the ticket of a pipeline slot's last pass
         self._programs: dict[tuple[Phase, int, int, bool, bool, int], Program] = {}
-        self._layouts: dict[str, Plan] = {}
-        self._decoding: tuple[int, ...] | None = None  # slots that the device's rows are set up for
+        self._decoding: tuple[int, ...] | None = None  # sequences that the device's rows are set up for
         self._decoder: Program | None = None
-        self._stored: set[str] = set()
-        self.clock = LoadClock() if clock is None else clock
-        self.turns = Turns()
-        self._prepare(progress)
+        self._layouts: dict[str, Plan] = {}  # the largest plans: smaller ones take their offsets
+        with self.clock.phase("plan"):
+            most, outs = self.sizes.rows[-1], self.sizes.outs[-1]
+            self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
+            plans = self._largest_plans()
+        self._stored = set(outlasting(plans))
+        self.reencoded = load_tensors(checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress)
+        """Matrices that the device holds in another type than the file, because it does not compute with that."""
 
     # ------------------------------------------------------------------------------------------------------ sequences
     def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None) -> int:
@@ -168,10 +131,10 @@ class Engine:
         self.check(prompts)
         ticket = 0
         for chunk in self.passes(prompts):
-            outs = bucket_of(len(chunk.out_rows), self.out_buckets) if len(chunk.out_rows) else 0
-            rows = bucket_of(len(chunk.tokens), self.row_buckets)
+            outs = bucket_of(len(chunk.out_rows), self.sizes.outs) if len(chunk.out_rows) else 0
+            rows = bucket_of(len(chunk.tokens), self.sizes.rows)
             ticket = self.run_chunk(chunk, self.program("prefill", rows, outs, pipeline_slot=self.next_pipeline_slot()))
-        if self.pipeline_depth > 1:
+        if self.device.pipeline_depth > 1:
             self._settle()  # passes advance while they are waited for
         for slot, ids in prompts.items():
             self.positions[slot] += len(ids)
@@ -180,7 +143,7 @@ class Engine:
 
     def passes(self, prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int] | None = None) -> Iterator[Chunk]:
         """How prompts that begin at `starts` (default: after what slots hold) are cut into passes."""
-        return chunks(prompts, self.positions if starts is None else starts, self.row_buckets[-1])
+        return chunks(prompts, self.positions if starts is None else starts, self.sizes.rows[-1])
 
     def submit_decode(self, slots: Sequence[int], times: int = 1) -> int:
         """One more token (or `times`) for each slot, in one submit; returns its ticket. Needs a finished prefill
@@ -227,7 +190,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- blocking conveniences
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """Prompts {slot: ids}, admitting slots that are not; returns the first token chosen for each."""
-        with self.turns:
+        with self.lock:
             for slot in prompts:
                 if slot not in self.positions:
                     self.admit(slot=slot)
@@ -236,7 +199,7 @@ class Engine:
 
     def decode(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, list[int]]:
         """`steps` more tokens for each slot (default: all live ones), in one submit."""
-        with self.turns:
+        with self.lock:
             slots = tuple(sorted(self.positions) if slots is None else slots)
             start = {s: self.positions[s] + 1 for s in slots}
             if any(start[s] + steps > self.cache.ctx for s in slots):
@@ -255,11 +218,11 @@ class Engine:
     def logits_of(self, sequences: Sequence[Sequence[int]], chunk: int | None = None) -> Iterator[np.ndarray]:
         """As `logits_by_pass`, for several sequences one after another. As many as there are free slots run together:
         a pass reads every weight, so short sequences must share one."""
-        return self.turns.steps(teacher_forcing.logits_of(self, sequences, chunk))
+        return self.lock.steps(teacher_forcing.logits_of(self, sequences, chunk))
 
     def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
-        with self.turns:
+        with self.lock:
             return teacher_forcing.hidden_states(self, ids, chunk)
 
     # -------------------------------------------------------------------------------------------------------- reports
@@ -269,11 +232,11 @@ class Engine:
 
     @property
     def precision(self) -> Mapping[str, tuple[str, ...]]:
-        return precision_by_phase(self.plan("decode", *(self.out_buckets[-1],) * 2), self.plan("prefill", self.row_buckets[-1], 1))
+        return precision_by_phase(self.plan("decode", *(self.sizes.outs[-1],) * 2), self.plan("prefill", self.sizes.rows[-1], 1))
 
     def next_pipeline_slot(self) -> int:
         """The pipeline_slot for the next prefill pass: the one whose last pass is the longest ago."""
-        self._last_slot = (self._last_slot + 1) % self.pipeline_depth
+        self._last_slot = (self._last_slot + 1) % self.device.pipeline_depth
         return self._last_slot
 
     def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True,
@@ -282,7 +245,7 @@ class Engine:
         key = (phase, rows, outs, capture, sample, pipeline_slot)
         if key not in self._programs:
             cooperative = self.cooperative and phase == "decode"  # the only passes that are run again
-            self._programs[key] = self.device.compile(self.plan(*key), profile=self.profile, cooperative=cooperative)
+            self._programs[key] = self.device.compile(self.plan(*key), profile=self.config.profile, cooperative=cooperative)
         return self._programs[key]
 
     def forget_programs(self, phase: Phase) -> None:
@@ -293,52 +256,35 @@ class Engine:
     def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0) -> Plan:
         made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase))
         devices = {s.device for s in segments(made)}
-        drives = self.device.drives
-        if not devices <= drives:
+        if not devices <= self.device.drives:
             raise SpecError(
                 f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
-                f'but this engine drives {", ".join(sorted(drives))}: use device = "main"'
+                f'but this engine drives {", ".join(sorted(self.device.drives))}: use device = "main"'
             )
-        if self.pipeline_depth == 1 or phase == "decode":
+        if self.device.pipeline_depth == 1 or phase == "decode":
             return made
         return for_pipeline_slot(made, pipeline_slot, self.target.schedule, self._layouts.get(phase, made).arena_bytes)
 
     def warm_up(self, rows: int = 1) -> None:
         """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit."""
-        largest = self.row_buckets[-1]
+        largest = self.sizes.rows[-1]
         last = rows % largest or largest
-        for pipeline_slot in range(self.pipeline_depth):
+        for pipeline_slot in range(self.device.pipeline_depth):
             if rows > largest:
                 self.program("prefill", largest, 0, pipeline_slot=pipeline_slot)  # only full chunks can lack a last row
-            self.program("prefill", bucket_of(last, self.row_buckets), self.out_buckets[0], pipeline_slot=pipeline_slot)
-        for outs in self.out_buckets:
+            self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=pipeline_slot)
+        for outs in self.sizes.outs:
             self.program("decode", outs, outs)
 
     # ------------------------------------------------------------------------------------------------------- internals
-    def _prepare(self, progress: bool) -> None:
-        """Store everything that outlives a pass and reserve the activations of the largest plans."""
-        most, outs = self.row_buckets[-1], self.out_buckets[-1]
-        with self.clock.phase("plan"):
-            self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
-            plans = [self._layouts["decode"]]
-            for pipeline_slot in range(self.pipeline_depth):
-                plans.append(self.plan("prefill", most, outs, pipeline_slot=pipeline_slot))
-                plans.append(self.plan("prefill", self.logits_rows, self.logits_rows, sample=False, pipeline_slot=pipeline_slot))
-                plans.append(self.plan("prefill", self.hidden_rows, 0, capture=True, pipeline_slot=pipeline_slot))
-        decls = outlasting(plans)
-        weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
-        with self.clock.phase("cache"):
-            for name, decl in decls.items():
-                if name.startswith("rope."):
-                    self.device.store(decl, Tensor.of(rope_of(name, self.target.hparams, self.cache.ctx)))
-                elif decl.kind != "weight":
-                    self.device.store(decl)
-            self.device.reserve(max(p.arena_bytes for p in plans), every_size(self.target, self._sizes))
-        before = self.counters.bytes_up
-        with self.clock.phase("weights"):
-            self.reencoded = upload(self.checkpoint, self.device, weights, self.target.weights, progress, self.clock.sample)
-        self.clock.bytes_up = self.counters.bytes_up - before
-        self._stored = set(decls)
+    def _largest_plans(self) -> list[Plan]:
+        """Plans that between them declare every tensor at its largest, and use the most of the arena."""
+        sizes, plans = self.sizes, [self._layouts["decode"]]
+        for i in range(self.device.pipeline_depth):
+            plans.append(self.plan("prefill", sizes.rows[-1], sizes.outs[-1], pipeline_slot=i))
+            plans.append(self.plan("prefill", sizes.logits, sizes.logits, sample=False, pipeline_slot=i))
+            plans.append(self.plan("prefill", sizes.hidden, 0, capture=True, pipeline_slot=i))
+        return plans
 
     def check(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """ValueError for a prompt that cannot be run."""
@@ -348,7 +294,7 @@ class Engine:
         """Set the device's rows up for one token of each slot, in every pass from now on."""
         self._settle()
         n, context = len(slots), max(self.positions[s] for s in slots) + 1
-        bucket = bucket_of(n, self.out_buckets)
+        bucket = bucket_of(n, self.sizes.outs)
         self._decoder = self.program("decode", bucket, bucket)
         self._write_rows(n, n, context, 0, slots=np.array(slots, np.int32), out_rows=np.arange(n, dtype=np.int32))
         self._decoding = slots
@@ -377,7 +323,7 @@ class Engine:
         return ticket
 
     def _submit(self, program: Program, times: int = 1) -> int:
-        if not self.profile:
+        if not self.config.profile:
             return program.submit(times)
         self._timing.start(program)
         ticket = program.submit(times)

@@ -54,7 +54,7 @@ class Session:
 
     def close(self) -> None:
         """Give the slot back. The session may be used again, from nothing; a generation that still ran in it fails."""
-        with self._engine.turns:
+        with self._engine.lock:
             self._ids, self.running = [], None
             if self._slot is not None:
                 slot, self._slot = self._slot, None

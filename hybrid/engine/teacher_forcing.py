@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def logits_of(engine: Engine, sequences: Sequence[Sequence[int]], chunk: int | None) -> Generator[np.ndarray, None, None]:
     """See Engine.logits_of."""
-    rows = min(chunk or engine.logits_rows, engine.logits_rows)
-    decl = TensorDecl("logits", "f32", (engine.logits_rows, engine.target.hparams.vocab), "io")
+    rows = min(chunk or engine.sizes.logits, engine.sizes.logits)
+    decl = TensorDecl("logits", "f32", (engine.sizes.logits, engine.target.hparams.vocab), "io")
     free = max(1, engine.cache.slots - len(engine.positions))
     for at in range(0, len(sequences), free):
         for done, (part,) in _passes(engine, sequences[at : at + free], rows, [decl], capture=False):
@@ -33,8 +33,8 @@ def logits_of(engine: Engine, sequences: Sequence[Sequence[int]], chunk: int | N
 def hidden_states(engine: Engine, ids: Sequence[int], chunk: int | None) -> np.ndarray:
     """See Engine.hidden_states."""
     hp = engine.target.hparams
-    rows = min(chunk or engine.hidden_rows, engine.hidden_rows)
-    decls = [TensorDecl(f"hidden.{i}", "f32", (engine.hidden_rows, hp.hidden), "io") for i in range(hp.n_layers + 1)]
+    rows = min(chunk or engine.sizes.hidden, engine.sizes.hidden)
+    decls = [TensorDecl(f"hidden.{i}", "f32", (engine.sizes.hidden, hp.hidden), "io") for i in range(hp.n_layers + 1)]
     return np.concatenate([np.stack(p) for _, p in _passes(engine, [ids], rows, decls, capture=True)], axis=1)
 
 
@@ -43,7 +43,7 @@ def _passes(
 ) -> Iterator[tuple[Chunk, list[np.ndarray]]]:
     """Passes over sequences, each in a slot of its own; each pass's rows and its result tensors' live rows, read while the
     next one runs where passes overlap."""
-    for pipeline_slot in range(engine.pipeline_depth):
+    for pipeline_slot in range(engine.device.pipeline_depth):
         for decl in decls:
             engine.result(replace(decl, name=named(decl.name, pipeline_slot)))
     prompts: dict[int, Sequence[int]] = {}
@@ -59,17 +59,17 @@ def _passes(
             prompts[engine.admit(max(len(ids), 1))] = ids
         engine.check(prompts)
         for chunk in chunks(prompts, engine.positions, rows):
-            if len(running) == engine.pipeline_depth:
+            if len(running) == engine.device.pipeline_depth:
                 yield _results(engine, decls, *running.popleft())
             n, pipeline_slot = len(chunk.tokens), engine.next_pipeline_slot()
-            size = bucket_of(n, engine.row_buckets)
+            size = bucket_of(n, engine.sizes.rows)
             every = Chunk(chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32))
             program = engine.program("prefill", size, 0 if capture else size, capture, sample=False, pipeline_slot=pipeline_slot)
             running.append((every, engine.run_chunk(every, program), pipeline_slot))
         while running:
             yield _results(engine, decls, *running.popleft())
     except GeneratorExit:
-        engine.turns.soon(give_back)  # collected as garbage, this is another's turn
+        engine.lock.call_soon(give_back)  # collected as garbage, this is another's turn
         raise
     except BaseException:
         give_back()
