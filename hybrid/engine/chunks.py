@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,14 @@ def chunks(prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int], size
         b = min(a + size, len(tokens))
         outs = (lasts[(lasts >= a) & (lasts < b)] - a).astype(np.int32)
         yield Chunk(tokens[a:b], positions[a:b], slots[a:b], outs)
+
+
+def token_ids(ids: Sequence[int]) -> list[int]:
+    """Token ids as Python's integers; ValueError for what is none, such as text."""
+    found: list[Any] = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [None]
+    if not all(isinstance(i, (int, np.integer)) for i in found):
+        raise ValueError("token ids must be integers: encode(text) makes them")
+    return list(map(int, found))
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:

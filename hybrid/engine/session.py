@@ -25,8 +25,9 @@ class Session:
         """Whether this is a session of that engine."""
         return self._engine is engine
 
-    def begin(self, ids: Sequence[int], sampling: Sampling) -> tuple[int, int]:
-        """(slot, how many of `ids` it holds already): fewer than all, for the last one's logits are needed."""
+    def begin(self, ids: Sequence[int], sampling: Sampling, length: int | None = None) -> tuple[int, int]:
+        """(slot, how many of `ids` it holds already): fewer than all, for the last one's logits are needed. length: positions
+        to reserve in the cache where it holds no slot yet (default: the context)."""
         engine = self._engine
         if self.running is not None:
             raise ValueError("the session is in use by a generation that has not ended: end or close that one first")
@@ -39,7 +40,7 @@ class Session:
             self.close()
         if self._slot is None:
             same = 0
-            self._slot = engine.admit(sampling=sampling)
+            self._slot = engine.admit(length, sampling)
         else:
             engine.choose_by(self._slot, sampling)
         self._ids = list(ids[:same])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ class Conversation:
         """The last turn for which the context had no room."""
         self._session = model.session()
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str, None, None]:
         """The answer to one user turn, piece by piece. The turn joins the conversation when the answer ends or is
         dropped after its first piece. ChatError or ContextExceeded where the turn is impossible: it is forgotten."""
         o = self.options
@@ -89,7 +89,7 @@ class Conversation:
             dropped += 1
         return dropped
 
-    def _answer(self, turn: list[Message], pieces: Iterator[str]) -> Iterator[str]:
+    def _answer(self, turn: list[Message], pieces: Generator[str, None, None]) -> Generator[str, None, None]:
         said: list[str] = []
         ended = False
         try:
@@ -98,7 +98,7 @@ class Conversation:
                 yield piece
             ended = True
         finally:
-            pieces.close()  # type: ignore[attr-defined]
+            pieces.close()
             if said or ended:
                 self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
 
@@ -198,7 +198,7 @@ def _turn(conversation: Conversation, text: str, details: bool) -> None:
                         stopped = True
                         break
             finally:
-                pieces.close()  # type: ignore[attr-defined]
+                pieces.close()
         except KeyboardInterrupt:
             stopped = True
         except ContextExceeded as error:
