@@ -107,8 +107,9 @@ def _open_device(chain: Sequence[str], checkpoint: Checkpoint, clock: LoadClock)
 
 
 class Model:
-    """Made by `load`. Threads may share it: what one asks for waits until no other is at work, piece of text by piece of
-    text; `slots` says how many generations and sessions may be open at a time. `stats` are then anybody's."""
+    """Made by `load`. Threads may share it: they work one at a time, in the order in which they asked, and a generation lets
+    others in after each piece of text. `slots` says how many generations and sessions may be open at a time. `stats` are those
+    of whichever generation ended last."""
 
     def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine) -> None:
         self.checkpoint = checkpoint
@@ -140,7 +141,7 @@ class Model:
         return self.checkpoint.tokenizer.decode(ids)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """float32 [len(ids), vocab]: teacher-forced, every row of the file's vocabulary, after soft-cap, unmasked."""
+        """Teacher forcing: float32 [len(ids), vocab], every row of the file's vocabulary, after soft-cap, unmasked."""
         return self._engine().logits(token_ids(ids))
 
     def hidden_states(self, ids: Sequence[int]) -> np.ndarray:

@@ -129,7 +129,7 @@ def test_nothing_is_written_while_a_pass_may_read_it(folder: Path, monkeypatch: 
     engine.admit(slot=1)
     engine.submit_prefill({1: IDS[:9]})
     engine.submit_decode((0, 1))
-    engine.choose_by(1, Sampling())
+    engine.set_sampling(1, Sampling())
     busy, writes = False, 0
     for event in seen:
         busy = event == "_submit" or (busy and event != "wait")

@@ -120,7 +120,7 @@ def drivers_memory(decl: TensorDecl) -> Tensor:
 def test_what_cannot_be_shared_is_copied_and_of_caches_what_a_pass_reads(
     monkeypatch: pytest.MonkeyPatch, plain: Plain
 ) -> None:
-    """A driver's own mapping is refused, tables are carried once, caches by the blocks in use."""
+    """A driver's own mapping is refused, tables are copied once, caches by the blocks in use."""
     monkeypatch.setattr(transfers, "anonymous", drivers_memory)
     with load("vulkan") as model:
         plain.agrees(model)
@@ -132,18 +132,18 @@ def test_what_cannot_be_shared_is_copied_and_of_caches_what_a_pass_reads(
         slot = model.engine.admit()
         model.engine.prefill({slot: model.encode(PROMPT)})
         model.engine.decode(1)
-        carried: list[tuple[str, int]] = []
+        copied: list[tuple[str, int]] = []
         write = device.others["npu"].write
 
         def noted(name: str, value: Any, row: int = 0) -> None:
-            carried.append((name, value.shape[0]))
+            copied.append((name, value.shape[0]))
             write(name, value, row)
 
         device.others["npu"].write = noted  # type: ignore[method-assign]
         model.engine.decode(1)
-        names = [n for n, _ in carried]
+        names = [n for n, _ in copied]
         assert not [n for n in names if n.startswith("block_table")] and "control" in names
-        caches = [(n, rows) for n, rows in carried if n.startswith("kv.")]
+        caches = [(n, rows) for n, rows in copied if n.startswith("kv.")]
         assert len(caches) == 2 * model.hparams.n_layers
         assert {rows for _, rows in caches} == {1}, "of the blocks, the one in which all positions so far are"
         assert max(model.engine.cache.global_blocks, model.engine.cache.local_blocks) > 1

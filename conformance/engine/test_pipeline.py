@@ -163,7 +163,7 @@ def test_pipeline_slots_share_what_belongs_to_sequences_and_nothing_else(plans: 
         for_pipeline_slot(plan, 0, schedule, 0)
 
 
-def test_what_passes_between_devices_takes_turns_in_few_tensors(plans: Any) -> None:
+def test_activations_between_devices_share_few_tensors(plans: Any) -> None:
     """Layer by layer the same two: their lives are apart."""
     _, plan = plans
     crossing = {n for s in plan.steps for n in s.args.values() if n.startswith(("q.", "o."))}
@@ -303,7 +303,7 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
         if depth == 1:
             assert not both, "one chunk after another: while one device works the other waits"
             continue
-        assert all(p != q for p, q in both), "within a chunk they take turns"
+        assert all(p != q for p, q in both), "within a chunk they run one after another"
         if apart:
             continue
         assert {tuple(sorted(pair)) for pair in both} >= {(i, i + 1) for i in range(chunks - 1)}, "every two neighbours overlap"

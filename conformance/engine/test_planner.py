@@ -185,8 +185,8 @@ def test_capture_and_teacher_forcing_leave_results_to_the_host():
     made = plan(target(), 8, 0, "prefill", capture=True)
     assert [made.tensors[f"hidden.{i}"].kind for i in range(4)] == ["io"] * 4
     assert made.tensors["hidden.3"].shape == (8, 64)
-    forced = plan(target(), 8, 8, "prefill", sample=False)
-    assert forced.tensors["logits"].kind == "io" and forced.tensors["logits"].shape == (8, 320)
+    scored = plan(target(), 8, 8, "prefill", sample=False)
+    assert scored.tensors["logits"].kind == "io" and scored.tensors["logits"].shape == (8, 320)
     assert plan(target(), 8, 1, "prefill").tensors["logits"].kind == "activation"
 
 

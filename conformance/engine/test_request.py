@@ -32,7 +32,7 @@ def run(one: Request, ids: list[int]) -> str:
 
 
 def test_requests_share_nothing(tokenizer: Tokenizer) -> None:
-    """Tokens of two in turns: characters cut in the middle and stop strings half seen are each one's own."""
+    """Tokens of two alternate: characters cut in the middle and stop strings half seen are each one's own."""
     texts = ("naïve café ☕ end", "über 中文 STOP here")
     ids = [tokenizer.encode(text, bos=False) for text in texts]
     a, b = (request(tokenizer, max_tokens=len(i), stop="STOP") for i in ids)

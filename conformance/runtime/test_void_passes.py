@@ -172,7 +172,7 @@ def another_sequence(made: Engine) -> Any:
 
 
 def another_choice(made: Engine) -> Any:
-    made.choose_by(0, DRAWN)
+    made.set_sampling(0, DRAWN)
     return made.decode(4)
 
 

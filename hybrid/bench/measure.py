@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from hybrid.engine.engine import Engine
+from hybrid.engine.streams import submit_ahead
 from hybrid.planning.cost import Cost, plan_cost
 
 
@@ -107,18 +107,12 @@ class Bench:
     def _tokens(self, n: int) -> tuple[float, float]:
         """Seconds of n steps, and those that the host worked. The next submit is made before a token is read."""
         engine, clock, slots = self.engine, time.perf_counter, self.slots
-        first, ahead = engine.positions[0] + 1, 1 if engine.target.device == "cpu" else 2
-        running: deque[tuple[int, int]] = deque()
-        submitted = read = 0
+        first, read, submits = engine.positions[0] + 1, 0, submit_ahead(engine, slots, n, self.at_once)
         host, begin = 0.0, clock()
         while read < n:
             mark = clock()
-            while len(running) < ahead and submitted < n:
-                count = min(self.at_once, n - submitted)
-                running.append((engine.submit_decode(slots, count), count))
-                submitted += count
+            ticket, count = next(submits)
             host += clock() - mark
-            ticket, count = running.popleft()
             engine.wait(ticket)
             mark = clock()
             for position in range(first + read, first + read + count):

@@ -27,6 +27,10 @@ NOT_FINITE = -1
 ALIGN = 256  # no Vulkan device may ask for a larger storage-buffer offset alignment
 
 
+PURPOSE = {"weight": "weights", "state": "state", "io": "io", "activation": "activations"}
+"""A tensor's kind -> the name under which Device.memory() counts its bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorDecl:
     """A named tensor of a plan.

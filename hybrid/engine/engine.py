@@ -1,7 +1,7 @@
-"""Runs plans: weights, tables and cache on one device, prompts in chunks, one token per sequence and pass.
+"""The engine: weights, RoPE tables and KV cache on one device; prefill in chunks, decode of one token per sequence and pass.
 
-After warm-up a pass is one submit. Tokens, positions and choices stay on the device; the host reads a token from
-`history` once its pass is done, while the next pass may already run.
+After warm-up a pass is one submit. Tokens, positions and sampled ids stay on the device; the host reads a token from
+`history` once its pass has finished, while the next pass may already run.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Engine:
         self.trace: list[Pass] = []
         """With profile: every pass that has been waited for."""
         self.cooperative = True
-        """Decode passes may have kernels whose workgroups wait for one another (hybrid/engine/voids.py)."""
+        """Whether decode passes may use kernels whose workgroups wait for one another (hybrid/engine/voids.py)."""
         self.faults: list[str] = []
         """Why passes were run again, and how decoding goes on since."""
         self._timing = Timing(self.trace)
-        self._last_slot = device.pipeline_depth - 1  # pipeline slot of the last prefill pass
+        self._last_pipeline_slot = device.pipeline_depth - 1  # of the last prefill pass
         self._slot_ticket: dict[int, int] = {}  # the ticket of a pipeline slot's last pass
         self._programs: dict[tuple[Phase, int, int, bool, bool, int], Program] = {}
         self._decoding: tuple[int, ...] | None = None  # sequences that the device's rows are set up for
@@ -80,7 +80,7 @@ class Engine:
             plans = self._largest_plans()
         self._stored = set(outlasting(plans))
         self.reencoded = load_tensors(checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress)
-        """Matrices that the device holds in another type than the file, because it does not compute with that."""
+        """Matrices that the device holds in another storage type than the file, because it does not compute with that one."""
 
     # ------------------------------------------------------------------------------------------------------ sequences
     def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None) -> int:
@@ -95,15 +95,15 @@ class Engine:
         self.positions[slot] = 0
         return slot
 
-    def choose_by(self, slot: int, sampling: Sampling) -> None:
-        """How a live sequence's next tokens are chosen."""
+    def set_sampling(self, slot: int, sampling: Sampling) -> None:
+        """Choose a live sequence's next tokens by other parameters."""
         self._settle()
         self.device.write("params", Tensor.of(sampling.words()), slot)
 
     def rewind(self, slot: int, position: int, anyway: bool = False) -> bool:
-        """Forget what a live sequence holds from `position` on. False, and nothing done, where that is impossible:
-        local layers keep a ring, in which later positions have taken the place of some that would be seen again
-        (`anyway`: they are seen in their place, which is fit for measuring time)."""
+        """Truncate a live sequence to `position` tokens. False, and nothing done, where that is impossible: local layers keep a
+        ring of blocks, in which later positions have overwritten some that attention would read again (`anyway`: it reads
+        those instead, which is enough for measuring time)."""
         self._settle()
         lost = self.positions[slot] - position
         if lost < 0 or position < 0:
@@ -116,7 +116,7 @@ class Engine:
         return True
 
     def release(self, slot: int) -> None:
-        """Forget a sequence; its cache may be given to another."""
+        """End a sequence and free its slot and cache blocks."""
         self._settle()
         self.tables.release(slot)
         del self.positions[slot]
@@ -124,9 +124,9 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------------------- passes
     def submit_prefill(self, prompts: Mapping[int, Sequence[int]]) -> int:
-        """Run prompts {slot: ids} of admitted slots, after what they hold already; returns the last pass's ticket.
+        """Prefill prompts {slot: ids} of admitted slots, after the tokens that they hold; returns the last pass's ticket.
 
-        When it is done, `token(slot, n)` is the token chosen after the n ids so far.
+        Once that has finished, `token(slot, n)` is the token sampled after the n ids so far.
         """
         self.check(prompts)
         ticket = 0
@@ -142,12 +142,13 @@ class Engine:
         return ticket
 
     def passes(self, prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int] | None = None) -> Iterator[Chunk]:
-        """How prompts that begin at `starts` (default: after what slots hold) are cut into passes."""
+        """The prefill passes of prompts {slot: ids} whose first ids stand at positions `starts` (default: after what slots
+        hold)."""
         return chunks(prompts, self.positions if starts is None else starts, self.sizes.rows[-1])
 
     def submit_decode(self, slots: Sequence[int], times: int = 1) -> int:
-        """One more token (or `times`) for each slot, in one submit; returns its ticket. Needs a finished prefill
-        of each slot to have been submitted, and room in its context."""
+        """Decode one more token (or `times`) for each slot, in one submit; returns its ticket. The prefill of each slot must
+        have been submitted; ContextExceeded where a slot has no room for the tokens."""
         slots, ctx, positions = tuple(slots), self.cache.ctx, self.positions
         for slot in slots:
             if positions[slot] + times > ctx:
@@ -161,9 +162,9 @@ class Engine:
         return self._submit(self._decoder, times)
 
     def token(self, slot: int, position: int, ticket: int | None = None) -> int:
-        """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done. NotFinite where
-        the logits left none to choose. With a ticket, tokens are read in the order of their positions, or `wait` comes first:
-        of void passes only the first place says so."""
+        """The token sampled for a position of a slot, once the pass `ticket` (default: every pass) has finished. NotFinite where
+        the logits were NaN or infinite. With a ticket, read tokens in the order of their positions, or `wait` first: of
+        several void passes only the first position is marked."""
         if ticket is None:
             self.wait()
         token = self.device.peek("history", slot, position, ticket)
@@ -175,21 +176,20 @@ class Engine:
         return token
 
     def wait(self, ticket: int | None = None) -> None:
-        """Until the pass `ticket` (default: every pass) is done; if it was void, until it has been run again."""
+        """Until the pass `ticket` (default: every pass) has finished, and, if it was void, has been run again."""
         self.device.wait(ticket)
         if self._decoding is not None and voids.is_void(self, ticket):
             self._settle()
 
     def stream(self, slot: int, ids: Sequence[int], most: int, at_once: int = 1) -> Iterator[int]:
-        """Prompt one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them in
-        each submit. The next submit is made before the tokens of one are read: dropping the iterator leaves up to
-        2 * at_once - 1 passes too many, which is harmless.
-        Not on cpu, where submitting is running: the tokens would come, and be timed, late."""
+        """Prefill one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them decoded by
+        each submit. The next submit is made before the tokens of one are read (streams.submit_ahead): dropping the iterator
+        leaves up to 2 * at_once - 1 passes too many, which is harmless."""
         return streams.stream(self, slot, ids, most, at_once)
 
     # -------------------------------------------------------------------------------------------- blocking conveniences
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Prompts {slot: ids}, admitting slots that are not; returns the first token chosen for each."""
+        """Prefill prompts {slot: ids}, admitting slots that are not live; returns the first token sampled for each."""
         with self.lock:
             for slot in prompts:
                 if slot not in self.positions:
@@ -208,16 +208,16 @@ class Engine:
             return {s: [self.token(s, at, ticket) for at in range(start[s], start[s] + steps)] for s in slots}
 
     def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
-        """Teacher-forced logits, float32 [len(ids), vocab], by passes of at most `chunk` rows."""
+        """Teacher forcing: logits float32 [len(ids), vocab], by passes of at most `chunk` rows."""
         return np.concatenate(list(self.logits_by_pass(ids, chunk)))
 
     def logits_by_pass(self, ids: Sequence[int], chunk: int | None = None) -> Iterator[np.ndarray]:
-        """The rows of `logits` as they come: memory is that of one pass, whatever the length and the vocabulary."""
+        """The rows of `logits` pass by pass: takes the memory of one pass, whatever the length and the vocabulary."""
         return self.logits_of([ids], chunk)
 
     def logits_of(self, sequences: Sequence[Sequence[int]], chunk: int | None = None) -> Iterator[np.ndarray]:
-        """As `logits_by_pass`, for several sequences one after another. As many as there are free slots run together:
-        a pass reads every weight, so short sequences must share one."""
+        """As `logits_by_pass`, for several sequences one after another. As many as there are free slots are batched, because
+        a pass reads every weight however few rows it has."""
         return self.lock.steps(teacher_forcing.logits_of(self, sequences, chunk))
 
     def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
@@ -235,13 +235,14 @@ class Engine:
         return precision_by_phase(self.plan("decode", *(self.sizes.outs[-1],) * 2), self.plan("prefill", self.sizes.rows[-1], 1))
 
     def next_pipeline_slot(self) -> int:
-        """The pipeline_slot for the next prefill pass: the one whose last pass is the longest ago."""
-        self._last_slot = (self._last_slot + 1) % self.device.pipeline_depth
-        return self._last_slot
+        """The pipeline slot for the next prefill pass: the one whose last pass was the longest ago."""
+        self._last_pipeline_slot = (self._last_pipeline_slot + 1) % self.device.pipeline_depth
+        return self._last_pipeline_slot
 
     def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True,
                 pipeline_slot: int = 0) -> Program:  # fmt: skip
-        """The compiled plan of a bucket, made at its first use."""
+        """The compiled plan of a pass with these row counts (buckets of `sizes`), compiled at its first use; see
+        planning.planner.plan."""
         key = (phase, rows, outs, capture, sample, pipeline_slot)
         if key not in self._programs:
             cooperative = self.cooperative and phase == "decode"  # the only passes that are run again
@@ -249,7 +250,7 @@ class Engine:
         return self._programs[key]
 
     def forget_programs(self, phase: Phase) -> None:
-        """Programs of a phase are compiled anew at their next use."""
+        """Compile the programs of a phase anew at their next use."""
         self._programs = {key: program for key, program in self._programs.items() if key[0] != phase}
         self._decoding = None
 
@@ -269,10 +270,10 @@ class Engine:
         """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit."""
         largest = self.sizes.rows[-1]
         last = rows % largest or largest
-        for pipeline_slot in range(self.device.pipeline_depth):
+        for i in range(self.device.pipeline_depth):
             if rows > largest:
-                self.program("prefill", largest, 0, pipeline_slot=pipeline_slot)  # only full chunks can lack a last row
-            self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=pipeline_slot)
+                self.program("prefill", largest, 0, pipeline_slot=i)  # only full chunks can lack a last row
+            self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=i)
         for outs in self.sizes.outs:
             self.program("decode", outs, outs)
 
@@ -291,7 +292,7 @@ class Engine:
         check_prompts(prompts, self.positions, self.target.hparams.vocab, self.cache.ctx)
 
     def _decode_rows(self, slots: tuple[int, ...]) -> None:
-        """Set the device's rows up for one token of each slot, in every pass from now on."""
+        """Write the device's rows for decoding one token of each slot, in every pass from now on."""
         self._settle()
         n, context = len(slots), max(self.positions[s] for s in slots) + 1
         bucket = bucket_of(n, self.sizes.outs)
@@ -300,14 +301,14 @@ class Engine:
         self._decoding = slots
 
     def _settle(self) -> None:
-        """The host may write io tensors only when no pass reads them. Void passes have been run again then."""
+        """Wait for every pass, and run void ones again: the host may write io tensors only while no pass reads them."""
         self.device.wait()
         self._timing.stop()
         if self._decoding is not None and voids.is_void(self):
             voids.run_again(self, self._decoding)
 
     def run_chunk(self, chunk: Chunk, program: Program) -> int:
-        """Submit one prepared pass of a prompt, when its pipeline_slot is free; returns its ticket."""
+        """Submit one prefill pass, once the last pass of its pipeline slot has finished; returns its ticket."""
         pipeline_slot = program.plan.pipeline_slot
         if pipeline_slot is None or self._decoding is not None:
             self._settle()
@@ -341,7 +342,7 @@ class Engine:
                 self.device.write(named(name, pipeline_slot), Tensor.of(np.ascontiguousarray(array)))
 
     def result(self, decl: TensorDecl) -> None:
-        """Make room for numbers that a plan leaves for the host."""
+        """Store a tensor of logits or hidden states that a plan leaves for the host, at its first use."""
         if decl.name not in self._stored:
             self.device.store(decl)
             self._stored.add(decl.name)

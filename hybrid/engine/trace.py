@@ -25,7 +25,7 @@ class Pass:
 
 
 class Timing:
-    """Passes that were submitted and whose times are not read yet, for reading them waits; `trace` gets them then."""
+    """Passes that were submitted and whose times have not been read, because reading waits; `trace` gets them afterwards."""
 
     def __init__(self, trace: list[Pass]) -> None:
         self.trace = trace

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybrid.core.hparams import HParams
-from hybrid.core.plan import Plan, TensorDecl
+from hybrid.core.plan import Plan
 from hybrid.planning.cache import CacheShape
+from hybrid.planning.cost import purpose
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.passes import PassSizes, chunk_of, pass_sizes
 from hybrid.planning.pipeline import for_pipeline_slot, outlasting, pipeline_depth
@@ -48,7 +49,7 @@ class Footprint:
 
 
 def nothing_beside(plan: Plan) -> int:
-    """Of devices whose kernels need no memory of their own."""
+    """For devices whose kernels need no memory of their own."""
     return 0
 
 
@@ -133,14 +134,8 @@ def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int)
     """times: how many layers each of the plans' layers stands for."""
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
     for name, decl in outlasting(plans).items():
-        layer = _LAYER.match(name)
-        held[_purpose(decl, name, hparams)] += decl.nbytes * (times[int(layer[1])] if layer else 1)
+        layer, kind = _LAYER.match(name), purpose(name, decl)
+        if kind == "kv" and layer:
+            kind = "kv_global" if hparams.layer_is_global[int(layer[1])] else "kv_local"
+        held[kind] += decl.nbytes * (times[int(layer[1])] if layer else 1)
     return Footprint(**held, scratch=max(p.arena_bytes for p in plans), beside=beside)
-
-
-def _purpose(decl: TensorDecl, name: str, hparams: HParams) -> str:
-    if decl.kind == "weight":
-        return "tables" if name.startswith("rope.") else "weights"
-    if decl.kind == "state" and name.startswith("kv."):
-        return "kv_global" if hparams.layer_is_global[int(name.split(".")[1])] else "kv_local"
-    return decl.kind

@@ -13,8 +13,6 @@ from hybrid.core.tensor import Tensor
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.memory import Slice
 
-PURPOSE = {"weight": "weights", "state": "state", "io": "io", "activation": "activations"}
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
