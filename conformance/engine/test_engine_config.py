@@ -20,6 +20,7 @@ from hybrid.kernels.oracle.device import CpuDevice
         ("slots", 33, r"slots must be 1\.\.32, not 33"),
         ("chunk", 0, "chunk must be a positive integer, or None for the default, not 0"),
         ("chunk", 2.5, "chunk must be a positive integer, or None for the default, not 2.5"),
+        ("ctx", "64", "ctx must be a positive integer, or None for the default, not '64'"),
         ("n_tokens", -1, "n_tokens must be a positive integer, or None for the default, not -1"),
     ],
 )

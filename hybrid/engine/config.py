@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 from hybrid.checkpoint import Checkpoint
@@ -49,11 +50,11 @@ class EngineConfig:
         for name, known in (("kv", get_args(CacheType)), ("precision", get_args(PrecisionName))):
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}")
-        if not isinstance(self.slots, int) or not 1 <= self.slots <= MAX_SLOTS:
-            raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots}")
-        for name in ("chunk", "n_tokens"):
+        if not isinstance(self.slots, Integral) or not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots!r}")
+        for name in ("ctx", "chunk", "n_tokens"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, Integral) or (value < 1 and name != "ctx")):
                 raise ValueError(f"{name} must be a positive integer, or None for the default, not {value!r}")
 
     def context(self, hparams: HParams) -> int:

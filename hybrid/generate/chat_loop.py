@@ -12,15 +12,13 @@ import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid.cli.terminal import reader
 from hybrid.core.errors import ContextExceeded
+from hybrid.model import Model
 from hybrid.text.chat import Message, encode
 from hybrid.text.chat_template import ChatError
-
-if TYPE_CHECKING:
-    from hybrid.model import Model
 
 HELP = (
     "/reset forgets the conversation, /drop its oldest turns, /system TEXT says how to answer, /exit or Ctrl-D ends, "

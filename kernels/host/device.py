@@ -54,7 +54,7 @@ class HostDevice(SingleDevice):
         """Grows whenever memory moves: programs then look their tensors up again."""
         self.blas = BlasThreads()
         self.threads = self.blas.text
-        """How products use BLAS's threads, for people."""
+        """See Device.threads."""
         self._memory = usable_bytes() if memory is None else memory
         self._budget = self._memory // 2 if memory_budget is None else memory_budget
         self._decls: dict[str, TensorDecl] = {}

@@ -15,7 +15,7 @@ from hybrid.kernels.host.memory import Guarded
 from hybrid.kernels.host.threads import seconds_alone
 from hybrid.quant.codec import argument, round_into
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the device makes its programs, which keep a reference to it
     from hybrid.kernels.host.device import HostDevice
 
 # Weights that BLAS reads whole, so that a float32 copy speeds them up. (Embedding reads a few rows of the same tensor.)

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from threadpoolctl import ThreadpoolController
+
 SPLIT_FROM = 4e-3
 """Seconds on one thread from which a product is split: about a time slice of a busy machine."""
 SPLIT_ONE_ROW_FROM = 0.6e-3
@@ -52,8 +54,6 @@ class BlasThreads:
 
     def __init__(self, libraries: Sequence[Any] | None = None) -> None:
         if libraries is None:
-            from threadpoolctl import ThreadpoolController
-
             libraries = ThreadpoolController().select(user_api="blas").lib_controllers
         self._before = [(library, library.num_threads or 1) for library in libraries]
         self._set = 0  # what all of them have now; 0: what they had
