@@ -109,7 +109,7 @@ class Request:
             self._end("cancelled")
 
     def stats(self, report: EngineReport) -> Stats:
-        """What it has done so far, on the engine that `report` describes."""
+        """What it has done, on the engine that `report` describes; of a request that still runs, as if it was cancelled now."""
         ended = self._ended if self.finish is not None or not self._began else time.perf_counter()
         return Stats(
             prompt_tokens=len(self.prompt) - self.cached,
