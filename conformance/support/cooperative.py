@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from conformance.support.devices import main_device
 from conformance.support.synthetic import tiny
 from hybrid.core.plan import CONTROL_TENSOR, FAULT_WORD
 from hybrid.core.tensor import Tensor
-from hybrid.devices.multi import MultiDevice
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 
@@ -34,7 +34,7 @@ def tuned(device: Any, merge: int = 2, layer: bool = True) -> Iterator[None]:
 
 def engine(device: Any, checkpoint: Any, **options: Any) -> Engine:
     """On a device that holds nothing else."""
-    (device.main if isinstance(device, MultiDevice) else device).reset()
+    main_device(device).reset()
     return Engine(checkpoint, device, EngineConfig(weights="q8_0", **{"ctx": 96, "chunk": 16, **options}))
 
 
