@@ -124,7 +124,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.convert.__main__ import wanted
     from hybrid.convert.kinds import SAME, plan_types
     from hybrid.core.dtypes import DTYPES
-    from hybrid.engine.engine import DEFAULT_CTX
+    from hybrid.engine.config import DEFAULT_CTX
     from hybrid.planning.cache import MAX_SLOTS
     from hybrid.planning.expand import WeightInfo
     from hybrid.planning.footprint import footprint

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
-from hybrid.cli import CACHES, PRECISIONS
-from hybrid.core.errors import ContextExceeded
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
 from hybrid.devices.opening import NpuKind, Opened, open_devices
-from hybrid.engine.chunks import check_ids
+from hybrid.engine.chunks import token_ids
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.loading import LoadClock
+from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.session import Session
-from hybrid.engine.stats import Finish, Stats
+from hybrid.engine.stats import EngineReport, Stats
 from hybrid.planning.cost import plan_cost
 from hybrid.planning.planner import PrecisionName
 from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
-from hybrid.text.stops import StopFilter
-from hybrid.text.tokenizer import StreamDecoder
 
 
 def load(
@@ -60,9 +57,17 @@ def load(
     when asked for, its simulator.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
-    for name, value, known in (("kv", kv, CACHES), ("precision", precision, PRECISIONS)):
-        if value not in known:
-            raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(known)}")
+    config = EngineConfig(
+        precision=precision,
+        kv=kv,
+        weights=weights,
+        ctx=ctx,
+        slots=slots,
+        chunk=chunk,
+        deterministic=deterministic,
+        profile=profile,
+        progress=progress,
+    )
     clock = LoadClock()
     with clock.phase("open"):
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -73,21 +78,7 @@ def load(
             schedule = named_schedule(os.fspath(schedule))
         opened = _open(schedule, device, npu, checkpoint, clock)
         try:
-            engine = Engine(
-                checkpoint,
-                opened.device,
-                schedule,
-                precision=precision,
-                kv=kv,
-                weights=weights,
-                ctx=ctx,
-                deterministic=deterministic,
-                slots=slots,
-                chunk=chunk,
-                profile=profile,
-                progress=progress,
-                clock=clock,
-            )
+            engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock)
             with clock.phase("pipelines"):
                 engine.warm_up()
         except BaseException:
@@ -115,8 +106,9 @@ def _open(schedule: Schedule, device: str, npu: NpuKind, checkpoint: Checkpoint,
 
 
 class Model:
-    """Made by `load`. Threads may share it: what one asks for waits until no other is at work, piece of text by piece of
-    text; `slots` says how many generations and sessions may be open at a time. `stats` are then anybody's."""
+    """Made by `load`. Threads may share it: they work one at a time, in the order in which they asked, and a generation lets
+    others in after each piece of text. `slots` says how many generations and sessions may be open at a time. `stats` are those
+    of whichever generation ended last."""
 
     def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine) -> None:
         self.checkpoint = checkpoint
@@ -148,12 +140,12 @@ class Model:
         return self.checkpoint.tokenizer.decode(ids)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """float32 [len(ids), vocab]: teacher-forced, every row of the file's vocabulary, after soft-cap, unmasked."""
-        return self._engine().logits(_integers(ids))
+        """Teacher forcing: float32 [len(ids), vocab], every row of the file's vocabulary, after soft-cap, unmasked."""
+        return self._engine().logits(token_ids(ids))
 
     def hidden_states(self, ids: Sequence[int]) -> np.ndarray:
         """float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
-        return self._engine().hidden_states(_integers(ids))
+        return self._engine().hidden_states(token_ids(ids))
 
     def generate(
         self,
@@ -168,7 +160,7 @@ class Model:
         ignore_eos: bool = False,
         session: Session | None = None,
         tokens_per_submit: int = 1,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Pieces of text as they come; joined they are `decode` of the generated ids, cut before a stop string.
 
         Ids are used verbatim; text gets a begin-of-text token. Ends after max_tokens, at an end-of-text token (unless
@@ -177,137 +169,91 @@ class Model:
         at a time, with less work for the host; an end of text is then noticed late. Raises at once for wrong arguments.
         """
         engine = self._engine()
-        if not isinstance(max_tokens, (int, np.integer)) or max_tokens < 1:
-            raise ValueError(f"max_tokens must be a positive integer, not {max_tokens!r}")
         if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
             raise ValueError(f"tokens_per_submit must be a positive integer, not {tokens_per_submit!r}")
-        ids = self.encode(prompt) if isinstance(prompt, str) else _integers(prompt)
-        check_ids(ids, engine.target.hparams.vocab)
-        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        stops = StopFilter([stop] if isinstance(stop, str) else stop or ())
+        request = Request(
+            self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt),
+            self.checkpoint.tokenizer,
+            vocab=engine.target.hparams.vocab,
+            ctx=engine.cache.ctx,
+            max_tokens=max_tokens,
+            sampling=Sampling(temperature, top_k, top_p, min_p, seed),
+            stop=stop,
+            ignore_eos=ignore_eos,
+        )
         if session is not None and not session.of(engine):
             raise ValueError("the session belongs to another model: use one that this model made")
-        if len(ids) >= engine.cache.ctx:
-            raise ContextExceeded(
-                f"a prompt of {len(ids)} tokens leaves no room in the context of {engine.cache.ctx}: "
-                "shorten it or load the model with a larger ctx"
-            )
-        steps = self._generate(engine, ids, max_tokens, sampling, stops, ignore_eos, session, tokens_per_submit)
-        return engine.turns.steps(steps)
+        return engine.lock.steps(self._run(engine, request, session, tokens_per_submit))
 
     def session(self) -> Session:
         """A sequence that stays in the cache between generations, for conversations. Takes the model's slot with
         its first use: close it before generating without it."""
         return Session(self._engine())
 
-    def _generate(
-        self,
-        engine: Engine,
-        ids: list[int],
-        most: int,
-        sampling: Sampling,
-        stops: StopFilter,
-        ignore_eos: bool,
-        session: Session | None,
-        at_once: int,
+    def _run(
+        self, engine: Engine, request: Request, session: Session | None, tokens_per_submit: int
     ) -> Generator[str, None, None]:
-        text = StreamDecoder(self.checkpoint.tokenizer)
-        out: list[int] = []
-        finish: Finish = "cancelled"
+        """The pieces of a request's text. Holds a slot of the cache from the first piece on until it is closed."""
         self._engine()  # it may have been closed since `generate`
-        if session is None:
-            slot, held = engine.admit(min(len(ids) + most, engine.cache.ctx), sampling), 0
-        else:
-            slot, held = session.begin(ids, sampling)
-        running = None if session is None else session.running
-        begin = first = time.perf_counter()
-        whole = True
+        held = Session(engine) if session is None else session
+        length = len(request.prompt) + request.limit if session is None else None
+        slot, cached = held.begin(request.prompt, request.sampling, length)
+        running, intact = held.running, True
         try:
-            engine.warm_up(len(ids) - held)  # compiling is no part of the speeds
-            begin = first = time.perf_counter()
-            for token in engine.stream(slot, ids[held:], most, at_once):
-                if not out:
-                    first = time.perf_counter()
-                out.append(token)
-                if token in self.eos_ids and not ignore_eos:
-                    finish = "eos"
-                    break
-                piece = stops.push(text.push(token))
+            engine.warm_up(len(request.prompt) - cached)  # compiling is no part of the speeds
+            for token in engine.stream(slot, request.begin(cached), request.limit, tokens_per_submit):
+                piece = request.push(token)
                 if piece:
                     yield piece
-                    self._engine()
-                    if session is not None and session.running is not running:
-                        raise ValueError("the session was closed while this generation ran: it cannot go on")
-                if stops.stopped is not None:
-                    finish = "stop"
+                if request.finish is not None:
                     break
-            else:
-                finish = "length" if len(out) == most else "context"
-            rest = stops.push(text.flush()) + stops.flush() if finish != "stop" else ""
-            if rest:
-                yield rest
+                if piece:  # whoever took it may have closed the model or the session
+                    self._engine()
+                    if held.running is not running:
+                        raise ValueError("the session was closed while this generation ran: it cannot go on")
         except GeneratorExit:
             raise
         except BaseException:
-            whole = False  # interrupted or failed between two passes: what the cache holds is not known
+            intact = False  # interrupted or failed between two passes: what the cache holds is not known
             raise
         finally:
-            end = time.perf_counter()
+            request.cancel()
 
             def give_back() -> None:
                 if self._opened is None:  # closed in the middle: nothing to give back
                     return
                 engine.wait()
-                ours = session is None or session.running is running  # else the session was closed
-                passes = engine.positions[slot] - len(ids) if ours else 0
-                if session is None:
-                    engine.release(slot)
-                elif ours and whole:
-                    session.end([*ids, *out])
+                ours = held.running is running  # else the session was closed
+                passes = engine.positions[slot] - len(request.prompt) if ours else 0
+                if ours and intact and session is not None:
+                    session.end(request.ids)
                 elif ours:
-                    session.close()
-                self.stats = self._stats(engine, ids, held, out, passes, finish, first - begin, end - begin)
+                    held.close()
+                self.stats = request.stats(self._report(engine, len(request.prompt) + len(request.out) // 2, passes))
 
-            engine.turns.soon(give_back)  # collected as garbage, this is another's turn
+            engine.lock.call_soon(give_back)  # collected as garbage, this may run while another thread holds the lock
 
-    def _stats(
-        self,
-        engine: Engine,
-        ids: list[int],
-        held: int,
-        out: list[int],
-        passes: int,
-        finish: Finish,
-        first: float,
-        total: float,
-    ) -> Stats:
-        plan = engine.program("decode", 1, 1).plan
+    def _report(self, engine: Engine, context: int, passes: int) -> EngineReport:
+        """The engine's part of statistics. context: mean length of the sequence; passes: decode passes since the prefill."""
         done = engine.counters.minus(engine.prefilled)
         counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
-        return Stats(
+        return EngineReport(
             device=self.device,
-            passed_over=(*self.passed_over, *getattr(engine.device, "failures", ()), *engine.faults),
-            carried=str(getattr(engine.device, "copies", "")),
+            passed_over=(*self.passed_over, *engine.device.failures, *engine.faults),
             precision=engine.precision,
-            prompt_tokens=len(ids) - held,
-            tokens=len(out),
-            finish=finish,
-            first_token_seconds=first,
-            total_seconds=total,
-            bytes_per_token=plan_cost(plan, len(ids) + len(out) // 2).nbytes,
+            bytes_per_token=plan_cost(engine.program("decode", 1, 1).plan, context).nbytes,
             per_pass={name: getattr(done, name) / max(passes, 1) for name in counted},
-            ids=tuple(out),
+            carried=engine.device.copies,
             notes=self.checkpoint.notes,
-            cached_tokens=held,
             load=self.load,
             reencoded=tuple(r.line() for r in engine.reencoded),
             memory=dict(engine.device.memory()),
-            threads=str(getattr(engine.device, "threads", "")),
+            threads=engine.device.threads,
         )
 
     def close(self) -> None:
         """Free every device object and let go of the files; the model cannot be used afterwards."""
-        with self.engine.turns:
+        with self.engine.lock:
             if self._opened is not None:
                 opened, self._opened = self._opened, None
                 self.engine.positions.clear()
@@ -331,11 +277,3 @@ class Model:
             raise ValueError("this model is closed: load it again")
         self._opened.device.check_open()
         return self.engine
-
-
-def _integers(ids: Sequence[int]) -> list[int]:
-    """Token ids as Python's integers; ValueError for what is none, such as text."""
-    found: list[Any] = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [None]
-    if not all(isinstance(i, (int, np.integer)) for i in found):
-        raise ValueError("token ids must be integers: encode(text) makes them")
-    return list(map(int, found))

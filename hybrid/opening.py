@@ -71,4 +71,4 @@ def open_devices(args: argparse.Namespace, checkpoint: Checkpoint, held: ExitSta
 
 def fallbacks(opened: Opened, engine: Engine) -> list[str]:
     """What was asked for and is not used, or no longer, and why: every report says so."""
-    return [*opened.passed_over, *getattr(opened.device, "failures", ()), *engine.faults]
+    return [*opened.passed_over, *opened.device.failures, *engine.faults]

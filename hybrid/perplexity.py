@@ -116,7 +116,7 @@ def measure(model: Any, documents: Sequence[Sequence[int]], into: Measured, refe
     predicted = np.ones(len(ids), bool)  # rows whose next token is known: not a document's last
     predicted[np.cumsum([len(d) for d in documents]) - 1] = False
     with contextlib.ExitStack() as stack:
-        rows = min(m.engine.logits_rows for m in (model, reference) if m is not None)
+        rows = min(m.engine.sizes.logits for m in (model, reference) if m is not None)
         ours = stack.enter_context(contextlib.closing(model.engine.logits_of(documents, rows)))
         theirs = None
         if reference is not None:

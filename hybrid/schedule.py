@@ -78,11 +78,11 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
-    from hybrid.engine.engine import DEFAULT_CTX
+    from hybrid.engine.config import DEFAULT_CTX
     from hybrid.engine.weights import stored_types
     from hybrid.planning.cache import CacheShape
     from hybrid.planning.passes import capabilities_of, chunk_of
-    from hybrid.planning.pipeline import lanes_of
+    from hybrid.planning.pipeline import pipeline_depth
     from hybrid.planning.planner import Target
 
     hp = checkpoint.hparams
@@ -91,7 +91,7 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
         raise ValueError(f"--ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
     slots = args.rows if args.phase == "decode" else 1
     can = capabilities_of(_dry(args.device).has) if args.device != "cpu" else frozenset()
-    cache = CacheShape.of(hp, ctx, slots, chunk_of(can), lanes_of(schedule))
+    cache = CacheShape.of(hp, ctx, slots, chunk_of(can), pipeline_depth(schedule))
     return Target(
         schedule,
         hp,

@@ -26,6 +26,7 @@ import numpy as np
 from hybrid.bench.probe import Variant, buffers, copies, products, record
 from hybrid.cli import Parser, UsageError, amount, positive, run
 from hybrid.devices.opening import open_device
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
 from hybrid.opening import add_model, open_model
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 checkpoint = held.enter_context(open_model(args))
                 device = open_gpu(args.device)
                 held.callback(device.close)
-                engine = Engine(checkpoint, device, ctx=args.prompt + args.tokens, n_tokens=checkpoint.hparams.vocab)
+                engine = Engine(checkpoint, device, EngineConfig(ctx=args.prompt + args.tokens, n_tokens=checkpoint.hparams.vocab))
                 done, seconds = keep_busy(tokens(engine, args.prompt), stop)
                 print(f"{done} tokens, {done / max(seconds, 1e-9):.1f} a second on {device.name}")
             else:

@@ -30,6 +30,7 @@ import numpy as np
 from hybrid.bench.probe import products
 from hybrid.cli import Parser, UsageError, amount, positive, run
 from hybrid.devices.about import driver_of, kernels_of
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
 from hybrid.opening import add_model, open_model
@@ -343,7 +344,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
         checkpoint = held.enter_context(open_model(args))
         device = open_gpu(args.device)
         held.callback(device.close)
-        engine = Engine(checkpoint, device, ctx=args.prompt + args.tokens, n_tokens=checkpoint.hparams.vocab)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=args.prompt + args.tokens, n_tokens=checkpoint.hparams.vocab))
         out = sys.stderr if args.json else sys.stdout
         about = {"command": command, "device": device.name, "driver": driver_of(device), "kernels": kernels_of(device),
                  "model": checkpoint.name, "prompt": args.prompt, "tokens": args.tokens}  # fmt: skip

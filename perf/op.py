@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         opened = open_device(args.device)
         try:
             if not args.json:
-                clock = "the host's clock" if opened.device.name == "cpu" else "device timestamps"
+                clock = "the host's clock" if opened.device.backend == "cpu" else "device timestamps"
                 print(f"{args.op} on {opened.device.name}; measured, {clock}, median", flush=True)
             with progress_bar(len(wanted), f"perf.op {args.op}", False, "workloads", after=1.0) as advance:
                 for t in timings(args, opened.device):

@@ -17,6 +17,7 @@ from hybrid.bench.ceiling import ceiling, impossible
 from hybrid.bench.measure import Bench, Row
 from hybrid.bench.probe import Probes, probe
 from hybrid.bench.report import text
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.kernels.npu.xrt import NpuUnavailable, open_host
 from hybrid.kernels.oracle.device import CpuDevice
@@ -147,7 +148,7 @@ def test_a_run_that_consumed_another_number_of_tokens_is_an_error(monkeypatch, c
 def test_a_token_that_is_none_is_an_error(devices):
     from hybrid.checkpoint.random import random_checkpoint
 
-    engine = Engine(random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), ctx=32, n_tokens=64)
+    engine = Engine(random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), EngineConfig(ctx=32, n_tokens=64))
     made = Bench(engine, 1)
     made.prefill(5, 0)
     engine.device.whole("history").array[0, 5] = 64
@@ -158,7 +159,7 @@ def test_a_token_that_is_none_is_an_error(devices):
 def test_bytes_and_operations_are_the_plans(devices):
     from hybrid.checkpoint.random import random_checkpoint
 
-    engine = Engine(random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), ctx=64, n_tokens=64, chunk=8)
+    engine = Engine(random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), EngineConfig(ctx=64, n_tokens=64, chunk=8))
     made = Bench(engine, 1)
     row, one = made.decode(6, 20), plan_cost(engine.plan("decode", 1, 1), 23)
     assert (row.flops, row.nbytes) == (6 * one.flops, 6 * one.nbytes)

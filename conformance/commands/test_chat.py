@@ -29,6 +29,7 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid import generate
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.generate.chat_loop import Conversation, Options
 from hybrid.kernels.oracle.device import CpuDevice
@@ -153,7 +154,7 @@ def test_rewound_sequences_continue_as_new_ones(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     ids = rng.integers(13, 300, 230).tolist()
     with open_checkpoint(write_hf(tmp_path, tiny())) as c:
-        fresh, kept = Engine(c, CpuDevice(), chunk=8), Engine(c, CpuDevice(), chunk=8)
+        fresh, kept = Engine(c, CpuDevice(), EngineConfig(chunk=8)), Engine(c, CpuDevice(), EngineConfig(chunk=8))
         assert kept.cache.ring < kept.cache.table
         kept.prefill({0: ids})
         room = kept.cache.ring * kept.cache.block - kept.cache.window

@@ -27,7 +27,8 @@ from hybrid.core.hostmemory import PAGE, NotShareable, anonymous, pages, whole_p
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.devices import opening as devices
-from hybrid.devices.transfers import Carried
+from hybrid.devices.transfers import TransferCounts
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.trace import Pass, Timing
 from hybrid.kernels.oracle.device import CpuDevice
@@ -42,7 +43,7 @@ from hybrid.text.tokenizer import Tokenizer, Vocabulary
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(random_checkpoint("gemma3-270m", layers=1, vocab=512), CpuDevice(), ctx=64, chunk=16, slots=2)
+    return Engine(random_checkpoint("gemma3-270m", layers=1, vocab=512), CpuDevice(), EngineConfig(ctx=64, chunk=16, slots=2))
 
 
 # ------------------------------------------------------------------------------------------------------------- plans
@@ -62,13 +63,13 @@ def test_an_arena_fills_the_smallest_gap_that_is_large_enough() -> None:
 
 def test_memory_beside_the_arena_is_planned_for_every_pass(engine: Engine) -> None:
     """Each number of rows that an engine compiles, with as many results as there are sequences, or rows."""
-    found = [(p.rows, p.outs) for p in every_size(engine.target, engine._sizes)]
+    found = [(p.rows, p.outs) for p in every_size(engine.target, engine.sizes)]
     assert found == [(1, 1), (2, 2), (1, 1), (8, 2), (16, 2), (16, 16), (16, 0)]
 
 
 def test_what_was_carried_is_told_in_megabytes() -> None:
-    assert str(Carried(2, 3_000_000, 4, 5_500_000)) == "2 tensors shared (3.00 MB), 4 copies, 5.50 MB"
-    assert str(Carried(1, 0, 0, 0, 2, "no")) == "1 tensors shared (0.00 MB, 2 dma-bufs), 0 copies, 0.00 MB; not shared: no"
+    assert str(TransferCounts(2, 3_000_000, 4, 5_500_000)) == "2 tensors shared (3.00 MB), 4 copies, 5.50 MB"
+    assert str(TransferCounts(1, 0, 0, 0, 2, "no")) == "1 tensors shared (0.00 MB, 2 dma-bufs), 0 copies, 0.00 MB; not shared: no"
 
 
 def test_passes_that_read_hidden_states_back_fit_in_host_memory() -> None:
@@ -105,8 +106,8 @@ def test_what_a_plan_costs_is_the_sum_of_its_steps(engine: Engine) -> None:
 class Timed:
     """A program that took some steps, in seconds from its own begin, which the device's clock puts at `began`."""
 
-    def __init__(self, lane: int | None, began: float | None, *steps: tuple[float, float]) -> None:
-        self.plan, self._began = SimpleNamespace(name=f"p{lane}", lane=lane), began
+    def __init__(self, pipeline_slot: int | None, began: float | None, *steps: tuple[float, float]) -> None:
+        self.plan, self._began = SimpleNamespace(name=f"p{pipeline_slot}", pipeline_slot=pipeline_slot), began
         self._steps = [StepTime("s", "linear", 0, start, duration) for start, duration in steps]
 
     def times(self) -> list[StepTime]:
@@ -125,13 +126,13 @@ def test_a_pass_that_runs_beside_others_ends_with_its_last_step(monkeypatch: pyt
     for program in (Timed(0, 10.25, *steps), Timed(1, None, *steps), Timed(0, 11.0), Timed(None, 12.0, *steps)):
         timing.start(program)  # type: ignore[arg-type]
     timing.stop(1)
-    assert [(p.plan, p.begin, p.seconds, p.lane) for p in found] == [("p1", 11.0, 2.0, 1)]
+    assert [(p.plan, p.begin, p.seconds, p.pipeline_slot) for p in found] == [("p1", 11.0, 2.0, 1)]
     assert [s.start for s in found[0].steps] == [0.0, 1.5]
     timing.stop(0)
     assert [(p.begin, p.seconds) for p in found[1:]] == [(10.0, 2.25), (12.0, 28.0)]
     assert [s.start for s in found[1].steps] == [0.25, 1.75]
     timing.stop()
-    assert [(p.plan, p.begin, p.seconds, p.lane) for p in found[3:]] == [("pNone", 13.0, 37.0, 0)]
+    assert [(p.plan, p.begin, p.seconds, p.pipeline_slot) for p in found[3:]] == [("pNone", 13.0, 37.0, 0)]
     timing.stop()
     assert len(found) == 4
 

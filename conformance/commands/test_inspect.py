@@ -16,6 +16,7 @@ from hybrid.checkpoint.random import random_checkpoint
 from hybrid.convert import Wanted, convert
 from hybrid.core.errors import SpecError
 from hybrid.core.units import parse_bytes, shortest, show_bytes
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
 from hybrid.inspect import main, planned_on
@@ -31,7 +32,7 @@ def test_a_footprint_is_what_an_engine_holds(tmp_path: Path, batch: int, context
     with open_checkpoint(write_hf(tmp_path / "hf", tiny(head_dim=32, layer_is_global=(False, True, False)))) as c:
         planned = footprint(c.hparams, stored_types(c, "q8_0"), batch=batch, context=context)
         device = CpuDevice()
-        engine = Engine(c, device, weights="q8_0", ctx=context, slots=batch)
+        engine = Engine(c, device, EngineConfig(weights="q8_0", ctx=context, slots=batch))
         decls = [engine.device._decls[name] for name in engine._stored]  # with the padding that devices add
         held = {k: sum(d.nbytes for d in decls if d.kind == k) for k in ("weight", "state", "io")}
         assert planned.weights + planned.tables == held["weight"] and planned.io == held["io"]
@@ -59,8 +60,8 @@ def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(tmp_pat
     with open_checkpoint(write_hf(tmp_path / "hf", hp)) as c:
         planned = footprint(c.hparams, stored_types(c, "q8_0", "vulkan"), context=context, **planned_on(dry))
         device = Units()
-        engine = Engine(c, device, weights="q8_0", ctx=context)
-        assert engine.cache.chunk == kv_rows and engine.row_buckets[-1] == kv_rows
+        engine = Engine(c, device, EngineConfig(weights="q8_0", ctx=context))
+        assert engine.cache.chunk == kv_rows and engine.sizes.rows[-1] == kv_rows
         held = sum(engine.device._decls[name].nbytes for name in engine._stored)
         made = [engine.plan("prefill", kv_rows, 1), engine.plan("decode", 1, 1)]
         assert made[0].tensors["h.0"].dtype == "f16"
@@ -73,9 +74,9 @@ def test_what_kernels_take_beside_the_arena_is_counted_and_taken_once(devices: D
     """Prompts of every bucket, the smallest first: 32 rows are cut into stretches and take more than 128."""
     device = devices.get("vulkan")
     checkpoint = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
-    engine = Engine(checkpoint, device, ctx=256, n_tokens=2048)
+    engine = Engine(checkpoint, device, EngineConfig(ctx=256, n_tokens=2048))
     try:
-        sizes = engine.row_buckets
+        sizes = engine.sizes.rows
         for rows in sizes:
             slot = engine.admit()
             engine.wait(engine.submit_prefill({slot: [2] * min(rows, 255)}))

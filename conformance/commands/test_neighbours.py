@@ -17,6 +17,7 @@ from conformance.support.devices import open_backend
 from conformance.support.models import MODELS
 from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.perf import neighbour, neighbours
 from hybrid.perf.neighbours import Neighbour, NeighbourFailed, Trials
@@ -39,7 +40,7 @@ def kind():
 def engine():
     """Of the demonstration model, on whatever driver answers."""
     with open_checkpoint(DEMO) as checkpoint, open_backend("vulkan") as device:
-        yield Engine(checkpoint, device, ctx=PROMPT + TEXT)
+        yield Engine(checkpoint, device, EngineConfig(ctx=PROMPT + TEXT))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from conformance.support.plain_gemma3 import forward
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.errors import ContextExceeded, SpecError
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
 from hybrid.kernels.oracle.device import CpuDevice
@@ -32,7 +33,7 @@ SHAPES = {
 
 
 def engine(folder: Path, dtype: str = "f32", **options) -> Engine:
-    return Engine(model(folder, dtype), CpuDevice(), **{"precision": "exact", **options})
+    return Engine(model(folder, dtype), CpuDevice(), EngineConfig(**{"precision": "exact", **options}))
 
 
 def model(folder: Path, dtype: str = "f32", **changes) -> Checkpoint:
@@ -42,7 +43,7 @@ def model(folder: Path, dtype: str = "f32", **changes) -> Checkpoint:
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_hidden_states_are_those_of_the_equations(tmp_path, name):
     checkpoint = model(tmp_path, **SHAPES[name])
-    made = Engine(checkpoint, CpuDevice(), chunk=16)
+    made = Engine(checkpoint, CpuDevice(), EngineConfig(chunk=16))
     logits, hidden = forward(checkpoint, IDS)
     assert np.abs(made.logits(IDS) - logits).max() < 1e-4 * np.abs(logits).max()
     got = made.hidden_states(IDS)
@@ -68,7 +69,7 @@ def test_greedy_decoding_follows_the_logits(tmp_path):
 
 
 def made_logits(made: Engine, folder: Path, ids: list[int]) -> np.ndarray:
-    logits = Engine(made.checkpoint, CpuDevice(), precision="exact").logits(ids)
+    logits = Engine(made.checkpoint, CpuDevice(), EngineConfig(precision="exact")).logits(ids)
     logits[:, made.target.n_tokens :] = -np.inf  # rows beyond the tokenizer are never chosen
     return logits
 
@@ -157,7 +158,7 @@ def test_a_schedule_that_needs_two_devices_is_refused(tmp_path):
     schedule = find_schedule("gemma3")
     steps = tuple(s.model_copy(update={"device": "vulkan"} if s.op == "fused_ffn" else {}) for s in schedule.layer)
     with pytest.raises(SpecError, match=r"placed on \['cpu', 'vulkan'\].*use device = \"main\""):
-        Engine(model(tmp_path), CpuDevice(), schedule.model_copy(update={"layer": steps}))
+        Engine(model(tmp_path), CpuDevice(), schedule=schedule.model_copy(update={"layer": steps}))
 
 
 def test_the_context_is_a_limit(tmp_path):

@@ -13,6 +13,7 @@ from conformance.support.devices import BACKENDS
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 
 MOST_CALLS = 20  # of Python functions, per token
@@ -53,7 +54,7 @@ def test_a_token_takes_few_calls_whatever_the_context(checkpoint, device):
     found = []
     for ctx in (64, 256):
         device.reset()
-        engine = Engine(checkpoint, device, ctx=ctx)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=ctx))
         engine.warm_up()
         tokens = engine.stream(engine.admit(), IDS[:9], 50)
         for _ in range(4):
@@ -70,7 +71,7 @@ def test_a_token_takes_few_calls_whatever_the_context(checkpoint, device):
 @pytest.mark.blas
 @pytest.mark.parametrize("device", BACKENDS, indirect=True)
 def test_several_tokens_in_a_submit_are_the_same_tokens(checkpoint, device):
-    engine, found = Engine(checkpoint, device, ctx=64), []
+    engine, found = Engine(checkpoint, device, EngineConfig(ctx=64)), []
     for at_once in (1, 3, 100):
         slot = engine.admit()
         submits = engine.counters.submits
@@ -85,7 +86,7 @@ def test_several_tokens_in_a_submit_are_the_same_tokens(checkpoint, device):
 
 @pytest.mark.parametrize("device", BACKENDS, indirect=True)
 def test_a_batch_of_tokens_ends_with_the_context(checkpoint, device):
-    engine = Engine(checkpoint, device, ctx=40)
+    engine = Engine(checkpoint, device, EngineConfig(ctx=40))
     assert len(list(engine.stream(engine.admit(), IDS[:33], 100, 4))) == 7
     assert max(engine.positions.values()) < 40
 
@@ -113,7 +114,7 @@ def test_an_end_of_text_inside_a_batch_is_seen_late_but_seen(devices, backend):
 @pytest.mark.parametrize("weights", ["q4_0", "f32"])
 def test_deterministic_results_do_not_depend_on_how_a_prompt_is_cut(checkpoint, device, weights):
     """Bit for bit: logits by any number of rows, what is chosen after any chunks, and everything once more."""
-    engine = Engine(checkpoint, device, ctx=64, weights=weights, deterministic=True)
+    engine = Engine(checkpoint, device, EngineConfig(ctx=64, weights=weights, deterministic=True))
     logits = [engine.logits(IDS[:29], chunk) for chunk in (None, None, 1, 3, 5)]
     assert all((found == logits[0]).all() for found in logits)
     texts = []
@@ -132,7 +133,7 @@ def test_deterministic_results_do_not_depend_on_how_a_prompt_is_cut(checkpoint, 
 
 @pytest.mark.parametrize("device", ["vulkan"], indirect=True)
 def test_deterministic_sequences_do_not_depend_on_their_neighbours(checkpoint, device):
-    engine = Engine(checkpoint, device, ctx=64, slots=3, deterministic=True)
+    engine = Engine(checkpoint, device, EngineConfig(ctx=64, slots=3, deterministic=True))
     prompts, alone = {0: IDS[:20], 1: IDS[3:10], 2: IDS[5:6]}, {}
     for slot, ids in prompts.items():
         first = engine.prefill({slot: ids})[slot]
@@ -157,4 +158,4 @@ def test_a_deterministic_model_says_the_same_again(devices, backend):
 
 def test_deterministic_on_cpu_is_for_one_sequence(checkpoint, devices):
     with pytest.raises(ValueError, match="deterministic on cpu runs one sequence at a time, not 2"):
-        Engine(checkpoint, devices.get("cpu"), slots=2, deterministic=True)
+        Engine(checkpoint, devices.get("cpu"), EngineConfig(slots=2, deterministic=True))

@@ -12,6 +12,7 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded
 from hybrid.engine.chunks import chunks
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
 from hybrid.kernels.oracle.device import CpuDevice
@@ -27,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(folder: Path) -> Engine:
-    return Engine(open_checkpoint(folder), CpuDevice(), ctx=64)
+    return Engine(open_checkpoint(folder), CpuDevice(), EngineConfig(ctx=64))
 
 
 def test_prompts_are_cut_into_passes() -> None:
@@ -113,7 +114,7 @@ def _fields(target: object) -> dict[str, object]:
 
 def test_nothing_is_written_while_a_pass_may_read_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, tables and parameters are the host's only when every pass is done."""
-    engine = Engine(open_checkpoint(folder), CpuDevice(), ctx=64, chunk=8, slots=2)
+    engine = Engine(open_checkpoint(folder), CpuDevice(), EngineConfig(ctx=64, chunk=8, slots=2))
     seen: list[str] = []
 
     def noted(owner: object, name: str) -> None:
@@ -128,7 +129,7 @@ def test_nothing_is_written_while_a_pass_may_read_it(folder: Path, monkeypatch: 
     engine.admit(slot=1)
     engine.submit_prefill({1: IDS[:9]})
     engine.submit_decode((0, 1))
-    engine.choose_by(1, Sampling())
+    engine.set_sampling(1, Sampling())
     busy, writes = False, 0
     for event in seen:
         busy = event == "_submit" or (busy and event != "wait")

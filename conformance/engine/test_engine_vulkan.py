@@ -10,6 +10,7 @@ from conformance.support.devices import open_backend
 from conformance.support.plain_gemma3 import forward
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
 from hybrid.kernels.oracle.device import CpuDevice
@@ -44,7 +45,7 @@ def model(folder, **changes):
 @pytest.mark.parametrize("name", ["plain", "capped", "scaled rope", "untied", "all local", "window of one", *MORE])
 def test_logits_and_hidden_states_are_those_of_the_equations(tmp_path, device, name):
     checkpoint = model(tmp_path, **(SHAPES | MORE)[name])
-    made = Engine(checkpoint, device, chunk=16)
+    made = Engine(checkpoint, device, EngineConfig(chunk=16))
     logits, hidden = forward(checkpoint, IDS)
     assert np.abs(made.logits(IDS) - logits).max() < 1e-4 * np.abs(logits).max()
     assert np.abs(made.hidden_states(IDS) - hidden).max() < 1e-4 * np.abs(hidden).max()
@@ -54,8 +55,8 @@ def test_logits_and_hidden_states_are_those_of_the_equations(tmp_path, device, n
 def test_quantised_models_agree_with_the_cpu_device(tmp_path, device, weights):
     checkpoint = model(tmp_path)
     for precision, bound in (("exact", 1e-4), ("auto", 0.15)):  # int8: one code that rounds the other way is seen
-        ours = Engine(checkpoint, device, chunk=16, weights=weights, precision=precision).logits(IDS)
-        theirs = Engine(checkpoint, CpuDevice(), chunk=16, weights=weights, precision=precision).logits(IDS)
+        ours = Engine(checkpoint, device, EngineConfig(chunk=16, weights=weights, precision=precision)).logits(IDS)
+        theirs = Engine(checkpoint, CpuDevice(), EngineConfig(chunk=16, weights=weights, precision=precision)).logits(IDS)
         assert np.abs(ours - theirs).max() < bound * np.abs(theirs).max()
         device.reset()
 
@@ -74,7 +75,7 @@ def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, devic
     checkpoint, texts, dispatches = model(tmp_path), [], []
     for workgroups in (0, 1):
         with device.tuning.forced("layer", {"workgroups": workgroups}):
-            made = Engine(checkpoint, device, weights="q8_0")
+            made = Engine(checkpoint, device, EngineConfig(weights="q8_0"))
             first = made.prefill({0: IDS[:9]})[0]
             before = made.counters.copy()
             texts.append([first, *made.decode(30)[0]])
@@ -86,13 +87,13 @@ def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, devic
 
 def test_sequences_of_a_ragged_batch_do_not_touch_each_other(tmp_path, device):
     checkpoint, prompts, alone = model(tmp_path), {0: IDS[:30], 1: IDS[:1], 3: IDS[5:18]}, {}
-    single = Engine(checkpoint, device, chunk=16)
+    single = Engine(checkpoint, device, EngineConfig(chunk=16))
     for slot, ids in prompts.items():
         first = single.prefill({0: ids})[0]
         alone[slot] = [first, *single.decode(20)[0]]
         single.release(0)
     device.reset()
-    made = Engine(checkpoint, device, chunk=16, slots=4)
+    made = Engine(checkpoint, device, EngineConfig(chunk=16, slots=4))
     firsts, later = made.prefill(prompts), made.decode(20)
     assert {s: [firsts[s], *later[s]] for s in prompts} == alone
 

@@ -17,6 +17,7 @@ from hybrid.checkpoint import finite, open_checkpoint
 from hybrid.convert import SAME, Wanted, convert
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.faults import NotFinite, fault
 
@@ -68,7 +69,7 @@ def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, tensor,
     folder = write_hf(tmp_path, tiny(softcap=softcap), dtype=dtype)
     spoil(folder, f"model.{tensor}.weight", PROMPT[1], BITS[dtype][what])
     with open_checkpoint(folder) as checkpoint:
-        engine = Engine(checkpoint, device, ctx=64, precision=precision)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=64, precision=precision))
         with pytest.raises(NotFinite, match=r"after position 3 of slot 0 are NaN or infinite.*--check-finite") as raised:
             next(engine.stream(engine.admit(), PROMPT, 5))
         assert (raised.value.position, raised.value.slot) == (3, 0)
@@ -93,7 +94,7 @@ def test_it_passes_through_int8_activations(tmp_path, device, weights):
     data[at : at + 4] = BITS["f32"][NAN]
     mixed.write_bytes(data)
     with open_checkpoint(mixed) as checkpoint:
-        engine = Engine(checkpoint, device, ctx=64)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=64))
         with pytest.raises(NotFinite):
             next(engine.stream(engine.admit(), PROMPT, 5))
 

@@ -20,8 +20,8 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.hostmemory import NotShareable, anonymous
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
-from hybrid.devices import transfers as carrier
-from hybrid.devices.multi import PlacedDevice
+from hybrid.devices import transfers
+from hybrid.devices.multi import MultiDevice
 from hybrid.engine.trace import events
 from hybrid.kernels.npu import xrt_sim
 from hybrid.planning.pipeline import written
@@ -90,12 +90,12 @@ def test_the_text_is_that_of_one_device(backend: str, plain: Plain) -> None:
         plain.agrees(model)
         assert model.stats is not None and model.stats.device.endswith("+ sim-npu1") and "shared" in model.stats.carried
         device = model.engine.device
-        assert isinstance(device, PlacedDevice) and not device.failures
+        assert isinstance(device, MultiDevice) and not device.failures
         if own_memory(device):
-            assert device.copies.shared == 0 < device.copies.count and OWN in device.copies.why_not
+            assert device.transfers.counts.shared == 0 < device.transfers.counts.copies and OWN in device.transfers.counts.why_not
         else:
-            assert device.copies.shared > 2 * model.hparams.n_layers, "caches, and what passes between the devices"
-            assert (device.copies.count, device.copies.why_not) == (0, "")
+            assert device.transfers.counts.shared > 2 * model.hparams.n_layers, "caches, and what passes between the devices"
+            assert (device.transfers.counts.copies, device.transfers.counts.why_not) == (0, "")
             assert "npu.state" not in device.memory(), "held once"
         layers = model.hparams.n_layers
         assert len(segments(model.engine.program("decode", 1, 1).plan)) == 2 * layers + 1
@@ -123,30 +123,30 @@ def drivers_memory(decl: TensorDecl) -> Tensor:
 def test_what_cannot_be_shared_is_copied_and_of_caches_what_a_pass_reads(
     monkeypatch: pytest.MonkeyPatch, plain: Plain
 ) -> None:
-    """A driver's own mapping is refused, tables are carried once, caches by the blocks in use."""
-    monkeypatch.setattr(carrier, "anonymous", drivers_memory)
+    """A driver's own mapping is refused, tables are copied once, caches by the blocks in use."""
+    monkeypatch.setattr(transfers, "anonymous", drivers_memory)
     with load("vulkan") as model:
         plain.agrees(model)
         device = model.engine.device
-        assert isinstance(device, PlacedDevice)
+        assert isinstance(device, MultiDevice)
         why = OWN if own_memory(device) else "not anonymous"
-        assert device.copies.shared == 0 and why in device.copies.why_not
-        assert model.stats is not None and f"not shared: {device.copies.why_not}" in model.stats.carried
+        assert device.transfers.counts.shared == 0 and why in device.transfers.counts.why_not
+        assert model.stats is not None and f"not shared: {device.transfers.counts.why_not}" in model.stats.carried
         slot = model.engine.admit()
         model.engine.prefill({slot: model.encode(PROMPT)})
         model.engine.decode(1)
-        carried: list[tuple[str, int]] = []
+        copied: list[tuple[str, int]] = []
         write = device.others["npu"].write
 
         def noted(name: str, value: Any, row: int = 0) -> None:
-            carried.append((name, value.shape[0]))
+            copied.append((name, value.shape[0]))
             write(name, value, row)
 
         device.others["npu"].write = noted  # type: ignore[method-assign]
         model.engine.decode(1)
-        names = [n for n, _ in carried]
+        names = [n for n, _ in copied]
         assert not [n for n in names if n.startswith("block_table")] and "control" in names
-        caches = [(n, rows) for n, rows in carried if n.startswith("kv.")]
+        caches = [(n, rows) for n, rows in copied if n.startswith("kv.")]
         assert len(caches) == 2 * model.hparams.n_layers
         assert {rows for _, rows in caches} == {1}, "of the blocks, the one in which all positions so far are"
         assert max(model.engine.cache.global_blocks, model.engine.cache.local_blocks) > 1
@@ -223,7 +223,7 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str, plain: Pla
         open_backend("vulkan").close()
     with hybrid.load(FILE, backend, "gemma3-npu-prefill", ctx=64, npu="sim") as model:
         device, ids = model.engine.device, model.encode(PROMPT)
-        assert isinstance(device, PlacedDevice)
+        assert isinstance(device, MultiDevice)
         plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
         assert {s.device for s in plans[1].steps} == {backend}
         assert sum(s.device == "npu" for s in plans[0].steps) == 4 * model.hparams.n_layers
@@ -232,7 +232,8 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str, plain: Pla
         assert kl.mean() < 0.01, kl
         assert device.memory()["npu.tiled"] > 0 and not device.failures
         if not own_memory(device):
-            assert device.copies.shared > 8 and device.copies.count == 4 * model.hparams.n_layers, "weights are copied, once"
+            counts = device.transfers.counts
+            assert counts.shared > 8 and counts.copies == 4 * model.hparams.n_layers, "weights are copied, once"
         xrt_sim.faults.timeout_after = 3
         again = model.logits(ids)
         assert device.failures and device.failures[0].startswith("npu: sim-npu1") and not device.others

@@ -10,6 +10,7 @@ import pytest
 from conformance.support.devices import BACKENDS, open_backend
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 
 transformers = pytest.importorskip("transformers", reason="the extra `reference` is not installed")
@@ -36,7 +37,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, backend: str, name: st
         reference = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
     device = open_backend(backend)
     try:
-        engine = Engine(open_checkpoint(folder), device, chunk=16)
+        engine = Engine(open_checkpoint(folder), device, EngineConfig(chunk=16))
         logits, hidden = engine.logits(IDS), engine.hidden_states(IDS)
     finally:
         device.close()

@@ -14,6 +14,7 @@ from conformance.support.plain_gemma3 import forward
 from conformance.support.profile import LONG
 from conformance.support.ties import CLEAR, EXACT_NEAR, INT8_NEAR, INT8_RMS, agree, clear, generated, lead, leads
 from hybrid.checkpoint import open_checkpoint
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 
 LENGTHS = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3)
@@ -195,7 +196,7 @@ def test_rows_of_a_batch_are_independent(
         gaps = [leads(alone, c.ids, w) for c, w in zip(cases, wanted, strict=True)]
     device = open_backend(backend)
     try:
-        engine = Engine(alone.checkpoint, device, slots=5, ctx=1024, chunk=200, **options)
+        engine = Engine(alone.checkpoint, device, EngineConfig(slots=5, ctx=1024, chunk=200, **options))
         first = engine.prefill({slot: c.ids for slot, c in zip(slots, cases, strict=True)})
         rest = engine.decode(15)
         for slot, text, gap in zip(slots, wanted, gaps, strict=True):

@@ -1,5 +1,5 @@
 """Prefill chunks that overlap on two devices: the same bits as one after another, both devices at work at the same time, what
-one chunk needs of another waited for, and a device that fails in one lane replaced in both."""
+one chunk needs of another waited for, and a device that fails in one pass replaced for both."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from conformance.support.devices import BACKENDS, open_backend, own_memory
 from conformance.support.models import MODELS
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
-from hybrid.devices import transfers as carrier
-from hybrid.devices.inflight import Flight
-from hybrid.devices.multi import PlacedDevice
+from hybrid.core.hparams import HParams
+from hybrid.devices import transfers
+from hybrid.devices.inflight import InFlight
+from hybrid.devices.multi import MultiDevice
 from hybrid.devices.opening import open_devices
-from hybrid.engine import engine as engine_module
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
 from hybrid.generate import main
@@ -32,7 +33,7 @@ from hybrid.kernels.npu import xrt_sim
 from hybrid.kernels.npu.device import NpuDevice
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.footprint import footprint
-from hybrid.planning.pipeline import in_lane, needs, passing
+from hybrid.planning.pipeline import for_pipeline_slot, needs, passing
 from hybrid.planning.planner import segments
 from hybrid.spec.schedule import SCHEDULES as SCHEDULE_FILES
 from hybrid.spec.schedule import Schedule, named_schedule
@@ -52,9 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hf(tmp_path_factory.mktemp("hf"), hp)
 
 
-def schedule_of(name: str, lanes: int, **changes: Any) -> Schedule:
+def schedule_of(name: str, depth: int, **changes: Any) -> Schedule:
     found = named_schedule(name)
-    return found.model_copy(update={"schedule": found.schedule.model_copy(update={"pipeline": lanes}), **changes})
+    return found.model_copy(update={"schedule": found.schedule.model_copy(update={"pipeline": depth}), **changes})
 
 
 class Opened:
@@ -65,8 +66,9 @@ class Opened:
             open_backend("vulkan").close()  # skips, or fails, where there is none
         self.checkpoint = open_checkpoint(path)
         self.device: Any = open_devices(schedule, backend, "sim").device
-        assert isinstance(self.device, PlacedDevice)
-        self.engine = Engine(self.checkpoint, self.device, schedule, **({"ctx": CTX, "chunk": CHUNK, "slots": 2} | options))
+        assert isinstance(self.device, MultiDevice)
+        config = EngineConfig(**({"ctx": CTX, "chunk": CHUNK, "slots": 2} | options))
+        self.engine = Engine(self.checkpoint, self.device, config, schedule=schedule)
 
     def __enter__(self) -> Opened:
         return self
@@ -92,14 +94,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def one_lane(folder: Path) -> dict[tuple[str, str], Any]:
+def unpipelined(folder: Path) -> dict[tuple[str, str], Any]:
     """What a schedule computes with one chunk after another, made when it is first asked for."""
 
     class Made(dict[tuple[str, str], Any]):
         def __missing__(self, key: tuple[str, str]) -> Any:
             name, backend = key
             with Opened(folder, backend, schedule_of(name, 1)) as one:
-                assert one.engine.lanes == 1 and not any("@" in n for n in one.engine._stored)
+                assert one.engine.device.pipeline_depth == 1 and not any("@" in n for n in one.engine._stored)
                 self[key] = one.run()
             return self[key]
 
@@ -119,7 +121,7 @@ def plans(folder: Path) -> Any:
 
 def test_attention_waits_for_the_keys_of_the_chunk_before_and_for_nothing_else(plans: Any) -> None:
     schedule, plan = plans
-    parts = [segments(in_lane(plan, lane, schedule, plan.arena_bytes)) for lane in (0, 1)]
+    parts = [segments(for_pipeline_slot(plan, pipeline_slot, schedule, plan.arena_bytes)) for pipeline_slot in (0, 1)]
     found = needs(*parts)
     assert len(found) == len(parts[0]) == 2 * 3 + 1
     for i, wanted in enumerate(found):
@@ -129,25 +131,25 @@ def test_attention_waits_for_the_keys_of_the_chunk_before_and_for_nothing_else(p
             assert wanted == (i,), "this layer's cache is appended to in order, by one device"
         else:
             assert wanted == (i,), "tokens are chosen in order"
-    assert needs(*parts) == needs(*parts[::-1]), "no lane is special"
+    assert needs(*parts) == needs(*parts[::-1]), "no slot is special"
 
 
 def test_a_tensor_that_is_read_is_not_overwritten_before(plans: Any) -> None:
     """Caches alone are exempt, because a pass writes positions of its own; other state of sequences is not."""
     schedule, plan = plans
-    first, second = (segments(in_lane(plan, lane, schedule, plan.arena_bytes)) for lane in (0, 1))
+    first, second = (segments(for_pipeline_slot(plan, pipeline_slot, schedule, plan.arena_bytes)) for pipeline_slot in (0, 1))
     reader = replace(first[1].steps[0], args={**first[1].steps[0].args, "slots": "next_token"})
     first = (*first[:1], replace(first[1], steps=(reader,)), *first[2:])
     assert needs(first, second)[-1] == (1, len(first) - 1), "sample writes what that step reads"
     shared = {**first[1].steps[0].args, "q": "x", "o": "y"}
     alone = replace(first[1], steps=(replace(first[1].steps[0], args=shared),))
-    assert needs((alone,), (alone,)) == ((0,),), "two lanes that used one tensor would wait for each other"
+    assert needs((alone,), (alone,)) == ((0,),), "two slots that used one tensor would wait for each other"
 
 
-def test_lanes_share_what_belongs_to_sequences_and_nothing_else(plans: Any) -> None:
+def test_pipeline_slots_share_what_belongs_to_sequences_and_nothing_else(plans: Any) -> None:
     schedule, plan = plans
     one_pass = {"control", "tokens", "positions", "slots", "out_rows"}
-    zero, one = (in_lane(plan, lane, schedule, plan.arena_bytes + 256) for lane in (0, 1))
+    zero, one = (for_pipeline_slot(plan, pipeline_slot, schedule, plan.arena_bytes + 256) for pipeline_slot in (0, 1))
     own = {n for n in plan.tensors if passing(plan, n, schedule)}
     assert {n for n in own if plan.tensors[n].kind == "io"} == {*one_pass, "q.0", "o.0"}
     assert {n for n, d in plan.tensors.items() if d.kind == "activation"} < own
@@ -157,11 +159,11 @@ def test_lanes_share_what_belongs_to_sequences_and_nothing_else(plans: Any) -> N
     assert max(end for _, end in spans[0]) <= min(start for start, _ in spans[1]) and spans[1]
     assert max(end for _, end in spans[1]) <= one.arena_bytes == 2 * zero.arena_bytes
     assert {"params", "history"} <= one.tensors.keys()
-    with pytest.raises(ValueError, match="a lane 0"):
-        in_lane(plan, 0, schedule, 0)
+    with pytest.raises(ValueError, match="a pipeline slot 0"):
+        for_pipeline_slot(plan, 0, schedule, 0)
 
 
-def test_what_passes_between_devices_takes_turns_in_few_tensors(plans: Any) -> None:
+def test_activations_between_devices_share_few_tensors(plans: Any) -> None:
     """Layer by layer the same two: their lives are apart."""
     _, plan = plans
     crossing = {n for s in plan.steps for n in s.args.values() if n.startswith(("q.", "o."))}
@@ -177,14 +179,14 @@ def test_what_passes_between_devices_takes_turns_in_few_tensors(plans: Any) -> N
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_two_lanes_give_the_bits_of_one(name: str, backend: str, folder: Path, one_lane: Any) -> None:
+def test_overlapping_passes_give_the_bits_of_one_after_another(name: str, backend: str, folder: Path, unpipelined: Any) -> None:
     with Opened(folder, backend, schedule_of(name, 2)) as one:
-        assert one.engine.lanes == 2 and "positions@1" in one.engine._stored
-        assert same(one.run(), one_lane[name, backend])
-        assert not one.device.failures and not one.device.flights
+        assert one.engine.device.pipeline_depth == 2 and "positions@1" in one.engine._stored
+        assert same(one.run(), unpipelined[name, backend])
+        assert not one.device.failures and not one.device.in_flight
         if not own_memory(one.device):
             weights = 0 if name == "gemma3-hybrid" else 3 * 4
-            assert one.device.copies.count == weights, "nothing else is copied, and those once"
+            assert one.device.transfers.counts.copies == weights, "nothing else is copied, and those once"
 
 
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,31 +213,31 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NpuDevice, "_rest", resting)
 
 
-def test_a_slow_device_sees_the_same_caches_and_a_ring_for_one_lane_would_not_do(
+def test_a_slow_device_sees_the_same_caches_and_a_ring_for_one_pass_would_not_do(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chunk behind appends while the one before still reads: its positions must not fall on those."""
     late(monkeypatch)
     ids = np.random.default_rng(2).integers(6, 300, CTX).tolist()  # four chunks of 64: the last two follow closely
 
-    def logits(lanes: int) -> tuple[bool, np.ndarray]:
-        with Opened(folder, "cpu", schedule_of("gemma3-hybrid", lanes), chunk=64) as one:
+    def logits(depth: int) -> tuple[bool, np.ndarray]:
+        with Opened(folder, "cpu", schedule_of("gemma3-hybrid", depth), chunk=64) as one:
             cache = one.engine.cache
-            return cache.ring * cache.block >= cache.window - 1 + lanes * 64, one.engine.logits(ids)
+            return cache.ring * cache.block >= cache.window - 1 + depth * 64, one.engine.logits(ids)
 
     wanted, found = logits(1), logits(2)
     assert wanted[0] and found[0] and np.array_equal(found[1], wanted[1])
 
-    def short(ctx: int, window: int, chunk: int, slots: int) -> CacheShape:
-        return CacheShape(ctx, window, chunk // 2, slots)
+    def short(hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1) -> CacheShape:
+        return CacheShape(ctx, hp.window, rows, slots)
 
-    monkeypatch.setattr(engine_module, "CacheShape", short)
+    monkeypatch.setattr(CacheShape, "of", short)
     found = logits(2)
     assert not found[0] and not np.array_equal(found[1], wanted[1])
 
 
-def test_order_is_kept_by_what_a_segment_needs_not_by_whose_turn_it_is(
-    folder: Path, one_lane: Any, monkeypatch: pytest.MonkeyPatch
+def test_order_is_kept_by_what_a_segment_needs_not_by_which_pass_is_stepped_first(
+    folder: Path, unpipelined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the youngest chunk first in line the older ones are made to go on; without the wait, keys would be missing."""
     enqueue = NpuDevice.enqueue
@@ -246,24 +248,24 @@ def test_order_is_kept_by_what_a_segment_needs_not_by_whose_turn_it_is(
         return ticket
 
     monkeypatch.setattr(NpuDevice, "enqueue", quick)  # it begins what it is given, and ends it, at once
-    monkeypatch.setattr(PlacedDevice, "_order", lambda self: self.flights[::-1])
-    wanted = one_lane["gemma3-hybrid", "cpu"]
+    monkeypatch.setattr(MultiDevice, "_order", lambda self: self.in_flight[::-1])
+    wanted = unpipelined["gemma3-hybrid", "cpu"]
     with Opened(folder, "cpu", schedule_of("gemma3-hybrid", 2)) as one:
         assert same(one.run(), wanted)
-    monkeypatch.setattr(Flight, "_await", lambda self, where: None)
+    monkeypatch.setattr(InFlight, "_wait_for_earlier", lambda self, where: None)
     with Opened(folder, "cpu", schedule_of("gemma3-hybrid", 2)) as one:
         assert not same(one.run(), wanted)
 
 
 def test_a_second_device_that_sees_no_common_memory_gets_copies_in_order(
-    folder: Path, one_lane: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, unpipelined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes of one chunk's copies wait for the passes before them."""
     late(monkeypatch)
-    monkeypatch.setattr(carrier, "anonymous", drivers_memory)
+    monkeypatch.setattr(transfers, "anonymous", drivers_memory)
     with Opened(folder, "vulkan", schedule_of("gemma3-hybrid", 2)) as one:
-        assert same(one.run(), one_lane["gemma3-hybrid", "vulkan"])
-        assert one.device.copies.shared == 0 < one.device.copies.count
+        assert same(one.run(), unpipelined["gemma3-hybrid", "vulkan"])
+        assert one.device.transfers.counts.shared == 0 < one.device.transfers.counts.copies
 
 
 # --- both at work
@@ -281,27 +283,27 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
         apart = own_memory(device)  # then copies between the two wait for all that the main device was given
     prompt = "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write_file(path"
     shipped, found, said = (SCHEDULE_FILES / "gemma3-hybrid.toml").read_text(), {}, set()
-    for lanes in (1, 2):
-        schedule, trace = tmp_path / f"{lanes}.toml", tmp_path / f"{lanes}.json"
-        schedule.write_text(shipped.replace("\npipeline = 2", f"\npipeline = {lanes}"))
+    for depth in (1, 2):
+        schedule, trace = tmp_path / f"{depth}.toml", tmp_path / f"{depth}.json"
+        schedule.write_text(shipped.replace("\npipeline = 2", f"\npipeline = {depth}"))
         args = ["--schedule", str(schedule), "--npu", "sim", "--device", "vulkan", "--ctx", "128", "--chunk", "8", "-n", "3"]
         assert main([str(DEMO), "--prompt", prompt, "--ignore-eos", "--trace", str(trace), *args]) == 0
         said.add(capsys.readouterr().out)
         spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
-        found[lanes] = [e for e in spans if ".prefill." in e["args"].get("plan", "")]
+        found[depth] = [e for e in spans if ".prefill." in e["args"].get("plan", "")]
     assert len(said) == 1 and prompt in said.pop()
     slack = 0.01  # microseconds: what adding floats of this size may lose
-    for lanes, trace_of in found.items():
+    for depth, trace_of in found.items():
         rows = {r: sorted((e["ts"], e["ts"] + e["dur"], e["args"]["pass"]) for e in trace_of if e["tid"] == r) for r in (1, 2)}
         chunks = len({number for *_, number in rows[1]})
         assert chunks >= 4 and len(rows[2]) == 12 * chunks and len(rows[1]) > 4 * len(rows[2])
         for row in rows.values():
             assert all(b[0] > a[1] - slack for a, b in pairwise(row)), "a device does one thing at a time"
         both = [(p, q) for a, b, p in rows[1] for c, d, q in rows[2] if min(b, d) > max(a, c) + slack]
-        if lanes == 1:
+        if depth == 1:
             assert not both, "one chunk after another: while one device works the other waits"
             continue
-        assert all(p != q for p, q in both), "within a chunk they take turns"
+        assert all(p != q for p, q in both), "within a chunk they run one after another"
         if apart:
             continue
         assert {tuple(sorted(pair)) for pair in both} >= {(i, i + 1) for i in range(chunks - 1)}, "every two neighbours overlap"
@@ -317,54 +319,54 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
     [pytest.param("timeout_after", 0, marks=pytest.mark.blas), ("timeout_after", 7), ("silent_after", 3), ("vanish_after", 3),
      ("vanish_after", 4)],
 )  # fmt: skip
-def test_a_failure_in_one_lane_ends_the_device_for_both(fault: str, nth: int, folder: Path, one_lane: Any) -> None:
-    """The other lane's work is drained, both go on on the main device, and the result is what that computes: with int8 by
+def test_a_failure_in_one_pass_ends_the_device_for_both(fault: str, nth: int, folder: Path, unpipelined: Any) -> None:
+    """The other pass's work is drained, both go on on the main device, and the result is what that computes: with int8 by
     rows the same integers, so the same tokens and logits but for the order of the rest's sums."""
-    wanted = one_lane["gemma3-npu-prefill", "cpu"]
+    wanted = unpipelined["gemma3-npu-prefill", "cpu"]
     with Opened(folder, "cpu", schedule_of("gemma3-npu-prefill", 2)) as one:
         npu, dropped = one.device.others["npu"], []
-        give_up = one.device.give_up
+        fail_over = one.device.fail_over
 
         def noted(where: str, error: RuntimeError) -> None:
-            dropped.append(sum(f._elsewhere is not None for f in one.device.flights))
-            give_up(where, error)
+            dropped.append(sum(f._elsewhere is not None for f in one.device.in_flight))
+            fail_over(where, error)
 
-        one.device.give_up = noted
+        one.device.fail_over = noted
         setattr(xrt_sim.faults, fault, nth)
         logits, decoded, first = one.run()
         assert np.abs(logits - wanted[0]).max() <= 1e-4 * np.abs(wanted[0]).max()
         assert (decoded, first) == wanted[1:]
         assert len(one.device.failures) == len(dropped) == 1 and one.device.failures[0].startswith("npu: sim-npu1")
-        assert dropped == [1], "the other lane was at work there too"
-        assert not one.device.others and not one.device.flights
+        assert dropped == [1], "the other pass ran there too"
+        assert not one.device.others and not one.device.in_flight
         assert not npu._begun and npu._worker._shutdown, "nothing of it runs on"
 
 
-def test_a_failure_without_a_fallback_ends_both_lanes(folder: Path, one_lane: Any) -> None:
+def test_a_failure_without_a_fallback_ends_both_passes(folder: Path, unpipelined: Any) -> None:
     """And the engine is usable: what was in flight is gone."""
-    wanted = one_lane["gemma3-hybrid", "cpu"]
+    wanted = unpipelined["gemma3-hybrid", "cpu"]
     with Opened(folder, "cpu", schedule_of("gemma3-hybrid", 2, fallback={})) as one:
         with pytest.raises(ValueError, match="no such ticket"):
             one.device.wait(1)
         xrt_sim.faults.timeout_after = 3
         with pytest.raises(RuntimeError, match="ERT_CMD_STATE_TIMEOUT"):
             one.run()
-        assert not one.device.flights and one.engine.positions == {}
+        assert not one.device.in_flight and one.engine.positions == {}
         assert same(one.run(), wanted)
 
 
 # --- memory, and one chunk
 
 
-def test_both_lanes_are_in_the_plan_of_memory(folder: Path) -> None:
+def test_every_pipeline_slot_is_in_the_plan_of_memory(folder: Path) -> None:
     for name in SCHEDULES:
         totals = []
-        for lanes in (1, 2):
-            schedule = schedule_of(name, lanes)
+        for depth in (1, 2):
+            schedule = schedule_of(name, depth)
             with Opened(folder, "cpu", schedule, slots=1) as one:
                 kinds = stored_types(one.checkpoint, None)
                 planned = footprint(one.checkpoint.hparams, kinds, context=CTX, chunk=CHUNK, schedule=schedule)
-                decls = [one.device.carrier._decls[n] for n in one.engine._stored]
+                decls = [one.device.transfers._decls[n] for n in one.engine._stored]
                 held = {k: sum(d.nbytes for d in decls if d.kind == k) for k in ("weight", "state", "io")}
                 assert planned.weights + planned.tables == held["weight"] and planned.io == held["io"]
                 assert planned.kv_global + planned.kv_local + planned.state == held["state"]
@@ -375,16 +377,16 @@ def test_both_lanes_are_in_the_plan_of_memory(folder: Path) -> None:
 
 
 def test_a_prompt_of_one_chunk_and_decoding_run_as_before(folder: Path) -> None:
-    """One pass is in flight and nothing waits for another lane; decoding has no lanes."""
+    """One pass is in flight and nothing waits for another one; decode passes have no pipeline slot."""
     ids = list(range(10, 10 + CHUNK))
     counts = []
-    for lanes in (1, 2):
-        with Opened(folder, "vulkan", schedule_of("gemma3-hybrid", lanes), slots=1) as one:
+    for depth in (1, 2):
+        with Opened(folder, "vulkan", schedule_of("gemma3-hybrid", depth), slots=1) as one:
             one.engine.prefill({0: ids})
             one.engine.decode(1)
             before = one.engine.counters.copy()
             one.engine.decode(2)
             done = one.engine.counters.minus(before)
             counts.append((done.submits, done.dispatches, done.allocations, done.recordings))
-            assert one.engine.program("decode", 1, 1).plan.lane is None
+            assert one.engine.program("decode", 1, 1).plan.pipeline_slot is None
     assert counts[0] == counts[1] and counts[0][2:] == (0, 0)

@@ -159,9 +159,9 @@ def test_a_joined_matrix_keeps_the_types_of_its_sources():
     v = WeightInfo("q8_0", (32, 64))
     made = plan(target("q4_1", weights={"blk.1.attn_v.weight": v}, device="vulkan"), 8, 1, "prefill")
     qkv = made.tensors["blk.1.attn_qkv.weight"]
-    assert qkv.dtype == "q8_0" and qkv.pieces == (("q4_1", 96), ("q8_0", 32)) and qkv.dtypes == ("q4_1", "q8_0")
+    assert qkv.dtype == "q8_0" and qkv.row_types == (("q4_1", 96), ("q8_0", 32)) and qkv.dtypes == ("q4_1", "q8_0")
     assert qkv.data_bytes == 96 * 40 + 32 * 68
-    assert made.tensors["blk.0.attn_qkv.weight"].pieces == ()
+    assert made.tensors["blk.0.attn_qkv.weight"].row_types == ()
     step = {s.name: s for s in made.steps}
     mixed, plain = (step_cost(made, step[f"blk.{i}.attn_qkv"]).nbytes for i in (1, 0))
     assert mixed - plain == 32 * (68 - 40)
@@ -185,8 +185,8 @@ def test_capture_and_teacher_forcing_leave_results_to_the_host():
     made = plan(target(), 8, 0, "prefill", capture=True)
     assert [made.tensors[f"hidden.{i}"].kind for i in range(4)] == ["io"] * 4
     assert made.tensors["hidden.3"].shape == (8, 64)
-    forced = plan(target(), 8, 8, "prefill", sample=False)
-    assert forced.tensors["logits"].kind == "io" and forced.tensors["logits"].shape == (8, 320)
+    scored = plan(target(), 8, 8, "prefill", sample=False)
+    assert scored.tensors["logits"].kind == "io" and scored.tensors["logits"].shape == (8, 320)
     assert plan(target(), 8, 1, "prefill").tensors["logits"].kind == "activation"
 
 

@@ -19,13 +19,13 @@ from hybrid.convert import convert
 from hybrid.core.tensor import Source, Tensor
 from hybrid.engine import loading, weights
 from hybrid.engine.loading import Load, LoadClock
-from hybrid.quant.codec import quantise, to_ggml
+from hybrid.quant.codec import quantise, row_blocks, to_ggml
 
 
-def test_spans_cover_every_row_once() -> None:
-    assert weights._spans(10, 4, 12) == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert weights._spans(2, 100, 12) == [(0, 1), (1, 2)]  # a row is never cut
-    assert weights._spans(4, 3, 12) == [(0, 4)]
+def test_row_blocks_cover_every_row_once() -> None:
+    assert list(row_blocks(10, 4, 12)) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert list(row_blocks(2, 100, 12)) == [(0, 1), (1, 2)]  # a row is never cut
+    assert list(row_blocks(4, 3, 12)) == [(0, 4)]
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "f16"])

@@ -9,6 +9,7 @@ import hybrid
 from conformance.support.devices import BACKENDS
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.errors import SpecError
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.planning.cost import memory
@@ -30,7 +31,7 @@ def test_the_device_holds_the_bytes_that_the_plan_names_and_every_tensor_its_own
     device = devices.get("vulkan")
     device.reset()
     checkpoint = random_checkpoint("gemma3-270m", "q4_0", "q8_0", **SMALL)
-    engine = Engine(checkpoint, device, ctx=64, n_tokens=2048)
+    engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=2048))
     held = memory(engine.plan("decode", 1, 1))
     assert device.memory()["weights"] == held["weights"] + held["tables"]
     places = [(id(s.buffer), s.offset) for d in engine.plan("decode", 1, 1).tensors.values() if d.kind == "weight"
@@ -45,7 +46,8 @@ def test_both_devices_get_the_same_weights(devices):
     device, cpu = devices.get("vulkan"), CpuDevice()
     device.reset()
     checkpoint = random_checkpoint("gemma3-1b", "q4_0", layers=1, vocab=512)
-    ours, theirs = (Engine(checkpoint, d, ctx=32, n_tokens=512, precision="exact").logits([2, 3, 4]) for d in (device, cpu))
+    config = EngineConfig(ctx=32, n_tokens=512, precision="exact")
+    ours, theirs = (Engine(checkpoint, d, config).logits([2, 3, 4]) for d in (device, cpu))
     assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
     device.reset()
 

@@ -18,6 +18,7 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.dtypes import DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Rows, Tensor
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
 from hybrid.harness import block_values
@@ -85,8 +86,8 @@ def test_rows_of_several_types_are_one_matrix() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_device_takes_rows_of_several_types_in_pieces(backend: str) -> None:
-    decl = TensorDecl("w", "q6_k", (14, 256), "weight", pieces=(("q4_1", 5), ("q6_k", 9)))
-    a, b = (block_values.quantised(i, "w", (n, 256), t, 0.05) for i, (t, n) in enumerate(decl.pieces))
+    decl = TensorDecl("w", "q6_k", (14, 256), "weight", row_types=(("q4_1", 5), ("q6_k", 9)))
+    a, b = (block_values.quantised(i, "w", (n, 256), t, 0.05) for i, (t, n) in enumerate(decl.row_types))
     with open_backend(backend) as device:
         device.store(decl, parts=[lambda: a.rows(0, 2), lambda: a.rows(2, 5), lambda: b])
         with pytest.raises(ValueError, match=r"several storage types|are q4_1, not q6_k"):
@@ -107,7 +108,7 @@ def test_models_of_file_types_agree_between_devices(tmp_path: Path, types: str) 
     checkpoint = small(tmp_path, types)
     with open_backend("vulkan") as device, open_backend("cpu", memory_budget=0) as cpu:
         for precision, bound in (("exact", 2e-3), ("auto", 0.1)):
-            ours, theirs = (Engine(checkpoint, d, chunk=16, ctx=64, precision=precision) for d in (device, cpu))
+            ours, theirs = (Engine(checkpoint, d, EngineConfig(chunk=16, ctx=64, precision=precision)) for d in (device, cpu))
             a, b = ours.logits(IDS), theirs.logits(IDS)
             assert np.abs(a - b).max() < bound * np.abs(b).max()
             assert not theirs.reencoded and {r.source for r in ours.reencoded} == {types.removesuffix("_m")}

@@ -42,7 +42,7 @@ class Report:
 
 def run_case(spec: OpSpec, device: Any, case: Case) -> Report:
     """Run and judge a case. Raises Disagreement, whose text reproduces it; SpecError if the case breaks the spec."""
-    label, spec = f"{device.name}: {case}", spec.judged_on(getattr(device, "backend", None))
+    label, spec = f"{device.name}: {case}", spec.judged_on(device.backend)
     if case.rows < 1 or case.outs < 1:
         raise Disagreement(f"{label}: no live rows: a case that computes nothing proves nothing")
     spec.check(case.bind, case.attrs, case.dtypes)

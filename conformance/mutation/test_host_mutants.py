@@ -27,8 +27,9 @@ def test_caught(group: str) -> None:
 
 def test_every_part_of_the_host_has_mutants() -> None:
     mutated = {m.file for group in groups() for m in load(group)}
-    engine = ("engine", "kv", "session", "sampling", "chunks", "stats", "loading", "weights", "teacher_forcing", "streams")
-    parts = {"model", "text/stops", "text/tokenizer", "planning/passes", "spec/cost", "checkpoint/assemble"}
+    runs = ("engine", "request", "session", "streams", "teacher_forcing", "chunks", "kv", "sampling")
+    engine = (*runs, "stats", "loading", "weights")
+    parts = {"model", "text/stops", "text/tokenizer", "planning/passes", "planning/cache", "spec/cost", "checkpoint/assemble"}
     parts |= {f"engine/{p}" for p in engine} | {"convert/shards", "convert/blocks"}
     missing = sorted(f"hybrid/{p}.py" for p in parts if f"hybrid/{p}.py" not in mutated)
     assert not missing, f"no mutant in conformance/mutation/mutants/host mutates {', '.join(missing)}"

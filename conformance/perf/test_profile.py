@@ -62,11 +62,12 @@ def test_every_step_is_in_the_table_and_the_sums_add_up(devices, tmp_path, capsy
 
 def test_bytes_and_operations_are_the_plans(devices):
     from hybrid.checkpoint.random import random_checkpoint
+    from hybrid.engine.config import EngineConfig
     from hybrid.engine.engine import Engine
     from hybrid.kernels.oracle.device import CpuDevice
 
     checkpoint = random_checkpoint("gemma3-270m", layers=1, vocab=64)
-    engine = Engine(checkpoint, CpuDevice(), ctx=32, n_tokens=64, chunk=8, profile=True)
+    engine = Engine(checkpoint, CpuDevice(), EngineConfig(ctx=32, n_tokens=64, chunk=8, profile=True))
     steps, passes = profile.measure(engine, "decode", 9, 1)
     whole = plan_cost(engine.plan("decode", 1, 1), 11)
     assert (sum(s.nbytes for s in steps), sum(s.flops for s in steps)) == (whole.nbytes, whole.flops)

@@ -1,4 +1,4 @@
-"""Products of the cpu device use as many of BLAS's threads as they are worth, and leave the process what it had."""
+"""Products of the cpu device use as many BLAS threads as speed them up, and leave the process the number that it had."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest
 import hybrid
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.kernels.host import threads
-from hybrid.kernels.host.threads import WORTH, BlasThreads, seconds_alone
+from hybrid.kernels.host.threads import SPLIT_FROM, BlasThreads, seconds_alone
 from hybrid.kernels.oracle import ORACLE
 from hybrid.kernels.oracle.device import CpuDevice
 
@@ -38,11 +39,11 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "processors", lambda: 8)
 
 
-def test_a_product_is_shared_where_it_is_worth_it(eight: None) -> None:
+def test_a_product_is_split_where_that_speeds_it_up(eight: None) -> None:
     library = Library(16)
     with BlasThreads([library]) as blas:
         assert library.num_threads == 16  # until a product comes
-        for seconds, wanted in ((WORTH / 2, 1), (WORTH, 8), (1.0, 8), (0.0, 1)):
+        for seconds, wanted in ((SPLIT_FROM / 2, 1), (SPLIT_FROM, 8), (1.0, 8), (0.0, 1)):
             blas.use(seconds)
             assert library.num_threads == wanted
     assert library.num_threads == 16
@@ -69,18 +70,18 @@ def test_one_row_is_shared_until_it_waits_for_a_processor(eight: None, monkeypat
         assert blas.use(0.001, True) and library.num_threads == 8
         blas.judge(0.001, 0.020)
         assert not blas.use(0.001, True) and library.num_threads == 1
-        assert not blas.use(WORTH, True) and library.num_threads == 8
+        assert not blas.use(SPLIT_FROM, True) and library.num_threads == 8
         now[0] += 1.1
         assert blas.use(0.001, True) and library.num_threads == 8
 
 
 def test_a_token_of_small_matrices_is_not_shared_and_a_prompt_of_large_ones_is() -> None:
-    assert seconds_alone(1, 2048, 640) < WORTH < seconds_alone(1, 262144, 640)  # the layers of 270M, its head
-    assert seconds_alone(1, 10240, 2560) > WORTH and seconds_alone(512, 2048, 640) > WORTH  # 4B; a prompt of 512
+    assert seconds_alone(1, 2048, 640) < SPLIT_FROM < seconds_alone(1, 262144, 640)  # the layers of 270M, its head
+    assert seconds_alone(1, 10240, 2560) > SPLIT_FROM and seconds_alone(512, 2048, 640) > SPLIT_FROM  # 4B; a prompt of 512
     assert seconds_alone(2, 1, 1) > 0
 
 
-def test_every_operation_runs_with_what_its_longest_product_is_worth(tmp_path: Path, eight: None) -> None:
+def test_every_operation_runs_with_the_threads_of_its_longest_product(tmp_path: Path, eight: None) -> None:
     library, seen = Library(8), dict[str, set[int]]()
 
     def watched(op: str) -> Any:
@@ -92,10 +93,10 @@ def test_every_operation_runs_with_what_its_longest_product_is_worth(tmp_path: P
 
     device = CpuDevice(overrides={op: watched(op) for op in ORACLE})
     device.blas = BlasThreads([library])
-    # A head of 40000 rows is worth it (5 ms), layers of 256 columns are not.
+    # A head of 40000 rows is split (5 ms), layers of 256 columns are not.
     hp = tiny(hidden=256, vocab=40000)
     with open_checkpoint(write_hf(tmp_path, hp, dtype="f32")) as checkpoint:
-        engine = Engine(checkpoint, device, ctx=64, n_tokens=320)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=320))
         list(engine.stream(engine.admit(), [2, 4, 5], 3))
     assert seen.pop("logits") == {8} and library.num_threads == 8
     assert {"fused_qkv", "fused_ffn", "linear"} & seen.keys() and set().union(*seen.values()) == {1}, seen
@@ -113,7 +114,7 @@ def test_a_pass_that_waited_makes_the_next_one_keep_to_one_thread(tmp_path: Path
     device = CpuDevice(overrides={"logits": slow})
     device.blas = BlasThreads([library])
     with open_checkpoint(write_hf(tmp_path, tiny(hidden=256, vocab=16000), dtype="f32")) as checkpoint:  # a head of 2 ms
-        engine = Engine(checkpoint, device, ctx=64, n_tokens=320)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=320))
         list(engine.stream(engine.admit(), [2, 4, 5], 4))
     assert seen == [8, 8, 1, 1]
 
@@ -136,13 +137,13 @@ def test_attentions_products_grow_with_what_a_row_sees(tmp_path: Path, eight: No
     device = CpuDevice(overrides={op: watched(op) for op in ("attention", "decode_attention")})
     blas = device.blas = Watched([Library(8)])
     with open_checkpoint(write_hf(tmp_path, tiny(n_layers=2, layer_is_global=(False, True)), dtype="f32")) as checkpoint:
-        engine = Engine(checkpoint, device, ctx=64, chunk=16)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=64, chunk=16))
         list(engine.stream(engine.admit(), [2] * 31, 2))
     asked = [  # rows, window and positions that a row may see: after 16, 31 and 32 positions, two queries for a kv head
         (16, 8, 16), (16, 0, 16), (15, 8, 8 + 15), (15, 0, 31), (1, 8, 8 + 1), (1, 0, 32),
     ]  # fmt: skip
     assert found == [(n, w, pytest.approx(seconds_alone(2 * n, 1, 16) * seen)) for n, w, seen in asked]
-    assert seconds_alone(512 * 4, 1, 256) * 64 < WORTH < seconds_alone(512 * 4, 1, 256) * 4096  # 512 rows of 27B
+    assert seconds_alone(512 * 4, 1, 256) * 64 < SPLIT_FROM < seconds_alone(512 * 4, 1, 256) * 4096  # 512 rows of 27B
 
 
 QUOTAS = [("max 100000\n", 6), ("150000 100000\n", 2), ("300000 100000\n", 3), ("nonsense", 6), (None, 6)]

@@ -22,6 +22,7 @@ from conformance.support.synthetic import write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.plan import FAULTED
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
 
@@ -113,7 +114,7 @@ def test_a_layer_that_ends_with_the_next_attention_makes_the_text_of_separate_st
     for use in ({"workgroups": 0}, {"workgroups": 132, "threads": 768, "attention": 1}):
         device.reset()
         with device.tuning.forced("layer", use):
-            made = Engine(random_checkpoint("gemma3-4b", layers=6, vocab=4096), device, ctx=1024)
+            made = Engine(random_checkpoint("gemma3-4b", layers=6, vocab=4096), device, EngineConfig(ctx=1024))
             slot = made.admit(sampling=Sampling(temperature=1.0, seed=3))
             found.append(list(made.stream(slot, [int(i * 7919 + 13) % 4000 + 5 for i in range(300)], 60, 4)))
             named = [d.kernel.name for p in device.programs for d in p.recording.dispatches]

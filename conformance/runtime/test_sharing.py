@@ -19,7 +19,7 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.hostmemory import NotShareable, over, pages
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
-from hybrid.devices import transfers as carrier
+from hybrid.devices import transfers
 from hybrid.kernels.npu import xrt_sim
 from hybrid.kernels.npu.device import NpuDevice
 from hybrid.kernels.oracle.device import CpuDevice
@@ -124,20 +124,20 @@ def test_a_dma_buf_is_taken_where_pages_are_refused_and_a_copy_where_both_are(
 ) -> None:
     with Opened(folder, "cpu", schedule_of("gemma3-hybrid", 2)) as one:
         wanted = one.run()
-        plain = one.device.copies
-        assert (plain.dma_bufs, plain.count, plain.why_not) == (0, 0, "") and plain.shared > 0
+        plain = one.device.transfers.counts
+        assert (plain.dma_bufs, plain.copies, plain.why_not) == (0, 0, "") and plain.shared > 0
     stand = Stand(monkeypatch)
     monkeypatch.setattr(Importer, "refuses", refuses)
     monkeypatch.setattr("hybrid.kernels.oracle.device.CpuDevice", Importer)
     with Opened(folder, "cpu", schedule_of("gemma3-hybrid", 2)) as one:
         assert isinstance(one.device.main, Importer)
         assert same(one.run(), wanted)
-        found = one.device.copies
+        found = one.device.transfers.counts
         if refuses:
-            assert (found.shared, found.dma_bufs) == (0, 0) and found.count > 0
+            assert (found.shared, found.dma_bufs) == (0, 0) and found.copies > 0
             assert found.why_not == "no host pages here; no descriptors either"
         else:
-            assert (found.shared, found.count, found.why_not) == (plain.shared, 0, "")
+            assert (found.shared, found.copies, found.why_not) == (plain.shared, 0, "")
             assert found.dma_bufs >= found.shared and f", {found.dma_bufs} dma-bufs)" in str(found)
             xrt_sim.faults.vanish_after = 1  # what its buffers hold outlives the device
             one.engine.prefill({0: [5, 6, 7]})
@@ -147,10 +147,10 @@ def test_a_dma_buf_is_taken_where_pages_are_refused_and_a_copy_where_both_are(
 
 
 def test_without_an_exporter_every_reason_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier, "anonymous", drivers_memory)
+    monkeypatch.setattr(transfers, "anonymous", drivers_memory)
     with Opened(folder, "vulkan", schedule_of("gemma3-hybrid", 1)) as one:
-        why = one.device.copies.why_not
-        assert one.device.copies.shared == 0 and "; sim-npu1 exports no dma-buf" in why
+        why = one.device.transfers.counts.why_not
+        assert one.device.transfers.counts.shared == 0 and "; sim-npu1 exports no dma-buf" in why
 
 
 # --- Vulkan

@@ -15,7 +15,7 @@ import hybrid
 from conformance.support.devices import BACKENDS, open_backend
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.errors import NoFreeSlot
-from hybrid.engine.turns import Turns
+from hybrid.engine.lock import EngineLock
 from hybrid.model import Model
 
 PROMPTS = ([2, 4, 5, 6], [2, 7, 8, 9, 10, 11, 12, 13, 14], [2] * 17)
@@ -144,20 +144,20 @@ def test_a_model_closed_while_another_thread_generates_says_so(folder, device):
         model.logits(PROMPTS[0])
 
 
-# ------------------------------------------------------------------------------------------------------------- turns
-def test_turns_come_in_the_order_in_which_they_were_asked_for():
-    turns, order, threads = Turns(), list[int](), list[threading.Thread]()
+# ---------------------------------------------------------------------------------------------------------- the lock
+def test_the_lock_is_given_in_the_order_in_which_it_was_asked_for():
+    lock, order, threads = EngineLock(), list[int](), list[threading.Thread]()
 
     def take(i: int) -> None:
-        with turns, turns:  # a thread that has the turn may take it again
+        with lock, lock:  # a thread that holds it may take it again
             order.append(i)
 
-    with turns:
+    with lock:
         for i in range(5):
             threads.append(threading.Thread(target=take, args=(i,), daemon=True))
             threads[-1].start()
             deadline = time.monotonic() + PATIENCE
-            while len(turns._line) <= i and time.monotonic() < deadline:
+            while len(lock._queue) <= i and time.monotonic() < deadline:
                 time.sleep(0.001)
         assert order == []
     for thread in threads:
@@ -165,8 +165,8 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for():
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_an_error_and_what_was_put_off_leave_the_turn_free():
-    turns, done = Turns(), list[str]()
+def test_an_error_and_a_deferred_call_leave_the_lock_free():
+    lock, done = EngineLock(), list[str]()
 
     def steps() -> Iterator[int]:
         try:
@@ -176,19 +176,19 @@ def test_an_error_and_what_was_put_off_leave_the_turn_free():
             done.append("closed")
 
     with pytest.raises(KeyError, match="inside"):
-        list(turns.steps(steps()))  # type: ignore[arg-type]
-    with turns:
-        turns.soon(lambda: done.append("later"))
+        list(lock.steps(steps()))  # type: ignore[arg-type]
+    with lock:
+        lock.call_soon(lambda: done.append("later"))
         assert done == ["closed"]
     assert done == ["closed", "later"]
-    turns.soon(lambda: done.append("now"))
+    lock.call_soon(lambda: done.append("now"))
     assert done[-1] == "now"
     with pytest.raises(ZeroDivisionError):
-        turns.soon(lambda: 1 // 0)
-    assert together(lambda: turns.__enter__() and turns.__exit__(None, None, None)) == [None]
+        lock.call_soon(lambda: 1 // 0)
+    assert together(lambda: lock.__enter__() and lock.__exit__(None, None, None)) == [None]
 
 
-def test_logits_hold_the_turn_for_a_pass_at_a_time(folder):
+def test_logits_hold_the_lock_for_a_pass_at_a_time(folder):
     with load(folder, "cpu", 2) as model:
         parts = model.engine.logits_of([PROMPTS[2]], 4)
         first = next(parts)

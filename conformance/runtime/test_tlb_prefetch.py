@@ -13,6 +13,7 @@ from conformance.support.devices import open_backend
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import Plan, Step
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.program import Program
@@ -115,7 +116,7 @@ def test_text_is_the_same_with_prefetches(tmp_path, device):
     checkpoint, texts = open_checkpoint(write_hf(tmp_path, tiny(), dtype="f32")), []
     for copies in (0, 8):
         with device.tuning.forced("tlb_prefetch", {"copies": copies}):
-            made = Engine(checkpoint, device, chunk=16, weights="q4_0")
+            made = Engine(checkpoint, device, EngineConfig(chunk=16, weights="q4_0"))
             texts.append((made.prefill({0: IDS})[0], *made.decode(12)[0], made._decoder.dispatches))
         device.reset()
     assert texts[0][:-1] == texts[1][:-1] and texts[0][-1] < texts[1][-1]

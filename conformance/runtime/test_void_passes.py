@@ -19,7 +19,7 @@ from conformance.support.devices import Devices
 from conformance.support.synthetic import write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.tensor import Tensor
-from hybrid.devices.multi import PlacedDevice
+from hybrid.devices.multi import MultiDevice
 from hybrid.engine.engine import Engine, voids
 from hybrid.engine.sampling import Sampling
 
@@ -172,7 +172,7 @@ def another_sequence(made: Engine) -> Any:
 
 
 def another_choice(made: Engine) -> Any:
-    made.choose_by(0, DRAWN)
+    made.set_sampling(0, DRAWN)
     return made.decode(4)
 
 
@@ -212,10 +212,10 @@ def test_sequences_that_decode_together_and_apart(fresh: Fresh) -> None:
     both(run)
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_plan_on_placed_devices(device: Any, checkpoint: Any, in_flight: int) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_plan_on_several_devices(device: Any, checkpoint: Any, depth: int) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
-        made = engine(PlacedDevice(device, "vulkan", {}, {}, in_flight), checkpoint, slots=2)
+        made = engine(MultiDevice(device, {}, {}, depth), checkpoint, slots=2)
         text: list[Any] = [made.prefill({0: IDS[:30]}), made.decode(3)]
         fault(made)
         made.submit_decode((0,), 3)

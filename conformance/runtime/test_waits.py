@@ -12,6 +12,7 @@ from conformance.support.devices import Driver, open_backend
 from conformance.support.models import MODELS
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import DeviceLost
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.kernels.vulkan import bounds, timeline
 from hybrid.kernels.vulkan.api import vk
@@ -103,7 +104,7 @@ def test_passes_uploads_and_downloads_carry_their_cost() -> None:
     with open_backend("vulkan") as opened, open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint:
         device: Any = opened
         queue = device._queue
-        engine = Engine(checkpoint, device, ctx=32)
+        engine = Engine(checkpoint, device, EngineConfig(ctx=32))
         engine.prefill({0: [2, 3, 4]})
         device.wait(engine.submit_decode((0,), 3))
         plan = engine.program("decode", 1, 1).plan

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from conformance.support.devices import main_device
 from conformance.support.synthetic import tiny
 from hybrid.core.plan import CONTROL_TENSOR, FAULT_WORD
 from hybrid.core.tensor import Tensor
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 
 HPARAMS = tiny(n_layers=2, head_dim=32, ffn=576)  # 18 blocks of h for at most 16 workgroups: several compute the last two
@@ -32,8 +34,8 @@ def tuned(device: Any, merge: int = 2, layer: bool = True) -> Iterator[None]:
 
 def engine(device: Any, checkpoint: Any, **options: Any) -> Engine:
     """On a device that holds nothing else."""
-    getattr(device, "main", device).reset()
-    return Engine(checkpoint, device, weights="q8_0", **{"ctx": 96, "chunk": 16, **options})
+    main_device(device).reset()
+    return Engine(checkpoint, device, EngineConfig(weights="q8_0", **{"ctx": 96, "chunk": 16, **options}))
 
 
 def set_control(made: Engine, words: dict[int, int]) -> None:

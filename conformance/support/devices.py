@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hybrid.core.device import Device
+from hybrid.devices.multi import MultiDevice
 from hybrid.harness import GUARD as GUARD  # tests take it from here
 from hybrid.spec.fields import BackendName
 
@@ -33,8 +34,7 @@ class Devices:
     def inspect(self) -> None:
         """Raise if the Vulkan validation layer has reported anything (HYBRID_VULKAN_VALIDATION=1)."""
         for device in self._open.values():
-            if hasattr(device, "check_validation"):
-                device.check_validation()
+            check_validation(device)
 
     def close(self) -> None:
         devices, self._open = list(self._open.values()), {}
@@ -60,10 +60,22 @@ def open_backend(backend: str, **options: Any) -> Device:
         without_vulkan(error)
 
 
+def main_device(device: Any) -> Any:
+    """The device itself, or of several the main one: with what only its backend has."""
+    return device.main if isinstance(device, MultiDevice) else device
+
+
+def check_validation(device: Any) -> None:
+    """Raise if the Vulkan validation layer has reported anything of a device."""
+    main = main_device(device)
+    if main.backend == "vulkan":
+        main.check_validation()
+
+
 def own_memory(device: Any) -> bool:
     """Whether a device computes on memory that the host cannot map: a discrete GPU."""
-    pool = getattr(device, "memory_pool", None)
-    return pool is not None and pool.flags("device") & 2 == 0  # VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
+    main = main_device(device)
+    return main.backend == "vulkan" and main.memory_pool.flags("device") & 2 == 0  # VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
 
 
 def without_vulkan(error: Exception) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import hybrid
-from conformance.support.devices import open_backend
+from conformance.support.devices import check_validation, open_backend
 from conformance.support.paths import DATA, MODELS
 
 GOLDEN = DATA / "demo-gemma3"
@@ -84,8 +84,7 @@ class Models:
     def inspect(self) -> None:
         """Raise if the validation layer has reported anything."""
         for model in self._open.values():
-            if hasattr(model.engine.device, "check_validation"):
-                model.engine.device.check_validation()
+            check_validation(model.engine.device)
 
     def close(self) -> None:
         models, self._open = list(self._open.values()), {}

@@ -92,7 +92,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
             "precision": {k: list(v) for k, v in engine.precision.items()},
             "weights_bytes": device.memory()["weights"],
             "context": engine.cache.ctx,
-            "chunk": engine.row_buckets[-1],
+            "chunk": engine.sizes.rows[-1],
             "tokens_per_submit": args.tokens_per_submit,
             "deterministic": args.deterministic,
             "load_seconds": seconds,
@@ -109,6 +109,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
 
 def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule: Any) -> Engine:
     """An engine whose context holds the longest test."""
+    from hybrid.engine.config import EngineConfig
     from hybrid.engine.engine import Engine
 
     depth, longest = max(args.ctx_depth), max((*args.prompt, *args.tokens))
@@ -117,10 +118,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
     if ctx > checkpoint.hparams.context_length:
         raise ValueError(f"a depth of {depth} and {longest} tokens more need {ctx} positions: the model was made for "
                          f"{checkpoint.hparams.context_length}")  # fmt: skip
-    return Engine(
-        checkpoint,
-        device,
-        schedule,
+    config = EngineConfig(
         precision=args.precision,
         kv=args.kv,
         weights=args.weights,
@@ -131,6 +129,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
         deterministic=args.deterministic,
         progress=True,
     )
+    return Engine(checkpoint, device, config, schedule=schedule)
 
 
 def _rows(args: argparse.Namespace, engine: Engine) -> list[Row]:

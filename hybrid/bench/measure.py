@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from hybrid.engine.engine import Engine
+from hybrid.engine.streams import submit_ahead
 from hybrid.planning.cost import Cost, plan_cost
 
 
@@ -81,7 +81,7 @@ class Bench:
             engine.wait(engine.submit_prefill(prompts))
             if run >= 0:
                 seconds.append(time.perf_counter() - begin)
-        counted = self._per(before, -(-n * len(self.slots) // engine.row_buckets[-1]))
+        counted = self._per(before, -(-n * len(self.slots) // engine.sizes.rows[-1]))
         return self._row("prefill", n, depth, self._consumed(depth), seconds, cost, counted)
 
     def decode(self, n: int, depth: int) -> Row:
@@ -98,7 +98,7 @@ class Bench:
                 seconds.append(spent)
                 hosts.append(host / (n * len(self.slots)) * 1e6)
         counted = self._per(before, n)
-        plan = engine.plan("decode", engine.out_buckets[-1], engine.out_buckets[-1])
+        plan = engine.plan("decode", engine.sizes.outs[-1], engine.sizes.outs[-1])
         one = plan_cost(plan, start + n // 2)
         host_us = None if engine.target.device == "cpu" else statistics.median(hosts)
         cost = Cost(one.flops * n, one.nbytes * n)
@@ -107,18 +107,12 @@ class Bench:
     def _tokens(self, n: int) -> tuple[float, float]:
         """Seconds of n steps, and those that the host worked. The next submit is made before a token is read."""
         engine, clock, slots = self.engine, time.perf_counter, self.slots
-        first, ahead = engine.positions[0] + 1, 1 if engine.target.device == "cpu" else 2
-        running: deque[tuple[int, int]] = deque()
-        submitted = read = 0
+        first, read, submits = engine.positions[0] + 1, 0, submit_ahead(engine, slots, n, self.at_once)
         host, begin = 0.0, clock()
         while read < n:
             mark = clock()
-            while len(running) < ahead and submitted < n:
-                count = min(self.at_once, n - submitted)
-                running.append((engine.submit_decode(slots, count), count))
-                submitted += count
+            ticket, count = next(submits)
             host += clock() - mark
-            ticket, count = running.popleft()
             engine.wait(ticket)
             mark = clock()
             for position in range(first + read, first + read + count):

@@ -38,7 +38,7 @@ class Probes:
 
 def probe(device: Any) -> Probes:
     """Of an open device; takes about a second and gives the memory back."""
-    copies, matrices = (_cpu_copy(), _cpu_matrix()) if device.name == "cpu" else _vulkan(device)
+    copies, matrices = (_cpu_copy(), _cpu_matrix()) if device.backend == "cpu" else _vulkan(device)
     best = max(copies, key=lambda name: copies[name])
     fastest = max(matrices, key=lambda name: matrices[name], default=None)
     return Probes(copies[best], best, None if fastest is None else matrices[fastest], fastest or "none", {**copies, **matrices})

@@ -1,4 +1,4 @@
-"""What every device offers: the same few verbs for Vulkan, the NumPy fallback and, later, the NPU.
+"""The device protocol: what the Vulkan, NumPy (`cpu`) and NPU backends, and several of them together, offer the engine.
 
     device.store(decl, value)    a tensor that outlives plans (weights, state, io), by name
     program = device.compile(plan)    everything that costs: allocation, pipelines, descriptors, recording
@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from hybrid.core.plan import Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
@@ -74,9 +75,43 @@ class Program(Protocol):
 
 
 class Device(Protocol):
-    name: str
-    """What ran, as users see it: `cpu`, `vulkan:0 (NVIDIA H200)`."""
-    counters: Counters
+    @property
+    def name(self) -> str:
+        """The display name: `cpu`, `vulkan:0 (NVIDIA H200)`. Nothing is read out of it: see `backend`."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """`cpu`, `vulkan` or `npu`: whose kernels run the steps that a schedule places on `main`."""
+        ...
+
+    @property
+    def drives(self) -> AbstractSet[str]:
+        """Names that a step's `device` may have: the backends that this device runs."""
+        ...
+
+    @property
+    def pipeline_depth(self) -> int:
+        """How many prefill passes may overlap; each has a pipeline slot (hybrid/planning/pipeline.py). 1: one after another."""
+        ...
+
+    @property
+    def counters(self) -> Counters: ...
+
+    @property
+    def failures(self) -> Sequence[str]:
+        """For reports: why the steps of some backend have moved to its fallback since the device was opened."""
+        ...
+
+    @property
+    def copies(self) -> str:
+        """For reports: tensors shared and copied between the devices of one plan; empty for a single device."""
+        ...
+
+    @property
+    def threads(self) -> str:
+        """For reports: how matrix products use the host's processors; empty where they do not."""
+        ...
 
     def has(self, feature: str) -> bool:
         """Is a capability that schedules and bindings may ask about present and switched on?"""
@@ -137,3 +172,17 @@ class Device(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class SingleDevice:
+    """What Device says of one backend that runs whole plans by itself. A base class of the backends' devices."""
+
+    backend: ClassVar[str]
+    pipeline_depth: ClassVar[int] = 1
+    failures: ClassVar[Sequence[str]] = ()
+    copies: ClassVar[str] = ""
+    threads: str = ""
+
+    @property
+    def drives(self) -> AbstractSet[str]:
+        return frozenset({self.backend})

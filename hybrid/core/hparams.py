@@ -69,10 +69,6 @@ class HParams:
         local = self.n_layers - sum(self.layer_is_global)
         _require(local == 0 or self.window > 0, "window", self.window, f"must be positive: {local} layers are local")
 
-    def layer_window(self, layer: int) -> int:
-        """Window of one layer's attention; 0 = none."""
-        return 0 if self.layer_is_global[layer] else self.window
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values by field name, ready for JSON."""
         return {**asdict(self), "layer_is_global": list(self.layer_is_global)}

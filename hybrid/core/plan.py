@@ -27,6 +27,10 @@ NOT_FINITE = -1
 ALIGN = 256  # no Vulkan device may ask for a larger storage-buffer offset alignment
 
 
+PURPOSE = {"weight": "weights", "state": "state", "io": "io", "activation": "activations"}
+"""A tensor's kind -> the name under which Device.memory() counts its bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorDecl:
     """A named tensor of a plan.
@@ -43,8 +47,8 @@ class TensorDecl:
     offset: int = 0
     sources: tuple[str, ...] = ()
     """Weights: the checkpoint tensors whose rows, one after another, make this one (empty: its own name)."""
-    pieces: tuple[tuple[str, int], ...] = ()
-    """Weights whose sources differ in storage type: (type, rows) of each run of rows; `dtype` is the widest."""
+    row_types: tuple[tuple[str, int], ...] = ()
+    """Weights whose sources differ in storage type: (dtype, rows) of each run of rows, in order; `dtype` is the widest."""
 
     @property
     def nbytes(self) -> int:
@@ -61,12 +65,12 @@ class TensorDecl:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Every storage type in it."""
-        return tuple(dict.fromkeys(dtype for dtype, _ in self.pieces)) or (self.dtype,)
+        return tuple(dict.fromkeys(dtype for dtype, _ in self.row_types)) or (self.dtype,)
 
     def _runs(self) -> list[tuple[DType, tuple[int, ...]]]:
-        if not self.pieces:
+        if not self.row_types:
             return [(DTYPES[self.dtype], self.shape)]
-        return [(DTYPES[dtype], (rows, *self.shape[1:])) for dtype, rows in self.pieces]
+        return [(DTYPES[dtype], (rows, *self.shape[1:])) for dtype, rows in self.row_types]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,8 @@ class Plan:
     arena_bytes: int = 0
     control: str = CONTROL_TENSOR
     """The tensor with this pass's control words: passes that run at the same time have their own."""
-    lane: int | None = None
-    """Which set of rows and activations it uses, where passes overlap (hybrid/planning/pipeline.py); None: it runs alone."""
+    pipeline_slot: int | None = None
+    """Which set of rows and activations it uses, where passes overlap (hybrid/planning/pipeline.py). None: it runs alone."""
 
     def __post_init__(self) -> None:
         for step in self.steps:

@@ -16,7 +16,7 @@ def driver_of(device: Any) -> str:
     """Driver and version of a Vulkan device; NumPy's of the cpu."""
     import numpy as np
 
-    return f"NumPy {np.__version__}" if device.name == "cpu" else str(device.report.driver)
+    return f"NumPy {np.__version__}" if device.backend == "cpu" else str(device.report.driver)
 
 
 def kernels_of(device: Any) -> str | None:

@@ -1,8 +1,8 @@
-"""One plan on several devices: segments run in order, and what one device writes reaches the other before it reads.
+"""One plan on several devices: segments run in order, and what one device writes reaches the other before it reads it.
 
-The main device holds everything; another one holds what its steps use, in the same memory or as a copy (carrier.py). Passes
-in different lanes overlap (flight.py, lanes.py): they advance in turn whenever the host waits for one of them. A device that
-fails is replaced as the schedule says, for the rest of the run, and the reason is kept for the report.
+The main device holds every tensor; another one holds what its steps use, in the same memory or as a copy (transfers.py).
+Passes in different pipeline slots overlap (inflight.py, planning/pipeline.py): they advance whenever the host waits for one
+of them. A device that fails is replaced as the schedule says, for the rest of the run, and the reason is kept for reports.
 """
 
 from __future__ import annotations
@@ -15,80 +15,91 @@ from typing import Any
 from hybrid.core.device import Counters, Device, Program, StepTime
 from hybrid.core.plan import Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
-from hybrid.devices.inflight import Flight
-from hybrid.devices.transfers import Carrier
+from hybrid.devices.inflight import InFlight
+from hybrid.devices.transfers import Transfers
 from hybrid.planning.planner import segments
 
 
-class PlacedDevice:
-    """hybrid.core.device.Device over a main device and others by the name that steps use. lanes: passes that may overlap."""
+class MultiDevice:
+    """hybrid.core.device.Device over a main device and others by their backends' names.
 
-    def __init__(
-        self, main: Device, backend: str, others: Mapping[str, Device], fallback: Mapping[Any, str], lanes: int = 1
-    ) -> None:
-        self.main, self.backend_of_main, self.others = main, backend, dict(others)
-        self.fallback, self.lanes = dict(fallback), lanes
+    fallback: the device that takes over the steps of one that fails, by backend; so far always the main one.
+    pipeline_depth: how many prefill passes may overlap."""
+
+    def __init__(self, main: Device, others: Mapping[str, Device], fallback: Mapping[Any, str], pipeline_depth: int = 1) -> None:
+        self.main, self.others = main, dict(others)
+        self.fallback, self.pipeline_depth = dict(fallback), pipeline_depth
         self.name = " + ".join([main.name, *(d.name for d in others.values())])
-        self.drives = frozenset({backend, *others, *fallback})
-        self.carrier = Carrier(main, self.others)
-        self.copies = self.carrier.carried
+        self.backend, self.drives = main.backend, frozenset({main.backend, *others, *fallback})
+        self.transfers = Transfers(main, self.others)
         self.failures: list[str] = []
-        """Why a device's steps run elsewhere by now."""
-        self.flights: list[Flight] = []
-        """Passes that are not submitted whole yet, oldest first."""
+        self.in_flight: list[InFlight] = []
+        """Passes of which some segment has not been submitted, oldest first."""
         self._tickets = 0
-        self._last: dict[int, int] = {}  # the main device's ticket of a pass that is submitted whole, by this one's
-
-    def __getattr__(self, name: str) -> Any:
-        """What only some devices have (check_validation, ...) is the main one's."""
-        return getattr(self.main, name)
+        self._main_tickets: dict[int, int] = {}  # of a complete pass: this device's ticket -> the main device's
 
     @property
     def counters(self) -> Counters:
+        """The sum over all devices."""
         all_of = [self.main.counters, *(d.counters for d in self.others.values())]
         return Counters(**{f.name: sum(getattr(c, f.name) for c in all_of) for f in fields(Counters)})
+
+    @property
+    def copies(self) -> str:
+        return str(self.transfers.counts)
+
+    @property
+    def threads(self) -> str:
+        return self.main.threads
+
+    def has(self, feature: str) -> bool:
+        return self.main.has(feature)
 
     # --- tensors: the main device's
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
-        self.carrier.store(decl, value, parts)
+        self.transfers.store(decl, value, parts)
+
+    def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
+        self.main.adopt(decl, value, fds)
 
     def loading(self, nbytes: int) -> AbstractContextManager[None]:
         return self.main.loading(nbytes)
 
     def write(self, name: str, value: Tensor, row: int = 0) -> None:
         self.main.write(name, value, row)
-        self.carrier.wrote(name)
+        self.transfers.mark_written(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
-        return self.main.read(name, start, stop, self._landed(ticket))
+        return self.main.read(name, start, stop, self._main_ticket(ticket))
 
     def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
-        return self.main.peek(name, row, column, self._landed(ticket))
+        return self.main.peek(name, row, column, self._main_ticket(ticket))
 
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
-        """Of the main device; others make room for what their segments keep to themselves when these are compiled, and all of
-        them then for what their kernels take beside it."""
+        """Of the main device. The others allocate their segments' activations when these are compiled, and every device
+        then allocates its kernels' scratch memory."""
         self.main.reserve(arena_bytes)
 
     def check_open(self) -> None:
         self.main.check_open()
 
     def wait(self, ticket: int | None = None) -> None:
-        self.main.wait(self._landed(ticket))
-        if ticket is None:  # all are done
-            self._last.clear()
+        self.main.wait(self._main_ticket(ticket))
+        if ticket is None:  # all are complete
+            self._main_tickets.clear()
 
     def memory(self) -> Mapping[str, int]:
+        """See Device.memory; of the other devices as `npu.state` and so on, without what they share with the main one."""
         held = dict(self.main.memory())
         for name, device in self.others.items():
             own = {**device.memory()}
-            own["state"] -= self.carrier.shared_with(name)
+            own["state"] -= self.transfers.shared_with(name)
             held |= {f"{name}.{k}": v for k, v in own.items() if v}
         return held
 
     def close(self) -> None:
-        self.flights.clear()
+        self.in_flight.clear()
         for device in self.others.values():
             device.close()
         self.main.close()
@@ -96,72 +107,73 @@ class PlacedDevice:
     # --- plans
 
     def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
-        return PlacedProgram(self, plan, profile, cooperative)
+        return MultiProgram(self, plan, profile, cooperative)
 
-    def launch(self, program: PlacedProgram) -> int:
-        """Begin a pass; returns its ticket. One that has a lane goes on while others do, as waits demand; one without runs
-        alone and is submitted whole."""
-        lane = program.plan.lane
-        self._land(lambda f: lane is None or f.program.plan.lane == lane)
+    def launch(self, program: MultiProgram) -> int:
+        """Start a pass; returns its ticket. A pass in a pipeline slot overlaps with those in other slots and advances when the
+        host waits; one without a slot runs alone and is complete when this returns."""
+        slot = program.plan.pipeline_slot
+        self._complete(lambda f: slot is None or f.program.plan.pipeline_slot == slot)
         self._tickets += 1
-        flight = program.flight = Flight(program, self._tickets, tuple(self.flights))
-        self.flights.append(flight)
-        if lane is None:
-            self._land(lambda f: f is flight)
+        started = program.last = InFlight(program, self._tickets, tuple(self.in_flight))
+        self.in_flight.append(started)
+        if slot is None:
+            self._complete(lambda f: f is started)
         else:
-            self._turn(flight)
+            self._step(started)
         return self._tickets
 
-    def give_up(self, where: str, error: RuntimeError) -> None:
-        """Do without a device from now on; raises `error` where the schedule names nobody in its place. Work of other
-        passes that it has not begun is dropped, what it is doing ends first: nothing is written behind their backs."""
+    def fail_over(self, where: str, error: RuntimeError) -> None:
+        """Close a device that failed and run its steps on its fallback from now on; raises `error` where the schedule names
+        none. Other passes' work that it has not begun is dropped, and what it runs ends first, so that it writes nothing
+        after this."""
         if where not in self.fallback:
             raise error
         if where in self.others:
             self.failures.append(f"{where}: {error}")
             self.others.pop(where).close()
 
-    def _landed(self, ticket: int | None) -> int | None:
-        """The main device's ticket for one of this device's, once its pass (None: every pass) is submitted whole."""
+    def _main_ticket(self, ticket: int | None) -> int | None:
+        """The main device's ticket for one of this device's, once its pass (None: every pass) is complete."""
         if ticket is not None and ticket > self._tickets:
             raise ValueError(f"no such ticket: {ticket}; the last submit was {self._tickets}")
-        self._land(lambda f: ticket is None or f.number == ticket)
-        return None if ticket is None else self._last.get(ticket, 0)  # 0: before everything submitted
+        self._complete(lambda f: ticket is None or f.number == ticket)
+        return None if ticket is None else self._main_tickets.get(ticket, 0)  # 0: before everything submitted
 
-    def _land(self, wanted: Callable[[Flight], bool]) -> None:
-        """Let passes take turns, the oldest first, until those wanted are submitted whole; the others stay where they are."""
-        while any(wanted(f) for f in self.flights):
-            for flight in self._order():
-                self._turn(flight)
-                if not any(wanted(f) for f in self.flights):
+    def _complete(self, wanted: Callable[[InFlight], bool]) -> None:
+        """Step all passes in flight, the oldest first, until those wanted are complete."""
+        while any(wanted(f) for f in self.in_flight):
+            for one in self._order():
+                self._step(one)
+                if not any(wanted(f) for f in self.in_flight):
                     break
 
-    def _order(self) -> Sequence[Flight]:
-        return tuple(self.flights)
+    def _order(self) -> Sequence[InFlight]:
+        return tuple(self.in_flight)
 
-    def _turn(self, flight: Flight) -> None:
+    def _step(self, one: InFlight) -> None:
         try:
-            flight.turn()
+            one.step()
         except BaseException:
-            for one in self.flights:
-                one.abandon()
-            self.flights.clear()
+            for other in self.in_flight:
+                other.abandon()
+            self.in_flight.clear()
             raise
-        self._last |= {f.number: f.ticket for f in self.flights if f.done}
-        self.flights = [f for f in self.flights if not f.done]
+        self._main_tickets |= {f.number: f.ticket for f in self.in_flight if f.complete}
+        self.in_flight = [f for f in self.in_flight if not f.complete]
 
 
-class PlacedProgram:
-    """A plan cut where the device changes; each segment compiled by its device, the fallback's when it is needed."""
+class MultiProgram:
+    """A plan cut where the device changes; each segment compiled by its device, or by the fallback's when it is needed."""
 
-    def __init__(self, device: PlacedDevice, plan: Plan, profile: bool, cooperative: bool) -> None:
+    def __init__(self, device: MultiDevice, plan: Plan, profile: bool, cooperative: bool) -> None:
         self.device, self.plan, self.profile, self.cooperative = device, plan, profile, cooperative
         self.segments = segments(plan)
-        self.flight: Flight | None = None
+        self.last: InFlight | None = None
         """Its last pass."""
         self._programs: dict[tuple[int, str], Program] = {}
         for i in range(len(self.segments)):
-            self.part(i)
+            self.segment_program(i)
 
     def submit(self, times: int = 1) -> int:
         ticket = 0
@@ -170,27 +182,27 @@ class PlacedProgram:
         return ticket
 
     def times(self) -> Sequence[StepTime]:
-        return self.flight.times() if self.profile and self.flight is not None else ()
+        return self.last.times() if self.profile and self.last is not None else ()
 
     def began(self) -> float | None:
-        return self.flight.begin if self.profile and self.flight is not None else None
+        return self.last.begin if self.profile and self.last is not None else None
 
     def where(self, i: int) -> str:
-        """The device of a segment now: its own, or what takes its place."""
+        """The backend that runs a segment now: its own, or the fallback."""
         name, device = self.segments[i].device, self.device
-        return name if name in device.others else device.backend_of_main
+        return name if name in device.others else device.backend
 
-    def part(self, i: int) -> Program:
-        """A segment's program on the device that it runs on now."""
+    def segment_program(self, i: int) -> Program:
+        """A segment's program on the device that runs it now."""
         where, device = self.where(i), self.device
         if (i, where) not in self._programs:
             steps = tuple(replace(s, device=where) for s in self.segments[i].steps)
             used = {self.plan.control, *(n for s in steps for n in s.args.values())}
             tensors = {n: self.plan.tensors[n] for n in used}
             arena = max((d.offset + d.nbytes for d in tensors.values() if d.kind == "activation"), default=0)
-            part = replace(self.plan, name=f"{self.plan.name}.{i}", steps=steps, tensors=tensors, arena_bytes=arena)
-            if where != device.backend_of_main:
-                device.carrier.hold(where, sorted(used))
-            owner = device.main if where == device.backend_of_main else device.others[where]
-            self._programs[i, where] = owner.compile(part, self.profile, self.cooperative)
+            segment = replace(self.plan, name=f"{self.plan.name}.{i}", steps=steps, tensors=tensors, arena_bytes=arena)
+            if where != device.backend:
+                device.transfers.hold(where, sorted(used))
+            owner = device.main if where == device.backend else device.others[where]
+            self._programs[i, where] = owner.compile(segment, self.profile, self.cooperative)
         return self._programs[i, where]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from hybrid.core.device import Device
-from hybrid.planning.pipeline import lanes_of
+from hybrid.planning.pipeline import pipeline_depth
 from hybrid.spec.schedule import Schedule, find_schedule
 
 NpuKind = Literal["npu", "sim"]
@@ -78,17 +78,16 @@ def _open(name: str) -> Device:
 
 
 def _with_npu(opened: Opened, schedule: Schedule, npu: NpuKind) -> Opened:
-    from hybrid.devices.multi import PlacedDevice  # only such schedules need it
+    from hybrid.devices.multi import MultiDevice  # only such schedules need it
     from hybrid.kernels.npu.device import NpuDevice
     from hybrid.kernels.npu.xrt import NpuUnavailable
 
-    main, backend = opened.main, opened.main.name.partition(":")[0]
-    others, passed_over, depth = {}, opened.passed_over, 1
+    others: dict[str, Device] = {}
+    passed_over, depth = opened.passed_over, 1
     try:
-        others, depth = {"npu": NpuDevice(npu)}, lanes_of(schedule)
+        others, depth = {"npu": NpuDevice(npu)}, pipeline_depth(schedule)
     except NpuUnavailable as error:
         if "npu" not in schedule.fallback:
             raise RuntimeError(f"schedule {schedule.schedule.name}: {error}") from None
         passed_over = (*passed_over, f"npu: {error}")
-    device = PlacedDevice(main, backend, others, schedule.fallback, depth)
-    return Opened(cast(Device, device), main, passed_over)
+    return Opened(MultiDevice(opened.main, others, schedule.fallback, depth), opened.main, passed_over)

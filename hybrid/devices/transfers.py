@@ -1,8 +1,8 @@
-"""What two devices of one plan both use: in memory that both see, else copied when the other side has written it since.
+"""Tensors that several devices of one plan use: in memory that all of them see, else copied when another one has written them.
 
-Shared are tensors that outlive plans or pass between devices, where the main device computes on host memory and can import
-it. Of a cache that is copied, only the blocks that the pass reads are: an NPU's DMA cannot follow block tables, and the host
-gathers them anyway.
+Tensors that outlive plans or pass between devices are shared where the main device computes on host memory and can import it.
+Of a KV cache that cannot be shared, only the blocks that the pass reads are copied: an NPU's DMA cannot follow block tables,
+and the host gathers them anyway.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hybrid.planning.pipeline import CACHES
 
 
 @dataclass(slots=True)
-class Carried:
-    """Tensors that both sides see, and copies between the sides."""
+class TransferCounts:
+    """Tensors that both devices see, and copies between them."""
 
     shared: int = 0
     shared_bytes: int = 0
-    count: int = 0
-    nbytes: int = 0
+    copies: int = 0
+    copied_bytes: int = 0
     dma_bufs: int = 0
     """Of what is shared: buffers that one device exported and the main one imported, not anonymous pages."""
     why_not: str = ""
@@ -36,23 +36,23 @@ class Carried:
 
     def __str__(self) -> str:
         shared = f"{self.shared_bytes / 1e6:.2f} MB" + (f", {self.dma_bufs} dma-bufs" if self.dma_bufs else "")
-        text = f"{self.shared} tensors shared ({shared}), {self.count} copies, {self.nbytes / 1e6:.2f} MB"
+        text = f"{self.shared} tensors shared ({shared}), {self.copies} copies, {self.copied_bytes / 1e6:.2f} MB"
         return text + (f"; not shared: {self.why_not}" if self.why_not else "")
 
 
 @runtime_checkable
 class Exporter(Protocol):
-    """A device whose driver gives buffers on as dma-bufs."""
+    """A device whose driver exports buffers as dma-bufs."""
 
     def export(self, decl: TensorDecl) -> Exported: ...
 
 
-class Carrier:
-    """Tensors of `main` and of `others` by device; who has written them last."""
+class Transfers:
+    """Keeps the tensors of `main` and of `others` (by backend) the same: notes who wrote last, and copies before a read."""
 
     def __init__(self, main: Device, others: Mapping[str, Device]) -> None:
         self.main, self.others = main, others
-        self.carried = Carried()
+        self.counts = TransferCounts()
         self._decls: dict[str, TensorDecl] = {}
         self._pages: dict[str, Tensor] = {}
         self._exported: list[Exported] = []  # they outlive their device: the main one goes on with what lies in them
@@ -60,14 +60,14 @@ class Carrier:
         self._seen: dict[tuple[str, str], int] = {}
 
     def store(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> None:
-        """On the main device, in memory that others can use where that is possible; weights stay the device's own."""
+        """On the main device, in memory that others can use where that is possible; weights stay in its own memory."""
         if decl.kind == "weight" or value is not None or parts or not self.others or not self._share(decl):
             self.main.store(decl, value, parts)
         self._decls[decl.name] = decl
-        self.wrote(decl.name)
+        self.mark_written(decl.name)
 
     def _share(self, decl: TensorDecl) -> bool:
-        """In anonymous pages, else in a buffer that another device exports; False, and why not, where neither is possible."""
+        """In anonymous pages, else in a buffer that another device exports; False where neither is possible (counts.why_not)."""
         reasons = []
         for way in (self._in_pages, self._in_dma_buf):
             try:
@@ -76,7 +76,7 @@ class Carrier:
                 reasons.append(str(error))
                 continue
             return True
-        self.carried.why_not = "; ".join(reasons)
+        self.counts.why_not = "; ".join(reasons)
         return False
 
     def _in_pages(self, decl: TensorDecl) -> Tensor:
@@ -95,36 +95,36 @@ class Carrier:
             for fd in exported.fds:
                 os.close(fd)
         self._exported.append(exported)
-        self.carried.dma_bufs += len(exported.fds)
+        self.counts.dma_bufs += len(exported.fds)
         return exported.value
 
-    def wrote(self, name: str) -> None:
-        """The main device has (or will have, once waited for) new contents."""
+    def mark_written(self, name: str) -> None:
+        """The main device has new contents, or will have them once it was waited for: copies are out of date."""
         self._writes[name] = self._writes.get(name, 0) + 1
 
     def hold(self, where: str, names: Sequence[str]) -> None:
-        """The main device's memory on another device, or room for copies."""
+        """Import the main device's memory on another device, or allocate it for copies."""
         for name in names:
             if (where, name) in self._seen:
                 continue
             decl = replace(self._decls[name], kind="state")
             if name in self._pages:
                 self.others[where].adopt(decl, self._pages[name])
-                self.carried.shared += 1
-                self.carried.shared_bytes += self._pages[name].nbytes
+                self.counts.shared += 1
+                self.counts.shared_bytes += self._pages[name].nbytes
             else:
                 self.others[where].store(decl)
             self._seen[where, name] = -1
 
     def shared_with(self, where: str) -> int:
-        """Bytes that another device does not hold itself."""
+        """Bytes of the main device's memory that another device uses in place."""
         return sum(self._pages[n].nbytes for w, n in self._seen if w == where and n in self._pages)
 
-    def carry(self, where: str, steps: Sequence[Step], but: set[str], control: str) -> None:
-        """All that steps read on another device is there, except for the tensors `but`, which they write. The main device
-        has finished it (whoever calls has waited); `control` names the pass's control words."""
+    def send(self, where: str, steps: Sequence[Step], results: set[str], control: str) -> None:
+        """Copy to another device what its steps read and it does not have yet; `results`, which they write, are left out. The
+        main device must have finished these tensors (the caller waits); `control` names the pass's control words."""
         caches = {s.args[c]: s for s in steps if "block_table" in s.args for c in CACHES if c in s.args}
-        names = {control, *(n for s in steps for n in s.args.values())} - but - set(self._pages)
+        names = {control, *(n for s in steps for n in s.args.values())} - results - set(self._pages)
         for name in sorted(names - set(caches)):
             if self._seen[where, name] != self._writes.get(name, 0):
                 self._copy(where, name, 0, None)
@@ -133,14 +133,14 @@ class Carrier:
             for start, stop in self._blocks(caches[name], self._decls[name].shape[1], control):
                 self._copy(where, name, start, stop)
 
-    def bring(self, where: str, names: Sequence[str], rows: Mapping[str, int], ticket: int) -> None:
-        """What another device has finished with `ticket` is the main one's."""
+    def fetch(self, where: str, names: Sequence[str], rows: Mapping[str, int], ticket: int) -> None:
+        """Copy to the main device the rows 0..rows[name] that another device has written by `ticket`."""
         for name in names:
             if name not in self._pages:
                 value = self.others[where].read(name, 0, rows[name], ticket)
                 self.main.write(name, value)
                 self._count(value)
-            self.wrote(name)
+            self.mark_written(name)
             self._seen[where, name] = self._writes[name]
 
     def _copy(self, where: str, name: str, start: int, stop: int | None) -> None:
@@ -149,7 +149,7 @@ class Carrier:
         self._count(value)
 
     def _blocks(self, step: Step, size: int, control: str) -> list[tuple[int, int]]:
-        """Runs of a cache's blocks, `size` positions each, that a step's live rows see."""
+        """(first, end) of consecutive blocks of a cache, `size` positions each, that a step's live rows attend to."""
         main = self.main
         live = int(main.read(control).array[CONTROL[step.extent]])
         slots, positions = (main.read(step.args[n], 0, live).array for n in ("slots", "positions"))
@@ -162,5 +162,5 @@ class Carrier:
         return [(int(r[0]), int(r[-1]) + 1) for r in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(r)]
 
     def _count(self, value: Tensor) -> None:
-        self.carried.count += 1
-        self.carried.nbytes += value.nbytes
+        self.counts.copies += 1
+        self.counts.copied_bytes += value.nbytes

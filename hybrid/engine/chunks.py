@@ -1,9 +1,10 @@
-"""Prompts cut into passes: rows of several sequences one after another, at most `chunk` to a pass."""
+"""Chunked prefill: prompts cut into passes of at most `chunk` rows, those of several sequences one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from hybrid.core.errors import ContextExceeded
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows of one pass, int32 [rows] each; out_rows: the rows that are a sequence's last."""
+    """Rows of one prefill pass: tokens, positions and slots int32 [rows]; out_rows int32 [outs]: the last row of each prompt
+    that ends in it, whose logits are needed."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -21,11 +23,12 @@ class Chunk:
 
     @property
     def context(self) -> int:
+        """The longest context of any row, in positions."""
         return int(self.positions.max()) + 1
 
 
 def chunks(prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int], size: int) -> Iterator[Chunk]:
-    """Passes over prompts {slot: ids}; a slot's first id stands at position starts[slot]."""
+    """Prefill passes of at most `size` rows over prompts {slot: ids}; a slot's first id stands at position starts[slot]."""
     tokens = np.concatenate([np.asarray(ids, np.int32) for ids in prompts.values()])
     slots = np.concatenate([np.full(len(ids), s, np.int32) for s, ids in prompts.items()])
     positions = np.concatenate([np.arange(starts[s], starts[s] + len(ids), dtype=np.int32) for s, ids in prompts.items()])
@@ -34,6 +37,14 @@ def chunks(prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int], size
         b = min(a + size, len(tokens))
         outs = (lasts[(lasts >= a) & (lasts < b)] - a).astype(np.int32)
         yield Chunk(tokens[a:b], positions[a:b], slots[a:b], outs)
+
+
+def token_ids(ids: Sequence[int]) -> list[int]:
+    """Token ids as Python's integers; ValueError for what is none, such as text."""
+    found: list[Any] = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else [None]
+    if not all(isinstance(i, (int, np.integer)) for i in found):
+        raise ValueError("token ids must be integers: encode(text) makes them")
+    return list(map(int, found))
 
 
 def check_ids(ids: Sequence[int], vocab: int) -> None:
@@ -46,7 +57,7 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
 
 
 def check_prompts(prompts: Mapping[int, Sequence[int]], positions: Mapping[int, int], vocab: int, ctx: int) -> None:
-    """ValueError for a prompt that cannot be run after what its slot holds (`positions`, of admitted slots)."""
+    """ValueError for a prompt that cannot be run after the tokens that its slot holds (`positions`, of admitted slots)."""
     for slot, ids in prompts.items():
         if slot not in positions:
             raise ValueError(f"slot {slot} holds no sequence: admit it first")

@@ -1,13 +1,12 @@
-"""Runs plans: weights, tables and cache on one device, prompts in chunks, one token per sequence and pass.
+"""The engine: weights, RoPE tables and KV cache on one device; prefill in chunks, decode of one token per sequence and pass.
 
-After warm-up a pass is one submit. Tokens, positions and choices stay on the device; the host reads a token from
-`history` once its pass is done, while the next pass may already run.
+After warm-up a pass is one submit. Tokens, positions and sampled ids stay on the device; the host reads a token from
+`history` once its pass has finished, while the next pass may already run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -18,85 +17,46 @@ from hybrid.core.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, FAULTED, Pl
 from hybrid.core.tensor import Tensor
 from hybrid.engine import streams, teacher_forcing, voids
 from hybrid.engine.chunks import Chunk, check_prompts, chunks
+from hybrid.engine.config import EngineConfig, sizes_for, target_for
 from hybrid.engine.faults import fault
 from hybrid.engine.kv import BlockTables
-from hybrid.engine.loading import LoadClock
+from hybrid.engine.loading import LoadClock, load_tensors
+from hybrid.engine.lock import EngineLock
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.trace import Pass, Timing
-from hybrid.engine.turns import Turns
-from hybrid.engine.weights import stored_types, upload
-from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import precision_by_phase
-from hybrid.planning.footprint import every_size
-from hybrid.planning.passes import bucket_of, capabilities_of, chunk_of, fixed_rows, pass_sizes
-from hybrid.planning.pipeline import in_lane, named, outlasting
-from hybrid.planning.planner import PrecisionName, Target, plan, segments
-from hybrid.planning.rope import rope_of
-from hybrid.quant.reencode import Reencoded
+from hybrid.planning.passes import bucket_of
+from hybrid.planning.pipeline import for_pipeline_slot, named, outlasting
+from hybrid.planning.planner import plan, segments
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
-
-DEFAULT_CTX = 4096
 
 
 class Engine:
-    """One checkpoint on one device, for up to `slots` sequences at a time.
+    """One checkpoint on one device, for up to `config.slots` sequences at a time.
 
-    ctx: positions per sequence (default: the model's, at most 4096). chunk: rows of a prefill pass (default: by
-    what the device multiplies with).
-    weights: convert matrices to this type when loading. n_tokens: ids that may be chosen (default: the tokenizer's).
-    deterministic: passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt
-    was cut nor on what runs beside it (slower: prompts go through a few rows at a time; on cpu one, and one sequence).
-    profile: time every step, at the cost of a wait after each pass (`trace`). clock: notes what loading takes.
-    Closes neither the checkpoint nor the device. Threads take `turns` (Model, and the blocking conveniences here, do).
+    schedule: another than the shipped one of the checkpoint's family. clock: notes what loading takes.
+    Closes neither the checkpoint nor the device. One thread at a time uses an engine: threads that share one hold `lock`
+    (Model, and the blocking conveniences here, do).
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         device: Device,
-        schedule: Schedule | None = None,
+        config: EngineConfig | None = None,
         *,
-        precision: PrecisionName = "auto",
-        kv: Literal["auto", "f32", "f16"] = "auto",
-        weights: str | None = None,
-        ctx: int | None = None,
-        slots: int = 1,
-        chunk: int | None = None,
-        n_tokens: int | None = None,
-        deterministic: bool = False,
-        profile: bool = False,
-        progress: bool = False,
+        schedule: Schedule | None = None,
         clock: LoadClock | None = None,
     ) -> None:
-        hp = checkpoint.hparams
-        ctx = min(hp.context_length, DEFAULT_CTX) if ctx is None else ctx
-        if not 1 <= ctx <= hp.context_length:
-            raise ValueError(f"ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
-        backend = device.name.split(":")[0].split(" ")[0]
-        capabilities = capabilities_of(device.has)
-        chunk = chunk_of(capabilities) if chunk is None else chunk
-        sizes = pass_sizes(hp, ctx, slots, chunk, fixed_rows(backend, slots) if deterministic else None)
-        self.device, self.checkpoint, self.profile, self._sizes = device, checkpoint, profile, sizes
-        self.lanes = getattr(device, "lanes", 1)
-        """Prefill passes that overlap; each has rows and activations of its own (hybrid/planning/pipeline.py)."""
-        self.cache = CacheShape.of(hp, ctx, slots, sizes.rows[-1], self.lanes)
+        self.checkpoint, self.device, self.config = checkpoint, device, config or EngineConfig()
+        self.clock = LoadClock() if clock is None else clock
+        self.lock = EngineLock()
+        self.sizes = sizes_for(self.config, checkpoint.hparams, device)
+        """Row counts that plans are made for."""
+        schedule = schedule or find_schedule(checkpoint.hparams.family)
+        self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
+        self.cache = self.target.cache
         self.tables = BlockTables(self.cache)
-        schedule = schedule or find_schedule(hp.family)
-        self.target = Target(
-            schedule,
-            hp,
-            stored_types(checkpoint, weights, backend),
-            self.cache,
-            min(hp.vocab, checkpoint.tokenizer.n_tokens if n_tokens is None else n_tokens),
-            precision,
-            kv,
-            backend,
-            capabilities,
-        )
-        self.reencoded: tuple[Reencoded, ...] = ()
-        """Matrices that the device holds in another type than the file, because it does not compute with that."""
-        self.row_buckets, self.out_buckets = sizes.rows, sizes.outs
-        self.logits_rows, self.hidden_rows = sizes.logits, sizes.hidden
         self.positions: dict[int, int] = {}
         """Live slot -> position of its next token."""
         self.prefilled = Counters()
@@ -104,20 +64,23 @@ class Engine:
         self.trace: list[Pass] = []
         """With profile: every pass that has been waited for."""
         self.cooperative = True
-        """Decode passes may have kernels whose workgroups wait for one another (hybrid/engine/voids.py)."""
+        """Whether decode passes may use kernels whose workgroups wait for one another (hybrid/engine/voids.py)."""
         self.faults: list[str] = []
-        """What made passes run again, and how they run since."""
+        """Why passes were run again, and how decoding goes on since."""
         self._timing = Timing(self.trace)
-        self._lane = self.lanes - 1  # of the last prefill pass
-        self._in_lane: dict[int, int] = {}  # the ticket of a lane's last pass
+        self._last_pipeline_slot = device.pipeline_depth - 1  # of the last prefill pass
+        self._slot_ticket: dict[int, int] = {}  # the ticket of a pipeline slot's last pass
         self._programs: dict[tuple[Phase, int, int, bool, bool, int], Program] = {}
-        self._layouts: dict[str, Plan] = {}
-        self._decoding: tuple[int, ...] | None = None  # slots that the device's rows are set up for
+        self._decoding: tuple[int, ...] | None = None  # sequences that the device's rows are set up for
         self._decoder: Program | None = None
-        self._stored: set[str] = set()
-        self.clock = LoadClock() if clock is None else clock
-        self.turns = Turns()
-        self._prepare(progress)
+        self._layouts: dict[str, Plan] = {}  # the largest plans: smaller ones take their offsets
+        with self.clock.phase("plan"):
+            most, outs = self.sizes.rows[-1], self.sizes.outs[-1]
+            self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
+            plans = self._largest_plans()
+        self._stored = set(outlasting(plans))
+        self.reencoded = load_tensors(checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress)
+        """Matrices that the device holds in another storage type than the file, because it does not compute with that one."""
 
     # ------------------------------------------------------------------------------------------------------ sequences
     def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None) -> int:
@@ -132,15 +95,15 @@ class Engine:
         self.positions[slot] = 0
         return slot
 
-    def choose_by(self, slot: int, sampling: Sampling) -> None:
-        """How a live sequence's next tokens are chosen."""
+    def set_sampling(self, slot: int, sampling: Sampling) -> None:
+        """Choose a live sequence's next tokens by other parameters."""
         self._settle()
         self.device.write("params", Tensor.of(sampling.words()), slot)
 
     def rewind(self, slot: int, position: int, anyway: bool = False) -> bool:
-        """Forget what a live sequence holds from `position` on. False, and nothing done, where that is impossible:
-        local layers keep a ring, in which later positions have taken the place of some that would be seen again
-        (`anyway`: they are seen in their place, which is fit for measuring time)."""
+        """Truncate a live sequence to `position` tokens. False, and nothing done, where that is impossible: local layers keep a
+        ring of blocks, in which later positions have overwritten some that attention would read again (`anyway`: it reads
+        those instead, which is enough for measuring time)."""
         self._settle()
         lost = self.positions[slot] - position
         if lost < 0 or position < 0:
@@ -153,7 +116,7 @@ class Engine:
         return True
 
     def release(self, slot: int) -> None:
-        """Forget a sequence; its cache may be given to another."""
+        """End a sequence and free its slot and cache blocks."""
         self._settle()
         self.tables.release(slot)
         del self.positions[slot]
@@ -161,17 +124,17 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------------------- passes
     def submit_prefill(self, prompts: Mapping[int, Sequence[int]]) -> int:
-        """Run prompts {slot: ids} of admitted slots, after what they hold already; returns the last pass's ticket.
+        """Prefill prompts {slot: ids} of admitted slots, after the tokens that they hold; returns the last pass's ticket.
 
-        When it is done, `token(slot, n)` is the token chosen after the n ids so far.
+        Once that has finished, `token(slot, n)` is the token sampled after the n ids so far.
         """
         self.check(prompts)
         ticket = 0
         for chunk in self.passes(prompts):
-            outs = bucket_of(len(chunk.out_rows), self.out_buckets) if len(chunk.out_rows) else 0
-            rows = bucket_of(len(chunk.tokens), self.row_buckets)
-            ticket = self.run_chunk(chunk, self.program("prefill", rows, outs, lane=self.next_lane()))
-        if self.lanes > 1:
+            outs = bucket_of(len(chunk.out_rows), self.sizes.outs) if len(chunk.out_rows) else 0
+            rows = bucket_of(len(chunk.tokens), self.sizes.rows)
+            ticket = self.run_chunk(chunk, self.program("prefill", rows, outs, pipeline_slot=self.next_pipeline_slot()))
+        if self.device.pipeline_depth > 1:
             self._settle()  # passes advance while they are waited for
         for slot, ids in prompts.items():
             self.positions[slot] += len(ids)
@@ -179,12 +142,13 @@ class Engine:
         return ticket
 
     def passes(self, prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int] | None = None) -> Iterator[Chunk]:
-        """How prompts that begin at `starts` (default: after what slots hold) are cut into passes."""
-        return chunks(prompts, self.positions if starts is None else starts, self.row_buckets[-1])
+        """The prefill passes of prompts {slot: ids} whose first ids stand at positions `starts` (default: after what slots
+        hold)."""
+        return chunks(prompts, self.positions if starts is None else starts, self.sizes.rows[-1])
 
     def submit_decode(self, slots: Sequence[int], times: int = 1) -> int:
-        """One more token (or `times`) for each slot, in one submit; returns its ticket. Needs a finished prefill
-        of each slot to have been submitted, and room in its context."""
+        """Decode one more token (or `times`) for each slot, in one submit; returns its ticket. The prefill of each slot must
+        have been submitted; ContextExceeded where a slot has no room for the tokens."""
         slots, ctx, positions = tuple(slots), self.cache.ctx, self.positions
         for slot in slots:
             if positions[slot] + times > ctx:
@@ -198,9 +162,9 @@ class Engine:
         return self._submit(self._decoder, times)
 
     def token(self, slot: int, position: int, ticket: int | None = None) -> int:
-        """The token chosen for a position of a slot, once the pass `ticket` (default: every pass) is done. NotFinite where
-        the logits left none to choose. With a ticket, tokens are read in the order of their positions, or `wait` comes first:
-        of void passes only the first place says so."""
+        """The token sampled for a position of a slot, once the pass `ticket` (default: every pass) has finished. NotFinite where
+        the logits were NaN or infinite. With a ticket, read tokens in the order of their positions, or `wait` first: of
+        several void passes only the first position is marked."""
         if ticket is None:
             self.wait()
         token = self.device.peek("history", slot, position, ticket)
@@ -212,22 +176,21 @@ class Engine:
         return token
 
     def wait(self, ticket: int | None = None) -> None:
-        """Until the pass `ticket` (default: every pass) is done; if it was void, until it has been run again."""
+        """Until the pass `ticket` (default: every pass) has finished, and, if it was void, has been run again."""
         self.device.wait(ticket)
         if self._decoding is not None and voids.is_void(self, ticket):
             self._settle()
 
     def stream(self, slot: int, ids: Sequence[int], most: int, at_once: int = 1) -> Iterator[int]:
-        """Prompt one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them in
-        each submit. The next submit is made before the tokens of one are read: dropping the iterator leaves up to
-        2 * at_once - 1 passes too many, which is harmless.
-        Not on cpu, where submitting is running: the tokens would come, and be timed, late."""
+        """Prefill one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them decoded by
+        each submit. The next submit is made before the tokens of one are read (streams.submit_ahead): dropping the iterator
+        leaves up to 2 * at_once - 1 passes too many, which is harmless."""
         return streams.stream(self, slot, ids, most, at_once)
 
     # -------------------------------------------------------------------------------------------- blocking conveniences
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Prompts {slot: ids}, admitting slots that are not; returns the first token chosen for each."""
-        with self.turns:
+        """Prefill prompts {slot: ids}, admitting slots that are not live; returns the first token sampled for each."""
+        with self.lock:
             for slot in prompts:
                 if slot not in self.positions:
                     self.admit(slot=slot)
@@ -236,7 +199,7 @@ class Engine:
 
     def decode(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, list[int]]:
         """`steps` more tokens for each slot (default: all live ones), in one submit."""
-        with self.turns:
+        with self.lock:
             slots = tuple(sorted(self.positions) if slots is None else slots)
             start = {s: self.positions[s] + 1 for s in slots}
             if any(start[s] + steps > self.cache.ctx for s in slots):
@@ -245,21 +208,21 @@ class Engine:
             return {s: [self.token(s, at, ticket) for at in range(start[s], start[s] + steps)] for s in slots}
 
     def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
-        """Teacher-forced logits, float32 [len(ids), vocab], by passes of at most `chunk` rows."""
+        """Teacher forcing: logits float32 [len(ids), vocab], by passes of at most `chunk` rows."""
         return np.concatenate(list(self.logits_by_pass(ids, chunk)))
 
     def logits_by_pass(self, ids: Sequence[int], chunk: int | None = None) -> Iterator[np.ndarray]:
-        """The rows of `logits` as they come: memory is that of one pass, whatever the length and the vocabulary."""
+        """The rows of `logits` pass by pass: takes the memory of one pass, whatever the length and the vocabulary."""
         return self.logits_of([ids], chunk)
 
     def logits_of(self, sequences: Sequence[Sequence[int]], chunk: int | None = None) -> Iterator[np.ndarray]:
-        """As `logits_by_pass`, for several sequences one after another. As many as there are free slots run together:
-        a pass reads every weight, so short sequences must share one."""
-        return self.turns.steps(teacher_forcing.logits_of(self, sequences, chunk))
+        """As `logits_by_pass`, for several sequences one after another. As many as there are free slots are batched, because
+        a pass reads every weight however few rows it has."""
+        return self.lock.steps(teacher_forcing.logits_of(self, sequences, chunk))
 
     def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
         """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
-        with self.turns:
+        with self.lock:
             return teacher_forcing.hidden_states(self, ids, chunk)
 
     # -------------------------------------------------------------------------------------------------------- reports
@@ -269,132 +232,117 @@ class Engine:
 
     @property
     def precision(self) -> Mapping[str, tuple[str, ...]]:
-        return precision_by_phase(self.plan("decode", *(self.out_buckets[-1],) * 2), self.plan("prefill", self.row_buckets[-1], 1))
+        return precision_by_phase(self.plan("decode", *(self.sizes.outs[-1],) * 2), self.plan("prefill", self.sizes.rows[-1], 1))
 
-    def next_lane(self) -> int:
-        """The lane for the next prefill pass: the one whose last pass is the longest ago."""
-        self._lane = (self._lane + 1) % self.lanes
-        return self._lane
+    def next_pipeline_slot(self) -> int:
+        """The pipeline slot for the next prefill pass: the one whose last pass was the longest ago."""
+        self._last_pipeline_slot = (self._last_pipeline_slot + 1) % self.device.pipeline_depth
+        return self._last_pipeline_slot
 
-    def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, lane: int = 0) -> Program:
-        """The compiled plan of a bucket, made at its first use."""
-        key = (phase, rows, outs, capture, sample, lane)
+    def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True,
+                pipeline_slot: int = 0) -> Program:  # fmt: skip
+        """The compiled plan of a pass with these row counts (buckets of `sizes`), compiled at its first use; see
+        planning.planner.plan."""
+        key = (phase, rows, outs, capture, sample, pipeline_slot)
         if key not in self._programs:
             cooperative = self.cooperative and phase == "decode"  # the only passes that are run again
-            self._programs[key] = self.device.compile(self.plan(*key), profile=self.profile, cooperative=cooperative)
+            self._programs[key] = self.device.compile(self.plan(*key), profile=self.config.profile, cooperative=cooperative)
         return self._programs[key]
 
     def forget_programs(self, phase: Phase) -> None:
-        """Programs of a phase are compiled anew at their next use."""
+        """Compile the programs of a phase anew at their next use."""
         self._programs = {key: program for key, program in self._programs.items() if key[0] != phase}
         self._decoding = None
 
-    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, lane: int = 0) -> Plan:
+    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0) -> Plan:
         made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase))
         devices = {s.device for s in segments(made)}
-        drives = getattr(self.device, "drives", frozenset({self.target.device}))
-        if not devices <= drives:
+        if not devices <= self.device.drives:
             raise SpecError(
                 f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
-                f'but this engine drives {", ".join(sorted(drives))}: use device = "main"'
+                f'but this engine drives {", ".join(sorted(self.device.drives))}: use device = "main"'
             )
-        if self.lanes == 1 or phase == "decode":
+        if self.device.pipeline_depth == 1 or phase == "decode":
             return made
-        return in_lane(made, lane, self.target.schedule, self._layouts.get(phase, made).arena_bytes)
+        return for_pipeline_slot(made, pipeline_slot, self.target.schedule, self._layouts.get(phase, made).arena_bytes)
 
     def warm_up(self, rows: int = 1) -> None:
         """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit."""
-        largest = self.row_buckets[-1]
+        largest = self.sizes.rows[-1]
         last = rows % largest or largest
-        for lane in range(self.lanes):
+        for i in range(self.device.pipeline_depth):
             if rows > largest:
-                self.program("prefill", largest, 0, lane=lane)  # only full chunks can lack a last row
-            self.program("prefill", bucket_of(last, self.row_buckets), self.out_buckets[0], lane=lane)
-        for outs in self.out_buckets:
+                self.program("prefill", largest, 0, pipeline_slot=i)  # only full chunks can lack a last row
+            self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=i)
+        for outs in self.sizes.outs:
             self.program("decode", outs, outs)
 
     # ------------------------------------------------------------------------------------------------------- internals
-    def _prepare(self, progress: bool) -> None:
-        """Store everything that outlives a pass and reserve the activations of the largest plans."""
-        most, outs = self.row_buckets[-1], self.out_buckets[-1]
-        with self.clock.phase("plan"):
-            self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
-            plans = [self._layouts["decode"]]
-            for lane in range(self.lanes):
-                plans.append(self.plan("prefill", most, outs, lane=lane))
-                plans.append(self.plan("prefill", self.logits_rows, self.logits_rows, sample=False, lane=lane))
-                plans.append(self.plan("prefill", self.hidden_rows, 0, capture=True, lane=lane))
-        decls = outlasting(plans)
-        weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
-        with self.clock.phase("cache"):
-            for name, decl in decls.items():
-                if name.startswith("rope."):
-                    self.device.store(decl, Tensor.of(rope_of(name, self.target.hparams, self.cache.ctx)))
-                elif decl.kind != "weight":
-                    self.device.store(decl)
-            self.device.reserve(max(p.arena_bytes for p in plans), every_size(self.target, self._sizes))
-        before = self.counters.bytes_up
-        with self.clock.phase("weights"):
-            self.reencoded = upload(self.checkpoint, self.device, weights, self.target.weights, progress, self.clock.sample)
-        self.clock.bytes_up = self.counters.bytes_up - before
-        self._stored = set(decls)
+    def _largest_plans(self) -> list[Plan]:
+        """Plans that between them declare every tensor at its largest, and use the most of the arena."""
+        sizes, plans = self.sizes, [self._layouts["decode"]]
+        for i in range(self.device.pipeline_depth):
+            plans.append(self.plan("prefill", sizes.rows[-1], sizes.outs[-1], pipeline_slot=i))
+            plans.append(self.plan("prefill", sizes.logits, sizes.logits, sample=False, pipeline_slot=i))
+            plans.append(self.plan("prefill", sizes.hidden, 0, capture=True, pipeline_slot=i))
+        return plans
 
     def check(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """ValueError for a prompt that cannot be run."""
         check_prompts(prompts, self.positions, self.target.hparams.vocab, self.cache.ctx)
 
     def _decode_rows(self, slots: tuple[int, ...]) -> None:
-        """Set the device's rows up for one token of each slot, in every pass from now on."""
+        """Write the device's rows for decoding one token of each slot, in every pass from now on."""
         self._settle()
         n, context = len(slots), max(self.positions[s] for s in slots) + 1
-        bucket = bucket_of(n, self.out_buckets)
+        bucket = bucket_of(n, self.sizes.outs)
         self._decoder = self.program("decode", bucket, bucket)
         self._write_rows(n, n, context, 0, slots=np.array(slots, np.int32), out_rows=np.arange(n, dtype=np.int32))
         self._decoding = slots
 
     def _settle(self) -> None:
-        """The host may write io tensors only when no pass reads them. Void passes have been run again then."""
+        """Wait for every pass, and run void ones again: the host may write io tensors only while no pass reads them."""
         self.device.wait()
         self._timing.stop()
         if self._decoding is not None and voids.is_void(self):
             voids.run_again(self, self._decoding)
 
     def run_chunk(self, chunk: Chunk, program: Program) -> int:
-        """Submit one prepared pass of a prompt, when its lane is free; returns its ticket."""
-        lane = program.plan.lane
-        if lane is None or self._decoding is not None:
+        """Submit one prefill pass, once the last pass of its pipeline slot has finished; returns its ticket."""
+        pipeline_slot = program.plan.pipeline_slot
+        if pipeline_slot is None or self._decoding is not None:
             self._settle()
-        elif lane in self._in_lane:
-            self.device.wait(self._in_lane[lane])
-            self._timing.stop(lane)
+        elif pipeline_slot in self._slot_ticket:
+            self.device.wait(self._slot_ticket[pipeline_slot])
+            self._timing.stop(pipeline_slot)
         self._decoding = None
         arrays = {name: getattr(chunk, name) for name in ("tokens", "positions", "slots", "out_rows")}
-        self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, lane or 0, **arrays)
+        self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, pipeline_slot or 0, **arrays)
         ticket = self._submit(program)
-        if lane is not None:
-            self._in_lane[lane] = ticket
+        if pipeline_slot is not None:
+            self._slot_ticket[pipeline_slot] = ticket
         return ticket
 
     def _submit(self, program: Program, times: int = 1) -> int:
-        if not self.profile:
+        if not self.config.profile:
             return program.submit(times)
         self._timing.start(program)
         ticket = program.submit(times)
-        if program.plan.lane is None:
+        if program.plan.pipeline_slot is None:
             self.device.wait(ticket)
             self._timing.stop()
         return ticket
 
-    def _write_rows(self, rows: int, outs: int, context: int, lane: int, **arrays: np.ndarray) -> None:
+    def _write_rows(self, rows: int, outs: int, context: int, pipeline_slot: int, **arrays: np.ndarray) -> None:
         control = np.zeros(CONTROL_WORDS, np.uint32)
         control[CONTROL["rows"]], control[CONTROL["outs"]], control[CONTROL["context"]] = rows, outs, context
-        self.device.write(named(CONTROL_TENSOR, lane), Tensor.of(control))
+        self.device.write(named(CONTROL_TENSOR, pipeline_slot), Tensor.of(control))
         for name, array in arrays.items():
             if len(array):
-                self.device.write(named(name, lane), Tensor.of(np.ascontiguousarray(array)))
+                self.device.write(named(name, pipeline_slot), Tensor.of(np.ascontiguousarray(array)))
 
     def result(self, decl: TensorDecl) -> None:
-        """Make room for numbers that a plan leaves for the host."""
+        """Store a tensor of logits or hidden states that a plan leaves for the host, at its first use."""
         if decl.name not in self._stored:
             self.device.store(decl)
             self._stored.add(decl.name)

@@ -1,4 +1,4 @@
-"""What a pass can say instead of a token: the words that `history` holds then, as errors that say what to do."""
+"""Errors for the words that a pass leaves in `history` in place of a token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid.core.plan import FAULTED, NOT_FINITE
 
 
 class NotFinite(RuntimeError):
-    """The logits after some position are NaN or infinite: no token can be chosen, and no number of them means anything."""
+    """The logits after some position are NaN or infinite: no token can be sampled from them."""
 
     def __init__(self, path: Path, position: int, slot: int | None = None) -> None:
         where = f"after position {position}" + ("" if slot is None else f" of slot {slot}")
@@ -24,7 +24,7 @@ class NotFinite(RuntimeError):
 
 
 def fault(word: int, path: Path, slot: int, position: int) -> RuntimeError:
-    """The error for a negative word of `history` at a position, whose token the pass before it was to choose."""
+    """The error for a negative word of `history` at a position, whose token the pass before it should have sampled."""
     if word == NOT_FINITE:
         return NotFinite(path, position - 1, slot)
     if word == FAULTED:

@@ -1,13 +1,25 @@
-"""What loading a model cost: seconds by phase, bytes brought to the device, and the host memory it took."""
+"""Loading a model: its tensors stored on the device, and what that took: seconds by phase, bytes uploaded, host memory."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from hybrid.checkpoint import Checkpoint
+from hybrid.core.device import Device
+from hybrid.core.plan import Plan
+from hybrid.core.tensor import Tensor
+from hybrid.engine.weights import upload
+from hybrid.planning.footprint import every_size
+from hybrid.planning.passes import PassSizes
+from hybrid.planning.pipeline import outlasting
+from hybrid.planning.planner import Target
+from hybrid.planning.rope import rope_of
+from hybrid.quant.reencode import Reencoded
 
 _STATUS = Path("/proc/self/status")
 _GIB = 1 << 30
@@ -85,3 +97,30 @@ class LoadClock:
 
     def load(self) -> Load:
         return Load(dict(self.seconds), self.bytes_up, peak_resident(), self._anonymous)
+
+
+def load_tensors(
+    checkpoint: Checkpoint,
+    device: Device,
+    target: Target,
+    sizes: PassSizes,
+    plans: Sequence[Plan],
+    clock: LoadClock,
+    progress: bool,
+) -> tuple[Reencoded, ...]:
+    """Store every tensor that outlives a pass of `plans` (the largest of each kind) and reserve memory for their activations
+    and for the scratch of the kernels of all `sizes`. Returns what was re-encoded (weights.upload)."""
+    decls = outlasting(plans)
+    with clock.phase("cache"):
+        for name, decl in decls.items():
+            if name.startswith("rope."):
+                device.store(decl, Tensor.of(rope_of(name, target.hparams, target.cache.ctx)))
+            elif decl.kind != "weight":
+                device.store(decl)
+        device.reserve(max(p.arena_bytes for p in plans), every_size(target, sizes))
+    weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
+    before = device.counters.bytes_up
+    with clock.phase("weights"):
+        reencoded = upload(checkpoint, device, weights, target.weights, progress, clock.sample)
+    clock.bytes_up = device.counters.bytes_up - before
+    return reencoded

@@ -10,8 +10,8 @@ from hybrid.engine.sampling import Sampling
 
 
 class Session:
-    """Made by `Model.session()`, given to `Model.generate`. Holds a slot of the cache from its first use until
-    `close`. Any ids may follow any others: what both begin with is not run again."""
+    """Made by `Model.session()`, given to `Model.generate`. Holds a slot of the cache from its first use until `close`.
+    A prompt may differ from what came before: the prefix that both share is not run again."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -19,14 +19,15 @@ class Session:
         self._ids: list[int] = []
         """Tokens whose keys and values the cache holds."""
         self.running: object | None = None
-        """Stands for the generation that runs in it and has not ended."""
+        """Identifies the generation that runs in it; None between generations."""
 
     def of(self, engine: Engine) -> bool:
         """Whether this is a session of that engine."""
         return self._engine is engine
 
-    def begin(self, ids: Sequence[int], sampling: Sampling) -> tuple[int, int]:
-        """(slot, how many of `ids` it holds already): fewer than all, for the last one's logits are needed."""
+    def begin(self, ids: Sequence[int], sampling: Sampling, length: int | None = None) -> tuple[int, int]:
+        """(slot, how many leading `ids` the cache holds: fewer than all, because the last one's logits are needed). length:
+        positions to reserve in the cache where it holds no slot yet (default: the context)."""
         engine = self._engine
         if self.running is not None:
             raise ValueError("the session is in use by a generation that has not ended: end or close that one first")
@@ -39,22 +40,22 @@ class Session:
             self.close()
         if self._slot is None:
             same = 0
-            self._slot = engine.admit(sampling=sampling)
+            self._slot = engine.admit(length, sampling)
         else:
-            engine.choose_by(self._slot, sampling)
+            engine.set_sampling(self._slot, sampling)
         self._ids = list(ids[:same])
         self.running = object()
         return self._slot, same
 
     def end(self, ids: Sequence[int]) -> None:
-        """After a generation: prompt and chosen tokens, of which the last may not have been run."""
+        """After a generation, with its prompt and generated tokens; the last of them may not have been run."""
         self.running = None
         if self._slot is not None:
             self._ids = list(ids[: self._engine.positions[self._slot]])
 
     def close(self) -> None:
-        """Give the slot back. The session may be used again, from nothing; a generation that still ran in it fails."""
-        with self._engine.turns:
+        """Free the slot. The session may be used again, from an empty cache; a generation that still runs in it fails."""
+        with self._engine.lock:
             self._ids, self.running = [], None
             if self._slot is not None:
                 slot, self._slot = self._slot, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from hybrid.core.units import show_bytes, show_rate
@@ -11,6 +11,27 @@ from hybrid.engine.loading import Load
 from hybrid.spec.devicesheet import sheet_for
 
 Finish = Literal["eos", "stop", "length", "context", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What the statistics of a request say of the engine that ran it; see the fields of Stats."""
+
+    device: str
+    passed_over: tuple[str, ...]
+    precision: Mapping[str, tuple[str, ...]]
+    bytes_per_token: int
+    per_pass: Mapping[str, float] = field(default_factory=dict)
+    carried: str = ""
+    notes: tuple[str, ...] = ()
+    load: Load | None = None
+    reencoded: tuple[str, ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict)
+    threads: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """By name, as Stats takes them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +66,8 @@ class Stats:
     """Types of the file that the device holds as others, and what that costs."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the device holds, by purpose; `left_in_files` (cpu) are weights that it reads again at every use."""
-
     threads: str = ""
-    """How the host's products use its processors, where the device is one."""
+    """How matrix products use the host's processors, where they do."""
 
     @property
     def prompt_per_second(self) -> float:

@@ -1,53 +1,51 @@
-"""Teacher-forced passes: logits and hidden states of every row of a sequence, read back pass by pass."""
+"""Teacher forcing: logits and hidden states at every position of given sequences, read back pass by pass."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hybrid.core.plan import TensorDecl
 from hybrid.engine.chunks import Chunk, chunks
 from hybrid.engine.faults import check_finite
+from hybrid.engine.interface import PassRunner
 from hybrid.planning.passes import bucket_of
 from hybrid.planning.pipeline import named
 
-if TYPE_CHECKING:
-    from hybrid.engine.engine import Engine
 
-
-def logits_of(engine: Engine, sequences: Sequence[Sequence[int]], chunk: int | None) -> Generator[np.ndarray, None, None]:
+def logits_of(engine: PassRunner, sequences: Sequence[Sequence[int]], chunk: int | None) -> Generator[np.ndarray, None, None]:
     """See Engine.logits_of."""
-    rows = min(chunk or engine.logits_rows, engine.logits_rows)
-    decl = TensorDecl("logits", "f32", (engine.logits_rows, engine.target.hparams.vocab), "io")
+    rows = min(chunk or engine.sizes.logits, engine.sizes.logits)
+    decl = TensorDecl("logits", "f32", (engine.sizes.logits, engine.target.hparams.vocab), "io")
     free = max(1, engine.cache.slots - len(engine.positions))
     for at in range(0, len(sequences), free):
-        for done, (part,) in _passes(engine, sequences[at : at + free], rows, [decl], capture=False):
-            check_finite(engine.checkpoint.path, part, done.positions)
-            yield part
+        for done, (logits,) in _passes(engine, sequences[at : at + free], rows, [decl], capture=False):
+            check_finite(engine.checkpoint.path, logits, done.positions)
+            yield logits
 
 
-def hidden_states(engine: Engine, ids: Sequence[int], chunk: int | None) -> np.ndarray:
+def hidden_states(engine: PassRunner, ids: Sequence[int], chunk: int | None) -> np.ndarray:
     """See Engine.hidden_states."""
     hp = engine.target.hparams
-    rows = min(chunk or engine.hidden_rows, engine.hidden_rows)
-    decls = [TensorDecl(f"hidden.{i}", "f32", (engine.hidden_rows, hp.hidden), "io") for i in range(hp.n_layers + 1)]
+    rows = min(chunk or engine.sizes.hidden, engine.sizes.hidden)
+    decls = [TensorDecl(f"hidden.{i}", "f32", (engine.sizes.hidden, hp.hidden), "io") for i in range(hp.n_layers + 1)]
     return np.concatenate([np.stack(p) for _, p in _passes(engine, [ids], rows, decls, capture=True)], axis=1)
 
 
 def _passes(
-    engine: Engine, sequences: Sequence[Sequence[int]], rows: int, decls: list[TensorDecl], capture: bool
+    engine: PassRunner, sequences: Sequence[Sequence[int]], rows: int, decls: list[TensorDecl], capture: bool
 ) -> Iterator[tuple[Chunk, list[np.ndarray]]]:
-    """Passes over sequences, each in a slot of its own; each pass's rows and its result tensors' live rows, read while the
-    next one runs where passes overlap."""
-    for lane in range(engine.lanes):
+    """Passes over sequences, each in a slot of its own; yields each pass's rows and the live rows of its result tensors, read
+    while the next pass runs where passes overlap."""
+    depth = engine.device.pipeline_depth
+    for i in range(depth):
         for decl in decls:
-            engine.result(replace(decl, name=named(decl.name, lane)))
+            engine.result(replace(decl, name=named(decl.name, i)))
     prompts: dict[int, Sequence[int]] = {}
-    running = deque[tuple[Chunk, int, int]]()  # with ticket and lane
+    running = deque[tuple[Chunk, int, int]]()  # with ticket and pipeline slot
 
     def give_back() -> None:
         engine.wait()
@@ -59,26 +57,26 @@ def _passes(
             prompts[engine.admit(max(len(ids), 1))] = ids
         engine.check(prompts)
         for chunk in chunks(prompts, engine.positions, rows):
-            if len(running) == engine.lanes:
+            if len(running) == depth:
                 yield _results(engine, decls, *running.popleft())
-            n, lane = len(chunk.tokens), engine.next_lane()
-            size = bucket_of(n, engine.row_buckets)
+            n, pipeline_slot = len(chunk.tokens), engine.next_pipeline_slot()
+            size = bucket_of(n, engine.sizes.rows)
             every = Chunk(chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32))
-            program = engine.program("prefill", size, 0 if capture else size, capture, sample=False, lane=lane)
-            running.append((every, engine.run_chunk(every, program), lane))
+            program = engine.program("prefill", size, 0 if capture else size, capture, sample=False, pipeline_slot=pipeline_slot)
+            running.append((every, engine.run_chunk(every, program), pipeline_slot))
         while running:
             yield _results(engine, decls, *running.popleft())
     except GeneratorExit:
-        engine.turns.soon(give_back)  # collected as garbage, this is another's turn
+        engine.lock.call_soon(give_back)  # collected as garbage, this may run while another thread holds the lock
         raise
     except BaseException:
         give_back()
         raise
-    give_back()  # the next sequences take these slots in the same turn
+    give_back()  # the next sequences take these slots before the lock is released
 
 
 def _results(
-    engine: Engine, decls: Sequence[TensorDecl], chunk: Chunk, ticket: int, lane: int
+    engine: PassRunner, decls: Sequence[TensorDecl], chunk: Chunk, ticket: int, pipeline_slot: int
 ) -> tuple[Chunk, list[np.ndarray]]:
     rows = len(chunk.tokens)
-    return chunk, [engine.device.read(named(d.name, lane), 0, rows, ticket).array for d in decls]
+    return chunk, [engine.device.read(named(d.name, pipeline_slot), 0, rows, ticket).array for d in decls]

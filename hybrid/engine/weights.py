@@ -14,6 +14,7 @@ from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES, WRITABLE_TYPES
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Source, Tensor
 from hybrid.planning.expand import WeightInfo
+from hybrid.quant.codec import dequantise, quantise, row_blocks
 from hybrid.quant.reencode import NATIVE, Reencoded, computed, native, reencode, summary
 
 _ELEMENTS = 1 << 23  # made at once
@@ -52,8 +53,8 @@ def upload(
     progress: bool = True,
     stored: Callable[[], object] = lambda: None,
 ) -> tuple[Reencoded, ...]:
-    """Store every weight on the device; each source is read when its turn comes, and converted to its dtype in `types`
-    a few rows at a time. Returns what was re-encoded because the device does not compute with a file's type.
+    """Store every weight on the device, one after another; each source is read when it is stored, and converted to its dtype
+    in `types` a few rows at a time. Returns what was re-encoded because the device does not compute with a file's type.
 
     Above one second a progress bar in bytes appears on a terminal, elsewhere a line now and then. `stored` is called
     after each tensor.
@@ -85,7 +86,7 @@ def _makers(checkpoint: Checkpoint, name: str, dtype: str, changed: dict[str, fl
     def make(start: int, stop: int) -> Tensor:
         out = Tensor.empty(dtype, (stop - start, width))
         with ThreadPoolExecutor() as threads:  # NumPy lets go of the interpreter
-            roundings = list(threads.map(lambda span: fill(out, start, *span), _spans(stop - start, width, _AT_ONCE)))
+            roundings = list(threads.map(lambda span: fill(out, start, *span), row_blocks(stop - start, width, _AT_ONCE)))
         if changes:
             changed[name] = max(changed.get(name, 0.0), *roundings)
         return out
@@ -100,19 +101,11 @@ def _makers(checkpoint: Checkpoint, name: str, dtype: str, changed: dict[str, fl
             to[first:last] = part
         return rounding
 
-    for start, stop in _spans(n, width, _ELEMENTS):
+    for start, stop in row_blocks(n, width, _ELEMENTS):
         yield partial(make, start, stop)
-
-
-def _spans(rows: int, width: int, elements: int) -> list[tuple[int, int]]:
-    """(first, last) of consecutive rows of at most `elements` elements."""
-    step = max(1, elements // width)
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def convert(tensor: Tensor, dtype: str) -> Tensor:
     """The tensor in another storage type, through float32."""
-    from hybrid.quant.codec import dequantise, quantise  # NumPy code that only conversions need
-
     return quantise(dequantise(tensor), dtype)
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid.cli.terminal import reader
 from hybrid.core.errors import ContextExceeded
+from hybrid.model import Model
 from hybrid.text.chat import Message, encode
 from hybrid.text.chat_template import ChatError
-
-if TYPE_CHECKING:
-    from hybrid.model import Model
 
 HELP = (
     "/reset forgets the conversation, /drop its oldest turns, /system TEXT says how to answer, /exit or Ctrl-D ends, "
@@ -58,7 +56,7 @@ class Conversation:
         """The last turn for which the context had no room."""
         self._session = model.session()
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str, None, None]:
         """The answer to one user turn, piece by piece. The turn joins the conversation when the answer ends or is
         dropped after its first piece. ChatError or ContextExceeded where the turn is impossible: it is forgotten."""
         o = self.options
@@ -89,7 +87,7 @@ class Conversation:
             dropped += 1
         return dropped
 
-    def _answer(self, turn: list[Message], pieces: Iterator[str]) -> Iterator[str]:
+    def _answer(self, turn: list[Message], pieces: Generator[str, None, None]) -> Generator[str, None, None]:
         said: list[str] = []
         ended = False
         try:
@@ -98,7 +96,7 @@ class Conversation:
                 yield piece
             ended = True
         finally:
-            pieces.close()  # type: ignore[attr-defined]
+            pieces.close()
             if said or ended:
                 self.messages = [*turn, {"role": "assistant", "content": "".join(said)}]
 
@@ -198,7 +196,7 @@ def _turn(conversation: Conversation, text: str, details: bool) -> None:
                         stopped = True
                         break
             finally:
-                pieces.close()  # type: ignore[attr-defined]
+                pieces.close()
         except KeyboardInterrupt:
             stopped = True
         except ContextExceeded as error:

@@ -16,9 +16,9 @@ MAX_SLOTS = 32
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """From the context `ctx` (positions), the sliding `window` (positions, itself included; 0 = no local layers), the most
-    rows of one sequence that are in flight (`chunk`: those of a prefill pass, or of all that overlap) and the number of
-    `slots`. Made by `of`, but in tests of its rules."""
+    """ctx: positions per sequence. window: of local layers, in positions, the row's own included; 0 = no local layers. chunk:
+    most rows of one sequence in flight, those of a prefill pass or of all that overlap. slots: sequences. Made by `of`, except
+    in tests."""
 
     ctx: int
     window: int

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybrid.core.plan import Plan
+from hybrid.core.plan import PURPOSE, Plan, TensorDecl
 from hybrid.spec.cost import Cost, plan_cost, step_cost
 from hybrid.spec.op import load_ops
 
-__all__ = ["Cost", "memory", "plan_cost", "precision_by_phase", "precision_of", "step_cost"]
+__all__ = ["Cost", "memory", "plan_cost", "precision_by_phase", "precision_of", "purpose", "step_cost"]
 
 
 def memory(plan: Plan) -> dict[str, int]:
@@ -17,16 +17,15 @@ def memory(plan: Plan) -> dict[str, int]:
     for name, decl in plan.tensors.items():
         if decl.kind == "activation":
             continue
-        held[_purpose(name, decl.kind)] += decl.nbytes
+        held[purpose(name, decl)] += decl.nbytes
     return {**held, "activations": plan.arena_bytes}
 
 
-def _purpose(name: str, kind: str) -> str:
-    if kind == "weight":
-        return "tables" if name.startswith("rope.") else "weights"
-    if kind == "state":
-        return "kv" if name.startswith("kv.") else "state"
-    return kind
+def purpose(name: str, decl: TensorDecl) -> str:
+    """What a tensor is for, as memory is told by plans: as Device.memory() tells it, RoPE tables and the KV cache apart."""
+    if decl.kind == "weight" and name.startswith("rope."):
+        return "tables"
+    return "kv" if decl.kind == "state" and name.startswith("kv.") else PURPOSE[decl.kind]
 
 
 def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:

@@ -21,7 +21,7 @@ class WeightInfo(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[tuple[str, int], ...] = ()
+    row_types: tuple[tuple[str, int], ...] = ()
     """(dtype, rows) of each run of rows where they differ; `dtype` is then the widest."""
 
 
@@ -176,10 +176,10 @@ def fused(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, tuple[We
 
 
 def _joined(infos: list[WeightInfo]) -> dict[str, Any]:
-    """Type of matrices one after another; pieces where they differ, neighbours of one type as one."""
+    """Storage type of matrices joined by rows, with row_types where they differ (neighbours of one type as one run)."""
     runs: list[tuple[str, int]] = []
     for info in infos:
         rows = info.shape[0] + (runs.pop()[1] if runs and runs[-1][0] == info.dtype else 0)
         runs.append((info.dtype, rows))
     widest = max((dtype for dtype, _ in runs), key=lambda dtype: DTYPES[dtype].bits)
-    return {"dtype": widest, "pieces": tuple(runs) if len(runs) > 1 else ()}
+    return {"dtype": widest, "row_types": tuple(runs) if len(runs) > 1 else ()}

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybrid.core.hparams import HParams
-from hybrid.core.plan import Plan, TensorDecl
+from hybrid.core.plan import Plan
 from hybrid.planning.cache import CacheShape
+from hybrid.planning.cost import purpose
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.passes import PassSizes, chunk_of, pass_sizes
-from hybrid.planning.pipeline import in_lane, lanes_of, outlasting
+from hybrid.planning.pipeline import for_pipeline_slot, outlasting, pipeline_depth
 from hybrid.planning.planner import PrecisionName, Target, plan
 from hybrid.spec.schedule import Schedule, find_schedule
 
@@ -48,7 +49,7 @@ class Footprint:
 
 
 def nothing_beside(plan: Plan) -> int:
-    """Of devices whose kernels need no memory of their own."""
+    """For devices whose kernels need no memory of their own."""
     return 0
 
 
@@ -78,10 +79,10 @@ def footprint(
     sizes = pass_sizes(hparams, context, batch, chunk or chunk_of(capabilities))
     rows, outs, logits, hidden = sizes.rows[-1], sizes.outs[-1], sizes.logits, sizes.hidden
     schedule = schedule or find_schedule(hparams.family)
-    lanes = lanes_of(schedule)
-    cache = CacheShape.of(hparams, context, batch, rows, lanes)
+    depth = pipeline_depth(schedule)
+    cache = CacheShape.of(hparams, context, batch, rows, depth)
     target = Target(schedule, hparams, weights, cache, hparams.vocab, precision, kv, capabilities=capabilities)
-    target, times = thinned(target) if lanes == 1 else (target, (1,) * hparams.n_layers)
+    target, times = thinned(target) if depth == 1 else (target, (1,) * hparams.n_layers)
     prefill = plan(target, rows, outs, "prefill")
     passes = [
         prefill,
@@ -89,7 +90,7 @@ def footprint(
         plan(target, hidden, 0, "prefill", capture=True, layout=prefill),
     ]
     plans = [plan(target, outs, outs, "decode")]
-    plans += [in_lane(p, lane, schedule, prefill.arena_bytes) for p in passes for lane in range(lanes)]
+    plans += [for_pipeline_slot(p, i, schedule, prefill.arena_bytes) for p in passes for i in range(depth)]
     others = () if beside is nothing_beside else every_size(target, sizes)
     return _sum(plans, target.hparams, times, max(map(beside, [*plans, *others])))
 
@@ -105,7 +106,7 @@ def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
             number, _, rest = name[4:].partition(".")
             own.setdefault(int(number), []).append((rest, info))
     for layer, seen in enumerate(target.hparams.layer_is_global):
-        kinds.setdefault((seen, *((n, i.dtype, i.shape, i.pieces) for n, i in sorted(own.get(layer, ())))), []).append(layer)
+        kinds.setdefault((seen, *((n, i.dtype, i.shape, i.row_types) for n, i in sorted(own.get(layer, ())))), []).append(layer)
     times = {k: n for of in kinds.values() for k, n in zip(of[:2], (1, len(of) - 1), strict=False)}
     kept = sorted(times)
     weights = {n: i for n, i in target.weights.items() if not n.startswith("blk.")}
@@ -117,8 +118,8 @@ def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
 
 def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
     """Plans of every number of rows that an engine compiles, of two layers of each kind: few rows may be cut into more parts
-    than many. None for several lanes, whose plans are cut anew."""
-    if lanes_of(target.schedule) > 1:
+    than many. None where passes overlap: a multi-device cuts the plans into segments, whose scratch it does not reserve."""
+    if pipeline_depth(target.schedule) > 1:
         return
     target, _ = thinned(target)
     for outs in sizes.outs:
@@ -133,14 +134,8 @@ def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int)
     """times: how many layers each of the plans' layers stands for."""
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
     for name, decl in outlasting(plans).items():
-        layer = _LAYER.match(name)
-        held[_purpose(decl, name, hparams)] += decl.nbytes * (times[int(layer[1])] if layer else 1)
+        layer, kind = _LAYER.match(name), purpose(name, decl)
+        if kind == "kv" and layer:
+            kind = "kv_global" if hparams.layer_is_global[int(layer[1])] else "kv_local"
+        held[kind] += decl.nbytes * (times[int(layer[1])] if layer else 1)
     return Footprint(**held, scratch=max(p.arena_bytes for p in plans), beside=beside)
-
-
-def _purpose(decl: TensorDecl, name: str, hparams: HParams) -> str:
-    if decl.kind == "weight":
-        return "tables" if name.startswith("rope.") else "weights"
-    if decl.kind == "state" and name.startswith("kv."):
-        return "kv_global" if hparams.layer_is_global[int(name.split(".")[1])] else "kv_local"
-    return decl.kind

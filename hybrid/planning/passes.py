@@ -1,4 +1,4 @@
-"""How many rows the passes of an engine have, and what its device can multiply: what its plans are made for."""
+"""Row counts that an engine's plans are made for, by what its device can multiply."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def bucket_of(n: int, sizes: Sequence[int]) -> int:
 
 
 def capabilities_of(has: Callable[[str], bool]) -> frozenset[str]:
-    """What a device (its `has`) can do that plans depend on."""
+    """The features of a device (by its `has`) that schedules choose precisions by."""
     return frozenset(c for c in CAPABILITIES if has(c))
 
 
 def chunk_of(capabilities: Collection[str]) -> int:
-    """Rows of a prefill pass on a device with these capabilities, where nobody asks for others."""
+    """Default rows of a prefill pass on a device with these capabilities."""
     return MATRIX_CHUNK if "f16_matrices" in capabilities else CHUNK
 
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """Row counts to make plans for, ascending: of prompts, and of sequences that get a token. `logits`, `hidden`: rows
-    of the passes that read those back."""
+    """Row counts to make plans for, ascending: of prefill passes (`rows`), and of sequences that get a token (`outs`). `logits`,
+    `hidden`: most rows of a pass that reads those back."""
 
     rows: tuple[int, ...]
     outs: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""Passes that overlap: each has a set (a lane) of rows, control words and activations of its own; weights, caches and what
-belongs to sequences are one. What one pass may not do before another is done is read off the plans.
+"""Prefill passes that overlap. Each uses a pipeline slot: rows, control words and activations of its own; weights, caches and
+the state of sequences are shared. Which segments of an earlier pass a later one waits for is read off the plans (`needs`).
 
-A pass appends positions of its own to a cache and reads those up to them. So of two passes in flight the later one reads
-what the earlier appended, and overwrites nothing that it still reads: rings have room for the rows of every lane
+A pass appends its own positions to a cache and reads those up to them. So of two passes in flight the later one reads what
+the earlier appended, and overwrites nothing that it still reads: rings have room for the rows of every pipeline slot
 (CacheShape's chunk).
 """
 
@@ -21,19 +21,19 @@ from hybrid.spec.schedule import Schedule
 CACHES = ("k_cache", "v_cache")  # arguments that are read and appended to through block_table
 
 
-def lanes_of(schedule: Schedule) -> int:
+def pipeline_depth(schedule: Schedule) -> int:
     """Prefill passes that a schedule lets overlap: 1 where all its steps are the main device's."""
     elsewhere = any(s.device != "main" for s in (*schedule.before, *schedule.layer, *schedule.after))
     return schedule.schedule.pipeline if elsewhere else 1
 
 
-def named(name: str, lane: int) -> str:
-    """What a pass's own tensor is called in a lane."""
-    return f"{name}@{lane}" if lane else name
+def named(name: str, pipeline_slot: int) -> str:
+    """The name of a pass's own tensor in a pipeline slot; slot 0 keeps the plan's names."""
+    return f"{name}@{pipeline_slot}" if pipeline_slot else name
 
 
 def is_result(name: str) -> bool:
-    """Numbers that a plan leaves for the host when it is asked to: their tensors are made then."""
+    """Logits and hidden states that a plan leaves for the host: their tensors are stored when they are first asked for."""
     return name.partition("@")[0] == "logits" or name.startswith("hidden.")
 
 
@@ -46,26 +46,33 @@ def outlasting(plans: Iterable[Plan]) -> dict[str, TensorDecl]:
     return decls
 
 
-def in_lane(plan: Plan, lane: int, schedule: Schedule, arena_bytes: int) -> Plan:
-    """The same pass on the tensors and the part of the arena of a lane; lane 0 keeps the plan's names. arena_bytes: of each
-    lane's part, at least the plan's."""
+def for_pipeline_slot(plan: Plan, pipeline_slot: int, schedule: Schedule, arena_bytes: int) -> Plan:
+    """The same pass on the tensors of a pipeline slot and its range of the arena; slot 0 keeps the plan's names. arena_bytes:
+    of each slot's range, at least the plan's."""
     if plan.arena_bytes > arena_bytes:
-        raise ValueError(f"plan {plan.name} has {plan.arena_bytes} bytes of activations, a lane {arena_bytes}")
-    own = {n: named(n, lane) if passing(plan, n, schedule) else n for n in plan.tensors}
+        raise ValueError(f"plan {plan.name} has {plan.arena_bytes} bytes of activations, a pipeline slot {arena_bytes}")
+    own = {n: named(n, pipeline_slot) if passing(plan, n, schedule) else n for n in plan.tensors}
 
     def moved(decl: TensorDecl) -> TensorDecl:
-        shift = lane * arena_bytes if decl.kind == "activation" else 0
+        shift = pipeline_slot * arena_bytes if decl.kind == "activation" else 0
         return replace(decl, name=own[decl.name], offset=decl.offset + shift)
 
     steps = tuple(replace(s, args={k: own[n] for k, n in s.args.items()}) for s in plan.steps)
     tensors = {own[n]: moved(d) for n, d in plan.tensors.items()}
-    name = f"{plan.name}@{lane}" if lane else plan.name
-    size = (lane + 1) * arena_bytes
-    return replace(plan, name=name, steps=steps, tensors=tensors, arena_bytes=size, control=own[plan.control], lane=lane)
+    name = f"{plan.name}@{pipeline_slot}" if pipeline_slot else plan.name
+    return replace(
+        plan,
+        name=name,
+        steps=steps,
+        tensors=tensors,
+        arena_bytes=(pipeline_slot + 1) * arena_bytes,
+        control=own[plan.control],
+        pipeline_slot=pipeline_slot,
+    )
 
 
 def passing(plan: Plan, name: str, schedule: Schedule) -> bool:
-    """Does a tensor belong to one pass? Activations, control words, rows, outputs and what goes from one device to another
+    """Whether a tensor belongs to one pass: activations, control words, rows, outputs and what goes from one device to another
     do; weights, state, and what the schedule declares for sequences (`params`, `history`) do not."""
     if plan.tensors[name].kind in ("weight", "state"):
         return False

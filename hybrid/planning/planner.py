@@ -1,4 +1,4 @@
-"""From a schedule and a checkpoint to a plan: names, shapes and dtypes of every edge checked, activations placed."""
+"""From a schedule and a checkpoint to a plan: names, shapes and dtypes of every edge checked, activations at their offsets."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class _Planner:
         return self.solved[key]
 
     def _check(self, op: OpSpec, step: Step, tensors: Mapping[str, TensorDecl]) -> None:
-        """That the step's axes, attributes and dtypes, those of every piece included, are allowed on its device."""
+        """That the step's axes, attributes and dtypes, those of every run of rows included, are allowed on its device."""
         backend = step.device.partition(":")[0]
         key = (op.name, backend, *step.bind.items(), *step.attrs.items(), *((k, d.dtype, d.dtypes) for k, d in tensors.items()))
         if key in self.checked:
@@ -239,7 +239,7 @@ class _Planner:
             self._outlasting(name)
         elif name in self.fused:
             info, sources = self.fused[name]
-            self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight", sources=sources, pieces=info.pieces)
+            self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight", sources=sources, row_types=info.row_types)
         elif name in self.target.weights:
             info = self.target.weights[name]
             self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight")
@@ -287,8 +287,8 @@ class _Planner:
             self.lives[name] = (index, index)
 
     def _share(self, steps: list[Step]) -> list[Step]:
-        """Activations that pass from one device to another lie outside of either's arena, where both can reach them. Those of
-        one shape whose lives are apart take turns in one tensor, under the name of the first."""
+        """Activations that one device writes and another reads become io tensors, outside of either's arena. Those of one shape
+        and dtype whose lifetimes are disjoint share one tensor, under the name of the first."""
         users: dict[str, set[str]] = {}
         for step in steps:
             for name in step.args.values():

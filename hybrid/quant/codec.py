@@ -76,7 +76,7 @@ def copy_rows(what: str, target: Tensor, pieces: Iterable[Tensor]) -> None:
 
 def runs(decl: TensorDecl, parts: Sequence[Source]) -> Rows:
     """A weight of several storage types: each run of rows becomes a tensor of its own."""
-    made = [Tensor.empty(dtype, (rows, *decl.shape[1:])) for dtype, rows in decl.pieces]
+    made = [Tensor.empty(dtype, (rows, *decl.shape[1:])) for dtype, rows in decl.row_types]
     makers = iter(parts)
     for run in made:
         at = 0

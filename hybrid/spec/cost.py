@@ -33,7 +33,7 @@ def step_cost(plan: Plan, step: Step, context: int | None = None) -> Cost:
     dtypes = {key: d.dtype for key, d in decls.items()}
     cost = _declared(step.op, tuple(bind.items()), tuple(dtypes.items()), tuple(step.attrs.items()))
     for d in decls.values():  # counted as if all of its rows were of the widest type
-        cost += Cost(0, d.data_bytes - DTYPES[d.dtype].nbytes(d.shape)) if d.pieces else Cost()
+        cost += Cost(0, d.data_bytes - DTYPES[d.dtype].nbytes(d.shape)) if d.row_types else Cost()
     return cost
 
 

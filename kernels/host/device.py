@@ -15,17 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.core.device import Counters
+from hybrid.core.device import Counters, Program, SingleDevice
 from hybrid.core.hostmemory import NotShareable
-from hybrid.core.plan import ALIGN, Plan, TensorDecl
+from hybrid.core.plan import ALIGN, PURPOSE, Plan, TensorDecl
 from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
 from hybrid.kernels.host.memory import Guarded, Slabs, aligned, in_memory, place, usable_bytes
 from hybrid.kernels.host.program import HostProgram
 from hybrid.kernels.host.threads import BlasThreads
 from hybrid.quant.codec import Value, copy_rows, dequantise, joined, runs
+from hybrid.spec.op import load_ops
 
 
-class HostDevice:
+class HostDevice(SingleDevice):
     """hybrid.core.device.Device over NumPy arrays.
 
     functions: what computes each operation, by its name, called with arrays and attributes as kernels.oracle's are.
@@ -44,20 +45,16 @@ class HostDevice:
         guard: int = 0,
         ops: Mapping[str, Any] | None = None,
     ) -> None:
-        if ops is None:
-            from hybrid.spec import load_ops
-
-            ops = load_ops()
         self.name = name
         self.counters = Counters()
-        self.ops = ops
+        self.ops = load_ops() if ops is None else ops
         self.functions = dict(functions)
         self.guard = guard
         self.generation = 0
         """Grows whenever memory moves: programs then look their tensors up again."""
         self.blas = BlasThreads()
         self.threads = self.blas.text
-        """How products use BLAS's threads, for people."""
+        """See Device.threads."""
         self._memory = usable_bytes() if memory is None else memory
         self._budget = self._memory // 2 if memory_budget is None else memory_budget
         self._decls: dict[str, TensorDecl] = {}
@@ -84,7 +81,7 @@ class HostDevice:
         self.check_open()
         if decl.kind == "weight" and parts and not self.guard and decl.nbytes > self._room():
             tensor = self._left_in_file(decl, parts)
-        elif decl.pieces:
+        elif decl.row_types:
             tensor = runs(decl, parts)
         else:
             tensor = self._filled(decl, value, parts)
@@ -121,10 +118,10 @@ class HostDevice:
         return made.tensor
 
     def _left_in_file(self, decl: TensorDecl, parts: Sequence[Source]) -> Tensor | Rows | Packed:
-        """The parts as they come: what is computed while loading is kept all the same."""
-        pieces = tuple(make() for make in parts)
-        tensor = pieces[0] if len(pieces) == 1 else Rows(pieces)
-        if tensor.shape != decl.shape or not {p.dtype for p in pieces} <= set(decl.dtypes):
+        """The parts as their sources make them; one that is converted while loading is in memory all the same."""
+        made = tuple(make() for make in parts)
+        tensor = made[0] if len(made) == 1 else Rows(made)
+        if tensor.shape != decl.shape or not {p.dtype for p in made} <= set(decl.dtypes):
             raise ValueError(f"{decl.name} is declared {decl.dtype} {decl.shape}, got {tensor.dtype} {tensor.shape}")
         return tensor
 
@@ -164,7 +161,7 @@ class HostDevice:
 
     # --- plans
 
-    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> HostProgram:
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
         """Check a plan against the stored tensors and prepare it. ValueError names the step and what is wrong."""
         self.check_open()
         self.reserve(plan.arena_bytes)
@@ -183,8 +180,7 @@ class HostDevice:
         self.check_open()
         held = dict.fromkeys(("weights", "state", "io"), 0)
         for name, tensor in self._tensors.items():
-            kind = self._decls[name].kind
-            held["weights" if kind == "weight" else kind] += in_memory(tensor)
+            held[PURPOSE[self._decls[name].kind]] += in_memory(tensor)
         activations = sum(g.room.nbytes for p in self._programs for g in p.guarded.values())
         copies = sum(a.nbytes for a in self._float.values())
         held |= {"activations": self._arena.size + activations, "staging": 0, "dequantised": copies}

@@ -15,10 +15,10 @@ from hybrid.kernels.host.memory import Guarded
 from hybrid.kernels.host.threads import seconds_alone
 from hybrid.quant.codec import argument, round_into
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the device makes its programs, which keep a reference to it
     from hybrid.kernels.host.device import HostDevice
 
-# Weights that BLAS reads whole: worth keeping as float32. (Embedding reads a few rows of the same tensor.)
+# Weights that BLAS reads whole, so that a float32 copy speeds them up. (Embedding reads a few rows of the same tensor.)
 _MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "w_down"), "logits": ("w",)}
 
 

@@ -1,10 +1,10 @@
-"""How many of BLAS's threads a product is worth.
+"""How many BLAS threads a matrix product uses.
 
-A product that is shared ends with the last of its threads. Where other programs want the cores, one that sleeps gets its own
-a time slice later: products of 0.1 and 0.2 ms took 16 and 20 ms on two busy cores. So a product is shared where one thread
-alone would be at work for longer than that can cost. Its size decides, and no clock: of several rows, the number of threads
-changes the last bits (OpenBLAS, Haswell and Zen), and the same prompt should give the same text. Of one row it does not, for
-each output is one thread's: there shorter products are shared too, until one takes too long, and again a second later.
+A product split over threads ends with the last of them. Where other programs use the cores, a sleeping thread is scheduled a
+time slice late: products of 0.1 and 0.2 ms took 16 and 20 ms on two busy cores. So a product is split where one thread would
+need longer than that can cost. The product's size decides, not a clock: with several rows, the number of threads changes the
+last bits (OpenBLAS, Haswell and Zen), and the same prompt should give the same text. With one row it does not, because each
+output is computed by one thread: there shorter products are split too, until one takes too long, and again a second later.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-WORTH = 4e-3
-"""Seconds of one thread from which on a product is shared: about a time slice of a busy machine."""
-WORTH_OF_ONE_ROW = 0.6e-3
+from threadpoolctl import ThreadpoolController
+
+SPLIT_FROM = 4e-3
+"""Seconds on one thread from which a product is split: about a time slice of a busy machine."""
+SPLIT_ONE_ROW_FROM = 0.6e-3
 """The same for products of one row, as long as the processors are free."""
 PAUSE = 1.0
-"""Seconds without sharing those, after one that waited for a processor."""
+"""Seconds for which those are not split, after one that waited for a processor."""
 _MACS_PER_SECOND, _BYTES_PER_SECOND = 30e9, 8e9  # of one core of a desktop, float32
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
@@ -44,16 +46,14 @@ def processors() -> int:
 
 
 class BlasThreads:
-    """Around a pass: `use` says what a product may take, and afterwards the process has the number that it had.
+    """Around a pass: `use` sets the number of threads for a product; after the pass the process has its own number again.
 
-    libraries: what threadpoolctl finds of BLAS (default: that). Nothing happens where they have one thread, or are none that
-    can be told. `most`: threads for a product that is worth them.
+    libraries: BLAS libraries with threadpoolctl's interface (default: those that it finds). Nothing happens where they have one
+    thread, or where none is found. `most`: threads of a product that is split.
     """
 
     def __init__(self, libraries: Sequence[Any] | None = None) -> None:
         if libraries is None:
-            from threadpoolctl import ThreadpoolController
-
             libraries = ThreadpoolController().select(user_api="blas").lib_controllers
         self._before = [(library, library.num_threads or 1) for library in libraries]
         self._set = 0  # what all of them have now; 0: what they had
@@ -62,7 +62,7 @@ class BlasThreads:
         self._many = had > 1
         self._alone_until = 0.0
         names = ", ".join(dict.fromkeys(f"{library.internal_api} {library.version or ''}".strip() for library in libraries))
-        limits = f"{1e3 * WORTH:g} ms, of one row {1e3 * WORTH_OF_ONE_ROW:g} ms"
+        limits = f"{1e3 * SPLIT_FROM:g} ms, of one row {1e3 * SPLIT_ONE_ROW_FROM:g} ms"
         shared = f", 1 for products below {limits}" if self._many else ""
         self.text = f"{self.most or 'not known how many'} of {names or 'BLAS'}{shared}"
         """For --stats."""
@@ -71,8 +71,8 @@ class BlasThreads:
         """For products of that length on one thread. True: `judge` wants to know how long they took."""
         if not self._many:
             return False
-        trial = one_row and WORTH_OF_ONE_ROW <= seconds < WORTH and time.perf_counter() >= self._alone_until
-        wanted = self.most if trial or seconds >= WORTH else 1
+        trial = one_row and SPLIT_ONE_ROW_FROM <= seconds < SPLIT_FROM and time.perf_counter() >= self._alone_until
+        wanted = self.most if trial or seconds >= SPLIT_FROM else 1
         if wanted != self._set:
             for library, _ in self._before:
                 library.set_num_threads(wanted)
@@ -81,7 +81,7 @@ class BlasThreads:
 
     def judge(self, seconds: float, took: float) -> None:
         """Of products that were shared for being of one row: where they waited for a processor, the next are not."""
-        if took > 2 * seconds + WORTH:
+        if took > 2 * seconds + SPLIT_FROM:
             self._alone_until = time.perf_counter() + PAUSE
 
     def __enter__(self) -> BlasThreads:

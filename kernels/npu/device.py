@@ -100,7 +100,7 @@ class NpuDevice(HostDevice):
         """See Device.write; while a pass runs, after those submitted so far."""
         self.enqueue(partial(super().write, name, value, row))
 
-    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:  # type: ignore[override]
+    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
         self._rest()
         return NpuProgram(self, super().compile(plan, profile, cooperative))
 

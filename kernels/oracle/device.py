@@ -17,6 +17,8 @@ class CpuDevice(HostDevice):
     memory, memory_budget, guard, ops: see HostDevice. overrides: functions that replace the oracle's, by operation
     (mutation tests)."""
 
+    backend = "cpu"
+
     def __init__(
         self,
         *,

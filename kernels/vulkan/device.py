@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybrid.core.device import SingleDevice
 from hybrid.core.plan import Plan, TensorDecl
 from hybrid.kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
 from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes
@@ -51,7 +52,7 @@ def open_device(selector: str = "auto", **options: Any) -> VulkanDevice:
     return VulkanDevice(selector, **options)
 
 
-class VulkanDevice(Storage):
+class VulkanDevice(Storage, SingleDevice):
     """hybrid.core.device.Device on Vulkan; also what bindings see as `rec.device`.
 
     selector: as in open_device. spirv: another folder of built kernels. bindings: other bindings by operation.
@@ -64,6 +65,8 @@ class VulkanDevice(Storage):
     A device that was lost or did not finish in time raises VulkanLost from then on, whatever is asked of it; close() it and
     open another. One that was open when this process was forked from its own raises ForkedDevice.
     """
+
+    backend = "vulkan"
 
     def __init__(self, selector: str = "auto", *, spirv: Path | None = None,
                  bindings: Mapping[str, Binding] | None = None, max_range: int | None = None, guard: int = 0,

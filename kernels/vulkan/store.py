@@ -11,12 +11,12 @@ import numpy as np
 from hybrid.core.device import Counters
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.hostmemory import NotShareable
-from hybrid.core.plan import TensorDecl
+from hybrid.core.plan import PURPOSE, TensorDecl
 from hybrid.core.tensor import Packed, Source, Tensor, unpacked
 from hybrid.kernels.vulkan.hostmemory import import_fd, import_pages
 from hybrid.kernels.vulkan.memory import Memory, Slice, align_up
 from hybrid.kernels.vulkan.repack import Loader, takes
-from hybrid.kernels.vulkan.tensors import PURPOSE, Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
+from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
 from hybrid.kernels.vulkan.transfer import Transfer
 
 # As f32 and bf16 a huge number, as f16 a NaN: a kernel that reads beyond its tensor shows in its result too.

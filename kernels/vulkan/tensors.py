@@ -13,8 +13,6 @@ from hybrid.core.tensor import Tensor
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.memory import Slice
 
-PURPOSE = {"weight": "weights", "state": "state", "io": "io", "activation": "activations"}
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -89,8 +87,8 @@ def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
 def chunk_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int, str]]:
     """(first row, rows, storage type) of a tensor's chunks: consecutive rows of one type, split where they must be."""
     found, start = [], 0
-    for dtype, rows in decl.pieces or ((decl.dtype, rows_of(decl.shape)),):
-        run = replace(decl, dtype=dtype, shape=(rows, *decl.shape[1:]), pieces=()) if decl.pieces else decl
+    for dtype, rows in decl.row_types or ((decl.dtype, rows_of(decl.shape)),):
+        run = replace(decl, dtype=dtype, shape=(rows, *decl.shape[1:]), row_types=()) if decl.row_types else decl
         found += [(start + row, count, dtype) for row, count in split_rows(run, max_range)]
         start += rows
     return found

@@ -30,6 +30,7 @@ from hybrid.cli.progress import progress_bar
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.devices.about import driver_of, kernels_of
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.opening import add_model, open_model
 from hybrid.perf.ablate.switches import (
@@ -77,7 +78,7 @@ def on_device(made: Engine, position: int) -> int:
 
 def host_sampling(made: Engine, position: int) -> int:
     """Logits to the host, the largest chosen there, its id written back."""
-    decl = TensorDecl("logits", "f32", (made.logits_rows, made.target.hparams.vocab), "io")
+    decl = TensorDecl("logits", "f32", (made.sizes.logits, made.target.hparams.vocab), "io")
     made.result(decl)
     program = made.program("decode", 1, 1, sample=False)
     made.device.wait(program.submit())
@@ -144,7 +145,8 @@ def opened(checkpoint: Checkpoint, device: str, switches: Sequence[Switch], dept
 
     with open_device(device) as found:
         schedule = schedule_without(find_schedule(checkpoint.hparams.family), switches)
-        made = Engine(checkpoint, found, schedule, ctx=context_for(depth, tokens), n_tokens=checkpoint.hparams.vocab)
+        config = EngineConfig(ctx=context_for(depth, tokens), n_tokens=checkpoint.hparams.vocab)
+        made = Engine(checkpoint, found, config, schedule=schedule)
         made.prefill({0: np.random.default_rng(0).integers(2, 1000, depth).tolist()})
         yield made
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybrid.core.device import Counters
 from hybrid.core.errors import SpecError
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.kernels.vulkan.kernel import SPIRV
 from hybrid.perf.roofline.work import Planned, subject
@@ -78,7 +79,7 @@ def small_engine(**options: Any) -> Iterator[Engine]:
     bindings = options.pop("bindings", None)
     with open_device(cpu_driver(), bindings=bindings, validation=False) as device:
         checkpoint = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
-        yield Engine(checkpoint, device, ctx=256, n_tokens=2048, **options)
+        yield Engine(checkpoint, device, EngineConfig(ctx=256, n_tokens=2048, **options))
 
 
 def token(made: Engine, slot: int, position: int) -> None:

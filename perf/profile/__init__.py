@@ -132,6 +132,7 @@ def _steps(plan: Any, context: int, runs: Sequence[Any], begin: float) -> list[S
 def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Everything as plain data."""
     from hybrid.bench.probe import probe
+    from hybrid.engine.config import EngineConfig
     from hybrid.engine.engine import Engine
 
     with ExitStack() as held:
@@ -142,8 +143,9 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
         ctx = args.context + 3
         if ctx > checkpoint.hparams.context_length:
             raise ValueError(f"--context {args.context}: the model was made for {checkpoint.hparams.context_length} positions")
-        engine = Engine(checkpoint, device, schedule, precision=args.precision, kv=args.kv, ctx=ctx, chunk=args.chunk,
-                        n_tokens=checkpoint.hparams.vocab, profile=True, progress=True)  # fmt: skip
+        config = EngineConfig(precision=args.precision, kv=args.kv, ctx=ctx, chunk=args.chunk, n_tokens=checkpoint.hparams.vocab,
+                              profile=True, progress=True)  # fmt: skip
+        engine = Engine(checkpoint, device, config, schedule=schedule)
         steps, passes = measure(engine, args.phase, args.context, args.repetitions)
         return {
             "schema": SCHEMA,

@@ -289,7 +289,7 @@ def _work(made: Plan, context: int, device: DryDevice) -> Work:
             step.op,
             tuple(step.bind.items()),
             tuple(step.attrs.items()),
-            tuple((d.dtype, d.pieces, d.kind) for d in used.values()),
+            tuple((d.dtype, d.row_types, d.kind) for d in used.values()),
         )
         if key not in costs:
             cost = step_cost(made, step, context)

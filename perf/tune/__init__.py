@@ -272,7 +272,7 @@ def _main(args: Any, command: str) -> int:
     families = [space().named(name) for name in args.family] or [f for f in space().family if not f.fused]
     device: Any = open_device(args.device).device
     try:
-        if device.name == "cpu":
+        if device.backend == "cpu":
             raise ValueError("the cpu device has no tuning table: give --device vulkan")
         name = args.table or device.tuning.name
         if args.write and name == "default":

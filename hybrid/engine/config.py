@@ -1,0 +1,89 @@
+"""How an engine runs a checkpoint, and what follows from it for a device: row counts of passes, cache sizes, the plans' target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Literal, get_args
+
+from hybrid.checkpoint import Checkpoint
+from hybrid.core.device import Device
+from hybrid.core.hparams import HParams
+from hybrid.engine.weights import stored_types
+from hybrid.planning.cache import MAX_SLOTS, CacheShape
+from hybrid.planning.passes import PassSizes, capabilities_of, chunk_of, fixed_rows, pass_sizes
+from hybrid.planning.planner import PrecisionName, Target
+from hybrid.spec.schedule import Schedule
+
+CacheType = Literal["auto", "f32", "f16"]
+DEFAULT_CTX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Checked when made: ValueError names the field and what it may be. None: decided by the model or the device."""
+
+    precision: PrecisionName = "auto"
+    """auto: quantised weights with int8 activations and an f16 KV cache, others in float32; exact: float32; fast: unquantised
+    weights with f16 activations."""
+    kv: CacheType = "auto"
+    """Storage type of the KV cache; auto: by `precision`."""
+    weights: str | None = None
+    """Storage type that matrices are converted to while loading (default: the file's)."""
+    ctx: int | None = None
+    """Positions per sequence (default: the model's context, at most DEFAULT_CTX)."""
+    slots: int = 1
+    """Sequences that the KV cache holds at a time."""
+    chunk: int | None = None
+    """Most rows of a prefill pass (default: what fills the device's matrix units)."""
+    n_tokens: int | None = None
+    """Ids below this may be chosen (default: the tokenizer's size)."""
+    deterministic: bool = False
+    """Passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt was cut nor on
+    what runs beside it. Slower: prompts go through a few rows at a time; on cpu one row, and one sequence."""
+    profile: bool = False
+    """Time every step (Engine.trace), at the cost of a wait after each pass."""
+    progress: bool = False
+    """A progress bar on standard error while weights load."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("kv", get_args(CacheType)), ("precision", get_args(PrecisionName))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}")
+        if not isinstance(self.slots, Integral) or not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots!r}")
+        for name in ("ctx", "chunk", "n_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, Integral) or (value < 1 and name != "ctx")):
+                raise ValueError(f"{name} must be a positive integer, or None for the default, not {value!r}")
+
+    def context(self, hparams: HParams) -> int:
+        """Positions per sequence for a model. ValueError where it was made for fewer."""
+        ctx = min(hparams.context_length, DEFAULT_CTX) if self.ctx is None else self.ctx
+        if not 1 <= ctx <= hparams.context_length:
+            raise ValueError(f"ctx {ctx} is outside 1..{hparams.context_length}, the context that the model was made for")
+        return ctx
+
+
+def sizes_for(config: EngineConfig, hparams: HParams, device: Device) -> PassSizes:
+    """Row counts that plans are made for. ValueError where the device cannot be deterministic for so many slots."""
+    chunk = chunk_of(capabilities_of(device.has)) if config.chunk is None else config.chunk
+    fixed = fixed_rows(device.backend, config.slots) if config.deterministic else None
+    return pass_sizes(hparams, config.context(hparams), config.slots, chunk, fixed)
+
+
+def target_for(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule, sizes: PassSizes) -> Target:
+    """What all plans of the engine share. ValueError for weights that the device cannot hold as the configuration says."""
+    hp = checkpoint.hparams
+    n_tokens = checkpoint.tokenizer.n_tokens if config.n_tokens is None else config.n_tokens
+    return Target(
+        schedule,
+        hp,
+        stored_types(checkpoint, config.weights, device.backend),
+        CacheShape.of(hp, config.context(hp), config.slots, sizes.rows[-1], device.pipeline_depth),
+        min(hp.vocab, n_tokens),
+        config.precision,
+        config.kv,
+        device.backend,
+        capabilities_of(device.has),
+    )
