@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid.perf.record.schema import OpTime, Worth
-from hybrid.perf.report.pictures import by_commit, shares, versus, where_time_goes, worths
+from hybrid.perf.record.schema import OpTime, Speedup
+from hybrid.perf.report.pictures import by_commit, shares, speedups, versus, where_time_goes
 from hybrid.perf.svg import TOP, Axis, Chart, page, spread, wrapped
 
 WIDTH = 6.2  # of a letter of 11 points in Helvetica, Arial and DejaVu Sans, on the average of such names
@@ -68,8 +68,8 @@ def test_lines_that_end_together_have_names_of_their_own():
 
 
 def test_names_below_bars_are_wrapped_or_thinned_out():
-    worth = tuple(Worth(name=n, summary="one thing", with_it=0.006, without=0.007, low=1.1, high=1.2) for n in NAMES * 2)
-    chart = worths(SimpleNamespace(model="gemma3-27b", dtype="q4_0", worth=worth), DEVICE)
+    found = tuple(Speedup(name=n, summary="one thing", with_it=0.006, without=0.007, low=1.1, high=1.2) for n in NAMES * 2)
+    chart = speedups(SimpleNamespace(model="gemma3-27b", dtype="q4_0", speedups=found), DEVICE)
     apart(page([chart], 1))
     shown = {t[4] for t in texts(page([chart], 1))}
     assert {"recorded-", "commands", "several-per-", "submit"} <= shown

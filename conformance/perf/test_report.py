@@ -39,9 +39,9 @@ BENCH = {
         {**RESULT, "test": "decode 128 @ 0", "phase": "decode", "n": 128, "tokens_per_second": 150.0},
     ],
 }
-WORTH = {"name": "fused-ffn", "summary": "one kernel", "with_it": 0.006, "without": 0.009, "ratios": [1.4, 1.6], "times": 1.5}
+SPEEDUP = {"name": "fused-ffn", "summary": "one kernel", "with_it": 0.006, "without": 0.009, "ratios": [1.4, 1.6], "times": 1.5}
 ABLATION = {**COMMON, "command": "python -m perf.ablate --random gemma3-27b --json", "depth": 512, "tokens": 16, "pairs": 7,
-            "worth": [WORTH]}  # fmt: skip
+            "speedups": [SPEEDUP]}  # fmt: skip
 OP = {"op": "fused_ffn", "calls": 62, "us": 3844.0, "share": 1.0, "nbytes": 11900000000, "flops": 43000000000, "floor_us": 2765.0}
 PROFILE = {**COMMON, "command": "python -m perf.profile --random gemma3-27b --json", "phase": "decode", "context": 512,
            "probes": {"copy_gb_s": 4303.0, "matrix_tflops": 620.0}, "passes": [{"host_us": 7300.0}], "ops": [OP]}  # fmt: skip
@@ -87,7 +87,7 @@ def test_bench_ablation_and_profile_of_a_commit_are_one_record(tmp_path, monkeyp
     (path,) = kept.glob("*.json")
     assert capsys.readouterr().out.split() == [str(path)]
     found = record.load_record(path)
-    assert (len(found.runs), round(found.ablations[0].worth[0].times, 6), found.profiles[0].ops[0].calls) == (2, 1.5, 62)
+    assert (len(found.runs), round(found.ablations[0].speedups[0].times, 6), found.profiles[0].ops[0].calls) == (2, 1.5, 62)
     files[1].write_text(json.dumps({**ABLATION, "kernels": "other"}))
     before = path.read_bytes()
     assert taking.main([str(junit(tmp_path)), *map(str, files), *given]) == 1 and path.read_bytes() == before

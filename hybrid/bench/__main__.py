@@ -1,4 +1,4 @@
-"""python -m hybrid.bench MODEL|--random NAME: prefill and decode, apart, with what they are worth on this device."""
+"""python -m hybrid.bench MODEL|--random NAME: prefill and decode, apart, with their shares of what this device reaches."""
 
 from __future__ import annotations
 

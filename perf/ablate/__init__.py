@@ -268,8 +268,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
         advance = held.enter_context(progress_bar(len(measure) * (args.repetitions + 1), "ablate", False, "pair"))
         found = [ablation.speed_up(switches, name, advance) for switches, name in measure]
         about = {"schema": SCHEMA, "command": command, **ablation.about}
-    # "worth": the key that perf.record reads, as in records made so far
-    print(json.dumps({**about, "worth": [s.as_dict() for s in found]}) if args.json else text(about, found))
+    print(json.dumps({**about, "speedups": [s.as_dict() for s in found]}) if args.json else text(about, found))
     return 0
 
 

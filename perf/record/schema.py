@@ -73,7 +73,7 @@ class Run(Model):
                 self.tokens_per_submit)  # fmt: skip
 
 
-class Worth(Model):
+class Speedup(Model):
     """One optimisation: seconds of a token with and without it (medians), the least and largest ratio of a pair."""
 
     name: str
@@ -97,7 +97,7 @@ class Ablation(Model):
     depth: int
     tokens: int
     pairs: int
-    worth: Annotated[tuple[Worth, ...], Field(min_length=1)]
+    speedups: Annotated[tuple[Speedup, ...], Field(min_length=1)]
     command: Command
 
     @property

@@ -21,7 +21,7 @@ from hybrid.cli import Parser, run
 from hybrid.core.errors import SpecError
 from hybrid.core.places import ROOT, clone
 from hybrid.kernels.vulkan.kernel import kernels_digest
-from hybrid.perf.record.schema import Ablation, OpTime, Profile, Proof, Record, Run, Worth, add
+from hybrid.perf.record.schema import Ablation, OpTime, Profile, Proof, Record, Run, Speedup, add
 
 MANIFEST = "kernels/vulkan/spirv/manifest.json"
 Made = Mapping[str, Any]
@@ -86,9 +86,9 @@ def run_of(bench: Made, result: Made) -> Run:
 
 def ablation_of(made: Made) -> Ablation:
     own = ("name", "summary", "with_it", "without")
-    worth = [Worth(**{key: w[key] for key in own}, low=w["ratios"][0], high=w["ratios"][1]) for w in made["worth"]]
+    speedups = [Speedup(**{key: w[key] for key in own}, low=w["ratios"][0], high=w["ratios"][1]) for w in made["speedups"]]
     return Ablation(model=called(made), dtype=dtype_of(made), depth=made["depth"], tokens=made["tokens"], pairs=made["pairs"],
-                    worth=tuple(worth), command=made["command"])  # fmt: skip
+                    speedups=tuple(speedups), command=made["command"])  # fmt: skip
 
 
 def profile_of(made: Made) -> Profile:
@@ -108,7 +108,7 @@ def profile_of(made: Made) -> Profile:
 
 KINDS: dict[str, tuple[str, Callable[[Made], tuple[Any, ...]]]] = {
     "results": ("runs", lambda made: tuple(run_of(made, r) for r in made["results"])),
-    "worth": ("ablations", lambda made: (ablation_of(made),)),
+    "speedups": ("ablations", lambda made: (ablation_of(made),)),
     "ops": ("profiles", lambda made: (profile_of(made),)),
 }
 """The key that tells a command's output -> the record's field, and what goes into it."""

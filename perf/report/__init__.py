@@ -22,7 +22,7 @@ from hybrid.core.places import in_clone, pages_root
 from hybrid.perf.isa import TABLES, check, committed
 from hybrid.perf.record.schema import Record, load_records, newest, slug
 from hybrid.perf.report.measured import PAGE, markdown
-from hybrid.perf.report.pictures import by_commit, kernel_chart, shares, versus, where_time_goes, worths
+from hybrid.perf.report.pictures import by_commit, kernel_chart, shares, speedups, versus, where_time_goes
 from hybrid.perf.report.tables import Table, ablation, ablations, load_peer, measured, ordered, profile, profiles, table, what
 from hybrid.perf.roofline.model import estimate
 from hybrid.perf.roofline.pictures import roofline_page
@@ -120,10 +120,10 @@ class Report:
             note = (
                 f"{escape(device)}: one sequence decodes after {one.depth} positions with and without each optimisation, in turn; "
             )
-            note += f"medians of {one.pairs} pairs, and the least and most that a pair showed. Worths are not multiplied together. "
+            note += f"medians of {one.pairs} pairs, and the least and most that a pair showed. Speed-ups do not multiply. "
             note += f"<code>{escape(one.command)}</code>"
-            body = self.charts(f"ablation-{slug(device)}-{slug(one.model)}", [worths(one, device)], 1) + html(ablation(one))
-            self.section(f"What each optimisation is worth: {one.model} {one.dtype}", MEASURED, note, body)
+            body = self.charts(f"ablation-{slug(device)}-{slug(one.model)}", [speedups(one, device)], 1) + html(ablation(one))
+            self.section(f"Speed-up of each optimisation: {one.model} {one.dtype}", MEASURED, note, body)
 
     def modelled(self) -> None:
         sheet = find_sheet(DEVICE)

@@ -1,5 +1,5 @@
 """Charts of the report: speed by commit, share of the ceiling, ours beside a peer's, time by operation and each operation's
-place under the roof, worth of optimisations, registers of kernels."""
+place under the roof, speed-ups of optimisations, registers of kernels."""
 
 from __future__ import annotations
 
@@ -103,24 +103,24 @@ def kernel_chart(table: Mapping[str, Mapping[str, Any]], version: str) -> Chart:
     return chart
 
 
-def worths(found: Ablation, device: str) -> Chart:
+def speedups(found: Ablation, device: str) -> Chart:
     """Times faster with each optimisation; the line spans what single pairs showed."""
-    high = 1.1 * max(2.0, *(w.high for w in found.worth))
+    high = 1.1 * max(2.0, *(w.high for w in found.speedups))
     chart = Chart(
         1110,
         300,
         f"{found.model} {found.dtype}: times faster with each",
-        Axis("", 0, len(found.worth)),
+        Axis("", 0, len(found.speedups)),
         Axis("times", 0, high),
-        [w.name for w in found.worth],
+        [w.name for w in found.speedups],
         note=f"measured, {device}",
     )
-    for i, w in enumerate(found.worth):
+    for i, w in enumerate(found.speedups):
         about = f"{w.name}: {1e3 * w.with_it:.3f} ms with, {1e3 * w.without:.3f} without ({w.low:.2f} to {w.high:.2f})"
         chart.bar(i, w.times, 2 if w.low > 1 else 6, width=0.5, title=about)
         chart.line([(i + 0.5, w.low), (i + 0.5, w.high)], 1)
         chart.text((i + 0.5, w.high), f"{w.times:.2f}", dy=-6, anchor="middle")
-    chart.line([(0, 1), (len(found.worth), 1)], 6, dashed=True)
+    chart.line([(0, 1), (len(found.speedups), 1)], 6, dashed=True)
     return chart
 
 

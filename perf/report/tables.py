@@ -97,7 +97,7 @@ def measured(records: Iterable[Record], device: str) -> Table:
 def ablation(found: Ablation) -> Table:
     rows = [
         (w.name, *(f"{1e3 * s:.3f}" for s in (w.with_it, w.without)), *(f"{n:.2f}" for n in (w.times, w.low, w.high)), w.summary)
-        for w in found.worth
+        for w in found.speedups
     ]
     words = ("optimisation", "what it is")
     return table((words[0], "ms with", "without", "times", "least", "most", words[1]), rows, words)
