@@ -70,7 +70,7 @@ def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) 
     pieces, subgroup = k // (32 if x == "q8_act" else unit(w)), device.subgroup_size
     default = {"steps": 1, "groups": 4, "passes": 1} if subgroup >= 32 else {"steps": 0, "groups": 8, "passes": 1}
     use = device.tuning.choose(f"{family}.gemv", default, w=w, x=x, rows=rows, n=n, k=k)
-    # As many subgroups share a row as its pieces need, so that a lane takes `steps` of them; with 0 one has it alone.
+    # As many subgroups share a row as its pieces need, so that a lane takes `steps` of them; steps 0: one subgroup.
     most = device.max_threads // subgroup
     split = min(-(-pieces // (use["steps"] * subgroup)), most) if use["steps"] else 1
     groups, passes = min(use["groups"], most // split), use["passes"]

@@ -1,4 +1,4 @@
-"""sample: the next token of each output row, one workgroup per row, after many that find the greatest logit of a long one."""
+"""sample: the next token of each output row, one workgroup per row; of long rows, many workgroups first find the greatest logit."""
 
 from __future__ import annotations
 
