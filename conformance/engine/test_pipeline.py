@@ -33,7 +33,7 @@ from hybrid.kernels.npu import xrt_sim
 from hybrid.kernels.npu.device import NpuDevice
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.footprint import footprint
-from hybrid.planning.pipeline import for_pipeline_slot, needs, passing
+from hybrid.planning.pipeline import belongs_to_pass, for_pipeline_slot, needs
 from hybrid.planning.planner import segments
 from hybrid.spec.schedule import SCHEDULES as SCHEDULE_FILES
 from hybrid.spec.schedule import Schedule, named_schedule
@@ -150,7 +150,7 @@ def test_pipeline_slots_share_what_belongs_to_sequences_and_nothing_else(plans: 
     schedule, plan = plans
     one_pass = {"control", "tokens", "positions", "slots", "out_rows"}
     zero, one = (for_pipeline_slot(plan, pipeline_slot, schedule, plan.arena_bytes + 256) for pipeline_slot in (0, 1))
-    own = {n for n in plan.tensors if passing(plan, n, schedule)}
+    own = {n for n in plan.tensors if belongs_to_pass(plan, n, schedule)}
     assert {n for n in own if plan.tensors[n].kind == "io"} == {*one_pass, "q.0", "o.0"}
     assert {n for n, d in plan.tensors.items() if d.kind == "activation"} < own
     assert zero.tensors.keys() == plan.tensors.keys() and (zero.control, one.control) == ("control", "control@1")

@@ -26,7 +26,7 @@ from hybrid.engine.sampling import Sampling
 from hybrid.engine.trace import Pass, Timing
 from hybrid.planning.cost import precision_by_phase
 from hybrid.planning.passes import bucket_of
-from hybrid.planning.pipeline import for_pipeline_slot, named, outlasting
+from hybrid.planning.pipeline import for_pipeline_slot, name_in_slot, outlasting
 from hybrid.planning.planner import plan, segments
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
 
@@ -336,10 +336,10 @@ class Engine:
     def _write_rows(self, rows: int, outs: int, context: int, pipeline_slot: int, **arrays: np.ndarray) -> None:
         control = np.zeros(CONTROL_WORDS, np.uint32)
         control[CONTROL["rows"]], control[CONTROL["outs"]], control[CONTROL["context"]] = rows, outs, context
-        self.device.write(named(CONTROL_TENSOR, pipeline_slot), Tensor.of(control))
+        self.device.write(name_in_slot(CONTROL_TENSOR, pipeline_slot), Tensor.of(control))
         for name, array in arrays.items():
             if len(array):
-                self.device.write(named(name, pipeline_slot), Tensor.of(np.ascontiguousarray(array)))
+                self.device.write(name_in_slot(name, pipeline_slot), Tensor.of(np.ascontiguousarray(array)))
 
     def result(self, decl: TensorDecl) -> None:
         """Store a tensor of logits or hidden states that a plan leaves for the host, at its first use."""

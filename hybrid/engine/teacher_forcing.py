@@ -13,7 +13,7 @@ from hybrid.engine.chunks import Chunk, chunks
 from hybrid.engine.faults import check_finite
 from hybrid.engine.interface import PassRunner
 from hybrid.planning.passes import bucket_of
-from hybrid.planning.pipeline import named
+from hybrid.planning.pipeline import name_in_slot
 
 
 def logits_of(engine: PassRunner, sequences: Sequence[Sequence[int]], chunk: int | None) -> Generator[np.ndarray, None, None]:
@@ -43,7 +43,7 @@ def _passes(
     depth = engine.device.pipeline_depth
     for i in range(depth):
         for decl in decls:
-            engine.result(replace(decl, name=named(decl.name, i)))
+            engine.result(replace(decl, name=name_in_slot(decl.name, i)))
     prompts: dict[int, Sequence[int]] = {}
     running = deque[tuple[Chunk, int, int]]()  # with ticket and pipeline slot
 
@@ -79,4 +79,4 @@ def _results(
     engine: PassRunner, decls: Sequence[TensorDecl], chunk: Chunk, ticket: int, pipeline_slot: int
 ) -> tuple[Chunk, list[np.ndarray]]:
     rows = len(chunk.tokens)
-    return chunk, [engine.device.read(named(d.name, pipeline_slot), 0, rows, ticket).array for d in decls]
+    return chunk, [engine.device.read(name_in_slot(d.name, pipeline_slot), 0, rows, ticket).array for d in decls]

@@ -27,7 +27,7 @@ def pipeline_depth(schedule: Schedule) -> int:
     return schedule.schedule.pipeline if elsewhere else 1
 
 
-def named(name: str, pipeline_slot: int) -> str:
+def name_in_slot(name: str, pipeline_slot: int) -> str:
     """The name of a pass's own tensor in a pipeline slot; slot 0 keeps the plan's names."""
     return f"{name}@{pipeline_slot}" if pipeline_slot else name
 
@@ -51,7 +51,7 @@ def for_pipeline_slot(plan: Plan, pipeline_slot: int, schedule: Schedule, arena_
     of each slot's range, at least the plan's."""
     if plan.arena_bytes > arena_bytes:
         raise ValueError(f"plan {plan.name} has {plan.arena_bytes} bytes of activations, a pipeline slot {arena_bytes}")
-    own = {n: named(n, pipeline_slot) if passing(plan, n, schedule) else n for n in plan.tensors}
+    own = {n: name_in_slot(n, pipeline_slot) if belongs_to_pass(plan, n, schedule) else n for n in plan.tensors}
 
     def moved(decl: TensorDecl) -> TensorDecl:
         shift = pipeline_slot * arena_bytes if decl.kind == "activation" else 0
@@ -71,7 +71,7 @@ def for_pipeline_slot(plan: Plan, pipeline_slot: int, schedule: Schedule, arena_
     )
 
 
-def passing(plan: Plan, name: str, schedule: Schedule) -> bool:
+def belongs_to_pass(plan: Plan, name: str, schedule: Schedule) -> bool:
     """Whether a tensor belongs to one pass: activations, control words, rows, outputs and what goes from one device to another
     do; weights, state, and what the schedule declares for sequences (`params`, `history`) do not."""
     if plan.tensors[name].kind in ("weight", "state"):
