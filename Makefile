@@ -5,6 +5,8 @@ PYTHON ?= python3
 PY     := $(VENV)/bin/python
 PROMPT ?= def read_file(path):
 TOKENS ?= 96
+# Of what was compiled before and has not changed since, one in so many is compiled again.
+SHARE  ?= $(if $(filter long,$(HYBRID_CONFORMANCE)),1,12)
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: help generate test quick lint check gates conformance processors docs spirv doctor mesa report clean
@@ -35,12 +37,12 @@ check: $(VENV)/.ready-test ## specs valid; generated docs, quoted figures, paths
 	$(PY) tools/help.py --check
 	$(PY) -m perf.report --markdown --check
 	$(PY) tools/pages.py --check
-	$(PY) -m kernels.vulkan.build --check --share $(if $(filter long,$(HYBRID_CONFORMANCE)),1,12)
+	$(PY) -m kernels.vulkan.build --check --share $(SHARE)
 	$(PY) -m kernels.vulkan.build --check --source perf/reference/shaders --out perf/reference/spirv
 
 gates: $(VENV)/.ready-test ## counts, sizes, gfx1103 statistics and ratios against perf/gates
 	OPENBLAS_NUM_THREADS=1 HYBRID_REQUIRE_VULKAN=$${HYBRID_REQUIRE_VULKAN:-$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1)} \
-	$(PY) -m perf.gate
+	$(PY) -m perf.gate --share $(SHARE)
 
 mesa: $(VENV)/.ready ## Debian 13's Mesa in build/, to compile for the Radeon 780M with matrix units
 	$(PY) -m perf.mesa fetch

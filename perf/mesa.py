@@ -37,11 +37,11 @@ class Mesa:
     icd: Path
     launcher: tuple[str, ...] = ()
 
-    def table(self) -> dict[str, Any]:
+    def table(self, share: int = 1, tables: Path = Path()) -> dict[str, Any]:
         """hybrid.perf.isa.radv's table from a process on this Mesa. RuntimeError with what the driver said."""
         said = ""
         for family in FAMILIES:
-            done = self._start(family)
+            done = self._start(family, str(share), str(tables))
             if done.returncode == 0:
                 return json.loads(done.stdout)
             said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"
@@ -49,12 +49,12 @@ class Mesa:
                 break
         raise RuntimeError(f"{self.name}: RADV's null device did not compile the kernels: {said}")
 
-    def _start(self, family: str) -> subprocess.CompletedProcess[str]:
+    def _start(self, family: str, *given: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "RADV_FORCE_FAMILY": family, "VK_DRIVER_FILES": str(self.icd), "VK_ICD_FILENAMES": str(self.icd)}
         env.pop("HYBRID_VULKAN_VALIDATION", None)
         # The interpreter itself, not a virtual environment's link: ld-linux would not find its modules.
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(p for p in sys.path if p.endswith("site-packages"))])
-        command = [*self.launcher, os.path.realpath(sys.executable), "-m", "hybrid.perf.isa.radv"]
+        command = [*self.launcher, os.path.realpath(sys.executable), "-m", "hybrid.perf.isa.radv", *given]
         return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

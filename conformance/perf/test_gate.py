@@ -198,7 +198,7 @@ def test_a_heavier_kernel_is_caught(monkeypatch, statistic, change):
     table = committed("22.3.6")
     kernel = kernel if kernel in table else next(k for k in table if k.startswith("linear.") and "q4_0.q8_act" in k)
     heavier = {**table, kernel: {**table[kernel], statistic: table[kernel][statistic] + change}}
-    monkeypatch.setattr(gate, "_tables", lambda: {"22.3.6": heavier})
+    monkeypatch.setattr(gate, "_tables", lambda share: {"22.3.6": heavier})
     findings, _ = gate.check("gfx1103")
     assert f"{kernel}: {statistic}" in {f.name for f in findings if f.verdict == "worse"}
 
@@ -243,6 +243,6 @@ def test_switches_change_what_they_say_and_nothing_else():
 
 def test_a_mesa_without_a_reviewed_table_is_named_and_not_judged(monkeypatch):
     row = {statistic: 10**6 for statistic in gate.load_gate("gfx1103").statistics}  # breaks every rule
-    monkeypatch.setattr("hybrid.perf.gate._tables", lambda: {"99.1.2": {"linear.gemv.q4_0.q8_act": row}})
+    monkeypatch.setattr("hybrid.perf.gate._tables", lambda share: {"99.1.2": {"linear.gemv.q4_0.q8_act": row}})
     findings, lines = gate.check("gfx1103")
     assert not findings and any("99.1.2" in line and "not compared" in line for line in lines)

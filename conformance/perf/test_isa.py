@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from hybrid.kernels.vulkan.dry import record
 from hybrid.perf import isa
 from hybrid.perf.isa.assembly import hot_loop, mix, parse
-from hybrid.perf.isa.radv import Collector, shown
+from hybrid.perf.isa.radv import Collector, shown, spared
 from hybrid.perf.mesa import version_of
 from hybrid.perf.roofline.work import Planned, subject
 from hybrid.planning.passes import capabilities_of
@@ -99,3 +100,15 @@ def test_the_table_has_what_prefill_on_matrix_units_runs():
     assert not isa.check(own, "25.0.7", isa.load_rules()).broken
     assert all(statistics["scratch"] == 0 for statistics in own.values())
     assert "flash_attention.128.64 OUTPUT=1" in used
+
+
+def test_only_what_was_compiled_before_is_spared(tmp_path):
+    """Of kernels whose SPIR-V the same driver's table has, about one in `share` is compiled again; every other one always is."""
+    names = [f"linear.{n}" for n in range(240)]
+    (tmp_path / "25.0.7.json").write_text(json.dumps({name: {"spirv": "1"} for name in names}))
+    driver = "radv Mesa 25.0.7-2+deb13u1"
+    left_out = spared(12, tmp_path, driver)
+    assert 10 <= sum(not left_out(name, "1") for name in names) <= 40
+    assert not any(left_out(name, "2") for name in names) and not left_out("new", "1")
+    for all_of in (spared(1, tmp_path, driver), spared(12, tmp_path, "radv Mesa 26.0.0"), spared(12, tmp_path / "none", driver)):
+        assert not any(all_of(name, "1") for name in names)

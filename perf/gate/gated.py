@@ -134,11 +134,11 @@ def count_calls(work: Callable[[], object]) -> int:
     return entered
 
 
-def gfx1103() -> dict[str, Mapping[str, Any]]:
-    """Mesa version -> table. The rules of perf/isa/isa.toml are part of the gate."""
+def gfx1103(share: int = 1) -> dict[str, Mapping[str, Any]]:
+    """Mesa version -> table (share: see perf.isa.compiled). The rules of perf/isa/isa.toml are part of the gate."""
     from hybrid.perf.isa import compiled
 
-    return {version: table for version, (table, _) in compiled().items()}
+    return {version: table for version, (table, _) in compiled(share).items()}
 
 
 GROUPS: dict[str, Callable[[], Numbers]] = {"plans": plans, "spirv": spirv, "engine": engine}

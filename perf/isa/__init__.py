@@ -112,14 +112,18 @@ def check(table: Table, version: str, rules: Rules | None = None) -> Verdicts:
     return Verdicts(tuple(broken), tuple(excused), tuple(f"{e.rule}: {e.kernels}" for e in stale))
 
 
-def compiled() -> dict[str, tuple[Table, dict[str, bool]]]:
-    """Mesa version -> (a row for each kernel, what its RADV offers), compiled now. SpecError without any RADV."""
+def compiled(share: int = 1) -> dict[str, tuple[Table, dict[str, bool]]]:
+    """Mesa version -> (a row for each kernel, what its RADV offers), compiled now. SpecError without any RADV.
+    share: of the kernels whose SPIR-V is that of the version's committed table, one in `share` is compiled; the others have
+    that table's rows, as the same compiler makes the same code of the same SPIR-V."""
     found, here = {}, installed()
     with progress_bar(len(here), "kernels for gfx1103", False, "drivers", after=1.0) as advance:
-        tables = [(mesa.table(), advance(1))[0] for mesa in here]
+        tables = [(mesa.table(share, TABLES), advance(1))[0] for mesa in here]
     for data in tables:
-        rows = {name: summary(kernel) for name, kernel in sorted(data["kernels"].items())}
-        found[version_of(data["driver"])] = rows, data["features"]
+        version = version_of(data["driver"])
+        rows = {name: summary(kernel) for name, kernel in data["kernels"].items()}
+        rows |= {name: committed(version)[name] for name in data["spared"]}
+        found[version] = dict(sorted(rows.items())), data["features"]
     if not found:
         raise SpecError("no RADV is here: apt-get install mesa-vulkan-drivers, or python -m perf.mesa fetch")
     return found

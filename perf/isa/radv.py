@@ -2,16 +2,20 @@
 and the assembly of every pipeline (VK_KHR_pipeline_executable_properties).
 
 Runs in a process of its own, started by perf.mesa with the environment that RADV needs:
-    RADV_FORCE_FAMILY=gfx1103_r1 VK_DRIVER_FILES=.../radeon_icd.x86_64.json python -m perf.isa.radv > table.json
+    RADV_FORCE_FAMILY=gfx1103_r1 VK_DRIVER_FILES=.../radeon_icd.x86_64.json python -m perf.isa.radv [SHARE TABLES] > table.json
+SHARE and TABLES (a folder of tables by version, as perf/gfx1103): of the kernels whose SPIR-V is that of the table, one in SHARE.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hybrid.convert.kinds import Wanted
@@ -187,13 +191,30 @@ def null_device() -> Iterator[tuple[DeviceInfo, Report, Any]]:
         instance.close()
 
 
-def table() -> dict[str, Any]:
-    """Compile everything on this process's null device: driver, and statistics by kernel."""
+def spared(share: int, tables: Path, driver: str) -> Callable[[str, str], bool]:
+    """Which kernels (name, digest of SPIR-V) need not be compiled: the same driver made the same code of them before. One in
+    `share` of these is compiled all the same."""
+    version = re.search(r"Mesa (\d+\.\d+\.\d+)", driver)
+    path = tables / f"{version[1] if version else driver}.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if share > 1 and path.exists() else {}
+
+    def of(name: str, spirv: str) -> bool:
+        return name in known and known[name]["spirv"] == spirv and zlib.crc32(name.encode()) % share != 0
+
+    return of
+
+
+def table(share: int = 1, tables: Path = Path()) -> dict[str, Any]:
+    """Compile everything on this process's null device: driver, and statistics by kernel; `spared`: kernels that were not."""
     with null_device() as (info, report, device):
         cache = Capturing(device, report, 32, None, Counters())
-        kernels = {}
+        kernels: dict[str, Any] = {}
+        left_out, known = [], spared(share, tables, report.driver)
         try:
             for (name, constants), where in sorted(collect(report).items()):
+                if known(shown((name, constants)), cache.manifest[name]["spirv"][:16]):
+                    left_out.append(shown((name, constants)))
+                    continue
                 kernel = cache.get(name, dict(constants))
                 kernels[shown((name, constants))] = {
                     "module": name,
@@ -204,8 +225,9 @@ def table() -> dict[str, Any]:
                 }
         finally:
             cache.close()
-        return {"device": info.name, "driver": report.driver, "features": features_of(report), "kernels": kernels}
+        about = {"device": info.name, "driver": report.driver, "features": features_of(report)}
+        return {**about, "kernels": kernels, "spared": left_out}
 
 
 if __name__ == "__main__":
-    json.dump(table(), sys.stdout)
+    json.dump(table(int(sys.argv[1]), Path(sys.argv[2])) if sys.argv[1:] else table(), sys.stdout)
