@@ -46,7 +46,7 @@ def watched(function):
 if when == "read":
     os.pread, os.preadv = watched(os.pread), watched(os.preadv)
 else:
-    device.CpuProgram._pass = watched(device.CpuProgram._pass)
+    device.HostProgram._pass = watched(device.HostProgram._pass)
 if int(memory):
     device.usable_bytes = lambda: int(memory)
 sys.argv[1:] = arguments

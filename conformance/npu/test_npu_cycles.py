@@ -8,11 +8,11 @@ import pytest
 
 from hybrid.kernels.npu.check import npu_limits
 from hybrid.perf.npu import attention as npu_attention
+from hybrid.perf.npu.__main__ import main
 from hybrid.perf.npu.cycles import (
     Product,
     designs,
     fit,
-    main,
     measured,
     placement,
     placement_table,
