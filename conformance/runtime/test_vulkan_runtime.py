@@ -1,8 +1,6 @@
 """The Vulkan runtime on a device, with kernels of its own: storing, recording once, re-submission, guards, counters.
 
-Without a Vulkan driver these are skipped, and say so; HYBRID_REQUIRE_VULKAN=1 turns the skip into a failure. Three need
-the validation layer too, and are skipped without it.
-"""
+Without a Vulkan driver they are skipped (HYBRID_REQUIRE_VULKAN=1: they fail), three also without the validation layer."""
 
 from __future__ import annotations
 
