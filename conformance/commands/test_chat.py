@@ -333,6 +333,7 @@ def readline_marks_pastes() -> bool:
     return "libedit" not in (readline.__doc__ or "") and readline._READLINE_LIBRARY_VERSION >= "8.1"
 
 
+@pytest.mark.slow
 def test_the_oldest_turns_make_room_for_the_next(tmp_path: Path, capsys: Any) -> None:
     from hybrid.generate.chat_loop import Conversation, Options, _obey
     from hybrid.text.chat import encode

@@ -149,6 +149,7 @@ def test_perplexity_reads_the_whole_text(tmp_path, capsys):
 
 
 # -------------------------------------------------------------------------------------------------------------- inspect
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("features", [(), ("f16_matrices",)])
 def test_two_layers_of_each_kind_tell_what_all_take(monkeypatch, mixed, features):
@@ -165,6 +166,7 @@ def test_two_layers_of_each_kind_tell_what_all_take(monkeypatch, mixed, features
     assert few == footprints.footprint(model.hparams, weights, batch=2, context=700, **options)
 
 
+@pytest.mark.slow
 def test_inspecting_a_large_model_plans_no_more_than_a_small_one(monkeypatch, capsys):
     """27B in under a second on an idle machine: its time is that of few layers, whatever their number."""
     steps = []

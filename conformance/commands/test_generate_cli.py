@@ -128,6 +128,7 @@ def test_a_model_survives_wrong_arguments_and_generations_that_are_dropped_close
             next(pieces)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_closed_standard_stream_is_no_error(folder, closed):

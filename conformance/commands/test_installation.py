@@ -26,6 +26,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.slow  # one wheel, built and installed
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SCRIPTS = PROJECT["project"]["scripts"]
 LEFT_OUT = ("__pycache__", "*.egg-info", "data", "mutants", "*-q4_0.gguf", "*-bf16.gguf")  # large, and in no wheel
@@ -159,7 +161,6 @@ def test_a_wheel_has_what_commands_import_and_no_test(installed: Installation) -
     assert modules == {next((to + n[len(a) :] for a, to in links.items() if n.startswith(f"{a}/")), n) for n in there}
 
 
-@pytest.mark.slow
 def test_every_command_starts_from_an_empty_folder(installed: Installation) -> None:
     results = installed.run([[module_of(name), option] for name in COMMANDS for option in ("--help", "--version")])
     assert len(results) == 2 * len(COMMANDS)
@@ -178,7 +179,6 @@ def test_commands_of_the_pages_are_those_of_an_installation() -> None:
     assert said - ELSEWHERE == set(COMMANDS)
 
 
-@pytest.mark.slow
 def test_commands_work_and_write_where_they_are_run(installed: Installation) -> None:
     """With tiny inputs, in their order: later ones read what earlier ones wrote."""
     (installed.work / "t.txt").write_text("def read(path):\n    return open(path)\n" * 3)
@@ -236,7 +236,6 @@ def stand_in(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_it_lives_beside_the_package_kernels(root: Path, tmp_path: Path, first: str) -> None:
     """Whichever is installed first, each keeps its files, and keeps them when the other goes."""
@@ -260,7 +259,6 @@ def _icds() -> tuple[str, ...]:
     return SYSTEM_ICDS
 
 
-@pytest.mark.slow
 def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installation, devices: object) -> None:
     need_compiler()
     devices.get("vulkan")  # type: ignore[attr-defined]  # skips where there is none
@@ -275,7 +273,6 @@ def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installati
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
-@pytest.mark.slow
 def test_an_npu_is_captured_from_an_installation(installed: Installation) -> None:
     results = installed.run([
         ["hybrid.harness.npu_capture", "o.zip", "--npu", "sim", "--only", "rmsnorm/000"],

@@ -84,6 +84,7 @@ def test_a_token_that_changes_beside_a_neighbour_is_found(trials, monkeypatch):
     assert again.first_difference == 5 and "DIFFERS from token 5 on" in again.line()
 
 
+@pytest.mark.slow
 def test_a_neighbour_that_cannot_work_or_ends_too_early_shows_nothing(kind):
     begin = time.monotonic()
     wrong = Neighbour(["--kind", "copy", "--device", "vulkan:99"], 5)

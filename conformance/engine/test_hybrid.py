@@ -175,6 +175,7 @@ def test_only_anonymous_pages_can_be_imported() -> None:
         assert "t" not in device._tensors and not device.memory_pool.imported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("after", "options"), [(20, {}), (15, {"chunk": 4})])  # in the middle of the text, of two chunks in flight
 @pytest.mark.parametrize("fault", [pytest.param("timeout_after", marks=pytest.mark.blas), "silent_after", "vanish_after"])
 def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(

@@ -72,6 +72,7 @@ def _strategy(target: str, folder: Path) -> st.SearchStrategy[bytes]:
 COUNTS = {"gguf_header": 900, "gguf": 150, "directory": 700, "tokenizer_model": 200, "tokenizer_json": 200, "toml": 150}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", list(COUNTS))
 def test_mutated_files_are_refused_or_read_as_they_are(target: str, tmp_path: Path) -> None:
     @examples(COUNTS[target])

@@ -78,6 +78,7 @@ def test_ids_equal_sentencepiece(text: str) -> None:
         assert tokenizer.decode(ids) == text.replace("\u2581", " ")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_ids_equal_sentencepiece_for_any_vocabulary(data: st.DataObject) -> None:

@@ -137,6 +137,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield write_gguf(source, tmp_path_factory.mktemp("demo") / "q4_k_m.gguf", "q4_k_m")
 
 
+@pytest.mark.slow
 def test_reencoding_moves_the_demonstration_model_by_next_to_nothing(demo: Path) -> None:
     """KL of Vulkan's distributions from the exact decoding; precision `exact` isolates the rounding of scales."""
     open_backend("vulkan").close()

@@ -242,6 +242,7 @@ def test_every_mutation_of_a_design_is_seen(name: str) -> None:
     assert not (result == wanted(G)).all(), f"{name}: the result is unchanged"
 
 
+@pytest.mark.slow
 def test_a_wrong_entry_of_the_exponential_table_is_seen(tmp_path: Path) -> None:
     """The tile kernel with one value of 2^f changed gives another attention; the shipped one, run the same way, does not."""
     from conformance.support.devices import open_backend

@@ -280,6 +280,7 @@ def built(one: Mutant, folder: Path) -> Kernels:
     return Kernels(sources={p.name: p for p in folder.glob("*.cc")}, options=("-O0",))  # a third of the time to compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", [pytest.param(s, id=f"{s.case['options']['kernel']}-{s.name}") for s in AIE_MUTANTS])
 def test_mutants_are_caught(one: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = one.case["options"]["kernel"]
@@ -302,6 +303,7 @@ def test_every_kernel_has_mutants() -> None:
     assert FOLDERS["aie"] == AIE
 
 
+@pytest.mark.slow
 def test_kernels_under_sanitisers(tmp_path: Path) -> None:
     """One case of every kernel with AddressSanitizer and UBSan, every array ending where its memory does."""
     compiler = npu._compiler()[0]

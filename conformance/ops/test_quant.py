@@ -52,6 +52,7 @@ def test_special_blocks_encode_as_ggml_does(dtype: str, case: str) -> None:
     assert same_bits(to_ggml(quantise(x, dtype)), ggml_bytes(x, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", GGML)
 @given(x=matrices)
 @CASES

@@ -37,6 +37,7 @@ def known_probes(monkeypatch):
     monkeypatch.setattr("hybrid.bench.probe.probe", lambda device: Probes(3000.0, "copy", 500.0, "matrix", {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "phase"), [("vulkan", "decode"), ("vulkan", "prefill"), ("cpu", "prefill")])
 def test_every_step_is_in_the_table_and_the_sums_add_up(devices, tmp_path, capsys, backend, phase):
     devices.get(backend)  # skips where there is no Vulkan

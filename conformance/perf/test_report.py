@@ -149,6 +149,7 @@ def test_the_page_names_what_it_shows(tmp_path, monkeypatch):
     assert "No run of ours is kept yet" in report.build(tmp_path / "empty", []).read_text()
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_what_the_records_give():
     assert (ROOT / PAGE).read_text(encoding="utf-8") == markdown(record.load_records())
 
@@ -199,6 +200,7 @@ def test_generated_parts_are_written_and_others_are_not_touched(tmp_path, monkey
         quoted.headline([record.Record.model_validate_json(json.dumps(RECORD))])
 
 
+@pytest.mark.slow
 def test_a_campaign_is_its_declared_commands(tmp_path, monkeypatch, capsys):
     """Each in a process of its own; what was made is not made again, what fails leaves no file."""
     assert campaign.main(["--list", "--device", "vulkan:1", "--jobs", "3", "--out", str(tmp_path)]) == 0

@@ -95,6 +95,7 @@ def test_a_sheet_without_a_bandwidth_models_nothing():
         find_sheet("radeon-780")
 
 
+@pytest.mark.slow
 def test_command_prints_tables_json_and_a_picture(tmp_path, capsys):
     picture = tmp_path / "r.svg"
     given = ["gemma3-270m", "--batch", "1,8", "--context", "256", "--draft", "gemma3-270m"]

@@ -163,6 +163,7 @@ def test_a_quota_bounds_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert BlasThreads([Library(64)]).most == most
 
 
+@pytest.mark.slow
 def test_the_real_library_is_told_and_statistics_say_it() -> None:
     """In a process of its own, whose BLAS has two threads whatever this one has."""
     script = (

@@ -194,6 +194,7 @@ def test_a_lost_device_says_why_it_may_be_and_can_be_opened_again(function: str,
 # --- commands and models ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_command_ends_in_one_line_and_an_exit_code_of_its_own(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Lost while the weights are loaded, and in the middle of the text."""

@@ -51,6 +51,7 @@ print("parent ::", began + "".join(pieces) == text and "".join(model.generate("d
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "leave"])
 def test_a_forked_process_is_told_that_the_model_is_not_its_own_and_ends(how: str) -> None:
     open_backend("vulkan").close()

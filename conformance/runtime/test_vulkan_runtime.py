@@ -352,6 +352,7 @@ def test_closing_leaves_no_object_and_the_validation_layer_is_silent() -> None:
             call()
 
 
+@pytest.mark.slow
 def test_every_shipped_module_makes_a_pipeline_or_names_the_feature_it_misses() -> None:
     """Under the validation layer where it is installed: it also checks the SPIR-V. A fourth of them in the short profile."""
     try:
