@@ -16,7 +16,7 @@ import pytest
 import hybrid
 from conformance.support.devices import MultiDevice
 from conformance.support.models import MODELS
-from conformance.support.paths import ROOT
+from conformance.support.paths import ATTENTION, ROOT
 from conformance.support.pyxrt_standin import NAME, folder_of, installed, standin
 from hybrid import doctor
 from hybrid.core.errors import DeviceLost, SpecError
@@ -44,9 +44,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         seen: set[Any] = set()
-        for plan in (p for slots in (1, 2) for p in plans_of_model(str(FILE), "gemma3-hybrid", CTX, slots, backend="cpu")):
-            for design in designs(plan, seen):
-                build_sim(design, default_folder(False))
+        for schedule, slots in (("gemma3-hybrid", 1), (ATTENTION, 2)):
+            for plan in plans_of_model(str(FILE), str(schedule), CTX, slots, backend="cpu"):
+                for design in designs(plan, seen):
+                    build_sim(design, default_folder(False))
         assert seen
     return cache
 
@@ -64,8 +65,8 @@ def cache(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield built
 
 
-def load(**options: Any) -> hybrid.Model:
-    return hybrid.load(FILE, "cpu", "gemma3-hybrid", ctx=CTX, **options)
+def load(schedule: Any = "gemma3-hybrid", **options: Any) -> hybrid.Model:
+    return hybrid.load(FILE, "cpu", schedule, ctx=CTX, **options)
 
 
 def text(model: hybrid.Model) -> list[int]:
@@ -86,8 +87,8 @@ def said(model: hybrid.Model) -> str:
 
 def test_a_driver_and_no_toolchain_is_the_whole_text_and_one_line(tmp_path: Path) -> None:
     """The commonest machine: XRT is there, no design was ever built, and nothing could build one."""
-    command = [sys.executable, "-m", "hybrid.generate", str(FILE), "--schedule", "gemma3-hybrid", "--device", "cpu", "--ctx", str(CTX)]
-    command += ["--prompt", PROMPT, "--max-tokens", "8", "--ignore-eos"]
+    command = [sys.executable, "-m", "hybrid.generate", str(FILE), "--schedule", "gemma3-hybrid", "--device", "cpu"]
+    command += ["--ctx", str(CTX), "--prompt", PROMPT, "--max-tokens", "8", "--ignore-eos"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": f"{folder_of(tmp_path)}{os.pathsep}{ROOT}"}
     environment["LC_ALL"] = "C"
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -132,7 +133,7 @@ def test_an_old_binding_has_single_runs_or_is_refused(
     """pyxrt has runlists from XRT 2.20 on. Without, jobs go one by one; without what nothing works without, the fallback."""
     (tmp_path / "version.json").write_text(json.dumps({"BUILD_VERSION": "2.18.0"}))
     monkeypatch.setenv("XILINX_XRT", str(tmp_path))
-    with installed(standin("runlist")), load(slots=2) as model:
+    with installed(standin("runlist")), load(ATTENTION, slots=2) as model:
         ids = model.encode(PROMPT)
         model.engine.admit(), model.engine.admit()
         model.engine.prefill({0: ids, 1: ids})
@@ -173,7 +174,7 @@ def test_a_device_that_disappears(when: str, cache: Path, plain: list[int]) -> N
             if when == "prepared":
                 xrt_sim._present[0] = False
             elif when in ("run", "waited"):
-                xrt_sim.faults.vanish_after = 0 if when == "run" else 9
+                xrt_sim.faults.vanish_after = 0 if when == "run" else 2
             found = text(model)
             assert found == plain if when != "waited" else len(found) == len(plain)
             assert "o such device" in said(model) or "Could not open" in said(model)
@@ -259,7 +260,10 @@ def test_the_build_lists_what_a_model_needs(capsys: pytest.CaptureFixture[str], 
     assert all(line.endswith(": built") for line in lines[:-1]) and lines[-1].endswith(f"built in {default_folder(False)}")
     assert build_main(["--list", "gemma3-27b"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) - 1 <= 24 and all(line.endswith("not built") for line in lines[:-1]) and "of 1 fabrics" in lines[-1]
+    assert len(lines) - 1 == 3 and all(line.endswith("not built") for line in lines[:-1]) and "of 2 fabrics" in lines[-1]
+    assert build_main(["--list", "gemma3-27b", "--schedule", str(ATTENTION)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) - 1 <= 24 and "of 1 fabrics" in lines[-1]
     assert build_main(["--for", str(FILE), "small.norm"]) == 2
     assert build_main(["--for", str(FILE), "--ctx", str(CTX), "--sim"]) == 0
 

@@ -11,6 +11,7 @@ import pytest
 import hybrid
 from conformance.npu.test_npu_attention import Direct, inputs
 from conformance.support.models import MODELS
+from conformance.support.paths import ATTENTION
 from hybrid.core.tensor import Tensor
 from hybrid.kernels.npu.attend import capacity, shape_of
 from hybrid.kernels.npu.designs.attention import Attention
@@ -34,7 +35,8 @@ def tile_keys(k: np.ndarray, v: np.ndarray, a: Attention) -> np.ndarray:
         parts = [_dealt(bf16(k), 4, 8, a), _dealt(bf16(v), 8, 4, a)]
     else:
         codes, scales = int8_rows(k.reshape(-1, a.D))
-        parts = [_dealt(codes.reshape(k.shape), 8, 8, a), _dealt(scales.reshape(*k.shape[:2], 1), a.LK, 1, a), _dealt(bf16(v), 8, 4, a)]
+        parts = [_dealt(codes.reshape(k.shape), 8, 8, a), _dealt(scales.reshape(*k.shape[:2], 1), a.LK, 1, a)]
+        parts.append(_dealt(bf16(v), 8, 4, a))
     return np.concatenate(parts, axis=-1)
 
 
@@ -48,11 +50,11 @@ def _dealt(x: np.ndarray, r: int, c: int, a: Attention) -> np.ndarray:
 class Sequence:
     """A cache of one slot, and its view."""
 
-    def __init__(self, scores: Any, d: int, tiles: int, heads: int = 2, times: int = 1, block: int = 8, positions: int = 400) -> None:
+    def __init__(self, scores: Any, d: int, tiles: int, heads: int = 2, times: int = 1, block: int = 8) -> None:
         self.rng = np.random.default_rng(d)
         self.a = shape_of(heads * times, 1, d, scores)
         self.a = Attention(heads * times, 1, tiles, d, self.a.LQ, self.a.LK, 1, 1, scores)
-        shape = (-(-positions // block), block, heads, d)
+        shape = (50, block, heads, d)
         self.k, self.v = (np.zeros(shape, np.float16) for _ in "kv")
         self.table = self.rng.permutation(shape[0])
         self.times, self.block = times, block
@@ -70,9 +72,8 @@ class Sequence:
 
     def right(self, stop: int) -> None:
         p = np.arange(self.view.base * self.a.LK, stop)
-        k, v = (
-            np.repeat(c[self.table[p // self.block], p % self.block].astype(np.float32), self.times, axis=1) for c in (self.k, self.v)
-        )
+        at = self.table[p // self.block], p % self.block
+        k, v = (np.repeat(c[at].astype(np.float32), self.times, axis=1) for c in (self.k, self.v))
         wanted = tile_keys(k, v, self.a)
         held = self.view.room.bytes.reshape(self.a.heads, self.a.tiles, self.a.key_bytes)
         lanes = _dealt(np.ones((len(p), self.a.heads, self.a.D), np.int8), 8, 8, self.a)  # where a position's keys are
@@ -181,9 +182,9 @@ class Counted:
         return HostCounters(bytes_up=c.bytes_up - up, resident_bytes=c.resident_bytes - resident, runs=c.runs - runs)
 
 
-def test_a_token_and_a_chunk_write_their_own_rows(decoding_on_the_npu: Any) -> None:
+def test_a_token_and_a_chunk_write_their_own_rows() -> None:
     """Bytes brought to the device by attention, for each token and each chunk: the same at the beginning and at the end."""
-    with hybrid.load(FILE, "cpu", decoding_on_the_npu, ctx=256, chunk=16, npu="sim") as model:
+    with hybrid.load(FILE, "cpu", ATTENTION, ctx=256, chunk=16, npu="sim") as model:
         engine, counted = model.engine, Counted(model)
         ids = (model.encode("class Base:\n") * 40)[:160]
         slot = engine.admit()
@@ -226,9 +227,9 @@ def _prepared(device: NpuDevice, x: np.ndarray, w: np.ndarray) -> Any:
     return OPS["linear_rows"](device, x=x, w=w)
 
 
-def test_a_cache_that_was_written_elsewhere_is_read_again(decoding_on_the_npu: Any) -> None:
+def test_a_cache_that_was_written_elsewhere_is_read_again() -> None:
     """A pass that the NPU has not seen: Transfers tells it, and the next pass's numbers are right all the same."""
-    with hybrid.load(FILE, "cpu", decoding_on_the_npu, ctx=64, npu="sim") as model:
+    with hybrid.load(FILE, "cpu", ATTENTION, ctx=64, npu="sim") as model:
         engine, ids = model.engine, model.encode("def read_file(path):")
         wanted = model.logits(ids)
         device: Any = engine.device
@@ -241,28 +242,3 @@ def test_a_cache_that_was_written_elsewhere_is_read_again(decoding_on_the_npu: A
         again = model.logits(ids)
         assert {"kv.0.k", "kv.0.v"} == set(told) and np.abs(again - wanted).max() < 1e-5 * np.abs(wanted).max()
 
-
-@pytest.fixture
-def decoding_on_the_npu(tmp_path: Any) -> Any:
-    """gemma3 with all of its attention on the NPU, which no shipped schedule asks for."""
-    text = """schema = 1
-extends = "gemma3"
-[schedule]
-name = "everything"
-summary = "attention of both phases on the NPU"
-[[placement]]
-steps = ["*.attention"]
-device = "npu"
-like = "prefill"
-[[placement]]
-steps = ["*.qk_norm_rope"]
-like = "prefill"
-[[placement]]
-steps = ["*.attn_output"]
-act = { x = "f32" }
-"""
-    from hybrid.spec.schedule import load_schedule
-
-    path = tmp_path / "everything.toml"
-    path.write_text(text)
-    return load_schedule(path)

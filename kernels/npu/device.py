@@ -186,8 +186,10 @@ class NpuDevice(HostDevice):
     def write(self, name: str, value: Tensor, row: int = 0) -> None:
         """See Device.write; while a pass runs, after those submitted so far."""
 
-        def work(write: Callable[[str, Tensor, int], None] = super().write) -> None:
-            write(name, value, row)
+        written = super().write
+
+        def work() -> None:
+            written(name, value, row)
             for view in [v for part in self._parts(name) for v in self.views.on(part.ctypes.data)]:
                 view.stale.update(range(row, row + value.shape[0]))
 

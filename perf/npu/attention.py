@@ -113,7 +113,8 @@ def table(r: Rates) -> str:
 
 
 def _lines(r: Rates) -> Iterator[str]:
-    yield f"modelled, never measured, at {r.clock_ghz.value} GHz and {ISSUE['bf16']} of a bundle's slots filled: one layer's attention"
+    share = f"{ISSUE['bf16']} of a bundle's slots filled"
+    yield f"modelled, never measured, at {r.clock_ghz.value} GHz and {share}: one layer's attention"
     yield f"{'model':<6}{'case':<32}{'scores':<8}{'key tiles':>10}{'of square':>11}{'ms':>9}  bound by"
     for model, (heads, group, d, window) in MODELS.items():
         for case, rows, start, local in CASES:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.kernels.npu.check import npu_limits
-from hybrid.spec.devicesheet import find_sheet
 from hybrid.spec.npusheet import Rates
 
 if sys.version_info >= (3, 11):
@@ -196,8 +195,8 @@ def provenance() -> list[str]:
         "scheduled as that paper's, products of about 4096 cubed.",
         f"The other {len(given)} take their issue rate as an input, read off the same kernel's listing: they check the rest of the "
         "model, not that rate.",
-        f"No product of this project's shapes has been measured. Its tables take the open compiler's rate, {ISSUE['i8']} for int8 and "
-        f"{ISSUE['bf16']} for bfloat16; between that and 1 a time bound by cores is uncertain by {1 / ISSUE['i8'] - 1:.0%} and "
+        f"No product of this project's shapes has been measured. Its tables take the open compiler's rate, {ISSUE['i8']} for int8 "
+        f"and {ISSUE['bf16']} for bfloat16; between that and 1 a time bound by cores is uncertain by {1 / ISSUE['i8'] - 1:.0%} and "
         f"{1 / ISSUE['bf16'] - 1:.0%}.",
     ]
 

@@ -57,11 +57,11 @@ def on_gpu(part: str, model: str, tokens: int, before: int = 0, window: int = 0)
         heads, group, d, _ = npu_attention.MODELS[model]
         context = before + tokens
         pairs = tokens * (before + context + 1) / 2 if not window else tokens * min(window, context)
-        moved = 4 * min(context, window + tokens if window else context) * heads * d + 6 * tokens * heads * group * d
+        moved = 4.0 * min(context, window + tokens if window else context) * heads * d + 6 * tokens * heads * group * d
         work = 4 * pairs * heads * group * d
     else:
         k, n = next((k, n) for name, k, n in MODELS[model][1] if name == part)
-        moved, work = k * n * Q4_BYTES + tokens * (k + 4 * n), 2 * tokens * k * n
+        moved, work = k * n * Q4_BYTES + tokens * (k + 4 * n), 2.0 * tokens * k * n
     return max(moved / (memory.value * 1e9), work / (flops.value * 1e12)) + (wait.value * 1e-6 if wait else 0)
 
 
@@ -98,9 +98,9 @@ def placement_table(tokens: int = 512) -> str:
             npu, host, gpu = (layers * sum(getattr(r, f"{d}_ms") for r in of) for d in ("npu", "host", "gpu"))
             shares = [1 / (1 / side + 1 / gpu) for side in (npu, npu + host)]
             lines.append(
-                f"{model} {phase}: {layers} layers {npu:.0f} ms on the NPU and {host:.0f} on the host for it, {gpu:.0f} on the iGPU; "
-                f"shared in the best proportion, memory permitting, {gpu / shares[0]:.2f} x the iGPU alone without the host's share, "
-                f"{gpu / shares[1]:.2f} x with it"
+                f"{model} {phase}: {layers} layers {npu:.0f} ms on the NPU and {host:.0f} on the host for it, {gpu:.0f} on the "
+                f"iGPU; shared in the best proportion, memory permitting, {gpu / shares[0]:.2f} x the iGPU alone without the host's "
+                f"share, {gpu / shares[1]:.2f} x with it"
             )
     lines.append("No step is quicker on the NPU. In decode nothing is gained: each step waits for the one before it.")
     lines.append("In prefill what is gained is what the iGPU need not do while another chunk keeps it busy: --pipeline.")
