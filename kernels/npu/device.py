@@ -26,7 +26,8 @@ from hybrid.core.tensor import Source, Tensor
 from hybrid.kernels.host.device import HostDevice
 from hybrid.kernels.host.memory import usable_bytes
 from hybrid.kernels.npu.artefact import ArtefactError, find
-from hybrid.kernels.npu.build import build_sim, default_folder
+from hybrid.kernels.npu.build import build_npu, build_sim, default_folder, tools
+from hybrid.kernels.npu.design import Design
 from hybrid.kernels.npu.needed import designs, resident_bytes
 from hybrid.kernels.npu.ops import OPS
 from hybrid.kernels.npu.resident import Resident
@@ -43,6 +44,7 @@ class NoRoom(RuntimeError):
 class NpuDevice(HostDevice):
     """hybrid.core.device.Device. kind: `npu`, or `sim` for the simulator. folder: built designs (default: the cache folder).
     budget: bytes of buffer objects for operands that stay (default: half of the memory that is free when it is opened).
+    builds: compile() builds missing designs with the toolchain, which takes minutes each (npu_capture).
 
     Raises NpuUnavailable where there is no NPU or no XRT. Steps of operations without a design are refused by compile()."""
 
@@ -56,10 +58,12 @@ class NpuDevice(HostDevice):
         guard: int = 0,
         ops: Mapping[str, Any] | None = None,
         budget: int | None = None,
+        builds: bool = False,
     ) -> None:
         self.host: Host = open_host(kind, folder or default_folder(kind == "sim"))
         functions = {name: partial(function, self) for name, function in OPS.items()}
         super().__init__(self.host.name, functions, memory_budget=0, guard=guard, ops=ops)
+        self.builds = builds or self.host.simulated
         self.budget = usable_bytes() // 2 if budget is None else budget
         self.views = KeyViews(self.room)
         self._worker = ThreadPoolExecutor(1, self.name)
@@ -82,10 +86,10 @@ class NpuDevice(HostDevice):
         for plan in plans:
             self.prepare(plan)
 
-    def prepare(self, plan: Plan) -> None:
-        """Every design that the plan's steps may run is built, the simulator's on the way, and every operand that stays fits
+    def prepare(self, plan: Plan, own: bool = False) -> None:
+        """own: the plan's steps are all this device's, else those placed on it. Every design that the plan's steps may run is built, the simulator's on the way, and every operand that stays fits
         the budget. ArtefactError names how many designs are missing and what builds them, NoRoom the bytes."""
-        self._planned |= resident_bytes(plan)
+        self._planned |= resident_bytes(plan, own)
         held = sum(self._planned.values())
         if held > self.budget:
             raise NoRoom(
@@ -93,20 +97,28 @@ class NpuDevice(HostDevice):
                 f"{self.budget / 2**30:.2f} GiB: place fewer steps there, or shorten the context"
             )
         missing = []
-        for design in designs(plan, self._prepared):
+        for design in designs(plan, self._prepared, own):
             try:
                 find(self.host.folder, design)
             except ArtefactError as error:
-                if self.host.simulated:
+                if not self.builds:
+                    missing.append((design.name, error))
+                elif self.host.simulated:
                     build_sim(design, self.host.folder)
                 else:
-                    missing.append((design.name, error))
+                    self._build(design)
         if missing:
             names = ", ".join(sorted({name for name, _ in missing}))
             raise ArtefactError(
                 f"{len(missing)} designs of plan {plan.name} are not built ({names}): {missing[0][1]}; python -m kernels.npu.build "
                 "--list MODEL names what a model needs, and --for MODEL builds it"
             )
+
+    def _build(self, design: Design) -> None:
+        toolchain, lacks = tools()
+        if toolchain is None:
+            raise ArtefactError(f"{design.name} is not built, and the toolchain is not whole: {'; '.join(lacks)}")
+        build_npu(design, self.host.folder, toolchain)
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Execute designs. NpuError for a run that fails, ArtefactError for a design that is not built."""
@@ -198,7 +210,7 @@ class NpuDevice(HostDevice):
     def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
         """See Device.compile, and prepare."""
         self._rest()
-        self.prepare(plan)
+        self.prepare(plan, own=True)
         return NpuProgram(self, super().compile(plan, profile, cooperative))
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:

@@ -21,11 +21,14 @@ BACKEND = "npu"
 SCORES: dict[str, Scores] = {"attention": "bf16", "attention_i8": "i8"}
 
 
-def designs(plan: Plan, seen: set[Any]) -> Iterator[Design]:
-    """Of the steps on the NPU, without those in `seen`, which grows: layers have the same."""
-    for step in plan.steps:
-        if step.device != BACKEND or step.op not in ops.OPS:
-            continue
+def steps_of(plan: Plan, own: bool) -> Iterator[Step]:
+    """The steps of a plan that the NPU runs: those placed there, or all of a plan that is its own."""
+    return (s for s in plan.steps if (own or s.device == BACKEND) and s.op in ops.OPS)
+
+
+def designs(plan: Plan, seen: set[Any], own: bool = False) -> Iterator[Design]:
+    """Of the steps on the NPU, without those in `seen`, which grows: layers have the same. own: every step is there."""
+    for step in steps_of(plan, own):
         for size, make in _sizes(step, plan):
             if size not in seen:
                 yield make()
@@ -54,12 +57,12 @@ def _kind(step: Step, plan: Plan) -> tuple[Weights, Literal["i32", "f32"]]:
     return "i8", "i32"
 
 
-def resident_bytes(plan: Plan) -> dict[Any, int]:
+def resident_bytes(plan: Plan, own: bool = False) -> dict[Any, int]:
     """By what the operands are made of. Of weights, each order that the plan's numbers of rows ask for; of caches, a view for
     each slot."""
     found: dict[Any, int] = {}
-    for step in plan.steps:
-        if step.device != BACKEND or step.op not in ops.OPS or step.op == "rmsnorm":
+    for step in steps_of(plan, own):
+        if step.op == "rmsnorm":
             continue
         bind = step.bind
         if step.op in SCORES:

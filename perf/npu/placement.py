@@ -98,9 +98,9 @@ def placement_table(tokens: int = 512) -> str:
             npu, host, gpu = (layers * sum(getattr(r, f"{d}_ms") for r in of) for d in ("npu", "host", "gpu"))
             shares = [1 / (1 / side + 1 / gpu) for side in (npu, npu + host)]
             lines.append(
-                f"{model} {phase}: {layers} layers {npu:.0f} ms on the NPU and {host:.0f} on the host for it, {gpu:.0f} on the "
-                f"iGPU; shared in the best proportion, memory permitting, {gpu / shares[0]:.2f} x the iGPU alone without the host's "
-                f"share, {gpu / shares[1]:.2f} x with it"
+                f"{model} {phase}: {layers} layers {npu:.0f} ms on the NPU, {host:.0f} on the host for it, {gpu:.0f} on the "
+                f"iGPU; shared in the best proportion, memory permitting, {gpu / shares[0]:.2f} x the iGPU alone without the "
+                f"host's share, {gpu / shares[1]:.2f} x with it"
             )
     lines.append("No step is quicker on the NPU. In decode nothing is gained: each step waits for the one before it.")
     lines.append("In prefill what is gained is what the iGPU need not do while another chunk keeps it busy: --pipeline.")
