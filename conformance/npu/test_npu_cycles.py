@@ -136,7 +136,7 @@ def test_the_host_is_in_the_gain_and_named() -> None:
     """With and without it, and whose time it is; between the rows that were measured it is a line."""
     for model, parts in ((m, p) for m in MODELS for p in WAYS):
         bare, whole = (gain(model, 2, parts=parts, host=h) for h in (False, True))
-        assert bare.gpu_alone == whole.gpu_alone and bare.in_flight < whole.in_flight and bare.npu < whole.npu
+        assert bare.gpu_alone == whole.gpu_alone and bare.in_turn < whole.in_turn and bare.npu < whole.npu
     few, many = figures()["ms"]["27b"]["down"]
     assert host_ms("27b", "down", 512) == many and host_ms("27b", "down", 64) == few < host_ms("27b", "down", 288) < many
     for text in (pipeline_table(), placement_table()):
