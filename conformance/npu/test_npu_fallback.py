@@ -193,18 +193,20 @@ def _gone(index: int) -> Any:
     ],
     ids=lambda e: type(e).__name__,
 )  # fmt: skip
-@pytest.mark.parametrize("where", ["host", "compile", "adopt", "reserve"])
+@pytest.mark.parametrize("where", ["host", "enqueue", "compile", "adopt", "reserve"])
 def test_every_kind_of_error_ends_in_the_fallback(
     error: Exception, where: str, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    if where != "host":
+    if where not in ("host", "enqueue"):
         monkeypatch.setattr(NpuDevice, where, fail)
     with load(npu="sim") as model:
         if where == "host":
             monkeypatch.setattr(_host(model), "run", fail)
+        if where == "enqueue":
+            monkeypatch.setattr(NpuDevice, "enqueue", fail)
         if where in ("adopt", "reserve"):
             assert cause(error) in said(model), "before the first pass"
         assert text(model) == plain

@@ -87,7 +87,9 @@ class NpuDevice(HostDevice):
             self.prepare(plan)
 
     def prepare(self, plan: Plan, own: bool = False) -> None:
-        """own: the plan's steps are all this device's, else those placed on it. Every design that the plan's steps may run is built, the simulator's on the way, and every operand that stays fits
+        """own: the plan's steps are all this device's, else those placed on it.
+
+        Every design that the plan's steps may run is built, the simulator's on the way, and every operand that stays fits
         the budget. ArtefactError names how many designs are missing and what builds them, NoRoom the bytes."""
         self._planned |= resident_bytes(plan, own)
         held = sum(self._planned.values())
