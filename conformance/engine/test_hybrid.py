@@ -241,3 +241,18 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str, plain: Pla
         assert np.abs(again - logits).max() <= 1e-4 * np.abs(logits).max()
         generated(model, ids, TOKENS)
         assert model.stats is not None and any(p.startswith("npu: sim-npu1") for p in model.stats.passed_over)
+
+
+@pytest.mark.blas
+def test_the_shipped_schedule_places_the_down_projection_of_prefill(plain: Plain) -> None:
+    """One segment a layer on the NPU in prefill, none in decode; nearly the same distributions; and what is left is gemma3's."""
+    ours, theirs = named_schedule("gemma3-hybrid"), find_schedule("gemma3")
+    assert ours.elsewhere == {"npu": ["blk.{l}.ffn_down (prefill)"]} and ours.fallback == {"npu": "main"}
+    assert [s for s in ours.layer if "ffn" not in s.name] == [s for s in theirs.layer if "ffn" not in s.name]
+    assert (ours.before, ours.after) == (theirs.before, theirs.after)
+    with hybrid.load(FILE, "cpu", ours, ctx=64, npu="sim") as model:
+        plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
+        assert [sum(s.device == "npu" for s in p.steps) for p in plans] == [model.hparams.n_layers, 0]
+        kl = divergence(plain.logits, model.logits(model.encode(PROMPT)))
+        assert kl.mean() < 0.01 and not model.engine.device.failures
+        plain.agrees(model)
