@@ -155,16 +155,23 @@ def _npu() -> Iterator[Finding]:
         ", ".join(nodes) or "no /dev/accel/accel*",
         "" if nodes else "only for Ryzen AI: needs a kernel with amdxdna (6.14 or newer) and the IPU enabled",
     )
+    from hybrid.kernels.npu.xrt import MINIMUM, RUNLISTS, shown_version, xrt_version
+
     there = importlib.util.find_spec("pyxrt") is not None
+    version = xrt_version()
+    old = there and version is not None and version < RUNLISTS
+    detail = f"XRT {shown_version()}; {MINIMUM} or newer is wanted, for runlists" if there else "cannot be imported"
     yield Finding(
         "npu",
         "pyxrt",
-        "ok" if there else "optional",
-        "importable" if there else "cannot be imported",
-        ""
+        "ok" if there and not old else "optional",
+        detail + ("; this one submits runs one by one" if old else ""),
+        f"XRT {MINIMUM} or newer submits the runs of a step together"
+        if old
+        else ""
         if there
         else "comes with XRT, not from PyPI: install XRT and the amdxdna plug-in, then "
-        "source /opt/xilinx/xrt/setup.sh (it fits one minor version of Python)",
+        f"source /opt/xilinx/xrt/setup.sh (it fits one minor version of Python; XRT {MINIMUM} or newer)",
     )
 
 

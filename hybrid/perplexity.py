@@ -250,7 +250,7 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
         "model": str(args.model),
         "text": str(args.text),
         "device": model.device,
-        "passed_over": [*model.passed_over, *model.engine.faults],
+        "passed_over": [*model.passed_over, *model.engine.device.failures, *model.engine.faults],
         "precision": {k: list(v) for k, v in model.engine.precision.items()},
         "documents": len(text.documents),
         "predictions": nats.n,

@@ -9,6 +9,7 @@ import pytest
 
 from conformance.support.devices import BACKENDS, need_compiler, own_memory
 from conformance.support.models import MODELS
+from conformance.support.paths import ATTENTION
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid import perplexity
@@ -50,7 +51,7 @@ def sheet(**peak: float) -> DeviceSheet:
     return validate("tiny.toml", {"schema": 1, "device": head, "peak": figures}, DeviceSheet)
 
 
-NPU_SCHEDULES = ("gemma3-hybrid", "gemma3-npu-prefill")
+NPU_SCHEDULES = ("gemma3-hybrid", str(ATTENTION))
 
 
 @pytest.mark.parametrize("npu", ["sim", "npu"])

@@ -177,7 +177,7 @@ def test_an_extension_adds_what_is_not_set_and_can_itself_be_extended(tmp_path: 
         load_schedule(written(tmp_path, two.read_text() + '[fallback]\nnpu = "main"\n', "two"))
 
 
-@pytest.mark.parametrize("name", ["gemma3-hybrid", "gemma3-npu-prefill"])
+@pytest.mark.parametrize("name", ["gemma3-hybrid"])
 def test_another_family_is_placed_by_the_same_lines(name: str, tmp_path: Path) -> None:
     """A family with its own tensors and one more step: the shipped placements extend it as they are."""
     family = (SCHEDULES / "gemma3.toml").read_text().replace('"gemma3"', '"other"').replace("y.{l}", "normed.{l}")
@@ -258,12 +258,12 @@ def test_shipped_forms_name_tensors_that_there_are(path: Path) -> None:
 
 def test_the_commands_say_what_is_extended_and_what_runs_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_hf(tmp_path, tiny()))
-    assert command.main(["show", "gemma3-npu-prefill", model, "--phase", "prefill"]) == 0
+    assert command.main(["show", "gemma3-hybrid", model, "--phase", "prefill"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first == "gemma3-npu-prefill extends gemma3" and second.startswith("on npu: blk.{l}.attn_qkv (prefill), ")
+    assert first == "gemma3-hybrid extends gemma3" and second.startswith("on npu: blk.{l}.ffn_down (prefill); ")
     assert command.main(["check", "gemma3-hybrid", model, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (said["extends"], said["elsewhere"]) == (["gemma3"], {"npu": ["blk.{l}.attention"]})
+    assert (said["extends"], said["elsewhere"]) == (["gemma3"], {"npu": ["blk.{l}.ffn_down (prefill)"]})
     assert command.main(["show", "gemma3", model]) == 0
     assert capsys.readouterr().out.startswith("gemma3.decode.r1.o1: ")
     path = written(tmp_path, HEAD.replace('"gemma3"', '"gemma4"'))

@@ -14,6 +14,7 @@ import pytest
 import hybrid
 from conformance.support.devices import BACKENDS, open_backend, own_memory
 from conformance.support.models import MODELS
+from conformance.support.paths import ATTENTION, PROJECTIONS
 from conformance.support.profile import LONG
 from conformance.support.ties import CLEAR, INT8_NEAR, agree, generated, leads
 from hybrid.core.dtypes import DTYPES
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("sim_machine")
 def load(backend: str, **options: Any) -> hybrid.Model:
     if backend == "vulkan":
         open_backend("vulkan").close()  # skips, or fails, where there is none
-    return hybrid.load(FILE, backend, "gemma3-hybrid", ctx=64, npu="sim", **options)
+    return hybrid.load(FILE, backend, ATTENTION, ctx=64, npu="sim", **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def plain() -> Plain:
 
 def test_the_schedule_is_gemma3_with_attention_elsewhere() -> None:
     """Nothing else differs: a change of gemma3.toml that is not made here too fails."""
-    ours, theirs = named_schedule("gemma3-hybrid"), find_schedule("gemma3")
+    ours, theirs = named_schedule(ATTENTION), find_schedule("gemma3")
     assert ours.fallback == {"npu": "main"} and ours.schedule.pipeline == 2
     wanted = []
     for step in theirs.layer:
@@ -189,7 +190,7 @@ def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(
 
 
 def test_without_a_fallback_a_failure_is_an_error(tmp_path: Path) -> None:
-    schedule = named_schedule("gemma3-hybrid").model_copy(update={"fallback": {}})
+    schedule = named_schedule(ATTENTION).model_copy(update={"fallback": {}})
     with hybrid.load(FILE, "cpu", schedule, ctx=64, npu="sim") as model:
         xrt_sim.faults.timeout_after = 3
         with pytest.raises(RuntimeError, match="ERT_CMD_STATE_TIMEOUT"):
@@ -200,7 +201,7 @@ def test_without_a_fallback_a_failure_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.blas
 def test_without_an_npu_the_fallback_is_reported(plain: Plain) -> None:
-    with hybrid.load(FILE, "cpu", "gemma3-hybrid", ctx=64) as model:
+    with hybrid.load(FILE, "cpu", ATTENTION, ctx=64) as model:
         assert model.device == "cpu"
         plain.agrees(model)
         assert any("pyxrt" in p for p in model.passed_over)
@@ -222,7 +223,7 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str, plain: Pla
     main device's integers are the same: numbers differ by the order of the rest's sums at most."""
     if backend == "vulkan":
         open_backend("vulkan").close()
-    with hybrid.load(FILE, backend, "gemma3-npu-prefill", ctx=64, npu="sim") as model:
+    with hybrid.load(FILE, backend, PROJECTIONS, ctx=64, npu="sim") as model:
         device, ids = model.engine.device, model.encode(PROMPT)
         assert isinstance(device, MultiDevice)
         plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
@@ -241,3 +242,18 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str, plain: Pla
         assert np.abs(again - logits).max() <= 1e-4 * np.abs(logits).max()
         generated(model, ids, TOKENS)
         assert model.stats is not None and any(p.startswith("npu: sim-npu1") for p in model.stats.passed_over)
+
+
+@pytest.mark.blas
+def test_the_shipped_schedule_places_the_down_projection_of_prefill(plain: Plain) -> None:
+    """One segment a layer on the NPU in prefill, none in decode; nearly the same distributions; and what is left is gemma3's."""
+    ours, theirs = named_schedule("gemma3-hybrid"), find_schedule("gemma3")
+    assert ours.elsewhere == {"npu": ["blk.{l}.ffn_down (prefill)"]} and ours.fallback == {"npu": "main"}
+    assert [s for s in ours.layer if "ffn" not in s.name] == [s for s in theirs.layer if "ffn" not in s.name]
+    assert (ours.before, ours.after) == (theirs.before, theirs.after)
+    with hybrid.load(FILE, "cpu", ours, ctx=64, npu="sim") as model:
+        plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
+        assert [sum(s.device == "npu" for s in p.steps) for p in plans] == [model.hparams.n_layers, 0]
+        kl = divergence(plain.logits, model.logits(model.encode(PROMPT)))
+        assert kl.mean() < 0.01 and not model.engine.device.failures
+        plain.agrees(model)

@@ -109,7 +109,7 @@ def valid(target: str) -> list[bytes]:
         return [sentencepiece_model(PIECES)]
     if target == "tokenizer_json":
         return [tokenizer_json()]
-    files = ("schedules/gemma3", "schedules/gemma3-hybrid", "schedules/gemma3-npu-prefill", "ops/linear", "ops/sample")
+    files = ("schedules/gemma3", "schedules/gemma3-hybrid", "ops/linear", "ops/sample")
     return [(ROOT / f"specs/{f}.toml").read_bytes() for f in files]
 
 

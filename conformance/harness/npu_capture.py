@@ -26,7 +26,7 @@ from hybrid.harness.cases import Case
 from hybrid.harness.fixed import dtype_cases, edge_cases, variant_cases
 from hybrid.harness.inputs import make
 from hybrid.harness.sizes import fits
-from hybrid.kernels.npu.artefact import fabric_digest
+from hybrid.kernels.npu.artefact import ArtefactError, fabric_digest
 from hybrid.kernels.npu.designs import shipped
 from hybrid.kernels.npu.device import NpuDevice
 from hybrid.kernels.npu.xrt import NpuError
@@ -54,7 +54,7 @@ def capture(device: NpuDevice, file: Path, only: str = "") -> int:
     for name, spec, case in tracked([c for c in cases() if only in c[0]], "cases"):
         try:
             report = run_case(spec, device, case)
-        except (AssertionError, NpuError) as error:
+        except (AssertionError, NpuError, ArtefactError) as error:
             failed += 1
             entries[name] = {"case": str(case), "failed": str(error)}
             print(f"{name}: FAILED: {error}", file=sys.stderr)
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         if args.compare:
             return int(compare(args.file) > 0)
-        return int(capture(NpuDevice(args.npu, guard=GUARD), args.file, args.only) > 0)
+        return int(capture(NpuDevice(args.npu, guard=GUARD, builds=True), args.file, args.only) > 0)
 
     return run(command)
 

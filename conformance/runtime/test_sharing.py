@@ -15,6 +15,7 @@ from conformance.engine.test_hybrid import drivers_memory
 from conformance.engine.test_pipeline import Opened, same, schedule_of
 from conformance.npu.test_npu_surface import MANIFEST
 from conformance.support.devices import open_backend, own_memory
+from conformance.support.paths import ATTENTION
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.hostmemory import NotShareable, over, pages
 from hybrid.core.plan import TensorDecl
@@ -122,14 +123,14 @@ class Importer(CpuDevice):
 def test_a_dma_buf_is_taken_where_pages_are_refused_and_a_copy_where_both_are(
     refuses: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Opened(folder, "cpu", schedule_of("gemma3-hybrid", 2)) as one:
+    with Opened(folder, "cpu", schedule_of(ATTENTION, 2)) as one:
         wanted = one.run()
         plain = one.device.transfers.counts
         assert (plain.dma_bufs, plain.copies, plain.why_not) == (0, 0, "") and plain.shared > 0
     stand = Stand(monkeypatch)
     monkeypatch.setattr(Importer, "refuses", refuses)
     monkeypatch.setattr("hybrid.kernels.oracle.device.CpuDevice", Importer)
-    with Opened(folder, "cpu", schedule_of("gemma3-hybrid", 2)) as one:
+    with Opened(folder, "cpu", schedule_of(ATTENTION, 2)) as one:
         assert isinstance(one.device.main, Importer)
         assert same(one.run(), wanted)
         found = one.device.transfers.counts
@@ -148,7 +149,7 @@ def test_a_dma_buf_is_taken_where_pages_are_refused_and_a_copy_where_both_are(
 
 def test_without_an_exporter_every_reason_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "anonymous", drivers_memory)
-    with Opened(folder, "vulkan", schedule_of("gemma3-hybrid", 1)) as one:
+    with Opened(folder, "vulkan", schedule_of(ATTENTION, 1)) as one:
         why = one.device.transfers.counts.why_not
         assert one.device.transfers.counts.shared == 0 and "; sim-npu1 exports no dma-buf" in why
 

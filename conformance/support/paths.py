@@ -7,4 +7,6 @@ MODELS = ROOT / "models"
 SPECS = ROOT / "specs"
 DATA = ROOT / "conformance" / "data"
 MUTANTS = ROOT / "conformance" / "mutation" / "mutants"
+ATTENTION = ROOT / "conformance" / "support" / "schedules" / "attention.toml"
+PROJECTIONS = ATTENTION.with_name("projections.toml")
 DEMO = MODELS / "demo-gemma3-q8_0.gguf"

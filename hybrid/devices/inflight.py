@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hybrid.core.device import Program, StepTime
+from hybrid.core.errors import DeviceLost
 from hybrid.planning.pipeline import needs, written
 
 if TYPE_CHECKING:  # multi.py makes InFlight, which keeps a reference to the program and device that made it
@@ -79,7 +80,7 @@ class InFlight:
     def abandon(self) -> None:
         """Wait until nothing of this pass runs on another device. Its errors follow from the failure that led here: dropped."""
         if self._elsewhere is not None and (other := self.device.others.get(self._elsewhere.device)) is not None:
-            with suppress(RuntimeError):
+            with suppress(Exception):
                 other.wait(self._elsewhere.ticket)
         self._elsewhere = None
 
@@ -126,7 +127,9 @@ class InFlight:
             device.transfers.send(where, steps, set(written(steps, control)), control)
             self._elsewhere = Event(where, program.submit())
             self.runs.append(SegmentRun(program, device.others[where].name, time.perf_counter()))
-        except RuntimeError as error:
+        except DeviceLost:  # the main one's
+            raise
+        except Exception as error:  # whatever the other device's driver, files or sources raise
             device.fail_over(where, error)
             self.step()
 
@@ -144,7 +147,9 @@ class InFlight:
                 return
             self.device.others[event.device].wait(event.ticket)
             self.device.transfers.fetch(event.device, results, {n: tensors[n].shape[0] for n in results}, event.ticket)
-        except RuntimeError as error:
+        except DeviceLost:
+            raise
+        except Exception as error:
             self.runs.pop()
             self.device.fail_over(event.device, error)
             return

@@ -8,11 +8,12 @@ of them. A device that fails is replaced as the schedule says, for the rest of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from typing import Any
 
 from hybrid.core.device import Counters, Device, Program, StepTime
+from hybrid.core.errors import DeviceLost
 from hybrid.core.plan import Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
 from hybrid.devices.inflight import InFlight
@@ -78,8 +79,14 @@ class MultiDevice:
 
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
         """Of the main device. The others allocate their segments' activations when these are compiled, and every device
-        then allocates its kernels' scratch memory."""
+        then allocates its kernels' scratch memory; but what they lack for `plans` they say now."""
+        plans = tuple(plans)
         self.main.reserve(arena_bytes)
+        for name, device in tuple(self.others.items()):
+            try:
+                device.reserve(0, plans)
+            except Exception as error:
+                self.fail_over(name, error)
 
     def check_open(self) -> None:
         self.main.check_open()
@@ -123,15 +130,18 @@ class MultiDevice:
             self._step(started)
         return self._tickets
 
-    def fail_over(self, where: str, error: RuntimeError) -> None:
-        """Close a device that failed and run its steps on its fallback from now on; raises `error` where the schedule names
-        none. Other passes' work that it has not begun is dropped, and what it runs ends first, so that it writes nothing
-        after this."""
+    def fail_over(self, where: str, error: Exception) -> None:
+        """Close a device that failed and run its steps on its fallback from now on; raises where the schedule names none: a
+        RuntimeError, `error` itself where it is one. Other passes' work that it has not begun is dropped, and what it runs ends
+        first, so that it writes nothing after this. One device fails once: `failures` gets a line for it, with the cause."""
         if where not in self.fallback:
-            raise error
+            if isinstance(error, RuntimeError):
+                raise error
+            raise RuntimeError(f"{where}: {cause(error)}") from error
         if where in self.others:
-            self.failures.append(f"{where}: {error}")
-            self.others.pop(where).close()
+            self.failures.append(f"{where}: {cause(error)}")
+            with suppress(Exception):  # the cause has been told; a device that is gone may not close
+                self.others.pop(where).close()
 
     def _main_ticket(self, ticket: int | None) -> int | None:
         """The main device's ticket for one of this device's, once its pass (None: every pass) is complete."""
@@ -163,6 +173,13 @@ class MultiDevice:
         self.in_flight = [f for f in self.in_flight if not f.complete]
 
 
+def cause(error: Exception) -> str:
+    """One line for a report; the kind of error where its text alone does not say it."""
+    text = " ".join(str(error).split())
+    told = isinstance(error, (RuntimeError, ValueError)) and text
+    return text if told else f"{type(error).__name__}: {text}"
+
+
 class MultiProgram:
     """A plan cut where the device changes; each segment compiled by its device, or by the fallback's when it is needed."""
 
@@ -173,7 +190,16 @@ class MultiProgram:
         """Its last pass."""
         self._programs: dict[tuple[int, str], Program] = {}
         for i in range(len(self.segments)):
-            self.segment_program(i)
+            where = self.where(i)
+            try:
+                self.segment_program(i)
+            except DeviceLost:
+                raise
+            except Exception as error:
+                if where == device.backend:
+                    raise
+                device.fail_over(where, error)  # before the first pass: files that are missing, memory that is short
+                self.segment_program(i)
 
     def submit(self, times: int = 1) -> int:
         ticket = 0

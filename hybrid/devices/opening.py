@@ -86,8 +86,9 @@ def _with_npu(opened: Opened, schedule: Schedule, npu: NpuKind) -> Opened:
     passed_over, depth = opened.passed_over, 1
     try:
         others, depth = {"npu": NpuDevice(npu)}, pipeline_depth(schedule)
-    except NpuUnavailable as error:
+    except Exception as error:  # NpuUnavailable, or whatever a driver's library raises while it is opened
+        why = str(error) if isinstance(error, NpuUnavailable) else f"{type(error).__name__}: {error}"
         if "npu" not in schedule.fallback:
-            raise RuntimeError(f"schedule {schedule.schedule.name}: {error}") from None
-        passed_over = (*passed_over, f"npu: {error}")
+            raise RuntimeError(f"schedule {schedule.schedule.name}: {why}") from None
+        passed_over = (*passed_over, f"npu: {why}")
     return Opened(MultiDevice(opened.main, others, schedule.fallback, depth), opened.main, passed_over)

@@ -1,8 +1,9 @@
 """Tensors that several devices of one plan use: in memory that all of them see, else copied when another one has written them.
 
 Tensors that outlive plans or pass between devices are shared where the main device computes on host memory and can import it.
-Of a KV cache that cannot be shared, only the blocks that the pass reads are copied: an NPU's DMA cannot follow block tables,
-and the host gathers them anyway.
+Of a KV cache that cannot be shared, blocks that the pass has appended to are copied; all that it reads only where the other
+device has missed passes. An NPU's DMA cannot follow block tables, so it keeps views of its own (kernels/npu/views.py), which
+are told here when a pass appended that it did not see.
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ class Exporter(Protocol):
     def export(self, decl: TensorDecl) -> Exported: ...
 
 
+@runtime_checkable
+class Viewer(Protocol):
+    """A device that keeps what it has read of caches, in another order."""
+
+    def forget(self, name: str) -> None: ...
+
+
 class Transfers:
     """Keeps the tensors of `main` and of `others` (by backend) the same: notes who wrote last, and copies before a read."""
 
@@ -58,6 +66,8 @@ class Transfers:
         self._exported: list[Exported] = []  # they outlive their device: the main one goes on with what lies in them
         self._writes: dict[str, int] = {}
         self._seen: dict[tuple[str, str], int] = {}
+        self._appends: dict[tuple[str, str], int] = {}  # writes of a cache at the last pass that another device read it in
+        self._complete: dict[tuple[str, str], set[int]] = {}  # slots of which a copy has all that was appended since then
 
     def store(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> None:
         """On the main device, in memory that others can use where that is possible; weights stay in its own memory."""
@@ -129,9 +139,23 @@ class Transfers:
             if self._seen[where, name] != self._writes.get(name, 0):
                 self._copy(where, name, 0, None)
                 self._seen[where, name] = self._writes.get(name, 0)
-        for name in sorted(names & set(caches)):
-            for start, stop in self._blocks(caches[name], self._decls[name].shape[1], control):
-                self._copy(where, name, start, stop)
+        for name in sorted(caches):
+            self._follow(where, name)
+            if name in names:
+                complete = self._complete.setdefault((where, name), set())
+                for start, stop in self._blocks(caches[name], self._decls[name].shape[1], control, complete):
+                    self._copy(where, name, start, stop)
+
+    def _follow(self, where: str, name: str) -> None:
+        """Note the appends of a pass to a cache that another device is about to read. A pass appends once; more than that, and
+        some other pass appended what the device has not read: nothing that it has kept is known to be right."""
+        writes, before = self._writes.get(name, 0), self._appends.get((where, name))
+        self._appends[where, name] = writes
+        if before is None or writes - before > 1:
+            self._complete.pop((where, name), None)
+            device = self.others[where]
+            if isinstance(device, Viewer):
+                device.forget(name)
 
     def fetch(self, where: str, names: Sequence[str], rows: Mapping[str, int], ticket: int) -> None:
         """Copy to the main device the rows 0..rows[name] that another device has written by `ticket`."""
@@ -148,8 +172,9 @@ class Transfers:
         self.others[where].write(name, value, start)
         self._count(value)
 
-    def _blocks(self, step: Step, size: int, control: str) -> list[tuple[int, int]]:
-        """(first, end) of consecutive blocks of a cache, `size` positions each, that a step's live rows attend to."""
+    def _blocks(self, step: Step, size: int, control: str, complete: set[int]) -> list[tuple[int, int]]:
+        """(first, end) of consecutive blocks of a cache, `size` positions each, that a step's live rows attend to; of slots that
+        are `complete` those that they were appended to. The slots are complete after this."""
         main = self.main
         live = int(main.read(control).array[CONTROL[step.extent]])
         slots, positions = (main.read(step.args[n], 0, live).array for n in ("slots", "positions"))
@@ -157,6 +182,9 @@ class Transfers:
         for slot in np.unique(slots):
             at = positions[slots == slot]
             first = max(0, int(at.min()) - window + 1) if window else 0
+            if int(slot) in complete:
+                first = int(at.min())
+            complete.add(int(slot))
             blocks += table[slot, first // size : int(at.max()) // size + 1].tolist()
         wanted = np.unique(np.array(blocks, np.int64))
         return [(int(r[0]), int(r[-1]) + 1) for r in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(r)]

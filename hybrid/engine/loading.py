@@ -117,7 +117,9 @@ def load_tensors(
                 device.store(decl, Tensor.of(rope_of(name, target.hparams, target.cache.ctx)))
             elif decl.kind != "weight":
                 device.store(decl)
-        device.reserve(max(p.arena_bytes for p in plans), every_size(target, sizes))
+        # Where passes overlap the largest plans are enough: a second device says now what it lacks for them.
+        every = plans if device.pipeline_depth > 1 else every_size(target, sizes)
+        device.reserve(max(p.arena_bytes for p in plans), every)
     weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
     before = device.counters.bytes_up
     with clock.phase("weights"):

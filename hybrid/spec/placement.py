@@ -40,6 +40,13 @@ class FormStep(Model):
     """Operation's tensor name -> a tensor that only the form has, `NAME.{l}` in a layer."""
     device: Literal["main"] | None = None
     """None: where the placement says."""
+    act: dict[str, str] = Field(default_factory=dict)
+    """Matrix input -> dtype, as a schedule's step has it."""
+
+    @field_validator("act")
+    @classmethod
+    def _validate_act(cls, value: dict[str, str]) -> dict[str, str]:
+        return checked_act(value)
 
 
 class Form(Model):
@@ -162,7 +169,7 @@ def _made(step: StepSpec, said: dict[str, Any], layer: bool) -> list[StepSpec]:
         args = {key: step.args.get(name, name) for key, name in new.args.items()}
         args |= {key: f"{name}.{{l}}" if layer else name for key, name in new.own.items()}
         made.append(StepSpec(name=step.name + new.suffix, op=new.op, args=args, device=new.device or device,
-                             extent=step.extent, phase=step.phase, when=step.when))  # fmt: skip
+                             act=new.act, extent=step.extent, phase=step.phase, when=step.when))  # fmt: skip
     return made
 
 

@@ -1,13 +1,14 @@
-"""Attention's host side: rows cut into query tiles, the cache gathered into key tiles, and which tiles each of them sees.
+"""Attention's host side: rows cut into query tiles, the cache's view brought up to date, and which key tiles each of them sees.
 
 Scores in bfloat16 (`attention`) or in int8 (`attention_i8`: every query and key vector quantised by its own largest element,
-products exact in int32; values and probabilities stay bfloat16). Both run the same design.
+products exact in int32; values and probabilities stay bfloat16). Both run the same design. A run's design comes from a small
+set that the sizes of the cache fix (`designs_of`): key tiles are sent from the view's beginning on, in powers of two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -15,26 +16,36 @@ from typing import Any, Protocol
 import numpy as np
 
 from hybrid.kernels.npu.design import Design
-from hybrid.kernels.npu.designs import flash_attention
+from hybrid.kernels.npu.designs import causal, flash_attention
 from hybrid.kernels.npu.designs.attention import CORES, Attention, Scores
 from hybrid.kernels.npu.layout import bf16, int8_rows, real
-from hybrid.kernels.npu.tiles import tile_keys, tile_queries, untile_results
+from hybrid.kernels.npu.tiles import tile_queries, untile_results
+from hybrid.kernels.npu.views import KeyViews
 from hybrid.kernels.npu.xrt import Job
+
+SHORTEST = 8  # key tiles of the shortest span
 
 
 class Npu(Protocol):
+    @property
+    def views(self) -> KeyViews: ...
+
     def run(self, jobs: Sequence[Job]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Who sees what, of one sequence. runs: rows at consecutive positions, one for each query tile; seen: the key tiles
-    [first, end) of each; spans: [first, end) of each block of CORES query tiles; base: the first key tile that anybody sees."""
+    [first, end) of each; base: the key tile that the view begins with, at most the first that anybody sees."""
 
     runs: tuple[np.ndarray, ...]
     seen: tuple[tuple[int, int], ...]
-    spans: tuple[tuple[int, int], ...]
     base: int
+
+    @property
+    def ends(self) -> list[int]:
+        """Of each block of CORES query tiles: the key tiles from the view's beginning to the last that it sees."""
+        return [max(end for _, end in self.seen[i : i + CORES]) - self.base for i in range(0, len(self.seen), CORES)]
 
 
 def attention(npu: Npu, **args: Any) -> tuple[np.ndarray]:
@@ -58,49 +69,58 @@ def _attention(
     window: int,
     **_: Any,
 ) -> tuple[np.ndarray]:
-    """One job for each slot: its blocks gathered into tiles, its rows cut into runs of consecutive positions."""
+    """Jobs for each slot: its view brought up to date, its rows cut into runs of consecutive positions."""
     kv_heads, d = k_cache.shape[2:]
     group = group_of(q.shape[1] // d // kv_heads, d)
     heads = q.shape[1] // d // group  # a KV head is streamed again for each part of its group
     shape = shape_of(heads, group, d, scores)
-    o, jobs = np.empty(q.shape, np.float32), []
+    shape = replace(shape, tiles=capacity(shape, window, *k_cache.shape[:2], *block_table.shape))
+    most = rounded(-(-len(q) // rows_of(shape)), 1)
+    o, jobs = np.empty(q.shape, np.float32), list[tuple[Attention, Plan, np.ndarray, Job]]()
     for slot in np.unique(slots):
         rows = np.flatnonzero(slots == slot)
         rows = rows[np.argsort(positions[rows], kind="stable")]
-        p = plan(rows, positions[rows], window, shape)
-        a = fitted(shape, p)
-        length = int(positions[rows].max()) + 1
-        where = np.arange(p.base * a.LK, length)
-        keys, values = (_gathered(c, block_table[slot], where, heads // kv_heads) for c in (k_cache, v_cache))
-        tiles = np.zeros((a.blocks * CORES, heads, group, a.LQ // group, d), np.float32)
-        for i, run in enumerate(p.runs):
-            tiles[i, :, :, : len(run)] = q[run].reshape(len(run), heads, group, d).transpose(1, 2, 0, 3)
-        inputs = _operands(tiles, headers(p, a, positions, length, window), keys, values, scale, a)
-        result = np.empty(tiles.size, np.uint16)
-        jobs.append((a, p, result, Job(_design(a), inputs, {"o": result})))
+        view = npu.views.of(k_cache, v_cache, int(slot), shape)
+        for i, part in enumerate(_fitting(plan(rows, positions[rows], window, shape), shape.tiles)):
+            if i:  # the view is about to move
+                _run(npu, jobs, o)
+            of_part = np.concatenate(part.runs)
+            length = int(positions[of_part].max()) + 1
+            view.update(block_table[slot], part.base, int(positions[of_part].min()), length)
+            for j in range(0, len(part.runs), most * CORES):
+                p = Plan(part.runs[j : j + most * CORES], part.seen[j : j + most * CORES], view.base)
+                a = fitted(shape, p, shape.tiles)
+                tiles = np.zeros((a.blocks * CORES, heads, group, a.LQ // group, d), np.float32)
+                for n, run in enumerate(p.runs):
+                    tiles[n, :, :, : len(run)] = q[run].reshape(len(run), heads, group, d).transpose(1, 2, 0, 3)
+                header = headers(p, a, positions, length, window)
+                result = np.empty(tiles.size, np.uint16)
+                job = Job(_design(a), {"q": _queries(tiles, header, scale, a), "kv": view.room}, {"o": result})
+                jobs.append((a, p, result, job))
+    _run(npu, jobs, o)
+    return (o,)
+
+
+def _run(npu: Npu, jobs: list[tuple[Attention, Plan, np.ndarray, Job]], o: np.ndarray) -> None:
     npu.run([job for *_, job in jobs])
     for a, p, result, _job in jobs:
         back = real(untile_results(result, a))
         for i, run in enumerate(p.runs):
             o[run] = back[i, :, :, : len(run)].transpose(2, 0, 1, 3).reshape(len(run), -1)
-    return (o,)
+    jobs.clear()
 
 
-def _operands(
-    tiles: np.ndarray, header: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, a: Attention
-) -> dict[str, np.ndarray]:
-    """The design's inputs; the queries bring the scale of the scores with them."""
+def _queries(tiles: np.ndarray, header: np.ndarray, scale: float, a: Attention) -> np.ndarray:
+    """The design's query tiles; they bring the scale of the scores with them."""
     if a.scores == "bf16":
-        return {"q": tile_queries(bf16(tiles * np.float32(scale)), header, a), "kv": tile_keys(bf16(keys), bf16(values), a)}
-    (q, q_scale), (k, k_scale) = (int8_rows(x.reshape(-1, a.D)) for x in (tiles, keys))
-    return {
-        "q": tile_queries(q.reshape(tiles.shape), header, a, (q_scale * np.float32(scale)).reshape(tiles.shape[:-1])),
-        "kv": tile_keys(k.reshape(keys.shape), bf16(values), a, k_scale.reshape(keys.shape[:-1])),
-    }
+        return tile_queries(bf16(tiles * np.float32(scale)), header, a)
+    q, q_scale = int8_rows(tiles.reshape(-1, a.D))
+    return tile_queries(q.reshape(tiles.shape), header, a, (q_scale * np.float32(scale)).reshape(tiles.shape[:-1]))
 
 
 def plan(rows: np.ndarray, positions: np.ndarray, window: int, a: Attention) -> Plan:
-    """Rows (sorted by position) dealt out to query tiles, and the key tiles that each of those sees."""
+    """Rows (sorted by position) dealt out to query tiles, and the key tiles that each of those sees. Without a window the base
+    is key tile 0: all of the sequence stays in the view."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     most = a.LQ // a.group
     runs, seen = [], []
@@ -110,11 +130,16 @@ def plan(rows: np.ndarray, positions: np.ndarray, window: int, a: Attention) -> 
             first, last = int(positions[index[0]]), int(positions[index[-1]])
             runs.append(rows[index])
             seen.append((max(0, first - window + 1) // a.LK if window > 0 else 0, last // a.LK + 1))
-    spans = [
-        (min(s[0] for s in block), max(s[1] for s in block))
-        for block in (seen[i : i + CORES] for i in range(0, len(seen), CORES))
-    ]
-    return Plan(tuple(runs), tuple(seen), tuple(spans), min(first for first, _ in spans))
+    return Plan(tuple(runs), tuple(seen), min(first for first, _ in seen))
+
+
+def _fitting(p: Plan, tiles: int) -> Iterator[Plan]:
+    """The plan cut where its rows lie further apart than a view of so many key tiles; rows of one pass do not."""
+    begin = 0
+    for i in range(1, len(p.runs) + 1):
+        if i == len(p.runs) or p.seen[i][1] - p.seen[begin][0] > tiles:
+            yield Plan(p.runs[begin:i], p.seen[begin:i], p.seen[begin][0])
+            begin = i
 
 
 def headers(p: Plan, a: Attention, positions: np.ndarray, length: int, window: int) -> np.ndarray:
@@ -131,23 +156,55 @@ def headers(p: Plan, a: Attention, positions: np.ndarray, length: int, window: i
     return out
 
 
-def fitted(shape: Attention, p: Plan) -> Attention:
-    """The design for a plan. A span's length is rounded up to one of four in each octave: a fabric has an instruction stream
-    for each tuple of spans, and a tile that nobody sees passes by without being computed. (So is the cache's: buffers are kept.)"""
-    spans = tuple((first - p.base, rounded(end - first)) for first, end in p.spans)
-    return replace(shape, blocks=len(spans), tiles=rounded(max(first + count for first, count in spans)), spans=spans)
+def fitted(shape: Attention, p: Plan, tiles: int | None = None) -> Attention:
+    """The design for a plan on a view of `tiles` (default: what the plan needs). A prompt's first rows send each block of query
+    tiles the key tiles up to its own; any others send every block the same number, rounded up to a power of two. A tile that
+    nobody sees passes by without being computed."""
+    blocks, ends = rounded(len(p.ends), 1), p.ends
+    tiles = rounded(max(ends)) if tiles is None else tiles
+    a = replace(shape, blocks=blocks, tiles=tiles)
+    first = causal(a)
+    if blocks > 1 and p.base == 0 and all(end <= count for end, (_, count) in zip(ends, first.spans, strict=False)):
+        return first
+    return replace(a, spans=((0, min(tiles, rounded(max(ends)))),) * blocks)
 
 
-def rounded(count: int) -> int:
-    """Up to 8, then 10, 12, 14, 16, 20, 24, ..."""
-    unit = 1 << max(0, (count - 1).bit_length() - 3)
-    return -(-count // unit) * unit
+def designs_of(scores: Scores, bind: Mapping[str, int], window: int) -> Iterator[Attention]:
+    """Every design that passes of up to bind["T"] rows can run, whatever their positions."""
+    group = group_of(bind["HQ"] // bind["HK"], bind["D"])
+    shape = shape_of(bind["HQ"] // group, group, bind["D"], scores)
+    tiles = capacity(shape, window, bind["B"], bind["BS"], bind["S"], bind["MB"])
+    most = rounded(-(-bind["T"] // rows_of(shape)), 1)
+    blocks = 1
+    while blocks <= most:
+        a = replace(shape, blocks=blocks, tiles=tiles)
+        if blocks > 1:
+            yield causal(a)
+        count = rounded(1)
+        while count < tiles:
+            yield replace(a, spans=((0, count),) * blocks)
+            count *= 2
+        yield replace(a, spans=((0, tiles),) * blocks)
+        blocks *= 2
 
 
-def _gathered(cache: np.ndarray, table: np.ndarray, where: np.ndarray, times: int) -> np.ndarray:
-    """A sequence's positions out of its blocks, float32 [positions, heads, D]; every head `times` times."""
-    size = cache.shape[1]
-    return np.repeat(cache[table[where // size], where % size].astype(np.float32), times, axis=1)
+def capacity(shape: Attention, window: int, blocks: int, size: int, slots: int, table: int) -> int:
+    """Key tiles of a slot's view: the whole table's positions, or, of a window, those of the ring of blocks that a slot has."""
+    whole = rounded(-(-table * size // shape.LK))
+    if window <= 0:
+        return whole
+    ring = max(blocks // slots * size, window + rows_of(shape) // CORES)
+    return min(whole, rounded(-(-ring // shape.LK) + 1))
+
+
+def rows_of(a: Attention) -> int:
+    """Rows of a block of query tiles."""
+    return CORES * a.LQ // a.group
+
+
+def rounded(count: int, least: int = SHORTEST) -> int:
+    """Up to a power of two, `least` or more."""
+    return max(least, 1 << max(0, count - 1).bit_length())
 
 
 def group_of(group: int, d: int) -> int:
@@ -164,4 +221,4 @@ def shape_of(heads: int, group: int, d: int, scores: Scores = "bf16") -> Attenti
 
 
 # Designs are compared and hashed on every run: the same one is kept.
-_design: Callable[[Attention], Design] = lru_cache(maxsize=64)(flash_attention)
+_design: Callable[[Attention], Design] = lru_cache(maxsize=256)(flash_attention)

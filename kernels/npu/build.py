@@ -1,4 +1,4 @@
-"""python -m kernels.npu.build [NAME ...] [--out FOLDER] [--sim] [--list]: designs into what a runtime loads.
+"""python -m kernels.npu.build [NAME ... | --for MODEL | --list [MODEL]] [--out FOLDER] [--sim]: designs into what a runtime loads.
 
 For an NPU: kernels by Peano (llvm-aie's clang), IRON source to MLIR by mlir-aie, xclbin and instruction stream by aiecc.
 What of these is missing is said, exactly, and nothing is built. --sim makes the files of sim-npu1 instead.
@@ -12,17 +12,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import Parser, run
-from hybrid.kernels.npu.artefact import ArtefactError, encode, stem, write
+from hybrid.cli import Parser, UsageError, positive, run
+from hybrid.kernels.npu.artefact import ArtefactError, encode, stem, stream_digest, write
+from hybrid.kernels.npu.artefact import find as find_built
 from hybrid.kernels.npu.catalogue import AIE, find
 from hybrid.kernels.npu.check import check, npu_limits
 from hybrid.kernels.npu.compile import cache_folder, define
-from hybrid.kernels.npu.design import Design
+from hybrid.kernels.npu.design import Design, Move
 from hybrid.kernels.npu.emitter import emit
 from hybrid.kernels.npu.iron import IronError, check_program, installed, manifest
 
@@ -167,7 +168,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("names", nargs="*", metavar="NAME", help="designs (default: all; see --list)")
     p.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: the cache folder)")
     p.add_argument("--sim", action="store_true", help="build what sim-npu1 runs; needs no toolchain")
-    p.add_argument("--list", action="store_true", help="print the names of the designs and stop")
+    p.add_argument("--list", nargs="?", const="", metavar="MODEL", help="print the designs' names, or what a model needs, and stop")
+    p.add_argument("--for", dest="model", metavar="MODEL", help="build what a model needs: a file, or a name of specs/models")
+    p.add_argument("--schedule", default="gemma3-hybrid", metavar="NAME", help="with a MODEL: its schedule (gemma3-hybrid)")
+    p.add_argument("--ctx", type=positive, metavar="N", help="with a MODEL: positions of a sequence (the model's, at most 4096)")
+    p.add_argument("--slots", type=positive, default=1, metavar="N", help="with a MODEL: sequences at a time (1)")
+    p.add_argument("--chunk", type=positive, metavar="N", help="with a MODEL: rows of a prefill pass (512)")
     return p
 
 
@@ -176,14 +182,57 @@ def main(argv: list[str] | None = None) -> int:
     return run(lambda: _main(args))
 
 
+def _of_model(args: argparse.Namespace, model: str) -> dict[str, Callable[[], Design]]:
+    """What the plans of a model need: a name (fabric, and the sizes of the sequence) -> its maker."""
+    from hybrid.kernels.npu.needed import designs
+
+    engine = importlib.import_module("hybrid.engine.plans")  # a command may use what lies above; the backend imports nothing of it
+    found: dict[str, Callable[[], Design]] = {}
+    seen: set[Any] = set()
+    for plan in engine.plans_of_model(model, args.schedule, args.ctx, args.slots, args.chunk):
+        for design in designs(plan, seen):
+            found[f"{design.name} {sequence_name(design)}"] = lambda design=design: design  # type: ignore[misc]
+    return found
+
+
+def sequence_name(design: Design) -> str:
+    """The sizes that an instruction stream is for, and the digest that its file is named by."""
+    facts = design.facts
+    sizes = f"{facts['M']}x{facts['K']}x{facts['N']}" if "K" in facts else ""
+    if "tiles" in facts:
+        size = design.argument("kv").size // (facts["heads"] * facts["tiles"])
+        sent = [str(s.size // size) for s in design.sequence if isinstance(s, Move) and s.fifo == "kv_in0"]
+        sizes = f"of {facts['tiles']} key tiles {', '.join(sent[: facts['blocks']])} to the blocks of queries"
+    return f"({sizes or 'T x H'}: {stream_digest(design)[:12]})"
+
+
+def listed(makers: Mapping[str, Callable[[], Design]], folder: Path) -> str:
+    """A line for each design with whether it is built, and a sum."""
+    lines, fabrics, built = [], set(), 0
+    for name, make in makers.items():
+        fabrics.add(stem(make()))
+        try:
+            find_built(folder, make())
+            built += 1
+            lines.append(f"{name}: built")
+        except ArtefactError:
+            lines.append(f"{name}: not built")
+    return "\n".join([*lines, f"{len(makers)} instruction streams of {len(fabrics)} fabrics; {built} built in {folder}"])
+
+
 def _main(args: argparse.Namespace) -> int:
     from hybrid.kernels.npu.designs import chosen, shipped
 
-    if args.list:
+    folder = args.out or default_folder(args.sim)
+    if args.model is not None and (args.names or args.list is not None):
+        raise UsageError("--for MODEL builds what the model needs: no NAME beside it, no --list")
+    if args.list == "":
         print("\n".join(shipped()))
         return 0
-    makers = chosen(args.names)
-    folder = args.out or default_folder(args.sim)
+    if args.list is not None:
+        print(listed(_of_model(args, args.list), folder))
+        return 0
+    makers = chosen(args.names) if args.model is None else _of_model(args, args.model)
     found, missing = (None, []) if args.sim else tools()
     if missing:
         raise RuntimeError(f"no NPU toolchain, nothing was built (--sim needs none). Missing: {'; '.join(missing)}")

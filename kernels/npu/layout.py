@@ -10,6 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK = 32
+TINY = np.finfo(np.float32).tiny
+STRIP = 1 << 16
+"""Numbers that are rounded at a time."""
 LIMB, BITS = 4096, 23
 """A scale is an integer of 23 bits in two multipliers of 12: int32 sums over 512 codes of 4 bits cannot overflow."""
 
@@ -29,7 +32,9 @@ def untiled(x: np.ndarray) -> np.ndarray:
 
 
 def padded(x: np.ndarray, *multiples: int) -> np.ndarray:
-    """Zeros added at the end of each axis up to a multiple."""
+    """Zeros added at the end of each axis up to a multiple; the array itself where there is nothing to add."""
+    if not any(n % m for n, m in zip(x.shape, multiples, strict=True)):
+        return x
     return np.pad(x, [(0, -n % m) for n, m in zip(x.shape, multiples, strict=True)])
 
 
@@ -52,11 +57,23 @@ def two_parts(x: np.ndarray) -> np.ndarray:
 
 
 def int8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[R, C] -> int8 codes [R, C] and float32 scales [R]: value = code * scale, codes -127..127, ties to even."""
+    """[R, C] -> int8 codes [R, C] and float32 scales [R]: value = code * scale, codes -127..127, ties to even. A few rows at a
+    time: what is between stays in the processor's cache."""
     x = np.asarray(x, np.float32)
-    amax = np.abs(x).max(axis=1)
-    scale = np.where(amax > 0, amax / np.float32(127), np.float32(1))
-    return np.clip(np.rint(x / scale[:, None]), -127, 127).astype(np.int8), scale.astype(np.float32)
+    rows, columns = x.shape
+    codes, scales = np.empty(x.shape, np.int8), np.empty(rows, np.float32)
+    step = max(1, STRIP // max(columns, 1))
+    room = np.empty((step, columns), np.float32)
+    for i in range(0, rows, step):
+        part = x[i : i + step]
+        amax = np.maximum(part.max(axis=1), -part.min(axis=1))
+        scale = scales[i : i + step] = np.where(amax > 0, amax / np.float32(127), np.float32(1))
+        made = np.divide(part, scale[:, None], out=room[: len(part)])
+        np.rint(made, out=made)
+        if (scale < TINY).any():  # rounded so coarsely, being a subnormal, that a quotient may be above 127.5
+            np.clip(made, -127, 127, out=made)
+        np.copyto(codes[i : i + step], made, casting="unsafe")
+    return codes, scales
 
 
 def nibbles(codes: np.ndarray) -> np.ndarray:

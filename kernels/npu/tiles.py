@@ -1,4 +1,4 @@
-"""Operands in the order in which designs read them. What is stored for long, weights and the gathered cache, is stored so."""
+"""Operands in the order in which designs read them. Keys and values: views.py."""
 
 from __future__ import annotations
 
@@ -26,25 +26,6 @@ def tile_weights(codes: np.ndarray, g: Gemm, scales: np.ndarray | None = None) -
     packed = nibbles(cut) if g.weights == "q4_0" else cut
     flat = [np.ascontiguousarray(part).reshape(g.columns, blocks, g.K // g.k, -1).view(np.uint8) for part in (packed, m, s)]
     return np.concatenate(flat, axis=-1).reshape(-1)
-
-
-def tile_keys(k: np.ndarray, v: np.ndarray, a: Attention, scales: np.ndarray | None = None) -> np.ndarray:
-    """Keys and values [positions, heads, D] of one sequence as the KV stream, flat: [heads][tiles][K, V]; zeros behind the last
-    position (masked by the kernel, which needs them finite). bfloat16 bits both; or K int8 codes with scales
-    [positions, heads], which stand between K and V: then bytes."""
-    parts = [_dealt(k, 8 if a.scores == "i8" else 4, 8, a), _dealt(v, 8, 4, a)]
-    if scales is not None:
-        parts.insert(1, _dealt(scales[..., None], a.LK, 1, a))
-    flat = np.concatenate(parts, axis=-1).reshape(-1)
-    return flat.view(np.uint16) if scales is None else flat
-
-
-def _dealt(x: np.ndarray, r: int, c: int, a: Attention) -> np.ndarray:
-    """[positions, heads, C] -> bytes [heads, tiles, -1]: every LK positions in r x c tiles, row after row."""
-    full = np.zeros((a.tiles * a.LK, a.heads, x.shape[2]), x.dtype)
-    full[: len(x)] = x
-    cut = full.reshape(a.tiles, a.LK // r, r, a.heads, x.shape[2] // c, c).transpose(3, 0, 1, 4, 2, 5)
-    return np.ascontiguousarray(cut).reshape(a.heads, a.tiles, -1).view(np.uint8)
 
 
 def tile_queries(q: np.ndarray, header: np.ndarray, a: Attention, scales: np.ndarray | None = None) -> np.ndarray:

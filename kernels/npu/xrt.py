@@ -4,13 +4,16 @@
     host.run([Job(design, {"A": a, "B": b}, {"C": c})])      inputs are copied in, outputs copied out
 
 Contexts, instruction buffers and data buffers are kept: a second run of a size allocates nothing. One xclbin serves every
-size of a fabric through its instruction streams. Several jobs of one fabric go as one runlist.
+size of a fabric through its instruction streams. Several jobs of one fabric go as one runlist where pyxrt has runlists (XRT
+2.20), else one after another. Operands that stay (resident.py) are brought to the device where they have changed.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +25,14 @@ from hybrid.core.hostmemory import NotShareable
 from hybrid.kernels.npu.artefact import KERNEL, fabric_digest, find, stream_digest
 from hybrid.kernels.npu.check import npu_limits
 from hybrid.kernels.npu.design import DTYPES, Design
+from hybrid.kernels.npu.resident import Resident
 
+Reader = Callable[[np.ndarray], None]
+"""Takes an output where it lies: the buffer's host copy, flat and typed, until it returns."""
+RUNLISTS = (2, 20)
+"""The XRT version whose pyxrt has `runlist` first."""
+NEEDED = ("device", "xclbin", "hw_context", "kernel", "run", "bo", "xclBOSyncDirection", "ert_cmd_state", "xrt_info_device")
+"""What of pyxrt nothing here works without."""
 OPCODE, FIRST = 3, 3
 STAMP = np.frombuffer(bytes((0xD1, 0x7E, 0x5A, 0xC3)) * 16, np.uint8)  # at both ends of every output before a run
 
@@ -42,9 +52,29 @@ class NpuUnavailable(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Job:
     design: Design
-    inputs: Mapping[str, np.ndarray]
-    outputs: Mapping[str, np.ndarray]
-    """Written in place."""
+    inputs: Mapping[str, np.ndarray | Resident]
+    outputs: Mapping[str, np.ndarray | Reader]
+    """Arrays are written in place."""
+
+    def input(self, name: str) -> np.ndarray:
+        """An input, flat, of the design's type. ValueError where it is of another type or size than declared."""
+        given, array = self.inputs[name], self.design.argument(name)
+        wanted = DTYPES[array.dtype]
+        if isinstance(given, Resident):
+            given = given.bytes.view(wanted) if given.bytes.size % wanted.itemsize == 0 else given.bytes
+        if given.dtype != wanted or given.size != array.size:
+            raise ValueError(
+                f"{self.design.name}: {name} is {given.dtype} of {given.size}, declared {array.dtype} of {array.size}"
+            )
+        return np.ascontiguousarray(given).reshape(-1)
+
+    def deliver(self, name: str, data: np.ndarray) -> None:
+        """Give an output, flat, to whoever wants it."""
+        out = self.outputs[name]
+        if isinstance(out, np.ndarray):
+            out.reshape(-1)[:] = data
+        else:
+            out(data)
 
 
 @dataclass(slots=True)
@@ -54,7 +84,10 @@ class HostCounters:
     runs: int = 0
     runlists: int = 0
     bytes_up: int = 0
+    """Brought to the device by sync: inputs, what changed of operands that stay, the stamps of outputs."""
     bytes_down: int = 0
+    resident_bytes: int = 0
+    """Of operands that stay."""
 
 
 @dataclass(slots=True)
@@ -87,10 +120,35 @@ def open_host(kind: str, folder: Path) -> Host:
             f"no pyxrt ({error}): it comes with XRT, for one version of Python; source /opt/xilinx/xrt/setup.sh; "
             "--npu sim asks for the simulator"
         ) from None
+    except Exception as error:  # an extension module of another release may raise anything while it loads
+        raise NpuUnavailable(f"pyxrt cannot be loaded: {type(error).__name__}: {error}") from None
+    if lacks := [name for name in NEEDED if not hasattr(module, name)]:
+        raise NpuUnavailable(f"pyxrt of XRT {shown_version()} lacks {', '.join(lacks)}: install XRT {MINIMUM} or newer")
     try:
         return Host(module, folder)
     except RuntimeError as error:
         raise NpuUnavailable(f"XRT opens no NPU: {error}; is the amdxdna driver loaded?") from None
+    except Exception as error:  # an old binding: a name, or an overload, that it does not have
+        why = f"{type(error).__name__}: {error}"
+        raise NpuUnavailable(f"pyxrt of XRT {shown_version()}: {why}; install XRT {MINIMUM} or newer") from None
+
+
+MINIMUM = ".".join(map(str, RUNLISTS))
+
+
+def xrt_version() -> tuple[int, ...] | None:
+    """Of the XRT that setup.sh points to, by its version.json; None where that does not say."""
+    path = Path(os.environ.get("XILINX_XRT", "/opt/xilinx/xrt")) / "version.json"
+    try:
+        table = json.loads(path.read_text())
+        return tuple(int(n) for n in str(table["BUILD_VERSION"]).split(".")[:3])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def shown_version() -> str:
+    version = xrt_version()
+    return ".".join(map(str, version)) if version else "(no version.json says which)"
 
 
 class Host:
@@ -102,8 +160,17 @@ class Host:
         name = self.device.get_info(module.xrt_info_device.name)
         self.simulated = name.startswith("sim-")
         self.name = name if self.simulated else f"npu:0 ({name})"
+        self.chains = hasattr(module, "runlist")
+        """Whether several jobs of a fabric go as one runlist."""
         self.counters = HostCounters()
         self._loaded: dict[str, _Loaded] = {}
+
+    def room(self, nbytes: int) -> Resident:
+        """A buffer object for an operand that stays. It belongs to the device, and outlives contexts."""
+        made = self.xrt.bo(self.device, nbytes, self.xrt.bo.host_only, 0)
+        self.counters.buffers += 1
+        self.counters.resident_bytes += nbytes
+        return Resident(made, nbytes)
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Execute jobs in order. NpuError for whatever does not complete and write; the caches are dropped with it."""
@@ -155,14 +222,16 @@ class Host:
         for job, buffers in zip(jobs, held, strict=True):
             self._take(job, buffers, direction.XCL_BO_SYNC_BO_FROM_DEVICE)
             for key, buffer in buffers.items():
-                loaded.free.setdefault((key[0], key[1]), []).append(buffer)
+                if not isinstance(job.inputs.get(key[2]), Resident):
+                    loaded.free.setdefault((key[0], key[1]), []).append(buffer)
 
     def _execute(self, loaded: _Loaded, jobs: Sequence[Job], held: Sequence[Mapping[Any, Any]]) -> None:
-        if len(jobs) == 1:
-            insts, nbytes = self._stream(loaded, jobs[0].design)
-            run = loaded.kernel(OPCODE, insts, nbytes, *held[0].values())
-            self.counters.runs += 1
-            self._demand(run.wait(), run, jobs[0].design)
+        if len(jobs) == 1 or not self.chains:
+            for job, buffers in zip(jobs, held, strict=True):
+                insts, nbytes = self._stream(loaded, job.design)
+                run = loaded.kernel(OPCODE, insts, nbytes, *buffers.values())
+                self.counters.runs += 1
+                self._demand(run.wait(), run, job.design)
             return
         chain, runs = self.xrt.runlist(loaded.context), []
         for job, buffers in zip(jobs, held, strict=True):
@@ -228,6 +297,10 @@ class Host:
         """A buffer for each argument, in order."""
         held: dict[tuple[int, int, str], Any] = {}
         for i, (name, array) in enumerate(job.design.arguments):
+            given = job.inputs.get(name)
+            if isinstance(given, Resident):
+                held[i, array.nbytes, name] = given.buffer
+                continue
             spare = loaded.free.get((i, array.nbytes))
             if spare:
                 held[i, array.nbytes, name] = spare.pop()
@@ -240,19 +313,23 @@ class Host:
 
     def _send(self, job: Job, buffers: Mapping[tuple[int, int, str], Any], to_device: Any) -> None:
         for (_, nbytes, name), buffer in buffers.items():
+            given = job.inputs.get(name)
+            if given is not None:
+                data = job.input(name)
+            if isinstance(given, Resident):
+                self.counters.bytes_up += given.flush(to_device)
+                continue
             view = np.frombuffer(buffer.map(), np.uint8)[:nbytes]
-            if name in job.inputs:
-                given, array = job.inputs[name], job.design.argument(name)
-                if given.dtype != DTYPES[array.dtype] or given.size != array.size:
-                    raise ValueError(
-                        f"{job.design.name}: {name} is {given.dtype} of {given.size}, declared {array.dtype} of {array.size}"
-                    )
-                view[:] = np.ascontiguousarray(given).reshape(-1).view(np.uint8)
-            else:
-                edge = min(STAMP.size, nbytes)
-                view[:edge] = view[-edge:] = STAMP[:edge]
-            buffer.sync(to_device, nbytes, 0)
-            self.counters.bytes_up += nbytes
+            if given is not None:
+                view[:] = data.view(np.uint8)
+                buffer.sync(to_device, nbytes, 0)
+                self.counters.bytes_up += nbytes
+                continue
+            edge = min(STAMP.size, nbytes)
+            view[:edge] = view[-edge:] = STAMP[:edge]
+            for start in (0, nbytes - edge):
+                buffer.sync(to_device, edge, start)
+            self.counters.bytes_up += 2 * edge
 
     def _take(self, job: Job, buffers: Mapping[tuple[int, int, str], Any], from_device: Any) -> None:
         for (_, nbytes, name), buffer in buffers.items():
@@ -263,6 +340,5 @@ class Host:
             edge = min(STAMP.size, nbytes)
             if (data[:edge] == STAMP[:edge]).all() or (data[-edge:] == STAMP[:edge]).all():
                 raise NpuError("silent", f"{self.name}: {job.design.name}: the run completed and left {name} unwritten")
-            out = job.outputs[name]
-            out.reshape(-1).view(np.uint8)[:] = data
+            job.deliver(name, data.view(DTYPES[job.design.argument(name).dtype]))
             self.counters.bytes_down += nbytes
