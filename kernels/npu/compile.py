@@ -167,6 +167,11 @@ def _compiler() -> tuple[str, str]:
     return path, subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
+def gxx() -> str:
+    """The path of g++. CompileError without it."""
+    return _compiler()[0]
+
+
 def cache_folder() -> Path:
     return places.cache_folder() / "npu"
 
