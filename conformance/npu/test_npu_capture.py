@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance.npu_capture import cases, digest, main
+from hybrid.harness.npu_capture import cases, digest, main
 from hybrid.spec import load_ops
 
 

@@ -33,15 +33,14 @@ def test_calls_that_the_release_does_not_have_are_refused(was: str, becomes: str
         check_program(source.replace(was, becomes))
 
 
-@pytest.mark.slow
 def test_signatures_say_where_they_were_read() -> None:
     """One tagged release for all, and for each its file and the page; none that no emitted program calls."""
     table = manifest()
     assert re.fullmatch(r"v\d+\.\d+\.\d+", table["tag"]) and table["release"] == f"mlir-aie {table['tag'][1:]}"
     assert table["wheels"].endswith(table["tag"]) and re.fullmatch(r"[0-9a-f]{7,40}", table["commit"])
     called: set[str] = set()
-    for make in shipped().values():
-        for node in ast.walk(ast.parse(emit(make()))):
+    for name in ("small.attention", *(f"small.i8.c{n}" for n in (1, 2, 3, 4))):  # which call all that any design calls
+        for node in ast.walk(ast.parse(emit(shipped()[name]()))):
             if isinstance(node, ast.Call):
                 called.add(node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func).split(".")[-1])
     entries = {**table["function"], **table["method"]}

@@ -24,7 +24,8 @@ from hybrid.kernels.npu.compile import HOSTAPI, define, gxx
 
 STUBS = Path(__file__).with_name("intrinsics.h")
 # AIE2, and a version of its model whose features mlir-aie's compiler has: concatenation of 128 bits, byte shifts, bfloat16.
-FLAGS = ("-std=c++20", "-D__AIE_ARCH__=20", "-D__AIE_MODEL_VERSION__=10500", "-fsyntax-only", "-fpermissive", "-fmax-errors=0", "-w")
+FLAGS = ("-std=c++20", "-D__AIE_ARCH__=20", "-D__AIE_MODEL_VERSION__=10500", "-fsyntax-only", "-fpermissive", "-fmax-errors=0",
+         "-w")  # fmt: skip
 ROUNDS = 8
 # What g++ says of a name that the NPU's compiler would know; constants are in capitals.
 UNKNOWN = (
