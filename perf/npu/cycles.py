@@ -98,15 +98,15 @@ def run_times(p: Product, r: Rates, chained: bool = False) -> Times:
     if p.held > 1:  # the next row block comes when the one before has been sent for the last time
         core += tiles / p.held * m * K * p.a_bytes / r.stream_bytes.value
     stream = tiles * steps * max(m * k * p.a_bytes, k * n * b) / r.stream_bytes.value
-    reads = M * K * N * (p.a_bytes / (n * p.columns * p.held) + b / (m * CORES))
     writes = M * N * BYTES[p.output]
-    channel = max(M * K * N / (n * p.columns * p.held) * p.a_bytes, M * K * N / (m * CORES) * b) / p.columns / (r.channel_gb_s.value * 1e9)
+    a_reads, b_reads = M * K * N / (n * p.columns * p.held) * p.a_bytes, M * K * N / (m * CORES) * b
+    channel = max(a_reads, b_reads) / p.columns / (r.channel_gb_s.value * 1e9)
     host = (r.chained_dispatch_us if chained else r.dispatch_us).value * 1e-6
     return Times(
         core / hertz,
         stream / hertz,
         channel,
-        (reads + writes) / (r.ddr_gb_s.value * 1e9),
+        (a_reads + b_reads + writes) / (r.ddr_gb_s.value * 1e9),
         drain / hertz,
         host + r.dispatch_cycles.value / hertz,
     )
