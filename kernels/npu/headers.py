@@ -3,7 +3,7 @@
 hostapi/ is this project's reading of aie_api; this holds the kernels against the real headers: that every call exists with
 those types, and that no static assertion of theirs fails. Nothing runs. The core's intrinsics, which only the NPU's compiler
 has, are declared as functions that take and return anything: their names are read off the compiler's own errors
-(intrinsics.h has the types). So an error inside of aie_api that names such a stub says nothing, and is counted apart.
+(hostapi/intrinsics.h has the types). So an error inside of aie_api that names such a stub says nothing, and is counted apart.
 PATH is a checkout of Xilinx/aie_api, or include/ of the mlir_aie wheel. Nothing of it is copied.
 """
 
@@ -22,7 +22,7 @@ from hybrid.cli import Parser, run
 from hybrid.kernels.npu.catalogue import AIE, entries
 from hybrid.kernels.npu.compile import HOSTAPI, define, gxx
 
-STUBS = Path(__file__).with_name("intrinsics.h")
+STUBS = HOSTAPI / "intrinsics.h"
 # AIE2, and a version of its model whose features mlir-aie's compiler has: concatenation of 128 bits, byte shifts, bfloat16.
 FLAGS = ("-std=c++20", "-D__AIE_ARCH__=20", "-D__AIE_MODEL_VERSION__=10500", "-fsyntax-only", "-fpermissive", "-fmax-errors=0",
          "-w")  # fmt: skip
