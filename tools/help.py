@@ -41,6 +41,7 @@ COMMANDS = (
     "kernels.npu.build",
     "kernels.npu.check",
     "kernels.npu.emitter",
+    "kernels.npu.headers",
     "perf.npu",
     "hybrid.harness.npu_capture",
 )

@@ -13,8 +13,10 @@ from hybrid.kernels.npu import build
 from hybrid.kernels.npu.artefact import ArtefactError, decode, encode, fabric_digest, find, stem
 from hybrid.kernels.npu.build import build_sim
 from hybrid.kernels.npu.build import main as build_main
+from hybrid.kernels.npu.catalogue import AIE
 from hybrid.kernels.npu.designs import gemm_i8
 from hybrid.kernels.npu.designs.gemm import Gemm
+from hybrid.kernels.npu.iron import manifest
 
 G = Gemm(64, 64, 32, 16, 32, 16, 1)
 
@@ -76,12 +78,54 @@ def test_the_build_says_what_is_missing(
         assert err.startswith("error: ") and says in err and err.count("\n") == 1
 
 
+def _wheels(site: Path) -> Path:
+    """Folders as the wheels mlir_aie and llvm-aie lay them: the package two folders down, headers in two more."""
+    root = site / "mlir_aie"
+    for file in ("python/aie/__init__.py", "include/aie_api/aie.hpp", "include/aie_kernels/aie_kernel_utils.h", "bin/aiecc.py",
+                 "../llvm-aie/bin/clang++"):  # fmt: skip
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+    return root
+
+
+def test_the_tools_are_found_where_the_wheels_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = _wheels(tmp_path)
+    monkeypatch.delenv("PEANO_INSTALL_DIR", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    monkeypatch.setattr(build, "installed", manifest)
+    monkeypatch.setattr(sys, "path", [str(root / "python"), str(tmp_path)])  # as the wheel's .pth file does
+    found, missing = build.tools()
+    assert missing == [] and found is not None
+    assert (found.include, found.aiecc) == (root / "include", root / "bin" / "aiecc.py")
+    assert found.clang == tmp_path / "llvm-aie" / "bin" / "clang++"
+    for gone, says in (("include/aie_kernels/aie_kernel_utils.h", "aie_kernel_utils.h"), ("include/aie_api/aie.hpp", "aie_api"),
+                       ("bin/aiecc.py", "aiecc.py on PATH"), ("../llvm-aie/bin/clang++", "Peano")):  # fmt: skip
+        (root / gone).unlink()
+        found, missing = build.tools()
+        assert found is None and len(missing) == 1 and says in missing[0], missing
+        (root / gone).touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # unpacked without its .pth file
+    found, missing = build.tools()
+    assert found is None and missing == [f"Python package `aie` on the path: set PYTHONPATH={root / 'python'}, which has it"]
+
+
+def test_frames_are_added_up() -> None:
+    """An entry point's own frame and those of what may not have been inlined; other entry points are not under it."""
+    text = "softmax.h:88:13:softmax_rows\t640\tstatic\na.cc:3:6:tile\t1600\tstatic\na.cc:9:6:start\t96\tstatic\n"
+    assert build.frame_bytes(text, ["tile", "start", "finish"]) == {"tile": 2240, "start": 736}
+    with pytest.raises(RuntimeError, match="no bound"):
+        build.frame_bytes("a.cc:3:6:tile\t16\tdynamic\n", ["tile"])
+
+
 def test_the_build_drives_the_real_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands, in order, with stand-ins that only write their files."""
     commands: list[tuple[str, ...]] = []
+    frame = 1312
 
     def tool(at: Path, *command: str) -> str:
         commands.append(command)
+        if "clang" in command[0]:
+            (at / command[-1]).with_suffix(".su").write_text(f"gemm_i8.cc:28:6:gemm_i8\t{frame}\tstatic\n")
         if "aiecc" in command[0]:
             (at / "design.xclbin").write_bytes(b"xclbin2")
             (at / "design.bin").write_bytes(b"\0\0\0\0")
@@ -92,9 +136,17 @@ def test_the_build_drives_the_real_tools(tmp_path: Path, monkeypatch: pytest.Mon
     design = gemm_i8(G)
     build.build_npu(design, tmp_path, tools)
     assert [Path(c[0]).name for c in commands] == ["clang++", "llvm-size", Path(sys.executable).name, "aiecc.py"]
-    assert "--target=aie2-none-unknown-elf" in commands[0] and "-DDIM_M=16" in commands[0]
+    assert {"--target=aie2-none-unknown-elf", "-DDIM_M=16", "-fstack-usage"} <= set(commands[0])
+    given = [commands[0][i + 1] for i, word in enumerate(commands[0]) if word == "-I"]
+    assert given == ["include", "include/aie_kernels", str(AIE)]
     assert {"--aie-generate-xclbin", "--no-xchesscc", "--dynamic-objFifos", "--npu-insts-name=design.bin"} <= set(commands[-1])
     assert find(tmp_path, design).builder.startswith("mlir-aie")
+    frame = 3200
+    with pytest.raises(RuntimeError, match="3200 bytes of stack and the core's program 256, its worker has 3392"):
+        build.build_npu(design, tmp_path, tools)
+    monkeypatch.setattr(build, "_tool", lambda at, *c: "text data\n 4096 0\n" if "size" in c[0] else "")
+    with pytest.raises(RuntimeError, match=r"wrote no gemm_i8_\w+.su"):
+        build.build_npu(design, tmp_path / "other", tools)
     monkeypatch.setattr(build, "_tool", lambda at, *c: "text\n 20000 0\n" if "size" in c[0] else "")
     with pytest.raises(RuntimeError, match="a core has 16384"):
         build.build_npu(design, tmp_path, tools)

@@ -48,7 +48,7 @@ def through(
     host: int = 1 << 24,
 ) -> Design:
     """One core that copies objects: shim -> core -> shim."""
-    kernel = kernel or Kernel("copy", "copy.o", (array, array))
+    kernel = kernel or Kernel("copy", "copy.o", (array, array), stack_bytes=512)
     body = (TAKE, MAKE, COPY, GIVE, SEND)
     core = Core("copy_core", ("x", "y", "copy", *(b.name for b in buffers)), body)
     binds = (
@@ -121,6 +121,16 @@ def taking(fifos: int) -> Design:
     )  # fmt: skip
 
 
+def sent_again(times: int, depth: int = 1, parts: int = 1) -> Design:
+    """An object that a mem tile sends that often, each time as `parts` smaller ones."""
+    base = through_mem(depth=depth)
+    part = Array("i32", (OBJECT.size // parts,))
+    drain = replace(next(base.moves()), sizes=(1, 1, 1, max(1, times) * OBJECT.size))
+    fifos = (base.fifos[0], replace(base.fifos[1], array=part, repeat=times))
+    return replace(base, fifos=fifos, arguments=(("X", OBJECT), ("Y", Array("i32", (max(1, times) * OBJECT.size,)))),
+                   sequence=(drain, *base.sequence[1:]))  # fmt: skip
+
+
 def at_one_shim_tile(fan: int) -> Design:
     return replace(through_mem(fan=fan), sequence=(*(replace(m, tile=SHIM) for m in through_mem(fan=fan).moves()), Finish(0)))
 
@@ -144,6 +154,7 @@ BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
     "locks of a mem tile": ("mem.locks", lambda: through_mem(Array("i32", (8,)), depth=1, fan=33)),
     "lock value of a core": ("core.lock_max", lambda: through(Array("i32", (1,)), depth=64)),
     "lock value of a mem tile": ("mem.lock_max", lambda: through_mem(Array("i32", (1,)), depth=64)),
+    "times that a mem tile sends an object": ("mem.lock_max", lambda: sent_again(64)),
     "words of a mem tile's descriptor": ("mem.bd.words", lambda: through_mem(Array("i32", (131072,)), depth=1)),
     "dimensions of a mem tile's descriptor": (
         "mem.bd.dimensions",
@@ -164,7 +175,8 @@ BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
     "step of a shim descriptor": ("shim.bd.step", lambda: moved((1, 2, 1, 64), (0, (1 << 20) + 64, 0, 1))),
     "wrap of a shim descriptor": ("shim.bd.wrap", lambda: moved((1, 2, 1024, 1), (0, 8192, 2, 1))),
     "iterations of a shim task": ("shim.bd.iterations", lambda: moved((65, 1, 1, 64), (128, 0, 0, 1))),
-    "repeats of a shim task": ("repeat", lambda: moved((257, 1, 1, 64), (0, 0, 0, 1))),
+    "repeats of a shim task": ("repeat", lambda: moved((65, 1, 1, 64), (0, 0, 0, 1))),
+    "tasks of a shim channel": ("shim.queue", lambda: through(moves=many(5))),
     "words, not bytes": ("stream width", lambda: through(Array("i8", (6,)))),
     "single bytes": ("stream width", lambda: through(Array("i8", (64,)), dims=((8, 1), (8, 8)))),
     "runs of half words": ("stream width", lambda: through(Array("i8", (64,)), dims=((2, 2), (16, 4), (2, 1)))),
@@ -209,6 +221,9 @@ def test_what_is_within_all_limits_is_not_refused() -> None:
     assert check(taking(2)).violations == []
     assert check(through()).violations == []
     assert check(through_mem(fan=4)).violations == []
+    assert check(through(moves=many(4))).violations == []
+    assert check(moved((64, 1, 1, 64), (0, 0, 0, 1))).violations == []
+    assert check(sent_again(63)).violations == [] and check(sent_again(4, depth=2, parts=4)).violations == []
 
 
 @pytest.mark.parametrize("key", ["core", "mem", "shim"])
@@ -314,7 +329,8 @@ def test_shipped_designs_keep_every_limit(name: str) -> None:
 def test_the_command_prints_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["27b.gate_up.i8"]) == 0
     printed = capsys.readouterr().out
-    assert "memory  50176 of 65536" in printed and "BDs 24 of 48" in printed and "channels in 6" in printed
+    assert "memory  52544 of 65536" in printed and "BDs 22 of 48" in printed and "channels in 6" in printed
+    assert "sent 56 times of 63" in printed and "repeats 3 of 64, queued 2 of 4" in printed
     assert main(["nothing"]) == 1
     assert "REFUSED" in table(check(through(columns=5)))
 
@@ -330,3 +346,6 @@ def test_contradictions_are_refused_when_a_design_is_made() -> None:
     ):
         with pytest.raises(DesignError):
             replace(design, **change)
+    for wrong, says in ((lambda: sent_again(2, parts=3), "no whole number"), (lambda: sent_again(0), "once at least")):
+        with pytest.raises(DesignError, match=says):
+            wrong()

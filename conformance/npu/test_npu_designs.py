@@ -14,7 +14,7 @@ import pytest
 from hybrid.kernels.npu.catalogue import AIE
 from hybrid.kernels.npu.check import check
 from hybrid.kernels.npu.design import DTYPES, Call, Design, Finish, Loop, Move, Release
-from hybrid.kernels.npu.designs import gemm_i8, shipped
+from hybrid.kernels.npu.designs import gemm_blocks, gemm_i8, shipped
 from hybrid.kernels.npu.designs.attention import Attention
 from hybrid.kernels.npu.designs.gemm import Gemm
 from hybrid.kernels.npu.designs.rmsnorm import Norm
@@ -24,6 +24,7 @@ from hybrid.kernels.npu.interpreter import Deadlock, Interpreter, NpuFault
 from hybrid.kernels.npu.iron import check_program
 from hybrid.kernels.npu.lower import Descriptor, Lowered, lower
 from hybrid.kernels.npu.objects import on_this_computer
+from hybrid.kernels.npu.ops import choose
 from hybrid.kernels.npu.reader import read
 from hybrid.kernels.npu.tiles import tile_weights
 from hybrid.spec import SpecError
@@ -55,11 +56,39 @@ def test_a_product_is_exact_on_any_number_of_columns(columns: int) -> None:
 
 
 def test_rows_that_go_out_more_often_than_a_task_repeats() -> None:
-    """300 blocks of columns: the rows are sent by two tasks of 256 and 44 times, and the check has nothing to say."""
-    g = Gemm(64, 32, 300 * 16, 16, 32, 16, 1)
+    """200 blocks of columns on one column: a row block goes out in four tasks, all that a channel's queue holds."""
+    g = Gemm(128, 32, 200 * 16, 16, 32, 16, 1)
     design = gemm_i8(g)
-    assert [m.sizes[0] for m in design.moves() if m.fifo == "a_in0"] == [256, 44] and check(design).violations == []
+    assert [m.sizes[0] for m in design.moves() if m.fifo == "a_in0"] == 2 * [64, 64, 64, 8] and check(design).violations == []
     assert (product(g, design) == wanted(g)).all()
+    with pytest.raises(ValueError, match="300 times, in 5 tasks of 64 at most, and a shim channel holds 4"):
+        gemm_i8(replace(g, N=300 * 16))
+
+
+def test_rows_that_a_mem_tile_sends_again() -> None:
+    """66 blocks of columns on four columns: the mem tile holds a row block and sends it 33 times for each of two."""
+    g = Gemm(128, 64, 66 * 64, 16, 32, 16, 4)
+    design = gemm_i8(g)
+    assert g.repeat == 33 and [m.sizes[0] for m in design.moves() if m.fifo == "a_in0"] == [2, 2]
+    assert check(design).violations == []
+    c = np.zeros(g.M * g.N, np.int32)
+    memory = {"A": codes(1, g.M, g.K).reshape(-1), "B": tile_weights(codes(2, g.N, g.K), g), "C": c}
+    counts = Interpreter(design, on_this_computer(design)).run(memory)
+    assert (c.reshape(g.M, g.N) == wanted(g)).all() and counts.ddr_read == 2 * g.M * g.K + 2 * g.K * g.N
+    with pytest.raises(Deadlock, match=r"b1|a1"):  # sent too seldom: B and C wait
+        product(g, with_fifo(design, "a1", repeat=11))
+
+
+@pytest.mark.parametrize("name", [f"{m}.gate_up.{w}" for m in ("27b", "e2b", "4b", "12b") for w in ("i8", "q4_0", "q8_0")])
+def test_the_widest_matrices_keep_repeats_and_queues(name: str) -> None:
+    """Every model's gate_up at 512 rows, as the operations choose its design: in one task of a row block, four at once at most."""
+    model, _, kind = name.split(".")
+    hidden, ffn = {"27b": (5376, 21504), "12b": (3840, 15360), "4b": (2560, 10240), "e2b": (2048, 8192)}[model]
+    g = choose(512, hidden, 2 * ffn, kind, "i32" if kind == "i8" else "f32")  # type: ignore[arg-type]
+    report = check((gemm_i8 if kind == "i8" else gemm_blocks)(g))
+    shim = [u for u in report.uses if u.tile.kind == "shim"]
+    assert report.violations == [] and len(g.tasks) == 1 and sum(g.tasks) * g.repeat == g.across
+    assert max(u.queued for u in shim) <= 4 and max(u.repeats for u in shim) <= 64
 
 
 def test_results_are_requantised_with_ties_to_even() -> None:
@@ -125,6 +154,28 @@ def test_a_run_that_waits_for_what_is_never_sent_deadlocks() -> None:
     design = replace(design, sequence=(*steps, replace(next(m for m in design.moves() if m.fifo == "b_in1"), group=99)))
     with pytest.raises(Deadlock, match=r"b_in1|runtime sequence"):
         product(G, design)
+
+
+def test_a_push_on_a_full_queue_is_dropped_and_the_run_hangs() -> None:
+    """Five row blocks started at once: the check refuses it, and in the interpreter the fifth task never runs."""
+    g = replace(G, M=5 * 64)
+    design = gemm_i8(g)
+    at_once = replace(design, sequence=(*(replace(m, group=0) for m in design.moves()), Finish(0)))
+    assert {v.limit for v in check(at_once).violations} == {"shim.queue"}
+    with pytest.raises(Deadlock, match=r"a fill of a_in0 was dropped: MM2S \d of shim tile \(0, 0\) held 4 tasks"):
+        product(g, at_once)
+    assert (product(g, design) == wanted(g)).all()
+
+
+def test_a_task_that_repeats_too_often_is_a_fault() -> None:
+    g = Gemm(64, 32, 65 * 16, 16, 32, 16, 1)
+    design = gemm_i8(g)
+    first, second = [m for m in design.moves() if m.fifo == "a_in0"]
+    steps = tuple(replace(s, sizes=(65, *first.sizes[1:])) if s is first else s for s in design.sequence if s is not second)
+    design = replace(design, sequence=steps)
+    assert [v.limit for v in check(design).violations] == ["repeat"]
+    with pytest.raises(NpuFault, match="a fill of a_in0 is repeated 65 times, of 64 at most"):
+        product(g, design)
 
 
 def test_a_kernel_that_writes_past_its_buffer_is_caught() -> None:
@@ -296,7 +347,8 @@ def test_a_changed_program_reads_back_as_another_design() -> None:
     for was, becomes in (
         ("depths=[2]", "depths=[1]"),
         ("(4, 8)", "(8, 4)"),
-        ("stack_size=1024", "stack_size=2048"),
+        ("stack_size=3392", "stack_size=2048"),
+        ("prod(tile=Tile(0, 0))", "prod(tile=Tile(1, 0))"),
         ("range_(2)", "range_(3)"),
     ):
         assert was in source and _sorted(read(source.replace(was, becomes, 1))) != _sorted(gemm_i8(G))
@@ -304,7 +356,10 @@ def test_a_changed_program_reads_back_as_another_design() -> None:
 
 def test_the_emitter_prints_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert emitter_main(["27b.down.i8"]) == 0
-    assert "resolve_program(SequentialPlacer())" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Program(NPU1(), rt, workers=[worker_0_2, " in printed and printed.endswith(".resolve_program())\n")
+    for gone in ("placement", "placers", "rt.fill", "rt.drain", "rt.start", "task_group"):  # what 1.4.0 removed
+        assert gone not in printed
     assert emitter_main(["nothing"]) == 1
 
 

@@ -223,7 +223,7 @@ def test_sources_know_no_host() -> None:
     own = "|".join(re.escape(p.name) for p in [*AIE.glob("*.h"), *AIE.glob("*.cc")])
     includes = re.compile(rf'#include (<aie_api/aie.hpp>|<aie_kernel_utils.h>|<limits>|"({own})")')
     declared = {m for e in entries().values() for m in e.macros}
-    for path in [*AIE.glob("*.cc"), *AIE.glob("*.h")]:
+    for path in [*AIE.glob("*.cc"), *(p for p in AIE.glob("*.h") if p.name != "hints.h")]:  # whose macro names the compilers' own
         lines = path.read_text().splitlines()
         for i, line in enumerate(lines):
             if not line.lstrip().startswith("#") or line == "#pragma once":
@@ -299,7 +299,7 @@ def test_mutants_are_caught(one: Mutant, tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_kernel_has_mutants() -> None:
     for file in FILES:
         assert sum(s.case["options"]["kernel"] == file for s in AIE_MUTANTS) >= 2, f"{file}: two [[aie]] tables"
-    assert {s.file for s in AIE_MUTANTS} >= {p.name for p in AIE.glob("*.h")}
+    assert {s.file for s in AIE_MUTANTS} >= {p.name for p in AIE.glob("*.h")} - {"hints.h"}  # which changes no result
     assert FOLDERS["aie"] == AIE
 
 

@@ -55,6 +55,8 @@ class TileLimits(Model):
     locks: Count
     lock_max: Count
     """Largest value of a lock."""
+    queue: Count | None = None
+    """Shim tiles: tasks that a channel holds, the running one included. A push on a full queue is dropped."""
     bd: Descriptor
 
 
@@ -96,7 +98,7 @@ class Npu(Model):
     arguments: Count
     """Buffers that a kernel of an xclbin takes."""
     repeat: Count
-    """Times that a shim task may repeat its descriptor."""
+    """Times that a shim task may send the same: its outermost size where the stride is 0."""
     packet_id: Count
     core: TileLimits
     mem: TileLimits

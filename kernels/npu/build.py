@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hybrid.kernels.npu.artefact import find as find_built
 from hybrid.kernels.npu.catalogue import AIE, find
 from hybrid.kernels.npu.check import check, npu_limits
 from hybrid.kernels.npu.compile import cache_folder, define
-from hybrid.kernels.npu.design import Design, Move
+from hybrid.kernels.npu.design import Design, Kernel, Move
 from hybrid.kernels.npu.emitter import emit
 from hybrid.kernels.npu.iron import IronError, check_program, installed, manifest
 
@@ -49,12 +49,17 @@ AIECC_FLAGS = (
 )
 
 
+CORE_FRAME = 256
+"""Bytes of stack left to the program that calls a core's kernels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tools:
     clang: Path
     size: Path
     aiecc: Path
     include: Path
+    """Of the wheel: aie_api lies in it, and aie_kernels with aie_kernel_utils.h."""
     peano: Path
     api: Mapping[str, Any] = field(default_factory=manifest)
     """Signatures of the installed package, that emitted programs are bound to before they run."""
@@ -64,21 +69,22 @@ def tools() -> tuple[Tools | None, list[str]]:
     """The toolchain, or what of it is missing and where it comes from."""
     missing = []
     release = manifest()
-    spec = importlib.util.find_spec("aie")
-    root = Path(next(iter(spec.submodule_search_locations))).parent if spec and spec.submodule_search_locations else None
+    root, importable = _mlir_aie()
     peano = _peano()
     api: Mapping[str, Any] = release
     if root is None:
         missing.append(
-            f"Python package `aie` ({release['release']}): pip install mlir_aie -f {release['wheels']} (the wheel of commit "
-            f"{release['commit'][:7]}), or build {release['repository']} at {release['commit']}"
+            f"Python package `aie` ({release['release']}): pip install mlir_aie -f {release['wheels']}, or build "
+            f"{release['repository']} at {release['tag']}"
         )
+    elif not importable:
+        missing.append(f"Python package `aie` on the path: set PYTHONPATH={root / 'python'}, which has it")
     else:
         try:
             api = installed()
         except IronError as error:
             missing.append(str(error))
-    aiecc = shutil.which("aiecc.py") or shutil.which("aiecc")
+    aiecc = _aiecc(root)
     if aiecc is None:
         missing.append("aiecc.py on PATH: it is in the same wheel (mlir_aie/bin)")
     if peano is None:
@@ -86,16 +92,31 @@ def tools() -> tuple[Tools | None, list[str]]:
             "Peano, clang++ for AIE2: pip install llvm-aie -f https://github.com/Xilinx/llvm-aie/releases/expanded_assets/nightly, "
             "or set PEANO_INSTALL_DIR"
         )
-    include = (
-        next((p for p in (root.parent / "mlir_aie" / "include", root / "include") if (p / "aie_api").is_dir()), None)
-        if root
-        else None
-    )
+    include = root / "include" if root and (root / "include" / "aie_api" / "aie.hpp").exists() else None
     if include is None:
-        missing.append("aie_api headers: include/ of the mlir_aie wheel, or Xilinx/aie_api")
+        missing.append("aie_api headers: mlir_aie/include/aie_api of the wheel")
+    elif not (include / "aie_kernels" / "aie_kernel_utils.h").exists():
+        missing.append(f"aie_kernel_utils.h: {include / 'aie_kernels'} of the wheel lacks it")
     if missing or peano is None or aiecc is None or include is None:
         return None, missing
-    return Tools(peano / "bin" / "clang++", peano / "bin" / "llvm-size", Path(aiecc), include, peano, api), []
+    return Tools(peano / "bin" / "clang++", peano / "bin" / "llvm-size", aiecc, include, peano, api), []
+
+
+def _mlir_aie() -> tuple[Path | None, bool]:
+    """The folder mlir_aie of the wheel (python/aie, include, bin), or an installation of a build; can `aie` be imported?"""
+    for name in ("aie", "mlir_aie"):
+        spec = importlib.util.find_spec(name)
+        for found in map(Path, (spec.submodule_search_locations or []) if spec else []):
+            root = found.parents[1] if name == "aie" else found
+            if (root / "python" / "aie").is_dir():
+                return root, name == "aie"
+    return None, False
+
+
+def _aiecc(root: Path | None) -> Path | None:
+    places = [Path(p) for p in map(shutil.which, ("aiecc.py", "aiecc")) if p]
+    places += [root / "bin" / name for name in ("aiecc.py", "aiecc")] if root else []
+    return next((p for p in places if p.exists()), None)
 
 
 def _peano() -> Path | None:
@@ -103,6 +124,19 @@ def _peano() -> Path | None:
     spec = importlib.util.find_spec("llvm-aie")
     places = [Path(given)] if given else [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
     return next((p for p in places if (p / "bin" / "clang++").exists()), None)
+
+
+def frame_bytes(usage: str, entries: Collection[str]) -> dict[str, int]:
+    """The most stack that each entry point of an object can take, by the text of its .su file (`file:line:column:function TAB
+    bytes TAB kind`): its own frame and those of every function that is no entry point. No kernel calls itself."""
+    frames: dict[str, int] = {}
+    for line in filter(None, usage.splitlines()):
+        where, size, kind = line.split("\t")
+        if "dynamic" in kind and "bounded" not in kind:
+            raise RuntimeError(f"{where}: its frame has no bound")
+        frames[where] = int(size)
+    entry = {name: frames.pop(w) for name in entries for w in list(frames) if w.endswith(f":{name}")}
+    return {name: own + sum(frames.values()) for name, own in entry.items()}
 
 
 def build_sim(design: Design, folder: Path) -> None:
@@ -117,7 +151,7 @@ def build_npu(design: Design, folder: Path, t: Tools) -> None:
     work = folder / f"{stem(design)}.work"
     work.mkdir(parents=True, exist_ok=True)
     for kernel in {k.object: k for k in design.kernels}.values():
-        source = find(kernel.name).source
+        entry = find(kernel.name)
         _tool(
             work,
             str(t.clang),
@@ -126,9 +160,12 @@ def build_npu(design: Design, folder: Path, t: Tools) -> None:
             "-I",
             str(t.include),
             "-I",
+            str(t.include / "aie_kernels"),
+            "-I",
             str(AIE),
+            "-fstack-usage",
             "-c",
-            str(source),
+            str(entry.source),
             "-o",
             kernel.object,
         )
@@ -136,6 +173,7 @@ def build_npu(design: Design, folder: Path, t: Tools) -> None:
         limit = npu_limits().core.program_bytes
         if limit is not None and text > limit.value:
             raise RuntimeError(f"{kernel.object}: {text} bytes of code, a core has {limit.value}")
+        _frames(design, kernel, work)
     program = emit(design)
     check_program(program, t.api)
     (work / "design.py").write_text(program)
@@ -150,6 +188,21 @@ def build_npu(design: Design, folder: Path, t: Tools) -> None:
         "design.mlir",
     )
     write(folder, design, manifest()["release"], (work / "design.xclbin").read_bytes(), (work / "design.bin").read_bytes())
+
+
+def _frames(design: Design, kernel: Kernel, work: Path) -> None:
+    """The frames of an object against the stacks of the workers that call it. RuntimeError where one is too deep."""
+    written = (work / kernel.object).with_suffix(".su")
+    if not written.exists():
+        raise RuntimeError(f"{kernel.object}: the compiler wrote no {written.name}: its frames are unknown (-fstack-usage)")
+    of = [k.name for k in design.kernels if k.object == kernel.object]
+    for name, deepest in frame_bytes(written.read_text(), of).items():
+        stack = min(w.stack_bytes for w in design.workers if any(b.name == name for _, b in w.binds))
+        if deepest + CORE_FRAME > stack:
+            raise RuntimeError(
+                f"{kernel.object}: {name} takes up to {deepest} bytes of stack and the core's program {CORE_FRAME}, its worker has "
+                f"{stack}: it would grow into the tile's buffers"
+            )
 
 
 def _tool(folder: Path, *command: str) -> str:

@@ -48,6 +48,10 @@ class Use:
     channels_in: int = 0
     channels_out: int = 0
     channels_of: int = 0
+    repeats: int = 0
+    """Shim tiles: the most that a task sends the same. Mem tiles: the most that an object is sent."""
+    queued: int = 0
+    """Shim tiles: the most tasks of a channel that are under way at once."""
 
 
 @dataclass(slots=True)
@@ -108,17 +112,23 @@ def _use(low: Lowered, tile: Tile, limits: TileLimits) -> Use:
     use.bds = _outstanding(low.design, tile) if tile.kind == "shim" else sum(len(c.ring) for c in low.on(tile))
     use.channels_in, use.channels_out = len(low.on(tile, False)), len(low.on(tile, True))
     use.channels_of = limits.channels_in.value
+    if tile.kind == "shim":
+        use.repeats = max((m.sizes[0] for m in low.design.moves() if m.tile == tile and m.strides[0] == 0), default=0)
+        use.queued = max((_outstanding(low.design, tile, c.fifo, c.outward) for c in low.on(tile)), default=0)
+    elif tile.kind == "mem":
+        use.repeats = max((bd.count for c in low.on(tile) for bd in c.ring), default=0)
     return use
 
 
-def _outstanding(design: Design, tile: Tile) -> int:
-    """Most descriptors of a shim tile in use at once: a group's are free when it is finished."""
+def _outstanding(design: Design, tile: Tile, fifo: str | None = None, fill: bool | None = None) -> int:
+    """Most descriptors of a shim tile in use at once, or most tasks of one of its channels under way: a group's are free
+    when it is finished."""
     live: dict[int, int] = {}
     most = 0
     for step in design.sequence:
         if isinstance(step, Finish):
             live.pop(step.group, None)
-        elif step.tile == tile:
+        elif step.tile == tile and (fifo is None or (step.fifo, step.kind == "fill") == (fifo, fill)):
             live[step.group] = live.get(step.group, 0) + 1
             most = max(most, sum(live.values()))
     return most
@@ -136,6 +146,13 @@ def _tile(low: Lowered, use: Use, limits: TileLimits) -> Iterator[Violation]:
     for key, (used, available, what) in counted.items():
         if used > available and (available or key != "data_bytes"):
             yield Violation(where, f"{kind}.{key}", f"{used} {what}, there are {available}")
+    if limits.queue is not None and use.queued > limits.queue.value:
+        yield Violation(
+            where,
+            f"{kind}.queue",
+            f"{use.queued} tasks of a channel under way, its queue holds {limits.queue.value}: the next is dropped, "
+            "and what waits for it waits for ever",
+        )
     if limits.bds_per_parity is not None:
         for parity in (0, 1):
             used = sum(len(c.ring) for c in low.on(use.tile) if c.index % 2 == parity)
@@ -198,7 +215,7 @@ def _moves(design: Design, npu: Npu) -> Iterator[Violation]:
         where = f"{design.name}: {move.tile}: {move.kind} of {move.fifo}"
         limits, bd = npu.shim, npu.shim.bd
         outer, inner = (move.sizes[0], move.strides[0]), tuple(zip(move.sizes[1:], move.strides[1:], strict=True))
-        most = npu.repeat.value + 1 if outer[1] == 0 else bd.iterations.value
+        most = npu.repeat.value if outer[1] == 0 else bd.iterations.value
         if outer[0] > most:
             key = "repeat" if outer[1] == 0 else "shim.bd.iterations"
             yield Violation(where, key, f"{outer[0]} iterations, a task has {most}")
@@ -272,9 +289,20 @@ def table(report: Report) -> str:
             lines.append(
                 f"  {kind:<5}{memory:<24} BDs {top['bds']:>2} of {uses[0].bds_of:<3} "
                 f"locks {top['locks']:>2} of {uses[0].locks_of:<3} "
-                f"channels in {top['channels_in']}, out {top['channels_out']} of {uses[0].channels_of}"
+                f"channels in {top['channels_in']}, out {top['channels_out']} of {uses[0].channels_of}{_sent(kind, uses)}"
             )
     return "\n".join([*lines, *(f"  REFUSED {v}" for v in report.violations)])
+
+
+def _sent(kind: str, uses: Sequence[Use]) -> str:
+    """How often the same is sent, and how many tasks wait for a channel, beside the limits."""
+    npu, repeats = npu_limits(), max(u.repeats for u in uses)
+    if kind == "core":
+        return ""
+    if kind == "mem":
+        return f"  sent {repeats} times of {npu.mem.lock_max.value}"
+    queue = npu.shim.queue.value if npu.shim.queue else 0
+    return f"  repeats {repeats} of {npu.repeat.value}, queued {max(u.queued for u in uses)} of {queue}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,6 +21,8 @@ DTYPES: dict[str, np.dtype] = {
     "i8": np.dtype("i1"), "u8": np.dtype("u1"), "i16": np.dtype("i2"), "i32": np.dtype("i4"),
     "bf16": np.dtype("u2"), "f32": np.dtype("f4"),
 }  # fmt: skip
+STACK = 3392
+"""Bytes of a worker's stack: what mlir-aie's published attention kernels ask for. 1024, its default, corrupted them silently."""
 Dims = tuple[tuple[int, int], ...]
 """(size, stride) pairs; empty: the object as it lies."""
 SHIM, MEM, CORE = 0, 1, 2  # rows of the array: one of shim tiles, one of mem tiles, then core tiles
@@ -80,11 +82,14 @@ class Fifo:
     """How the producer's DMA reads the object."""
     from_stream: Dims = ()
     """How each consumer's DMA writes it."""
+    repeat: int = 1
+    """Times that a mem tile sends each object before the next; only where a link forwards to this fifo alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """In a mem tile, objects of `source` become those of `target` without a copy: split (1 to n), join (n to 1) or forward."""
+    """In a mem tile, objects of `source` become those of `target` without a copy: split (1 to n), join (n to 1) or forward.
+    What is forwarded arrives whole: the target may take it as several smaller objects."""
 
     tile: Tile
     source: tuple[str, ...]
@@ -111,8 +116,8 @@ class Kernel:
     macros: tuple[tuple[str, int | float], ...] = ()
     static_bytes: int = 0
     """Tables and constants that the object puts into the core's data memory."""
-    stack_bytes: int = 512
-    """Deepest frame, spills included."""
+    stack_bytes: int = STACK
+    """What its calls may need, spills included. Declared; the build reads the frames off the object where the compiler is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +190,7 @@ class Worker:
     tile: Tile
     core: str
     binds: tuple[tuple[str, Bind], ...]
-    stack_bytes: int = 1024
+    stack_bytes: int = STACK
     allocation: Literal["bank-aware", "basic-sequential"] = "basic-sequential"
 
     @property
@@ -325,6 +330,13 @@ class Design:
             if offset < end:
                 raise DesignError(f"{where}: part {name} at {offset} begins before the one before it ends, at {end}")
             end = offset + part.size
+        repeated = [f for f in map(self.fifo, (*link.source, *link.target)) if f.repeat != 1]
+        if repeated and (len(link.source) + len(link.target) > 2 or repeated[0].name != link.target[0] or repeated[0].repeat < 1):
+            raise DesignError(
+                f"{where}: {repeated[0].name} is repeated {repeated[0].repeat} times: only forwarded objects are, once at least"
+            )
+        if len(link.source) == len(link.target) == 1 and whole.size % self.fifo(link.target[0]).array.size:
+            raise DesignError(f"{where}: {whole.size} {whole.dtype} are no whole number of objects of {link.target[0]}")
 
 
 def _find(design: Design, what: str, name: str, items: tuple[Any, ...]) -> Any:

@@ -46,10 +46,9 @@ def _lines(design: Design) -> Iterator[str]:
     yield ""
     yield "import numpy as np"
     yield "from aie.helpers.taplib import TensorAccessPattern"
-    yield f"from aie.iron import {'Buffer, ' if design.buffers else ''}Kernel, ObjectFifo, Program, Runtime, Worker"
+    yield f"from aie.iron import {'Buffer, ' if design.buffers else ''}Kernel, ObjectFifo, Program, Runtime, TaskGroup, Worker"
     yield "from aie.iron.controlflow import range_"
     yield f"from aie.iron.device import {DEVICES[design.columns]}, Tile"
-    yield "from aie.iron.placers import SequentialPlacer"
     yield "from ml_dtypes import bfloat16"
     yield ""
     yield f'DESIGN = "{design.name}"'
@@ -73,10 +72,12 @@ def _lines(design: Design) -> Iterator[str]:
     for worker in design.workers:
         yield from _worker(design, worker)
     yield ""
+    yield ""
     yield from _sequence(design)
     yield ""
     yield 'if __name__ == "__main__":'
-    yield f"    print(Program({DEVICES[design.columns]}(), rt).resolve_program(SequentialPlacer()))"
+    workers = ", ".join(f"worker_{w.tile.col}_{w.tile.row}" for w in design.workers)
+    yield f"    print(Program({DEVICES[design.columns]}(), rt, workers=[{workers}]).resolve_program())"
 
 
 def _array(array: Array) -> str:
@@ -111,11 +112,15 @@ def _link(design: Design, link: Link) -> str:
     verb, handle = ("split", "cons") if len(link.source) == 1 else ("join", "prod")
     listed = ", ".join(link.parts) + ("," if len(parts) == 1 else "")
     return (
-        f"({listed}) = {link.whole}.{handle}().{verb}({list(link.offsets)!r}, placement={_tile(link.tile)}, "
+        f"({listed}) = {link.whole}.{handle}().{verb}({list(link.offsets)!r}, tile={_tile(link.tile)}, "
         f"depths={[p.depth for p in parts]!r}, obj_types=[{', '.join(_array(p.array) for p in parts)}], "
         f"names={list(link.parts)!r}, dims_to_stream={_each(parts, 'to_stream')}, "
-        f"dims_from_stream={_each(parts, 'from_stream')})"
+        f"dims_from_stream={_each(parts, 'from_stream')}{_repeats(parts)})"
     )
+
+
+def _repeats(parts: Sequence[Fifo]) -> str:
+    return f", repeat_counts={[p.repeat for p in parts]!r}" if any(p.repeat > 1 for p in parts) else ""
 
 
 def _each(parts: Sequence[Fifo], key: str) -> str:
@@ -144,7 +149,7 @@ def _worker(design: Design, worker: Worker) -> Iterator[str]:
         yield f'{b.name}_{at} = Buffer({_array(design.buffer(b.name).array)}, name="{b.name}_{at}")'
     args = ", ".join(_argument(binds[p], at) for p in design.core(worker.core).params)
     yield (
-        f"worker_{at} = Worker({worker.core}, [{args}], placement={_tile(worker.tile)}, stack_size={worker.stack_bytes}, "
+        f"worker_{at} = Worker({worker.core}, [{args}], tile={_tile(worker.tile)}, stack_size={worker.stack_bytes}, "
         f'allocation_scheme="{worker.allocation}")'
     )
 
@@ -156,24 +161,31 @@ def _argument(bind: Bind, at: str) -> str:
 
 
 def _sequence(design: Design) -> Iterator[str]:
-    names = ", ".join(n for n, _ in design.arguments)
-    yield "rt = Runtime()"
-    yield f"with rt.sequence({', '.join(_array(a) for _, a in design.arguments)}) as ({names}):"
-    yield f"    rt.start({', '.join(f'worker_{w.tile.col}_{w.tile.row}' for w in design.workers)})"
+    """The body of the runtime sequence, over the arguments and one handle for each fifo that the shim fills or drains."""
+    ends = {m.fifo: m for m in design.moves()}
+    names = [n for n, _ in design.arguments] + [_end(m) for m in ends.values()]
+    yield f"def sequence({', '.join(names)}):"
     seen: set[int] = set()
     for step in design.sequence:
         if step.group not in seen:
             seen.add(step.group)
-            yield f"    group_{step.group} = rt.task_group()"
+            yield f"    group_{step.group} = TaskGroup()"
         if not isinstance(step, Move):
-            yield f"    rt.finish_task_group(group_{step.group})"
+            yield f"    group_{step.group}.finish()"
             continue
         dims = design.argument(step.argument).shape
         tap = f"TensorAccessPattern({dims!r}, {step.offset}, {list(step.sizes)!r}, {list(step.strides)!r})"
-        end = "prod" if step.kind == "fill" else "cons"
         wait = ", wait=True" if step.wait else ""
-        place = f"task_group=group_{step.group}{wait}, placement={_tile(step.tile)}"
-        yield f"    rt.{step.kind}({step.fifo}.{end}(), {step.argument}, tap={tap}, {place})"
+        yield f"    {_end(step)}.{step.kind}({step.argument}, tap={tap}, group=group_{step.group}{wait})"
+    yield ""
+    yield ""
+    made = [_array(a) for _, a in design.arguments]
+    made += [f"{m.fifo}.{'prod' if m.kind == 'fill' else 'cons'}(tile={_tile(m.tile)})" for m in ends.values()]
+    yield f"rt = Runtime(sequence, [{', '.join(made)}])"
+
+
+def _end(move: Move) -> str:
+    return f"{move.fifo}_{'prod' if move.kind == 'fill' else 'cons'}"
 
 
 def main(argv: list[str] | None = None) -> int:

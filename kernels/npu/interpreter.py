@@ -4,16 +4,21 @@ Every DMA channel, every core and the runtime sequence is an agent; an agent goe
 word that is not there. When none can go on and the sequence is not at its end, the design is deadlocked: on the hardware
 the driver's timer would end the run, here no clock is involved. Memory starts poisoned, buffers stand between guard
 bands, and a buffer is poisoned again whenever its next writer takes it, so that nothing works by accident.
+
+A shim channel holds as many tasks as the device sheet says: one more is dropped, as the hardware drops it, and what waits
+for that task waits for ever. A task that repeats more often than its descriptor counts is a fault: the compiler refuses it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from hybrid.kernels.npu.check import npu_limits
 from hybrid.kernels.npu.design import (
     DTYPES,
     Acquire,
@@ -95,12 +100,20 @@ class _Stream:
 class Interpreter:
     """One run of a design's sequence. `memory`: the host's argument buffers as the device sees them, by name."""
 
-    def __init__(self, design: Design | Lowered, kernels: Mapping[str, KernelFunction], poison: int = POISON) -> None:
+    def __init__(
+        self, design: Design | Lowered, kernels: Mapping[str, KernelFunction], poison: int = POISON, queue: int | None = None
+    ) -> None:
+        """`queue`: tasks that a shim channel holds, the running one included; of the device sheet if not given."""
         self.low = design if isinstance(design, Lowered) else lower(design)
         self.design = self.low.design
         self.kernels, self.poison = kernels, poison
         self.counts = Counts()
         self.why: dict[str, str] = {}
+        npu = npu_limits()
+        limit = npu.shim.queue
+        self.queue = queue if queue is not None else limit.value if limit else sys.maxsize
+        self.repeats = (npu.repeat.value, npu.shim.bd.iterations.value)
+        self.dropped: list[str] = []
         self.modes: dict[Any, tuple[str, str]] = {}
         """Rounding and saturation mode of each core: they outlive a call, and begin as after reset."""
         self.locks = {name: lock.init for name, lock in self.low.locks.items()}
@@ -139,7 +152,7 @@ class Interpreter:
         self.moved = True
         while True:
             if not self.moved:
-                waits = "; ".join(f"{name} {why}" for name, why in sorted(self.why.items()) if why)
+                waits = "; ".join([*self.dropped, *(f"{name} {why}" for name, why in sorted(self.why.items()) if why)])
                 raise Deadlock(f"{self.design.name}: nothing can go on: {waits}")
             self.moved = False
             for name, agent in self._agents.items():
@@ -158,11 +171,11 @@ class Interpreter:
 
     # --- locks
 
-    def _taken(self, lock: str) -> bool:
-        if self.locks[lock] < 1:
+    def _taken(self, lock: str, count: int = 1) -> bool:
+        if self.locks[lock] < count:
             self._wait(f"waits for {lock}")
             return False
-        self.locks[lock] -= 1
+        self.locks[lock] -= count
         self._go()
         return True
 
@@ -172,7 +185,7 @@ class Interpreter:
         stream, at = self.streams[channel.fifo], 0
         while True:
             bd = channel.ring[at % len(channel.ring)]
-            while not self._taken(bd.take):
+            while not self._taken(bd.take, bd.count):
                 yield
             part = self.buffers[bd.buffer][bd.offset : bd.offset + bd.array.size]
             index = self._index(bd)
@@ -186,7 +199,7 @@ class Interpreter:
                 part.view(np.uint8).fill(self.poison)
                 data = yield from self._receive(channel, sink, bd.array.nbytes)
                 part[index] = np.frombuffer(data, part.dtype)
-            self.locks[bd.give] += 1
+            self.locks[bd.give] += bd.count
             self.counts.objects += 1
             self._go()
             at += 1
@@ -215,7 +228,7 @@ class Interpreter:
             while not tasks:
                 self.why.pop(self._now, None)
                 yield
-            task = tasks.pop(0)
+            task = tasks[0]
             move = task.move
             host = self.memory[move.argument]
             index = move.offset + walk(tuple(zip(move.sizes, move.strides, strict=True)), 0)
@@ -236,6 +249,7 @@ class Interpreter:
                 task.index = index
                 self.counts.ddr_written += index.size * host.itemsize
             task.done = True
+            tasks.pop(0)
             self._go()
 
     # --- runtime sequence
@@ -255,7 +269,16 @@ class Interpreter:
                 )
                 if where is None:
                     raise NpuFault(f"{self.design.name}: no shim channel of {step.tile} carries {step.fifo}")
-                self._tasks[where].append(entry)
+                most = self.repeats[step.strides[0] != 0]
+                if step.sizes[0] > most:
+                    which = f"a {step.kind} of {step.fifo}"
+                    raise NpuFault(f"{self.design.name}: {which} is repeated {step.sizes[0]} times, of {most} at most")
+                if len(self._tasks[where]) < self.queue:
+                    self._tasks[where].append(entry)
+                else:
+                    self.dropped.append(
+                        f"a {step.kind} of {step.fifo} was dropped: {self.low.channels[where].name} held {self.queue} tasks"
+                    )
                 groups.setdefault(step.group, []).append(entry)
                 self._go()
             else:

@@ -2,7 +2,8 @@
 
 This is what mlir-aie makes of object fifos: every end of a fifo on a core tile has `depth` buffers and a pair of counting
 locks (free, full); a DMA channel walks a ring of descriptors, one for each buffer, each with one lock to take before and
-one to give after. In a link both fifos share the mem tile's buffers, with a pair of locks and a descriptor for each part.
+one to give after. In a link both fifos share the mem tile's buffers, with a pair of locks and a descriptor for each part; an
+object that is sent several times counts as often in its locks.
 check.py counts these, interpreter.py executes them.
 """
 
@@ -39,6 +40,8 @@ class Descriptor:
     dims: Dims
     take: str
     give: str
+    count: int = 1
+    """What is taken and given: of an object that is sent several times, all of them at once when it arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +137,22 @@ def _link(low: Lowered, link: Link) -> None:
     design = low.design
     whole = design.fifo(link.whole)
     buffers = _ring(low, f"{whole.name}@{link.tile.col}.{link.tile.row}", link.tile, whole)
-    split = len(link.source) == 1
+    split, forward = len(link.source) == 1, len(link.source) == len(link.target) == 1
+    times = design.fifo(link.target[0]).repeat
     rings: dict[str, list[Descriptor]] = {}
-    pairs = {p: _pair(low, f"{p}@{link.tile.col}.{link.tile.row}", link.tile, whole.depth) for p in link.parts}
+    pairs = {p: _pair(low, f"{p}@{link.tile.col}.{link.tile.row}", link.tile, whole.depth * times) for p in link.parts}
     for buffer in buffers:
         for part, offset in zip(link.parts, link.offsets, strict=True):
             free, full = pairs[part]
-            array = design.fifo(part).array
+            array = whole.array if forward else design.fifo(part).array
             source, target = (whole.name, part) if split else (part, whole.name)
             arrive, leave = design.fifo(source).from_stream, design.fifo(target).to_stream
             _covers(design, source, arrive, array)
             _covers(design, target, leave, array)
-            rings.setdefault(f"in {source}", []).append(Descriptor(buffer, array, offset, arrive, free, full))
-            rings.setdefault(f"out {target}", []).append(Descriptor(buffer, array, offset, leave, full, free))
+            rings.setdefault(f"in {source}", []).append(Descriptor(buffer, array, offset, arrive, free, full, times))
+            # A single buffer's descriptor is repeated by its DMA task; several need one for each time.
+            out = [Descriptor(buffer, array, offset, leave, full, free)] * (1 if whole.depth == 1 else times)
+            rings.setdefault(f"out {target}", []).extend(out)
     for key, ring in rings.items():
         way, name = key.split(" ", 1)
         low.add(link.tile, way == "out", name, tuple(ring))

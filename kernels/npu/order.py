@@ -126,7 +126,9 @@ def _balance(design: Design) -> Iterator[Found]:
             yield f"{design.name}: {name}", "program order", f"the sequence moves {float(count):g} objects: not a whole number"
     for link in design.links:
         if link.whole in objects:
-            objects.update({p: objects[link.whole] for p in link.parts})
+            forward = design.fifo(link.target[0]) if len(link.source) == len(link.target) == 1 else None
+            times = forward.repeat * design.fifo(link.whole).array.size // forward.array.size if forward else 1
+            objects.update({p: objects[link.whole] * times for p in link.parts})
         elif link.parts[0] in objects:
             objects[link.whole] = objects[link.parts[0]]
     for worker in design.workers:

@@ -50,15 +50,16 @@ class _Reader:
         self.arguments: list[tuple[str, Array]] = []
         self.sequence: list[Move | Finish] = []
         self.columns = 0
+        self.body: ast.FunctionDef | None = None
 
     def design(self) -> Design:
         for node in self.tree.body:
             if isinstance(node, ast.Assign):
                 self._assign(node)
+            elif isinstance(node, ast.FunctionDef) and node.name == "sequence":
+                self.body = node
             elif isinstance(node, ast.FunctionDef):
                 self.cores.append(Core(node.name, tuple(a.arg for a in node.args.args), _statements(node.body)))
-            elif isinstance(node, ast.With):
-                self._with(node)
             elif isinstance(node, ast.ImportFrom) and node.module == "aie.iron.device":
                 self.columns = next(c for c, d in DEVICES.items() if d in {a.name for a in node.names})
         return Design(
@@ -81,9 +82,8 @@ class _Reader:
         elif isinstance(value, ast.Dict):
             self.objects = ast.literal_eval(value)
         elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-            make = {"Kernel": self._kernel, "ObjectFifo": self._fifo, "Worker": self._worker, "Buffer": self._buffer}.get(
-                value.func.id
-            )
+            make = {"Kernel": self._kernel, "ObjectFifo": self._fifo, "Worker": self._worker, "Buffer": self._buffer,
+                    "Runtime": self._runtime}.get(value.func.id)  # fmt: skip
             if make:
                 make(ast.unparse(target), value)
         elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
@@ -117,10 +117,11 @@ class _Reader:
         depths, types = ast.literal_eval(given["depths"]), given["obj_types"]
         to, since = (_list(given[k]) for k in ("dims_to_stream", "dims_from_stream"))
         assert isinstance(types, ast.List)
+        repeats = ast.literal_eval(given["repeat_counts"]) if "repeat_counts" in given else [1] * len(names)
         for i, name in enumerate(names):
-            self.fifos[name] = Fifo(name, _array(types.elts[i]), depths[i], to[i], since[i])
+            self.fifos[name] = Fifo(name, _array(types.elts[i]), depths[i], to[i], since[i], repeats[i])
         source, target = ((whole,), names) if func.attr == "split" else (names, (whole,))
-        self.links.append(Link(_tile(given["placement"]), source, target, tuple(ast.literal_eval(call.args[0]))))
+        self.links.append(Link(_tile(given["tile"]), source, target, tuple(ast.literal_eval(call.args[0]))))
 
     def _buffer(self, target: str, call: ast.Call) -> None:
         name = target.rsplit("_", 2)[0]
@@ -133,7 +134,7 @@ class _Reader:
         assert isinstance(args, ast.List)
         binds = tuple((p, self._bind(a)) for p, a in zip(core.params, args.elts, strict=True))
         self.workers[name] = Worker(
-            _tile(given["placement"]),
+            _tile(given["tile"]),
             core.name,
             binds,
             ast.literal_eval(given["stack_size"]),
@@ -148,38 +149,34 @@ class _Reader:
             return Bind("buffer", self.buffer_of[text])
         return Bind("kernel", text.removeprefix("kernel_"))
 
-    def _with(self, node: ast.With) -> None:
-        item = node.items[0]
-        assert isinstance(item.context_expr, ast.Call) and isinstance(item.optional_vars, ast.Tuple)
-        names = [ast.unparse(e) for e in item.optional_vars.elts]
-        self.arguments = list(zip(names, map(_array, item.context_expr.args), strict=True))
-        for statement in node.body:
-            call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
-            assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-            if call.func.attr == "fill":
-                self.sequence.append(_move("fill", call))
-            elif call.func.attr == "drain":
-                self.sequence.append(_move("drain", call))
-            elif call.func.attr == "finish_task_group":
-                self.sequence.append(Finish(_group(call.args[0])))
+    def _runtime(self, _: str, call: ast.Call) -> None:
+        """`Runtime(sequence, [types of the arguments..., ends of fifos with their shim tiles...])`."""
+        given = call.args[1]
+        assert self.body is not None and isinstance(given, ast.List)
+        ends: dict[str, tuple[str, Tile]] = {}
+        for formal, node in zip((a.arg for a in self.body.args.args), given.elts, strict=True):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                ends[formal] = ast.unparse(node.func.value), _tile(_keywords(node)["tile"])
+            else:
+                self.arguments.append((formal, _array(node)))
+        for statement in self.body.body:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+                done = statement.value
+                assert isinstance(done.func, ast.Attribute)
+                if done.func.attr == "finish":
+                    self.sequence.append(Finish(_group(done.func.value)))
+                elif done.func.attr in ("fill", "drain"):
+                    self.sequence.append(_move("fill" if done.func.attr == "fill" else "drain", done, ends))
 
 
-def _move(kind: Literal["fill", "drain"], call: ast.Call) -> Move:
-    given, end = _keywords(call), call.args[0]
+def _move(kind: Literal["fill", "drain"], call: ast.Call, ends: dict[str, tuple[str, Tile]]) -> Move:
+    given, end = _keywords(call), call.func
     tap = given["tap"]
-    assert isinstance(tap, ast.Call) and isinstance(end, ast.Call) and isinstance(end.func, ast.Attribute)
+    assert isinstance(tap, ast.Call) and isinstance(end, ast.Attribute)
     offset, sizes, strides = (ast.literal_eval(a) for a in tap.args[1:])
-    return Move(
-        kind,
-        ast.unparse(end.func.value),
-        ast.unparse(call.args[1]),
-        _tile(given["placement"]),
-        offset,
-        tuple(sizes),
-        tuple(strides),
-        _group(given["task_group"]),
-        "wait" in given,
-    )
+    fifo, tile = ends[ast.unparse(end.value)]
+    argument, group = ast.unparse(call.args[0]), _group(given["group"])
+    return Move(kind, fifo, argument, tile, offset, tuple(sizes), tuple(strides), group, "wait" in given)
 
 
 def _statements(body: list[ast.stmt]) -> tuple[Statement, ...]:

@@ -8,7 +8,7 @@ its shim channels and memory; then the last tile of C, the host's dispatch and t
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -46,6 +46,8 @@ class Product:
     output: str = "i32"
     columns: int = 4
     issue: float = 1.0
+    held: int = 1
+    """Times that a mem tile sends a row block of A which it holds (Gemm.repeat); 1: it passes tiles on."""
 
     @property
     def a_bytes(self) -> float:
@@ -95,16 +97,18 @@ def run_times(p: Product, r: Rates, chained: bool = False) -> Times:
     tiles, steps = M / m * (N / n) / cores, K / k
     drain = m * n * BYTES[p.output] / r.stream_bytes.value
     core = tiles * (steps * (step_cycles(p, r) + r.object_cycles.value) + drain)  # C is one buffer: it waits for its DMA
+    if p.held > 1:  # the next row block comes when the one before has been sent for the last time
+        core += tiles / p.held * m * K * p.a_bytes / r.stream_bytes.value
     stream = tiles * steps * max(m * k * p.a_bytes, k * n * b) / r.stream_bytes.value
-    reads = M * K * N * (p.a_bytes / (n * p.columns) + b / (m * CORES))
     writes = M * N * BYTES[p.output]
-    channel = max(M * K * N / (n * p.columns) * p.a_bytes, M * K * N / (m * CORES) * b) / p.columns / (r.channel_gb_s.value * 1e9)
+    a_reads, b_reads = M * K * N / (n * p.columns * p.held) * p.a_bytes, M * K * N / (m * CORES) * b
+    channel = max(a_reads, b_reads) / p.columns / (r.channel_gb_s.value * 1e9)
     host = (r.chained_dispatch_us if chained else r.dispatch_us).value * 1e-6
     return Times(
         core / hertz,
         stream / hertz,
         channel,
-        (reads + writes) / (r.ddr_gb_s.value * 1e9),
+        (a_reads + b_reads + writes) / (r.ddr_gb_s.value * 1e9),
         drain / hertz,
         host + r.dispatch_cycles.value / hertz,
     )
@@ -216,6 +220,6 @@ def designs() -> str:
                 make().columns,
                 ISSUE["i8"],
             )
-            t = run_times(p, rates())
+            t = run_times(replace(p, held=f["repeat"]), rates())
             lines.append(f"{'':<39}{name:<20}{1e3 * t.total:>9.3f}{2 * prod(p.size) / t.total / 1e12:>7.2f}  {t.bound}")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid.kernels.npu.designs.gemm import Gemm
 from hybrid.perf.npu import attention as npu_attention
 from hybrid.perf.npu.cycles import ISSUE, Product, rates, run_times
 from hybrid.perf.npu.host import figures, host_ms, switch_ms
@@ -45,7 +46,9 @@ def on_npu(part: str, model: str, tokens: int, before: int = 0, window: int = 0)
         return npu_attention.work(heads, group, d, tokens, before, window, "bf16", rates()).total
     k, n = next((k, n) for name, k, n in MODELS[model][1] if name == part)
     m = 64 if tokens > 64 else 16
-    return run_times(Product((m, 128, 64), (-(-tokens // (4 * m)) * 4 * m, k, n), issue=ISSUE["i8"]), rates()).total
+    size = (-(-tokens // (4 * m)) * 4 * m, k, n)
+    held = Gemm(*size, m, 128, 64).repeat
+    return run_times(Product((m, 128, 64), size, issue=ISSUE["i8"], held=held), rates()).total
 
 
 def on_gpu(part: str, model: str, tokens: int, before: int = 0, window: int = 0) -> float:

@@ -16,13 +16,13 @@ using QK = aie::mmul<4, 8, 4, bfloat16, bfloat16>;
 constexpr unsigned depth = DIM_D / 8;
 
 // s[2][LK/8][32] = log2(e) SCALE q k^T for eight rows, tile by tile of 4 rows x 8 keys.
-void scores(const bfloat16 *q, const bfloat16 *k, float *s) {
+void scores(const bfloat16 *__restrict q, const bfloat16 *__restrict k, float *__restrict s) {
     const auto scale = split(aie::broadcast<float, 32>(log2_scale));
     for (unsigned j = 0; j < key_tiles; j++) {
         const bfloat16 *q0 = q, *q1 = q + depth * QK::size_A;
         const bfloat16 *k0 = k + 2 * j * depth * QK::size_B, *k1 = k0 + depth * QK::size_B;
         QK c00, c01, c10, c11;
-        AIE_PREPARE_FOR_PIPELINING
+        PIPELINED(depth)
         for (unsigned i = 0; i < depth; i++) {
             const auto left0 = aie::load_v<QK::size_A>(q0), left1 = aie::load_v<QK::size_A>(q1);
             const auto right0 = aie::transpose(aie::load_v<QK::size_B>(k0), 4, 8);

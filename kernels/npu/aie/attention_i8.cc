@@ -16,7 +16,7 @@ struct dots {
     QK top, low;
     dots(const int8 *q, const int8 *k) {
         const int8 *q0 = q, *q1 = q + depth * QK::size_A;
-        AIE_PREPARE_FOR_PIPELINING
+        PIPELINED(depth)
         for (unsigned i = 0; i < depth; i++) {
             const auto left0 = aie::load_v<QK::size_A>(q0), left1 = aie::load_v<QK::size_A>(q1);
             const auto right = aie::transpose(aie::load_v<QK::size_B>(k), 8, 8);
@@ -45,7 +45,7 @@ extern "C" {
 void attention_i8_start(float *o, bfloat16 *m, float *l) { start(o, m, l); }
 
 // dots [LQ/4][LK/8][4][8] = Q K^T in int32.
-void attention_i8_dots(const int8 *q, const int8 *k, int32 *out) {
+void attention_i8_dots(const int8 *__restrict q, const int8 *__restrict k, int32 *__restrict out) {
     aie::set_saturation(aie::saturation_mode::none);
     for (unsigned z = 0; z < LQ / 4; z += 2)
         for (unsigned j = 0; j < key_tiles; j++) {

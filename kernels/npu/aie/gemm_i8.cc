@@ -4,8 +4,8 @@
 // Layouts, in tiles that are contiguous: A [M/4][K/8][4][8], B [K/8][N/8][8][8], C [M/4][N/8][4][8].
 // Memory at M = K = N = 64: A 4 KB, B 4 KB, C 16 KB; twice A and B: 32 KB of 64. M 64, K 128, N 64: 48 KB.
 #include <aie_api/aie.hpp>
-#include <aie_kernel_utils.h>
 
+#include "hints.h"
 #include "split.h"
 
 #ifndef DIM_M
@@ -29,7 +29,7 @@ void gemm_i8_zero(int32 *c) {
     for (unsigned i = 0; i < DIM_M * DIM_N; i += 16) aie::store_v(c + i, zero);
 }
 
-void gemm_i8(const int8 *a, const int8 *b, int32 *c) {
+void gemm_i8(const int8 *__restrict a, const int8 *__restrict b, int32 *__restrict c) {
     aie::set_saturation(aie::saturation_mode::none); // int32 sums leave as they are
     event0();
     for (unsigned z = 0; z < rows; z += 2) {
@@ -39,7 +39,7 @@ void gemm_i8(const int8 *a, const int8 *b, int32 *c) {
             int32 *c0 = c + (z * columns + j) * MMUL::size_C, *c1 = c0 + columns * MMUL::size_C;
             MMUL c00(aie::load_v<MMUL::size_C>(c0)), c01(aie::load_v<MMUL::size_C>(c0 + MMUL::size_C));
             MMUL c10(aie::load_v<MMUL::size_C>(c1)), c11(aie::load_v<MMUL::size_C>(c1 + MMUL::size_C));
-            AIE_PREPARE_FOR_PIPELINING
+            PIPELINED(depth)
             for (unsigned i = 0; i < depth; i++) {
                 const auto left0 = aie::load_v<MMUL::size_A>(a0), left1 = aie::load_v<MMUL::size_A>(a1);
                 const auto right0 = aie::load_v<MMUL::size_B>(b0), right1 = aie::load_v<MMUL::size_B>(b1);
@@ -60,10 +60,10 @@ void gemm_i8(const int8 *a, const int8 *b, int32 *c) {
 }
 
 // out = C / 2^shift, ties to even, clamped to -128..127; the layout of C.
-void gemm_i8_requant(const int32 *c, int8 *out, int32 shift) {
+void gemm_i8_requant(const int32 *__restrict c, int8 *__restrict out, int32 shift) {
     aie::set_rounding(aie::rounding_mode::conv_even);
     aie::set_saturation(aie::saturation_mode::saturate);
-    AIE_PREPARE_FOR_PIPELINING
+    PIPELINED(DIM_M * DIM_N / 32)
     for (unsigned i = 0; i < DIM_M * DIM_N; i += 32) {
         const aie::accum<acc32, 32> acc(aie::load_v<32>(c + i));
         aie::store_v(out + i, acc.to_vector<int8>(shift));
@@ -71,7 +71,8 @@ void gemm_i8_requant(const int32 *c, int8 *out, int32 shift) {
 }
 
 // out[m,n] = C[m,n] * row[m] * column[n] in float32 (relative error below 2^-20 where |C| < 2^24); the layout of C.
-void gemm_i8_scale(const int32 *c, const float *row, const float *column, float *out) {
+void gemm_i8_scale(const int32 *__restrict c, const float *__restrict row, const float *__restrict column,
+                   float *__restrict out) {
     aie::set_rounding(aie::rounding_mode::conv_even);
     for (unsigned z = 0; z < rows; z++) {
         const float *r = row + 4 * z;

@@ -59,7 +59,8 @@ void gemm_i8i4_zero(float *c) {
     for (unsigned i = 0; i < DIM_M * DIM_N; i += 16) aie::store_v(c + i, zero);
 }
 
-void gemm_i8i4(const int8 *a, const uint8 *w, const int16 *m, const float *s, float *c) {
+void gemm_i8i4(const int8 *__restrict a, const uint8 *__restrict w, const int16 *__restrict m, const float *__restrict s,
+               float *__restrict c) {
     aie::set_rounding(aie::rounding_mode::conv_even);
     aie::set_saturation(aie::saturation_mode::saturate);
     event0();
@@ -67,7 +68,7 @@ void gemm_i8i4(const int8 *a, const uint8 *w, const int16 *m, const float *s, fl
         for (unsigned j = 0; j < columns; j += 2) {
             const int8 *left = a + z * depth * MMUL::size_A;
             weighed first, second;
-            AIE_PREPARE_FOR_PIPELINING
+            PIPELINED(depth / 2)
             for (unsigned i = 0; i < depth; i += 2) {
                 const auto a0 = aie::load_v<MMUL::size_A>(left), a1 = aie::load_v<MMUL::size_A>(left + MMUL::size_A);
                 left += 2 * MMUL::size_A;
@@ -85,7 +86,7 @@ void gemm_i8i4(const int8 *a, const uint8 *w, const int16 *m, const float *s, fl
 }
 
 // out[m,n] = C[m,n] * row[m]: the activations' scales. The layout of C.
-void gemm_i8i4_rows(const float *c, const float *row, float *out) {
+void gemm_i8i4_rows(const float *__restrict c, const float *__restrict row, float *__restrict out) {
     aie::set_rounding(aie::rounding_mode::conv_even);
     for (unsigned z = 0; z < rows; z++) {
         const float *r = row + 4 * z;

@@ -47,7 +47,8 @@ void gemm_i8q8_zero(float *c) {
     for (unsigned i = 0; i < DIM_M * DIM_N; i += 16) aie::store_v(c + i, zero);
 }
 
-void gemm_i8q8(const int8 *a, const int8 *w, const int16 *m, const float *s, float *c) {
+void gemm_i8q8(const int8 *__restrict a, const int8 *__restrict w, const int16 *__restrict m, const float *__restrict s,
+               float *__restrict c) {
     aie::set_rounding(aie::rounding_mode::conv_even);
     aie::set_saturation(aie::saturation_mode::none);
     event0();
@@ -56,7 +57,7 @@ void gemm_i8q8(const int8 *a, const int8 *w, const int16 *m, const float *s, flo
             const int8 *left = a + z * depth * MMUL::size_A, *right = w + j * MMUL::size_B;
             const int16 *scale = m + j * 16;
             Sums hi, lo;
-            AIE_PREPARE_FOR_PIPELINING
+            PIPELINED(depth / 4)
             for (unsigned i = 0; i < depth; i += 4) {
                 MMUL dot;
                 for (unsigned k = 0; k < 4; k++) {

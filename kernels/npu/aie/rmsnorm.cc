@@ -3,7 +3,8 @@
 // 2^-9); so is w, given as [2][H], high parts and then low ones. 32 lanes; a row is read twice, w once.
 // Memory at H = 5376, ROWS = 1: x 10.5 KB, w 21 KB, y 10.5 KB; with x and y twice 63 KB, which leaves 1 KB for the stack.
 #include <aie_api/aie.hpp>
-#include <aie_kernel_utils.h>
+
+#include "hints.h"
 
 #ifndef ROWS
 #define ROWS 1
@@ -21,7 +22,7 @@ namespace {
 
 float inverse_rms(const bfloat16 *x) {
     auto squares = aie::zeros<accfloat, 32>();
-    AIE_PREPARE_FOR_PIPELINING
+    PIPELINED(DIM_H / 32)
     for (unsigned i = 0; i < DIM_H; i += 32) {
         const auto v = aie::load_v<32>(x + i);
         squares = aie::mac(squares, v, v);
@@ -32,13 +33,13 @@ float inverse_rms(const bfloat16 *x) {
 
 } // namespace
 
-extern "C" void rmsnorm(const bfloat16 *x, const bfloat16 *w, bfloat16 *y) {
+extern "C" void rmsnorm(const bfloat16 *__restrict x, const bfloat16 *__restrict w, bfloat16 *__restrict y) {
     aie::set_rounding(aie::rounding_mode::conv_even);
     event0();
     for (unsigned row = 0; row < ROWS; row++, x += DIM_H, y += DIM_H) {
         const float scale = inverse_rms(x);
         const bfloat16 scale_hi(scale), scale_lo(scale - static_cast<float>(scale_hi));
-        AIE_PREPARE_FOR_PIPELINING
+        PIPELINED(DIM_H / 32)
         for (unsigned i = 0; i < DIM_H; i += 32) {
             const auto v = aie::load_v<32>(x + i), w_hi = aie::load_v<32>(w + i), w_lo = aie::load_v<32>(w + DIM_H + i);
             auto normed = aie::mul(v, scale_hi);

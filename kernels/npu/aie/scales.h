@@ -3,8 +3,7 @@
 // factor of 2^12 of the column's largest is exact, a smaller one is off by less than 2^-23 of the largest.
 #pragma once
 
-#include <aie_kernel_utils.h>
-
+#include "hints.h"
 #include "split.h"
 
 // 8 columns' multipliers [2][8], hi and lo, under the 4 rows of a tile.

@@ -9,10 +9,10 @@
 // Row state: m [LQ/4][32] bfloat16, each row's value in 8 lanes; l [LQ/4][32] float, each row's sum as 8 partial ones.
 #pragma once
 
-#include <aie_kernel_utils.h>
 #include <limits>
 
 #include "exp2_table.h"
+#include "hints.h"
 #include "split.h"
 
 #ifndef LQ
@@ -94,12 +94,13 @@ inline Row4 ceiling(const Row4 &v) {
 }
 
 // Four rows of scores s [LK/8][32] become probabilities p [LK/8][32]; m and l are brought up to date. Returns c.
-inline Row4 softmax_rows(float *s, bfloat16 *p, bfloat16 *m, float *l, const keys &seen, unsigned row) {
+inline Row4 softmax_rows(float *__restrict s, bfloat16 *__restrict p, bfloat16 *__restrict m, float *__restrict l,
+                         const keys &seen, unsigned row) {
     const bool masked = !seen.all(row);
     const auto lowest = aie::broadcast<bfloat16, 32>(std::numeric_limits<bfloat16>::lowest());
     const auto lowest_score = Sum4(lowest).to_vector<float>();
     Row4 top = lowest;
-    AIE_PREPARE_FOR_PIPELINING
+    PIPELINED(key_tiles)
     for (unsigned j = 0; j < key_tiles; j++) {
         auto score = aie::load_v<32>(s + 32 * j);
         if (masked) {
@@ -112,7 +113,7 @@ inline Row4 softmax_rows(float *s, bfloat16 *p, bfloat16 *m, float *l, const key
     aie::store_v(m, now);
     const Row4 c = exp2_vector(aie::sub(Sum4(before), now));
     Sum4 sum(scaled_exactly(aie::load_v<32>(l), c));
-    AIE_PREPARE_FOR_PIPELINING
+    PIPELINED(key_tiles)
     for (unsigned j = 0; j < key_tiles; j++) {
         const Row4 e = exp2_vector(aie::sub(Sum4(aie::load_v<32>(s + 32 * j)), now));
         sum = aie::add(sum, e);
@@ -123,7 +124,8 @@ inline Row4 softmax_rows(float *s, bfloat16 *p, bfloat16 *m, float *l, const key
 }
 
 // O = c O + P V for eight rows: o [2][D/4][16], p [2][LK/8][32], v [LK/8][D/4][32].
-inline void weigh_values(const bfloat16 *p, const bfloat16 *v, float *o, const Row4 &c0, const Row4 &c1) {
+inline void weigh_values(const bfloat16 *__restrict p, const bfloat16 *__restrict v, float *__restrict o, const Row4 &c0,
+                         const Row4 &c1) {
     const auto small0 = aie::filter_even(c0, 4), small1 = aie::filter_even(c1, 4);
     const bool rescale = aie::reduce_min(aie::min(c0, c1)) < bfloat16(1.0f);
     for (unsigned d = 0; d < wide_tiles; d += 2) {
@@ -134,7 +136,7 @@ inline void weigh_values(const bfloat16 *p, const bfloat16 *v, float *o, const R
             t10 = scaled_exactly(t10, small1), t11 = scaled_exactly(t11, small1);
         }
         PV c00(t00), c01(t01), c10(t10), c11(t11);
-        AIE_PREPARE_FOR_PIPELINING
+        PIPELINED(key_tiles)
         for (unsigned j = 0; j < key_tiles; j++) {
             const auto left0 = aie::load_v<32>(p + 32 * j), left1 = aie::load_v<32>(p + 32 * (key_tiles + j));
             const bfloat16 *at = v + (j * wide_tiles + d) * 32;
@@ -180,7 +182,7 @@ inline void start(float *o, bfloat16 *m, float *l) {
 }
 
 // out = O / l, layout of O in bfloat16; zeros where no key was seen.
-inline void finish(const float *o, const float *l, bfloat16 *out) {
+inline void finish(const float *__restrict o, const float *__restrict l, bfloat16 *__restrict out) {
     aie::set_rounding(aie::rounding_mode::conv_even);
     for (unsigned z = 0; z < LQ / 4; z++) {
         aie::vector<float, 16> inverse;

@@ -8,14 +8,18 @@ from functools import lru_cache, partial
 from typing import Any
 
 from hybrid.core.errors import nearest
-from hybrid.kernels.npu.design import Design
+from hybrid.kernels.npu.design import STACK, Design, Kernel
 from hybrid.kernels.npu.designs.attention import CORES, Attention, Scores, attention
 from hybrid.kernels.npu.designs.gemm import Gemm, gemm
 from hybrid.kernels.npu.designs.rmsnorm import Norm, rmsnorm
-from hybrid.kernels.npu.objects import tile_kernel
+from hybrid.kernels.npu.objects import tile_kernel as catalogued
 
 Maker = Callable[[], Design]
 TABLES = 4096  # bytes of the exponential's tables (aie/exp2_table.h)
+
+
+def tile_kernel(name: str, static_bytes: int = 0, **macros: Any) -> Kernel:
+    return catalogued(name, static_bytes, STACK, **macros)
 
 
 def gemm_i8(g: Gemm) -> Design:

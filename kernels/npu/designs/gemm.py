@@ -4,6 +4,11 @@ A [M, K] lies row-major: the mem tile's DMA deals it out in the r x s tiles of t
 order in which the columns read it (tiles.py), so that one shim task without strides brings a whole stripe. The core keeps
 a tile of C while it walks over K. Its program ends after each tile of C and begins again: M and N live in the runtime
 sequence alone, and one xclbin serves every M and N of the same K with several instruction streams.
+
+Every row block of A meets every block of columns: the shim sends it as often, by a repeat of its task, up to 64 times. Where
+that does not reach, on four columns, the mem tile holds the row block whole and sends it `repeat` times for each time of the
+shim's. (Reads of A fall as much, and the cores wait while the next is loaded: m k / 4 cycles in `repeat` steps over K.) Where it
+does not fit the mem tile, the shim sends it in several tasks, and fewer row blocks are under way at once.
 """
 
 from __future__ import annotations
@@ -33,8 +38,10 @@ from hybrid.kernels.npu.design import (
 
 Weights = Literal["i8", "q4_0", "q8_0"]
 ROWS = 4
-GROUP = 2  # row blocks whose tasks are issued together; two groups are under way at once
-REPEAT = 256  # times that a task can send the same: a row block of A goes once for every block of columns
+QUEUE = 4  # tasks that a shim channel holds
+TASK = 64  # times that a task can send the same
+LOCK = 63  # what a lock counts to: times that a mem tile can send the same
+MEM = 512 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,31 @@ class Gemm:
         return codes if self.weights == "i8" else codes + self.k // 8 * self.n + 4 * self.n
 
     @property
+    def across(self) -> int:
+        """Blocks of columns: as often does a row block of A go to the cores."""
+        return self.N // (self.columns * self.n)
+
+    @property
+    def repeat(self) -> int:
+        """Times that the mem tile sends a row block of A; 1: it holds tiles of m x k, not the row block."""
+        others = 2 * self.tile_bytes + 2 * ROWS * self.m * self.n * (1 if self.out == "i8" else 4)
+        if self.across <= TASK or self.columns < ROWS or self.m * self.K + others > MEM:
+            return 1
+        return next(r for r in range(LOCK, 0, -1) if self.across % r == 0)
+
+    @property
+    def tasks(self) -> list[int]:
+        """Of a row block of A: how often each of its shim tasks sends it. ValueError where its channel's queue holds fewer."""
+        times = self.across // self.repeat
+        found = [min(TASK, times - start) for start in range(0, times, TASK)]
+        if len(found) > QUEUE:
+            raise ValueError(
+                f"a product of {self.M} x {self.K} x {self.N}: a row block of A goes out {times} times, in {len(found)} tasks of "
+                f"{TASK} at most, and a shim channel holds {QUEUE}: make N smaller"
+            )
+        return found
+
+    @property
     def stripe_bytes(self) -> int:
         """Of B, that one column reads for a row block."""
         return self.N // self.columns // self.n * (self.K // self.k) * self.tile_bytes
@@ -98,8 +130,13 @@ def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = No
     fifos, links = [], []
     for col in range(g.columns):
         rows = g.rows(col)
-        fifos.append(Fifo(f"a_in{col}", Array("i8", (len(rows) * g.m * g.k,))))
-        fifos += [Fifo(f"a{row}", a, to_stream=to_mmul) for row in rows]
+        if g.repeat > 1:  # of each tile over K after the other, m / r rows of matrix tiles: one dimension counts both
+            fifos.append(Fifo(f"a_in{col}", Array("i8", (g.m * g.K,)), depth=1))
+            whole = ((g.K // g.k * (g.m // g.r), g.r * g.k), *to_mmul[1:])
+            fifos += [Fifo(f"a{row}", a, to_stream=whole, repeat=g.repeat) for row in rows]
+        else:
+            fifos.append(Fifo(f"a_in{col}", Array("i8", (len(rows) * g.m * g.k,))))
+            fifos += [Fifo(f"a{row}", a, to_stream=to_mmul) for row in rows]
         starts = tuple(i * a.size for i in range(len(rows)))
         links.append(Link(Tile(col, 1), (f"a_in{col}",), tuple(f"a{row}" for row in rows), starts))
         fifos += [Fifo(f"b_in{col}", b), Fifo(f"b{col}", b)]
@@ -129,9 +166,9 @@ def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = No
         ("B", Array(b.dtype, (g.columns * g.stripe_bytes,))),
         ("C", Array(g.out, (g.M * g.N,))),
     )
-    facts = {"M": g.M, "K": g.K, "N": g.N, "m": g.m, "k": g.k, "n": g.n}
+    facts = {"M": g.M, "K": g.K, "N": g.N, "m": g.m, "k": g.k, "n": g.n, "repeat": g.repeat}
     return Design(
-        f"{name}_k{g.K}_{g.m}x{g.k}x{g.n}_c{g.columns}",
+        f"{name}_k{g.K}_{g.m}x{g.k}x{g.n}_c{g.columns}{f'_r{g.repeat}' if g.repeat > 1 else ''}",
         g.columns,
         arguments,
         kernels,
@@ -164,11 +201,12 @@ def _core(g: Gemm, requantised: bool) -> Core:
 def _sequence(g: Gemm) -> list[Move | Finish]:
     """Tasks of all row blocks of 4 m rows; a descriptor is made for each block, because a stride over several of them
     would not fit its field (4 m N words)."""
-    blocks, across = g.M // (ROWS * g.m), g.N // (g.columns * g.n)
-    stripe = g.stripe_bytes
+    blocks, across, stripe = g.M // (ROWS * g.m), g.across, g.stripe_bytes
+    ahead = max(1, QUEUE // (2 * len(g.tasks)))  # row blocks of a group; two groups are under way, where the queue holds both
+    both = 2 * len(g.tasks) <= QUEUE
     steps: list[Move | Finish] = []
     for block in range(blocks):
-        group = block // GROUP
+        group = block // ahead
         for col in range(g.columns):
             tile, rows, own = Tile(col, 0), block * ROWS * g.m, g.rows(col)
             steps.append(
@@ -184,7 +222,7 @@ def _sequence(g: Gemm) -> list[Move | Finish]:
                     wait=True,
                 )
             )
-            for start in range(0, across, REPEAT):
+            for times in g.tasks:
                 steps.append(
                     Move(
                         "fill",
@@ -192,14 +230,16 @@ def _sequence(g: Gemm) -> list[Move | Finish]:
                         "A",
                         tile,
                         (rows + own[0] * g.m) * g.K,
-                        (min(REPEAT, across - start), g.K // g.k, len(own) * g.m, g.k),
+                        (times, g.K // g.k, len(own) * g.m, g.k),
                         (0, g.k, g.K, 1),
                         group,
                     )
                 )
             steps.append(Move("fill", f"b_in{col}", "B", tile, col * stripe, (1, 1, 1, stripe), (0, 0, 0, 1), group))
-        if block % GROUP == GROUP - 1 and group > 0:
+        if block % ahead == ahead - 1 and not both:
+            steps.append(Finish(group))
+        elif block % ahead == ahead - 1 and group > 0:
             steps.append(Finish(group - 1))
-    last = (blocks - 1) // GROUP
+    last = (blocks - 1) // ahead
     done = {s.group for s in steps if isinstance(s, Finish)}
     return steps + [Finish(i) for i in range(last + 1) if i not in done]

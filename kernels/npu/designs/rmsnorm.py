@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid.kernels.npu.design import (
+    STACK,
     Acquire,
     Array,
     Bind,
@@ -27,7 +28,7 @@ from hybrid.kernels.npu.design import (
 )
 
 CORES = 4
-GROUP = 5  # tasks of a shim tile under way: three descriptors each, of sixteen
+GROUP = 5  # tasks of a shim tile under way: three descriptors each, of sixteen; four of a channel, as its queue holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Norm:
 def rmsnorm(n: Norm, kernel: Kernel) -> Design:
     """The design of a norm; `kernel` works on one row."""
     row, w = Array("bf16", (n.H,)), Array("bf16", (2 * n.H,))
-    room = 62 * 1024 - w.nbytes  # of a core, beside w and its stack
+    room = 64 * 1024 - STACK - w.nbytes  # of a core, beside w and its stack
     depth_in, depth_out = next(((i, o) for i, o in ((2, 2), (2, 1), (1, 1)) if (i + o) * row.nbytes <= room), (1, 1))
     fifos, links, workers, steps = [], [], [], list[Move | Finish]()
     for col in range(n.columns):
