@@ -17,6 +17,7 @@ import hybrid
 from conformance.support.devices import MultiDevice
 from conformance.support.models import MODELS
 from conformance.support.paths import ATTENTION, ROOT
+from conformance.support.profile import LONG
 from conformance.support.pyxrt_standin import NAME, folder_of, installed, standin
 from hybrid import doctor
 from hybrid.core.errors import DeviceLost, SpecError
@@ -184,16 +185,17 @@ def _gone(index: int) -> Any:
     raise RuntimeError(f"Could not open device with index '{index}'")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ArtefactError("x.bin is missing"), IronError("aie: no placement="), SpecError("design: over a limit"), KeyError("digest"),
-        FileNotFoundError(2, "No such file or directory", "x.bin"), AttributeError("module 'pyxrt' has no attribute 'run'"),
-        RuntimeError("driver"), MemoryError(), OSError("pages"),
-    ],
-    ids=lambda e: type(e).__name__,
+ERRORS = (
+    ArtefactError("x.bin is missing"), IronError("aie: no placement="), SpecError("design: over a limit"), KeyError("digest"),
+    FileNotFoundError(2, "No such file or directory", "x.bin"), AttributeError("module 'pyxrt' has no attribute 'run'"),
+    RuntimeError("driver"), MemoryError(), OSError("pages"),
 )  # fmt: skip
-@pytest.mark.parametrize("where", ["host", "enqueue", "compile", "adopt", "reserve"])
+PLACES = ("host", "enqueue", "compile", "adopt", "reserve")
+# Every error somewhere and every place with some, but in the long profile all of both.
+RAISED = [(e, w) for i, e in enumerate(ERRORS) for j, w in enumerate(PLACES) if LONG or i % len(PLACES) == j]
+
+
+@pytest.mark.parametrize(("error", "where"), RAISED, ids=[f"{w}-{type(e).__name__}" for e, w in RAISED])
 def test_every_kind_of_error_ends_in_the_fallback(
     error: Exception, where: str, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
