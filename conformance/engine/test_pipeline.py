@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from conformance.engine.test_hybrid import drivers_memory
 from conformance.support.devices import BACKENDS, open_backend, own_memory
 from conformance.support.models import MODELS
 from conformance.support.paths import ATTENTION, PROJECTIONS
+from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.hparams import HParams
@@ -178,8 +179,7 @@ def test_activations_between_devices_share_few_tensors(plans: Any) -> None:
 # --- the same bits
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "backend"), [*product(SCHEDULES, BACKENDS)] if LONG else [*zip(SCHEDULES, BACKENDS, strict=True)])
 def test_overlapping_passes_give_the_bits_of_one_after_another(name: Path, backend: str, folder: Path, unpipelined: Any) -> None:
     with Opened(folder, backend, schedule_of(name, 2)) as one:
         assert one.engine.device.pipeline_depth == 2 and "positions@1" in one.engine._stored
