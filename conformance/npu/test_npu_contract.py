@@ -23,6 +23,8 @@ from hybrid.kernels.npu.layout import bf16, real, tiled
 from hybrid.kernels.npu.tiles import tile_weights
 from hybrid.kernels.npu.xrt import Job, NpuError, open_host
 
+pytestmark = pytest.mark.slow
+
 L, D = 16, 32  # rows, keys and head size of a tile
 Proof = Callable[[Path | None], None]
 

@@ -35,7 +35,7 @@ from hybrid.kernels.npu.xrt import NpuUnavailable, open_host
 FILE = MODELS / "demo-gemma3-q8_0.gguf"
 PROMPT, CTX = "def read_file(path):", 64
 
-pytestmark = pytest.mark.usefixtures("sim_machine")
+pytestmark = [pytest.mark.usefixtures("sim_machine"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import pytest
 
 from hybrid.kernels.npu.headers import Found, headers_of, held_against, judged, main
 
+pytestmark = pytest.mark.slow
+
 API = """
 #pragma once
 #define ROUND_UP OP_TERM_UP

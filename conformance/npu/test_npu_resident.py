@@ -25,7 +25,7 @@ from hybrid.kernels.oracle import ORACLE
 
 FILE = MODELS / "demo-gemma3-q8_0.gguf"
 
-pytestmark = pytest.mark.usefixtures("sim_machine")
+pytestmark = [pytest.mark.usefixtures("sim_machine"), pytest.mark.slow]
 
 
 def tile_keys(k: np.ndarray, v: np.ndarray, a: Attention) -> np.ndarray:

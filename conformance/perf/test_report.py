@@ -154,6 +154,7 @@ def test_the_committed_page_is_what_the_records_give():
     assert (ROOT / PAGE).read_text(encoding="utf-8") == markdown(record.load_records())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_quotes_the_records_and_names_what_is_there(page):
     assert pages.faults(page, page.read_text(encoding="utf-8")) == []
