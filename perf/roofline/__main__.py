@@ -1,15 +1,4 @@
-"""What a device allows: time, bytes and operations of every step of a pass, what bounds each, and tokens per second.
-
-    python -m perf.roofline gemma3-27b --device radeon-780m --batch 1,8,32 --context 512
-
-Everything here is modelled, from the operations' cost expressions and a device sheet (specs/devices):
-  ceiling   weights and caches cross memory once at its peak, all arithmetic runs at its peak, and both overlap fully;
-            activations stay in caches, dispatches are free. A measurement above it is a mistake.
-  expected  each step takes the larger of its bytes (activations too) at the bandwidth that was reached and its operations
-            at the rate that was reached, one after another, and pays for its dispatches; a pass pays for its submit.
-Speculative decoding: k tokens are drafted one by one, one pass verifies all; with acceptance a it yields
-(1 - a^(k+1)) / (1 - a) tokens.
-"""
+"""python -m perf.roofline: what a device allows a model (perf/roofline/model.py), as tables, JSON or a picture."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What a device allows: time, bytes and operations of every step of a pass, what bounds each, and tokens per second.
 
-    python -m perf.roofline gemma3-27b --device radeon-780m --batch 1,8,32 --context 512
-
 Everything here is modelled, from the operations' cost expressions and a device sheet (specs/devices):
   ceiling   weights and caches cross memory once at its peak, all arithmetic runs at its peak, and both overlap fully;
             activations stay in caches, dispatches are free. A measurement above it is a mistake.
