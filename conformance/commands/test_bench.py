@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from conformance.support.devices import BACKENDS, need_compiler, own_memory
+from conformance.support.devices import BACKENDS, own_memory
 from conformance.support.models import MODELS
 from conformance.support.paths import ATTENTION
 from conformance.support.profile import LONG
@@ -59,10 +61,10 @@ NPU_SCHEDULES = ("gemma3-hybrid", str(ATTENTION))
 @pytest.mark.parametrize("command", ["bench", "profile", "perplexity"])
 def test_commands_open_what_a_schedule_asks_for(capsys, tmp_path, command, schedule, npu):
     """Steps of an NPU run on its simulator when that is asked for; where there is no NPU the reason is printed."""
-    if npu == "sim":
-        need_compiler()
-    elif xrt_is_there():
-        pytest.skip("this machine has an NPU")
+    if npu == "sim" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("the simulator compiles its kernels: no C++ compiler")
+    if npu == "npu" and xrt_is_there():
+        pytest.skip("this machine has an NPU, so nothing is passed over")
     (tmp_path / "t.txt").write_text("ab" * 4)
     model = str(write_hf(tmp_path / "m", dtype="f32"))
     given = [model, "--schedule", schedule, "--npu", npu, "--device", "cpu", "--weights", "q8_0"]
