@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.arguments import add_devices
 from hybrid.cli import PRECISIONS, Parser, run
 from hybrid.cli.progress import progress_bar
-from hybrid.opening import add_devices
 
 FORM_FEED = "\n\f\n"
 MAX_TEXT = 1 << 28  # bytes

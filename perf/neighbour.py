@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.arguments import add_model, open_model
 from hybrid.bench.probe import Variant, buffers, copies, products, record
 from hybrid.cli import Parser, UsageError, amount, positive, run
 from hybrid.devices.opening import open_device
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
-from hybrid.opening import add_model, open_model
 from hybrid.spec.schedule import find_schedule
 
 KINDS = ("copy", "matrix", "engine")

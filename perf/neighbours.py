@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.arguments import add_model, open_model
 from hybrid.bench.probe import products
 from hybrid.cli import Parser, UsageError, amount, positive, run
 from hybrid.devices.about import driver_of, kernels_of
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
-from hybrid.opening import add_model, open_model
 from hybrid.perf.neighbour import BUSY, open_gpu
 
 BESIDE = ("copy", "matrix", "engines")

@@ -10,10 +10,10 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from hybrid.arguments import add_devices, add_model, fallbacks, open_devices, open_model
 from hybrid.cli import Parser, UsageError, positive, run
 from hybrid.cli.progress import tracked
 from hybrid.devices.about import driver_of, kernels_of
-from hybrid.opening import add_devices, add_model, fallbacks, open_devices, open_model
 
 if TYPE_CHECKING:
     from hybrid.bench.measure import Row

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hybrid.arguments import add_devices
 from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, check_writable, positive, run, usage
 from hybrid.core.places import DEMO
-from hybrid.opening import add_devices
 
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
 DEFAULT_PROMPT = "def read_file(path):\n    "

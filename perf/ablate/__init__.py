@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.arguments import add_model, open_model
 from hybrid.checkpoint import Checkpoint
 from hybrid.cli import Parser, UsageError, positive, run
 from hybrid.cli.progress import progress_bar
@@ -32,7 +33,6 @@ from hybrid.core.tensor import Tensor
 from hybrid.devices.about import driver_of, kernels_of
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
-from hybrid.opening import add_model, open_model
 from hybrid.perf.ablate.switches import (
     Drive,
     Switch,

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hybrid.arguments import add_devices, add_model, fallbacks, open_devices, open_model
 from hybrid.cli import Parser, positive, run
 from hybrid.cli.progress import tracked
 from hybrid.core.units import show_rate
 from hybrid.devices.about import driver_of, kernels_of, provenance
-from hybrid.opening import add_devices, add_model, fallbacks, open_devices, open_model
 
 SCHEMA = 1
 

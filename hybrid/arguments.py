@@ -1,4 +1,4 @@
-"""What commands that run a model open, from the arguments that they share: a checkpoint, a schedule, its devices."""
+"""Arguments that commands share which run a model, and what they open: a checkpoint, a schedule, its devices."""
 
 from __future__ import annotations
 
