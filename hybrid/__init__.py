@@ -17,19 +17,26 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
-    from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot
+    from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot, QueueFull
+    from hybrid.engine.handle import Completion, Event, Handle
     from hybrid.model import Model, load
 
 __version__ = "0.1.0"
-__all__ = ["ContextExceeded", "DeviceLost", "Model", "NoFreeSlot", "__version__", "load"]
+__all__ = [
+    "Completion", "ContextExceeded", "DeviceLost", "Event", "Handle", "Model", "NoFreeSlot", "QueueFull", "__version__", "load",
+]  # fmt: skip
 
 
 # Backends, NumPy and the file readers are imported by the first use of these, not by `import hybrid`.
 _LATER = {
+    "Completion": "hybrid.engine.handle",
     "ContextExceeded": "hybrid.core.errors",
     "DeviceLost": "hybrid.core.errors",
+    "Event": "hybrid.engine.handle",
+    "Handle": "hybrid.engine.handle",
     "Model": "hybrid.model",
     "NoFreeSlot": "hybrid.core.errors",
+    "QueueFull": "hybrid.core.errors",
     "load": "hybrid.model",
 }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -15,17 +15,24 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
 from hybrid.devices.opening import NpuKind, Opened, open_devices
+from hybrid.engine import batch
 from hybrid.engine.chunks import token_ids
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
+from hybrid.engine.handle import Handle
 from hybrid.engine.loading import LoadClock
+from hybrid.engine.metrics import Metrics
+from hybrid.engine.options import Options
 from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
+from hybrid.engine.serving import QUEUE, Serving
 from hybrid.engine.session import Session
 from hybrid.engine.stats import EngineReport, Stats
 from hybrid.planning.cost import plan_cost
 from hybrid.planning.planner import PrecisionName
 from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
+
+CLOSED = "this model is closed: load it again"
 
 
 def load(
@@ -39,6 +46,7 @@ def load(
     *,
     deterministic: bool = False,
     slots: int = 1,
+    queue: int = QUEUE,
     chunk: int | None = None,
     profile: bool = False,
     progress: bool = False,
@@ -51,7 +59,7 @@ def load(
     matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
     weights: int8 activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv
     overrides the cache's type. slots: sequences that the cache has room for at a time (engine.logits_of).
-    chunk: rows of a prefill pass (default: what suits the device).
+    queue: submitted requests that may wait beside those that run. chunk: rows of a prefill pass (default: what suits the device).
     deterministic: the same bits for the same tokens, however a prompt is cut and whatever runs beside it; slower.
     profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or, only
     when asked for, its simulator.
@@ -87,7 +95,7 @@ def load(
     except BaseException:
         checkpoint.close()
         raise
-    return Model(checkpoint, opened, engine)
+    return Model(checkpoint, opened, engine, queue)
 
 
 def _open(schedule: Schedule, device: str, npu: NpuKind, checkpoint: Checkpoint, clock: LoadClock) -> Opened:
@@ -110,7 +118,7 @@ class Model:
     others in after each piece of text. `slots` says how many generations and sessions may be open at a time. `stats` are those
     of whichever generation ended last."""
 
-    def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine) -> None:
+    def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine, queue: int = QUEUE) -> None:
         self.checkpoint = checkpoint
         self.engine = engine
         self.device = opened.device.name
@@ -121,6 +129,7 @@ class Model:
         self.stats: Stats | None = None
         """Of the last generation that ended."""
         self._opened: Opened | None = opened
+        self._serving = Serving(engine, checkpoint.tokenizer, opened.device.check_open, queue)
 
     @property
     def hparams(self) -> HParams:
@@ -184,6 +193,48 @@ class Model:
         if session is not None and not session.of(engine):
             raise ValueError("the session belongs to another model: use one that this model made")
         return engine.lock.steps(self._run(engine, request, session, tokens_per_submit))
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        logprobs: int = 0,
+        priority: int = 0,
+        deadline: float | None = None,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        constraint: Any = None,
+    ) -> Handle:
+        """Put a request into the queue, from any thread; returns at once. Requests run together, up to `slots` at a time, and
+        are read from the handle, in threads or with asyncio.
+
+        As for `generate`. priority: greater ones are begun first. deadline: seconds from now after which it ends (finish
+        `deadline`). ValueError for wrong options, ContextExceeded for a prompt that is too long, QueueFull where too many wait.
+        """
+        self._engine()
+        options = Options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, logprobs, priority, deadline,
+                          repetition_penalty, presence_penalty, frequency_penalty, logit_bias, constraint)  # fmt: skip
+        return self._serving.submit(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
+
+    def generate_batch(self, prompts: Sequence[str | Sequence[int]], *, progress: bool = False, **options: Any) -> list[str]:
+        """The texts of several prompts, in their order; `options` are those of `submit`. progress: a bar on standard error.
+        The first error of a request ends the others and is raised."""
+        self._engine()
+        return batch.texts(self.submit, prompts, options, progress)
+
+    def metrics(self) -> Metrics:
+        """What submitted requests have taken and done, up to now."""
+        return self._serving.metrics()
 
     def session(self) -> Session:
         """A sequence that stays in the cache between generations, for conversations. Takes the model's slot with
@@ -252,7 +303,9 @@ class Model:
         )
 
     def close(self) -> None:
-        """Free every device object and let go of the files; the model cannot be used afterwards."""
+        """Free every device object and let go of the files; the model cannot be used afterwards. Requests that have not ended
+        fail."""
+        self._serving.close(ValueError(CLOSED))
         with self.engine.lock:
             if self._opened is not None:
                 opened, self._opened = self._opened, None
@@ -274,6 +327,6 @@ class Model:
 
     def _engine(self) -> Engine:
         if self._opened is None:
-            raise ValueError("this model is closed: load it again")
+            raise ValueError(CLOSED)
         self._opened.device.check_open()
         return self.engine

@@ -38,3 +38,11 @@ class ContextExceeded(ValueError):
 
 class NoFreeSlot(ValueError):
     """The cache has no room for another sequence until one of those that it holds ends."""
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may. retry_after: seconds after which there may be room again."""
+
+    def __init__(self, waiting: int, retry_after: float) -> None:
+        super().__init__(f"{waiting} requests wait already, as many as may: try again in {retry_after:.0f} s")
+        self.retry_after = retry_after

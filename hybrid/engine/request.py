@@ -103,10 +103,12 @@ class Request:
             piece += self._rest()
         return piece
 
-    def cancel(self) -> None:
-        """End it now, if it has not ended."""
-        if self.finish is None:
-            self._end("cancelled")
+    def cancel(self, finish: Finish = "cancelled") -> str:
+        """End it now, if it has not ended; returns text that was held back."""
+        if self.finish is not None:
+            return ""
+        self._end(finish)
+        return self._rest()
 
     def stats(self, report: EngineReport) -> Stats:
         """What it has done, on the engine that `report` describes; of a request that still runs, as if it was cancelled now."""

@@ -10,7 +10,7 @@ from hybrid.core.units import show_bytes, show_rate
 from hybrid.engine.loading import Load
 from hybrid.spec.devicesheet import sheet_for
 
-Finish = Literal["eos", "stop", "length", "context", "cancelled"]
+Finish = Literal["eos", "stop", "length", "context", "cancelled", "deadline"]
 
 
 @dataclass(frozen=True, slots=True)

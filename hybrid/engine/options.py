@@ -1,0 +1,53 @@
+"""What a request asks for beside its prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from hybrid.engine.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Checked when made: ValueError names the option and what it may be. See Model.submit."""
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+    logprobs: int = 0
+    priority: int = 0
+    deadline: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    constraint: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, Integral):
+            raise ValueError(f"priority must be an integer (0; greater ones go first), not {self.priority!r}")
+        if self.deadline is not None and not (isinstance(self.deadline, Real) and 0 < self.deadline < math.inf):
+            raise ValueError(f"deadline must be seconds from now, above 0, or None, not {self.deadline!r}")
+        unknown = {
+            "logprobs": self.logprobs != 0,
+            "repetition_penalty": self.repetition_penalty != 1,
+            "presence_penalty": self.presence_penalty != 0,
+            "frequency_penalty": self.frequency_penalty != 0,
+            "logit_bias": bool(self.logit_bias),
+            "constraint": self.constraint is not None,
+        }
+        wanted = [name for name, asked in unknown.items() if asked]
+        if wanted:
+            raise ValueError(f"{', '.join(wanted)}: the engine cannot do that yet; leave it at its default")
+
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
