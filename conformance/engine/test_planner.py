@@ -227,3 +227,37 @@ def test_dispatches_can_be_counted_without_a_device():
     counts = count(made)
     assert all(counts.dispatches[s.name] >= 1 for s in made.steps)
     assert sum(counts.barriers.values()) <= sum(counts.dispatches.values())
+
+
+def test_a_plan_has_the_steps_of_its_options_only():
+    made = {options: plan(target(), 4, 2, "decode", options=options)
+            for options in ((), ("adjust",), ("logprobs",), ("logprobs", "adjust"))}  # fmt: skip
+    plain = made[()]
+    assert [s.name for s in plain.steps[-2:]] == ["logits", "sample"] and plain.steps[-1].args["logits"] == "logits"
+    assert not {"penalties", "masks", "top_ids", "logits.adjusted"} & plain.tensors.keys()
+    for options, one in made.items():
+        added = [s for s in one.steps if s.op in ("adjust_logits", "logprobs")]
+        assert sorted(s.op.removesuffix("_logits") for s in added) == sorted(options)
+        assert [s for s in one.steps if s not in added][:-1] == list(plain.steps)[:-1]  # but for what sample reads
+        of = {s.op: s.args["logits"] for s in one.steps if "logits" in s.args and s.op != "logits"}
+        assert of["sample"] == ("logits.adjusted" if "adjust" in options else "logits")
+        assert all(of[op] == "logits" for op in of if op != "sample")  # log-probabilities are of the model's own logits
+    assert made["logprobs", "adjust"].tensors["masks"].shape == (2, -(-target().hparams.vocab // 32))
+    assert made["adjust",].name.endswith(".adjust") and made["adjust",].arena_bytes > plain.arena_bytes
+
+
+def test_plans_of_every_option_fit_the_layout_of_all():
+    layout = plan(target(), 8, 8, "decode", options=("adjust", "logprobs"))
+    for options in ((), ("adjust",), ("logprobs",)):
+        assert plan(target(), 2, 2, "decode", layout=layout, options=options).arena_bytes == layout.arena_bytes
+
+
+def test_options_need_tokens_that_are_chosen():
+    with pytest.raises(ValueError, match=r"options \['adjust'\] belong to passes that choose tokens"):
+        plan(target(), 4, 4, "prefill", sample=False, options=("adjust",))
+
+
+@pytest.mark.parametrize("alias", [{"adjusted": "nothing"}, {"nothing": "logits"}])
+def test_an_alias_names_a_result_and_an_input(alias: dict[str, str]):
+    with pytest.raises(SpecError, match="step adjust_logits: alias: adjust_logits has no result"):
+        plan(target(schedule=change("after", "adjust_logits", alias=alias)), 4, 2, "decode")

@@ -75,6 +75,9 @@ VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
     "add_rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
     "sample": ({"V": 17000, "O": 2}, {"V": 17000, "O": 2, "S": 1, "T": 1}),
+    # Many tiles, and a history that every thread counts several tokens of; many parts.
+    "adjust_logits": ({"V": 5000, "C": 700, "N": 300}, {"V": 17000, "O": 2, "M": 1}),
+    "logprobs": ({"V": 17000, "O": 2}, {"V": 4097, "C": 200}),
     # Head sizes and groups; more rows than a decode batch; contexts long enough to be cut into stretches.
     "attention": tuple(
         {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 20 if rows < 9 else 4}

@@ -12,7 +12,7 @@ from hybrid.harness import values
 from hybrid.harness.batches import Batch, block_table
 from hybrid.harness.cases import Case, batch_of, live
 from hybrid.harness.kinds import apply_kind
-from hybrid.harness.sampling import Params
+from hybrid.harness.sampling import Params, Penalties
 from hybrid.spec import OpSpec
 from hybrid.spec.fields import Domain
 
@@ -58,6 +58,8 @@ def draw(case: Case, name: str, domain: Domain, shape: tuple[int, ...], dtype: s
         return Tensor.empty(dtype, shape)
     if domain.dist == "sampling":
         return Tensor.of(np.stack([_params(seed, i) for i in range(shape[0])]))
+    if domain.dist == "penalties":
+        return Tensor.of(np.stack([_penalties(seed, i).words() for i in range(shape[0])]))
     if domain.dist == "rope":
         return values.rounded(_rope(seed, name, shape), dtype)
     if domain.dist == "normal":
@@ -143,14 +145,31 @@ def _rope(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _params(seed: int, slot: int) -> np.ndarray:
-    """A mix of greedy, plain and filtered sampling over the slots."""
+    """A mix of greedy, plain and filtered sampling over the slots, and of how many log-probabilities are wanted."""
     pick = values.integers(seed, f"params.{slot}", (6,), 0, 999)
+    wanted = 1 + int(pick[5]) % 20
     choose = [
-        Params(),
-        Params(temperature=1.0, seed=int(pick[1])),
-        Params(temperature=0.7, top_k=1 + int(pick[2]) % 40, seed=int(pick[1]) << 24 | 5),
-        Params(temperature=1.3, top_p=0.05 + pick[3] / 1100, seed=int(pick[1]) << 40),
-        Params(temperature=0.9, min_p=0.001 + pick[4] / 2000, seed=int(pick[1])),
-        Params(temperature=0.8, top_k=1 + int(pick[2]) % 60, top_p=0.3 + pick[3] / 1500, min_p=0.02, seed=int(pick[1]) << 33 | 7),
+        Params(logprobs=wanted),
+        Params(temperature=1.0, seed=int(pick[1]), logprobs=wanted),
+        Params(temperature=0.7, top_k=1 + int(pick[2]) % 40, seed=int(pick[1]) << 24 | 5, logprobs=wanted),
+        Params(temperature=1.3, top_p=0.05 + pick[3] / 1100, seed=int(pick[1]) << 40, logprobs=wanted),
+        Params(temperature=0.9, min_p=0.001 + pick[4] / 2000, seed=int(pick[1]), logprobs=wanted),
+        Params(0.8, 1 + int(pick[2]) % 60, 0.3 + pick[3] / 1500, 0.02, int(pick[1]) << 33 | 7, wanted),
     ]  # fmt: skip
     return choose[int(pick[0]) % len(choose)].words()
+
+
+def _penalties(seed: int, slot: int) -> Penalties:
+    """A mix of penalties and biases over the slots: none, one of them, all."""
+    pick = values.integers(seed, f"penalties.{slot}", (5,), 0, 999)
+    repetition, presence, frequency = 0.5 + pick[1] / 500, pick[2] / 250 - 2, pick[3] / 250 - 2
+    first, biases = int(pick[4]) % 23, int(pick[4]) % 7
+    choose = [
+        Penalties(),
+        Penalties(repetition=repetition, first=first),
+        Penalties(presence=presence, first=first, biases=biases),
+        Penalties(frequency=frequency, first=first),
+        Penalties(biases=biases),
+        Penalties(repetition, presence, frequency, first, biases),
+    ]
+    return choose[int(pick[0]) % len(choose)]

@@ -13,7 +13,7 @@ import numpy as np
 from hybrid.core.tensor import Tensor
 from hybrid.harness import values
 from hybrid.harness.block_values import largest, negative, pack
-from hybrid.harness.sampling import Params
+from hybrid.harness.sampling import Params, Penalties
 
 STYLE = {
     "first": "empty", "empty_cache": "empty", "last": "full", "full_cache": "full", "shuffled": "mixed",
@@ -30,6 +30,8 @@ def apply_kind(kind: str, tensor: Tensor, seed: int, name: str, top: int = 0) ->
     """The tensor with its edge values (`top`: its largest index). Raises KeyError for a kind that does not fit its type."""
     if tensor.dtype == "i32":
         return Tensor.of(_INDEX[kind](tensor.array, top).astype(np.int32))
+    if kind == "nothing_allowed":
+        return Tensor.empty(tensor.dtype, tensor.shape)
     if tensor.dtype == "u32":
         rows = [_PARAMS[kind](seed + i).words() for i in range(tensor.shape[0])]
         return Tensor.of(np.stack(rows))
@@ -157,11 +159,19 @@ _INDEX: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "last": lambda a, top: np.full_like(a, top),
     "repeated": lambda a, top: np.full_like(a, a.flat[0]),
     "shuffled": lambda a, top: a,
+    "no_mask": lambda a, top: np.full_like(a, -1),
 }
-_PARAMS: dict[str, Callable[[int], Params]] = {
+_PARAMS: dict[str, Callable[[int], Params | Penalties]] = {
     "greedy": lambda seed: Params(),
     "every_filter": lambda seed: Params(temperature=0.8, top_k=9, top_p=0.7, min_p=0.05, seed=seed),
     "top_k_one": lambda seed: Params(temperature=1.5, top_k=1, seed=seed),
     "min_p_border": lambda seed: Params(temperature=TEMPERATURE, min_p=CUT, seed=seed),
     "top_p_border": lambda seed: Params(temperature=TEMPERATURE, top_p=CUT, seed=seed),
+    "one_logprob": lambda seed: Params(logprobs=1),
+    "every_logprob": lambda seed: Params(logprobs=20),
+    "some_logprobs": lambda seed: Params(logprobs=3 * (seed % 2)),
+    "neutral": lambda seed: Penalties(),
+    "every_penalty": lambda seed: Penalties(1.25, 0.5, 0.25, first=5, biases=4096),
+    "all_generated": lambda seed: Penalties(1.25, 0.5, 0.25, first=0, biases=3),
+    "none_generated": lambda seed: Penalties(1.25, 0.5, 0.25, first=1 << 20, biases=3),
 }

@@ -26,17 +26,36 @@ class Params:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    logprobs: int = 0
+    """How many of the most likely ids are reported."""
 
     def words(self) -> np.ndarray:
         """u32[8]"""
-        floats = [struct.unpack("<I", struct.pack("<f", x))[0] for x in (self.temperature, self.top_p, self.min_p)]
+        floats = [_bits(x) for x in (self.temperature, self.top_p, self.min_p)]
         low, high = self.seed & _MASK, self.seed >> 32 & _MASK
-        return np.array([floats[0], self.top_k, floats[1], floats[2], low, high, 0, 0], np.uint32)
+        return np.array([floats[0], self.top_k, floats[1], floats[2], low, high, self.logprobs, 0], np.uint32)
 
     @classmethod
     def of(cls, words: np.ndarray) -> Params:
         temperature, top_p, min_p = (float(words[i : i + 1].view(np.float32)[0]) for i in (0, 2, 3))
-        return cls(temperature, int(words[1]), top_p, min_p, int(words[4]) | int(words[5]) << 32)
+        return cls(temperature, int(words[1]), top_p, min_p, int(words[4]) | int(words[5]) << 32, int(words[6]))
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """One row of `penalties`: what a sequence's own tokens and biases do to its logits."""
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    first: int = 0
+    """Position of the first generated token."""
+    biases: int = 0
+
+    def words(self) -> np.ndarray:
+        """u32[8]"""
+        floats = [_bits(x) for x in (self.repetition, self.presence, self.frequency)]
+        return np.array([*floats, self.first, self.biases, 0, 0, 0], np.uint32)
 
 
 def hash32(seed: int, position: int, token: int) -> int:
@@ -92,6 +111,10 @@ def kept(z: np.ndarray, params: Params, slack: float) -> np.ndarray:
     if params.min_p > 0:
         keep &= z >= z.max() + math.log(params.min_p) - slack
     return keep
+
+
+def _bits(x: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", x))[0]
 
 
 def _mix(x: int) -> int:

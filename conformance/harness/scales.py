@@ -134,6 +134,27 @@ def _fused_ffn(call: Call) -> dict[str, np.ndarray]:
     return {"h": 1.13 * gate_terms * up + gate * up_terms, "y": y}
 
 
+def _adjust_logits(call: Call) -> dict[str, np.ndarray]:
+    """What a repetition penalty may make of a logit, the other penalties and all the biases of the row's slot."""
+    v = call.values
+    repetition, presence, frequency = (call.tensors["penalties"].array[:, i : i + 1].view(np.float32) for i in range(3))
+    factor = np.maximum(repetition, 1 / repetition)
+    rest = np.abs(presence) + np.abs(frequency) * v["history"].shape[1] + np.abs(v["bias"]).sum(-1, keepdims=True)
+    slots = v["slots"][v["out_rows"]]
+    return {"adjusted": np.abs(v["logits"]) * factor[slots] + rest[slots]}
+
+
+def _logprobs(call: Call) -> dict[str, np.ndarray]:
+    """Of each row the largest logit and the logarithm of the number of ids; 1 for the logarithm's own error."""
+    v = call.values
+    terms = np.zeros_like(v["top_logprobs"])
+    for row, source in zip(v["logits"], v["out_rows"], strict=True):
+        finite = row[: call.attrs["valid"]][np.isfinite(row[: call.attrs["valid"]])]
+        most = np.abs(finite).max() if finite.size else 0
+        terms[v["slots"][source], (v["positions"][source] + 1) % terms.shape[1]] = most + np.log(len(row)) + 1
+    return {"top_logprobs": terms}
+
+
 _SCALES: dict[str, Callable[[Call], dict[str, np.ndarray]]] = {
     "linear": _linear,
     "fused_qkv": _linear,
@@ -145,4 +166,6 @@ _SCALES: dict[str, Callable[[Call], dict[str, np.ndarray]]] = {
     "matmul_blocks": _matmul_blocks,
     "geglu": _geglu,
     "fused_ffn": _fused_ffn,
+    "adjust_logits": _adjust_logits,
+    "logprobs": _logprobs,
 }

@@ -25,7 +25,7 @@ ATTRIBUTES: dict[tuple[str, str], Choices] = {
     **{(op, "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0] for op in ATTENTIONS},
     **{(op, "window"): lambda b: [0, 1, 3, b["BS"], b["BS"] + 1, b["MB"] * b["BS"] - 1] for op in ATTENTIONS},
     ("logits", "softcap"): lambda b: [0.0, 30.0],
-    ("sample", "valid"): lambda b: [b["V"], max(1, b["V"] - 3), 1],
+    **{(op, "valid"): lambda b: [b["V"], max(1, b["V"] - 3), 1] for op in ("sample", "logprobs")},
 }
 EPS = [1e-6, 1e-5]
 

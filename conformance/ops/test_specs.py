@@ -22,9 +22,9 @@ from hybrid.spec.__main__ import main
 from hybrid.spec.fields import EDGE_VALUES
 
 OPERATIONS = (
-    "add_rmsnorm", "attention", "attention_i8", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn",
-    "fused_qkv", "geglu", "linear", "linear_rows", "logits", "matmul_blocks", "matmul_i8", "qk_norm_rope_append", "quantize_act",
-    "rmsnorm", "sample",
+    "add_rmsnorm", "adjust_logits", "attention", "attention_i8", "decode_attention", "decode_rows", "dequantize", "embed",
+    "fused_ffn", "fused_qkv", "geglu", "linear", "linear_rows", "logits", "logprobs", "matmul_blocks", "matmul_i8",
+    "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample",
 )  # fmt: skip
 NPU_ONLY = ("attention_i8", "matmul_blocks", "matmul_i8")  # products of codes
 GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
@@ -300,7 +300,7 @@ def test_costs_are_those_worked_out_by_hand() -> None:
 
 def test_live_counts_bound_rows_or_outputs() -> None:
     others = {n: o.token_axis for n, o in OPS.items() if o.token_axis != "T"}
-    assert others == {"logits": "O", "sample": "O", "dequantize": None}
+    assert others == {"adjust_logits": "O", "logits": "O", "logprobs": "O", "sample": "O", "dequantize": None}
 
 
 def test_requirements_follow_the_dtypes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused
 from hybrid.spec.op import OpSpec, load_ops
 from hybrid.spec.schedule import Phase, Profile, Schedule
+from hybrid.spec.step import Option
 
 PrecisionName = Literal["auto", "exact", "fast"]
 
@@ -51,22 +52,27 @@ def plan(
     capture: bool = False,
     sample: bool = True,
     layout: Plan | None = None,
+    options: Collection[Option] = (),
 ) -> Plan:
     """The plan of one pass over at most `rows` rows, with logits for at most `outs` of them (0: none).
 
     sample=False leaves the logits in the io tensor `logits` f32 [outs, vocab]; capture=True leaves the residual
     stream in the io tensors `hidden.0` .. `hidden.{layers}` f32 [rows, hidden].
+    options: steps of the schedule that have one of these join (`option`); they need tokens that are chosen.
     layout: a plan of the same phase for at least as many rows, whose offsets are used: an arena that holds it then
     holds this one (placed on its own, a smaller plan may need more).
     Raises SpecError for an edge whose shape or dtype does not fit; the line names step, tensor and both sides.
     """
-    return _Planner(target, rows, outs, phase, capture, sample).plan(layout)
+    if options and not sample:
+        raise ValueError(f"options {sorted(options)} belong to passes that choose tokens: make the plan with sample=True")
+    return _Planner(target, rows, outs, phase, capture, sample, frozenset(options)).plan(layout)
 
 
 class _Planner:
-    def __init__(self, target: Target, rows: int, outs: int, phase: Phase, capture: bool, sample: bool) -> None:
+    def __init__(self, target: Target, rows: int, outs: int, phase: Phase, capture: bool, sample: bool,
+                 options: frozenset[Option]) -> None:  # fmt: skip
         self.target, self.rows, self.outs, self.phase = target, rows, outs, phase
-        self.capture, self.sample = capture, sample
+        self.capture, self.sample, self.options = capture, sample, options
         cache = target.cache
         sizes = {
             "T": rows,
@@ -91,7 +97,7 @@ class _Planner:
         self.checked: set[tuple[Any, ...]] = set()
 
     def plan(self, layout: Plan | None) -> Plan:
-        edges = [(d, self._args(d)) for d in self.drafts]
+        edges = self._aliased([(d, self._args(d)) for d in self.drafts])
         wanted = self._wanted_dtypes(edges)  # also by steps that this plan leaves out: all buckets agree
         edges = [e for e in edges if self._included(e[0])]
         steps = [self._step(i, draft, args, wanted) for i, (draft, args) in enumerate(edges)]
@@ -100,12 +106,29 @@ class _Planner:
         t = self.target
         name = f"{t.schedule.schedule.name}.{self.phase}.r{self.rows}.o{self.outs}"
         name += ".hidden" * self.capture + ".logits" * (bool(self.outs) and not self.sample)
+        name += "".join(f".{option}" for option in sorted(self.options))
         return Plan(name, self.rows, self.outs, tuple(steps), self.tensors, size)
 
     def _included(self, draft: Draft) -> bool:
         if draft.spec.extent == "outs" and self.outs == 0:
             return False
         return self.sample or draft.spec.op != "sample"
+
+    def _aliased(self, edges: list[tuple[Draft, dict[str, str]]]) -> list[tuple[Draft, dict[str, str]]]:
+        """Without the steps of other options: what they would write is what they would read (`alias`)."""
+        new: dict[str, str] = {}
+        kept = []
+        for draft, args in edges:
+            own = {key: new.get(name, name) for key, name in args.items()}
+            op = self.ops[draft.spec.op]
+            for result, given in draft.spec.alias.items():
+                if result not in op.outputs or given not in op.inputs:
+                    raise self._error(draft, f"alias: {op.name} has no result {result} or no input {given}")
+            if draft.spec.option is not None and draft.spec.option not in self.options:
+                new |= {args[result]: own[given] for result, given in draft.spec.alias.items()}
+                continue
+            kept.append((draft, own))
+        return kept
 
     def _args(self, draft: Draft) -> dict[str, str]:
         """Every tensor of the operation -> tensor of the plan; unwritten ones have their own name."""

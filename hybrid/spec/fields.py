@@ -59,6 +59,15 @@ EDGE_VALUES: dict[str, str] = {
     "top_k_one": "top-k 1: the same choice as greedy",
     "min_p_border": "min-p, with logits that a cut off by a thousandth would keep or drop",
     "top_p_border": "top-p, with logits that a cut off by a thousandth would keep or drop",
+    "neutral": "no penalty and no bias",
+    "every_penalty": "repetition, presence and frequency penalties and as many biases as there is room for",
+    "all_generated": "the same, of a sequence without a prompt",
+    "none_generated": "the same, of a prompt alone",
+    "no_mask": "-1 in every row",
+    "nothing_allowed": "masks without a bit",
+    "one_logprob": "one of the most likely ids is asked for",
+    "every_logprob": "the 20 most likely ids are asked for",
+    "some_logprobs": "the 3 most likely ids in every second slot, none in the others",
 }
 # Vulkan names are those of kernels/vulkan/features.py.
 FEATURES: dict[str, str] = {
@@ -149,7 +158,7 @@ class Axis(Model):
 class Domain(Model):
     """What values a tensor holds: the property tests draw them, and a caller must keep to them."""
 
-    dist: Literal["normal", "uniform", "integers", "permutation", "rope", "sampling", "zeros"]
+    dist: Literal["normal", "uniform", "integers", "permutation", "rope", "sampling", "penalties", "zeros"]
     scale: float | None = None
     """normal: the standard deviation."""
     low: Expr | None = None

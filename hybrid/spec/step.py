@@ -12,6 +12,8 @@ from hybrid.spec.expr import Expr
 from hybrid.spec.load import Model
 
 Phase = Literal["prefill", "decode"]
+Option = Literal["adjust", "logprobs"]
+"""What a pass may do beside choosing tokens: adjust = penalties, biases and masks; logprobs = log-probabilities for the host."""
 When = Literal["first", "last", "local", "global", "any"]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -30,6 +32,10 @@ class StepSpec(Model):
     """Axes of the operation that are not the family's of the same letter."""
     device: Text = "main"
     extent: Literal["rows", "outs"] = "rows"
+    option: Option | None = None
+    """Only in plans that are made with this option; None: in all."""
+    alias: dict[str, str] = Field(default_factory=dict)
+    """Result -> input, of a step with an option: in a plan without it, its results are those inputs."""
     phase: Phase | None = None
     """Only in this phase; None: in both."""
     when: When = "any"

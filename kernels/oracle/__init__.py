@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.core.tensor import Tensor
-from hybrid.kernels.oracle import attention, embedding, ffn, integer, linear, norm, sampling
+from hybrid.kernels.oracle import attention, distribution, embedding, ffn, integer, linear, norm, sampling
 from hybrid.quant.codec import Real, Value, argument, encode
 
 __all__ = ["ORACLE", "argument", "call", "encoded"]
@@ -38,7 +38,9 @@ ORACLE: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
         integer.linear_rows,
         integer.matmul_i8,
         integer.matmul_blocks,
+        distribution.adjust_logits,
         sampling.sample,
+        distribution.logprobs,
         sampling.decode_rows,
     )
 }
