@@ -1,21 +1,25 @@
 # `make generate` writes text with the embedded model; `make test` runs everything that CI runs.
-# Both set up what is missing first (tools/setup.sh says what it does and why).
+# `make serve` answers at http://127.0.0.1:8000 with it. All set up what is missing first (tools/setup.sh says what it does and why).
 VENV   ?= .venv
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
 PROMPT ?= def read_file(path):
 TOKENS ?= 96
+PORT   ?= 8000
 # Of what was compiled before and has not changed since, one in so many is compiled again.
 SHARE  ?= $(if $(filter long,$(HYBRID_CONFORMANCE)),1,12)
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help generate test quick lint check gates conformance processors docs spirv doctor mesa report clean
+.PHONY: help generate serve test quick lint check gates conformance processors docs spirv doctor mesa report clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 generate: $(VENV)/.ready ## text from the embedded model (PROMPT="...", TOKENS=96)
 	@$(PY) -m hybrid.generate --device "$$(cat $(VENV)/.device)" --prompt '$(subst ','\'',$(PROMPT))' --max-tokens $(TOKENS) --stats
+
+serve: $(VENV)/.ready-serve ## a server with the embedded model: chat page, OpenAI-compatible endpoints (PORT=8000)
+	@$(PY) -m hybrid.serve --device "$$(cat $(VENV)/.device)" --port $(PORT)
 
 test: $(VENV)/.ready-test ## everything that CI runs
 	@$(MAKE) --no-print-directory -j2 lint check gates conformance processors
@@ -73,6 +77,9 @@ doctor: $(VENV)/.ready ## what this machine has, and what to do about what it la
 
 $(VENV)/.ready: pyproject.toml tools/setup.sh
 	@VENV=$(VENV) PYTHON=$(PYTHON) sh tools/setup.sh run
+
+$(VENV)/.ready-serve: pyproject.toml tools/setup.sh
+	@VENV=$(VENV) PYTHON=$(PYTHON) sh tools/setup.sh serve
 
 $(VENV)/.ready-test: pyproject.toml tools/setup.sh
 	@VENV=$(VENV) PYTHON=$(PYTHON) sh tools/setup.sh test

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "commands.md"
 COMMANDS = (
     "hybrid.generate",
+    "hybrid.serve",
     "hybrid.convert",
     "hybrid.inspect",
     "hybrid.perplexity",

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Set-up for `make generate` (setup.sh run) and `make test` (setup.sh test): a virtual environment with the
+# Set-up for `make generate` (setup.sh run), `make serve` (setup.sh serve) and `make test` (setup.sh test): a virtual environment with the
 # package, and a Vulkan driver. Where no driver answers, Debian's CPU driver is installed if that is allowed;
 # otherwise the one command to run is printed and the NumPy device `cpu` is used.
 set -eu
@@ -15,7 +15,11 @@ if [ ! -x "$py" ]; then
         exit 1
     }
 fi
-extras=$([ "$want" = test ] && echo "[test,kernels,perf]" || echo "")
+case $want in
+    test) extras="[test,serve,kernels,perf]" ;;
+    serve) extras="[serve]" ;;
+    *) extras="" ;;
+esac
 echo "setup: installing the package$extras"
 "$py" -m pip install -q --disable-pip-version-check -e ".$extras"
 
@@ -50,4 +54,5 @@ if [ "$want" = test ] && [ ! -e "$mesa" ] && command -v apt-get >/dev/null; then
 fi
 if layer; then echo 1 >"$venv/.validation"; else echo "" >"$venv/.validation"; fi
 touch "$venv/.ready"
+if [ "$want" != run ]; then touch "$venv/.ready-serve"; fi
 if [ "$want" = test ]; then touch "$venv/.ready-test"; fi

@@ -1,0 +1,97 @@
+"""A model for tests of the server alone: the tokenizer of a real one, texts, pace and failures as the test says. It keeps the
+face of hybrid.model.Model that the server uses, with the engine's own handles."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from conformance.support.paths import DEMO
+from hybrid.checkpoint import open_checkpoint
+from hybrid.core.errors import ContextExceeded, QueueFull
+from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, TokenLogprob, Usage
+from hybrid.engine.metrics import Metrics
+
+
+@dataclass
+class Script:
+    """What each request does. text: what it says, token by token; pause: seconds before each token; error: raised after
+    `after` tokens; queue: requests that may be open at a time."""
+
+    text: str = "some text."
+    pause: float = 0.0
+    error: Callable[[], Exception] | None = None
+    after: int = 0
+    queue: int = 1000
+    finish: str = "eos"
+    submitted: list[dict[str, Any]] = field(default_factory=list)
+    gate: threading.Event | None = None
+    """Where there is one, no token comes until it is set."""
+
+
+class ScriptedModel:
+    def __init__(self, script: Script, ctx: int = 512) -> None:
+        self.script, self.checkpoint = script, open_checkpoint(DEMO)
+        self.device, self.closed, self._open = "scripted", False, 0
+        self.engine = SimpleNamespace(cache=SimpleNamespace(ctx=ctx), precision={})
+        self.hparams = self.checkpoint.hparams
+        self.eos_ids = self.checkpoint.tokenizer.eos_ids
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
+        return self.checkpoint.tokenizer.encode(text, bos=bos, parse_special=parse_special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.checkpoint.tokenizer.decode(ids)
+
+    def metrics(self) -> Metrics:
+        return Metrics(running=self._open, blocks={"all": {"used": 1, "cached": 2, "free": 3}}, finished={"eos": 1})
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return self._open
+
+    def submit(self, prompt: Sequence[int], **options: Any) -> Handle:
+        if len(prompt) >= self.engine.cache.ctx:
+            raise ContextExceeded(f"a prompt of {len(prompt)} tokens leaves no room")
+        with self._lock:
+            if self._open >= self.script.queue:
+                raise QueueFull(self._open, 7.2)
+            self._open += 1
+        self.script.submitted.append({"prompt": list(prompt), **options})
+        stream = Stream()
+        threading.Thread(target=self._run, args=(stream, list(prompt), options), daemon=True).start()
+        return Handle(stream)
+
+    def _run(self, stream: Stream, prompt: list[int], options: dict[str, Any]) -> None:
+        script, began = self.script, time.perf_counter()
+        ids = self.encode(script.text, bos=False)[: options["max_tokens"]]
+        said: list[int] = []
+        error: Exception | None = None
+        until = time.monotonic() + 60
+        while script.gate is not None and not script.gate.wait(0.01) and not stream.cancelled and time.monotonic() < until:
+            pass
+        for n, token in enumerate(ids):
+            if script.error is not None and n == script.after:
+                error = script.error()
+                break
+            if stream.cancelled:
+                break
+            time.sleep(script.pause)
+            said.append(token)
+            logprobs = (TokenLogprob(token, -0.5, ((token, -0.5), (5, -1.0))),) if options.get("logprobs") else None
+            stream.push(Event(self.decode([token]), (token,), logprobs))
+        with self._lock:
+            self._open -= 1
+        finish: Any = "cancelled" if stream.cancelled else script.finish
+        usage = Usage(len(prompt), 3, len(said))
+        took = Timings(0.0, 0.0, time.perf_counter() - began)
+        stream.end(Completion(self.decode(said), tuple(said), finish, None, usage, took) if error is None else None, error)

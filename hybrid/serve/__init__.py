@@ -1,0 +1,144 @@
+"""python -m hybrid.serve [MODEL]: an OpenAI-compatible server, a page to talk to it, and figures to watch it. HTTP lives here
+and nowhere else; everything else is the engine's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybrid.arguments import add_devices
+from hybrid.cli import PRECISIONS, Parser, UsageError, amount, positive, run, size
+from hybrid.core.places import DEMO
+from hybrid.serve.settings import LOOPBACK, Settings
+
+HOST, PORT = "127.0.0.1", 8000
+SLOTS = 32
+
+
+def parser() -> argparse.ArgumentParser:
+    from hybrid.core.dtypes import WRITABLE_TYPES
+    from hybrid.quant.reencode import NATIVE
+
+    made = [t for t in WRITABLE_TYPES if t not in NATIVE]
+    p = Parser(
+        prog="python -m hybrid.serve",
+        description="Serve a checkpoint: OpenAI-compatible endpoints under /v1, a chat page at /, figures at /dashboard.",
+        epilog="SIGTERM and Ctrl-C let running requests end, then exit with 0; a second one ends at once. "
+        "Exit codes: 0, 1 error, 2 wrong usage, 3 device lost.",
+    )
+    p.add_argument(
+        "model",
+        nargs="?",
+        type=Path,
+        metavar="MODEL",
+        help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
+    )
+    p.add_argument("--host", default=HOST, help=f"address to listen on; 0.0.0.0 is every one of this machine ({HOST})")
+    p.add_argument("--port", type=_port, default=PORT, metavar="N", help=f"0 takes a free one and prints it ({PORT})")
+    p.add_argument("--name", default="", help="what the model is called in requests (the checkpoint's own name)")
+    p.add_argument("--api-key", action="append", default=[], metavar="KEY", help="refuse requests without it; may be repeated")
+    p.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line, out of other users' sight")
+    p.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name that the Host header may have on a loopback address, behind a proxy for example; may be repeated",
+    )
+    p.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="let its pages read answers; may be repeated")
+    add_devices(p)
+    p.add_argument("--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading")
+    p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="as of hybrid.generate (auto)")
+    p.add_argument("--kv", default="auto", metavar="TYPE", help="type of the KV cache, as of hybrid.generate (auto)")
+    p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
+    p.add_argument("--slots", type=positive, default=SLOTS, metavar="N", help=f"requests that run at a time ({SLOTS})")
+    p.add_argument("--queue", type=positive, default=256, metavar="N", help="requests that wait; further ones get 429 (256)")
+    p.add_argument("--max-body", type=size, default="4MiB", metavar="SIZE", help="largest body of a request (4MiB)")
+    p.add_argument("--max-prompt", type=positive, metavar="N", help="most tokens of a prompt (what the context holds)")
+    p.add_argument("--max-tokens", type=positive, metavar="N", help="most tokens of an answer (what the context holds)")
+    p.add_argument("--max-choices", type=positive, default=8, metavar="N", help="most choices of a request (8)")
+    p.add_argument("--idle", type=amount, default=30.0, metavar="SECONDS", help="drop clients silent or deaf for so long (30)")
+    p.add_argument("--total", type=amount, default=600.0, metavar="SECONDS", help="end answers that take longer (600)")
+    p.add_argument("--drain", type=amount, default=60.0, metavar="SECONDS", help="what running requests get after SIGTERM (60)")
+    p.add_argument(
+        "--on-device-loss",
+        choices=("restart", "exit"),
+        default="restart",
+        help="load the model again, or end with exit code 3 (restart)",
+    )
+    p.add_argument("--seed", type=int, metavar="N", help="of the seeds of requests that name none (from the system)")
+    p.add_argument("--access-log", action="store_true", help="a line on standard error for each request")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return run(lambda: _main(args))
+
+
+def _main(args: argparse.Namespace) -> int:
+    try:
+        from hybrid.serve import process
+    except ImportError as error:
+        raise ValueError(f"the server needs {error.name}, which is not installed: pip install hybrid-kernels[serve]") from None
+    path = args.model
+    if path is None:
+        if not DEMO.is_file():
+            raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
+        path = DEMO
+    if not path.exists():
+        raise ValueError(f"{path} is not there: name a .gguf file or a Hugging Face directory")
+
+    def load() -> Any:
+        import hybrid
+
+        return hybrid.load(
+            path,
+            args.device,
+            args.schedule,
+            args.weights,
+            args.ctx,
+            args.kv,
+            args.precision,
+            slots=args.slots,
+            queue=args.queue,
+            progress=sys.stderr.isatty(),
+            npu=args.npu,
+        )
+
+    return process.serve(load, settings(args), host=args.host, port=args.port, drain=args.drain, access_log=args.access_log)
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    keys = [*args.api_key]
+    if args.api_key_file is not None:
+        keys += [line.strip() for line in args.api_key_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not keys:
+            raise UsageError(f"--api-key-file {args.api_key_file} holds no key")
+    if any(not k.isascii() or not k.strip() for k in keys):
+        raise UsageError("an API key is empty or not ASCII: HTTP headers cannot carry it")
+    hosts = (*LOOPBACK, *(h.lower() for h in args.allow_host)) if args.host in LOOPBACK else ()
+    if args.allow_host and not hosts:
+        raise UsageError("--allow-host belongs to a loopback --host: elsewhere every name is taken")
+    return Settings(
+        name=args.name,
+        keys=tuple(keys),
+        hosts=hosts,
+        cors=tuple(args.cors),
+        max_body=args.max_body,
+        max_prompt=args.max_prompt or 0,
+        max_tokens=args.max_tokens or 0,
+        max_choices=args.max_choices,
+        idle=args.idle,
+        total=args.total,
+        on_loss=args.on_device_loss,
+        seed=args.seed,
+    )
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)

@@ -1,0 +1,102 @@
+"""The application: endpoints, guard, errors, OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hybrid import __version__
+from hybrid.serve import endpoints, openapi
+from hybrid.serve.backend import Backend
+from hybrid.serve.errors import ApiError, from_validation
+from hybrid.serve.guard import Guard
+from hybrid.serve.http import Json
+from hybrid.serve.metrics import Metrics
+from hybrid.serve.service import Service
+from hybrid.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from hybrid.model import Model
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, str], None]) -> FastAPI:
+    """load: makes the model, in a thread, when the application starts. end(code, line): asks the process to end."""
+    backend = Backend(load, end, settings.on_loss)
+    metrics = Metrics(backend)
+    service = Service(backend, metrics, settings)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        backend.start()
+        yield
+        await backend.close()
+
+    # The pages that show an OpenAPI document load scripts from elsewhere: the document alone is served.
+    app = FastAPI(title="hybrid-kernels", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+                  redirect_slashes=False)  # fmt: skip
+    app.state.backend = backend
+    app.state.service = service
+    app.include_router(endpoints.router(service))
+    _add_state(app, backend, metrics)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Guard, settings=settings, metrics=metrics)
+    if settings.cors:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+    openapi.install(app, bool(settings.keys))
+    return app
+
+
+def _add_state(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
+    @app.get("/health", summary="Whether the process is alive")
+    async def health() -> Response:
+        return Json({"status": "alive"})
+
+    @app.get("/ready", summary="Whether requests are taken")
+    async def ready() -> Response:
+        state = backend.state
+        return Json({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/metrics", summary="Counts and times in Prometheus' form")
+    async def metrics_text() -> Response:
+        return Response(metrics.text(), media_type=METRICS_TYPE)
+
+
+async def _api_error(_request: Request, error: Any) -> Response:
+    return Json(error.body(), error.status, error.headers())
+
+
+async def _validation_error(_request: Request, error: Any) -> Response:
+    refusal = from_validation(error.errors())
+    return Json(refusal.body(), refusal.status)
+
+
+_HTTP = {
+    400: ("the body could not be read as JSON", "invalid_json"),
+    404: ("there is nothing at this address", "unknown_url"),
+    405: ("this address takes another method", "method_not_allowed"),
+    408: ("the body did not arrive in time", "timeout"),
+    413: ("the body is larger than this server takes", "body_too_large"),
+}
+
+
+async def _http_error(_request: Request, error: Any) -> Response:
+    message, code = _HTTP.get(error.status_code, ("the request cannot be answered", None))
+    refusal = ApiError(error.status_code, message, code=code)
+    return Json(refusal.body(), refusal.status, {**(error.headers or {}), **refusal.headers()})

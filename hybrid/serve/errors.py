@@ -1,0 +1,101 @@
+"""Refusals in the reference's form: {"error": {"message", "type", "param", "code"}}, and which status each error of the engine has.
+
+No answer holds a traceback or a path of the machine: what no client caused is named in the server's log only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from hybrid.core.errors import ContextExceeded, DeviceLost
+from hybrid.text.chat_template import ChatError
+
+LONGEST_NAME = 64
+"""Characters of a client's own field name that a message repeats."""
+
+
+class ApiError(Exception):
+    """A refusal: status and the reference's error object. `retry_after`: seconds, for 429 and 503."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+    def text(self) -> bytes:
+        """The body as ASCII JSON: whatever a client wrote can be sent back."""
+        return json.dumps(self.body()).encode()
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str, retry_after: float = 5.0) -> ApiError:
+    return ApiError(503, message, "server_error", code=code, retry_after=retry_after)
+
+
+def busy(message: str, retry_after: float) -> ApiError:
+    return ApiError(429, message, "rate_limit_error", code="queue_full", retry_after=retry_after)
+
+
+def from_engine(error: BaseException) -> ApiError:
+    """The refusal that an error of submit or of a running request becomes. One that no client causes is printed here."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, DeviceLost):
+        return unavailable("the device was lost while this request ran: send it again", "device_lost")
+    if type(error).__name__ == "QueueFull":
+        return busy("more requests wait than the queue holds: try again later", float(getattr(error, "retry_after", 1.0)))
+    if isinstance(error, ContextExceeded):
+        return bad_request(str(error), code="context_length_exceeded")
+    if isinstance(error, ChatError):
+        return bad_request(str(error), "messages")
+    if isinstance(error, ValueError):
+        return bad_request(str(error))
+    return internal(error)
+
+
+def internal(error: BaseException) -> ApiError:
+    """500; what happened goes to the log."""
+    print(f"error: internal: {type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr, flush=True)
+    return ApiError(500, "the server failed on this request; its log says how", "server_error", code="internal_error")
+
+
+def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
+    """The first problem that validation found, its place as the reference writes it: messages[0].content."""
+    first = errors[0]
+    place = [p for p in first["loc"] if p not in ("body", "query", "path")]
+    shown = "".join(f"[{p}]" if isinstance(p, int) else f".{str(p)[:LONGEST_NAME]}" for p in place).lstrip(".")
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"Unknown parameter: '{shown}'.", shown, "unknown_parameter")
+    if first["type"] == "missing" and place:
+        return bad_request(f"Missing required parameter: '{shown}'.", shown, "missing_required_parameter")
+    if first["type"].startswith("json_") or not place:
+        return bad_request("the body must be one JSON object, sent as application/json", None, "invalid_json")
+    message = str(first["msg"])[:300]
+    return bad_request(f"Invalid value for '{shown}': {message}.", shown, "invalid_value")

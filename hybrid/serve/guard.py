@@ -1,0 +1,129 @@
+"""What every request passes first: the Host header, the key, the size and pace of the body; and what every answer carries."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import time
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybrid.serve.errors import ApiError, internal
+from hybrid.serve.metrics import Metrics
+from hybrid.serve.settings import Settings
+
+OPEN = ("/", "/dashboard", "/health", "/ready")
+"""Paths that need no key, with those under /page/: they hold nothing but the page itself."""
+COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "x-frame-options": "DENY",
+}
+BEGAN, OUTCOME = "hybrid.began", "hybrid.outcome"
+"""Keys of the ASGI scope: time.perf_counter() at arrival; what an endpoint says of a stream's end."""
+
+
+class Guard:
+    """ASGI middleware, outermost but for CORS."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+        self._keys = [k.encode() for k in settings.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[BEGAN] = time.perf_counter()
+        status = 0
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            self._admit(scope)
+            await self._app(scope, self._bounded(scope, receive), sent)
+        except ApiError as error:
+            await _refuse(error, sent)
+        except Exception as error:
+            if os.environ.get("HYBRID_DEBUG") == "1":
+                raise
+            answer = internal(error)
+            if not status:
+                await _refuse(answer, sent)
+        finally:
+            if scope["path"] in COUNTED:
+                self._count(scope, status)
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._settings.hosts:
+            name = headers.get("host", "").rsplit(":", 1)[0] if not headers.get("host", "").endswith("]") else headers["host"]
+            if name.lower() not in self._settings.hosts:
+                raise ApiError(403, "this server is not known by that Host name: start it with --allow-host NAME", code="host")
+        path = scope["path"]
+        if not self._keys or path in OPEN or path.startswith("/page/") or scope["method"] == "OPTIONS":
+            return
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip().encode("utf-8", "surrogateescape") if kind.lower() == "bearer" else b""
+        known = [hmac.compare_digest(given, k) for k in self._keys]  # all of them: the time tells nothing
+        if not any(known):
+            what = "Incorrect API key provided." if given else "You didn't provide an API key: send Authorization: Bearer KEY."
+            raise ApiError(401, what, code="invalid_api_key")
+
+    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
+        """`receive` with limits, until the body is complete. HTTPException, since the framework passes on no other."""
+        most, idle = self._settings.max_body, self._settings.idle
+        length = Headers(scope=scope).get("content-length", "0")
+        taken, complete = 0, False
+
+        async def bounded() -> Message:
+            nonlocal taken, complete
+            if complete:
+                return await receive()
+            if length.isdigit() and int(length) > most:
+                raise HTTPException(413)
+            try:
+                message = await asyncio.wait_for(receive(), idle)
+            except asyncio.TimeoutError:
+                raise HTTPException(408) from None
+            taken += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if taken > most:
+                raise HTTPException(413)
+            return message
+
+        return bounded
+
+    def _count(self, scope: MutableMapping[str, Any], status: int) -> None:
+        outcome = scope.get(OUTCOME) or outcome_of(status)
+        self._metrics.requests.labels(scope["path"], outcome).inc()
+        if outcome == "ok":
+            self._metrics.whole.observe(time.perf_counter() - scope[BEGAN])
+
+
+def outcome_of(status: int) -> str:
+    """ok, cancelled, busy, refused, unavailable or failed."""
+    named: Mapping[int, str] = {499: "cancelled", 429: "busy", 503: "unavailable"}
+    return named.get(status) or ("ok" if status < 400 else "refused" if status < 500 else "failed")
+
+
+async def _refuse(error: ApiError, send: Send) -> None:
+    body = error.text()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+    raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

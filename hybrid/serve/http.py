@@ -1,0 +1,93 @@
+"""Answers that end when their client goes: one JSON object, or a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+
+class Gone(Exception):
+    """The client went away before its answer was ready."""
+
+
+def packed(value: Any) -> bytes:
+    """JSON in ASCII, without spaces: any text can be sent, lone surrogates too."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return packed(content)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of `work`; Gone, and `work` cancelled, where the client goes first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        await _end(task, gone)
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events from `chunks`. Ends when the client goes, or takes nothing for `idle` seconds; `ended(whole)` is called
+    in any case, whole: everything was sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[bytes], idle: float, ended: Callable[[bool], None]) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks, self._idle, self._ended = chunks, idle, ended
+        self._since: float | None = None  # when the piece that is being sent was begun
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.ensure_future(self._write(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        now = asyncio.get_running_loop().time
+        try:
+            while not writer.done() and not gone.done():
+                await asyncio.wait({writer, gone}, timeout=self._idle / 4, return_when=asyncio.FIRST_COMPLETED)
+                if self._since is not None and now() - self._since > self._idle:
+                    break
+        finally:
+            whole = writer.done() and not writer.cancelled() and writer.exception() is None
+            await _end(writer, gone)
+            self._ended(whole)
+
+    async def _write(self, send: Send) -> None:
+        now = asyncio.get_running_loop().time
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for chunk in self._chunks:
+                self._since = now()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._since = None
+        finally:
+            closing = getattr(self._chunks, "aclose", None)
+            if closing is not None:
+                await closing()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

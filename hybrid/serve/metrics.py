@@ -1,0 +1,86 @@
+"""What /metrics shows, in Prometheus' form: the server's own counts, and the engine's snapshot at the time of the question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from hybrid.engine.metrics import Metrics as EngineMetrics
+    from hybrid.serve.backend import Backend
+
+disable_created_metrics()
+_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_BETWEEN = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
+_WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+
+
+class Metrics:
+    """One registry for each server, so that several may live in a process."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.registry = CollectorRegistry()
+        more: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("hybrid_requests", "Requests by endpoint and outcome", ["endpoint", "outcome"], **more)
+        self.first = Histogram(
+            "hybrid_time_to_first_token_seconds", "From a request's arrival to its first token", buckets=_FIRST, **more
+        )
+        self._between = Histogram("hybrid_inter_token_seconds", "Between a text's tokens", buckets=_BETWEEN, **more)
+        self.whole = Histogram("hybrid_request_seconds", "From arrival to the end of an answer", buckets=_WHOLE, **more)
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_Engine(backend))
+
+    def between(self, seconds: float, tokens: int) -> None:
+        """`tokens` came `seconds` after the one before: that many gaps, of equal length."""
+        for _ in range(tokens):
+            self._between.observe(seconds / tokens)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Engine(Collector):
+    """The engine's snapshot, and whether there is one."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        backend, model = self._backend, self._backend.loaded
+        yield GaugeMetricFamily("hybrid_ready", "1 while requests are taken", value=float(backend.state == "ready"))
+        yield CounterMetricFamily("hybrid_device_losses", "Times that the device was lost", value=backend.losses)
+        if model is not None:
+            yield from _snapshot(model.metrics())
+
+
+def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
+    """An engine's snapshot as families; a gauge's or a counter's name is its field's."""
+    yield GaugeMetricFamily("hybrid_waiting", "Requests in the queue", value=m.waiting)
+    yield GaugeMetricFamily("hybrid_running", "Requests that run", value=m.running)
+    counts = {
+        "prompt_tokens": "Tokens of prompts that were begun, those found in the cache included",
+        "cached_tokens": "Tokens of prompts that were found in the cache",
+        "generated_tokens": "Tokens that were generated",
+        "refused": "Requests that found the queue full",
+        "passes": "Runs of a plan",
+        "preemptions": "Sequences that were put back into the queue to free blocks",
+        "evictions": "Cached blocks that were given up for others",
+    }
+    for name, about in counts.items():
+        yield CounterMetricFamily(f"hybrid_{name}", about, value=getattr(m, name))
+    finished = CounterMetricFamily("hybrid_finished", "Sequences by how they ended", labels=["reason"])
+    for reason, n in sorted(m.finished.items()):
+        finished.add_metric([reason], n)
+    yield finished
+    blocks = GaugeMetricFamily("hybrid_blocks", "Blocks of the KV cache by kind of layer and state", labels=["kind", "state"])
+    for kind, states in sorted(m.blocks.items()):
+        for state, n in sorted(states.items()):
+            blocks.add_metric([kind, state], n)
+    yield blocks

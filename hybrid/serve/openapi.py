@@ -1,0 +1,72 @@
+"""The OpenAPI document, with the refusals that every endpoint may answer instead of the framework's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+REFUSALS = {
+    "400": "Something in the request is wrong",
+    "401": "The key is missing or wrong",
+    "403": "Unknown Host",
+    "404": "No such model",
+    "405": "Another method",
+    "408": "The body did not arrive in time",
+    "413": "The body is too large",
+    "429": "The queue is full; Retry-After says when to try again",
+    "499": "The client went away",
+    "503": "The model is being loaded, its device was lost, or the server is stopping",
+}
+STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+def install(app: FastAPI, keys: bool) -> None:
+    """Make `app.openapi` give the document."""
+    made = app.openapi
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = amended(made(), keys)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def amended(document: dict[str, Any], keys: bool) -> dict[str, Any]:
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    schemas["Error"] = ERROR
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    body = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+            for status, about in REFUSALS.items():
+                operation["responses"].setdefault(status, {"description": about, "content": body})
+            if path in STREAMED:
+                operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+            if path == "/metrics":
+                operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+            if path == "/ready":
+                operation["responses"]["503"] = {"description": "Not yet, or no longer", "content": {"application/json": {}}}
+    if keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document

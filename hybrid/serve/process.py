@@ -1,0 +1,100 @@
+"""The process: its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from hybrid.serve.app import make_app
+from hybrid.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from hybrid.model import Model
+
+BACKLOG = 1024
+
+
+def serve(load: Callable[[], Model], settings: Settings, *, host: str, port: int, drain: float, access_log: bool = False) -> int:
+    """Until a signal, or an error that ends the server; the exit code. OSError where the address cannot be had."""
+    listening = listen(host, port)
+    ended: list[tuple[int, str]] = []
+
+    def end(code: int, line: str) -> None:
+        ended.append((code, line))
+        print(line, file=sys.stderr, flush=True)
+        server.begin_to_stop()
+
+    app = make_app(load, settings, end)
+    server = Server(configured(app, settings, drain, access_log), app.state.backend.stop)
+    name = f"[{host}]" if ":" in host else host
+    print(f"serving http://{name}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+    asyncio.run(server.serve([listening]))
+    return ended[0][0] if ended else 0
+
+
+def configured(app: FastAPI, settings: Settings, drain: float, access_log: bool = False) -> uvicorn.Config:
+    """drain: seconds that running requests get once the server stops."""
+    return uvicorn.Config(
+        app,
+        log_level="info" if access_log else "warning",
+        access_log=access_log,
+        lifespan="on",
+        http="h11",
+        ws="none",
+        timeout_keep_alive=int(max(1, settings.idle)),
+        timeout_graceful_shutdown=max(1, round(drain)),
+        server_header=False,
+        backlog=BACKLOG,
+        h11_max_incomplete_event_size=64 << 10,
+    )
+
+
+class Server(uvicorn.Server):
+    """A first signal drains, a second one ends the process at once."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int, _frame: Any) -> None:
+        if self.should_exit:
+            os.write(2, b"ended at once\n")
+            os._exit(128 + number)
+        self.begin_to_stop()
+        os.write(2, b"stopping: running requests are let end\n")
+
+    def begin_to_stop(self) -> None:
+        self._stop()
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; taken before the model is loaded, so that a port in use is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    s = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind((host, port))
+        s.listen(BACKLOG)
+    except OSError as error:
+        s.close()
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}; see --host and --port") from None
+    return s

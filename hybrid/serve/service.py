@@ -1,0 +1,110 @@
+"""What the endpoints share: from a validated request to jobs, and from jobs to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hybrid import __version__
+from hybrid.serve.backend import Backend
+from hybrid.serve.errors import ApiError, bad_request, from_engine, internal
+from hybrid.serve.forms import Form, Tokens, event
+from hybrid.serve.guard import BEGAN, OUTCOME, outcome_of
+from hybrid.serve.http import EventStream, Gone, Json, until_gone
+from hybrid.serve.metrics import Metrics
+from hybrid.serve.options import Seeds
+from hybrid.serve.running import Feed, Job
+from hybrid.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from hybrid.model import Model
+
+WAITING = b": waiting\n\n"
+
+
+class Service:
+    """One for each server."""
+
+    def __init__(self, backend: Backend, metrics: Metrics, settings: Settings) -> None:
+        self.backend, self.metrics, self.settings = backend, metrics, settings
+        self.seeds = Seeds(settings.seed)
+
+    def model(self, asked: str | None) -> Model:
+        """The model, if it is the one that was asked for. ApiError 404 or 503."""
+        model = self.backend.model
+        if asked is not None and asked != self.name(model):
+            raise ApiError(
+                404, f"this server has one model, '{self.name(model)}' (GET /v1/models)", code="model_not_found", param="model"
+            )
+        return model
+
+    def name(self, model: Model) -> str:
+        return self.settings.name or model.checkpoint.name
+
+    def fingerprint(self, model: Model) -> str:
+        """Of what computes: the project, the device and the precision. The same where equal seeds give equal texts."""
+        what = repr((__version__, model.device, sorted(model.engine.precision.items())))
+        return f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+
+    def tokens(self, model: Model) -> Tokens:
+        return Tokens(model.checkpoint.tokenizer)
+
+    def count(self, n: int) -> None:
+        """Refuses more choices than this server allows."""
+        if n > self.settings.max_choices:
+            raise bad_request(f"a request may have {self.settings.max_choices} choices here (n times its prompts), not {n}", "n")
+
+    async def answer(self, request: Request, jobs: Sequence[Job], form: Form, stream: bool) -> Response:
+        """The jobs' answer in a form, as a stream or whole. ApiError where the queue is full or a job fails."""
+        feed = Feed(self.backend, self.metrics, jobs, request.scope[BEGAN])
+        if not stream:
+            return Json(await self.unless_gone(request, self._whole(feed, form)))
+
+        def ended(whole: bool) -> None:
+            feed.cancel()
+            if not whole:
+                request.scope[OUTCOME] = "cancelled"
+
+        return EventStream(self._chunks(feed, form, request), self.settings.idle, ended)
+
+    async def unless_gone(self, request: Request, work: Any) -> Any:
+        try:
+            return await until_gone(request, work)
+        except Gone:
+            raise ApiError(499, "the client went away", code="cancelled") from None
+
+    async def _whole(self, feed: Feed, form: Form) -> dict[str, Any]:
+        async for batch in feed.batches():
+            for item in batch:
+                form.push(item)
+        return form.whole()
+
+    async def _chunks(self, feed: Feed, form: Form, request: Request) -> AsyncIterator[bytes]:
+        try:
+            yield form.open()
+            async for batch in feed.batches():
+                chunk = b"".join(form.push(item) for item in batch) if batch else WAITING
+                if chunk:
+                    yield chunk
+            yield form.close()
+        except ApiError as error:
+            request.scope[OUTCOME] = outcome_of(error.status)
+            yield event(error.body())
+        except Exception as error:
+            request.scope[OUTCOME] = "failed"
+            yield event(internal(error).body())
+        finally:
+            feed.cancel()
+
+
+async def aside(work: Any, *args: Any) -> Any:
+    """A call that takes a while, in a thread; its errors as refusals."""
+    try:
+        return await asyncio.to_thread(work, *args)
+    except Exception as error:
+        raise from_engine(error) from None
