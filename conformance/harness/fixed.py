@@ -65,8 +65,9 @@ def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
         yield variant(spec, {**base, axis: rows} if axis else base, dtypes, seed)
 
 
-# Sizes at which a backend's bindings choose another kernel than for those of dtype_cases.
-VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
+# Sizes, and attributes, at which a backend's bindings choose another kernel than for those of dtype_cases.
+VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
+    "geglu": tuple({"F": f, "T": 2, "sparsity": 0.95} for f in (96, 1056, 2080)),
     # More rows and columns than the largest tile on matrix units, and a last stage of 16 or 32 columns.
     "linear": ({"T": 197, "N": 213, "K": 96}, {"T": 66, "N": 65, "K": 208}),
     "fused_qkv": ({"T": 131},),
@@ -74,6 +75,10 @@ VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "logits": ({"O": 70, "V": 203},),
     "rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
     "add_rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
+    **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}) for op in
+       ("add_norm", "altup_start", "altup_predict", "altup_correct", "altup_add", "altup_end", "laurel_add")},
+    "altup_unembed": ({"T": 131, "H": 128},),
+    "per_layer_embed": ({"P": 1056, "T": 2},),
     "sample": ({"V": 17000, "O": 2}, {"V": 17000, "O": 2, "S": 1, "T": 1}),
     # Many tiles, and a history that every thread counts several tokens of; many parts.
     "adjust_logits": ({"V": 5000, "C": 700, "N": 300}, {"V": 17000, "O": 2, "M": 1}),
@@ -98,7 +103,7 @@ VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
 
 
 # Of the NPU: each head size and group is a kernel of its own; products choose larger tiles from these sizes on.
-NPU_VARIANTS: dict[str, tuple[Mapping[str, int], ...]] = {
+NPU_VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
     **{op: tuple({"T": 35, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 4}
                  for d, group, heads in ((64, 2, 4), (128, 2, 2), (256, 8, 1), (512, 1, 2)))
        for op in ("attention", "attention_i8")},
@@ -113,7 +118,10 @@ def variant_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
     choices = one_each(spec.dtype_choices(backend))
     for i, sizes_ in enumerate((NPU_VARIANTS if backend == "npu" else VARIANTS).get(spec.name, ())):
         for j, dtypes in enumerate(choices):
-            yield ",".join(f"{k}={v}" for k, v in sizes_.items()), variant(spec, {**base_bind(spec), **sizes_}, dtypes, 10 * i + j)
+            bind = base_bind(spec) | {k: int(v) for k, v in sizes_.items() if k in spec.axes}
+            case = variant(spec, bind, dtypes, 10 * i + j)
+            attrs = {k: v for k, v in sizes_.items() if k in spec.attributes}
+            yield ",".join(f"{k}={v}" for k, v in sizes_.items()), replace(case, attrs={**case.attrs, **attrs})
 
 
 def split_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:

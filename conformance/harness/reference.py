@@ -13,11 +13,13 @@ from hybrid.harness.compare import UNIT, Disagreement, Verdict
 from hybrid.harness.sampled import choose, take
 from hybrid.harness.scales import Call, scale
 from hybrid.kernels.oracle import ORACLE, argument
+from hybrid.kernels.oracle.ffn import gelu_tanh
+from hybrid.kernels.oracle.per_layer import of_layer
 from hybrid.spec import OpSpec
 
 Tensors = Mapping[str, Tensor]
 # Products whose every order of summation is exact for small integers.
-EXACT = ("embed", "linear", "fused_qkv", "dequantize", "logits", "matmul_blocks")
+EXACT = ("embed", "linear", "fused_qkv", "dequantize", "logits", "matmul_blocks", "altup_unembed", "take_rows")
 
 
 def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) -> Call:
@@ -27,13 +29,16 @@ def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) ->
     cut = {name: take(spec, name, cut_live(spec, case, name, t), rows) for name, t in inputs.items()}
     state = {name: values.real(cut[name]).copy() for name in spec.state}
     args = {name: argument(cut[name]) for name in spec.inputs} | state
-    middle = {"h_dtype": case.dtypes["h"]} if case.op == "fused_ffn" else {}
+    middle = {"h_dtype": case.dtypes["h"]} if "h" in spec.scratch else {}
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         results = ORACLE[case.op](**args, **case.attrs, **middle, real=np.float64)
         refs = dict(zip(spec.outputs, results, strict=True)) | state
         if case.op == "fused_ffn":
             (gate_up,) = ORACLE["linear"](x=args["x"], w=args["w_gate_up"])
-            refs["h"] = ORACLE["geglu"](gate_up=gate_up)[0]
+            refs["h"] = ORACLE["geglu"](gate_up=gate_up, **case.attrs)[0]
+        if case.op == "per_layer_input":
+            (gate,) = ORACLE["linear"](x=args["x"], w=args["w_gate"])
+            refs["h"] = gelu_tanh(gate) * of_layer(args["ple"], case.attrs["layer"], gate.shape[-1])
     return Call(cut, {name: values.real(t) for name, t in cut.items()}, case.attrs, refs, case.dtypes,
                 matrices)
 
@@ -123,6 +128,23 @@ def _ffn_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
     return ORACLE["linear"](x=argument(results["h"]), w=argument(call.tensors["w_down"]))[0]
 
 
+def _proj_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
+    return ORACLE["linear"](x=argument(results["h"]), w=argument(call.tensors["w_proj"]))[0]
+
+
+def _stream_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
+    """From stream 0 of what AltUp predicted or corrected."""
+    if case.op == "altup_correct":
+        scale = call.values["w_scale"]
+        return results["corrected"].array[:, : len(scale)].astype(np.float64) * scale
+    w = call.tensors["w_norm"].array
+    return ORACLE["rmsnorm"](x=results["predicted"].array[:, : len(w)], w=w, eps=case.attrs["eps"])[0]
+
+
+def _sum_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
+    return results["sum"].array.astype(np.float64)
+
+
 def _norm_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
     return ORACLE["rmsnorm"](x=results["sum"].array, w=call.tensors["w_next"].array, eps=case.attrs["eps"])[0]
 
@@ -141,6 +163,11 @@ def _decode_o(case: Case, call: Call, results: Tensors) -> np.ndarray:
 _FROM: dict[tuple[str, str], Callable[[Case, Call, Tensors], np.ndarray]] = {
     ("fused_ffn", "y"): _ffn_y,
     ("add_rmsnorm", "y"): _norm_y,
+    ("add_norm", "y"): _sum_y,
+    ("laurel_add", "y"): _norm_y,
+    ("altup_predict", "y"): _stream_y,
+    ("altup_correct", "y"): _stream_y,
+    ("per_layer_input", "y"): _proj_y,
     ("decode_attention", "o"): _decode_o,
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from hybrid.core.tensor import Tensor
 from hybrid.harness import block_values
 from hybrid.kernels.oracle import ORACLE
 from hybrid.kernels.oracle.attention import in_int8, rotate
+from hybrid.kernels.oracle.ffn import sparsified
 from hybrid.kernels.oracle.norm import rms
+from hybrid.kernels.oracle.per_layer import of_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,26 @@ def _logits(call: Call) -> dict[str, np.ndarray]:
 
 def _add_rmsnorm(call: Call) -> dict[str, np.ndarray]:
     (post,) = ORACLE["rmsnorm"](x=call.values["a"], w=call.values["w_post"], eps=call.attrs["eps"])
-    return {"sum": np.abs(call.values["residual"]) + np.abs(post), "y": np.abs(call.refs["y"])}
+    terms = (np.abs(call.values["residual"]) + np.abs(post)) * abs(float(call.attrs.get("scale", 1.0)))
+    return {"sum": terms, "y": np.abs(call.refs["y"])}
+
+
+def _per_layer_embed(call: Call) -> dict[str, np.ndarray]:
+    normed = call.refs["ple"] * np.sqrt(2) - (row := _table_rows(call))
+    return {"ple": np.abs(row) + np.abs(normed)}
+
+
+def _table_rows(call: Call) -> np.ndarray:
+    known = call.values["tokens"]
+    return call.values["w"][np.where((known >= 0) & (known < len(call.values["w"])), known, 0)] * call.attrs["scale"]
+
+
+def _per_layer_input(call: Call) -> dict[str, np.ndarray]:
+    """h: how far gelu(gate)*ple moves with its sum; y: the second product, of h."""
+    v, w = call.values, call.tensors["w_gate"]
+    terms = product(v["x"], call.dtypes["x"], w, v["w_gate"])
+    own = np.abs(of_layer(v["ple"], call.attrs["layer"], len(v["w_gate"])))
+    return {"h": 1.13 * terms * own, "y": product(call.refs["h"], call.dtypes["h"], call.tensors["w_proj"], v["w_proj"])}
 
 
 def _attention(call: Call) -> dict[str, np.ndarray]:
@@ -122,7 +144,77 @@ def _attended(call: Call, q: np.ndarray, q_terms: np.ndarray, k: np.ndarray, v: 
 
 def _geglu(call: Call) -> dict[str, np.ndarray]:
     gate, up = np.split(call.values["gate_up"], 2, axis=-1)
-    return {"h": np.abs(gate * up)}
+    return {"h": _threshold_terms(np.abs(gate), gate, call.attrs["sparsity"]) * np.abs(up)}
+
+
+def _threshold_terms(terms: np.ndarray, gate: np.ndarray, sparsity: float) -> np.ndarray:
+    """Terms of gate - threshold: those of the gate, of the mean of all gates and of their deviation, which errs by at most what the
+    gates err by, and cancels in its squares."""
+    if sparsity <= 0:
+        return terms
+    mean, every = np.abs(gate).mean(-1, keepdims=True), terms.mean(-1, keepdims=True)
+    spread = np.sqrt((gate * gate).mean(-1, keepdims=True)) + np.sqrt((terms * terms).mean(-1, keepdims=True))
+    return terms + mean + every + NormalDist().inv_cdf(sparsity) * spread
+
+
+def _altup_predict(call: Call) -> dict[str, np.ndarray]:
+    v = call.values
+    s = np.abs(v["streams"].reshape(len(v["streams"]), -1, len(v["w_norm"])))
+    size = s.shape[1]
+    c = (_route_terms(v["streams"][:, : s.shape[2]], call) @ np.abs(v["w_predict"]).T).reshape(len(s), size, size)
+    return {"predicted": (s + np.matmul(c, s)).reshape(len(s), -1), "y": np.abs(call.refs["y"])}
+
+
+def _route_terms(x: np.ndarray, call: Call) -> np.ndarray:
+    """How far the router's tanh moves with its sum, and its own size."""
+    scaled = rms(x, call.attrs["eps"]) * call.values["w_router_norm"] / x.shape[-1]
+    return np.abs(np.tanh(scaled @ call.values["w_router"].T)) + np.abs(scaled) @ np.abs(call.values["w_router"]).T
+
+
+def _altup_correct(call: Call) -> dict[str, np.ndarray]:
+    v, eps = call.values, call.attrs["eps"]
+    (post,) = ORACLE["rmsnorm"](x=v["a"], w=v["w_post"], eps=eps)
+    out, p = v["residual"] + post, v["predicted"].reshape(len(v["a"]), -1, len(v["w_post"]))
+    d = 1 + _route_terms(out, call) @ np.abs(v["w_correct"]).T
+    # The router's sum errs by what the residual add cancels.
+    cancelled = 1 + (np.abs(v["residual"]) + np.abs(post)).max(-1) / np.maximum(np.sqrt((out * out).mean(-1)), 1e-30)
+    moved = np.abs(v["residual"]) + np.abs(post) + np.abs(p[:, 0])
+    terms = np.abs(p) + (d * np.minimum(cancelled, 1e6)[:, None])[:, :, None] * moved[:, None]
+    return {"corrected": terms.reshape(len(p), -1), "y": np.abs(call.refs["y"])}
+
+
+def _altup_add(call: Call) -> dict[str, np.ndarray]:
+    v = call.values
+    added = np.abs(rms(v["a"], call.attrs["eps"]) * v["w_post"])
+    terms = np.abs(v["corrected"]).reshape(len(added), -1, added.shape[1])
+    return {"streams": (terms + added[:, None]).reshape(len(added), -1)}
+
+
+def _laurel_add(call: Call) -> dict[str, np.ndarray]:
+    v, eps = call.values, call.attrs["eps"]
+    x = v["predicted"][:, : len(v["w_next"])]
+    terms = np.abs(x) + sum(np.abs(rms(t, eps) * v[w]) for t, w in ((v["a"], "w_post"), (x, "w_input"), (v["laurel"], "w_laurel")))
+    return {"sum": terms, "y": np.abs(call.refs["y"])}
+
+
+def _altup_unembed(call: Call) -> dict[str, np.ndarray]:
+    s, w = np.abs(call.values["streams"]), np.abs(call.values["w"])
+    h = w.shape[1]
+    return {"z": np.concatenate([s[:, i + h : i + 2 * h] @ w[i : i + h].T for i in range(0, len(w), h)], axis=1)}
+
+
+def _altup_end(call: Call) -> dict[str, np.ndarray]:
+    v, h = call.values, len(call.values["w_norm"])
+    x, z = v["streams"][:, :h], v["z"].reshape(len(v["z"]), -1, h)
+    square = np.sqrt((x * x).mean(-1))[:, None]
+    each = np.abs(z) * (square / np.sqrt(np.maximum((z * z).mean(-1), call.attrs["least"])))[..., None]
+    terms = (np.abs(x) + each.sum(1)) * h / v["streams"].shape[1]
+    (mean,) = ORACLE["altup_end"](streams=v["streams"], z=v["z"], w_norm=np.ones(h), **call.attrs)
+    signed = v["z"].reshape(z.shape) * (square / np.sqrt(np.maximum((z * z).mean(-1), call.attrs["least"])))[..., None]
+    whole = (x + signed.sum(1)) * h / v["streams"].shape[1]
+    scale = 1 / np.sqrt((whole * whole).mean(-1, keepdims=True) + call.attrs["eps"])
+    spread = np.sqrt((terms * terms).mean(-1, keepdims=True)) * scale
+    return {"y": np.abs(v["w_norm"]) * (terms * scale + np.abs(mean) * spread)}
 
 
 def _fused_ffn(call: Call) -> dict[str, np.ndarray]:
@@ -131,6 +223,9 @@ def _fused_ffn(call: Call) -> dict[str, np.ndarray]:
     gate, up = np.split(np.abs(x @ w.T), 2, axis=-1)
     gate_terms, up_terms = np.split(product(x, call.dtypes["x"], call.tensors["w_gate_up"], w), 2, axis=-1)
     y = product(call.refs["h"], call.dtypes["h"], call.tensors["w_down"], call.values["w_down"])
+    if call.attrs["sparsity"] > 0:
+        gate_terms = _threshold_terms(gate_terms, x @ w[: len(w) // 2].T, call.attrs["sparsity"])
+        gate = sparsified(x @ w[: len(w) // 2].T, call.attrs["sparsity"])
     return {"h": 1.13 * gate_terms * up + gate * up_terms, "y": y}
 
 
@@ -160,6 +255,15 @@ _SCALES: dict[str, Callable[[Call], dict[str, np.ndarray]]] = {
     "fused_qkv": _linear,
     "logits": _logits,
     "add_rmsnorm": _add_rmsnorm,
+    "add_norm": _add_rmsnorm,
+    "altup_predict": _altup_predict,
+    "altup_correct": _altup_correct,
+    "altup_add": _altup_add,
+    "altup_unembed": _altup_unembed,
+    "altup_end": _altup_end,
+    "laurel_add": _laurel_add,
+    "per_layer_embed": _per_layer_embed,
+    "per_layer_input": _per_layer_input,
     "attention": _attention,
     "attention_i8": _attention_i8,
     "decode_attention": _decode_attention,

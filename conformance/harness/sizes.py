@@ -14,7 +14,7 @@ from hybrid.spec import OpSpec, SpecError
 SIZES: dict[str, tuple[int, int]] = {
     "tokens": (5, 36), "outs": (3, 20), "rows": (6, 20), "hidden": (64, 20), "inner": (64, 40), "features": (24, 140),
     "ffn": (96, 20), "vocab": (50, 300), "q_heads": (4, 8), "kv_heads": (2, 4), "head_dim": (32, 16), "slots": (3, 6),
-    "blocks": (1, 4), "block_size": (4, 32), "table": (5, 12), "context": (20, 60),
+    "streams": (4, 4), "per_layer": (32, 4), "blocks": (1, 4), "block_size": (4, 32), "table": (5, 12), "context": (20, 60),
 }  # fmt: skip
 PRIMES = {"tokens": 13, "outs": 7, "rows": 11, "features": 37, "vocab": 61}
 
@@ -24,6 +24,9 @@ ATTRIBUTES: dict[tuple[str, str], Choices] = {
     ("embed", "scale"): lambda b: [float(b["H"]) ** 0.5, 1.0, 16.0],
     **{(op, "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0] for op in ATTENTIONS},
     **{(op, "window"): lambda b: [0, 1, 3, b["BS"], b["BS"] + 1, b["MB"] * b["BS"] - 1] for op in ATTENTIONS},
+    **{(op, "sparsity"): lambda b: [0.0, 0.95, 0.5] for op in ("geglu", "fused_ffn")},
+    ("add_rmsnorm", "scale"): lambda b: [1.0, 0.375],
+    ("per_layer_input", "layer"): lambda b: [b["E"] // b["P"] - 1, 0],
     ("logits", "softcap"): lambda b: [0.0, 30.0],
     **{(op, "valid"): lambda b: [b["V"], max(1, b["V"] - 3), 1] for op in ("sample", "logprobs")},
 }
@@ -91,6 +94,9 @@ def complete(spec: OpSpec, bind: Mapping[str, int], fixed: frozenset[str] = froz
         b["HQ" if "HQ" not in fixed else "HK"] = b["HK"] * max(1, b["HQ"] // b["HK"]) if "HQ" not in fixed else 1
     if {"T", "S"} <= b.keys() and "BS" in b:
         at_least("MB", -(-b["T"] // (b["S"] * b["BS"])))
+    if {"E", "P"} <= b.keys() and "E" not in fixed:  # whole layers, and whole blocks of every type
+        step = math.lcm(b["P"], 256)
+        b["E"] = -(-b["E"] // step) * step
     if "BS" in b and "C" in b:
         b["C"] = b["MB"] * b["BS"]
     if "B" in b and "B" not in fixed:

@@ -32,7 +32,7 @@ def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
     cases = [c for found in (edge_cases(spec, "vulkan"), variant_cases(spec, "vulkan")) for _, c in found]
     if family.needs:
         sizes = VARIANTS.get(spec.name, ())
-        cases += [variant(spec, {**base_bind(spec), **s}, dtypes, i)
+        cases += [variant(spec, base_bind(spec) | {k: int(v) for k, v in s.items() if k in spec.axes}, dtypes, i)
                   for s in sizes for i, dtypes in enumerate(covering(spec, "vulkan"))]  # fmt: skip
     return [c for c in cases if facts_of(family.name, spec, device, c)]
 

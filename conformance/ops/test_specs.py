@@ -22,9 +22,15 @@ from hybrid.spec.__main__ import main
 from hybrid.spec.fields import EDGE_VALUES
 
 OPERATIONS = (
-    "add_rmsnorm", "adjust_logits", "attention", "attention_i8", "decode_attention", "decode_rows", "dequantize", "embed",
-    "fused_ffn", "fused_qkv", "geglu", "linear", "linear_rows", "logits", "logprobs", "matmul_blocks", "matmul_i8",
-    "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample",
+    "add_norm", "add_rmsnorm", "adjust_logits", "altup_add", "altup_correct", "altup_end", "altup_predict", "altup_start",
+    "altup_unembed", "attention", "attention_i8", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn",
+    "fused_qkv", "geglu", "laurel_add", "linear", "linear_rows", "logits", "logprobs", "matmul_blocks", "matmul_i8",
+    "per_layer_embed", "per_layer_input", "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample", "take_routes",
+    "take_rows",
+)  # fmt: skip
+OTHERS = (  # decode_rows has no axis of a model; the others are not Gemma 3's
+    "decode_rows", "add_norm", "altup_add", "altup_correct", "altup_end", "altup_predict", "altup_start", "altup_unembed",
+    "laurel_add", "per_layer_embed", "per_layer_input", "take_routes", "take_rows",
 )  # fmt: skip
 NPU_ONLY = ("attention_i8", "matmul_blocks", "matmul_i8")  # products of codes
 GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
@@ -36,7 +42,7 @@ def test_every_operation_is_declared() -> None:
     assert tuple(OPS) == OPERATIONS
 
 
-@pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "decode_rows"])  # it has no axis of a model
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n not in OTHERS])
 def test_workloads_cover_every_gemma3_size(name: str) -> None:
     for model in (*(f"gemma3-{m}" for m in GEMMA), "demo"):
         assert any(w.id.startswith(f"{model}.") for w in OPS[name].workload), model
@@ -300,7 +306,8 @@ def test_costs_are_those_worked_out_by_hand() -> None:
 
 def test_live_counts_bound_rows_or_outputs() -> None:
     others = {n: o.token_axis for n, o in OPS.items() if o.token_axis != "T"}
-    assert others == {"adjust_logits": "O", "logits": "O", "logprobs": "O", "sample": "O", "dequantize": None}
+    assert others == {"adjust_logits": "O", "logits": "O", "logprobs": "O", "sample": "O", "dequantize": None,
+                      "take_routes": "O", "take_rows": "O"}
 
 
 def test_requirements_follow_the_dtypes() -> None:
@@ -312,7 +319,9 @@ def test_requirements_follow_the_dtypes() -> None:
 
 
 # Operations that run other operations' kernels, beside their own.
-SHARED = {"fused_qkv": ("linear",), "logits": ("linear",), "fused_ffn": ("linear", "ffn_up", "geglu"),
+SHARED = {"fused_qkv": ("linear",), "logits": ("linear",), "fused_ffn": ("linear", "ffn_up", "geglu", "sparse_geglu"),
+          "geglu": ("geglu", "sparse_geglu"), "altup_unembed": ("altup_split", "linear"),
+          "per_layer_input": ("per_layer_gate", "linear"),
           "linear_rows": ("linear_rows", "quantize_rows"),
           "attention": ("attention", "attention_combine", "flash_attention"),
           "decode_attention": ("decode_attention", "attention_combine")}  # fmt: skip
@@ -324,7 +333,8 @@ def test_declared_features_are_those_that_the_shaders_ask_for(name: str) -> None
     backend, asked = OPS[name].backends["vulkan"], set()
     modules = [p for k in SHARED.get(name, (name,)) for p in SPIRV.glob("*.spv") if p.name.split(".")[0] == k]
     assert modules, f"no SPIR-V for {name}"
-    for path in modules:
+    taken = {d for t in OPS[name].tensors.values() for d in t.dtype}
+    for path in (m for m in modules if {d for d in m.stem.split(".") if d in DTYPES} <= taken):
         needs = {CAPABILITIES[c] for c in inspect(path.read_bytes()).capabilities if c in CAPABILITIES}
         needs.discard("subgroup basic")  # every Vulkan device has it in compute kernels
         declared = {*backend.requires, *backend.uses}

@@ -14,7 +14,7 @@ from hybrid.spec.load import Model
 BackendName = Literal["oracle", "cpu", "vulkan", "npu"]
 AxisRole = Literal[
     "tokens", "outs", "rows", "hidden", "inner", "features", "ffn", "vocab", "q_heads", "kv_heads", "head_dim", "slots",
-    "blocks", "block_size", "table", "context",
+    "blocks", "block_size", "table", "context", "streams", "per_layer",
 ]  # fmt: skip
 Scalar = int | float | str
 Tag = Literal["decode", "prefill", "batch", "perf", "demo"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.core.tensor import Tensor
-from hybrid.kernels.oracle import attention, distribution, embedding, ffn, integer, linear, norm, sampling
+from hybrid.kernels.oracle import attention, distribution, embedding, ffn, integer, linear, norm, per_layer, sampling, streams
 from hybrid.quant.codec import Real, Value, argument, encode
 
 __all__ = ["ORACLE", "argument", "call", "encoded"]
@@ -24,6 +24,18 @@ ORACLE: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
         embedding.embed,
         norm.rmsnorm,
         norm.add_rmsnorm,
+        norm.add_norm,
+        streams.altup_start,
+        streams.altup_predict,
+        streams.laurel_add,
+        streams.altup_correct,
+        streams.altup_add,
+        streams.altup_unembed,
+        streams.altup_end,
+        per_layer.per_layer_embed,
+        per_layer.per_layer_input,
+        per_layer.take_rows,
+        per_layer.take_routes,
         linear.linear,
         linear.fused_qkv,
         attention.qk_norm_rope_append,

@@ -25,8 +25,19 @@ def add_rmsnorm(
     w_post: np.ndarray,
     w_next: np.ndarray,
     eps: float,
+    scale: float = 1.0,
     real: Real = np.float64,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """sum[T,H] = residual + rms(a) * w_post; y[T,H] = rms(sum) * w_next."""
+    """sum[T,H] = (residual + rms(a) * w_post) * scale; y[T,H] = rms(sum) * w_next."""
     total = residual.astype(real, copy=False) + rmsnorm(x=a, w=w_post, eps=eps, real=real)[0]
+    total *= real(scale)
     return total, rmsnorm(x=total, w=w_next, eps=eps, real=real)[0]
+
+
+def add_norm(
+    *, a: np.ndarray, residual: np.ndarray, w_post: np.ndarray, eps: float, real: Real = np.float64
+) -> tuple[np.ndarray, np.ndarray]:
+    """sum[T,H] = residual + rms(a) * w_post, and again as y[T,H], the next matrix's input."""
+    (normed,) = rmsnorm(x=a, w=w_post, eps=eps, real=real)
+    total = normed + residual.astype(real, copy=False)
+    return total, total

@@ -15,6 +15,7 @@ OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
 WITH_ATTENTION = (*OPS, "decode_attention")
 # Data dependencies of the steps: (step, its output) and (later step, its input).
 EDGES = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")), ((3, "y"), (4, "x")))
+UNUSUAL = ((1, "scale", 1.0), (3, "scale", 1.0), (2, "sparsity", 0.0))  # step, attribute, the value that the shader computes with
 ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
 BLOCK_WORDS = 10  # and mailbox.slang's: mailbox words of a block of h
 DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 48, "heads": 1, "ahead": 4}
@@ -78,7 +79,8 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
     reads, writes = ([p for x in some for p in x.parts] for some in ((out["x"], *norms, *weights), made))
     if not (grid and shared <= device.shared_bytes and sizes["HIDDEN"] <= HELD * threads and sizes["QKV"] % ROWS == 0):
         return None
-    if steps[1].attrs["eps"] != steps[3].attrs["eps"]:
+    plain = all(steps[i].attrs.get(name, usual) == usual for i, name, usual in UNUSUAL)
+    if not plain or steps[1].attrs["eps"] != steps[3].attrs["eps"]:
         return None
     constants = {"SUBGROUP": device.subgroup_size, "THREADS": threads, "GRID": grid, "SHARES": shares, "WIDEST": widest,
                  "POLLS": device.polls, **sizes}  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import struct
+from statistics import NormalDist
 
 from hybrid.core.plan import CONTROL
 from hybrid.kernels.vulkan.memory import Slice
 from hybrid.kernels.vulkan.ops._gemm import Grid, gemm, unit, wide
+from hybrid.kernels.vulkan.ops.rmsnorm import workgroup
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
@@ -57,11 +59,17 @@ def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: i
     rec.dispatch(kernel, reads=[*x.parts, *parts], writes=[*h.parts, *beside], push=push + more, grid=grid)
 
 
-def geglu(rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int) -> None:
-    """h [rows, F] = gelu_tanh(gate) * up of gate_up f32 [rows, 2F], in h's activation type."""
-    f = h.shape[-1]
-    rec.dispatch(rec.kernel(f"geglu.{h.dtype}"), reads=[gate_up], writes=h.parts, push=struct.pack("<2I", rows, f),
-                 grid=(-(-f // 256), Live("rows", cap=rows), 1))
+def geglu(rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int, extent: str = "rows", sparsity: float = 0.0) -> None:
+    """h [rows, F] = gelu_tanh(gate) * up of gate_up f32 [rows, 2F], in h's activation type. With `sparsity` that share of a
+    row's gates, those below a threshold, counts as 0."""
+    f, live = h.shape[-1], Live(extent, cap=rows)
+    if sparsity > 0:
+        kernel = rec.kernel(f"sparse_geglu.{h.dtype}.{workgroup(f, rec.device.max_threads)}", SUBGROUP=rec.device.subgroup_size)
+        push = struct.pack("<3If", CONTROL[extent], rows, f, NormalDist().inv_cdf(sparsity))
+        rec.dispatch(kernel, reads=[gate_up], writes=h.parts, push=push, grid=(live,))
+        return
+    rec.dispatch(rec.kernel(f"geglu.{h.dtype}"), reads=[gate_up], writes=h.parts, push=struct.pack("<3I", CONTROL[extent], rows, f),
+                 grid=(-(-f // 256), live, 1))
 
 
 def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:

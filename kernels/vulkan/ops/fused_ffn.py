@@ -13,14 +13,15 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """y f32 [T,H] = down(h), h [T,F] = gelu_tanh(gate(x)) * up(x) in the scratch tensor of the step.
 
-    Two dispatches where gate and up lie in one chunk and h has the activation type of x; otherwise gate and up go
+    Two dispatches where gate and up lie in one chunk, h has the activation type of x and all gates count; otherwise gate and up go
     through a temporary f32 [T,2F].
     """
     x, w, h, rows = t["x"], t["w_gate_up"], t["h"], step.bind["T"]
-    if len(w.chunks) == 1 and x.dtype == h.dtype:
+    sparsity = float(step.attrs.get("sparsity", 0.0))
+    if len(w.chunks) == 1 and x.dtype == h.dtype and not sparsity:
         ffn_up(rec, x, w.chunks[0], h, rows=rows, extent=step.extent)
     else:
         gate_up = rec.scratch(4 * rows * w.shape[0])
         linear(rec, x, w, gate_up, rows=rows, extent=step.extent)
-        geglu(rec, gate_up, h, rows=rows)
+        geglu(rec, gate_up, h, rows=rows, extent=step.extent, sparsity=sparsity)
     linear(rec, h, t["w_down"], t["y"].parts[0], rows=rows, extent=step.extent)

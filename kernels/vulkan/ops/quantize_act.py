@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from hybrid.core.plan import Step
+from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
@@ -14,4 +14,4 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """y q8_act [T,K] = x f32 [T,K]."""
     rows, k = step.bind["T"], step.bind["K"]
     rec.dispatch(rec.kernel("quantize_act"), reads=[t["x"].parts[0]], writes=t["y"].parts,
-                 push=struct.pack("<2I", rows, k), grid=(-(-k // 256), Live("rows", cap=rows), 1))
+                 push=struct.pack("<3I", CONTROL[step.extent], rows, k), grid=(-(-k // 256), Live(step.extent, cap=rows), 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from hybrid.core.plan import Step
+from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
@@ -23,5 +23,5 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     rows, hidden = step.bind["T"], step.bind["H"]
     y = t["y"]
     kernel = rec.kernel(f"rmsnorm.{y.dtype}.{workgroup(hidden, rec.device.max_threads)}", SUBGROUP=rec.device.subgroup_size)
-    push = struct.pack("<IIf", rows, hidden // 4, step.attrs["eps"])
+    push = struct.pack("<3If", CONTROL[step.extent], rows, hidden // 4, step.attrs["eps"])
     rec.dispatch(kernel, [*t["x"].parts, *t["w"].parts], [*y.parts], push, (Live(step.extent, cap=rows),))

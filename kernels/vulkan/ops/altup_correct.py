@@ -1,0 +1,16 @@
+"""Binding of altup_correct: one workgroup per row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid.core.plan import Step
+from hybrid.kernels.vulkan.ops._rows import record_rows
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """corrected f32 [T,A*H], and y [T,H] = corrected 0 * w_scale."""
+    reads = ("a", "residual", "w_post", "predicted", "w_router_norm", "w_router", "w_correct", "w_scale")
+    record_rows(rec, step, t, reads, writes=("corrected", "y"))

@@ -1,0 +1,16 @@
+"""Binding of altup_end: one workgroup per row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid.core.plan import Step
+from hybrid.kernels.vulkan.ops._rows import record_rows
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
+
+
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    """y [T,H] = rms(the mean of stream 0 and of z f32 [T,(A-1)*H] at its magnitude) * w_norm."""
+    reads = ("streams", "z", "w_norm")
+    record_rows(rec, step, t, reads, writes=("y",))
