@@ -12,6 +12,7 @@ from typing import Any
 
 from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, positive, run, size
 from hybrid.cli.progress import progress_bar
+from hybrid.core.names import LAYER, layer_of, part_of
 from hybrid.core.units import show_bytes
 
 _NEEDS = {
@@ -208,13 +209,14 @@ def planned_on(dry: Any) -> dict[str, Any]:
 
 
 def _subject(model: str) -> Subject:
-    from hybrid.checkpoint import gemma3, open_checkpoint
+    from hybrid.checkpoint import open_checkpoint
+    from hybrid.checkpoint.families import tensors as tensors_of
     from hybrid.spec.model import find_model, load_models
 
     if not Path(model).exists() and (model in load_models() or not (Path(model).suffix or "/" in model)):
         sheet = find_model(model)
         hp = sheet.hparams()
-        tensors = {n: ("bf16" if len(s) > 1 else "f32", s) for n, s in gemma3.tensors(hp).items()}
+        tensors = {n: ("bf16" if len(s) > 1 else "f32", s) for n, s in tensors_of(hp).items()}
         return Subject({"name": model, "path": None, "file_bytes": None, "source": sheet.model.source}, hp, tensors, None)
     with open_checkpoint(model) as c:
         head = {"name": c.name, "path": str(c.path), "file_bytes": c.file_bytes}
@@ -281,11 +283,10 @@ def text(report: Mapping[str, Any], every: bool) -> str:
     hp, tokenizer = report["hparams"], report["tokenizer"]
     size = "" if report["file_bytes"] is None else f", {report['file_bytes'] / 1e6:.1f} MB"
     lines = [f"{report['path'] or report['name']}: {hp['family']}, {_count(report['parameters'])} parameters{size}"]
-    layers = hp.pop("layer_is_global")
     lines += [f"  note: {note}" for note in report["notes"]]
-    lines += ["", "hyper-parameters", *(f"  {key:18} {value:g}" for key, value in hp.items() if not isinstance(value, (str, bool)))]
-    kinds = f"{sum(layers)} global, {len(layers) - sum(layers)} local"
-    lines += [f"  {'layers':18} {kinds}", f"  {'output matrix':18} {'the embedding' if hp['tied'] else 'its own'}"]
+    plain = {key: value for key, value in hp.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    lines += ["", "hyper-parameters", *(f"  {key:18} {value:g}" for key, value in plain.items())]
+    lines += [f"  {'output matrix':18} {'the embedding' if hp['tied'] else 'its own'}", "", "layers", *_layer_lines(hp["layers"])]
     if tokenizer and "problem" in tokenizer:
         lines += ["", f"tokenizer: {tokenizer['problem']}"]
     elif tokenizer:
@@ -300,13 +301,52 @@ def text(report: Mapping[str, Any], every: bool) -> str:
     return "\n".join([*lines, "", *_needs_lines(report)])
 
 
+def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What all layers have alike, then a line for each kind of layer. A source of keys and values, and the scalar, are a layer's
+    own and make no kind."""
+    kinds: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+    for index, layer in enumerate(layers):
+        of = {**layer, "kv_from": layer["kv_from"] is not None}
+        kinds.setdefault(tuple((k, v) for k, v in of.items() if k != "scalar"), []).append(index)
+    alike = [item for item in next(iter(kinds)) if all(item in kind for kind in kinds)]
+    lines = [f"  {key:18} {value:g}" for key, value in alike if value or key not in _UNLESS]
+    scalars = [layer["scalar"] for layer in layers]
+    if set(scalars) != {1.0}:
+        lines.append(f"  {'scalar':18} {min(scalars):g} to {max(scalars):g}")
+    for kind, members in kinds.items():
+        said = []
+        for key, value in kind:
+            if key == "kv_from":
+                said += sorted({f"keys and values of layer {layers[i]['kv_from']}" for i in members}) if value else []
+            elif (key, value) not in alike and (value or key not in _UNLESS):
+                said.append(key if value is True else f"{key} {value:g}")
+        seen = "local" if dict(kind)["window"] else "global"
+        lines.append(f"  {f'{len(members)} {seen}':18} {_spans(members)}: {', '.join(said) or 'as all'}")
+    return lines
+
+
+_UNLESS = ("kv_from", "k_as_v", "sparsity", "n_experts", "experts_used", "expert_ffn", "window")
+"""Fields of a layer that are not told where they are 0."""
+
+
+def _spans(members: Sequence[int]) -> str:
+    """`0-3, 5`"""
+    runs: list[list[int]] = []
+    for m in members:
+        if runs and m == runs[-1][-1] + 1:
+            runs[-1].append(m)
+        else:
+            runs.append([m])
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+
+
 def _tensor_lines(table: list[dict[str, Any]], every: bool) -> list[str]:
     """One line for each tensor, or for each kind of the same type and shape."""
     groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for row in table:
         name = row["name"]
-        if not every and name.startswith("blk."):
-            name = "blk.*." + name.split(".", 2)[2]
+        if not every and layer_of(name) is not None:
+            name = f"{LAYER}*.{part_of(name)}"
         groups.setdefault((name, row["type"], tuple(row["shape"])), []).append(row["bytes"])
     return [
         f"  {name:34} {f'{len(sizes)} x ' if not every else '':>6}{kind:6} {list(shape)!s:16} {show_bytes(sum(sizes)):>10}"

@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from hybrid.checkpoint import open_checkpoint
-from hybrid.checkpoint.gemma3 import tensors
+from hybrid.checkpoint.families import tensors
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.checkpoint.random import DEMO, PIECES, demo_tokenizer, random_rows, random_shape, random_types
 from hybrid.cli import Parser, run

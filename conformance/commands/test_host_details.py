@@ -81,7 +81,8 @@ def test_memory_of_a_plan_is_told_by_purpose(engine: Engine) -> None:
     held = memory(engine.plan("decode", 1, 1))
     hp = engine.target.hparams
     blocks = sum(engine.cache.table if seen else engine.cache.ring for seen in hp.layer_is_global) * engine.cache.slots
-    assert held["kv"] == 2 * 2 * blocks * engine.cache.block * hp.n_kv_heads * hp.head_dim  # keys and values in float16
+    row = hp.layers[0].n_kv_heads * hp.layers[0].head_dim
+    assert held["kv"] == 2 * 2 * blocks * engine.cache.block * row  # keys and values in float16
     assert 0 < held["state"] < held["kv"] < held["weights"] and held["tables"] > 0 and held["io"] > 0
     assert held["activations"] == engine.plan("decode", 1, 1).arena_bytes
 

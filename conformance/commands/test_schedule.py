@@ -26,7 +26,7 @@ from hybrid.spec.step import Phase
     ("old", "new", "message"),
     [
         ('op = "embed"', 'opp = "embed"', r"before\[1\]\.opp: unknown key.*did you mean 'op'"),
-        ('extent = "outs"', 'extent = "out"', r"extent: 'out' is not one of rows, outs"),
+        ('extent = "outs"', 'extent = "out"', r"extent: 'out': use one of rows, outs, wanted"),
         ('act = { x = "auto:w" }', 'act = { x = "int8" }', "x = 'int8': use one of f32, f16, q8_act or auto:"),
         ('cpu = ["cpu"]', 'cpu = ["gpu"]', "a chain of cpu, vulkan"),
         ('auto = ["vulkan:gpu", "cpu"]\n', "", 'needs the chain "auto"'),
@@ -231,10 +231,10 @@ def test_like_a_phase_means_its_steps_in_both() -> None:
 
 def test_a_form_takes_the_place_of_steps_where_they_run() -> None:
     (ffn,) = (s for s in find_schedule("gemma3").layer if s.op == "fused_ffn")
-    one = ffn.model_copy(update={"when": "last", "phase": "prefill", "extent": "outs"})
+    one = ffn.model_copy(update={"when": "l == 2", "phase": "prefill", "extent": "outs"})
     made = placed({"layer": [one]}, [Placement(steps=("*",), device="npu", form="linear_rows")])["layer"]
     assert [(s.op, s.device) for s in made] == [("linear_rows", "npu"), ("geglu", "main"), ("linear_rows", "npu")]
-    assert {(s.when, s.phase, s.extent) for s in made} == {("last", "prefill", "outs")} and not any(s.act for s in made)
+    assert {(s.when, s.phase, s.extent) for s in made} == {("l == 2", "prefill", "outs")} and not any(s.act for s in made)
     assert made[0].args == {"x": "z.{l}", "w": "blk.{l}.ffn_gate_up.weight", "y": "gate_up.{l}"}
     outside = placed({"after": [one]}, [Placement(steps=("*",), device="npu", form="linear_rows")])["after"]
     assert outside[1].args == {"gate_up": "gate_up", "h": "h.{l}"}

@@ -15,8 +15,8 @@ from conformance.support.devices import GUARD, Devices, open_backend
 from conformance.support.synthetic import tiny
 from hybrid import generate
 from hybrid.checkpoint import CheckpointError, open_checkpoint
-from hybrid.checkpoint.assemble import Stored
 from hybrid.checkpoint.files import OpenFile
+from hybrid.checkpoint.stored import Stored
 from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Packed, Tensor

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.support.synthetic import tiny
-from hybrid.checkpoint.gemma3 import tensors
+from hybrid.checkpoint.families import tensors
 from hybrid.core.errors import SpecError
 from hybrid.core.plan import ALIGN, Plan
 from hybrid.kernels.vulkan.dry import count

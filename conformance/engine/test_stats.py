@@ -10,7 +10,7 @@ import pytest
 
 import hybrid
 from conformance.support.synthetic import tiny, write_hf
-from hybrid.checkpoint.gemma3 import tensors
+from hybrid.checkpoint.families import tensors
 from hybrid.engine.stats import Stats
 from hybrid.planning.cache import BLOCK
 from hybrid.spec.devicesheet import DeviceSheet
@@ -27,7 +27,7 @@ def test_bytes_per_token_are_those_of_the_sequences_mean_length(tmp_path: Path) 
         for prompt, tokens in ((2, 2), (20, 100), (90, 8)):
             "".join(model.generate([2, *range(30, 29 + prompt)], tokens, ignore_eos=True))
             found[prompt] = model.stats.bytes_per_token
-    block = sum(hp.layer_is_global) * 2 * BLOCK * hp.n_kv_heads * hp.head_dim * 4  # keys and values
+    block = sum(hp.layer_is_global) * 2 * BLOCK * hp.layers[0].n_kv_heads * hp.layers[0].head_dim * 4  # keys and values
     assert found[20] - found[2] == 2 * block  # 70 positions are three blocks, 20 are one and 120 are four
     assert found[90] - found[20] == 0  # 94 positions
     weights = 4 * sum(map(prod, tensors(hp).values()))

@@ -13,8 +13,8 @@ import pytest
 from conformance.support import synthetic
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import CheckpointError, open_checkpoint
+from hybrid.checkpoint.decoder import hf_name
 from hybrid.checkpoint.finite import check_finite, check_scales
-from hybrid.checkpoint.gemma3 import hf_name
 from hybrid.convert import convert
 from hybrid.core.tensor import Source, Tensor
 from hybrid.engine import loading, weights

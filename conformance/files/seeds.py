@@ -15,7 +15,8 @@ from conformance.files.targets import pack_directory
 from conformance.support.gguf_files import add_tokenizer, finish
 from conformance.support.paths import DATA
 from conformance.support.synthetic import PIECES, config, sentencepiece_model, tiny, weights
-from hybrid.checkpoint.gemma3 import gguf_fields, tensors
+from hybrid.checkpoint.families import tensors
+from hybrid.checkpoint.gemma3 import gguf_fields
 from hybrid.core.hparams import HParams
 from hybrid.core.places import ROOT
 from hybrid.text.tokenizer import CONTROL, USER_DEFINED

@@ -93,7 +93,7 @@ def test_lying_gguf_headers(name: str, tmp_path: Path) -> None:
     ("attention.layer_norm_rms_epsilon", math.nan, ("layer_norm_rms_epsilon", "nan")),
     ("attention.layer_norm_rms_epsilon", 0.0, ("eps",)),
     ("rope.freq_base", math.inf, ("rope.freq_base", "inf")),
-    ("rope.freq_base", 0.0, ("rope_theta_global",)),
+    ("rope.freq_base", 0.0, ("rope_theta 0.0",)),
     ("rope.freq_base", 7, ()),
     ("rope.freq_base", "many", ("rope.freq_base", "'many'")),
     ("rope.scaling.type", "yarn", ("rope.scaling.type", "'yarn'")),
@@ -110,7 +110,7 @@ def test_wrong_gguf_fields_are_named(tmp_path: Path, key: str, value: Any, words
     if words:
         refusal(path, "m.gguf", *words)
     else:
-        assert open_checkpoint(path).hparams.rope_theta_global == 7
+        assert open_checkpoint(path).hparams.layers[1].rope_theta == 7
 
 
 @pytest.mark.parametrize(("key", "value", "words"), [

@@ -14,7 +14,8 @@ from conformance.support.gguf_files import finish, sparse
 from conformance.support.paths import MODELS
 from conformance.support.synthetic import tiny, weights, write_hf
 from hybrid.checkpoint import CheckpointError, open_checkpoint
-from hybrid.checkpoint.gemma3 import hf_name, tensors
+from hybrid.checkpoint.decoder import hf_name
+from hybrid.checkpoint.families import tensors
 from hybrid.core.hparams import HParams
 from hybrid.core.tensor import Tensor
 from hybrid.quant.codec import dequantise
@@ -63,8 +64,10 @@ def test_class_defaults_fill_a_short_config(tmp_path: Path) -> None:
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "model_type": "gemma3_text"}  # fmt: skip
     hp = hparams_from_hf(Fields({"model_type": "gemma3", "text_config": text}, tmp_path), 262208)
-    assert (hp.n_heads, hp.n_kv_heads, hp.head_dim, hp.context_length) == (8, 4, 256, 131072)
-    assert (hp.rope_theta_global, hp.rope_theta_local, hp.rope_factor, hp.attention_scale) == (1e6, 1e4, 8.0, 0.0625)
+    layer = hp.layers[5]
+    assert (layer.n_heads, layer.n_kv_heads, layer.head_dim, hp.context_length) == (8, 4, 256, 131072)
+    assert (layer.rope_theta, hp.layers[0].rope_theta, layer.rope_factor, hp.attention_scale) == (1e6, 1e4, 8.0, 0.0625)
+    assert hp.layers[0].rope_factor == 1.0
     assert [i for i, g in enumerate(hp.layer_is_global) if g] == [5, 11, 17, 23, 29]
     assert hp.tied and hp.softcap == 0 and hp.eps == 1e-6
 
@@ -182,8 +185,11 @@ def test_gguf_dialects(tmp_path: Path) -> None:
     hp = tiny(context_length=131072, rope_factor=8.0)
     path = _gguf(tmp_path / "ollama.gguf", hp, {"rope.local.freq_base": 2e4, "rope.global.freq_base": 5e5})
     got = open_checkpoint(path).hparams
-    assert (got.rope_factor, got.rope_theta_local, got.rope_theta_global) == (8.0, 2e4, 5e5)
+    assert {(x.rope_factor, x.rope_theta) for x in got.layers} == {(1.0, 2e4)}
     assert got.attention_scale == 0.25 and got.layer_is_global == (False, False, False)
+    ollama = {"rope.local.freq_base": 2e4, "rope.global.freq_base": 5e5, "attention.sliding_window_pattern": 3}
+    got = open_checkpoint(_gguf(tmp_path / "period.gguf", hp, ollama)).hparams
+    assert [(x.rope_factor, x.rope_theta) for x in got.layers] == [(1.0, 2e4), (1.0, 2e4), (8.0, 5e5)]
     path = _gguf(tmp_path / "pattern.gguf", tiny(), {"attention.sliding_window_pattern": [True, False, True]})
     assert open_checkpoint(path).hparams.layer_is_global == (False, True, False)
     path = _gguf(tmp_path / "no-window.gguf", tiny(), {"attention.sliding_window": 0})
@@ -251,10 +257,16 @@ def test_hparams_are_immutable_and_checked() -> None:
     hp = tiny()
     with pytest.raises(AttributeError):
         hp.hidden = 1  # type: ignore[misc]
-    for field, value in (("n_layers", 0), ("window", 0), ("eps", float("nan")), ("vocab", 3.5), ("rope_factor", -1.0)):
+    for field, value in (("window", 0), ("eps", float("nan")), ("vocab", 3.5)):
         with pytest.raises(ValueError, match=field):
             tiny(**{field: value, "layer_is_global": (False,) * 3})
-    assert json.loads(json.dumps(hp.as_dict()))["layer_is_global"] == [False, True, False]
+    with pytest.raises(ValueError, match="rope_factor"):
+        tiny(rope_factor=-1.0)
+    with pytest.raises(ValueError, match="n_layers 0"):
+        tiny(n_layers=0)
+    with pytest.raises(AttributeError):
+        hp.layers[0].ffn = 1  # type: ignore[misc]
+    assert [x["window"] for x in json.loads(json.dumps(hp.as_dict()))["layers"]] == [8, 0, 8]
 
 
 def test_shipped_models_open_without_reading_data() -> None:

@@ -18,8 +18,10 @@ from conformance.support.gguf_files import add_tokenizer, finish
 from conformance.support.profile import LONG
 from conformance.support.synthetic import PIECES, config, sentencepiece_model, tiny, weights, write_hf, write_safetensors
 from hybrid.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from hybrid.checkpoint.decoder import hf_name
+from hybrid.checkpoint.families import tensors
 from hybrid.checkpoint.fields import Fields
-from hybrid.checkpoint.gemma3 import gguf_fields, hf_name, hparams_from_gguf, hparams_from_hf, tensors
+from hybrid.checkpoint.gemma3 import gguf_fields, hparams_from_gguf, hparams_from_hf
 from hybrid.core.hparams import HParams
 from hybrid.core.tensor import Tensor
 from hybrid.quant.codec import dequantise, quantise
@@ -65,7 +67,7 @@ def test_a_config_without_rope_scaling_is_taken_at_its_word(tmp_path: Path) -> N
     text = config(SIZES[2].hparams(), "old")
     del text["rope_scaling"]
     fields = Fields(text, HERE)
-    assert hparams_from_hf(fields, 262208).rope_factor == 1.0 and "RoPE scaling" in "".join(fields.notes)
+    assert {x.rope_factor for x in hparams_from_hf(fields, 262208).layers} == {1.0} and "RoPE scaling" in "".join(fields.notes)
 
 
 def test_rows_beyond_the_tokenizer_count_as_the_tensor_has_them() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from conformance.support.gguf_files import finish, sparse
+from hybrid.checkpoint.families import tensors
 from hybrid.checkpoint.fields import Fields
-from hybrid.checkpoint.gemma3 import tensors
 from hybrid.checkpoint.gguf_tokenizer import gguf_tokenizer
 from hybrid.checkpoint.tokenizer_json import read_tokenizer_json
 from hybrid.core.hparams import HParams

@@ -192,7 +192,7 @@ def test_a_token_and_a_chunk_write_their_own_rows() -> None:
         chunks = [counted.of(lambda i=i: engine.prefill({slot: ids[i : i + 16]})) for i in range(16, 160, 16)]
         tokens = [counted.of(lambda: engine.decode(1)) for _ in range(12)]
         hp, layers = model.hparams, model.hparams.n_layers
-        a = shape_of(hp.n_kv_heads, hp.n_heads // hp.n_kv_heads, hp.head_dim)
+        a = shape_of(hp.layers[0].n_kv_heads, hp.layers[0].n_heads // hp.layers[0].n_kv_heads, hp.layers[0].head_dim)
         query = a.heads * 4 * a.query_bytes + 128  # a block of query tiles, and the stamps of the results
         for c, rows in ((chunks, 16), (tokens, 1)):
             assert all(x.resident_bytes == 0 and x.runs == layers for x in c)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from conformance.support.synthetic import gemma3_hparams
 from hybrid.core.hparams import HParams
 
 
@@ -35,7 +36,7 @@ class Size:
             "rope_theta_global": 1e6, "rope_theta_local": 1e4, "rope_factor": self.factor,
             "attention_scale": self.query**-0.5, "eps": 1e-6, "softcap": 0.0, "embed_scale": self.hidden**0.5, "tied": True,
         }  # fmt: skip
-        return HParams(**(values | changes))
+        return gemma3_hparams(**(values | changes))
 
 
 SIZES = (

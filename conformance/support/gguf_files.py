@@ -16,10 +16,10 @@ def sparse(path: Path, hp: HParams, window: bool = True) -> gguf.GGUFWriter:
     w.add_context_length(hp.context_length)
     w.add_embedding_length(hp.hidden)
     w.add_block_count(hp.n_layers)
-    w.add_feed_forward_length(hp.ffn)
-    w.add_head_count(hp.n_heads)
-    w.add_head_count_kv(hp.n_kv_heads)
-    w.add_key_length(hp.head_dim)
+    w.add_feed_forward_length(hp.layers[0].ffn)
+    w.add_head_count(hp.layers[0].n_heads)
+    w.add_head_count_kv(hp.layers[0].n_kv_heads)
+    w.add_key_length(hp.layers[0].head_dim)
     if window:
         w.add_sliding_window(hp.window)
     return w

@@ -22,11 +22,11 @@ def forward(checkpoint: Checkpoint, ids: Sequence[int]) -> tuple[np.ndarray, np.
     n, x = len(ids), w("token_embd")[list(ids)] * hp.embed_scale
     hidden = [x]
     for layer in range(hp.n_layers):
-        b = f"blk.{layer}"
+        b, own = f"blk.{layer}", hp.layers[layer]
         y = _rms(x, hp.eps) * w(f"{b}.attn_norm")
-        q = (y @ w(f"{b}.attn_q").T).reshape(n, hp.n_heads, hp.head_dim)
-        k = (y @ w(f"{b}.attn_k").T).reshape(n, hp.n_kv_heads, hp.head_dim)
-        v = (y @ w(f"{b}.attn_v").T).reshape(n, hp.n_kv_heads, hp.head_dim)
+        q = (y @ w(f"{b}.attn_q").T).reshape(n, own.n_heads, own.head_dim)
+        k = (y @ w(f"{b}.attn_k").T).reshape(n, own.n_kv_heads, own.head_dim)
+        v = (y @ w(f"{b}.attn_v").T).reshape(n, own.n_kv_heads, own.head_dim)
         q = _rotate(_rms(q, hp.eps) * w(f"{b}.attn_q_norm"), hp, layer)
         k = _rotate(_rms(k, hp.eps) * w(f"{b}.attn_k_norm"), hp, layer)
         o = _attend(q, k, v, hp, layer) @ w(f"{b}.attn_output").T
@@ -48,19 +48,19 @@ def _rms(x: np.ndarray, eps: float) -> np.ndarray:
 
 def _rotate(x: np.ndarray, hp: HParams, layer: int) -> np.ndarray:
     """Half-split RoPE of [n, heads, head_dim] at positions 0..n-1."""
-    is_global, half = hp.layer_is_global[layer], hp.head_dim // 2
-    theta, factor = (hp.rope_theta_global, hp.rope_factor) if is_global else (hp.rope_theta_local, 1.0)
-    angle = np.arange(len(x))[:, None, None] * theta ** (-2 * np.arange(half) / hp.head_dim) / factor
+    own, half = hp.layers[layer], hp.layers[layer].head_dim // 2
+    angle = np.arange(len(x))[:, None, None] * own.rope_theta ** (-2 * np.arange(half) / own.head_dim) / own.rope_factor
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
 def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, hp: HParams, layer: int) -> np.ndarray:
     """Causal attention, sliding on local layers; [n, heads * head_dim]."""
-    n, group = len(q), hp.n_heads // hp.n_kv_heads
+    n, own = len(q), hp.layers[layer]
+    group = own.n_heads // own.n_kv_heads
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     i, j = np.mgrid[:n, :n]
-    seen = (j <= i) & (hp.layer_is_global[layer] | (i - j < hp.window))
+    seen = (j <= i) & ((own.window == 0) | (i - j < own.window))
     scores = np.where(seen, np.einsum("ihd,jhd->hij", q, k) * hp.attention_scale, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("hij,jhd->ihd", p / p.sum(-1, keepdims=True), v).reshape(n, -1)

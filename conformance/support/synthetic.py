@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.checkpoint.gemma3 import hf_name, tensors
-from hybrid.core.hparams import HParams
+from hybrid.checkpoint.decoder import hf_name
+from hybrid.checkpoint.families import tensors
+from hybrid.checkpoint.gemma3 import rotations
+from hybrid.core.hparams import HParams, alternating
 from hybrid.core.tensor import Tensor
 from hybrid.quant.codec import quantise
 from hybrid.text.tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
@@ -30,36 +32,48 @@ def tiny(**changes: Any) -> HParams:
         "attention_scale": changes.get("head_dim", 16) ** -0.5, "eps": 1e-6, "softcap": 0.0,
         "embed_scale": changes.get("hidden", 64) ** 0.5, "tied": True,
     }  # fmt: skip
-    return HParams(**(values | changes))
+    return gemma3_hparams(**(values | changes))
+
+
+def gemma3_hparams(
+    *, n_layers: int, layer_is_global: Sequence[bool], window: int, rope_theta_global: float, rope_theta_local: float,
+    rope_factor: float, **values: Any,
+) -> HParams:  # fmt: skip
+    """A model whose layers differ as Gemma 3's do: in their windows and rotations."""
+    shape = {name: values.pop(name) for name in ("ffn", "n_heads", "n_kv_heads", "head_dim")}
+    global_ = {"rope_theta": rope_theta_global, "rope_factor": rope_factor}
+    layers = alternating(n_layers, layer_is_global, window, shape, {"rope_theta": rope_theta_local}, global_)
+    return HParams(layers=layers, **values)
 
 
 def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
     """config.json as transformers wrote it in 2025 (`old`), writes it since 5.0 (`new`), or nested in the
     multimodal model's (`multimodal`, in the old dialect)."""
     kinds = ["full_attention" if g else "sliding_attention" for g in hp.layer_is_global]
+    layer, (theta_local, theta_global, factor) = hp.layers[0], rotations(hp)
     text: dict[str, Any] = {
-        "model_type": "gemma3_text", "hidden_size": hp.hidden, "intermediate_size": hp.ffn,
-        "num_hidden_layers": hp.n_layers, "num_attention_heads": hp.n_heads, "num_key_value_heads": hp.n_kv_heads,
-        "head_dim": hp.head_dim, "vocab_size": hp.vocab, "max_position_embeddings": hp.context_length,
+        "model_type": "gemma3_text", "hidden_size": hp.hidden, "intermediate_size": layer.ffn,
+        "num_hidden_layers": hp.n_layers, "num_attention_heads": layer.n_heads, "num_key_value_heads": layer.n_kv_heads,
+        "head_dim": layer.head_dim, "vocab_size": hp.vocab, "max_position_embeddings": hp.context_length,
         "sliding_window": hp.window, "rms_norm_eps": hp.eps, "query_pre_attn_scalar": _scalar(hp.attention_scale**-2),
         "final_logit_softcapping": hp.softcap or None, "attn_logit_softcapping": None,
         "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": hp.tied, "layer_types": kinds,
     }  # fmt: skip
-    scaled = hp.rope_factor != 1.0
+    scaled = factor != 1.0
     if dialect == "new":
-        scaling = {"rope_type": "linear", "factor": hp.rope_factor} if scaled else {"rope_type": "default"}
+        scaling = {"rope_type": "linear", "factor": factor} if scaled else {"rope_type": "default"}
         return text | {
             "rope_parameters": {
-                "full_attention": {"rope_theta": hp.rope_theta_global, **scaling},
-                "sliding_attention": {"rope_theta": hp.rope_theta_local, "rope_type": "default"},
+                "full_attention": {"rope_theta": theta_global, **scaling},
+                "sliding_attention": {"rope_theta": theta_local, "rope_type": "default"},
             },
             "dtype": "bfloat16",
             "eos_token_id": 1,
         }
     text |= {
-        "rope_theta": hp.rope_theta_global,
-        "rope_local_base_freq": hp.rope_theta_local,
-        "rope_scaling": {"rope_type": "linear", "factor": hp.rope_factor} if scaled else None,
+        "rope_theta": theta_global,
+        "rope_local_base_freq": theta_local,
+        "rope_scaling": {"rope_type": "linear", "factor": factor} if scaled else None,
         "torch_dtype": "bfloat16",
     }
     if dialect == "old":

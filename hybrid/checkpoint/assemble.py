@@ -2,127 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from hybrid.checkpoint.base import CheckpointError, Entry, printable
-from hybrid.checkpoint.families import EMBEDDING, Family, is_norm
-from hybrid.checkpoint.files import OpenFile
-from hybrid.checkpoint.finite import check_finite, check_scales
+from hybrid.checkpoint.decoder import Shape
+from hybrid.checkpoint.families import EMBEDDING, Family, is_exact, is_norm
+from hybrid.checkpoint.finite import check_finite
+from hybrid.checkpoint.stored import Stored
 from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
 from hybrid.core.hparams import HParams
+from hybrid.core.names import LAYER, stem_of
 from hybrid.core.tensor import Packed, Tensor
-from hybrid.quant.codec import dequantise, from_ggml, row_blocks
+from hybrid.quant.codec import dequantise
 
-_LAYERS = ("blk.", "layers.")
-_OTHER_MODALITIES = ("v.", "mm.", "a.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.")
+_LAYERS = (LAYER, "layers.")
+_OTHER_MODALITIES = (
+    "v.", "mm.", "a.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "vision_embedder.",
+)  # fmt: skip
 _COMPUTED = (".rotary_emb.inv_freq",)  # tables that old writers stored
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as a file has it: `dtype` is ours where we know the type, else the file's own name for it."""
+class Dialect:
+    """How a format's files hold a family's tensors."""
 
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: OpenFile | None
-    """None where the type is unknown."""
-    offset: int = 0
-
-    def raw(self) -> np.ndarray:
-        """The tensor's bytes, uint8 in memory of their own, with scales that are finite. CheckpointError where they are
-        not, or where the file has changed."""
-        return self._bytes(0, DTYPES[self.dtype].nbytes(self.shape))
-
-    def load(self) -> Tensor:
-        """The tensor in memory of its own. Raises what `raw` raises."""
-        if len(self.shape) == 2:
-            return self.read_rows(0, self.shape[0])
-        return from_ggml(self.raw(), self.dtype, self.shape)
-
-    def packed(self) -> Packed:
-        """A matrix's bytes, read when and where they are asked for."""
-        file, offset = self.file, self.offset
-        assert file is not None
-        return Packed(self.dtype, self.shape, lambda at, out: file.read_into(offset + at, out), self.read_rows)
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop of a matrix in memory of their own. Block types pass through a few at a time: they are split
-        into parts, and what is split must not be held twice. Raises what `raw` raises."""
-        width = self.shape[1]
-        row, out = DTYPES[self.dtype].nbytes((width,)), Tensor.empty(self.dtype, (stop - start, width))
-        if out.type.block == 1:
-            assert self.file is not None
-            self.file.read_into(self.offset + start * row, out.parts[0].reshape(-1).view(np.uint8))
-            return out
-        for a, b in row_blocks(stop - start, width):
-            piece = from_ggml(self._bytes((start + a) * row, (start + b) * row, start + a), self.dtype, (b - a, width))
-            for to, part in zip(out.parts, piece.parts, strict=True):
-                to[a:b] = part
-        return out
-
-    def _bytes(self, begin: int, end: int, first_row: int = 0) -> np.ndarray:
-        assert self.file is not None
-        raw = np.empty(end - begin, np.uint8)
-        self.file.read_into(self.offset + begin, raw)
-        check_scales(self.path, self.name, self.dtype, self.shape, raw, first_row)
-        return raw
-
-
-def embedding_rows(path: Path, stored: Mapping[str, Stored], name: str) -> int:
-    """Vocabulary size: the tensor's own shape is trusted, no field."""
-    found = stored.get(name)
-    if found is None:
-        raise CheckpointError(f"{path}: tensor {name} is missing")
-    if len(found.shape) != 2:
-        raise CheckpointError(f"{found.path}: tensor {found.name} has shape {found.shape}, not [vocab, hidden]")
-    return found.shape[0]
+    parts: Callable[[str], Sequence[str]]
+    """GGUF name -> keys of the tensors whose rows, one after another, make it; none: the format has no such tensor."""
+    norm_offset: float
+    advice: str
+    """Ends the error about a storage type that we do not read."""
 
 
 def assemble(
-    path: Path,
-    family: Family,
-    hparams: HParams,
-    stored: Mapping[str, Stored],
-    file_name: Callable[[str], str],
-    norm_offset: float,
-    advice: str,
-    notes: list[str],
+    path: Path, family: Family, hparams: HParams, stored: Mapping[str, Stored], dialect: Dialect, notes: list[str]
 ) -> dict[str, Entry]:
-    """Entries in file order. `file_name` maps a GGUF name to a key of `stored`; `advice` ends the error about a
-    storage type that we do not read; what is left out is said in `notes`. CheckpointError names the file and the
-    first tensor that is wrong."""
+    """Entries in file order; what is left out is said in `notes`. CheckpointError names the file and the first tensor that is
+    wrong."""
     entries: dict[str, Entry] = {}
-    for name, shape in family.tensors(hparams).items():
-        found = stored.get(file_name(name))
-        if found is None:
-            raise CheckpointError(f"{path}: tensor {file_name(name)} is missing")
-        if found.shape != shape:
-            why = "vocab and hidden" if name == EMBEDDING else "the hyper-parameters"
-            raise CheckpointError(
-                f"{found.path}: tensor {found.name} has shape {list(found.shape)}, but {why} say {list(shape)}"
-            )
-        if found.dtype not in WEIGHT_TYPES:
-            raise CheckpointError(
-                f"{found.path}: tensor {found.name} is stored as {found.dtype}; known: {', '.join(WEIGHT_TYPES)}. "
-                + advice
-            )
-        if is_norm(name):
-            entries[name] = Entry("f32", shape, _norm_loader(found, norm_offset))
+    used: set[str] = set()
+    coarse: list[Stored] = []
+    dead = family.dead(hparams)
+    made = family.made(hparams)
+    for name, shape in family.kept(hparams).items():
+        keys = dialect.parts(name)
+        if name in made:
+            used |= {*keys}  # read with the hyper-parameters
+            entries[name] = Entry("f32", shape, _constant(made[name]))
+            continue
+        if name in dead and not all(key in stored for key in keys):
+            continue
+        missing = next((key for key in keys if key not in stored), None)
+        if missing is not None:
+            raise CheckpointError(f"{path}: tensor {missing} is missing")
+        found = [_checked(name, stored[key], _part_shape(shape, len(keys)), family, dialect) for key in keys]
+        used |= {*keys}
+        if is_exact(name, shape):
+            if DTYPES[found[0].dtype].quantised and is_norm(name):
+                coarse.append(found[0])
+            entries[name] = Entry("f32", shape, _exact_loader(found[0], dialect.norm_offset if is_norm(name) else 0.0))
+        elif len(found) == 1:
+            entries[name] = Entry(found[0].dtype, shape, found[0].load, found[0].read_rows, found[0].packed())
         else:
-            entries[name] = Entry(found.dtype, shape, found.load, found.read_rows, found.packed())
-    coarse = [stored[file_name(n)] for n in entries if is_norm(n) and DTYPES[stored[file_name(n)].dtype].quantised]
+            entries[name] = _joined(found, shape)
     if coarse:
         who = f"{coarse[0].name} and {len(coarse) - 1} more norms are" if len(coarse) > 1 else f"{coarse[0].name} is"
         notes.append(printable(f"{who} stored as {coarse[0].dtype}: no usual writer quantises norms, and it costs accuracy"))
-    used = {file_name(name) for name in entries}
+    unread = [name for name in dead if name in entries]
+    if unread:
+        notes.append(f"{len(unread)} tensors ({unread[0]}, ...) of layers that read another layer's cache are never used")
     _account_for_rest({key: tensor for key, tensor in stored.items() if key not in used}, notes)
     return entries
+
+
+def _part_shape(shape: Shape, count: int) -> Shape:
+    return shape if count == 1 else (shape[0] // count, *shape[1:])
+
+
+def _checked(name: str, found: Stored, shape: Shape, family: Family, dialect: Dialect) -> Stored:
+    """A tensor of the right shape and of a known type; one of three axes as the rows that a stack has."""
+    count = family.stacks.get(stem_of(name))
+    if count is not None and found.shape == (count, shape[0] // count, *shape[1:]):
+        found = replace(found, shape=shape)
+    if len(shape) == 1 and len(found.shape) != 1 and prod(found.shape) == prod(shape) == 1:
+        found = replace(found, shape=shape)
+    if found.shape != shape:
+        why = "vocab and hidden" if name == EMBEDDING else "the hyper-parameters"
+        raise CheckpointError(f"{found.path}: tensor {found.name} has shape {list(found.shape)}, but {why} say {list(shape)}")
+    if found.dtype not in WEIGHT_TYPES:
+        raise CheckpointError(
+            f"{found.path}: tensor {found.name} is stored as {found.dtype}; known: {', '.join(WEIGHT_TYPES)}. " + dialect.advice
+        )
+    return found
+
+
+def _joined(found: Sequence[Stored], shape: Shape) -> Entry:
+    """Matrices of one type, one after another. CheckpointError where their types differ."""
+    other = next((t for t in found if t.dtype != found[0].dtype), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{other.path}: tensor {other.name} is stored as {other.dtype}, but {found[0].name} as {found[0].dtype}: "
+            "store them as one type"
+        )
+    dtype, height = DTYPES[found[0].dtype], found[0].shape[0]
+    size = dtype.nbytes(found[0].shape)
+    ends = list(accumulate(size for _ in found))
+
+    def rows(start: int, stop: int) -> Tensor:
+        out = Tensor.empty(dtype.name, (stop - start, shape[1]))
+        for i, part in enumerate(found):
+            a, b = max(start, i * height), min(stop, (i + 1) * height)
+            if a < b:
+                piece = part.read_rows(a - i * height, b - i * height)
+                for to, of in zip(out.parts, piece.parts, strict=True):
+                    to[a - start : b - start] = of
+        return out
+
+    def read_into(at: int, out: np.ndarray) -> None:
+        done = 0
+        while done < out.size:
+            i = bisect_right(ends, at + done)
+            inside = at + done - i * size
+            n = min(out.size - done, size - inside)
+            found[i].packed().read_into(inside, out[done : done + n])
+            done += n
+
+    return Entry(dtype.name, shape, lambda: rows(0, shape[0]), rows, Packed(dtype.name, shape, read_into, rows))
 
 
 def _account_for_rest(rest: Mapping[str, Stored], notes: list[str]) -> None:
@@ -142,7 +154,11 @@ def _account_for_rest(rest: Mapping[str, Stored], notes: list[str]) -> None:
         notes.append(printable(f"tensors without a use in this model are left out: {', '.join(ignored[:3])}{more}"))
 
 
-def _norm_loader(found: Stored, offset: float) -> Callable[[], Tensor]:
+def _constant(values: np.ndarray) -> Callable[[], Tensor]:
+    return lambda: Tensor.of(values.astype(np.float32))
+
+
+def _exact_loader(found: Stored, offset: float) -> Callable[[], Tensor]:
     def load() -> Tensor:
         tensor = found.load()
         check_finite(found.path, found.name, dequantise(tensor, np.float32))

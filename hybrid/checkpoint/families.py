@@ -1,58 +1,100 @@
-"""The families of models that can be read. A new one is a module like gemma3.py and a line in FAMILIES."""
+"""The families of models that can be read: all that knows one goes through FAMILIES. A new one is a module like gemma3.py, a
+line here, and a schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from hybrid.checkpoint import gemma3, gemma3_config
 from hybrid.checkpoint.base import CheckpointError
+from hybrid.checkpoint.decoder import Shape, hf_name
 from hybrid.checkpoint.fields import Fields
+from hybrid.checkpoint.look import Look
 from hybrid.core.hparams import HParams
+from hybrid.core.names import stem_of
 
-Shape = tuple[int, ...]
+EMBEDDING = "token_embd.weight"
+
+
+def _none(hp: HParams) -> Mapping[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Everything about a family's files. `vocab` arguments are the rows of the embedding tensor."""
+    """Everything about a family's files. Names are GGUF's."""
 
     name: str
     hf_model_types: tuple[str, ...]
     """Values of model_type in config.json."""
-    gguf_architecture: str
-    hparams_from_hf: Callable[[Fields, int], HParams]
-    hparams_from_gguf: Callable[[Fields, int, bool], HParams]
-    """Also told whether the output matrix is the embedding (the file has no `output.weight`)."""
+    hparams_from_hf: Callable[[Fields, Look], HParams]
+    hparams_from_gguf: Callable[[Fields, Look], HParams]
     gguf_fields: Callable[[HParams], Mapping[str, Any]]
-    """Metadata after the `<architecture>.` prefix; Python ints, floats, bools, text, lists."""
+    """Metadata after the `<architecture>.` prefix; Python ints, floats, bools, text, lists. The architecture is `name`."""
     tensors: Callable[[HParams], Mapping[str, Shape]]
-    """Every tensor by its GGUF name, with its shape, in file order."""
-    hf_name: Callable[[str], str]
-    """GGUF name -> Hugging Face's, after its prefix."""
+    """Every tensor that plans use, with its shape, in file order."""
     hf_config: Callable[[HParams], Mapping[str, Any]]
     """What config.json says about the arithmetic."""
-    hf_norm_offset: float
+    hf_names: Callable[[str], str]
+    """-> Hugging Face's name, after its prefix."""
+    hf_norm_offset: float = 0.0
     """Added to Hugging Face's norm weights (Gemma 3 stores w - 1)."""
+    dead: Callable[[HParams], Mapping[str, Shape]] = _none
+    """Tensors that files may have and no plan uses: they are kept in conversions, for readers that demand them."""
+    stacks: Mapping[str, int] = field(default_factory=dict)
+    """Stem -> matrices whose rows, one after another, are the tensor: of three axes in GGUF, apart in Hugging Face files."""
+    made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
+    """Tensors of GGUF files that hyper-parameters say, float32; Hugging Face files have fields instead."""
+
+    def kept(self, hp: HParams) -> dict[str, Shape]:
+        """All that a file of the family holds, in file order: `tensors`, `dead`, `made`."""
+        found = {**self.tensors(hp), **{name: value.shape for name, value in self.made(hp).items()}}
+        return {**found, **self.dead(hp)}
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Hugging Face's names of the tensors whose rows make this one; none for a tensor that only GGUF has."""
+        short = self.hf_names(name)
+        if not short:
+            return ()
+        count = self.stacks.get(stem_of(name))
+        return (short,) if count is None else tuple(short.replace("*", str(i)) for i in range(count))
 
 
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="gemma3",
         hf_model_types=("gemma3_text", "gemma3"),
-        gguf_architecture="gemma3",
-        hparams_from_hf=gemma3.hparams_from_hf,
-        hparams_from_gguf=gemma3.hparams_from_gguf,
+        hparams_from_hf=lambda config, look: gemma3.hparams_from_hf(config, look.rows(EMBEDDING)),
+        hparams_from_gguf=lambda m, look: gemma3.hparams_from_gguf(m, look.rows(EMBEDDING), not look.has("output.weight")),
         gguf_fields=gemma3.gguf_fields,
         tensors=gemma3.tensors,
-        hf_name=gemma3.hf_name,
         hf_config=gemma3_config.hf_config,
+        hf_names=partial(hf_name),
         hf_norm_offset=1.0,
     ),
 )
 
-EMBEDDING = "token_embd.weight"
+
+def family_of(hp: HParams) -> Family:
+    """The family of a model. ValueError for one that is not known."""
+    return family_named(hp.family)
+
+
+def family_named(name: str) -> Family:
+    for family in FAMILIES:
+        if name == family.name:
+            return family
+    raise ValueError(f"no family is called {name!r}; known: {', '.join(f.name for f in FAMILIES)}")
+
+
+def tensors(hp: HParams) -> Mapping[str, Shape]:
+    """Every tensor that plans of a model use, with its shape, in file order."""
+    return family_of(hp).tensors(hp)
 
 
 def family_of_hf(config: Fields) -> Family:
@@ -67,12 +109,20 @@ def family_of_hf(config: Fields) -> Family:
 def family_of_gguf(metadata: Fields) -> Family:
     kind = metadata.text("general.architecture")
     for family in FAMILIES:
-        if kind == family.gguf_architecture:
+        if kind == family.name:
             return family
-    known = ", ".join(f.gguf_architecture for f in FAMILIES)
+    known = ", ".join(f.name for f in FAMILIES)
     raise CheckpointError(f"{metadata.path}: general.architecture {kind!r} is not supported; known: {known}")
 
 
+_SMALL = ("altup_router", "altup_predict_coef", "altup_correct_coef")
+
+
+def is_exact(name: str, shape: Shape) -> bool:
+    """Vectors, and matrices too small to be worth a storage type, travel as float32 whatever the file stores."""
+    return len(shape) == 1 or stem_of(name) in _SMALL
+
+
 def is_norm(name: str) -> bool:
-    """Norm weights travel as float32 whatever the file stores."""
+    """Whether a vector is a norm's weights: those that Hugging Face's files of some families store less 1."""
     return name.endswith("_norm.weight")

@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybrid.checkpoint.decoder import layer_types
+from hybrid.checkpoint.gemma3 import rotations
 from hybrid.core.hparams import HParams
 from hybrid.core.units import shortest
 
 
 def hf_config(hp: HParams) -> Mapping[str, Any]:
     """Everything of config.json that says what the model computes."""
+    theta_local, theta_global, factor = rotations(hp)
+    layer = hp.layers[0]
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "vocab_size": hp.vocab,
         "hidden_size": hp.hidden,
-        "intermediate_size": hp.ffn,
+        "intermediate_size": layer.ffn,
         "num_hidden_layers": hp.n_layers,
-        "num_attention_heads": hp.n_heads,
-        "num_key_value_heads": hp.n_kv_heads,
-        "head_dim": hp.head_dim,
+        "num_attention_heads": layer.n_heads,
+        "num_key_value_heads": layer.n_kv_heads,
+        "head_dim": layer.head_dim,
         "max_position_embeddings": hp.context_length,
         "sliding_window": hp.window or None,
-        "layer_types": ["full_attention" if g else "sliding_attention" for g in hp.layer_is_global],
-        "rope_theta": shortest(hp.rope_theta_global),
-        "rope_local_base_freq": shortest(hp.rope_theta_local),
-        "rope_scaling": None if hp.rope_factor == 1 else {"rope_type": "linear", "factor": shortest(hp.rope_factor)},
+        "layer_types": layer_types(hp),
+        "rope_theta": shortest(theta_global),
+        "rope_local_base_freq": shortest(theta_local),
+        "rope_scaling": None if factor == 1 else {"rope_type": "linear", "factor": shortest(factor)},
         "query_pre_attn_scalar": _whole(hp.attention_scale**-2),
         "rms_norm_eps": shortest(hp.eps),
         "final_logit_softcapping": shortest(hp.softcap) or None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.checkpoint.assemble import Stored, assemble, embedding_rows
+from hybrid.checkpoint.assemble import Dialect, assemble
 from hybrid.checkpoint.base import Checkpoint, CheckpointError, Generation
 from hybrid.checkpoint.families import EMBEDDING, family_of_gguf
 from hybrid.checkpoint.fields import Fields
@@ -18,6 +18,8 @@ from hybrid.checkpoint.files import OpenFile
 from hybrid.checkpoint.gguf_header import TensorInfo, read_header, refuse_overlaps
 from hybrid.checkpoint.gguf_split import check_parts, part_paths
 from hybrid.checkpoint.gguf_tokenizer import gguf_tokenizer
+from hybrid.checkpoint.look import Look
+from hybrid.checkpoint.stored import Stored
 from hybrid.core.dtypes import DTYPES
 
 TYPE_IDS = {
@@ -49,15 +51,16 @@ def open_gguf(path: Path) -> Checkpoint:
     stored = {name: tensor for part in parts for name, tensor in part.stored.items()}
     metadata = Fields(values, path)
     family = family_of_gguf(metadata)
-    vocab = embedding_rows(path, stored, EMBEDDING)
+    look = Look(path, stored, str)
+    vocab = look.rows(EMBEDDING)
     try:
-        hparams = family.hparams_from_gguf(metadata, vocab, "output.weight" not in stored)
+        hparams = family.hparams_from_gguf(metadata, look)
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
     advice = "Convert the original checkpoint: python -m hybrid.convert SRC DST --type q8_0"
-    entries = assemble(path, family, hparams, stored, lambda name: name, 0.0, advice, metadata.notes)
+    entries = assemble(path, family, hparams, stored, Dialect(lambda name: (name,), 0.0, advice), metadata.notes)
     return Checkpoint(
         path=path,
         hparams=hparams,

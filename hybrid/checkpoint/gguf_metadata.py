@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hybrid.checkpoint.base import Checkpoint
-from hybrid.checkpoint.families import FAMILIES
+from hybrid.checkpoint.families import family_of
 from hybrid.checkpoint.gguf_tokenizer import padding_piece
 from hybrid.text.merges import with_scores
 from hybrid.text.tokenizer import NORMAL, SPACE, UNUSED, USER_DEFINED, Tokenizer
@@ -27,9 +27,9 @@ def write_metadata(writer: GGUFWriter, source: Checkpoint, dtype: str) -> None:
     writer.add_name(source.name)
     writer.add_file_type(FILE_TYPES[dtype])
     writer.add_quantization_version(_QUANTIZATION_VERSION)
-    family = next(f for f in FAMILIES if f.name == source.hparams.family)
+    family = family_of(source.hparams)
     for key, value in family.gguf_fields(source.hparams).items():
-        _add(writer, f"{family.gguf_architecture}.{key}", value)
+        _add(writer, f"{family.name}.{key}", value)
     sampling = source.generation
     for key, number in (("temp", sampling.temperature), ("top_p", sampling.top_p)):
         if number is not None:

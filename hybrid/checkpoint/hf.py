@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hybrid.checkpoint.assemble import Stored, assemble, embedding_rows
+from hybrid.checkpoint.assemble import Dialect, assemble
 from hybrid.checkpoint.base import Checkpoint, CheckpointError, Generation
 from hybrid.checkpoint.families import EMBEDDING, family_of_hf
 from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.files import exists, read_file, read_json
 from hybrid.checkpoint.hf_tokenizer import hf_tokenizer
+from hybrid.checkpoint.look import Look
 from hybrid.checkpoint.safetensors_file import read_safetensors
+from hybrid.checkpoint.stored import Stored
 
 _PREFIXES = re.compile(r"^(?:(?:model|language_model)\.)+")
 _MAX_SHARDS = 1024
@@ -23,16 +25,17 @@ def open_hf(path: Path) -> Checkpoint:
     config = Fields(read_json(path / "config.json", required=True), path / "config.json")
     family = family_of_hf(config)
     stored, size = _tensors(path)
-    vocab = embedding_rows(path, stored, family.hf_name(EMBEDDING))
+    look = Look(path, stored, family.hf_names)
+    vocab = look.rows(EMBEDDING)
     try:
-        hparams = family.hparams_from_hf(config, vocab)
+        hparams = family.hparams_from_hf(config, look)
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"{config.path}: {error}") from None
-    advice = "Save it in one of these."
+    dialect = Dialect(family.parts, family.hf_norm_offset, "Save it in one of these.")
     try:
-        entries = assemble(path, family, hparams, stored, family.hf_name, family.hf_norm_offset, advice, config.notes)
+        entries = assemble(path, family, hparams, stored, dialect, config.notes)
     except CheckpointError as error:
         if config.get("quantization_config") is None:
             raise

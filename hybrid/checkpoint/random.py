@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from hybrid.checkpoint.base import Checkpoint, Entry, Generation
-from hybrid.checkpoint.families import is_norm
-from hybrid.checkpoint.gemma3 import tensors
+from hybrid.checkpoint.classes import class_of
+from hybrid.checkpoint.families import is_exact, tensors
 from hybrid.checkpoint.gguf_file import open_gguf
 from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
 from hybrid.core.errors import nearest
@@ -31,7 +31,8 @@ from hybrid.text.tokenizer import NORMAL, SPACE, Tokenizer
 
 PIECES = 262144  # of Gemma 3's tokenizer; its embedding has a few rows more
 POOL_BYTES = 8 << 20
-_HEAD = ("token_embd.weight", "output.weight")
+_HEAD = ("embed", "head", "table")  # classes
+_STREAMS = "bf16"  # of what quantised files leave unquantised
 # Of random codes: standard deviation of a value in units of the (super) scale; the minimum that centres it, in the same.
 _SCALES = {
     "q8_0": (74.0, 0.0), "q4_0": (4.6, 0.0), "q4_1": (4.6, -7.5), "q5_0": (9.2, 0.0), "q5_1": (9.2, -15.5),
@@ -67,7 +68,7 @@ def random_shape(name: str, layers: int | None = None, vocab: int | None = None)
     if layers is not None:
         if not 1 <= layers <= hp.n_layers:
             raise ValueError(f"--layers {layers} is outside 1..{hp.n_layers}")
-        hp = replace(hp, n_layers=layers, layer_is_global=hp.layer_is_global[:layers])
+        hp = hp.first(layers)
     if vocab is not None:
         if not 32 <= vocab <= hp.vocab:
             raise ValueError(f"--vocab {vocab} is outside 32..{hp.vocab}")
@@ -80,12 +81,17 @@ def random_types(hparams: HParams, kind: str, head: str | None = None) -> dict[s
     head = head or ("q8_0" if hparams.hidden % DTYPES["q6_k"].block else "q6_k")
     found = {}
     for name, shape in tensors(hparams).items():
-        option, wanted = ("head", head) if name in _HEAD else ("type", kind)
+        if is_exact(name, shape):
+            found[name] = "f32"
+            continue
+        option, wanted = ("head", head) if class_of(name) in _HEAD else ("type", kind)
+        if class_of(name) == "streams" and wanted in DTYPES and DTYPES[wanted].quantised:
+            wanted = _STREAMS
         if wanted not in WEIGHT_TYPES:
             raise ValueError(f"--{option}: {wanted!r} is no storage type{nearest(wanted, WEIGHT_TYPES)}")
-        if not is_norm(name) and shape[1] % DTYPES[wanted].block:
+        if shape[1] % DTYPES[wanted].block:
             raise ValueError(f"--{option} {wanted}: rows of {shape[1]} ({name}) are no multiple of {DTYPES[wanted].block}")
-        found[name] = "f32" if is_norm(name) else wanted
+        found[name] = wanted
     return found
 
 
@@ -122,7 +128,7 @@ class _Noise:
 
 
 def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
-    if is_norm(name):
+    if len(shape) == 1:
         return Entry(dtype, shape, lambda: Tensor.of(np.ones(shape, np.float32)))
     noise = _Noise.of(name, dtype, shape)
     return Entry(dtype, shape, noise.load, noise.rows, Packed(dtype, shape, noise.read_into, noise.rows))

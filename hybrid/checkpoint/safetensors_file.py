@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid.checkpoint.assemble import Stored
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.files import OpenFile, parse_json
+from hybrid.checkpoint.stored import Stored
 
 _TYPES = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2)}
 _MAX_HEADER = 1 << 24  # a hundred times the largest model's; the format's own limit would fill gigabytes of memory

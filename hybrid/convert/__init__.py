@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
-from hybrid.checkpoint.families import FAMILIES
+from hybrid.checkpoint.families import family_of
 from hybrid.convert import to_gguf, to_hf
 from hybrid.convert.blocks import default_jobs
 from hybrid.convert.kinds import CLASSES, SAME, Types, Wanted, main_type, plan_types
@@ -80,16 +80,16 @@ def convert(
     types = planned(source, Wanted(wanted) if isinstance(wanted, str) else wanted)
     if split is not None and split < 1:
         raise CheckpointError(f"split {split} must be a positive number of bytes")
-    family = next(f for f in FAMILIES if f.name == source.hparams.family)
+    family = family_of(source.hparams)
     shapes = {n: source.shape(n) for n in source.names}
     dtype = main_type(types.kinds, shapes)
     folder = target.absolute().parent
     removed = remove_stale(folder) if folder.is_dir() else []
-    made = (
-        to_gguf.shards(source, target, types.kinds, dtype, split, force)
-        if format == "gguf"
-        else to_hf.shards(source, family, target, types.kinds, dtype, split, force)
-    )
+    if format == "gguf":
+        made = to_gguf.shards(source, target, types.kinds, dtype, split, force)
+    else:
+        source, kinds = to_hf.apart(source, family, types.kinds)
+        made = to_hf.shards(source, family, target, kinds, dtype, split, force)
     with made as (paths, shards):
         _check_room(target, sum(s.size for s in shards))
         fill(source, shards, jobs or default_jobs(), family.hf_norm_offset if format == "hf" else 0.0, progress)

@@ -49,8 +49,9 @@ def add_types(p: argparse.ArgumentParser, default: str = "") -> None:
     text = f"of the matrices: {', '.join(WRITABLE_TYPES)}; or {SAME}, as stored{default} ({', '.join(kept)} can only be kept)"
     p.add_argument("--type", choices=known, metavar="TYPE", help=text)
     for kind, parts in CLASSES.items():
-        other = "--type-embed" if kind == "head" else "--type"
-        p.add_argument(f"--type-{kind}", choices=known, metavar="TYPE", help=f"of {', '.join(parts)} (as {other})")
+        other = {"head": "as --type-embed", "table": "as --type-embed", "streams": f"as --type, but {SAME} where that is quantised"}
+        text = f"of {', '.join(parts)} ({other.get(kind, 'as --type')})"
+        p.add_argument(f"--type-{kind}", choices=known, metavar="TYPE", help=text)
 
 
 def wanted(args: argparse.Namespace) -> Wanted:

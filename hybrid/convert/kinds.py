@@ -9,18 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybrid.checkpoint import CheckpointError
+from hybrid.checkpoint.classes import CLASSES, class_of
+from hybrid.checkpoint.families import is_exact
 from hybrid.core.dtypes import DTYPES, WRITABLE_TYPES
+from hybrid.core.names import part_of
+
+__all__ = ["CLASSES", "SAME", "Types", "Wanted", "class_of", "grouped", "main_type", "plan_types"]
 
 SAME = "same"
 """Wanted type that keeps what the source has."""
-
-CLASSES: dict[str, tuple[str, ...]] = {
-    "embed": ("token_embd",),
-    "head": ("output",),
-    "attn": ("attn_q", "attn_k", "attn_v", "attn_output"),
-    "ffn": ("ffn_gate", "ffn_up", "ffn_down"),
-}
-"""Class -> the last part of its tensors' names, without `.weight`. Vectors belong to none: they are float32."""
 
 # For rows that are no whole number of blocks: the next better type, as llama.cpp's quantiser chooses.
 _NARROWER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
@@ -35,8 +32,11 @@ class Wanted:
     by_class: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, kind: str) -> str:
-        """The output matrix, where it is not the embedding itself, goes with the embedding."""
-        default = self.by_class.get("embed", self.dtype) if kind == "head" else self.dtype
+        """The output matrix, where it is not the embedding itself, goes with the embedding, and so does the table of inputs to
+        layers. The streams' matrices are quantised only where that is asked for of them."""
+        default = self.by_class.get("embed", self.dtype) if kind in ("head", "table") else self.dtype
+        if kind == "streams" and default != SAME and DTYPES[default].quantised:
+            default = SAME
         return self.by_class.get(kind, default)
 
 
@@ -48,22 +48,13 @@ class Types:
     fallbacks: Mapping[str, str]
 
 
-def class_of(name: str) -> str:
-    """`blk.3.ffn_up.weight` -> `ffn`. CheckpointError for a matrix that no class lists."""
-    part = name.removesuffix(".weight").split(".")[-1]
-    for kind, parts in CLASSES.items():
-        if part in parts:
-            return kind
-    raise CheckpointError(f"tensor {name} belongs to no class of {', '.join(CLASSES)}: add it to CLASSES")
-
-
 def plan_types(tensors: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Wanted, writing: bool = True) -> Types:
     """Types for `tensors` (name -> stored type and shape). CheckpointError, if `writing`, for a type that can only be
     read."""
     kinds: dict[str, str] = {}
     fallbacks: dict[str, str] = {}
     for name, (stored, shape) in tensors.items():
-        if len(shape) == 1:
+        if is_exact(name, shape):
             kinds[name] = "f32"
             continue
         kind = wanted.of(class_of(name))
@@ -82,7 +73,7 @@ def plan_types(tensors: Mapping[str, tuple[str, tuple[int, ...]]], wanted: Wante
 
 def grouped(fallbacks: Mapping[str, str]) -> list[str]:
     """One line for each kind of tensor that could not have the wanted type."""
-    counts = Counter((name.split(".", 2)[-1] if name.startswith("blk.") else name, kind) for name, kind in fallbacks.items())
+    counts = Counter((part_of(name), kind) for name, kind in fallbacks.items())
     return [f"{n} x {name}: written as {kind}, whose blocks its rows fill" for (name, kind), n in counts.items()]
 
 
@@ -96,6 +87,6 @@ def main_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -
     """The type that most elements of the layers' matrices have: what a file is named after."""
     sizes: Counter[str] = Counter()
     for name, kind in kinds.items():
-        if len(shapes[name]) > 1 and class_of(name) not in ("embed", "head"):
+        if not is_exact(name, shapes[name]) and class_of(name) in ("attn", "ffn"):
             sizes[kind] += int(np.prod(shapes[name], dtype=np.int64))
     return sizes.most_common(1)[0][0]

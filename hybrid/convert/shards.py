@@ -30,6 +30,8 @@ class Shard:
     seal: Seal
     called: Mapping[str, str]
     """What the file calls the tensors."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """As the file has them."""
 
 
 def divide(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
@@ -73,7 +75,7 @@ def fill(
         ):
             for name, pieces in _by_tensor(blocks):
                 file.seek(shard.offsets[name])
-                digest = digest_of(shard.called[name], shard.kinds[name], source.shape(name))
+                digest = digest_of(shard.called[name], shard.kinds[name], shard.shapes[name])
                 for piece in pieces:
                     left = piece.data
                     while left:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
+from hybrid.checkpoint.families import family_of
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.convert.atomic import atomic_files
 from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
 from hybrid.core.dtypes import DTYPES
+from hybrid.core.names import stem_of
 
 if TYPE_CHECKING:  # the import takes a quarter of a second
     from gguf import GGUFWriter
@@ -74,8 +76,9 @@ def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[st
 
     writer.add_array(DIGESTS, [f"{_UNKNOWN} {name}" for name in kinds])
     writer.add_string(HEADER_DIGEST, _UNKNOWN)
+    shapes = {name: stacked_shape(source, name) for name in kinds}
     for name, kind in kinds.items():
-        shape = source.shape(name)
+        shape = shapes[name]
         writer.add_tensor_info(name, shape, np.dtype("f4"), DTYPES[kind].nbytes(shape), GGMLQuantizationType[kind.upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -88,7 +91,13 @@ def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[st
         at += _align(size)
     names = list(kinds)
     called = {name: name for name in names}
-    return Shard(path, kinds, offsets, at, lambda where, digests: _seal(where, values_end, data, names, digests), called)
+    return Shard(path, kinds, offsets, at, lambda where, digests: _seal(where, values_end, data, names, digests), called, shapes)
+
+
+def stacked_shape(source: Checkpoint, name: str) -> tuple[int, ...]:
+    """A tensor's shape in GGUF files: three axes where it is several matrices."""
+    shape, count = source.shape(name), family_of(source.hparams).stacks.get(stem_of(name))
+    return shape if count is None else (count, shape[0] // count, *shape[1:])
 
 
 def _seal(path: Path, end: int, data: int, names: Sequence[str], digests: Mapping[str, str]) -> None:

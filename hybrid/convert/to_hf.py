@@ -12,15 +12,18 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
+from hybrid.checkpoint.base import Entry
 from hybrid.checkpoint.families import Family
 from hybrid.checkpoint.hf_files import TOKENIZER_FILES, config, generation_config, tokenizer_config
 from hybrid.checkpoint.sentencepiece_write import write_sentencepiece
 from hybrid.convert.atomic import atomic_folder
 from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
+from hybrid.core.tensor import Tensor
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 DIGEST = "sha256."
@@ -37,13 +40,15 @@ _UNKNOWN = "0" * 64
 def shards(
     source: Checkpoint, family: Family, target: Path, kinds: Mapping[str, str], dtype: str, split: int | None, force: bool
 ) -> Iterator[tuple[list[Path], list[Shard]]]:
-    """As to_gguf.shards: a folder with everything but the tensors' bytes, which becomes `target`."""
+    """As to_gguf.shards: a folder with everything but the tensors' bytes, which becomes `target`. `source` and `kinds` are those
+    that `apart` gives."""
+    made_apart = {part for stem in family.stacks for part in family.parts(f"{stem}.weight")}
     wrong = next((n for n, k in kinds.items() if k not in TYPES), None)
     if wrong is not None:
         raise CheckpointError(
             f"{kinds[wrong]} is no type of Hugging Face's format (tensor {wrong}): choose one of {', '.join(TYPES)}"
         )
-    names = {n: _name(family, n) for n in kinds}
+    names = {n: _name(n if n in made_apart else family.hf_names(n)) for n in kinds}
     groups = divide(tensor_sizes(source, kinds), split)
     with atomic_folder(target, force) as folder:
         paths = shard_paths(folder / "model.safetensors", len(groups))
@@ -61,8 +66,33 @@ def shards(
         yield [target / p.name for p in paths], made
 
 
-def _name(family: Family, name: str) -> str:
-    short = family.hf_name(name)
+def apart(source: Checkpoint, family: Family, kinds: Mapping[str, str]) -> tuple[Checkpoint, dict[str, str]]:
+    """The checkpoint with tensors as Hugging Face's files divide them, and their types: the matrices of a stack apart, by their
+    names there, and without what only GGUF has."""
+    entries: dict[str, Entry] = {}
+    types: dict[str, str] = {}
+    for name, kind in kinds.items():
+        parts = family.parts(name)
+        if len(parts) == 1:
+            entries[name], types[name] = source.entries[name], kind
+            continue
+        height = source.shape(name)[0] // max(len(parts), 1)
+        for i, part in enumerate(parts):
+            entries[part], types[part] = _rows_of(source, name, i * height, (i + 1) * height), kind
+    return replace(source, entries=entries), types
+
+
+def _rows_of(source: Checkpoint, name: str, first: int, last: int) -> Entry:
+    """Some rows of a matrix as a tensor of its own."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        return source.rows(name, first + start, first + stop)
+
+    shape = (last - first, *source.shape(name)[1:])
+    return Entry(source.dtype(name), shape, lambda: rows(0, shape[0]), rows)
+
+
+def _name(short: str) -> str:
     return short if short.startswith("lm_head") else f"model.{short}"
 
 
@@ -90,7 +120,7 @@ def _begin(path: Path, source: Checkpoint, kinds: Mapping[str, str], names: Mapp
     for name, size in sizes.items():
         offsets[name] = at
         at += size
-    return Shard(path, kinds, offsets, at, seal, names)
+    return Shard(path, kinds, offsets, at, seal, names, {name: source.shape(name) for name in sizes})
 
 
 def header_digest(header: bytes, own: str) -> str:

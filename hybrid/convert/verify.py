@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from hybrid.checkpoint import CheckpointError
-from hybrid.checkpoint.assemble import Stored
 from hybrid.checkpoint.files import OpenFile, read_file
 from hybrid.checkpoint.gguf_file import read_gguf
 from hybrid.checkpoint.gguf_split import check_parts, part_paths
 from hybrid.checkpoint.safetensors_file import read_safetensors
+from hybrid.checkpoint.stored import Stored
 from hybrid.convert import to_gguf, to_hf
 from hybrid.convert.shards import digest_of
 from hybrid.core.dtypes import DTYPES

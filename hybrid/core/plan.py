@@ -47,6 +47,10 @@ class TensorDecl:
     offset: int = 0
     sources: tuple[str, ...] = ()
     """Weights: the checkpoint tensors whose rows, one after another, make this one (empty: its own name)."""
+    role: str = ""
+    """`rope`: a table of positions, made by the host for `layer`. `kv`: part of the KV cache of `layer`."""
+    layer: int | None = None
+    """The first layer that names a tensor with a role."""
     row_types: tuple[tuple[str, int], ...] = ()
     """Weights whose sources differ in storage type: (dtype, rows) of each run of rows, in order; `dtype` is the widest."""
 
@@ -101,6 +105,8 @@ class Plan:
     arena_bytes: int = 0
     control: str = CONTROL_TENSOR
     """The tensor with this pass's control words: passes that run at the same time have their own."""
+    rooms: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the arena keeps for an activation of few rows where the same pass over all of them would need more."""
     pipeline_slot: int | None = None
     """Which set of rows and activations it uses, where passes overlap (hybrid/planning/pipeline.py). None: it runs alone."""
 

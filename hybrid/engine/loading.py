@@ -112,15 +112,16 @@ def load_tensors(
     and for the scratch of the kernels of all `sizes`. Returns what was re-encoded (weights.upload)."""
     decls = outlasting(plans)
     with clock.phase("cache"):
-        for name, decl in decls.items():
-            if name.startswith("rope."):
-                device.store(decl, Tensor.of(rope_of(name, target.hparams, target.cache.ctx)))
+        for decl in decls.values():
+            if decl.role == "rope":
+                assert decl.layer is not None
+                device.store(decl, Tensor.of(rope_of(target.hparams.layers[decl.layer], target.cache.ctx)))
             elif decl.kind != "weight":
                 device.store(decl)
         # Where passes overlap the largest plans are enough: a second device says now what it lacks for them.
         every = plans if device.pipeline_depth > 1 else every_size(target, sizes)
         device.reserve(max(p.arena_bytes for p in plans), every)
-    weights = [d for n, d in decls.items() if d.kind == "weight" and not n.startswith("rope.")]
+    weights = [d for d in decls.values() if d.kind == "weight" and d.role != "rope"]
     before = device.counters.bytes_up
     with clock.phase("weights"):
         reencoded = upload(checkpoint, device, weights, target.weights, progress, clock.sample)

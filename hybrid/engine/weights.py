@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from hybrid.checkpoint import Checkpoint
+from hybrid.checkpoint.classes import AS_STORED, class_of
+from hybrid.checkpoint.families import is_exact
 from hybrid.cli.progress import progress_bar
 from hybrid.core.device import Device
 from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES, WRITABLE_TYPES
@@ -25,7 +27,8 @@ def stored_types(checkpoint: Checkpoint, weights: str | None, backend: str = "cp
     """Dtype and shape of every tensor as the device will hold it: matrices in type `weights`, else as in the file, else
     (a type that the backend does not compute with) in the one near it.
 
-    Norm weights (one axis) stay float32. Raises ValueError for an unknown type or rows that are not whole blocks.
+    Vectors and the smallest matrices stay float32, and `weights` does not mean the classes AS_STORED. Raises ValueError for an
+    unknown type or rows that are not whole blocks.
     """
     makes = [t for t in WRITABLE_TYPES if t in computed(backend)]
     if weights is not None and weights not in WEIGHT_TYPES:
@@ -35,11 +38,14 @@ def stored_types(checkpoint: Checkpoint, weights: str | None, backend: str = "cp
     found = {}
     for name in checkpoint.names:
         dtype, shape = checkpoint.dtype(name), tuple(checkpoint.shape(name))
-        if weights is not None and len(shape) == 2:
+        if is_exact(name, shape):
+            found[name] = WeightInfo(dtype, shape)
+            continue
+        if weights is not None and class_of(name) not in AS_STORED:
             if shape[1] % DTYPES[weights].block:
                 raise ValueError(f"{name} {list(shape)} cannot be {weights}: its rows are not multiples of 32")
             dtype = weights
-        elif len(shape) == 2:
+        else:
             dtype = native(dtype, backend)
         found[name] = WeightInfo(dtype, shape)
     return found

@@ -36,8 +36,7 @@ class CacheShape:
     @classmethod
     def of(cls, hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1) -> CacheShape:
         """For a model, with prefill passes of at most `rows` rows, of which `in_flight` overlap (planning/pipeline.py)."""
-        window = 0 if all(hp.layer_is_global) else hp.window
-        return cls(ctx, window, min(in_flight * rows, ctx), slots)
+        return cls(ctx, hp.window, min(in_flight * rows, ctx), slots)
 
     @property
     def table(self) -> int:

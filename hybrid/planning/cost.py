@@ -14,18 +14,16 @@ __all__ = ["Cost", "memory", "plan_cost", "precision_by_phase", "precision_of", 
 def memory(plan: Plan) -> dict[str, int]:
     """Bytes by purpose, every tensor of the plan once; activations share one arena."""
     held = {"weights": 0, "tables": 0, "kv": 0, "state": 0, "io": 0}
-    for name, decl in plan.tensors.items():
+    for decl in plan.tensors.values():
         if decl.kind == "activation":
             continue
-        held[purpose(name, decl)] += decl.nbytes
+        held[purpose(decl)] += decl.nbytes
     return {**held, "activations": plan.arena_bytes}
 
 
-def purpose(name: str, decl: TensorDecl) -> str:
+def purpose(decl: TensorDecl) -> str:
     """What a tensor is for, as memory is told by plans: as Device.memory() tells it, RoPE tables and the KV cache apart."""
-    if decl.kind == "weight" and name.startswith("rope."):
-        return "tables"
-    return "kv" if decl.kind == "state" and name.startswith("kv.") else PURPOSE[decl.kind]
+    return {"rope": "tables", "kv": "kv"}.get(decl.role) or PURPOSE[decl.kind]
 
 
 def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
@@ -35,11 +33,11 @@ def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
     for step in plan.steps:
         op = ops[step.op]
         names = {k: plan.tensors[n] for k, n in step.args.items()}
-        matrices = [k for k, d in names.items() if d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.")]
+        matrices = [k for k, d in names.items() if d.kind == "weight" and len(d.shape) == 2 and not d.role]
         weights |= {dtype for k in matrices for dtype in names[k].dtypes}
         if matrices and "x" in op.inputs:
             acts |= {names[k].dtype for k in ("x", "h") if k in names}
-        kv |= {d.dtype for d in names.values() if d.name.startswith("kv.")}
+        kv |= {d.dtype for d in names.values() if d.role == "kv"}
     return {"weights": tuple(sorted(weights)), "activations": tuple(sorted(acts)), "kv": tuple(sorted(kv))}
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
-from hybrid.spec.expr import Expr, ExprError
+from hybrid.spec.expr import LAYER, Expr, ExprError
 from hybrid.spec.schedule import Declared, Phase, Schedule, StepSpec
+from hybrid.spec.step import ANY, EXTENTS
 
 _HOLE = re.compile(r"\{([^{}]*)\}")
 
@@ -33,6 +34,8 @@ class Draft:
     name: str
     layer: int | None
     args: Mapping[str, str]
+    extent: str
+    """One of EXTENTS."""
 
 
 class Names:
@@ -41,53 +44,69 @@ class Names:
     def __init__(self, schedule: Schedule, hparams: HParams, sizes: Mapping[str, int]) -> None:
         self.schedule = schedule
         self.hparams = hparams
-        numbers = {f.name: getattr(hparams, f.name) for f in fields(hparams)}
-        self.base = {k: v for k, v in numbers.items() if isinstance(v, (int, float))} | dict(sizes)
-        self.axes = {name: self._whole(expr, self.base, f"axes.{name}") for name, expr in schedule.axes.items()}
-        self.base |= self.axes
+        self.base: dict[str, int | float] = hparams.numbers | dict(sizes)
+        self._numbers: dict[int | None, dict[str, int | float]] = {}
+
+    def axes(self, layer: int | None) -> dict[str, int]:
+        """[axes] of a layer; outside the layers those that are the same in all of them."""
+        found: dict[str, int] = {}
+        env = self._given(layer)
+        for name, expr in self.schedule.axes.items():
+            if layer is not None or not any(n.startswith(f"{LAYER}.") for n in expr.names):
+                found[name] = self._whole(expr, {**env, **found}, f"axes.{name}")
+        return found
+
+    def numbers(self, layer: int | None) -> dict[str, int | float]:
+        """What expressions may name: hyper-parameters, sizes and axes; inside a layer its own numbers."""
+        if layer not in self._numbers:
+            self._numbers[layer] = {**self._given(layer), **self.axes(layer)}
+        return self._numbers[layer]
+
+    def _given(self, layer: int | None) -> dict[str, int | float]:
+        """`numbers` without the axes."""
+        if layer is None:
+            return self.base
+        own = self.hparams.layers[layer].numbers(layer)
+        return {**self.base, **{f"{LAYER}.{name}": value for name, value in own.items()}, "l": layer}
 
     def fill(self, text: str, layer: int | None) -> str:
-        """`blk.{l}.attn_norm.weight` for a layer; {l+1} and {name of a value} likewise, {L} = number of layers."""
+        """`blk.{l}.attn_norm.weight` for a layer; {l+1}, {layer.NAME} and {name of a value} likewise, {L} = number of layers."""
 
         def hole(match: re.Match[str]) -> str:
             name = match.group(1)
             if name == "L":
                 return str(self.hparams.n_layers)
-            if name in ("l", "l+1") or name in self.schedule.values:
-                if layer is None:
-                    raise self.error(text, f"{{{name}}} has a value only in [[layer]] steps")
-                if name in self.schedule.values:
-                    return self.fill(self.value(name, layer), layer)
-                return str(layer + (name == "l+1"))
-            raise self.error(text, f"unknown {{{name}}}{nearest(name, ['l', 'l+1', 'L', *self.schedule.values])}")
+            if name in self.schedule.values:
+                return self.fill(self.value(name, layer), layer)
+            of_layer = name in ("l", "l+1") or name.startswith(f"{LAYER}.")
+            if of_layer and layer is None:
+                raise self.error(text, f"{{{name}}} has a value only in [[layer]] steps")
+            if name in ("l", "l+1"):
+                return str(int(layer or 0) + (name == "l+1"))
+            number = self.numbers(layer).get(name) if of_layer else None
+            if isinstance(number, int):
+                return str(number)
+            known = ["l", "l+1", "L", *self.schedule.values, *(n for n in self.numbers(layer) if n.startswith(f"{LAYER}."))]
+            raise self.error(text, f"unknown {{{name}}}{nearest(name, known)}")
 
         return _HOLE.sub(hole, text)
 
-    def value(self, name: str, layer: int) -> str:
-        """The text of [values] NAME for a layer: the first key that holds."""
+    def value(self, name: str, layer: int | None) -> str:
+        """The text of [values] NAME for a layer: the first condition that holds."""
         for when, text in self.schedule.values[name].items():
-            if self.holds(when, layer):
+            if self.holds(when, layer, f"values.{name}"):
                 return text
-        raise self.error(f"values.{name}", f"no key holds for layer {layer}; add any = ...")
+        where = "outside the layers" if layer is None else f"for layer {layer}"
+        raise self.error(f"values.{name}", f"no condition holds {where}; add any = ...")
 
-    def holds(self, when: str, layer: int | None) -> bool:
-        if when == "any" or layer is None:
-            return True
-        is_global = self.hparams.layer_is_global[layer]
-        return {
-            "first": layer == 0,
-            "last": layer == self.hparams.n_layers - 1,
-            "global": is_global,
-            "local": not is_global,
-        }[when]
+    def holds(self, when: str, layer: int | None, where: str) -> bool:
+        return when == ANY or bool(self._eval(Expr(when), self.numbers(layer), where))
 
     def number(self, expr: Expr, layer: int | None, where: str) -> int | float:
-        """An expression over hyper-parameters, axes and, inside a layer, [values]."""
-        env = dict(self.base)
-        if layer is not None:
-            env["l"] = layer
-            for name in expr.names & self.schedule.values.keys():
-                env[name] = self._eval(Expr(self.value(name, layer)), self.base, f"values.{name}")
+        """An expression over hyper-parameters, axes, [values] and, inside a layer, its numbers."""
+        env = self.numbers(layer)
+        for name in expr.names & self.schedule.values.keys():
+            env = {**env, name: self._eval(Expr(self.value(name, layer)), self.numbers(layer), f"values.{name}")}
         return self._eval(expr, env, where)
 
     def shape(self, declared: Declared, layer: int | None, name: str) -> tuple[int, ...]:
@@ -107,7 +126,9 @@ class Names:
         unknown = expr.names - env.keys()
         if unknown:
             name = min(unknown)
-            raise self.error(where, f"unknown name {name!r} in {expr.text!r}{nearest(name, env)}")
+            outside = name == "l" or name.startswith(f"{LAYER}.")
+            why = " has a value only in [[layer]] steps" if outside and "l" not in env else nearest(name, env)
+            raise self.error(where, f"unknown name {name!r} in {expr.text!r}{why}")
         try:
             return expr.eval(env)
         except ExprError as e:
@@ -118,10 +139,18 @@ def expand(names: Names, phase: Phase) -> list[Draft]:
     """All steps of a phase in order, layers unrolled."""
     schedule, drafts = names.schedule, []
     for layer, spec in _walk(schedule, names.hparams.n_layers):
-        if spec.phase not in (None, phase) or not names.holds(spec.when, layer):
+        if spec.phase not in (None, phase) or not names.holds(spec.when, layer, f"{spec.name}.when"):
             continue
         args = {key: names.fill(value, layer) for key, value in spec.args.items()}
-        drafts.append(Draft(spec, names.fill(spec.name, layer), layer, args))
+        extent = names.fill(spec.extent, layer)
+        if extent not in EXTENTS:
+            raise names.error(f"{spec.name}.extent", f"{spec.extent} is {extent!r}; use one of {', '.join(EXTENTS)}")
+        drafts.append(Draft(spec, names.fill(spec.name, layer), layer, args, extent))
+    seen: set[str] = set()
+    for draft in drafts:
+        if draft.name in seen:
+            raise names.error(draft.name, "two steps of this name run in the same layer and phase: their conditions overlap")
+        seen.add(draft.name)
     return drafts
 
 
@@ -141,7 +170,10 @@ def declared(names: Names, drafts: list[Draft]) -> dict[str, tuple[Declared, int
             found[names.fill(text, None)] = (decl, None, text)
             continue
         for layer in layers:
-            found.setdefault(names.fill(text, layer), (decl, layer, text))
+            _, first, _ = found.setdefault(name := names.fill(text, layer), (decl, layer, text))
+            own, other = names.hparams.layers[layer], names.hparams.layers[layer if first is None else first]
+            if decl.role == "rope" and own.rotation != other.rotation:
+                raise names.error(f"tensors.{text}", f"layers {first} and {layer} rotate differently, but both have {name}")
     return found
 
 
@@ -159,9 +191,13 @@ def choices(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, str]:
 def fused(names: Names, weights: Mapping[str, WeightInfo]) -> dict[str, tuple[WeightInfo, tuple[str, ...]]]:
     """[fused]: each joined matrix and the checkpoint tensors whose rows make it. Their types may differ."""
     found = {}
-    for text, parts in names.schedule.fused.items():
+    for text, said in names.schedule.fused.items():
         layers: list[int | None] = list(range(names.hparams.n_layers)) if "{" in text else [None]
+        by_condition = said if isinstance(said, dict) else {ANY: said}
         for layer in layers:
+            parts = next((p for when, p in by_condition.items() if names.holds(when, layer, f"fused.{text}")), None)
+            if parts is None:
+                continue  # no step of this layer may name it
             name, own = names.fill(text, layer), tuple(names.fill(p, layer) for p in parts)
             missing = [p for p in own if p not in weights]
             if missing:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybrid.core.hparams import HParams
+from hybrid.core.names import in_layer, layer_of, part_of
 from hybrid.core.plan import Plan
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import purpose
@@ -16,8 +16,6 @@ from hybrid.planning.passes import PassSizes, chunk_of, pass_sizes
 from hybrid.planning.pipeline import for_pipeline_slot, outlasting, pipeline_depth
 from hybrid.planning.planner import PrecisionName, Target, plan
 from hybrid.spec.schedule import Schedule, find_schedule
-
-_LAYER = re.compile(r"(?:blk|kv)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +94,30 @@ def footprint(
 
 
 def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
-    """The same model with two layers of each kind (what a layer sees, and the types and shapes of its weights), and how many
-    layers each of them stands for. What the others take follows: a plan's layers of one kind differ in names alone, and
-    its activations live from one layer to the next at most."""
+    """The same model with two layers of each kind (its numbers, and the types and shapes of its weights) and those whose caches
+    they read, and how many layers each of them stands for. What the others take follows: a plan's layers of one kind differ in
+    names alone, and its activations live from one layer to the next at most."""
     kinds: dict[object, list[int]] = {}
     own: dict[int, list[tuple[str, WeightInfo]]] = {}
     for name, info in target.weights.items():
-        if name.startswith("blk."):
-            number, _, rest = name[4:].partition(".")
-            own.setdefault(int(number), []).append((rest, info))
-    for layer, seen in enumerate(target.hparams.layer_is_global):
-        kinds.setdefault((seen, *((n, i.dtype, i.shape, i.row_types) for n, i in sorted(own.get(layer, ())))), []).append(layer)
-    times = {k: n for of in kinds.values() for k, n in zip(of[:2], (1, len(of) - 1), strict=False)}
-    kept = sorted(times)
-    weights = {n: i for n, i in target.weights.items() if not n.startswith("blk.")}
-    weights |= {f"blk.{new}.{rest}": info for new, old in enumerate(kept) for rest, info in own.get(old, ())}
-    globals_ = tuple(target.hparams.layer_is_global[k] for k in kept)
-    hparams = replace(target.hparams, n_layers=len(kept), layer_is_global=globals_)
-    return replace(target, hparams=hparams, weights=weights), tuple(times[k] for k in kept)
+        layer = layer_of(name)
+        if layer is not None:
+            own.setdefault(layer, []).append((part_of(name), info))
+    for layer, params in enumerate(target.hparams.layers):
+        weights = ((n, i.dtype, i.shape, i.row_types) for n, i in sorted(own.get(layer, ())))
+        kinds.setdefault((params.kind, *weights), []).append(layer)
+    kept = {layer for of in kinds.values() for layer in of[:2]}
+    sources = {target.hparams.layers[layer].kv_from for layer in kept}
+    kept |= {source for source in sources if source is not None}
+    times: dict[int, int] = {}
+    for of in kinds.values():
+        here = [layer for layer in of if layer in kept]
+        times |= dict.fromkeys(here, 1)
+        times[here[-1]] += len(of) - len(here)
+    order = sorted(kept)
+    left = {n: i for n, i in target.weights.items() if layer_of(n) is None}
+    left |= {in_layer(new, rest): info for new, old in enumerate(order) for rest, info in own.get(old, ())}
+    return replace(target, hparams=target.hparams.only(order), weights=left), tuple(times[k] for k in order)
 
 
 def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
@@ -134,8 +138,9 @@ def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int)
     """times: how many layers each of the plans' layers stands for."""
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
     for name, decl in outlasting(plans).items():
-        layer, kind = _LAYER.match(name), purpose(name, decl)
-        if kind == "kv" and layer:
-            kind = "kv_global" if hparams.layer_is_global[int(layer[1])] else "kv_local"
-        held[kind] += decl.nbytes * (times[int(layer[1])] if layer else 1)
+        kind, layer = purpose(decl), layer_of(name)
+        if kind == "kv" and decl.layer is not None:
+            layer = decl.layer
+            kind = "kv_local" if hparams.layers[layer].window else "kv_global"
+        held[kind] += decl.nbytes * (1 if layer is None else times[layer])
     return Footprint(**held, scratch=max(p.arena_bytes for p in plans), beside=beside)

@@ -53,7 +53,7 @@ def pass_sizes(hp: HParams, ctx: int, slots: int, chunk: int, fixed: int | None 
     most = fixed or max(min(chunk, ctx * slots), slots)
     rows, outs = ((most,), (most,)) if fixed else (buckets(most), buckets(slots))
     logits = _within(rows, LOGITS_BYTES // (4 * hp.vocab))
-    return PassSizes(rows, outs, logits, _within(rows, HIDDEN_BYTES // (4 * hp.hidden * (hp.n_layers + 1))))
+    return PassSizes(rows, outs, logits, _within(rows, HIDDEN_BYTES // (4 * hp.n_streams * hp.hidden * (hp.n_layers + 1))))
 
 
 def fixed_rows(backend: str, slots: int) -> int:

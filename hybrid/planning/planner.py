@@ -9,13 +9,13 @@ from typing import Any, Literal
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
-from hybrid.core.plan import CONTROL_WORDS, Plan, Step, TensorDecl
+from hybrid.core.plan import CONTROL_WORDS, Extent, Plan, Step, TensorDecl
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused
 from hybrid.spec.op import OpSpec, load_ops
 from hybrid.spec.schedule import Phase, Profile, Schedule
-from hybrid.spec.step import Option
+from hybrid.spec.step import Option, StepSpec
 
 PrecisionName = Literal["auto", "exact", "fast"]
 
@@ -65,7 +65,11 @@ def plan(
     """
     if options and not sample:
         raise ValueError(f"options {sorted(options)} belong to passes that choose tokens: make the plan with sample=True")
-    return _Planner(target, rows, outs, phase, capture, sample, frozenset(options)).plan(layout)
+    made = _Planner(target, rows, outs, phase, capture, sample, frozenset(options))
+    picks = any(d.spec.alias and d.spec.option is None for d in made.drafts)
+    if layout is not None and capture and picks:  # what every row is picked from lives longer than in the layout
+        layout = _Planner(target, layout.rows, outs, phase, capture, sample, frozenset()).plan(None)
+    return made.plan(layout)
 
 
 class _Planner:
@@ -93,6 +97,7 @@ class _Planner:
         self.declared = declared(self.names, self.drafts)
         self.tensors: dict[str, TensorDecl] = {"control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io")}
         self.lives: dict[str, tuple[int, int]] = {}
+        self.rooms: dict[str, int] = {}
         self.solved: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, tuple[int, ...]]]] = {}
         self.checked: set[tuple[Any, ...]] = set()
 
@@ -107,15 +112,31 @@ class _Planner:
         name = f"{t.schedule.schedule.name}.{self.phase}.r{self.rows}.o{self.outs}"
         name += ".hidden" * self.capture + ".logits" * (bool(self.outs) and not self.sample)
         name += "".join(f".{option}" for option in sorted(self.options))
-        return Plan(name, self.rows, self.outs, tuple(steps), self.tensors, size)
+        return Plan(name, self.rows, self.outs, tuple(steps), self.tensors, size, rooms=self.rooms)
 
     def _included(self, draft: Draft) -> bool:
-        if draft.spec.extent == "outs" and self.outs == 0:
+        if self._extent(draft) == "outs" and self.outs == 0:
             return False
         return self.sample or draft.spec.op != "sample"
 
+    @property
+    def _every_row(self) -> bool:
+        """Whether every row is wanted as it is, so that none are picked: in decode each row gets a token."""
+        return self.phase == "decode" or self.capture
+
+    def _extent(self, draft: Draft) -> Extent:
+        if draft.extent == "wanted":
+            return "rows" if self._every_row else "outs"
+        return "rows" if draft.extent == "rows" else "outs"
+
+    def _left_out(self, spec: StepSpec) -> bool:
+        """A step of an option that this plan is made without, or one that picks rows where every row is wanted."""
+        if spec.option is not None:
+            return spec.option not in self.options
+        return bool(spec.alias) and self._every_row
+
     def _aliased(self, edges: list[tuple[Draft, dict[str, str]]]) -> list[tuple[Draft, dict[str, str]]]:
-        """Without the steps of other options: what they would write is what they would read (`alias`)."""
+        """Without the steps that are left out: what they would write is what they would read (`alias`)."""
         new: dict[str, str] = {}
         kept = []
         for draft, args in edges:
@@ -124,7 +145,7 @@ class _Planner:
             for result, given in draft.spec.alias.items():
                 if result not in op.outputs or given not in op.inputs:
                     raise self._error(draft, f"alias: {op.name} has no result {result} or no input {given}")
-            if draft.spec.option is not None and draft.spec.option not in self.options:
+            if self._left_out(draft.spec):
                 new |= {args[result]: own[given] for result, given in draft.spec.alias.items()}
                 continue
             kept.append((draft, own))
@@ -213,7 +234,7 @@ class _Planner:
                 args,
                 op.attrs(bind, attrs),
                 self._device(draft),
-                draft.spec.extent,
+                self._extent(draft),
                 draft.layer,
             )
             self._check(op, step, {k: self.tensors[n] for k, n in args.items()})
@@ -247,7 +268,7 @@ class _Planner:
 
     def _axes(self, draft: Draft, op: OpSpec) -> dict[str, int]:
         """Axes of the operation that the family or the step names: shapes must agree with them."""
-        axes = {k: v for k, v in self.names.axes.items() if k in op.axes}
+        axes = {k: v for k, v in self.names.axes(draft.layer).items() if k in op.axes}
         return axes | {k: int(self.names.number(e, draft.layer, f"{draft.name}.axes.{k}")) for k, e in draft.spec.axes.items()}
 
     def _device(self, draft: Draft) -> str:
@@ -285,7 +306,8 @@ class _Planner:
                 if info is None:
                     raise self.names.error(f"tensors.{text}.dtype", f"no weight {weight}")
                 dtype = self.target.profile(info.dtype).kv
-            self.tensors[name] = TensorDecl(name, dtype, self.names.shape(decl, layer, text), decl.kind)
+            shape, role = self.names.shape(decl, layer, text), decl.role or ""
+            self.tensors[name] = TensorDecl(name, dtype, shape, decl.kind, role=role, layer=layer if role else None)
         return self.tensors[name]
 
     def _write(self, index: int, draft: Draft, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]) -> None:
@@ -304,10 +326,13 @@ class _Planner:
                 "put a quantize_act step between them or change the reader's act",
             )
         host = name.startswith("hidden.") if self.capture else False
-        host |= draft.spec.extent == "outs" and not self.sample
+        host |= draft.extent == "outs" and not self.sample
         self.tensors[name] = TensorDecl(name, dtype, shape, "io" if host else "activation")
         if not host:
             self.lives[name] = (index, index)
+        if draft.extent == "wanted" and self._extent(draft) == "outs":
+            every = (self.rows, *shape[1:]) if shape[0] == max(self.outs, 1) else shape
+            self.rooms[name] = replace(self.tensors[name], shape=every).nbytes
 
     def _share(self, steps: list[Step]) -> list[Step]:
         """Activations that one device writes and another reads become io tensors, outside of either's arena. Those of one shape
@@ -326,9 +351,14 @@ class _Planner:
             self.tensors[found[name]] = replace(decl, name=found[name], kind="io")
         return [replace(s, args={k: found.get(n, n) for k, n in s.args.items()}) for s in steps] if found else steps
 
+    def _room(self, name: str) -> int:
+        """Bytes of an activation's place: enough for every row, also where it holds the wanted ones, because a pass that reads
+        hidden states back, or many rows' logits, has the same layout."""
+        return self.rooms.get(name, self.tensors[name].nbytes)
+
     def _place(self) -> int:
         """Offsets for all activations; returns the arena's bytes."""
-        lives = [Life(n, self.tensors[n].nbytes, a, b) for n, (a, b) in self.lives.items()]
+        lives = [Life(n, self._room(n), a, b) for n, (a, b) in self.lives.items()]
         offsets, size = place(lives)
         for name, offset in offsets.items():
             self.tensors[name] = replace(self.tensors[name], offset=offset)
@@ -338,7 +368,8 @@ class _Planner:
         """The offsets of a larger plan of the same steps: its tensors are as long-lived and at least as large."""
         for name in self.lives:
             own, other = self.tensors[name], layout.tensors.get(name)
-            if other is None or other.kind != "activation" or other.nbytes < own.nbytes:
+            room = 0 if other is None else layout.rooms.get(name, other.nbytes)
+            if other is None or other.kind != "activation" or room < self._room(name):
                 raise ValueError(f"plan {layout.name} has no room for {name} {own.dtype} {list(own.shape)}")
             self.tensors[name] = replace(own, offset=other.offset)
         return layout.arena_bytes

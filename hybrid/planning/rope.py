@@ -1,24 +1,27 @@
-"""Rotary position tables: row p holds D/2 cosines, then D/2 sines, of position p."""
+"""Rotary position tables: row p holds as many cosines, then sines, of position p as pairs of a head rotate."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hybrid.core.hparams import HParams
+from hybrid.core.hparams import LayerParams
 
 
-def rope_table(ctx: int, head_dim: int, theta: float, factor: float) -> np.ndarray:
-    """float32 [ctx, head_dim]: angle[p, i] = p * theta^(-2i/head_dim) / factor, i < head_dim / 2.
+def rope_table(
+    ctx: int, head_dim: int, theta: float, factor: float, pairs: int | None = None, width: int | None = None
+) -> np.ndarray:
+    """float32 [ctx, width]: angle[p, i] = p * theta^(-2i/head_dim) / factor, i < width / 2, and 0 from `pairs` on (default:
+    width and pairs are those of the whole head).
 
     Computed in float64 and rounded once: at long contexts float32 angles are off by whole thousandths.
     """
     half = head_dim // 2
-    frequency = theta ** (-np.arange(half, dtype=np.float64) / half) / factor
+    index = np.arange(half if width is None else width // 2, dtype=np.float64)
+    frequency = np.where(index < (half if pairs is None else pairs), theta ** (-index / half) / factor, 0.0)
     angle = np.arange(ctx, dtype=np.float64)[:, None] * frequency
     return np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
 
-def rope_of(name: str, hp: HParams, ctx: int) -> np.ndarray:
-    """The table `rope.global`, or of local layers, of a model."""
-    theta, factor = (hp.rope_theta_global, hp.rope_factor) if name == "rope.global" else (hp.rope_theta_local, 1.0)
-    return rope_table(ctx, hp.head_dim, theta, factor)
+def rope_of(layer: LayerParams, ctx: int) -> np.ndarray:
+    """The table of a layer, and of those that rotate alike: float32 [ctx, rope_dim]."""
+    return rope_table(ctx, layer.head_dim, layer.rope_theta, layer.rope_factor, layer.rotated_pairs, layer.rope_dim)

@@ -5,9 +5,9 @@ as Python.
     HQ % HK == 0 and D >= 16   constraints
     2*T*N*K + bytes(w)*N*K     costs; bytes(NAME) is the bytes per element of tensor NAME
 
-Numbers are ints and floats; + - * / // % and ** (a literal exponent of at most 8); comparisons, `and`, `or`;
-min, max, ceil_div, sqrt, log2, select(condition, a, b). Text, depth, size and results are bounded, so that a spec
-from a stranger can neither run code nor hang the reader.
+Numbers are ints and floats; `layer.NAME` is a name like any, of a schedule's layer; + - * / // % and ** (a literal exponent
+of at most 8); comparisons, `and`, `or`; min, max, ceil_div, sqrt, log2, select(condition, a, b). Text, depth, size and
+results are bounded, so that a spec from a stranger can neither run code nor hang the reader.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _FUNCTIONS: dict[str, tuple[int, int, Callable[..., Any]]] = {
     "sqrt": (1, 1, math.sqrt),
     "log2": (1, 1, math.log2),
 }
+LAYER = "layer"
 RESERVED = frozenset({*_FUNCTIONS, "select", "bytes", "and", "or"})
 
 
@@ -168,6 +169,9 @@ def _kind(node: ast.expr, depth: int, names: set[str], tensors: set[str]) -> boo
             raise ExprError(f"{node.id} is a function: write {node.id}(...)")
         names.add(node.id)
         return False
+    if (name := _of_layer(node)) is not None:
+        names.add(name)
+        return False
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         number(node.operand)
         return False
@@ -193,6 +197,13 @@ def _kind(node: ast.expr, depth: int, names: set[str], tensors: set[str]) -> boo
     what = {ast.Attribute: "attribute access (.)", ast.Subscript: "indexing", ast.Lambda: "lambda",
             ast.IfExp: "if/else (use select(condition, a, b))", ast.Tuple: "a list of values"}  # fmt: skip
     raise ExprError(f"{what.get(type(node), type(node).__name__)} is not part of the expression language")
+
+
+def _of_layer(node: ast.expr) -> str | None:
+    """`layer.NAME`, the one dotted name that there is."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == LAYER:
+        return f"{LAYER}.{node.attr}"
+    return None
 
 
 def _call(node: ast.Call, names: set[str], tensors: set[str], number: Callable[[ast.expr], None],
@@ -233,6 +244,10 @@ def _value(node: ast.expr, env: Mapping[str, Any], bytes: Callable[[str], float]
         if node.id not in env:
             raise ExprError(f"no value for {node.id}")
         return env[node.id]
+    if (name := _of_layer(node)) is not None:
+        if name not in env:
+            raise ExprError(f"no value for {name}")
+        return env[name]
     if isinstance(node, ast.UnaryOp):
         value = _value(node.operand, env, bytes)
         return -value if isinstance(node.op, ast.USub) else value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from hybrid.core.errors import SpecError, nearest
-from hybrid.core.hparams import HParams
+from hybrid.core.hparams import HParams, LayerParams, alternating, kv_sources
 from hybrid.core.places import SPECS
 from hybrid.spec.load import Model, load_toml
 
@@ -24,6 +25,23 @@ class ModelHead(Model):
     source: Annotated[str, Field(min_length=1)]
     parameters: Positive
     """Elements of all tensors of the text model."""
+
+
+class Own(Model):
+    """What some layers have instead of the shape's own."""
+
+    ffn: Positive | None = None
+    n_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    rotated: float | None = None
+    k_as_v: bool | None = None
+    sparsity: float | None = None
+
+
+class Some(Own):
+    """`Own` of a number of layers."""
+
+    layers: Positive
 
 
 class Shape(Model):
@@ -48,17 +66,44 @@ class Shape(Model):
     eps: float
     softcap: float
     tied: bool
+    n_streams: Positive = 1
+    laurel_rank: int = 0
+    per_layer_dim: int = 0
+    per_layer_vocab: int = 0
+    global_: Own = Field(Own(), alias="global")
+    """Of layers that see the whole context."""
+    first: Some | None = None
+    """Of the first layers."""
+    sharing: Some | None = None
+    """Of the last layers, which read the cache of the last layer before them of their own kind."""
 
     def hparams(self, family: str) -> HParams:
         """As hyper-parameters. ValueError names one that cannot be."""
-        same = self.model_dump(exclude={"global_every", "query_scale"})
+        model = {"hidden", "vocab", "context_length", "eps", "softcap", "tied", "n_streams", "laurel_rank", "per_layer_dim",
+                 "per_layer_vocab"}  # fmt: skip
         return HParams(
             family=family,
-            layer_is_global=tuple((i + 1) % self.global_every == 0 for i in range(self.n_layers)),
+            layers=self._layers(),
             attention_scale=self.query_scale**-0.5,
             embed_scale=self.hidden**0.5,
-            **same,
+            **self.model_dump(include=model),
         )
+
+    def _layers(self) -> tuple[LayerParams, ...]:
+        kinds = tuple((i + 1) % self.global_every == 0 for i in range(self.n_layers))
+        own = self.global_.model_dump(exclude_none=True)
+        rotations = {"rope_theta": self.rope_theta_local}, {"rope_theta": self.rope_theta_global, "rope_factor": self.rope_factor}
+        shape = self.model_dump(include={"ffn", "n_heads", "n_kv_heads", "head_dim"})
+        layers = list(alternating(self.n_layers, kinds, self.window, shape, rotations[0], {**rotations[1], **own}))
+        for some, start in ((self.first, 0), (self.sharing, -self.sharing.layers if self.sharing else 0)):
+            if some is not None:
+                changes = some.model_dump(exclude_none=True, exclude={"layers"})
+                for index in range(start, start + some.layers):
+                    layers[index] = replace(layers[index], **changes)
+        if self.sharing is not None:
+            shared = kv_sources(kinds, self.sharing.layers)
+            layers = [replace(layer, kv_from=source) for layer, source in zip(layers, shared, strict=True)]
+        return tuple(layers)
 
 
 class ModelSheet(Model):

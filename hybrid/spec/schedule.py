@@ -78,6 +78,8 @@ class Declared(Model):
     """A tensor that outlives a pass, or that the host reads and writes."""
 
     kind: Literal["io", "state", "weight"]
+    role: Literal["rope", "kv"] | None = None
+    """rope: the host makes it, from the rotation of the layers that name it. kv: part of the cache."""
     dtype: Text
     """A storage type, or `kv:WEIGHT` = the profile's KV type for that weight's type."""
     shape: tuple[Expr, ...]
@@ -99,7 +101,7 @@ class Tables(Model):
     """What takes over the steps of a device that is not there, or fails; without an entry that is an error."""
     precision: dict[Literal["auto", "exact", "fast"], Precision] = Field(default_factory=dict)
     values: dict[str, dict[When, str]] = Field(default_factory=dict)
-    fused: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    fused: dict[str, tuple[str, ...] | dict[When, tuple[str, ...]]] = Field(default_factory=dict)
     choice: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     tensors: dict[str, Declared] = Field(default_factory=dict)
     before: tuple[StepSpec, ...] = ()

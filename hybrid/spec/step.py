@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from hybrid.core.dtypes import ACTIVATION_TYPES
 from hybrid.spec.expr import Expr
@@ -14,8 +14,21 @@ from hybrid.spec.load import Model
 Phase = Literal["prefill", "decode"]
 Option = Literal["adjust", "logprobs"]
 """What a pass may do beside choosing tokens: adjust = penalties, biases and masks; logprobs = log-probabilities for the host."""
-When = Literal["first", "last", "local", "global", "any"]
+EXTENTS = ("rows", "outs", "wanted")
+"""rows: all of a pass. outs: those whose logits are wanted; a pass that wants none leaves the step out. wanted: the same in
+prefill; all rows where every row is wanted anyway, in decode and where hidden states are read."""
 Text = Annotated[str, Field(min_length=1)]
+ANY = "any"
+
+
+def _condition(value: str) -> str:
+    if value != ANY and not Expr(value).truth:
+        raise ValueError(f"{value!r} is a number; a condition is needed, such as layer.window > 0, or {ANY}")
+    return value
+
+
+When = Annotated[Text, AfterValidator(_condition)]
+"""A condition over a layer (`layer.window > 0`, `l == 0`) and the model, or `any`."""
 
 
 class StepSpec(Model):
@@ -31,14 +44,16 @@ class StepSpec(Model):
     axes: dict[str, Expr] = Field(default_factory=dict)
     """Axes of the operation that are not the family's of the same letter."""
     device: Text = "main"
-    extent: Literal["rows", "outs"] = "rows"
+    extent: Text = "rows"
+    """Which rows it is for: rows, outs, or wanted (EXTENTS); may hold {holes}."""
     option: Option | None = None
     """Only in plans that are made with this option; None: in all."""
     alias: dict[str, str] = Field(default_factory=dict)
-    """Result -> input, of a step with an option: in a plan without it, its results are those inputs."""
+    """Result -> input, of a step that may be left out: one with an option, in a plan without it, or one that picks the wanted
+    rows of tensors, in a plan that wants every row. Its results are then those inputs."""
     phase: Phase | None = None
     """Only in this phase; None: in both."""
-    when: When = "any"
+    when: When = ANY
     """Only in these layers."""
 
     @field_validator("act")
@@ -46,14 +61,21 @@ class StepSpec(Model):
     def _validate_act(cls, value: dict[str, str]) -> dict[str, str]:
         return checked_act(value)
 
+    @field_validator("extent")
+    @classmethod
+    def _validate_extent(cls, value: str) -> str:
+        if "{" not in value and value not in EXTENTS:
+            raise ValueError(f"{value!r}: use one of {', '.join(EXTENTS)}, or a text with a {{hole}}")
+        return value
+
     @property
     def phases(self) -> tuple[Phase, ...]:
         return ("prefill", "decode") if self.phase is None else (self.phase,)
 
     def meets(self, other: StepSpec) -> bool:
-        """Can both run in one layer and phase?"""
+        """Do both run in one layer and phase, as far as their conditions' texts tell?"""
         phases = self.phase is None or other.phase is None or self.phase == other.phase
-        return phases and ("any" in (self.when, other.when) or self.when == other.when)
+        return phases and (ANY in (self.when, other.when) or self.when == other.when)
 
 
 def checked_act(value: dict[str, str]) -> dict[str, str]:

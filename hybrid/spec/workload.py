@@ -6,7 +6,7 @@ specs/workloads.toml says what a pass is. It is read when the first operation is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hybrid.core.errors import FieldError, SpecError, nearest
+from hybrid.core.hparams import HParams
 from hybrid.core.places import SPECS
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import Attribute, Axis, AxisRole, Scalar, Tag, Variant, Workload, Workloads
@@ -59,11 +60,9 @@ class Givens:
         self._numbers: dict[tuple[str, str], dict[str, int | float]] = {}
 
     def numbers(self, model: str, name: str) -> Mapping[str, int | float]:
-        """Hyper-parameters of a model; with the name of a pass, its sizes too."""
+        """Hyper-parameters of a model (_numbers); with the name of a pass, its sizes too."""
         if (model, name) not in self._numbers:
-            hp = self.models[model]
-            values = {f.name: getattr(hp, f.name) for f in fields(hp)}
-            found = {k: v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+            found = _numbers(self.models[model])
             for role, expr in self.source.sizes.items() if name else ():
                 try:
                     found[role] = _eval(role, self.source.passes[name].sizes.get(role, expr), found)
@@ -71,6 +70,15 @@ class Givens:
                     raise SpecError(f"{shown_path(FILE)}: passes.{name}: {e.key}: {e.message}") from None
             self._numbers[model, name] = found
         return self._numbers[model, name]
+
+
+def _numbers(hp: HParams) -> dict[str, int | float]:
+    """Of the model as a whole, and of layers: NAME of the first, global_NAME of the first that sees the whole context, last_NAME
+    of the last; `window` of the local ones."""
+    globals_ = [i for i, layer in enumerate(hp.layers) if not layer.window]
+    kinds = {"": 0, "global_": globals_[0] if globals_ else 0, "last_": hp.n_layers - 1}
+    of_layers = {f"{kind}{name}": n for kind, index in kinds.items() for name, n in hp.layers[index].numbers(index).items()}
+    return {**of_layers, **hp.numbers, "window": hp.window}
 
 
 @lru_cache(maxsize=1)

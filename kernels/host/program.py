@@ -83,9 +83,9 @@ class _Bound:
             raise ValueError(f"step {step.name}: the {self.device.name} device has no operation {step.op!r}")
         spec = self.device.ops[step.op]
         self.function = self.device.functions[step.op]
-        self.axis = "O" if step.extent == "outs" else "T"
+        self.axis = spec.token_axis
         self.sets_context = "context" in spec.op.writes_control
-        self.bucket = step.bind.get(self.axis)  # None: an operation on weights alone
+        self.bucket = None if self.axis is None else step.bind.get(self.axis)  # None: an operation on weights alone
         shapes = {**spec.inputs, **spec.outputs, **spec.state, **spec.scratch}
         self.live = {n for n, t in shapes.items() if t.shape and str(t.shape[0]) == self.axis}
         given, wanted = set(step.args), set(shapes)

@@ -28,7 +28,7 @@ from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.features import _SHORT, Report, enabled_chain, query
 from hybrid.kernels.vulkan.instance import DeviceInfo, Instance, select
 from hybrid.kernels.vulkan.kernel import Kernel, KernelCache
-from hybrid.perf.roofline.work import Planned, _infos
+from hybrid.perf.roofline.work import Planned, of_shape
 from hybrid.planning.passes import capabilities_of, chunk_of
 from hybrid.spec.model import load_models
 
@@ -85,12 +85,12 @@ def precisions(dtype: str, name: str) -> tuple[str, ...]:
 def plans(capabilities: frozenset[str]) -> Iterator[tuple[str, Plan]]:
     """Plans that together use every kernel a schedule can ask for on a device with these capabilities: models, storage
     types, precisions, phases, buckets.
-    Layers repeat, so two of each model are planned: one with a window, one that sees the whole context."""
+    Layers repeat, so of each model one of each kind is planned, and those whose caches they read."""
     from hybrid.planning.planner import plan
 
     for name, sheet in load_models().items():
         hp = sheet.hparams()
-        small = replace(hp, n_layers=2, layer_is_global=(False, True))
+        small = hp.only(one_of_each(hp))
         for dtype in WIDE.get(name, ("q4_0",)):
             for precision in precisions(dtype, name):
                 model = _planned(name, small, dtype, precision, capabilities)
@@ -103,13 +103,15 @@ def plans(capabilities: frozenset[str]) -> Iterator[tuple[str, Plan]]:
                     yield f"{tag} logits {rows}", plan(model.target(rows, 4096, 1), rows, rows, "prefill", sample=False)
 
 
-def _planned(name: str, hp: HParams, dtype: str, precision: Any, capabilities: frozenset[str]) -> Planned:
-    from hybrid.checkpoint import gemma3
-    from hybrid.convert.kinds import plan_types
+def one_of_each(hp: HParams) -> list[int]:
+    """The first layer of each kind, and the layers whose caches those read."""
+    first = {layer.kind: index for index, layer in reversed([*enumerate(hp.layers)])}
+    sources = {hp.layers[index].kv_from for index in first.values()}
+    return sorted({*first.values(), *(s for s in sources if s is not None)})
 
-    shapes = gemma3.tensors(hp)
-    kinds = plan_types({n: ("bf16" if len(s) > 1 else "f32", s) for n, s in shapes.items()}, Wanted(dtype), writing=False).kinds
-    return Planned(name, hp, _infos(kinds, shapes), dtype, precision, capabilities=capabilities)
+
+def _planned(name: str, hp: HParams, dtype: str, precision: Any, capabilities: frozenset[str]) -> Planned:
+    return of_shape(name, hp, Wanted(dtype), precision, capabilities=capabilities)
 
 
 def collect(report: Report) -> dict[Key, str]:

@@ -255,13 +255,18 @@ Kv = Literal["auto", "f32", "f16"]
 
 
 def _named(name: str, wanted: Wanted, precision: PrecisionName, kv: Kv, capabilities: frozenset[str]) -> Planned:
-    from hybrid.checkpoint import gemma3
+    return of_shape(name, find_model(name).hparams(), wanted, precision, kv, capabilities)
 
-    hp = find_model(name).hparams()
-    tensors = {n: ("bf16" if len(s) > 1 else "f32", s) for n, s in gemma3.tensors(hp).items()}
-    types = plan_types(tensors, wanted, writing=False)
-    infos = _infos(types.kinds, {n: s for n, (_, s) in tensors.items()})
-    return Planned(name, hp, infos, wanted.dtype, precision, kv, capabilities)
+
+def of_shape(
+    name: str, hp: HParams, wanted: Wanted, precision: PrecisionName, kv: Kv = "auto", capabilities: frozenset[str] = frozenset()
+) -> Planned:
+    """A model that no file holds, its matrices stored as wanted."""
+    from hybrid.checkpoint.families import is_exact, tensors
+
+    shapes = tensors(hp)
+    types = plan_types({n: ("f32" if is_exact(n, s) else "bf16", s) for n, s in shapes.items()}, wanted, writing=False)
+    return Planned(name, hp, _infos(types.kinds, shapes), wanted.dtype, precision, kv, capabilities)
 
 
 def _opened(path: str, precision: PrecisionName, kv: Kv, capabilities: frozenset[str]) -> Planned:
@@ -317,7 +322,7 @@ def rate_of(step: Step, used: Mapping[str, TensorDecl], units: bool) -> Rate:
     if units and rounded and rounded.when.eval(step.bind) and all(used[k].dtype == d for k, d in rounded.dtypes.items()):
         return "f16"
     inputs = {used[k].dtype for k in ("x", "h") if k in used}
-    matrix = any(d.kind == "weight" and len(d.shape) == 2 and not d.name.startswith("rope.") for d in used.values())
+    matrix = any(d.kind == "weight" and len(d.shape) == 2 and not d.role for d in used.values())
     if matrix and "q8_act" in inputs:
         return "int8"
     return "f16" if matrix and "f16" in inputs else "f32"

@@ -1,0 +1,30 @@
+"""Classes of matrices: which are stored, and converted, alike. Vectors belong to none: they are float32."""
+
+from __future__ import annotations
+
+from hybrid.checkpoint.base import CheckpointError
+from hybrid.core.names import stem_of
+
+CLASSES: dict[str, tuple[str, ...]] = {
+    "embed": ("token_embd",),
+    "head": ("output",),
+    "table": ("per_layer_token_embd",),
+    "attn": ("attn_q", "attn_k", "attn_v", "attn_output"),
+    "ffn": ("ffn_gate", "ffn_up", "ffn_down"),
+    "inputs": ("inp_gate", "proj"),
+    "streams": ("altup_proj", "altup_unembd_proj", "laurel_l", "laurel_r", "per_layer_model_proj"),
+}
+"""Class -> the last part of its tensors' names, without `.weight`."""
+
+AS_STORED = ("table", "streams")
+"""Classes that are not converted while a model is loaded: of the table a token reads one row of a few kilobytes, and the others
+are small beside what they would cost in accuracy."""
+
+
+def class_of(name: str) -> str:
+    """`blk.3.ffn_up.weight` -> `ffn`. CheckpointError for a matrix that no class lists."""
+    stem = stem_of(name)
+    for kind, parts in CLASSES.items():
+        if stem in parts:
+            return kind
+    raise CheckpointError(f"tensor {name} belongs to no class of {', '.join(CLASSES)}: add it to CLASSES")

@@ -1,0 +1,216 @@
+"""What the files of all families here have alike: tensors of a layer, kinds of layers, fields that no operation computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hybrid.checkpoint.fields import Fields
+from hybrid.core.hparams import MAX_LAYERS, HParams, LayerParams
+from hybrid.core.names import in_layer, layer_of, stem_of
+
+Shape = tuple[int, ...]
+
+LOCAL_THETA, GLOBAL_THETA = 1e4, 1e6
+
+# GGUF's name -> Hugging Face's, both without `.weight`.
+IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+AROUND = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+OF_SHARING = ("attn_k", "attn_v", "attn_k_norm")
+"""What files have, and nobody reads, in layers that read another layer's cache."""
+
+
+def block(hp: HParams, layer: LayerParams) -> dict[str, Shape]:
+    """Attention and feed-forward of a layer: stems and shapes [outputs, inputs], in file order."""
+    q, kv = layer.n_heads * layer.head_dim, layer.n_kv_heads * layer.head_dim
+    found: dict[str, Shape] = {
+        "attn_norm": (hp.hidden,),
+        "attn_q": (q, hp.hidden),
+        "attn_k": (kv, hp.hidden),
+        "attn_v": (kv, hp.hidden),
+        "attn_q_norm": (layer.head_dim,),
+        "attn_k_norm": (layer.head_dim,),
+        "attn_output": (hp.hidden, q),
+        "post_attention_norm": (hp.hidden,),
+        "ffn_norm": (hp.hidden,),
+        "ffn_gate": (layer.ffn, hp.hidden),
+        "ffn_up": (layer.ffn, hp.hidden),
+        "ffn_down": (hp.hidden, layer.ffn),
+        "post_ffw_norm": (hp.hidden,),
+    }
+    if layer.k_as_v:
+        del found["attn_v"]
+    return found
+
+
+def owned(layer: LayerParams, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Without what a layer that reads another's cache never uses."""
+    return {stem: shape for stem, shape in shapes.items() if layer.kv_from is None or stem not in OF_SHARING}
+
+
+def dead(hp: HParams) -> dict[str, Shape]:
+    """Tensors that files may have for layers that read another's cache: no plan uses them."""
+    sharing = [(i, layer) for i, layer in enumerate(hp.layers) if layer.kv_from is not None]
+    shapes = ((i, stem, shape) for i, layer in sharing for stem, shape in block(hp, layer).items())
+    return {in_layer(i, f"{stem}.weight"): shape for i, stem, shape in shapes if stem in OF_SHARING}
+
+
+def whole(hp: HParams, before: Mapping[str, Shape], layers: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
+    """Every tensor by its GGUF name, in file order: the embedding, `before`, the layers' (by stem), the rest."""
+    out: dict[str, Shape] = {"token_embd.weight": (hp.vocab, hp.hidden)}
+    out |= {f"{stem}.weight": shape for stem, shape in before.items()}
+    for index, layer in enumerate(layers):
+        out |= {in_layer(index, f"{stem}.weight"): shape for stem, shape in layer.items()}
+    out["output_norm.weight"] = (hp.hidden,)
+    if not hp.tied:
+        out["output.weight"] = (hp.vocab, hp.hidden)
+    return out
+
+
+def hf_name(name: str, around: Mapping[str, str] = AROUND, within: Mapping[str, str] = IN_LAYER) -> str:
+    """`blk.3.attn_q.weight` -> `layers.3.self_attn.q_proj.weight`."""
+    layer, stem = layer_of(name), stem_of(name)
+    return f"{around[stem]}.weight" if layer is None else f"layers.{layer}.{within[stem]}.weight"
+
+
+def text_config(config: Fields) -> Fields:
+    """The fields of the text model: nested in a multimodal model's."""
+    return config.sub("text_config") if config.get("text_config") is not None else config
+
+
+def layer_count(c: Fields, key: str, *default: int) -> int:
+    n = c.integer(key, *default)
+    if n > MAX_LAYERS:
+        raise c.error(key, f"{n} is not believable: the file is damaged")
+    return n
+
+
+def refuse_variants(c: Fields, family: str) -> None:
+    """Fields that would change the arithmetic in ways that no operation here computes."""
+    activation = c.get("hidden_activation", c.get("hidden_act", "gelu_pytorch_tanh"))
+    if activation not in ("gelu_pytorch_tanh", "gelu_tanh"):
+        raise c.error("hidden_activation", f"{activation!r} is not supported; known: gelu_pytorch_tanh")
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        value = c.get(key)
+        if value and value != "vision":  # of images' tokens only
+            raise c.error(key, f"{value!r} is not supported: this is a causal decoder without biases")
+    refuse_attention_cap(c, family)
+
+
+def refuse_attention_cap(c: Fields, family: str) -> None:
+    """Gemma 2 caps the scores of attention, the later ones do not."""
+    key = "attn_logit_softcapping"
+    if c.get(key):
+        raise c.error(key, f"{c.get(key)!r} is not supported: {family} caps no attention scores; remove it if it came from Gemma 2")
+
+
+def note_config(c: Fields, config: Fields, vocab: int, defaulted: Sequence[str], family: str) -> None:
+    """What config.json leaves to its class, and what else of it does not count."""
+    quantised = config.sub("quantization_config") if c.get("quantization_config") is None else c.sub("quantization_config")
+    if quantised.values:
+        method = quantised.get("quant_method", "no quant_method")
+        c.notes.append(f"{c.path.name} has a quantization_config ({method}): it is left out, tensors are taken as they are stored")
+    omitted = [key for key in defaulted if c.get(key) is None and not c.is_null(key)]
+    if omitted:
+        c.notes.append(f"{c.path.name} omits {', '.join(omitted)}: the defaults of {family}'s config class are taken")
+    for said in dict.fromkeys(f.integer("vocab_size", vocab) for f in (c, config)):
+        if said != vocab:
+            c.notes.append(f"{c.path.name} says vocab_size {said}: the embedding has {vocab} rows, which count")
+
+
+def linear_factor(rope: Fields) -> float:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return 1.0
+    if kind != "linear":
+        raise rope.error("rope_type", f"{kind!r} is not supported; known: default, linear")
+    return rope.number("factor")
+
+
+def layers_from_hf(c: Fields, n_layers: int, period: int) -> tuple[bool, ...]:
+    """Which layers are global: by layer_types, else by a period, else every `period`-th."""
+    types = c.get("layer_types")
+    if types is None:
+        key = next((k for k in ("sliding_window_pattern", "_sliding_window_pattern") if c.get(k) is not None), "")
+        return periodic(c, key, c.integer(key) if key else period, n_layers)
+    if not isinstance(types, list):
+        raise c.error("layer_types", "must be a list")
+    known = {"full_attention": True, "sliding_attention": False}
+    wrong = next((t for t in types if not isinstance(t, str) or t not in known), None)
+    if wrong is not None:
+        raise c.error("layer_types", f"holds {str(wrong)[:60]!r}; known: {', '.join(known)}")
+    return tuple(known[t] for t in types)
+
+
+def layer_types(hp: HParams) -> list[str]:
+    """For config.json."""
+    return ["full_attention" if g else "sliding_attention" for g in hp.layer_is_global]
+
+
+def layers_from_gguf(m: Fields, n_layers: int, window: int, period: int) -> tuple[bool, ...]:
+    """Which layers are global, by the metadata's pattern, a period or a list; all where there is no window."""
+    key = "attention.sliding_window_pattern"
+    pattern = m.get(key, period)
+    if window == 0:
+        if isinstance(pattern, list) and any(pattern):
+            raise m.error(key, "names local layers, but attention.sliding_window is 0: one of them is wrong")
+        return (True,) * n_layers
+    if not isinstance(pattern, list):
+        return periodic(m, key, m.integer(key, period), n_layers)
+    if not all(isinstance(sliding, (bool, int)) for sliding in pattern):
+        raise m.error(key, "must be a list of truth values, or a period")
+    return tuple(not sliding for sliding in pattern)
+
+
+def periodic(c: Fields, key: str, period: int, n_layers: int) -> tuple[bool, ...]:
+    if period < 1:
+        raise c.error(key, f"{period} must be positive")
+    return every(period, n_layers)
+
+
+def every(period: int, n_layers: int) -> tuple[bool, ...]:
+    return tuple((index + 1) % period == 0 for index in range(n_layers))
+
+
+def positive(c: Fields, key: str, default: float) -> float:
+    value = c.number(key, default)
+    if value <= 0:
+        raise c.error(key, f"{value} must be positive")
+    return value
+
+
+def positive_sqrt(hidden: int) -> float:
+    return max(hidden, 0) ** 0.5
+
+
+def by_layer(c: Fields, key: str, n_layers: int, *default: int) -> list[int]:
+    """A whole number for every layer: a list of them, or one for all."""
+    value = c.get(key)
+    if not isinstance(value, list):
+        return [c.integer(key, *default)] * n_layers
+    whole = [v for v in value if isinstance(v, int) and not isinstance(v, bool)]
+    if len(value) != n_layers or len(whole) != len(value):
+        raise c.error(key, f"must be one whole number for each of the {n_layers} layers, or one for all")
+    return whole
+
+
+def numbers_by_layer(c: Fields, key: str, n_layers: int) -> list[float]:
+    """A number for every layer, of a list; infinities are left as they are."""
+    value = c.get(key)
+    right = isinstance(value, list) and all(isinstance(v, (int, float)) and not isinstance(v, bool) and v == v for v in value)
+    if not right or len(value) != n_layers:
+        raise c.error(key, f"must be a list of one number for each of the {n_layers} layers")
+    return [float(v) for v in value]

@@ -1,0 +1,66 @@
+"""A tensor as a file has it: where its bytes lie, and how they become ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hybrid.checkpoint.files import OpenFile
+from hybrid.checkpoint.finite import check_scales
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.tensor import Packed, Tensor
+from hybrid.quant.codec import from_ggml, row_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as a file has it: `dtype` is ours where we know the type, else the file's own name for it."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: OpenFile | None
+    """None where the type is unknown."""
+    offset: int = 0
+
+    def raw(self) -> np.ndarray:
+        """The tensor's bytes, uint8 in memory of their own, with scales that are finite. CheckpointError where they are
+        not, or where the file has changed."""
+        return self._bytes(0, DTYPES[self.dtype].nbytes(self.shape))
+
+    def load(self) -> Tensor:
+        """The tensor in memory of its own. Raises what `raw` raises."""
+        if len(self.shape) == 2:
+            return self.read_rows(0, self.shape[0])
+        return from_ggml(self.raw(), self.dtype, self.shape)
+
+    def packed(self) -> Packed:
+        """A matrix's bytes, read when and where they are asked for."""
+        file, offset = self.file, self.offset
+        assert file is not None
+        return Packed(self.dtype, self.shape, lambda at, out: file.read_into(offset + at, out), self.read_rows)
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop of a matrix in memory of their own. Block types pass through a few at a time: they are split
+        into parts, and what is split must not be held twice. Raises what `raw` raises."""
+        width = self.shape[1]
+        row, out = DTYPES[self.dtype].nbytes((width,)), Tensor.empty(self.dtype, (stop - start, width))
+        if out.type.block == 1:
+            assert self.file is not None
+            self.file.read_into(self.offset + start * row, out.parts[0].reshape(-1).view(np.uint8))
+            return out
+        for a, b in row_blocks(stop - start, width):
+            piece = from_ggml(self._bytes((start + a) * row, (start + b) * row, start + a), self.dtype, (b - a, width))
+            for to, part in zip(out.parts, piece.parts, strict=True):
+                to[a:b] = part
+        return out
+
+    def _bytes(self, begin: int, end: int, first_row: int = 0) -> np.ndarray:
+        assert self.file is not None
+        raw = np.empty(end - begin, np.uint8)
+        self.file.read_into(self.offset + begin, raw)
+        check_scales(self.path, self.name, self.dtype, self.shape, raw, first_row)
+        return raw
