@@ -107,7 +107,7 @@ def test_sheets_hold_the_published_sizes() -> None:
             counts.append(shape[0] * (shape[1] if len(shape) > 1 else 1))
         assert sum(counts) == sheet.model.parameters
     big = find_model("gemma3-27b").hparams()
-    assert big.attention_scale == 168**-0.5 and big.head_dim == 128 and sum(big.layer_is_global) == 10
+    assert big.attention_scale == 168**-0.5 and big.layers[0].head_dim == 128 and sum(big.layer_is_global) == 10
     with pytest.raises(SpecError, match="did you mean 'gemma3-12b'"):
         find_model("gemma3-12B")
 
