@@ -18,6 +18,7 @@ from hybrid.devices.opening import NpuKind, Opened, open_devices
 from hybrid.engine import batch
 from hybrid.engine.chunks import token_ids
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.constraint import Constraint
 from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle
 from hybrid.engine.loading import LoadClock
@@ -169,24 +170,34 @@ class Model:
         ignore_eos: bool = False,
         session: Session | None = None,
         tokens_per_submit: int = 1,
+        *,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
     ) -> Generator[str, None, None]:
         """Pieces of text as they come; joined they are `decode` of the generated ids, cut before a stop string.
 
         Ids are used verbatim; text gets a begin-of-text token. Ends after max_tokens, at an end-of-text token (unless
         ignore_eos), at a stop string, or at the context's end; `stats` says which. With a `session`, what the prompt
         shares with the session's last sequence is not run again. With several tokens_per_submit pieces come that many
-        at a time, with less work for the host; an end of text is then noticed late. Raises at once for wrong arguments.
+        at a time, with less work for the host; an end of text is then noticed late. How tokens are chosen:
+        hybrid.engine.sampling.Sampling. Raises at once for wrong arguments.
         """
         engine = self._engine()
         if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
             raise ValueError(f"tokens_per_submit must be a positive integer, not {tokens_per_submit!r}")
+        sampling = Sampling(
+            temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias
+        )
+        sampling.check(engine.target.n_tokens)
         request = Request(
             self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt),
             self.checkpoint.tokenizer,
             vocab=engine.target.hparams.vocab,
             ctx=engine.cache.ctx,
             max_tokens=max_tokens,
-            sampling=Sampling(temperature, top_k, top_p, min_p, seed),
+            sampling=sampling,
             stop=stop,
             ignore_eos=ignore_eos,
         )
@@ -213,13 +224,15 @@ class Model:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
-        constraint: Any = None,
+        constraint: Constraint | None = None,
     ) -> Handle:
         """Put a request into the queue, from any thread; returns at once. Requests run together, up to `slots` at a time, and
         are read from the handle, in threads or with asyncio.
 
-        As for `generate`. priority: greater ones are begun first. deadline: seconds from now after which it ends (finish
-        `deadline`). ValueError for wrong options, ContextExceeded for a prompt that is too long, QueueFull where too many wait.
+        As for `generate`. logprobs: how many of the most likely tokens come with each token (0: none; at most 20), by the model's
+        own distribution. constraint: says before each token which may come (hybrid.engine.constraint). priority: greater ones are
+        begun first. deadline: seconds from now after which it ends (finish `deadline`). ValueError for wrong options,
+        ContextExceeded for a prompt that is too long, QueueFull where too many wait.
         """
         self._engine()
         options = Options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, logprobs, priority, deadline,
@@ -251,7 +264,7 @@ class Model:
         slot, cached = held.begin(request.prompt, request.sampling, length)
         running, intact = held.running, True
         try:
-            engine.warm_up(len(request.prompt) - cached)  # compiling is no part of the speeds
+            engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
             for token in engine.stream(slot, request.begin(cached), request.limit, tokens_per_submit):
                 piece = request.push(token)
                 if piece:

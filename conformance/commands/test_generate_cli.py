@@ -166,6 +166,10 @@ def test_ctrl_c_ends_with_statistics_and_130(folder):
         (["{model}", "--top-p", "0"], 2, "top_p must be above 0"),
         (["{model}", "--temperature", "nan"], 2, "temperature must be 0"),
         (["{model}", "--seed", "-1"], 2, "seed must be between 0"),
+        (["{model}", "--repetition-penalty", "0"], 2, "repetition_penalty must be between 0.01 and 100"),
+        (["{model}", "--logit-bias", "7"], 2, "'7': write ID=B, a token id and a number"),
+        (["{model}", "--logit-bias", "7=1000"], 2, "logit_bias must have biases between -100 and 100"),
+        (["{model}", "--logit-bias", "99999=1"], 1, "logit_bias: the model has no token 99999"),
         (["{model}", "--max-tokens", "0"], 2, "'0' is not a positive number"),
         (["{model}", "--tokens-per-submit", "0"], 2, "'0' is not a positive number"),
         (["{model}", "--ctx", "0"], 2, "'0' is not a positive number"),
@@ -191,6 +195,20 @@ def test_errors_are_one_line(folder, capsys, args, code, message):
         got = e.code
     error = capsys.readouterr().err
     assert got == code and message in error and error.count("\n") == 1 and error.startswith("error: "), error
+
+
+def test_penalties_and_biases_reach_the_model(folder, capsys):
+    """The command and Model.generate choose the same, and otherwise than without."""
+    options = ["--repetition-penalty", "1.8", "--presence-penalty", "0.5", "--frequency-penalty", "0.25", "--logit-bias", "9=5"]
+    said = []
+    for more in (options, []):
+        assert generate.main([str(folder), "--device", "cpu", "--ignore-eos", "-n", "12", "--json", *more]) == 0
+        said.append(json.loads(capsys.readouterr().out)["ids"])
+    with hybrid.load(folder, device="cpu") as model:
+        prompt = model.encode(generate.DEFAULT_PROMPT)
+        "".join(model.generate(prompt, 12, ignore_eos=True, repetition_penalty=1.8, presence_penalty=0.5, frequency_penalty=0.25,
+                               logit_bias={9: 5}))  # fmt: skip
+        assert list(model.stats.ids) == said[0] != said[1]
 
 
 def test_generation_ends_where_it_should(folder):

@@ -242,7 +242,7 @@ def test_a_plan_has_the_steps_of_its_options_only():
         of = {s.op: s.args["logits"] for s in one.steps if "logits" in s.args and s.op != "logits"}
         assert of["sample"] == ("logits.adjusted" if "adjust" in options else "logits")
         assert all(of[op] == "logits" for op in of if op != "sample")  # log-probabilities are of the model's own logits
-    assert made["logprobs", "adjust"].tensors["masks"].shape == (2, -(-target().hparams.vocab // 32))
+    assert made["logprobs", "adjust"].tensors["masks"].shape == (3 + 16, -(-target().hparams.vocab // 32))
     assert made["adjust",].name.endswith(".adjust") and made["adjust",].arena_bytes > plain.arena_bytes
 
 

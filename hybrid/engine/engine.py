@@ -6,7 +6,7 @@ After warm-up a pass is one submit. Tokens, positions and sampled ids stay on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from hybrid.core.errors import ContextExceeded, SpecError
 from hybrid.core.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, FAULTED, Plan, TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.engine import streams, teacher_forcing, voids
+from hybrid.engine.choosing import Choosing
 from hybrid.engine.chunks import Chunk, check_prompts, chunks
 from hybrid.engine.config import EngineConfig, sizes_for, target_for
+from hybrid.engine.constraint import Constraint
 from hybrid.engine.faults import fault
 from hybrid.engine.kv import BlockTables
 from hybrid.engine.loading import LoadClock, load_tensors
@@ -29,6 +31,7 @@ from hybrid.planning.passes import bucket_of
 from hybrid.planning.pipeline import for_pipeline_slot, name_in_slot, outlasting
 from hybrid.planning.planner import plan, segments
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
+from hybrid.spec.step import OPTIONS, Option
 
 
 class Engine:
@@ -57,6 +60,7 @@ class Engine:
         self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
         self.cache = self.target.cache
         self.tables = BlockTables(self.cache)
+        self.choosing = Choosing(device, self.target)
         self.positions: dict[int, int] = {}
         """Live slot -> position of its next token."""
         self.prefilled = Counters()
@@ -70,35 +74,41 @@ class Engine:
         self._timing = Timing(self.trace)
         self._last_pipeline_slot = device.pipeline_depth - 1  # of the last prefill pass
         self._slot_ticket: dict[int, int] = {}  # the ticket of a pipeline slot's last pass
-        self._programs: dict[tuple[Phase, int, int, bool, bool, int], Program] = {}
+        self._programs: dict[tuple[Phase, int, int, bool, bool, int, frozenset[Option]], Program] = {}
         self._decoding: tuple[int, ...] | None = None  # sequences that the device's rows are set up for
         self._decoder: Program | None = None
         self._layouts: dict[str, Plan] = {}  # the largest plans: smaller ones take their offsets
         with self.clock.phase("plan"):
             most, outs = self.sizes.rows[-1], self.sizes.outs[-1]
-            self._layouts = {"prefill": self.plan("prefill", most, outs), "decode": self.plan("decode", outs, outs)}
+            self._layouts = {
+                "prefill": self.plan("prefill", most, outs, options=OPTIONS),
+                "decode": self.plan("decode", outs, outs, options=OPTIONS),
+            }
             plans = self._largest_plans()
         self._stored = set(outlasting(plans))
         self.reencoded = load_tensors(checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress)
         """Matrices that the device holds in another storage type than the file, because it does not compute with that one."""
 
     # ------------------------------------------------------------------------------------------------------ sequences
-    def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None) -> int:
-        """Reserve a slot and the cache for a sequence of at most `length` tokens (default: the context)."""
-        words = Tensor.of((sampling or Sampling()).words())
+    def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None, *,
+              prompt: Sequence[int] = (), constraint: Constraint | None = None) -> int:  # fmt: skip
+        """Reserve a slot and the cache for a sequence of at most `length` tokens (default: the context), whose tokens are chosen
+        by sampling, prompt and constraint (Choosing.admit)."""
+        (sampling := sampling or Sampling()).check(self.target.n_tokens)
         self._settle()
         slot = self.tables.admit(self.cache.ctx if length is None else length, slot)
         for group in self.tables.tables:
             if f"block_table.{group}" in self._stored:
                 self.device.write(f"block_table.{group}", Tensor.of(self.tables.row(group, slot)), slot)
-        self.device.write("params", words, slot)
+        self.choosing.admit(slot, sampling, prompt, constraint)
         self.positions[slot] = 0
         return slot
 
-    def set_sampling(self, slot: int, sampling: Sampling) -> None:
-        """Choose a live sequence's next tokens by other parameters."""
+    def set_sampling(self, slot: int, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
+        """Choose a live sequence's next tokens by other parameters. prompt: all its tokens until then."""
         self._settle()
-        self.device.write("params", Tensor.of(sampling.words()), slot)
+        self.choosing.admit(slot, sampling, prompt)
+        self._decoding = None
 
     def rewind(self, slot: int, position: int, anyway: bool = False) -> bool:
         """Truncate a live sequence to `position` tokens. False, and nothing done, where that is impossible: local layers keep a
@@ -119,6 +129,7 @@ class Engine:
         """End a sequence and free its slot and cache blocks."""
         self._settle()
         self.tables.release(slot)
+        self.choosing.release(slot)
         del self.positions[slot]
         self._decoding = None
 
@@ -133,7 +144,9 @@ class Engine:
         for chunk in self.passes(prompts):
             outs = bucket_of(len(chunk.out_rows), self.sizes.outs) if len(chunk.out_rows) else 0
             rows = bucket_of(len(chunk.tokens), self.sizes.rows)
-            ticket = self.run_chunk(chunk, self.program("prefill", rows, outs, pipeline_slot=self.next_pipeline_slot()))
+            options = self.choosing.options(chunk.slots[chunk.out_rows].tolist())
+            program = self.program("prefill", rows, outs, pipeline_slot=self.next_pipeline_slot(), options=options)
+            ticket = self.run_chunk(chunk, program)
         if self.device.pipeline_depth > 1:
             self._settle()  # passes advance while they are waited for
         for slot, ids in prompts.items():
@@ -150,12 +163,17 @@ class Engine:
         """Decode one more token (or `times`) for each slot, in one submit; returns its ticket. The prefill of each slot must
         have been submitted; ContextExceeded where a slot has no room for the tokens."""
         slots, ctx, positions = tuple(slots), self.cache.ctx, self.positions
+        if times > 1 and self.choosing.constrained(slots):
+            raise ValueError("a constraint hears of each token before the next: decode one at a time")
         for slot in slots:
             if positions[slot] + times > ctx:
                 held = f"slot {slot} has {positions[slot]} tokens of {ctx}"
                 raise ContextExceeded(f"{held}: no room for {times} more; load the model with a larger ctx")
         if slots != self._decoding:
             self._decode_rows(slots)
+        elif self.choosing.constrained(slots):
+            self._settle()
+            self._write_masks(slots)
         for slot in slots:
             positions[slot] += times
         assert self._decoder is not None
@@ -240,10 +258,10 @@ class Engine:
         return self._last_pipeline_slot
 
     def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True,
-                pipeline_slot: int = 0) -> Program:  # fmt: skip
+                pipeline_slot: int = 0, options: Collection[Option] = ()) -> Program:  # fmt: skip
         """The compiled plan of a pass with these row counts (buckets of `sizes`), compiled at its first use; see
         planning.planner.plan."""
-        key = (phase, rows, outs, capture, sample, pipeline_slot)
+        key = (phase, rows, outs, capture, sample, pipeline_slot, frozenset(options))
         if key not in self._programs:
             cooperative = self.cooperative and phase == "decode"  # the only passes that are run again
             self._programs[key] = self.device.compile(self.plan(*key), profile=self.config.profile, cooperative=cooperative)
@@ -254,8 +272,9 @@ class Engine:
         self._programs = {key: program for key, program in self._programs.items() if key[0] != phase}
         self._decoding = None
 
-    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0) -> Plan:
-        made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase))
+    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0,
+             options: Collection[Option] = ()) -> Plan:  # fmt: skip
+        made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase), options)
         devices = {s.device for s in segments(made)}
         if not devices <= self.device.drives:
             raise SpecError(
@@ -266,23 +285,24 @@ class Engine:
             return made
         return for_pipeline_slot(made, pipeline_slot, self.target.schedule, self._layouts.get(phase, made).arena_bytes)
 
-    def warm_up(self, rows: int = 1) -> None:
-        """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit."""
+    def warm_up(self, rows: int = 1, options: Collection[Option] = ()) -> None:
+        """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit; with `options`, what one
+        sequence needs whose tokens are chosen so."""
         largest = self.sizes.rows[-1]
         last = rows % largest or largest
         for i in range(self.device.pipeline_depth):
             if rows > largest:
                 self.program("prefill", largest, 0, pipeline_slot=i)  # only full chunks can lack a last row
-            self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=i)
-        for outs in self.sizes.outs:
-            self.program("decode", outs, outs)
+            self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=i, options=options)
+        for outs in self.sizes.outs[:1] if options else self.sizes.outs:
+            self.program("decode", outs, outs, options=options)
 
     # ------------------------------------------------------------------------------------------------------- internals
     def _largest_plans(self) -> list[Plan]:
         """Plans that between them declare every tensor at its largest, and use the most of the arena."""
         sizes, plans = self.sizes, [self._layouts["decode"]]
         for i in range(self.device.pipeline_depth):
-            plans.append(self.plan("prefill", sizes.rows[-1], sizes.outs[-1], pipeline_slot=i))
+            plans.append(self.plan("prefill", sizes.rows[-1], sizes.outs[-1], pipeline_slot=i, options=OPTIONS))
             plans.append(self.plan("prefill", sizes.logits, sizes.logits, sample=False, pipeline_slot=i))
             plans.append(self.plan("prefill", sizes.hidden, 0, capture=True, pipeline_slot=i))
         return plans
@@ -295,10 +315,16 @@ class Engine:
         """Write the device's rows for decoding one token of each slot, in every pass from now on."""
         self._settle()
         n, context = len(slots), max(self.positions[s] for s in slots) + 1
-        bucket = bucket_of(n, self.sizes.outs)
-        self._decoder = self.program("decode", bucket, bucket)
+        bucket, options = bucket_of(n, self.sizes.outs), self.choosing.options(slots)
+        self._decoder = self.program("decode", bucket, bucket, options=options)
+        if "adjust" in options:
+            self._write_masks(slots)
         self._write_rows(n, n, context, 0, slots=np.array(slots, np.int32), out_rows=np.arange(n, dtype=np.int32))
         self._decoding = slots
+
+    def _write_masks(self, slots: Sequence[int], pipeline_slot: int = 0) -> None:
+        """For a pass with the option `adjust`, whose output rows are of these slots."""
+        self.device.write(name_in_slot("mask_rows", pipeline_slot), Tensor.of(self.choosing.mask_rows(slots)))
 
     def _settle(self) -> None:
         """Wait for every pass, and run void ones again: the host may write io tensors only while no pass reads them."""
@@ -318,6 +344,8 @@ class Engine:
         self._decoding = None
         arrays = {name: getattr(chunk, name) for name in ("tokens", "positions", "slots", "out_rows")}
         self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, pipeline_slot or 0, **arrays)
+        if "mask_rows" in {a.partition("@")[0] for a in program.plan.tensors}:
+            self._write_masks(chunk.slots[chunk.out_rows].tolist(), pipeline_slot or 0)
         ticket = self._submit(program)
         if pipeline_slot is not None:
             self._slot_ticket[pipeline_slot] = ticket

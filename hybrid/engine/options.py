@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
 
+from hybrid.engine.constraint import Constraint
 from hybrid.engine.sampling import Sampling
 
 
@@ -30,24 +30,18 @@ class Options:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    constraint: Any = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, Integral):
             raise ValueError(f"priority must be an integer (0; greater ones go first), not {self.priority!r}")
         if self.deadline is not None and not (isinstance(self.deadline, Real) and 0 < self.deadline < math.inf):
             raise ValueError(f"deadline must be seconds from now, above 0, or None, not {self.deadline!r}")
-        unknown = {
-            "logprobs": self.logprobs != 0,
-            "repetition_penalty": self.repetition_penalty != 1,
-            "presence_penalty": self.presence_penalty != 0,
-            "frequency_penalty": self.frequency_penalty != 0,
-            "logit_bias": bool(self.logit_bias),
-            "constraint": self.constraint is not None,
-        }
-        wanted = [name for name, asked in unknown.items() if asked]
-        if wanted:
-            raise ValueError(f"{', '.join(wanted)}: the engine cannot do that yet; leave it at its default")
+        verbs = (getattr(self.constraint, name, None) for name in ("mask", "accept", "copy"))
+        if self.constraint is not None and not all(map(callable, verbs)):
+            raise ValueError("constraint must have mask(), accept(token) and copy() (see hybrid.engine.constraint), not be "
+                             f"{self.constraint!r}")  # fmt: skip
 
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.repetition_penalty,
+                        self.presence_penalty, self.frequency_penalty, self.logit_bias, self.logprobs)  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +134,7 @@ def reported(ids: np.ndarray, logprobs: np.ndarray, wanted: int) -> tuple[tuple[
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not math.isnan(value)
+    return isinstance(value, (int, float, np.integer, np.floating))
 
 
 def _bits(*values: float) -> np.ndarray:

@@ -22,7 +22,7 @@ from functools import cache
 from hybrid.core.errors import DeviceLost, NoFreeSlot, QueueFull
 from hybrid.engine.engine import Engine
 from hybrid.engine.faults import NotFinite
-from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, Usage
+from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, TokenLogprob, Usage
 from hybrid.engine.metrics import Metrics
 from hybrid.engine.options import Options
 from hybrid.engine.request import Request
@@ -50,18 +50,21 @@ class Job:
         self.begun: float | None = None
         self.first: float | None = None
         self.text: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
 
     @property
     def order(self) -> tuple[int, int]:
         return -self.options.priority, self.number
 
-    def push(self, token: int) -> None:
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> None:
         """The next token: an event, and the end where it is one."""
         if self.first is None:
             self.first = time.perf_counter()
         text = self.request.push(token)
         self.text.append(text)
-        self.stream.push(Event(text, (token,)))
+        of = () if logprob is None else (logprob,)
+        self.logprobs += of
+        self.stream.push(Event(text, (token,), of or None))
 
     def end(self, finish: Finish | None = None) -> None:
         """Tell the readers that it has ended, as the request says or, where that has not ended, with `finish`."""
@@ -73,7 +76,8 @@ class Job:
         usage = Usage(len(request.prompt), request.cached, len(request.out))
         times = [None if t is None else t - self.arrived for t in (self.begun, self.first)]
         timings = Timings(times[0], times[1], time.perf_counter() - self.arrived)
-        self.stream.end(Completion("".join(self.text), tuple(request.out), request.finish, None, usage, timings))
+        logprobs = tuple(self.logprobs) if self.options.logprobs else None
+        self.stream.end(Completion("".join(self.text), tuple(request.out), request.finish, logprobs, usage, timings))
 
 
 class Serving:
@@ -100,8 +104,9 @@ class Serving:
     def submit(self, prompt: Sequence[int], options: Options) -> Handle:
         """Put a request into the queue. ValueError, ContextExceeded (the prompt), QueueFull."""
         hp, o = self.engine.target.hparams, options
+        (sampling := o.sampling()).check(self.engine.target.n_tokens)
         request = Request(prompt, self.tokenizer, vocab=hp.vocab, ctx=self.engine.cache.ctx, max_tokens=o.max_tokens,
-                          sampling=o.sampling(), stop=o.stop, ignore_eos=o.ignore_eos)  # fmt: skip
+                          sampling=sampling, stop=o.stop, ignore_eos=o.ignore_eos)  # fmt: skip
         with self._changed:
             if self._closed is not None:
                 raise self._closed
@@ -183,25 +188,47 @@ class Serving:
         if not self._running:
             return True
         engine = self.engine
-        if fresh:
+        if fresh := self._prepared(fresh):
             ticket = engine.submit_prefill({j.slot: j.request.prompt for j in fresh if j.slot is not None})
             self._read(fresh, ticket)
-        if jobs := [j for j in self._running.values() if j.request.finish is None]:
+        if jobs := self._prepared([j for j in self._running.values() if j.request.finish is None]):
             ticket = engine.submit_decode(sorted(self._running))
             self._read(jobs, ticket)
         return False
 
-    def _read(self, jobs: Sequence[Job], ticket: int) -> None:
-        """The next token of each job, chosen by the pass `ticket`."""
-        self.engine.wait(ticket)
-        ended: list[tuple[Job, NotFinite | None]] = []
+    def _prepared(self, jobs: Sequence[Job]) -> list[Job]:
+        """Those whose constraints say what may come next; the others end with what their constraint raised."""
+        ready: list[Job] = []
         for job in jobs:
             assert job.slot is not None
             try:
-                job.push(self.engine.token(job.slot, job.position, ticket))
+                self.engine.choosing.prepare(job.slot)
+            except Exception as error:
+                self._end(job, error=error)
+            else:
+                ready.append(job)
+        return ready
+
+    def _read(self, jobs: Sequence[Job], ticket: int) -> None:
+        """The next token of each job, chosen by the pass `ticket`."""
+        self.engine.wait(ticket)
+        ended: list[tuple[Job, Exception | None]] = []
+        choosing = self.engine.choosing
+        for job in jobs:
+            assert job.slot is not None
+            try:
+                token = self.engine.token(job.slot, job.position, ticket)
             except NotFinite as error:
                 ended.append((job, error))
                 continue
+            found = choosing.reported(job.slot, job.position, ticket)
+            job.push(token, None if found is None else TokenLogprob(*found[0], found[1]))
+            if job.request.finish is None:
+                try:
+                    choosing.accept(job.slot, token)
+                except Exception as error:  # of somebody's constraint
+                    ended.append((job, error))
+                    continue
             job.position += 1
             if job.request.finish is not None:
                 ended.append((job, None))
@@ -229,7 +256,8 @@ class Serving:
         for job in waiting:
             request = job.request
             try:
-                slot = self.engine.admit(len(request.prompt) + request.limit, request.sampling)
+                slot = self.engine.admit(len(request.prompt) + request.limit, request.sampling, prompt=request.prompt,
+                                         constraint=job.options.constraint)  # fmt: skip
             except NoFreeSlot:
                 break
             job.slot, job.position, job.begun = slot, len(request.prompt), time.perf_counter()

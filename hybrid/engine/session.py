@@ -40,9 +40,9 @@ class Session:
             self.close()
         if self._slot is None:
             same = 0
-            self._slot = engine.admit(length, sampling)
+            self._slot = engine.admit(length, sampling, prompt=ids)
         else:
-            engine.set_sampling(self._slot, sampling)
+            engine.set_sampling(self._slot, sampling, ids)
         self._ids = list(ids[:same])
         self.running = object()
         return self._slot, same

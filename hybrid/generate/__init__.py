@@ -17,6 +17,14 @@ DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
 DEFAULT_PROMPT = "def read_file(path):\n    "
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write ID=B, a token id and a number, such as 107=-100") from None
+
+
 def parser() -> argparse.ArgumentParser:
     from hybrid.core.dtypes import WRITABLE_TYPES
     from hybrid.quant.reencode import NATIVE
@@ -46,6 +54,27 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="P",
         help="drop tokens below this share of the most likely one's probability; 0 is off (0)",
+    )
+    p.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="divide logits of tokens that prompt or text have by R (multiply negative ones); 1 is off (1)",
+    )
+    p.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="P", help="subtract P from logits of tokens the text has (0)"
+    )
+    p.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="P", help="subtract P as often as the text has the token (0)"
+    )
+    p.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=B",
+        help="add B, -100 to 100, to the logit of token ID; may be repeated",
     )
     p.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
@@ -108,7 +137,7 @@ def _main(args: argparse.Namespace) -> int:
             raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
         path = DEMO
     with usage():  # refused before the model is loaded
-        Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+        Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, **_penalties(args))
         StopFilter(args.stop)
     if args.system and not args.chat:
         raise UsageError("--system belongs to --chat: a plain prompt has no turns")
@@ -142,6 +171,12 @@ def _main(args: argparse.Namespace) -> int:
         return _converse(model, args) if converse else _generate(model, text, args)
 
 
+def _penalties(args: argparse.Namespace) -> dict[str, Any]:
+    """The options by which tokens are chosen from other logits than the model's, as Sampling and Model.generate name them."""
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    return {name: getattr(args, name) for name in names} | {"logit_bias": dict(args.logit_bias)}
+
+
 def _converse(model: Any, args: argparse.Namespace) -> int:
     from hybrid.generate.chat_loop import Options, run_loop
 
@@ -157,6 +192,7 @@ def _converse(model: Any, args: argparse.Namespace) -> int:
         args.ignore_eos,
         args.parse_special,
         args.system,
+        **_penalties(args),
     )
     return run_loop(model, options, args.stats)
 
@@ -181,6 +217,7 @@ def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
         args.stop,
         args.ignore_eos,
         tokens_per_submit=args.tokens_per_submit,
+        **_penalties(args),
     )
     if not args.json and not args.chat:
         print(text, end="", flush=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -43,6 +43,10 @@ class Options:
     parse_special: bool = False
     system: str = ""
     """How the model is to answer; templates put it before the first turn."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
 
 
 class Conversation:
@@ -64,8 +68,10 @@ class Conversation:
         self.refused = ""
         try:
             pieces = self.model.generate(
-                self._ids(turn), o.max_tokens, o.temperature, o.top_k, o.top_p, o.min_p, o.seed, o.stop, o.ignore_eos, self._session
-            )
+                self._ids(turn), o.max_tokens, o.temperature, o.top_k, o.top_p, o.min_p, o.seed, o.stop, o.ignore_eos,
+                self._session, repetition_penalty=o.repetition_penalty, presence_penalty=o.presence_penalty,
+                frequency_penalty=o.frequency_penalty, logit_bias=o.logit_bias,
+            )  # fmt: skip
         except ContextExceeded:
             self.refused = text
             raise

@@ -16,6 +16,7 @@ from hybrid.planning.passes import PassSizes, chunk_of, pass_sizes
 from hybrid.planning.pipeline import for_pipeline_slot, outlasting, pipeline_depth
 from hybrid.planning.planner import PrecisionName, Target, plan
 from hybrid.spec.schedule import Schedule, find_schedule
+from hybrid.spec.step import OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +82,13 @@ def footprint(
     cache = CacheShape.of(hparams, context, batch, rows, depth)
     target = Target(schedule, hparams, weights, cache, hparams.vocab, precision, kv, capabilities=capabilities)
     target, times = thinned(target) if depth == 1 else (target, (1,) * hparams.n_layers)
-    prefill = plan(target, rows, outs, "prefill")
+    prefill = plan(target, rows, outs, "prefill", options=OPTIONS)
     passes = [
         prefill,
         plan(target, logits, logits, "prefill", sample=False, layout=prefill),
         plan(target, hidden, 0, "prefill", capture=True, layout=prefill),
     ]
-    plans = [plan(target, outs, outs, "decode")]
+    plans = [plan(target, outs, outs, "decode", options=OPTIONS)]
     plans += [for_pipeline_slot(p, i, schedule, prefill.arena_bytes) for p in passes for i in range(depth)]
     others = () if beside is nothing_beside else every_size(target, sizes)
     return _sum(plans, target.hparams, times, max(map(beside, [*plans, *others])))
@@ -127,9 +128,9 @@ def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
         return
     target, _ = thinned(target)
     for outs in sizes.outs:
-        yield plan(target, outs, outs, "decode")
+        yield plan(target, outs, outs, "decode", options=OPTIONS)
     for rows in sizes.rows:
-        yield plan(target, rows, max((o for o in sizes.outs if o <= rows), default=1), "prefill")
+        yield plan(target, rows, max((o for o in sizes.outs if o <= rows), default=1), "prefill", options=OPTIONS)
     yield plan(target, sizes.logits, sizes.logits, "prefill", sample=False)
     yield plan(target, sizes.hidden, 0, "prefill", capture=True)
 

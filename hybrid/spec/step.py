@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -14,6 +14,7 @@ from hybrid.spec.load import Model
 Phase = Literal["prefill", "decode"]
 Option = Literal["adjust", "logprobs"]
 """What a pass may do beside choosing tokens: adjust = penalties, biases and masks; logprobs = log-probabilities for the host."""
+OPTIONS: frozenset[Option] = frozenset(get_args(Option))
 EXTENTS = ("rows", "outs", "wanted")
 """rows: all of a pass. outs: those whose logits are wanted; a pass that wants none leaves the step out. wanted: the same in
 prefill; all rows where every row is wanted anyway, in decode and where hidden states are read."""

@@ -1,0 +1,185 @@
+"""Penalties, biases, constraints and log-probabilities through the public interface: each choice is the best one of the model's own
+logits, adjusted by the formulas written out here, and requests that ask for nothing get what they got before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hybrid
+from conformance.support.devices import BACKENDS, Devices
+from conformance.support.synthetic import tiny, write_hf
+from conformance.support.ties import EXACT_NEAR
+from hybrid.engine.constraint import Allowed, mask_of
+from hybrid.engine.sampling import Sampling
+from hybrid.model import Model
+
+PATIENCE = 60.0  # seconds; nothing here takes one
+PROMPT = [2, 7, 8, 9, 9, 11, 12, 13, 14, 7]
+BIASES = {282: -50, 20: 0.5}  # against the token that this model likes best
+STRONG: dict[str, Any] = {"repetition_penalty": 1.8, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": BIASES}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    devices = Devices()
+    try:
+        devices.get(request.param)  # skips where there is no Vulkan
+    finally:
+        devices.close()
+    folder: Path = write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32")
+    with hybrid.load(folder, request.param, ctx=96, slots=3) as made:
+        yield made
+
+
+def run(model: Model, ids: Sequence[int], count: int, **options: Any) -> list[int]:
+    return list(model.submit(ids, max_tokens=count, ignore_eos=True, **options).result(PATIENCE).ids)
+
+
+def judge(model: Model, prompt: Sequence[int], said: Sequence[int], s: Sampling, allowed: Sequence[set[int] | None] = ()) -> None:
+    """Every greedy choice of `said` is the best of the adjusted logits, or as good as."""
+    rows = model.logits([*prompt, *said])[len(prompt) - 1 : -1].astype(np.float64)
+    for i, (z, token) in enumerate(zip(rows, said, strict=True)):
+        for seen in {*prompt, *said[:i]}:
+            z[seen] = z[seen] / s.repetition_penalty if z[seen] > 0 else z[seen] * s.repetition_penalty
+        for seen in said[:i]:
+            z[seen] -= s.frequency_penalty
+        for seen in set(said[:i]):
+            z[seen] -= s.presence_penalty
+        for biased, by in (s.logit_bias or {}).items():
+            z[biased] += by
+        if allowed and (of := allowed[i]) is not None:
+            z[[t for t in range(len(z)) if t not in of]] = -math.inf
+        z = z[: model.engine.target.n_tokens]
+        assert z[token] >= z.max() - EXACT_NEAR, f"token {i} is {token} ({z[token]}), the best {z.argmax()} ({z.max()})"
+
+
+@pytest.mark.parametrize("options", [{k: v} for k, v in STRONG.items()] + [STRONG], ids=lambda o: ",".join(o))
+def test_choices_are_the_best_of_the_adjusted_logits(model: Model, options: dict[str, Any]) -> None:
+    said = run(model, PROMPT, 16, **options)
+    judge(model, PROMPT, said, Sampling(**options))
+    assert said != run(model, PROMPT, 16), "the options change nothing here: choose stronger ones"
+
+
+def test_a_generation_and_a_conversation_count_the_same_tokens(model: Model) -> None:
+    """The second turn's prompt holds the first turn's tokens, most of which the cache holds too; they are no generated ones."""
+    "".join(model.generate(PROMPT, 12, ignore_eos=True, **STRONG))
+    assert model.stats is not None and list(model.stats.ids) == run(model, PROMPT, 12, **STRONG)
+    first, s = list(model.stats.ids), Sampling(**STRONG)
+    with model.session() as session:
+        "".join(model.generate(PROMPT, 12, ignore_eos=True, session=session))  # without penalties: nothing is noted
+        second = [*PROMPT, *model.stats.ids, 30]
+        "".join(model.generate(second, 12, ignore_eos=True, session=session, **STRONG))
+        assert model.stats.cached_tokens > len(PROMPT)
+        judge(model, second, list(model.stats.ids), s)
+    assert first
+
+
+def test_requests_that_ask_for_nothing_are_what_they_were(model: Model) -> None:
+    plain = [run(model, [2, i, 5], 10, temperature=t, seed=3) for i in (4, 6) for t in (0.0, 0.9)]
+    some = Allowed(range(200), model.hparams.vocab)
+    beside = model.submit(PROMPT, max_tokens=40, ignore_eos=True, logprobs=2, constraint=some, **STRONG)
+    assert [run(model, [2, i, 5], 10, temperature=t, seed=3) for i in (4, 6) for t in (0.0, 0.9)] == plain
+    assert set(beside.result(PATIENCE).ids) <= set(range(200))
+
+
+def test_neutral_options_choose_the_same_plan(model: Model) -> None:
+    before = dict(model.engine._programs)
+    model.submit(PROMPT, max_tokens=3, repetition_penalty=1, presence_penalty=0.0, logit_bias={}, logprobs=0).result(PATIENCE)
+    assert not [key for key in model.engine._programs.keys() - before.keys() if key[-1]]
+
+
+def test_log_probabilities_are_those_of_the_models_own_logits(model: Model) -> None:
+    options: dict[str, Any] = {"logprobs": 5, "temperature": 1.5, "seed": 1, "logit_bias": {40: 9}}
+    done = model.submit(PROMPT, max_tokens=8, ignore_eos=True, **options).result(PATIENCE)
+    rows = model.logits([*PROMPT, *done.ids])[len(PROMPT) - 1 : -1, : model.engine.target.n_tokens].astype(np.float64)
+    wanted = rows - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True)) - rows.max(-1, keepdims=True)
+    assert done.logprobs is not None and [p.id for p in done.logprobs] == list(done.ids)
+    for found, row in zip(done.logprobs, wanted, strict=True):
+        assert abs(found.logprob - row[found.id]) < EXACT_NEAR and len(found.top) == 5
+        assert [p for _, p in found.top] == sorted((p for _, p in found.top), reverse=True)
+        for i, p in found.top:
+            assert abs(p - row[i]) < EXACT_NEAR
+        assert found.top[-1][1] >= np.sort(row)[-5] - EXACT_NEAR and len({i for i, _ in found.top}) == 5
+    assert any(40 in [i for i, _ in p.top] or p.id == 40 for p in done.logprobs), "the bias chose nothing: the test proves nothing"
+
+
+def test_events_bring_the_log_probabilities_of_their_tokens(model: Model) -> None:
+    handle = model.submit(PROMPT, max_tokens=5, ignore_eos=True, logprobs=1)
+    events = [e for e in handle.events() if e.ids]
+    assert all(e.logprobs is not None and [p.id for p in e.logprobs] == list(e.ids) for e in events)
+    assert handle.result(PATIENCE).logprobs == tuple(p for e in events for p in e.logprobs or ())
+    assert model.submit(PROMPT, max_tokens=2).result(PATIENCE).logprobs is None
+
+
+class Steps:
+    """Allows the next set of a list after each token; what it was told is kept."""
+
+    def __init__(self, steps: Sequence[set[int] | None], vocab: int) -> None:
+        self.steps, self.vocab, self.told = list(steps), vocab, list[int]()
+
+    def mask(self) -> np.ndarray | None:
+        of = self.steps[len(self.told)]
+        return None if of is None else mask_of(of, self.vocab)
+
+    def accept(self, token: int) -> None:
+        self.told.append(token)
+
+    def copy(self) -> Steps:
+        other = Steps(self.steps, self.vocab)
+        other.told = list(self.told)
+        return other
+
+
+def test_a_constraint_says_before_each_token_what_may_come(model: Model) -> None:
+    steps: list[set[int] | None] = [{3, 5, 90}, {8}, None, set(range(40, 50)), {11, 12}, None]
+    constraints = [Steps(steps[i:] + steps[:i], model.hparams.vocab) for i in range(4)]  # more than there are slots
+    handles = [model.submit(PROMPT, max_tokens=6, ignore_eos=True, constraint=c) for c in constraints]
+    for handle, constraint in zip(handles, constraints, strict=True):
+        said = list(handle.result(PATIENCE).ids)
+        judge(model, PROMPT, said, Sampling(), constraint.steps)
+        assert constraint.told == said[:-1]
+
+
+class Failing(Steps):
+    def accept(self, token: int) -> None:
+        raise LookupError("the grammar has no such rule")
+
+
+def test_a_constraint_that_fails_ends_its_own_request_alone(model: Model) -> None:
+    vocab, wanted = model.hparams.vocab, run(model, PROMPT, 8)
+    beside = model.submit(PROMPT, max_tokens=8, ignore_eos=True)
+    nothing = model.submit(PROMPT, max_tokens=8, ignore_eos=True, constraint=Steps([None, {5}, set()], vocab))
+    failing = model.submit(PROMPT, max_tokens=8, ignore_eos=True, constraint=Failing([None, None], vocab))
+    wrong = model.submit(PROMPT, max_tokens=8, ignore_eos=True, constraint=Steps([{5}], vocab + 640))
+    with pytest.raises(ValueError, match="the constraint allows no token here"):
+        nothing.result(PATIENCE)
+    with pytest.raises(LookupError, match="no such rule"):
+        failing.result(PATIENCE)
+    with pytest.raises(ValueError, match=r"a constraint's mask must be uint32"):
+        wrong.result(PATIENCE)
+    assert list(beside.result(PATIENCE).ids) == wanted and not model.engine.positions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": {10**6: 1}}, "logit_bias: the model has no token 1000000"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be between"),
+        ({"logprobs": 21}, "logprobs must be between 0"),
+        ({"constraint": lambda: None}, r"constraint must have mask\(\), accept\(token\) and copy\(\)"),
+    ],
+)
+def test_what_cannot_be_is_said_at_submit(model: Model, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.submit(PROMPT, **options)
+    if options.keys() & {"constraint", "logprobs"}:
+        return
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPT, **options)
