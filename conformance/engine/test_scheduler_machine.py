@@ -1,0 +1,267 @@
+"""Random requests against a scheduler whose device has a memory: every text is that of its sequence alone, every block is
+accounted for after every step, nothing is left in the end.
+
+A step is one rule. `python -m conformance.engine.test_scheduler_machine STEPS` runs many and prints what happened.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from conformance.support.fake_runner import VOCAB, Oracle, Runner
+from conformance.support.profile import LONG
+from hybrid.core.errors import ContextExceeded, QueueFull
+from hybrid.engine.audit import audit
+from hybrid.engine.blocks import Blocks, Group
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.sequence import Limits, Pass, Stream
+
+TOKENS = st.integers(0, VOCAB - 1)
+TOTALS: Counter[str] = Counter()
+"""What all machines of this process have done."""
+
+
+class Serving(RuleBasedStateMachine):
+    """One engine without a device."""
+
+    @initialize(
+        block=st.sampled_from([1, 2, 4, 5]),
+        ctx=st.sampled_from([16, 40, 70]),
+        slots=st.integers(1, 5),
+        window=st.sampled_from([0, 1, 2, 5, 9, 17]),
+        spare=st.tuples(st.integers(0, 30), st.integers(0, 30)),
+        rows=st.integers(0, 20),
+        mixed=st.one_of(st.none(), st.integers(0, 20)),
+        outs=st.sampled_from([None, 3]),
+        ahead=st.integers(1, 3),
+        queue=st.sampled_from([3, 30]),
+        overtakes=st.sampled_from([0, 1, 5]),
+        data=st.data(),
+    )
+    def start(self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, data):
+        table = -(-ctx // block)
+        groups = [Group("global", table + spare[0])]
+        if window:
+            groups.append(Group("local", Group("local", 1, window).need(ctx, block) + spare[1], window))
+        self.limits = Limits(
+            slots,
+            ctx,
+            slots + rows,
+            mixed=None if mixed is None else slots + min(mixed, rows),
+            outs=None if outs is None else slots + outs,
+            ahead=ahead,
+            queue=queue,
+            overtakes=overtakes,
+        )
+        self.now = 0.0
+        blocks = Blocks(groups, block, b"a model")
+        self.scheduler = Scheduler(blocks, self.limits, lambda: self.now)
+        self.runner = Runner(blocks.groups, block, slots, table)
+        self.oracle = Oracle([g.window for g in blocks.groups])
+        self.streams: list[Stream] = []
+        self.flights: list[Pass] = []
+        self.overtaken: Counter[int] = Counter()
+        self.systems = data.draw(st.lists(st.lists(TOKENS, min_size=1, max_size=ctx - 4), min_size=1, max_size=3))
+
+    # --- what may happen ---------------------------------------------------------------------------------------------
+
+    def add(self, prompt: list[int], limit: int, **options: Any) -> None:
+        stream = Stream(len(self.streams), prompt, limit, **options)
+        try:
+            self.scheduler.add(stream)
+        except (QueueFull, ContextExceeded) as refusal:
+            TOTALS[type(refusal).__name__] += 1
+            if isinstance(refusal, QueueFull):
+                assert self.scheduler.waiting >= self.limits.queue and refusal.retry_after > 0
+        else:
+            self.streams.append(stream)
+
+    @rule(
+        system=st.integers(0, 2),
+        keep=st.integers(0, 70),
+        own=st.lists(TOKENS, min_size=1, max_size=9),
+        limit=st.integers(1, 30),
+        ends=st.sampled_from([(), (0,), (0, 1, 2)]),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
+        patience=st.one_of(st.none(), st.integers(0, 20)),
+        ahead=st.sampled_from([True, True, False]),
+    )
+    def arrive(self, system, keep, own, limit, ends, priority, patience, ahead):
+        prompt = self.systems[system % len(self.systems)][:keep] + own
+        deadline = None if patience is None else self.now + patience
+        self.add(prompt, limit, ends=ends, priority=priority, deadline=deadline, ahead=ahead)
+
+    @precondition(lambda self: self.streams)
+    @rule(of=st.integers(0, 99), keep=st.integers(1, 70), own=st.lists(TOKENS, min_size=1, max_size=4), limit=st.integers(1, 30))
+    def go_on(self, of, keep, own, limit):
+        """The next turn of a conversation, or another end of one."""
+        self.add(self.streams[of % len(self.streams)].ids[:keep] + own, limit)
+
+    @precondition(lambda self: self.streams)
+    @rule(of=st.integers(0, 99))
+    def cancel(self, of):
+        stream = self.streams[of % len(self.streams)]
+        live = stream.finish is None
+        assert self.scheduler.cancel(stream) == live
+        assert stream.finish == "cancelled" or not live
+
+    @rule(seconds=st.integers(1, 10))
+    def time_passes(self, seconds):
+        self.now += seconds
+        for stream in self.scheduler.expire():
+            assert stream.finish == "deadline" and stream.deadline is not None and stream.deadline <= self.now
+
+    @precondition(lambda self: any(not s.ahead for s in self.streams))
+    @rule(of=st.integers(0, 99), right=st.integers(0, 3), wrong=st.lists(TOKENS, max_size=2))
+    def guess(self, of, right, wrong):
+        """Drafts, some of which are what comes next."""
+        some = [s for s in self.streams if not s.ahead and not s.flying and s.finish is None]
+        if some:
+            stream = some[of % len(some)]
+            self.scheduler.draft(stream, self.oracle.text(stream.ids, right, frozenset()) + wrong)
+
+    @rule(times=st.integers(1, 6))
+    def prepare(self, times):
+        """Passes, as many ahead as may be."""
+        for _ in range(times):
+            if self.schedule() is None:
+                break
+
+    @rule(times=st.integers(1, 6))
+    def work(self, times):
+        """As an engine does it: the next pass, then the tokens of the oldest."""
+        for _ in range(times):
+            self.schedule()
+            self.finish()
+
+    @rule()
+    def finish(self):
+        """The device has run the oldest pass."""
+        if self.flights:
+            done = self.flights.pop(0)
+            tokens, counts = self.runner.run(done)
+            known = {run.seq: len(run.seq.ids) for run in done.runs}
+            live = {run.seq for run in done.runs if run.wants and run.seq.finish is None}
+            news = self.scheduler.commit(done, tokens, counts if sum(counts) != len(counts) else None)
+            assert {s for s, _ in news} == live and all(len(s.ids) == known[s] + n for s, n in news)
+
+    @precondition(lambda self: self.flights)
+    @rule(first=st.integers(0, 1))
+    def lose(self, first):
+        """The device is lost, before or after it has run a pass whose tokens nobody has read."""
+        if first:
+            self.runner.run(self.flights[0])
+        self.scheduler.lose()
+        self.runner.lose()
+        self.flights.clear()
+        TOTALS["lost devices"] += 1
+
+    # --- what must hold ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Pass | None:
+        scheduler, limits = self.scheduler, self.limits
+        waiting = [s for s in self.streams if s.slot is None and s.finish is None and not s.entered]
+        flying = {s: s.flying for s in self.streams}
+        done = scheduler.schedule()
+        for stream in waiting:  # counted again, by another rule: who came later and went first
+            if not stream.entered:
+                self.overtaken[stream.id] += sum(s.entered and s.number > stream.number for s in waiting)
+                assert self.overtaken[stream.id] <= limits.overtakes
+        if done is None:
+            assert self.flights or scheduler.idle
+            return None
+        first = min((s for s in self.streams if s.slot is not None), key=lambda s: s.order)
+        assert flying[first] or any(run.seq is first for run in done.runs), f"{first.id} is first in order, and does not go on"
+        assert 0 < done.rows <= limits.rows and done.outs <= (limits.outs or limits.slots)
+        assert len(done.writes) <= scheduler.max_writes
+        if any(run.ids is None for run in done.runs):
+            assert done.rows <= (limits.mixed or limits.rows)
+        tokens, positions, slots, outs = done.arrays()
+        assert len(tokens) == len(positions) == len(slots) == done.rows and len(outs) == done.outs
+        assert done.context == positions.max() + 1
+        self.flights.append(done)
+        TOTALS["drafts in a pass"] += any(run.wants > 1 for run in done.runs)
+        TOTALS["mixed passes"] += len({run.wants and run.ids is None for run in done.runs}) > 1
+        return done
+
+    @invariant()
+    def accounted(self):
+        if hasattr(self, "scheduler"):
+            TOTALS["steps"] += 1
+            audit(self.scheduler)
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler = self.scheduler
+        for _ in range(10000):
+            if scheduler.idle:
+                break
+            self.schedule()
+            self.finish()
+        assert scheduler.idle, "something never ends"
+        audit(scheduler)
+        for stream in self.streams:
+            text = stream.generated
+            assert text == self.oracle.text(stream.ids[: stream.n_prompt], len(text), frozenset()), f"{stream.id}: a wrong token"
+            assert not any(t in stream.ends for t in text[:-1]), "it goes on after its end"
+            match stream.finish:
+                case "eos":
+                    assert text[-1] in stream.ends
+                case "length":
+                    assert len(text) == stream.limit and text[-1] not in stream.ends
+                case "context":
+                    assert len(stream.ids) == self.limits.ctx
+                case _:
+                    assert stream.finish in ("cancelled", "deadline")
+        self.prefixes_are_right()
+        counts = asdict(scheduler.counts)
+        for reason, n in counts.pop("finished").items():
+            TOTALS[f"finished: {reason}"] += n
+        TOTALS.update(counts)
+        TOTALS.update({"machines": 1, "evictions": scheduler.blocks.evictions})
+
+    def prefixes_are_right(self) -> None:
+        """What the cache would give to a next request is what computing it would give."""
+        blocks = self.scheduler.blocks
+        for stream in self.streams:
+            held, values = blocks.held(), self.oracle.values(tuple(stream.ids))
+            for i in range(len(stream.ids) // blocks.block):
+                key = blocks.key(held, stream.ids, i)
+                for pool in blocks.pools:
+                    if key in pool.by_key:
+                        memory = self.runner.memory[pool.group.name][pool.by_key[key]]
+                        assert tuple(memory) == values[i * blocks.block : (i + 1) * blocks.block], "a cached block is wrong"
+
+
+def drive(examples: int, steps: int, derandomize: bool) -> None:
+    run_state_machine_as_test(
+        Serving,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            derandomize=derandomize,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_texts_are_those_of_each_sequence_alone():
+    drive(2000 if LONG else 30, 50, not LONG)
+
+
+if __name__ == "__main__":
+    wanted = int(sys.argv[1])
+    while TOTALS["steps"] < wanted:
+        drive(200, 100, False)
+        print(json.dumps(TOTALS), flush=True)

@@ -1,0 +1,130 @@
+"""A device for the scheduler's tests: it has a memory, block tables and a next token for each slot, and runs passes.
+
+A row reads what its sequence's table says is in the cache: of groups that see everything every earlier position, of the
+others the window. What it writes, and the token it chooses, depend on every value it has read. So a wrong block, one that
+was given to somebody else too early, a stale one, a wrong position or a wrong token changes every token after it. What
+nobody has written is garbage. Rows of one sequence see nothing that others write in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from hybrid.engine.blocks import Group
+from hybrid.engine.sequence import Pass
+
+VOCAB = 23
+
+
+def row_value(token: int, position: int, seen: Sequence[tuple[int, ...]]) -> int:
+    """What a row writes to the cache, given what it reads of each group."""
+    return hash((token, position, *map(hash, seen)))
+
+
+def chosen(value: int) -> int:
+    """The token after a row that has written `value`."""
+    return hash((value, 1)) % VOCAB
+
+
+class Oracle:
+    """One sequence alone, with a cache that nobody else uses."""
+
+    def __init__(self, windows: Sequence[int]) -> None:
+        self.windows = tuple(windows)
+
+    @lru_cache(maxsize=20000)  # noqa: B019
+    def values(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """What the rows of `ids` write."""
+        if not ids:
+            return ()
+        before = self.values(ids[:-1])
+        n = len(before)
+        seen = [before[max(0, n - w + 1) :] if w else before for w in self.windows]
+        return (*before, row_value(ids[-1], n, seen))
+
+    def next(self, ids: Sequence[int]) -> int:
+        for n in range(0, len(ids), 100):
+            self.values(tuple(ids[:n]))  # not too deep at once
+        return chosen(self.values(tuple(ids))[-1])
+
+    def text(self, prompt: Sequence[int], most: int, ends: frozenset[int]) -> list[int]:
+        """The tokens that follow a prompt."""
+        ids = list(prompt)
+        while len(ids) < len(prompt) + most:
+            ids.append(self.next(ids))
+            if ids[-1] in ends:
+                break
+        return ids[len(prompt) :]
+
+
+class Runner:
+    """groups and block: as the scheduler's blocks have them."""
+
+    def __init__(self, groups: Sequence[Group], block: int, slots: int, table: int) -> None:
+        self.groups, self.block, self.shape = tuple(groups), block, (slots, table)
+        self._garbage = 0
+        self.passes = 0
+        self.lose()
+
+    def lose(self) -> None:
+        """Everything in memory is lost."""
+        slots, table = self.shape
+        self.memory = {g.name: [[self._noise() for _ in range(self.block)] for _ in range(g.blocks)] for g in self.groups}
+        self.tables = {g.name: [[self._noise() % g.blocks for _ in range(table)] for _ in range(slots)] for g in self.groups}
+        self.next = [(self._noise() % VOCAB, self._noise()) for _ in range(slots)]
+
+    def run(self, done: Pass) -> tuple[list[int], list[int]]:
+        """(tokens, how many of each run that wants any), as `Scheduler.commit` takes them."""
+        assert len({write[:3] for write in done.writes}) == len(done.writes), "one entry of a table written twice"
+        for group, slot, index, block in done.writes:
+            self.tables[group][slot][index] = block
+        assert len({run.slot for run in done.runs}) == len(done.runs), "two runs of one slot"
+        written: dict[tuple[str, int, int], int] = {}
+        tokens: list[int] = []
+        counts: list[int] = []
+        rows = 0
+        for seq, slot, start, ids, wants in done.runs:
+            if ids is None:
+                token, position = self.next[slot]
+                assert position == start, f"{seq.id}: the device goes on at {position}, the host at {start}"
+                ids = (token,)
+            own: dict[tuple[str, int, int], int] = {}
+            values = []
+            for position, token in enumerate(ids, start):
+                seen = [self._read(g, slot, position, own) for g in self.groups]
+                values.append(row_value(token, position, seen))
+                for g in self.groups:
+                    place = (g.name, self.tables[g.name][slot][position // self.block], position % self.block)
+                    own[place] = values[-1]
+            assert not written.keys() & own.keys(), f"{seq.id}: writes where another does"
+            written.update(own)
+            rows += len(ids)
+            if wants:
+                picked = [chosen(value) for value in values[-wants:]]
+                n = 1
+                while n < wants and picked[n - 1] == ids[n]:  # drafts that were right
+                    n += 1
+                tokens += picked[:n]
+                counts.append(n)
+                self.next[slot] = (picked[n - 1], start + len(ids) - wants + n)
+        for (group, block, offset), value in written.items():
+            self.memory[group][block][offset] = value
+        assert rows == done.rows and sum(run.wants for run in done.runs) == done.outs
+        self.passes += 1
+        return tokens, counts
+
+    def _read(self, group: Group, slot: int, position: int, own: dict[tuple[str, int, int], int]) -> tuple[int, ...]:
+        """What a row sees of its sequence."""
+        name, block, table, memory = group.name, self.block, self.tables[group.name][slot], self.memory[group.name]
+        first = max(0, position - group.window + 1) if group.window else 0
+        found = []
+        for p in range(first, position):
+            b, offset = table[p // block], p % block
+            value = own.get((name, b, offset)) if own else None
+            found.append(memory[b][offset] if value is None else value)
+        return tuple(found)
+
+    def _noise(self) -> int:
+        self._garbage += 1
+        return hash((self._garbage, 7)) & 0xFFFFFFFF

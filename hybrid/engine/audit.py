@@ -1,0 +1,31 @@
+"""Exact accounting of a scheduler: every block, slot and token in flight. For tests and for whoever looks for a leak."""
+
+from __future__ import annotations
+
+from hybrid.engine.scheduler import Scheduler
+
+
+def audit(scheduler: Scheduler) -> None:
+    """AssertionError that names what does not add up. Takes a look at every block."""
+    blocks, limits = scheduler.blocks, scheduler.limits
+    running, waiting, prompts, flights = scheduler._running, scheduler._queue.streams, scheduler._prompts, scheduler._flights
+    held = [s.held for s in running if s.held is not None]
+    assert len(held) == len(running)
+    blocks.check(held)
+    assert all(s.held is not None and not s.held.size and s.slot is None for s in waiting), "one that waits holds blocks"
+    slots = [*scheduler._slots, *(slot for _, slot in scheduler._cooling), *(-1 if s.slot is None else s.slot for s in running)]
+    assert sorted(slots) == list(range(limits.slots)), f"slots {slots}"
+    for streams in (running, waiting, prompts):
+        assert [s.order for s in streams] == sorted({s.order for s in streams}), "out of order, or twice"
+        assert all(s.finish is None for s in streams), "one that has ended is still here"
+    assert all(s in running for s in prompts) and all(s in prompts for s in running if s.rest > 1), "prompts that run"
+    flying = [run.seq for p in flights for run in p.runs if run.wants]
+    for s in (*running, *waiting):
+        assert s.flying == sum(f is s for f in flying), f"{s.id}: {s.flying} tokens in flight"
+        assert s.overtaken <= limits.overtakes, f"{s.id} was overtaken {s.overtaken} times"
+    for s, h in zip(running, held, strict=True):
+        assert s.until == h.size * blocks.block and s.position <= s.until, f"{s.id}: rows without blocks"
+        for g, group in enumerate(blocks.groups):
+            assert h.first[g] <= group.first(s.position, blocks.block), f"{s.id}: blocks that its next row sees are gone"
+    if scheduler.idle:
+        assert not any(blocks.used.values()), f"idle, and blocks are held: {blocks.used}"

@@ -1,0 +1,352 @@
+"""Blocks of the KV cache: who holds them, which prefixes can be found in them again, which go first when room is needed.
+
+Every group of layers has a pool of physical blocks of its own. A block is held (counted once for each sequence whose table
+names it), idle (held by nobody, but found again by its tokens) or free. Layers with a window hold blocks like all others and
+give up those behind the window.
+
+A full block is found by its key, a hash of its tokens chained to the key of the block before, so that a key stands for
+everything up to the block's end. A prefix of n blocks can be reused where all n are there in groups that see the whole
+context, and the window before position n * block in the others. Whole blocks only: a block that is still written to has
+one holder.
+
+Idle blocks go by rank, within a rank the least recently used first (a branch from its end):
+
+    0  passed by a window somewhere in the middle of a branch
+    1  the last window of a prompt, or of a text that was continued
+    2  the last window of a branch, or where several part; and all blocks of groups that see the whole context
+
+Plain host code for one thread; which device memory a block's number means is the engine's business.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from hybrid.planning.cache import CacheShape
+
+Write = tuple[str, int, int, int]
+"""A change of a block table: group, slot, index, block."""
+RANKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that share block tables. blocks: physical ones of each layer. window: positions that a row sees, its own
+    included; 0: all."""
+
+    name: str
+    blocks: int
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise ValueError(f"group {self.name}: blocks must be positive, not {self.blocks}")
+        if self.window < 0:
+            raise ValueError(f"group {self.name}: window must be 0 or more, not {self.window}")
+
+    def first(self, position: int, block: int) -> int:
+        """The first block that a row at `position` sees."""
+        return max(0, position - self.window + 1) // block if self.window else 0
+
+    def need(self, positions: int, block: int) -> int:
+        """Blocks that a sequence of so many positions holds at least, while one row runs."""
+        whole = -(-positions // block)
+        return min(whole, (self.window + block - 2) // block + 1) if self.window else whole
+
+
+def groups_of(cache: CacheShape) -> tuple[Group, ...]:
+    """The groups of a cache: `global`, and `local` where layers have a window."""
+    local = (Group("local", cache.local_blocks, cache.window),) if cache.window else ()
+    return (Group("global", cache.global_blocks), *local)
+
+
+@dataclass(slots=True)
+class Held:
+    """The blocks of one sequence. tables: for each group, the block of each `block` positions; entries below `first` are
+    given up. sealed: leading blocks that have a key in the cache, or had one that was there already."""
+
+    tables: list[list[int]]
+    first: list[int]
+    keys: list[bytes] = field(default_factory=list)
+    sealed: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.tables[0])
+
+
+class Pool:
+    """The physical blocks of one group."""
+
+    def __init__(self, group: Group) -> None:
+        n = group.blocks
+        self.group = group
+        self.refs = [0] * n
+        self.keys: list[bytes | None] = [None] * n
+        self.born = [0] * n
+        """The pass that completes a block with a key: later ones may read it."""
+        self.rank = [0] * n
+        self.by_key: dict[bytes, int] = {}
+        self.free = list(range(n - 1, -1, -1))
+        self.idle: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in range(RANKS))
+
+    @property
+    def available(self) -> int:
+        """Blocks that `Blocks.take` can give."""
+        return len(self.free) + sum(map(len, self.idle))
+
+    @property
+    def used(self) -> int:
+        return self.group.blocks - self.available
+
+    def hold(self, block: int) -> None:
+        """One holder more of a block that has a key."""
+        if not self.refs[block]:
+            for idle in self.idle:
+                idle.pop(block, None)
+        self.refs[block] += 1
+
+    def drop(self, block: int, rank: int) -> None:
+        """One holder less."""
+        self.refs[block] -= 1
+        if not self.refs[block]:
+            if self.keys[block] is None:
+                self.free.append(block)
+            else:
+                self.idle[rank][block] = None
+
+    def name(self, block: int, key: bytes, born: int) -> None:
+        """Let a held block be found by its key from the pass after `born` on; one that has the key already stays it."""
+        if key not in self.by_key:
+            self.by_key[key], self.keys[block], self.born[block] = block, key, born
+
+    def forget(self, key: bytes) -> None:
+        """Let nobody find this key any more; its block is free if nobody holds it."""
+        block = self.by_key.pop(key, None)
+        if block is None:
+            return
+        self.keys[block], self.rank[block] = None, 0
+        if not self.refs[block]:
+            for idle in self.idle:
+                idle.pop(block, None)
+            self.free.append(block)
+
+
+class Blocks:
+    """All groups of one engine. block: positions of a block. salt: what else the bits in a block depend on, such as the
+    model's identity; other salts find nothing of each other."""
+
+    def __init__(self, groups: Sequence[Group], block: int, salt: bytes = b"") -> None:
+        if not groups or block < 1:
+            raise ValueError(f"a cache needs a group of layers and a positive block, not {groups} and {block}")
+        self.pools = [Pool(g) for g in sorted(groups, key=lambda g: g.window > 0)]  # groups that see everything come first
+        self.block = block
+        self.evictions = 0
+        """Blocks with a key that were taken for other tokens."""
+        self.given = 0
+        """Grows whenever blocks are given up: what did not fit may fit then."""
+        self._root = blake2b(salt, digest_size=16).digest()
+        self._parent: dict[bytes, bytes] = {}  # of the keys of the first pool
+        self._children: Counter[bytes] = Counter()  # keys of the first pool that follow each key
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(p.group for p in self.pools)
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Blocks that sequences hold, of each group."""
+        return {p.group.name: p.used for p in self.pools}
+
+    @property
+    def free(self) -> dict[str, int]:
+        """Blocks that can be taken, those with idle prefixes included."""
+        return {p.group.name: p.available for p in self.pools}
+
+    @property
+    def cached(self) -> dict[str, int]:
+        """Blocks that a prefix may find, held or idle."""
+        return {p.group.name: len(p.by_key) for p in self.pools}
+
+    def held(self) -> Held:
+        """For a sequence that holds nothing yet."""
+        return Held([[] for _ in self.pools], [0] * len(self.pools))
+
+    # --- finding prefixes --------------------------------------------------------------------------------------------
+
+    def key(self, held: Held, ids: Sequence[int], index: int) -> bytes:
+        """The key of a sequence's block `index`, all of whose tokens are known."""
+        keys, block = held.keys, self.block
+        while len(keys) <= index:
+            n = len(keys)
+            tokens = array("i", ids[n * block : (n + 1) * block]).tobytes()
+            keys.append(blake2b((keys[-1] if n else self._root) + tokens, digest_size=16).digest())
+        return keys[index]
+
+    def match(self, held: Held, ids: Sequence[int], most: int, now: int) -> tuple[int, bool]:
+        """(the largest n, at most `most`, such that blocks held.size to n need not be computed; whether pass `now` computes
+        the one after them for another sequence). held.size if there is none. `held` has computed all that it holds."""
+        start, block = held.size, self.block
+        runs = [start] * len(self.pools)  # of each group: blocks that are there, without a gap, up to the one looked at
+        best, coming = start, False
+        for i in range(start, most):
+            key = self.key(held, ids, i)
+            found = [p.by_key.get(key) for p in self.pools]
+            if any(b is None and not p.group.window for p, b in zip(self.pools, found, strict=True)):
+                break
+            if any(b is not None and p.born[b] >= now for p, b in zip(self.pools, found, strict=True)):
+                coming = best == i
+                break
+            runs = [0 if b is None else run + 1 for run, b in zip(runs, found, strict=True)]
+            if all(run > i - p.group.first((i + 1) * block, block) for run, p in zip(runs, self.pools, strict=True)):
+                best = i + 1
+        return best, coming
+
+    def adopt(self, held: Held, n: int, slot: int, writes: list[Write]) -> None:
+        """Hold what `match` found: the sequence's first n blocks then need not be computed."""
+        start = held.size
+        for g, pool in enumerate(self.pools):
+            table, first = held.tables[g], pool.group.first(n * self.block, self.block)
+            self._pass(held, g, min(first, start))
+            table.extend([-1] * (max(first, start) - start))
+            for i in range(max(first, start), n):
+                block = pool.by_key[held.keys[i]]
+                pool.hold(block)
+                table.append(block)
+                writes.append((pool.group.name, slot, i, block))
+            held.first[g] = max(held.first[g], first)
+        held.sealed = n
+
+    def seal(self, held: Held, ids: Sequence[int], positions: int, born: int) -> None:
+        """Let the blocks among the first `positions`, whose tokens are known, be found by passes after `born`."""
+        for i in range(held.sealed, positions // self.block):
+            key = self.key(held, ids, i)
+            if key not in self.pools[0].by_key and i >= held.first[0]:
+                parent = held.keys[i - 1] if i else self._root
+                self._parent[key] = parent
+                self._children[parent] += 1
+            for g, pool in enumerate(self.pools):
+                if i >= held.first[g]:
+                    pool.name(held.tables[g][i], key, born)
+            held.sealed = i + 1
+
+    def anchor(self, held: Held, n: int, rank: int | None = None) -> None:
+        """The window before block n is where something ends or parts: it goes late. rank None: 2 where another text goes on
+        from there already, else 1."""
+        if not 0 < n <= held.sealed:
+            return
+        if rank is None:
+            rank = 2 if self._children[held.keys[n - 1]] else 1
+        for g, pool in enumerate(self.pools):
+            for i in range(max(held.first[g], pool.group.first(n * self.block, self.block)), n):
+                block = held.tables[g][i]
+                pool.rank[block] = max(pool.rank[block], rank)
+
+    # --- taking and giving -------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Blocks by which every group of a sequence can grow."""
+        return min(p.available for p in self.pools)
+
+    def grow(self, held: Held, n: int, slot: int, writes: list[Write]) -> bool:
+        """Hold n blocks in every group; False, and nothing done, where there are not enough."""
+        start = held.size
+        if n - start > 0:
+            if self.room() < n - start:
+                return False
+            for g, pool in enumerate(self.pools):
+                for i in range(start, n):
+                    block = self._take(pool)
+                    held.tables[g].append(block)
+                    writes.append((pool.group.name, slot, i, block))
+        return True
+
+    def slide(self, held: Held, position: int) -> None:
+        """Give up what no row from `position` on sees."""
+        for g, pool in enumerate(self.pools):
+            if pool.group.window:
+                self._pass(held, g, min(pool.group.first(position, self.block), held.size))
+
+    def release(self, held: Held) -> None:
+        """Give up everything. The keys stay: the sequence may come back."""
+        self.anchor(held, held.sealed, RANKS - 1)
+        for g, pool in enumerate(self.pools):
+            table = held.tables[g]
+            for i in range(len(table) - 1, held.first[g] - 1, -1):  # the end of a branch is evicted before its beginning
+                pool.drop(table[i], pool.rank[table[i]] if pool.group.window else RANKS - 1)
+            table.clear()
+            held.first[g] = 0
+        held.sealed = 0
+        self.given += 1
+
+    def clear(self) -> None:
+        """Forget every prefix: what the device held is lost. Nobody may hold a block."""
+        for pool in self.pools:
+            for key in list(pool.by_key):
+                pool.forget(key)
+        self._parent.clear()
+        self._children.clear()
+
+    def _pass(self, held: Held, g: int, first: int) -> None:
+        """Give up a group's blocks before `first`."""
+        pool, table = self.pools[g], held.tables[g]
+        for i in range(held.first[g], first):
+            pool.drop(table[i], pool.rank[table[i]])
+            table[i] = -1
+        if first > held.first[g]:
+            held.first[g] = first
+            self.given += 1
+
+    def _take(self, pool: Pool) -> int:
+        """A block for new tokens: a free one, else the idle one that goes first."""
+        if not pool.free:
+            block = next(iter(next(idle for idle in pool.idle if idle)))
+            key = pool.keys[block]
+            assert key is not None
+            self.evictions += 1
+            self._forget(pool, key)
+        block = pool.free.pop()
+        pool.refs[block], pool.rank[block] = 1, 0
+        return block
+
+    def _forget(self, pool: Pool, key: bytes) -> None:
+        """A key of one group; without its block in a group that sees everything, those of other groups serve nobody."""
+        for other in [pool] if pool.group.window else self.pools:
+            other.forget(key)
+        if key in self._parent and key not in self.pools[0].by_key:
+            parent = self._parent.pop(key)
+            self._children[parent] -= 1
+            if not self._children[parent]:
+                del self._children[parent]
+
+    # --- proof -------------------------------------------------------------------------------------------------------
+
+    def check(self, holders: Iterable[Held]) -> None:
+        """AssertionError unless every block is accounted for, given all sequences that hold any."""
+        holders = list(holders)
+        for g, pool in enumerate(self.pools):
+            name, n = pool.group.name, pool.group.blocks
+            for held in holders:
+                assert len(held.tables[g]) == held.size, f"{name}: tables of one sequence differ in length"
+                assert all(b == -1 for b in held.tables[g][: held.first[g]]), f"{name}: a block given up is in a table"
+            counted = Counter(b for h in holders for b in h.tables[g][h.first[g] :])
+            assert all(0 <= b < n for b in counted), f"{name}: a table names a block that is none"
+            assert pool.refs == [counted[b] for b in range(n)], f"{name}: references {pool.refs}, counted {counted}"
+            places = Counter(pool.free)
+            for idle in pool.idle:
+                places.update(idle.keys())
+            assert places == Counter(b for b in range(n) if not counted[b]), f"{name}: a block is lost, or in two places"
+            keyed = {k: b for b, k in enumerate(pool.keys) if k is not None}
+            assert keyed == pool.by_key, f"{name}: keys and blocks differ"
+            assert all(pool.keys[b] is None for b in pool.free), f"{name}: a free block has a key"
+            assert all(pool.keys[b] is not None for idle in pool.idle for b in idle), f"{name}: an idle block has no key"
+        assert self._parent.keys() == self.pools[0].by_key.keys(), "parents and keys differ"
+        assert +self._children == Counter(self._parent.values()), "children are miscounted"
+        for held in holders:  # what is still written to has one holder
+            for g, pool in enumerate(self.pools):
+                for i in range(max(held.sealed, held.first[g]), held.size):
+                    assert pool.refs[held.tables[g][i]] == 1, f"{pool.group.name}: a block that is written to is shared"

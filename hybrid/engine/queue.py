@@ -1,0 +1,82 @@
+"""Requests that wait for a slot: in the order of their arrival, higher priorities first, nobody overtaken without end."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from hybrid.core.errors import QueueFull
+from hybrid.engine.sequence import Limits, Stream
+
+in_order = attrgetter("order")
+
+
+def remove(streams: list[Stream], stream: Stream) -> None:
+    """Take a stream out of a list that is in order."""
+    index = bisect_left(streams, stream.order, key=in_order)
+    assert streams[index] is stream
+    del streams[index]
+
+
+class Queue:
+    """limits: queue, how many wait at most; overtakes, see `Limits`. clock: of deadlines, in seconds."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self.streams: list[Stream] = []
+        """In order."""
+        self._limits, self._clock = limits, clock
+        self._arrivals = 0
+        self._deadlines: list[tuple[float, int, Stream]] = []
+        self._ends: deque[float] = deque(maxlen=33)  # when requests ended
+
+    def put(self, stream: Stream) -> None:
+        """A request that has come just now. QueueFull."""
+        if len(self.streams) >= self._limits.queue:
+            raise QueueFull(len(self.streams), self._until_one_ends())
+        self._arrivals += 1
+        stream.number = self._arrivals
+        stream.order = (1, -stream.priority, stream.number) if self._limits.overtakes else (0, 0, stream.number)
+        if stream.deadline is not None:
+            heappush(self._deadlines, (stream.deadline, stream.number, stream))
+        insort(self.streams, stream, key=in_order)
+
+    def put_back(self, stream: Stream) -> None:
+        """One that has run and must wait again: where it was."""
+        insort(self.streams, stream, key=in_order)
+
+    def remove(self, stream: Stream) -> None:
+        remove(self.streams, stream)
+
+    def pop(self) -> Stream:
+        """The first; counts it for those who came earlier and still wait."""
+        stream, waiting, late = self.streams.pop(0), self.streams, False
+        if not waiting or stream.entered or stream.order[:2] == waiting[0].order[:2] == waiting[-1].order[:2]:
+            return stream  # all are alike: in the order of their arrival
+        for other in waiting:
+            if other.number < stream.number:
+                other.overtaken += 1
+                if other.overtaken >= self._limits.overtakes and other.order[0]:
+                    other.order, late = (0, 0, other.number), True
+        if late:
+            waiting.sort(key=in_order)
+        return stream
+
+    def late(self) -> list[Stream]:
+        """Those whose deadline has passed, each once, whether they wait, run or have ended."""
+        found: list[Stream] = []
+        now = self._clock() if self._deadlines else 0.0
+        while self._deadlines and self._deadlines[0][0] <= now:
+            found.append(heappop(self._deadlines)[2])
+        return found
+
+    def ended(self) -> None:
+        """Note that a request has ended: how long others wait is guessed from that."""
+        self._ends.append(self._clock())
+
+    def _until_one_ends(self) -> float:
+        """Seconds, by those that ended last."""
+        ends = self._ends
+        return min(60.0, max(0.1, (ends[-1] - ends[0]) / (len(ends) - 1))) if len(ends) > 1 else 1.0

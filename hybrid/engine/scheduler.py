@@ -1,0 +1,413 @@
+"""Which rows the next pass runs: of many sequences that come, go, wait and run out of room at any time.
+
+    scheduler.add(stream)                 at any time, as `cancel`
+    p = scheduler.schedule()              None where nothing can run now; the next one may be made while this one runs
+    ...                                   the device: p.writes, p.params, then p.runs
+    for stream, n in scheduler.commit(p, tokens): ...
+
+Sequences are served in the order of their arrival, higher priorities first; but no request is overtaken more than
+`Limits.overtakes` times. Every stream that decodes has its row in every pass; prompts share the rows that are left, in
+order, a part being kept for the next one. Where blocks run out, the last in order gives its own up, waits, and is run again
+from what the cache still holds: the first in order always goes on. No more than that is promised to any other.
+
+Passes run in the order in which they were made, each after all that came before has been written: so blocks and slots are
+given again as soon as no later pass needs them. Plain host code for one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hybrid.core.errors import ContextExceeded
+from hybrid.engine.blocks import Blocks, Write
+from hybrid.engine.queue import Queue, in_order, remove
+from hybrid.engine.sequence import Counts, Ending, Limits, Pass, Run, Stream
+
+SHARE = 4
+"""Of the rows for prompts, one of so many is kept for those behind the first."""
+
+
+class Scheduler:
+    """blocks: of the engine's cache, which this scheduler alone uses. clock: of deadlines, in seconds."""
+
+    def __init__(self, blocks: Blocks, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.blocks, self.limits, self.counts = blocks, limits, Counts()
+        self.max_writes = len(blocks.pools) * (2 * limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block))
+        """Of a pass."""
+        self._number = 0  # of the last pass
+        self._queue = Queue(limits, clock)
+        self._running: list[Stream] = []  # in order
+        self._prompts: list[Stream] = []  # those of the running whose prompts are not scheduled whole
+        self._flights: deque[Pass] = deque()
+        self._slots = list(range(limits.slots - 1, -1, -1))  # free ones
+        self._cooling: deque[tuple[int, int]] = deque()  # (pass, slot): free when that pass has been committed
+        self._stuck: tuple[Stream, int] | None = None  # a request that did not fit, and blocks.given at that time
+        self._writes: list[Write] = []  # of the next pass, so are these
+        self._params: list[Stream] = []
+        self._released: list[int] = []
+        self._adopted = 0  # blocks that it takes from the cache
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue.streams)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def in_flight(self) -> int:
+        """Passes that have not been committed."""
+        return len(self._flights)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do, and nothing to wait for."""
+        return not (self._queue.streams or self._running or self._flights)
+
+    def add(self, stream: Stream) -> None:
+        """Let a new sequence wait for its turn. QueueFull; ContextExceeded for one that would never fit."""
+        limits, blocks = self.limits, self.blocks
+        if stream.held is not None:
+            raise ValueError(f"sequence {stream.id} has been added before")
+        if stream.n_prompt >= limits.ctx:
+            raise ContextExceeded(
+                f"a prompt of {stream.n_prompt} tokens leaves no room in the context of {limits.ctx}: "
+                "shorten it or load the model with a larger ctx"
+            )
+        last = min(stream.n_prompt + stream.limit, limits.ctx)
+        for group in blocks.groups:
+            need = group.need(last - 1, blocks.block)  # the last token is not run
+            if need > group.blocks:
+                raise ContextExceeded(
+                    f"{stream.n_prompt} tokens and {last - stream.n_prompt} to generate need {need} blocks of {blocks.block} "
+                    f"positions in {group.name} layers, and the cache has {group.blocks}: ask for fewer tokens or give the model "
+                    "more memory"
+                )
+        self._queue.put(stream)
+        stream.last, stream.held = last, blocks.held()
+
+    def cancel(self, stream: Stream, reason: Ending = "cancelled") -> bool:
+        """End a sequence now, whatever of it is in flight. False where it has ended already."""
+        if stream.finish is not None:
+            return False
+        if stream.slot is None:
+            self._queue.remove(stream)
+        self._end(stream, reason)
+        return True
+
+    def expire(self) -> list[Stream]:
+        """End the sequences whose deadline has passed."""
+        return [stream for stream in self._queue.late() if self.cancel(stream, "deadline")]
+
+    def draft(self, stream: Stream, ids: Sequence[int]) -> None:
+        """Verify these tokens, which may come next, in the sequence's next row; fewer of them, or none, where there is no room."""
+        if stream.ahead or stream.flying:
+            raise ValueError("drafts are for a sequence with ahead=False, none of whose tokens is in flight")
+        stream.drafts = tuple(ids)
+
+    # --- a pass ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Pass | None:
+        """The next pass; None where nothing can run before a pass has been committed, or before more requests come."""
+        if len(self._flights) >= self.limits.ahead or not (self._running or self._queue.streams):
+            return None
+        runs: list[Run] = []
+        now, limit = self._number + 1, self.limits.rows
+        if self._prompts and self._prompts[0] is self._running[0]:
+            self._first_goes_on(self._prompts[0], now)
+        rows = self._decode(runs)
+        if runs:
+            limit = self.limits.mixed or limit
+        if self._queue.streams:
+            self._admit(limit - rows, now)
+        if self._prompts:
+            rows += self._prefill(runs, limit - rows, now)
+        if not runs:
+            return None
+        done = Pass(now, runs, self._writes, self._params, self._released, rows)
+        for stream, _, _, _, wants in runs:
+            done.outs += wants
+            done.context = max(done.context, stream.position)
+        self._writes, self._params, self._released, self._adopted = [], [], [], 0
+        self._number = now
+        self._flights.append(done)
+        self.counts.passes += 1
+        self.counts.rows += rows
+        return done
+
+    def commit(self, done: Pass, tokens: Sequence[int], counts: Sequence[int] | None = None) -> list[tuple[Stream, int]]:
+        """Take the tokens that the oldest pass in flight has chosen: for each run that wants any, `counts` of them (one each;
+        where drafts were verified, those accepted and the one after them). Returns (sequence, how many of its ids are new) for
+        each sequence that had not ended; one whose `finish` is set now has given its slot and blocks back."""
+        if not self._flights or self._flights[0] is not done:
+            raise ValueError(f"pass {done.number} is not the oldest in flight: commit passes in order, and none that was lost")
+        wanting = [run for run in done.runs if run.wants]
+        if counts is None:
+            counts = [1] * len(wanting)
+        if len(counts) != len(wanting) or len(tokens) != sum(counts):
+            raise ValueError(f"pass {done.number}: {len(wanting)} runs want tokens, not {len(counts)} with {len(tokens)} tokens")
+        if any(not 1 <= n <= run.wants for n, run in zip(counts, wanting, strict=True)):
+            raise ValueError(f"pass {done.number}: a run takes from 1 token to as many as it wants")
+        self._flights.popleft()
+        while self._cooling and self._cooling[0][0] <= done.number:
+            self._slots.append(self._cooling.popleft()[1])
+        block, at, news = self.blocks.block, 0, []
+        for (stream, _, _, _, wants), n in zip(wanting, counts, strict=True):
+            first, at = at, at + n
+            if stream.finish is not None:
+                continue
+            stream.flying -= 1
+            ids = stream.ids
+            finish: Ending | None = None
+            for i in range(first, at):
+                token = int(tokens[i])
+                ids.append(token)
+                if token in stream.ends:
+                    finish, n = "eos", i + 1 - first
+                    break
+                if len(ids) >= stream.last:
+                    finish, n = "length" if stream.last == stream.n_prompt + stream.limit else "context", i + 1 - first
+                    break
+            if wants > 1:
+                self.counts.drafted += wants - 1
+                self.counts.accepted += n - 1
+            self.counts.generated += n
+            if stream.slot is not None:
+                assert stream.held is not None
+                if wants > 1:
+                    stream.position = len(ids) - 1  # rows of drafts that were refused are run again, with other tokens
+                if (len(ids) - 1) // block > stream.held.sealed:
+                    self.blocks.seal(stream.held, ids, len(ids) - 1, done.number)
+            if finish is not None:
+                if stream.slot is None:
+                    self._queue.remove(stream)
+                self._end(stream, finish)
+            news.append((stream, n))
+        return news
+
+    def lose(self) -> None:
+        """The device and what it held are lost: forget passes in flight and the cache; every sequence starts again from the
+        tokens that are known."""
+        self._flights.clear()
+        for stream in reversed(list(self._running)):
+            self._park(stream)
+        for stream in self._queue.streams:
+            stream.flying = 0
+        self._slots.extend(slot for _, slot in self._cooling)
+        self._cooling.clear()
+        self.blocks.clear()
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def _decode(self, runs: list[Run]) -> int:
+        """A row of every sequence that decodes, and its drafts; returns how many."""
+        running, rows, i = self._running, 0, 0
+        limits = self.limits
+        most = min(limits.mixed or limits.rows, limits.outs or limits.slots)
+        spare = most - min(len(running) + self.waiting, limits.slots)  # for drafts: every stream may want a row
+        while i < len(running):  # it gets shorter where some are preempted
+            stream = running[i]
+            i += 1
+            position, flying = stream.position, stream.flying
+            total = len(stream.ids) + flying
+            if position != total - 1 or total >= stream.last or (flying and not stream.ahead):
+                continue
+            drafts, stream.drafts = stream.drafts[: max(0, min(spare, stream.last - total - 1))] if stream.drafts else (), ()
+            if drafts and position + len(drafts) >= stream.until and not self._grow(stream, position + len(drafts) + 1):
+                drafts = ()
+            if position >= stream.until and not self._extend(stream, position + 1):
+                continue
+            ids = None if flying else (stream.ids[-1], *drafts)
+            n = 1 + len(drafts)
+            assert stream.slot is not None
+            runs.append(Run(stream, stream.slot, position, ids, n))
+            stream.position, stream.flying = position + n, flying + 1
+            spare -= n - 1
+            rows += n
+        if self._prompts:
+            self._prompts = [s for s in self._prompts if s.position < len(s.ids)]
+        return rows
+
+    def _prefill(self, runs: list[Run], room: int, now: int) -> int:
+        """Rows of prompts, in order, as long as there are any left; returns how many."""
+        blocks, prompts, rows = self.blocks, self._prompts, 0
+        for i, stream in enumerate(prompts):
+            if rows == room:
+                break
+            if self._follow(stream, now):
+                continue
+            position, rest, held = stream.position, stream.rest, stream.held
+            assert stream.slot is not None and held is not None
+            behind = prompts[i + 1].rest if i + 1 < len(prompts) else 0
+            n = min(rest, room - rows - min((room - rows) // SHARE, behind))
+            if n < rest and n > (cut := (position + n) % blocks.block):
+                n -= cut  # whole blocks: others that follow may take them
+            if position + n > stream.until:
+                blocks.slide(held, position)
+                self._grow(stream, min(position + n, (held.size + blocks.room()) * blocks.block))
+                n = min(n, stream.until - position)
+                if n < 1:
+                    continue
+            if stream.found == position:
+                blocks.anchor(held, position // blocks.block)
+            runs.append(Run(stream, stream.slot, position, tuple(stream.ids[position : position + n]), int(n == rest)))
+            rows += n
+            stream.position = position + n
+            self.counts.recomputed += max(0, min(stream.reached, position + n) - position)
+            blocks.seal(held, stream.ids, position + n, now)
+            if n == rest:
+                stream.flying = 1
+                blocks.anchor(held, len(stream.ids) // blocks.block)
+        self._prompts = [s for s in prompts if s.position < len(s.ids)]
+        return rows
+
+    def _follow(self, stream: Stream, now: int) -> bool:
+        """Let a prompt take the blocks that another sequence has computed meanwhile; whether that one computes the next too."""
+        held, block = stream.held, self.blocks.block
+        assert held is not None and stream.slot is not None
+        if held.size * block != stream.position:
+            return False
+        n, coming = self.blocks.match(held, stream.ids, (len(stream.ids) - 1) // block, now)
+        if n > held.size:
+            before = stream.position
+            if not self._adopt(stream, n):
+                return True
+            if not stream.reached:
+                stream.cached += stream.position - before
+                self.counts.cached += stream.position - before
+        return coming
+
+    def _adopt(self, stream: Stream, n: int) -> bool:
+        """Take n blocks from the cache; False where a pass would have to write too much of block tables."""
+        held = stream.held
+        assert held is not None and stream.slot is not None
+        new = n - held.size
+        if self._adopted + new > -(-self.limits.ctx // self.blocks.block):
+            return False
+        self._adopted += new
+        self.blocks.adopt(held, n, stream.slot, self._writes)
+        stream.position = stream.until = stream.found = n * self.blocks.block
+        return True
+
+    # --- coming and going --------------------------------------------------------------------------------------------
+
+    def _admit(self, room: int, now: int) -> None:
+        """Let those in that wait, in order, while there are slots, blocks and rows for them."""
+        room -= sum(s.rest for s in self._prompts)
+        waiting = self._queue.streams
+        while waiting and self._slots and (room > 0 or len(self._prompts) == 1):
+            stream = waiting[0]
+            if stream.flying or not self._enter(stream, now):
+                return
+            room -= stream.rest
+
+    def _enter(self, stream: Stream, now: int) -> bool:
+        """Give a waiting sequence a slot and what the cache holds of it; False, and nothing done, where it would not fit."""
+        blocks, held = self.blocks, stream.held
+        assert held is not None
+        if self._stuck == (stream, blocks.given):
+            return False
+        n, _ = blocks.match(held, stream.ids, (len(stream.ids) - 1) // blocks.block, now)
+        stream.slot, mark = self._slots[-1], len(self._writes)
+        fits = self._adopt(stream, n)
+        if not fits or not self._has_room(stream):
+            blocks.release(held)
+            if fits:
+                self._adopted -= n
+                self._stuck = (stream, blocks.given)
+            del self._writes[mark:]
+            stream.slot, stream.position, stream.until = None, 0, 0
+            return False
+        self._slots.pop()
+        self._queue.pop()
+        insort(self._running, stream, key=in_order)
+        insort(self._prompts, stream, key=in_order)
+        self._params.append(stream)
+        if not stream.entered:
+            stream.entered = True
+            stream.cached = stream.position
+            self.counts.prompt += stream.n_prompt
+            self.counts.cached += stream.cached
+        return True
+
+    def _has_room(self, stream: Stream) -> bool:
+        """Whether there are blocks for what is known of a sequence, beside what the others need: those whose prompts run, all of
+        theirs, and every other one a block. What is alone always fits (`add`)."""
+        if not self._running:
+            return True
+        block = self.blocks.block
+        for g, pool in enumerate(self.blocks.pools):
+            want = len(self._running)
+            for s in (*self._prompts, stream):
+                assert s.held is not None
+                want += max(0, pool.group.need(len(s.ids) + 1, block) - (s.held.size - s.held.first[g]))
+            if want > pool.available:
+                return False
+        return True
+
+    def _first_goes_on(self, stream: Stream, now: int) -> None:
+        """The first in order, a prompt, has room for a row before those that decode take theirs, whoever must go for it."""
+        if not self._follow(stream, now) and stream.position >= stream.until:
+            self._extend(stream, stream.position + 1)
+
+    def _extend(self, stream: Stream, positions: int) -> bool:
+        """Blocks for so many positions, if need be of those behind it in order; False where it is the last itself."""
+        while not self._grow(stream, positions):
+            last = self._running[-1]
+            if last is stream:
+                return False
+            self.counts.preemptions += 1
+            last.preemptions += 1
+            self._park(last)
+        return True
+
+    def _grow(self, stream: Stream, positions: int) -> bool:
+        """Blocks for so many positions, if there are as many that nobody holds."""
+        held, block = stream.held, self.blocks.block
+        assert held is not None and stream.slot is not None
+        self.blocks.slide(held, stream.position)
+        if not self.blocks.grow(held, -(-positions // block), stream.slot, self._writes):
+            return False
+        stream.until = held.size * block
+        return True
+
+    def _park(self, stream: Stream) -> None:
+        """Let a running sequence wait, with nothing of its own but its tokens."""
+        self._leave(stream, bool(stream.flying and self._flights))
+        if not self._flights:
+            stream.flying = 0
+        stream.position = stream.until = stream.found = 0
+        stream.drafts = ()
+        self._queue.put_back(stream)
+
+    def _leave(self, stream: Stream, cool: bool) -> None:
+        """Take slot and blocks from a running sequence. cool: a pass in flight chooses a token in its slot, which is to be read."""
+        assert stream.slot is not None and stream.held is not None
+        stream.reached = max(stream.reached, stream.position)
+        self.blocks.release(stream.held)
+        remove(self._running, stream)
+        if stream in self._prompts:
+            self._prompts.remove(stream)
+        if cool:
+            self._cooling.append((self._flights[-1].number, stream.slot))
+        else:
+            self._slots.append(stream.slot)
+        self._released.append(stream.slot)
+        if self._writes:  # of a pass that is not made yet
+            self._writes = [w for w in self._writes if w[1] != stream.slot]
+        if stream in self._params:
+            self._params.remove(stream)
+        stream.slot = None
+
+    def _end(self, stream: Stream, reason: Ending) -> None:
+        stream.finish = reason
+        self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
+        self._queue.ended()
+        if stream.slot is not None:
+            self._leave(stream, False)
