@@ -46,7 +46,7 @@ def run_case(spec: OpSpec, device: Any, case: Case) -> Report:
     if case.rows < 1 or case.outs < 1:
         raise Disagreement(f"{label}: no live rows: a case that computes nothing proves nothing")
     spec.check(case.bind, case.attrs, case.dtypes)
-    before = make(spec, case)
+    before = make(spec, case, backend=device.backend)
     runs = [execute(spec, device, case, before, byte) for byte in POISON]
     _check_memory(spec, case, label, before, runs, device)
     if case.op == "sample":
@@ -80,7 +80,7 @@ def prepare(spec: OpSpec, device: Any, case: Case, before: Mapping[str, Tensor],
 def control_of(case: Case, before: Mapping[str, Tensor]) -> tuple[TensorDecl, Tensor]:
     """The control words of a case: its live counts, and the context that its live positions need."""
     control = np.zeros(CONTROL_WORDS, np.uint32)
-    control[CONTROL["rows"]], control[CONTROL["outs"]] = case.rows, case.outs
+    control[CONTROL["rows"]], control[CONTROL["outs"]] = (0, case.rows) if case.wanted else (case.rows, case.outs)
     if "positions" in before:
         control[CONTROL["context"]] = int(before["positions"].array[: case.rows].max()) + 1
     return TensorDecl("control", "u32", (CONTROL_WORDS,), "io"), Tensor.of(control)
@@ -88,7 +88,8 @@ def control_of(case: Case, before: Mapping[str, Tensor]) -> tuple[TensorDecl, Te
 
 def step_of(spec: OpSpec, case: Case, name: str, args: Mapping[str, str], device: str) -> Step:
     """The case's call, on tensors stored under the names `args`."""
-    extent: Extent = "outs" if spec.token_axis and spec.axes[spec.token_axis].role == "outs" else "rows"
+    outs = case.wanted or bool(spec.token_axis and spec.axes[spec.token_axis].role == "outs")
+    extent: Extent = "outs" if outs else "rows"
     return Step(case.op, name, dict(case.bind), dict(args), dict(case.attrs), device=device, extent=extent)
 
 

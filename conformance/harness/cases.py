@@ -30,12 +30,14 @@ class Case:
     """Multiplies the deviation of normal inputs."""
     style: str = "ragged"
     """How rows spread over slots and positions: `decode`, or one of batches.STYLES."""
+    wanted: bool = False
+    """The step's rows are those whose logits are wanted: their count is the control word of outs, and that of rows is 0."""
 
     def __str__(self) -> str:
         axes = " ".join(f"{k}={v}" for k, v in self.bind.items())
         types = " ".join(f"{k}:{v}" for k, v in self.dtypes.items() if v != "i32")
         text = f"{self.op}[{axes}] live {self.rows}/{self.outs} {types} {dict(self.attrs)} seed={self.seed} {self.mode}"
-        extra = [f"{k}={v}" for k, v in self.kinds.items()]
+        extra = [f"{k}={v}" for k, v in self.kinds.items()] + ["wanted"] * self.wanted
         return " ".join([text, self.style, *([f"x{self.scale:g}"] if self.scale != 1 else []), *extra])
 
 

@@ -18,10 +18,10 @@ from hybrid.spec.fields import Domain
 
 DEAD_INDEX = 0x3FFFFFFF  # in rows beyond the live count: no kernel may follow it
 ROUTING = ("slots", "positions", "block_table", "out_rows")  # made together; their edge kinds choose how
-UNSEEN = 64.0  # cached positions that no row may see are this much larger
+UNSEEN = 64.0  # cached positions that no row may see are this much larger, or NaN
 
 
-def make(spec: OpSpec, case: Case, without: Collection[str] = ()) -> dict[str, Tensor]:
+def make(spec: OpSpec, case: Case, without: Collection[str] = (), backend: str = "vulkan") -> dict[str, Tensor]:
     """Inputs and initial state by name. Rows beyond the live counts hold NaN and wild indices. `without`: not made."""
     rows = batch_of(spec, case)
     tensors = {}
@@ -33,7 +33,7 @@ def make(spec: OpSpec, case: Case, without: Collection[str] = ()) -> dict[str, T
         tensors[name] = tensor if count is None or count == tensor.shape[0] else _kill(tensor, count)
     if rows is not None and "block_table" in tensors and "window" in spec.attributes:
         for name in ("k_cache", "v_cache"):
-            tensors[name] = _hide(tensors[name], tensors["block_table"].array, rows)
+            tensors[name] = _hide(tensors[name], tensors["block_table"].array, rows, case, backend)
     return tensors
 
 
@@ -125,14 +125,18 @@ def _kill(tensor: Tensor, count: int) -> Tensor:
     return Tensor(tensor.dtype, tensor.shape, tuple(parts))
 
 
-def _hide(cache: Tensor, table: np.ndarray, rows: Batch) -> Tensor:
-    """Enlarge every cached position that no row of the batch may see."""
-    data = cache.array.astype(np.float32)
+def _hide(cache: Tensor, table: np.ndarray, rows: Batch, case: Case, backend: str) -> Tensor:
+    """Every cached position that no row of the batch may see is what a block may hold that was another sequence's: NaN, or
+    numbers larger than all that is seen. Numbers alone for the NPU, whose tile kernels multiply what they mask by zero."""
+    data, window = cache.array.astype(np.float32), int(case.attrs["window"])
     size, seen = data.shape[1], np.zeros(data.shape[:2], bool)
-    for slot, length in enumerate(rows.lengths):
-        p = np.arange(length)
+    for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
+        p = np.arange(max(0, position - window + 1) if window else 0, position + 1)
         seen[table[slot, p // size], p % size] = True
+    strange = values.integers(case.seed, "unseen", seen.shape, 0, 1) > 0
     data[~seen] = np.clip(data[~seen] * UNSEEN, -6e4, 6e4)
+    if backend != "npu":
+        data[~seen & strange] = np.nan
     return values.rounded(data, cache.dtype)
 
 

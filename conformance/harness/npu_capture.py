@@ -87,7 +87,7 @@ def compare(file: Path) -> int:
                 print(f"{name}: {'failed there' if 'failed' in entry else 'is another case here'}: not compared")
                 continue
             spec, case = known[name]
-            run = execute(spec, device, case, make(spec, case), POISON[0])
+            run = execute(spec, device, case, make(spec, case, backend="npu"), POISON[0])
             for output in spec.outputs:
                 there = np.load(box.open(f"{name}/{output}.npy"))
                 here = run[output].parts[0]

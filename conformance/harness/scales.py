@@ -105,21 +105,24 @@ def _attention(call: Call) -> dict[str, np.ndarray]:
 def _attention_i8(call: Call) -> dict[str, np.ndarray]:
     """As attention, of the codes times their scales."""
     d = call.values["k_cache"].shape[3]
-    q, k = (in_int8(call.values[n].astype(np.float32), d, np.float64) for n in ("q", "k_cache"))
+    with np.errstate(invalid="ignore"):  # what no row sees may be NaN
+        q, k = (in_int8(call.values[n].astype(np.float32), d, np.float64) for n in ("q", "k_cache"))
     out, plain = _attended(call, q, np.abs(q), k, call.values["v_cache"])
     return {"o": out, "o.values": plain}
 
 
 def _decode_attention(call: Call) -> dict[str, np.ndarray]:
     """As attention, of a q whose rotation adds and subtracts."""
-    v, d = call.values, call.values["k_cache"].shape[3]
-    heads = v["qkv"].reshape(len(v["qkv"]), -1, d)[:, : -2 * v["k_cache"].shape[2]]
+    v, (_, _, kv_heads, d) = call.values, call.values["k_cache"].shape
+    heads = v["qkv"].reshape(len(v["qkv"]), -1, d)
+    heads = heads[:, : heads.shape[1] - call.attrs.get("projections", 2) * kv_heads]
     normed = rms(heads, call.attrs["eps"]) * v["w_q_norm"]
     angles = v["rope"][v["positions"]]
     q = rotate(normed, angles).reshape(len(heads), -1)
-    cos, sin = np.split(np.abs(angles)[:, None, :], 2, axis=-1)
-    a, b = np.split(np.abs(normed), 2, axis=-1)
-    terms = np.concatenate([a * cos + b * sin, b * cos + a * sin], axis=-1).reshape(q.shape)
+    cos, sin = np.split(np.abs(angles), 2, axis=-1)
+    terms = rotate(np.abs(normed), np.concatenate([cos, -sin], axis=-1))  # its first half: |a| cos + |b| sin
+    other = rotate(np.abs(normed), np.concatenate([cos, sin], axis=-1))
+    terms = np.maximum(terms, other).reshape(q.shape)
     return {"o": _attended(call, q, terms, call.refs["k_cache"], call.refs["v_cache"])[0]}
 
 

@@ -15,11 +15,13 @@ SIZES: dict[str, tuple[int, int]] = {
     "tokens": (5, 36), "outs": (3, 20), "rows": (6, 20), "hidden": (64, 20), "inner": (64, 40), "features": (24, 140),
     "ffn": (96, 20), "vocab": (50, 300), "q_heads": (4, 8), "kv_heads": (2, 4), "head_dim": (32, 16), "slots": (3, 6),
     "streams": (4, 4), "per_layer": (32, 4), "blocks": (1, 4), "block_size": (4, 32), "table": (5, 12), "context": (20, 60),
+    "projections": (2, 2), "rotary": (512, 64),
 }  # fmt: skip
 PRIMES = {"tokens": 13, "outs": 7, "rows": 11, "features": 37, "vocab": 61}
 
 Choices = Callable[[Mapping[str, int]], list[Any]]
 ATTENTIONS = ("attention", "attention_i8", "decode_attention")
+APPENDS = ("qk_norm_rope_append", "decode_attention")
 ATTRIBUTES: dict[tuple[str, str], Choices] = {
     ("embed", "scale"): lambda b: [float(b["H"]) ** 0.5, 1.0, 16.0],
     **{(op, "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0] for op in ATTENTIONS},
@@ -27,6 +29,7 @@ ATTRIBUTES: dict[tuple[str, str], Choices] = {
     **{(op, "sparsity"): lambda b: [0.0, 0.95, 0.5] for op in ("geglu", "fused_ffn")},
     ("add_rmsnorm", "scale"): lambda b: [1.0, 0.375],
     ("per_layer_input", "layer"): lambda b: [b["E"] // b["P"] - 1, 0],
+    **{(op, "projections"): lambda b: [b["KV"]] for op in APPENDS},
     ("logits", "softcap"): lambda b: [0.0, 30.0],
     **{(op, "valid"): lambda b: [b["V"], max(1, b["V"] - 3), 1] for op in ("sample", "logprobs")},
 }
@@ -97,6 +100,8 @@ def complete(spec: OpSpec, bind: Mapping[str, int], fixed: frozenset[str] = froz
     if {"E", "P"} <= b.keys() and "E" not in fixed:  # whole layers, and whole blocks of every type
         step = math.lcm(b["P"], 256)
         b["E"] = -(-b["E"] // step) * step
+    if "R" in b and "D" in b and "R" not in fixed:
+        b["R"] = min(b["R"], b["D"])
     if "BS" in b and "C" in b:
         b["C"] = b["MB"] * b["BS"]
     if "B" in b and "B" not in fixed:

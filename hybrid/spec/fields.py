@@ -14,7 +14,7 @@ from hybrid.spec.load import Model
 BackendName = Literal["oracle", "cpu", "vulkan", "npu"]
 AxisRole = Literal[
     "tokens", "outs", "rows", "hidden", "inner", "features", "ffn", "vocab", "q_heads", "kv_heads", "head_dim", "slots",
-    "blocks", "block_size", "table", "context", "streams", "per_layer",
+    "blocks", "block_size", "table", "context", "streams", "per_layer", "projections", "rotary",
 ]  # fmt: skip
 Scalar = int | float | str
 Tag = Literal["decode", "prefill", "batch", "perf", "demo"]
@@ -144,7 +144,7 @@ class Head(Model):
 
 class Axis(Model):
     role: AxisRole
-    min: int = Field(1, ge=1)
+    min: int = Field(1, ge=0)
     max: int = Field(ge=1)
     multiple_of: int = Field(1, ge=1)
     reduction: bool = False

@@ -28,6 +28,7 @@ DEMO = "demo"
 # Role of an axis -> the hyper-parameter that is its size. What a pass has of an axis' role goes by the role's own name.
 OF_MODEL: dict[AxisRole, str] = {
     "hidden": "hidden", "ffn": "ffn", "vocab": "vocab", "q_heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim",
+    "rotary": "head_dim",
 }  # fmt: skip
 MOST = 1000
 """Workloads that an operation may have from models: a stranger's file must not take long to read."""

@@ -15,11 +15,12 @@ _SCORES = 1 << 22  # scores held at once
 
 
 def rotate(x: np.ndarray, rope: np.ndarray) -> np.ndarray:
-    """Half-split RoPE: x [T, heads, D], rope [T, D] (D/2 cosines, then D/2 sines); element i pairs with i + D/2."""
-    half = x.shape[-1] // 2
-    cos, sin = rope[:, None, :half], rope[:, None, half:]
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    """Half-split RoPE: x [T, heads, D], rope [T, R] (R/2 cosines, then R/2 sines); element i < R/2 pairs with i + D/2, the
+    others stay."""
+    half, pairs = x.shape[-1] // 2, rope.shape[-1] // 2
+    cos, sin = rope[:, None, :pairs], rope[:, None, pairs:]
+    a, b = x[..., :pairs], x[..., half : half + pairs]
+    return np.concatenate([a * cos - b * sin, x[..., pairs:half], b * cos + a * sin, x[..., half + pairs :]], axis=-1)
 
 
 def qk_norm_rope_append(
@@ -34,17 +35,23 @@ def qk_norm_rope_append(
     k_cache: np.ndarray,
     v_cache: np.ndarray,
     eps: float,
+    projections: int = 2,
+    value_norm: int = 0,
     real: Real = np.float64,
 ) -> tuple[np.ndarray]:
-    """q[T,HQ*D]: per-head rms * weight, then RoPE. k likewise and v as it is go into the caches [B,BS,HK,D]:
-    position p of slot s at block block_table[s, p // BS], row p % BS."""
+    """q[T,HQ*D]: per-head rms * weight, then RoPE. k likewise, and v as it is or normed without a weight, go into the caches
+    [B,BS,HK,D]: position p of slot s at block block_table[s, p // BS], row p % BS. projections: what follows the queries in
+    qkv: 2: keys and values, 1: keys, which are the values too, 0: nothing, and nothing is appended."""
     _, block_size, kv_heads, d = k_cache.shape
     heads = qkv.astype(real, copy=False).reshape(len(qkv), -1, d)
-    q, k, v = heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
+    n_heads = heads.shape[1] - projections * kv_heads
+    q, kv = heads[:, :n_heads], heads[:, n_heads:]
     angles = rope[positions].astype(real, copy=False)
-    block, row = block_table[slots, positions // block_size], positions % block_size
-    k_cache[block, row] = rotate(rms(k, eps) * w_k_norm.astype(real, copy=False), angles)
-    v_cache[block, row] = v
+    if projections:
+        block, row = block_table[slots, positions // block_size], positions % block_size
+        k, v = kv[:, :kv_heads], kv[:, -kv_heads:]
+        k_cache[block, row] = rotate(rms(k, eps) * w_k_norm.astype(real, copy=False), angles)
+        v_cache[block, row] = rms(v, eps) if value_norm else v
     q = rotate(rms(q, eps) * w_q_norm.astype(real, copy=False), angles)
     return (q.reshape(len(qkv), -1),)
 
@@ -108,12 +115,15 @@ def decode_attention(
     eps: float,
     scale: float,
     window: int,
+    projections: int = 2,
+    value_norm: int = 0,
     real: Real = np.float64,
 ) -> tuple[np.ndarray]:
     """o[T,HQ*D]: qk_norm_rope_append, then attention over the cache that it has extended. One row per slot."""
     (q,) = qk_norm_rope_append(
         qkv=qkv, w_q_norm=w_q_norm, w_k_norm=w_k_norm, rope=rope, positions=positions, slots=slots,
-        block_table=block_table, k_cache=k_cache, v_cache=v_cache, eps=eps, real=real,
+        block_table=block_table, k_cache=k_cache, v_cache=v_cache, eps=eps, projections=projections,
+        value_norm=value_norm, real=real,
     )  # fmt: skip
     return attention(q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, slots=slots, positions=positions,
                      scale=scale, window=window, real=real)  # fmt: skip

@@ -20,7 +20,8 @@ MOST_SPLITS = 64
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
     """As _layer.record, and o[1,HQ*D] from qkv, whose k and v are appended to the cache. False where the kernel does not fit:
-    as there, a cache that is not f16, heads wider than a subgroup loads at once, o that is not q8_act."""
+    as there, a cache that is not f16, heads wider than a subgroup loads at once, o that is not q8_act; values that are normed
+    or that are the keys, heads that rotate in part, another layer's cache."""
     layer = _layer.prepare(rec, steps, t)
     if layer is None or not layer.use["attention"]:
         return False
@@ -28,9 +29,11 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     heads, kv_heads, d = (step.bind[axis] for axis in ("HQ", "HK", "D"))
     cache, o, words = cache_layout(step, a), a["o"], d * 2 // WORD
     follows = steps[4].args["qkv"] == step.args["qkv"] and step.bind["T"] == 1
+    plain = step.bind["KV"] == 2 and step.bind["R"] == d and not step.attrs["value_norm"]
     parts = [a[n] for n in ("w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table", "k_cache", "v_cache")]
     whole = all(len(x.chunks) == 1 and len(x.parts) == 1 for x in parts)
-    if not (follows and whole and cache.dtype == "f16" and o.dtype == "q8_act" and words <= device.subgroup_size and d % 32 == 0):
+    narrow = words <= device.subgroup_size and d % 32 == 0
+    if not (follows and plain and whole and narrow and cache.dtype == "f16" and o.dtype == "q8_act"):
         return False
     subgroups = layer.constants["THREADS"] // device.subgroup_size
     room, most = device.shared_bytes - layer.shared_bytes, min(heads // kv_heads, layer.use["heads"])

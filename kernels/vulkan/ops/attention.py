@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid.core.plan import Step
+from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.cache import CacheLayout, cache_layout
 from hybrid.kernels.vulkan.memory import Slice
@@ -84,7 +84,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     rows, d, cache = step.bind["T"], step.bind["D"], cache_layout(step, t)
     device = rec.device
     if (rows > DECODE_ROWS and cache.dtype == "f16" and d in FLASH and device.subgroup_size == 32
-            and device.has("f16_matrices")):
+            and device.has("f16_matrices") and step.extent == "rows"):
         record_flash(rec, step, t, cache)
     else:
         record_split(rec, step, t, cache)
@@ -119,8 +119,9 @@ def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
     parts = rows * heads * tile.splits
     part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
     kernel = rec.kernel(f"attention.{cache.dtype}.{tile.queries}x{tile.units}", SUBGROUP=subgroup)
-    push = struct.pack("<9If4I", rows, heads, kv_heads, d // 4, cache.block_size, cache.table_width, cache.slots,
-                       cache.blocks, window, step.attrs["scale"], tile.rows, tile.heads, tile.splits, tile.min_split)
+    push = struct.pack("<9If5I", rows, heads, kv_heads, d // 4, cache.block_size, cache.table_width, cache.slots,
+                       cache.blocks, window, step.attrs["scale"], tile.rows, tile.heads, tile.splits, tile.min_split,
+                       CONTROL[step.extent])
     head_tiles = -(-(heads // kv_heads) // tile.heads)
     splits = Live("context", per=tile.min_split, cap=tile.splits * tile.min_split) if tile.splits > 1 else 1
     names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
@@ -135,6 +136,6 @@ def record_combine(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], par
     """The merge of attention's (or decode_attention's) partial results into o."""
     rows, heads, d = (step.bind[axis] for axis in ("T", "HQ", "D"))
     kernel = rec.kernel(f"attention_combine.{t['o'].dtype}", SUBGROUP=rec.device.subgroup_size)
-    push = struct.pack("<6I", rows, heads, d // 4, int(step.attrs["window"]), splits, min_split)
+    push = struct.pack("<7I", rows, heads, d // 4, int(step.attrs["window"]), splits, min_split, CONTROL[step.extent])
     rec.dispatch(kernel, [part_o, part_ml, *t["positions"].parts], [*t["o"].parts], push,
                  (-(-heads * d // COMBINE), Live(step.extent, cap=rows)))

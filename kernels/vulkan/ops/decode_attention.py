@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hybrid.core.dtypes import DTYPES
-from hybrid.core.plan import Step
+from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.cache import cache_layout
 from hybrid.kernels.vulkan.ops.attention import OUTPUTS, record_combine, two_parts
@@ -74,8 +74,8 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv_bytes: int, sp
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
-    """o[T,HQ*D] from qkv[T,(HQ+2*HK)*D], its k and v appended to k_cache, v_cache [B,BS,HK,D]. `choice` overrides what the
-    tuning table says."""
+    """o[T,HQ*D] from qkv[T,(HQ+KV*HK)*D], its k and v (unless KV is 0) appended to k_cache, v_cache [B,BS,HK,D]. `choice`
+    overrides what the tuning table says."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window, o = int(step.attrs["window"]), t["o"]
     cache = cache_layout(step, t)
@@ -88,16 +88,18 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
     if s.merge == 2 and not rec.cooperative:
         s = replace(s, merge=1)
     tiles = -(-(heads // kv_heads) // s.heads)
+    context, rotary = t["rope"].shape
     kernel = rec.kernel(f"decode_attention.{cache.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
                         THREADS=s.subgroups * subgroup, LANES=s.lanes, MERGED=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype],
                         QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead,
+                        PROJECTIONS=step.bind["KV"], ROTARY=rotary // 4, VALUE_NORM=int(step.attrs["value_norm"]),
                         POLLS=rec.device.polls)
     parts = rows * heads * s.splits
     memory = rec.zeros if s.merge == 2 else rec.scratch
     part_o, part_ml = memory(parts * d * 4), memory(parts * (d // 4 if s.merge else 1) * 8)
     arrived = rec.counters(rows * kv_heads * tiles * -(-s.heads * d // 4 // s.piece))
-    push = struct.pack("<6I2f2I", rows, t["rope"].shape[0], cache.table_width, cache.slots, cache.blocks, window,
-                       step.attrs["eps"], step.attrs["scale"], s.splits, s.min_split)
+    push = struct.pack("<6I2f3I", rows, context, cache.table_width, cache.slots, cache.blocks, window, step.attrs["eps"],
+                       step.attrs["scale"], s.splits, s.min_split, CONTROL[step.extent])
     names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
     reads = [p for name in names for p in t[name].parts]
     writes = [*t["k_cache"].parts, *t["v_cache"].parts, part_o, part_ml, arrived, *two_parts(o)]
