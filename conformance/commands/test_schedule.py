@@ -270,3 +270,26 @@ def test_the_commands_say_what_is_extended_and_what_runs_elsewhere(tmp_path: Pat
     assert spec(["check", "gemma3-hybrid", str(SCHEDULES / "gemma3-hybrid.toml"), str(path)]) == 1
     out, err = capsys.readouterr()
     assert "1 schedules are sound: gemma3-hybrid (extends gemma3); 2 are wrong" in out and f"error: {path}: extends: " in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('parts = ["choosing"]', 'parts = ["chosing"]'), "parts[0]: no part is called 'chosing'; did you mean 'choosing'?"),
+        (('parts = ["choosing"]', "parts = 7"), "parts[0]: no part is called 7"),
+        (("[tensors]", '[tensors]\nhistory = { kind = "io", dtype = "i32", shape = ["S"] }'),
+         "tensors.history: specs/parts/choosing.toml sets it too; remove one of the two"),
+        (("[tensors]", "[[tensors]]"), "tensors: "),
+    ],
+)  # fmt: skip
+def test_parts_are_found_and_set_nothing_twice(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    text = (SCHEDULES / "gemma3.toml").read_text()
+    assert change[0] in text
+    (path := tmp_path / "mine.toml").write_text(text.replace(*change, 1))
+    with pytest.raises(SpecError, match=re.escape(message)):
+        load_schedule(path)
+
+
+def test_a_part_stands_around_a_schedules_own_steps() -> None:
+    made = find_schedule("gemma3")
+    assert [s.name for s in made.after] == ["logits", "adjust_logits", "sample", "logprobs"] and "history" in made.tensors

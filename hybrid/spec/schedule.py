@@ -22,7 +22,7 @@ from hybrid.spec.load import Model, read_toml, shown_path, validate
 from hybrid.spec.placement import MOST, Placement, placed
 from hybrid.spec.step import Phase, StepSpec, Text, When
 
-SCHEDULES = SPECS / "schedules"
+SCHEDULES, PARTS = SPECS / "schedules", SPECS / "parts"
 
 Act = Literal["f32", "f16", "q8_act"]
 Capability = Literal["f16_matrices"]
@@ -182,6 +182,22 @@ class Extension(Tables):
     placement: tuple[Placement, ...] = Field((), max_length=MOST)
 
 
+class PartHead(Model):
+    name: Text
+    summary: Text
+
+
+class Part(Model):
+    """One file of specs/parts: tensors and steps that schedules of several families have alike. Its steps stand before a schedule's
+    own [[before]], and behind its own [[after]]."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    part: PartHead
+    tensors: dict[str, Declared] = Field(default_factory=dict)
+    before: tuple[StepSpec, ...] = ()
+    after: tuple[StepSpec, ...] = ()
+
+
 def load_schedule(path: str | Path) -> Schedule:
     """Read a schedule file, with those that it extends; SpecError (one line) names the file, the key and the fix."""
     return read_schedule(shown_path(Path(path)), read_toml(path), Path(path))
@@ -190,7 +206,7 @@ def load_schedule(path: str | Path) -> Schedule:
 def read_schedule(file: str, tables: dict[str, Any], path: Path, chain: tuple[Path, ...] = ()) -> Schedule:
     """The tables of a schedule file. `file`: the path as users know it; chain: the files that led to this one."""
     if "extends" not in tables:
-        return validate(file, tables, Schedule)
+        return validate(file, _with_parts(file, tables), Schedule)
     extension, chain = validate(file, tables, Extension), (*chain, path.resolve())
     other = _extended(file, extension.extends, path)
     if other.resolve() in chain:
@@ -201,6 +217,29 @@ def read_schedule(file: str, tables: dict[str, Any], path: Path, chain: tuple[Pa
         return validate(file, _joined(extension, base, shown_path(other)), Schedule)
     except FieldError as e:
         raise SpecError(f"{file}: {e.key}: {e.message}") from None
+
+
+def _with_parts(file: str, tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a whole schedule with those of its parts: `parts = [NAME, ..]`, files of specs/parts."""
+    whole = {key: value for key, value in tables.items() if key != "parts"}
+    names = tables.get("parts", [])
+    known = sorted(p.stem for p in PARTS.glob("*.toml"))
+    for i, name in enumerate(names if isinstance(names, list) else [names]):
+        if name not in known:
+            raise SpecError(f"{file}: parts[{i}]: no part is called {name!r}{nearest(str(name), known)}")
+        path = PARTS / f"{name}.toml"
+        part = read_toml(path)
+        validate(shown_path(path), part, Part)
+        own = whole.get("tensors", {})
+        if isinstance(own, dict):
+            twice = own.keys() & part.get("tensors", {}).keys()
+            if twice:
+                raise SpecError(f"{file}: tensors.{min(twice)}: {shown_path(path)} sets it too; remove one of the two")
+            whole["tensors"] = {**own, **part.get("tensors", {})}
+        before, after = whole.get("before", []), whole.get("after", [])
+        if isinstance(before, list) and isinstance(after, list):
+            whole |= {"before": [*part.get("before", []), *before], "after": [*after, *part.get("after", [])]}
+    return whole
 
 
 def extended(path: str | Path) -> list[str]:
