@@ -169,6 +169,7 @@ _FROM: dict[tuple[str, str], Callable[[Case, Call, Tensors], np.ndarray]] = {
     ("add_rmsnorm", "y"): _norm_y,
     ("add_norm", "y"): _sum_y,
     ("laurel_add", "y"): _norm_y,
+    ("altup_predict", "normed"): _stream_y,
     ("altup_predict", "y"): _stream_y,
     ("altup_correct", "y"): _stream_y,
     ("per_layer_input", "y"): _proj_y,

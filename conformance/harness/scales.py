@@ -165,7 +165,7 @@ def _altup_predict(call: Call) -> dict[str, np.ndarray]:
     s = np.abs(v["streams"].reshape(len(v["streams"]), -1, len(v["w_norm"])))
     size = s.shape[1]
     c = (_route_terms(v["streams"][:, : s.shape[2]], call) @ np.abs(v["w_predict"]).T).reshape(len(s), size, size)
-    return {"predicted": (s + np.matmul(c, s)).reshape(len(s), -1), "y": np.abs(call.refs["y"])}
+    return {"predicted": (s + np.matmul(c, s)).reshape(len(s), -1)}
 
 
 def _route_terms(x: np.ndarray, call: Call) -> np.ndarray:
@@ -196,7 +196,8 @@ def _altup_add(call: Call) -> dict[str, np.ndarray]:
 def _laurel_add(call: Call) -> dict[str, np.ndarray]:
     v, eps = call.values, call.attrs["eps"]
     x = v["predicted"][:, : len(v["w_next"])]
-    terms = np.abs(x) + sum(np.abs(rms(t, eps) * v[w]) for t, w in ((v["a"], "w_post"), (x, "w_input"), (v["laurel"], "w_laurel")))
+    post, beside = (np.abs(rms(v[t], eps) * v[w]) for t, w in (("a", "w_post"), ("laurel", "w_laurel")))
+    terms = np.abs(x) + post + np.abs(v["normed"]) + beside
     return {"sum": terms, "y": np.abs(call.refs["y"])}
 
 

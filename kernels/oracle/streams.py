@@ -50,14 +50,15 @@ def altup_predict(
     w_norm: np.ndarray,
     eps: float,
     real: Real = np.float64,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """predicted[T,A*H] = streams + C @ streams with C[A,A] = w_predict[A*A,A] @ router(stream 0);
-    y[T,H] = rms(predicted 0) * w_norm."""
+    normed[T,H] = y[T,H] = rms(predicted 0) * w_norm."""
     s = _split(streams, len(w_norm), real)
     route = _router(s[:, 0], w_router_norm, w_router, eps, real)
     c = (route @ w_predict.astype(real, copy=False).T).reshape(len(s), s.shape[1], s.shape[1])
     predicted = s + np.matmul(c, s)
-    return _joined(predicted), rms(predicted[:, 0], eps) * w_norm.astype(real, copy=False)
+    (normed,) = rmsnorm(x=predicted[:, 0], w=w_norm, eps=eps, real=real)
+    return _joined(predicted), normed, normed
 
 
 def laurel_add(
@@ -65,18 +66,18 @@ def laurel_add(
     a: np.ndarray,
     laurel: np.ndarray,
     predicted: np.ndarray,
-    w_input: np.ndarray,
+    normed: np.ndarray,
     w_post: np.ndarray,
     w_laurel: np.ndarray,
     w_next: np.ndarray,
     eps: float,
     real: Real = np.float64,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """sum[T,H] = (x + rms(a) * w_post + rms(x) * w_input + rms(laurel) * w_laurel) / sqrt(2), x = predicted 0;
+    """sum[T,H] = (predicted 0 + rms(a) * w_post + normed + rms(laurel) * w_laurel) / sqrt(2);
     y[T,H] = rms(sum) * w_next."""
     x = predicted[:, : len(w_next)].astype(real, copy=False)
     attended = x + rmsnorm(x=a, w=w_post, eps=eps, real=real)[0]
-    beside = rmsnorm(x=x, w=w_input, eps=eps, real=real)[0] + rmsnorm(x=laurel, w=w_laurel, eps=eps, real=real)[0]
+    beside = normed.astype(real, copy=False) + rmsnorm(x=laurel, w=w_laurel, eps=eps, real=real)[0]
     total = (attended + beside) * real(np.sqrt(0.5))
     return total, rmsnorm(x=total, w=w_next, eps=eps, real=real)[0]
 

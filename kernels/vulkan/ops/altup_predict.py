@@ -11,6 +11,6 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """predicted f32 [T,A*H] and y [T,H] = rms(predicted 0) * w_norm, of streams f32 [T,A*H]."""
+    """predicted f32 [T,A*H], and normed f32 and y [T,H] = rms(predicted 0) * w_norm, of streams f32 [T,A*H]."""
     reads = ("streams", "w_router_norm", "w_router", "w_predict", "w_norm")
-    record_rows(rec, step, t, reads, writes=("predicted", "y"))
+    record_rows(rec, step, t, reads, writes=("predicted", "normed", "y"))

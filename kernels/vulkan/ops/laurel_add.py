@@ -12,5 +12,5 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """sum f32 [T,H] of stream 0, attention and LAuReL, and y [T,H] = rms(sum) * w_next."""
-    reads = ("a", "laurel", "predicted", "w_input", "w_post", "w_laurel", "w_next")
+    reads = ("a", "laurel", "predicted", "normed", "w_post", "w_laurel", "w_next")
     record_rows(rec, step, t, reads, writes=("sum", "y"))
