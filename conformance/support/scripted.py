@@ -3,18 +3,24 @@ face of hybrid.model.Model that the server uses, with the engine's own handles."
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from conformance.support.paths import DEMO
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded, QueueFull
+from hybrid.engine.constraint import Constraint
 from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, TokenLogprob, Usage
 from hybrid.engine.metrics import Metrics
+from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 
 @dataclass
@@ -73,8 +79,13 @@ class ScriptedModel:
 
     def _run(self, stream: Stream, prompt: list[int], options: dict[str, Any]) -> None:
         script, began = self.script, time.perf_counter()
-        ids = self.encode(script.text, bos=False)[: options["max_tokens"]]
+        constraint = options.get("constraint")
+        if constraint is None:
+            ids = self.encode(script.text, bos=False)[: options["max_tokens"]]
+        else:
+            ids = list(islice(walk(constraint, self.checkpoint.tokenizer, options["seed"]), options["max_tokens"]))
         said: list[int] = []
+        text = StreamDecoder(self.checkpoint.tokenizer)
         error: Exception | None = None
         until = time.monotonic() + 60
         while script.gate is not None and not script.gate.wait(0.01) and not stream.cancelled and time.monotonic() < until:
@@ -85,13 +96,47 @@ class ScriptedModel:
                 break
             if stream.cancelled:
                 break
-            time.sleep(script.pause)
+            if script.pause:
+                time.sleep(script.pause)
             said.append(token)
             logprobs = (TokenLogprob(token, -0.5, ((token, -0.5), (5, -1.0))),) if options.get("logprobs") else None
-            stream.push(Event(self.decode([token]), (token,), logprobs))
+            stream.push(Event(text.push(token), (token,), logprobs))
+        stream.push(Event(text.flush()))
         with self._lock:
             self._open -= 1
         finish: Any = "cancelled" if stream.cancelled else script.finish
+        if constraint is not None and len(ids) == options["max_tokens"]:
+            finish = "length"
         usage = Usage(len(prompt), 3, len(said))
         took = Timings(0.0, 0.0, time.perf_counter() - began)
         stream.end(Completion(self.decode(said), tuple(said), finish, None, usage, took) if error is None else None, error)
+
+
+CLOSING = ('"', "]", "}", "0", "<tool_call|>", '<|"|>')
+"""Pieces that bring structured text nearer to its end."""
+
+
+def walk(constraint: Constraint, tokenizer: Tokenizer, seed: int, begin: Sequence[int] = ()) -> Iterator[int]:
+    """Token ids that a constraint allows, drawn at random with a leaning towards the end, until it allows an end of text and
+    that is drawn. `begin`: the first ones. AssertionError where the constraint does not allow one of these."""
+    draw = random.Random(seed)
+    nearer = [i for c in CLOSING if (i := tokenizer.token_id(c)) is not None]
+    ends = np.array(sorted(tokenizer.eos_ids))
+    for n in range(1 << 20):
+        mask = constraint.mask()
+        assert mask is not None
+        allowed = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little").astype(bool)
+        closing = [i for i in nearer if allowed[i]]
+        may_end = allowed[ends].any()
+        allowed[ends] = False
+        if n < len(begin):
+            token = begin[n]
+            assert allowed[token], f"{tokenizer.decode([token])!r} is not allowed after {tokenizer.decode(begin[:n])!r}"
+        elif may_end and (draw.random() < 0.4 or not allowed.any()):
+            return
+        elif closing and draw.random() < 0.4:
+            token = draw.choice(closing)
+        else:
+            token = int(draw.choice(np.flatnonzero(allowed)))
+        constraint.accept(token)
+        yield token

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hybrid.serve import options, prompts
+from hybrid.serve import options, prompts, tools
 from hybrid.serve.errors import bad_request
 from hybrid.serve.forms import ChatForm, CompletionForm
 from hybrid.serve.http import Json
 from hybrid.serve.running import Job
 from hybrid.serve.service import Service, aside
+from hybrid.serve.structured import answer_lark, schema_of
 from hybrid.serve.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Sampled, TokenizeRequest
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def router(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         model = service.model(body.model)
         if body.messages is not None:
-            ids = await aside(prompts.encode, model, prompts.turns(body.messages))
+            messages, _ = service.tool_format(model).turns(body.messages, None)
+            ids = await aside(prompts.encode, model, messages)
         else:
             ids = await aside(model.encode, body.prompt, body.add_special_tokens)
         out: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.engine.cache.ctx}
@@ -78,11 +80,21 @@ async def answer_chat(service: Service, body: ChatRequest, request: Request) -> 
     model = service.model(body.model)
     n = body.n or 1
     service.count(n)
-    ids = await aside(prompts.encode, model, prompts.turns(body.messages))
+    kind = service.tool_format(model)
+    offered = tools.offer(body.tools, body.tool_choice, body.parallel_tool_calls)
+    messages, described = kind.turns(body.messages, offered)
+    ids = await aside(prompts.encode, model, messages, described)
     top = (body.top_logprobs or 0) if body.logprobs else None
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     shared = _shared(service, model, body, top, options.lengths(asked, None, len(ids), model.engine.cache.ctx, service.settings))
-    jobs = [Job(ids, options.choice(shared, i)) for i in range(n)]
+    constraints: list[Any] = [None] * n
+    schema = schema_of(body.response_format)
+    if offered is not None:
+        lark = await aside(kind.lark, offered, schema)
+        constraints = await aside(service.constraints, model, lark, "tools", n)
+    elif schema is not None:
+        constraints = await aside(service.constraints, model, answer_lark(schema), "response_format", n)
+    jobs = [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
     form = ChatForm(
         service.name(model),
         n,
@@ -91,7 +103,8 @@ async def answer_chat(service: Service, body: ChatRequest, request: Request) -> 
         service.tokens(model),
         top,
         shown(model, body),
-        [None] * n,
+        [None if offered is None else kind.reader(offered) for _ in range(n)],
+        kind.silent,
     )
     return await service.answer(request, jobs, form, bool(body.stream))
 
@@ -103,6 +116,7 @@ async def answer_completion(service: Service, body: CompletionRequest, request: 
     service.count(n * len(asked))
     if body.echo and body.logprobs is not None:
         raise bad_request("logprobs of the prompt are not computed: leave out echo or logprobs", "echo", "unsupported_value")
+    schema = schema_of(body.response_format)
     jobs: list[Job] = []
     echoes: list[str] = []
     firsts: list[int] = []
@@ -117,7 +131,10 @@ async def answer_completion(service: Service, body: CompletionRequest, request: 
         length = options.lengths(body.max_tokens, DEFAULT_COMPLETION, len(ids), model.engine.cache.ctx, service.settings)
         shared = _shared(service, model, body, body.logprobs, length)
         firsts.append(len(jobs))
-        jobs += [Job(ids, options.choice(shared, i)) for i in range(n)]
+        constraints: list[Any] = [None] * n
+        if schema is not None:
+            constraints = await aside(service.constraints, model, answer_lark(schema), "response_format", n)
+        jobs += [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
         echoes += [(prompt if isinstance(prompt, str) else model.decode(ids)) if body.echo else ""] * n
     form = CompletionForm(
         service.name(model),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hybrid.engine.handle import Completion, TokenLogprob, Usage
@@ -125,7 +125,7 @@ class _Choices:
 
 class ChatForm(_Choices):
     """chat.completion and chat.completion.chunk. top: likely tokens beside each chosen one, None without logprobs. readers: one
-    for each choice where tools may be called, else None."""
+    for each choice where tools may be called, else None; silent: tokens that print nothing, as readers see them."""
 
     prefix, chunk_object, whole_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
@@ -139,9 +139,11 @@ class ChatForm(_Choices):
         top: int | None,
         shown: Callable[[int], bool],
         readers: Sequence[Reader | None],
+        silent: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(model, count, [0], include_usage, fingerprint)
         self._tokens, self._top, self._shown, self._readers = tokens, top, shown, readers
+        self._silent = silent or {}
         self._text: list[list[str]] = [[] for _ in range(count)]
         self._logprobs: list[list[dict[str, Any]] | None] = [None if top is None else [] for _ in range(count)]
 
@@ -151,7 +153,7 @@ class ChatForm(_Choices):
 
     def push(self, item: Item) -> bytes:
         i, reader = item.choice, self._readers[item.choice]
-        text = "".join(e.text for e in item.events)
+        text = "".join(e.text + self._marks(e.ids) for e in item.events)
         fresh = self._entries(i, [p for e in item.events for p in e.logprobs or ()])
         deltas = [{"content": text}] if text and reader is None else []
         if reader is not None:
@@ -164,6 +166,9 @@ class ChatForm(_Choices):
             self.done[i] = item.done
             out.append(self._delta(i, {}, None, self._finish(i)))
         return b"".join(out)
+
+    def _marks(self, ids: Sequence[int]) -> str:
+        return "".join(self._silent.get(i, "") for i in ids) if self._silent else ""
 
     def _entries(self, index: int, found: Sequence[TokenLogprob]) -> list[dict[str, Any]] | None:
         kept = self._logprobs[index]

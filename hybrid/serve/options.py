@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid.checkpoint.base import Generation
 from hybrid.serve.errors import bad_request
 from hybrid.serve.settings import Settings
 from hybrid.serve.wire import Sampled
+
+if TYPE_CHECKING:
+    from hybrid.engine.constraint import Constraint
 
 
 class Seeds:
@@ -59,9 +62,10 @@ def lengths(asked: int | None, default: int | None, prompt: int, context: int, s
     return {"max_tokens": min(wanted, context), "deadline": settings.total}
 
 
-def choice(options: dict[str, Any], index: int) -> dict[str, Any]:
-    """The options of a request's choice: each has a seed of its own, the first the request's."""
-    return {**options, "seed": (options["seed"] + index) % 2**64}
+def choice(options: dict[str, Any], index: int, constraint: Constraint | None = None) -> dict[str, Any]:
+    """The options of a request's choice: each has a seed of its own, the first the request's. What a constraint ends has ended."""
+    own = {**options, "seed": (options["seed"] + index) % 2**64}
+    return own if constraint is None else {**own, "constraint": constraint, "ignore_eos": False}
 
 
 def _first(*values: Any) -> Any:

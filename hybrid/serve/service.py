@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,13 @@ from hybrid.serve.metrics import Metrics
 from hybrid.serve.options import Seeds
 from hybrid.serve.running import Feed, Job
 from hybrid.serve.settings import Settings
+from hybrid.serve.structured import MARKS, Grammars, marks_of
+from hybrid.serve.tools import Format
+from hybrid.serve.tools_json import JSON
+from hybrid.serve.tools_marked import marked
 
 if TYPE_CHECKING:
+    from hybrid.engine.constraint import Constraint
     from hybrid.model import Model
 
 WAITING = b": waiting\n\n"
@@ -33,6 +39,8 @@ class Service:
     def __init__(self, backend: Backend, metrics: Metrics, settings: Settings) -> None:
         self.backend, self.metrics, self.settings = backend, metrics, settings
         self.seeds = Seeds(settings.seed)
+        self._lock = threading.Lock()
+        self._grammars: tuple[Model, Grammars] | None = None
 
     def model(self, asked: str | None) -> Model:
         """The model, if it is the one that was asked for. ApiError 404 or 503."""
@@ -53,6 +61,25 @@ class Service:
 
     def tokens(self, model: Model) -> Tokens:
         return Tokens(model.checkpoint.tokenizer)
+
+    def grammars(self, model: Model) -> Grammars:
+        """Made at first use, which takes a while: call it in a thread."""
+        with self._lock:
+            if self._grammars is None or self._grammars[0] is not model:
+                self._grammars = model, Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
+            return self._grammars[1]
+
+    def tool_format(self, model: Model) -> Format:
+        """The one of the model's family: with marks where its vocabulary and its template have them."""
+        marks = marks_of(model.checkpoint.tokenizer)
+        if len(marks) == len(MARKS) and "tool" in (model.checkpoint.chat_template or ""):
+            return marked(marks, model.checkpoint.tokenizer.token_bytes)
+        return JSON
+
+    def constraints(self, model: Model, lark: str, param: str, n: int) -> list[Constraint]:
+        """n of one grammar; takes a while. ApiError 400, naming `param`."""
+        first = self.grammars(model).constraint(lark, param)
+        return [first, *(first.copy() for _ in range(n - 1))]
 
     def count(self, n: int) -> None:
         """Refuses more choices than this server allows."""

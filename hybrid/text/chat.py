@@ -56,10 +56,15 @@ def template_of(tokenizer: Tokenizer, template: str | None) -> str:
 
 
 def render(
-    messages: Sequence[Message], template: str = GEMMA_TEMPLATE, bos: str = "<bos>", generate: bool = True
+    messages: Sequence[Message],
+    template: str = GEMMA_TEMPLATE,
+    bos: str = "<bos>",
+    generate: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Text of a conversation, its begin-of-text token included if the template writes one. `generate` opens the
-    model's turn. ChatError for messages or a template that cannot be used, or a template that does not end."""
+    model's turn. tools: what the model may call, for templates that write it.
+    ChatError for messages or a template that cannot be used, or a template that does not end."""
     for index, message in enumerate(messages):
         if not {"role", "content"} <= set(message):
             raise ChatError(f"message {index} needs a role and a content")
@@ -68,31 +73,39 @@ def render(
         "bos_token": bos,
         "eos_token": "",
         "add_generation_prompt": generate,
-        "tools": None,
+        "tools": None if tools is None else list(tools),
     }
-    most = OUTPUT + 4 * sum(len(text) for text in _texts(messages))
+    most = OUTPUT + 4 * sum(len(text) for text in _texts([*messages, *(tools or ())]))
     # A template from a file is given a process that can be stopped.
     return (expand if template == GEMMA_TEMPLATE else expand_apart)(template, variables, most)
 
 
 def encode(
-    tokenizer: Tokenizer, messages: Sequence[Message], template: str | None = None, parse_special: bool = False
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    template: str | None = None,
+    parse_special: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Ids of a conversation that the model is to continue, with exactly one begin-of-text token. Control tokens
-    inside the messages are ordinary text unless `parse_special`."""
+    inside the messages and the tools are ordinary text unless `parse_special`."""
     bos_id = tokenizer.vocabulary.bos_id
     bos = "" if bos_id is None else tokenizer.vocabulary.pieces[bos_id]
-    guard = "" if parse_special else _guard(chain(_texts(messages), [template or ""]))
+    guard = "" if parse_special else _guard(chain(_texts([*messages, *(tools or ())]), [template or ""]))
     quoted = [_quoted(tokenizer, m, guard) for m in messages] if guard else messages
-    text = render(quoted, template_of(tokenizer, template), bos)
+    offered = _nested(tokenizer, tools, guard) if guard else tools
+    text = render(quoted, template_of(tokenizer, template), bos, tools=offered)
     return tokenizer.encode(text, parse_special=True, guard=guard)
 
 
-def _texts(messages: Sequence[Message]) -> Iterator[str]:
-    for message in messages:
-        content = message.get("content")
-        parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
-        yield from (p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str))
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in lists and objects, the names of objects' fields too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(_texts, chain(value.keys(), value.values())))
+    elif isinstance(value, (list, tuple)):
+        yield from chain.from_iterable(map(_texts, value))
 
 
 def _guard(texts: Iterable[str]) -> str:
@@ -101,7 +114,18 @@ def _guard(texts: Iterable[str]) -> str:
     return next(c for c in map(chr, chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0x110000))) if c not in used)
 
 
+def _nested(tokenizer: Tokenizer, value: Any, guard: str) -> Any:
+    """A value whose texts are quoted, for templates that write them next to others."""
+    if isinstance(value, str):
+        return tokenizer.quote(value, guard, joined=True)
+    if isinstance(value, Mapping):
+        return {_nested(tokenizer, k, guard): _nested(tokenizer, v, guard) for k, v in value.items()}
+    return [_nested(tokenizer, v, guard) for v in value] if isinstance(value, (list, tuple)) else value
+
+
 def _quoted(tokenizer: Tokenizer, message: Message, guard: str) -> Message:
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": _nested(tokenizer, message["tool_calls"], guard)}
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": tokenizer.quote(content, guard)}

@@ -1,0 +1,210 @@
+"""Calls of tools: what the grammars let through is read whole, however it is cut; and conversations with results."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from conformance.support.paths import DEMO
+from conformance.support.scripted import Script, ScriptedModel, walk
+from conformance.support.server import running
+from hybrid.checkpoint import open_checkpoint
+from hybrid.serve.structured import MARKS, Grammars, marks_of
+from hybrid.serve.tools import Format, Offer, parameters
+from hybrid.serve.tools_json import JSON
+from hybrid.serve.tools_marked import marked
+from hybrid.serve.wire import Message, Tool
+from hybrid.text.tokenizer import USER_DEFINED, Tokenizer
+
+
+def tool(name: str, properties: dict[str, Any], required: list[str], **more: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False, **more}
+    return {"type": "function", "function": {"name": name, "description": f"About {name}.", "parameters": schema}}
+
+
+KIND = {"enum": ["dry", 'we"t', 3, None]}
+RAW = [
+    tool("weather", {"city": {"type": "string"}, "days": {"type": "integer"}, "kind": KIND}, ["city", "kind"]),
+    tool(
+        "plan",
+        {"steps": {"type": "array", "items": {"$ref": "#/$defs/step"}}, "ok": {"type": "boolean"}},
+        [],
+        **{"$defs": {"step": {"type": "object", "properties": {"s": {"type": "string"}, "then": {"$ref": "#/$defs/step"}},
+                              "additionalProperties": False}}},
+    ),
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+TOOLS = [Tool.model_validate(t) for t in RAW]
+
+
+@cache
+def with_marks() -> Tokenizer:
+    """The embedded tokenizer with the marks of tool calls in place of three pieces."""
+    tokenizer = open_checkpoint(DEMO).tokenizer
+    v = tokenizer.vocabulary
+    pieces, types = list(v.pieces), list(v.types)
+    for n, mark in enumerate(MARKS):
+        pieces[300 + n], types[300 + n] = mark, USER_DEFINED
+    return Tokenizer(replace(v, pieces=tuple(pieces), types=tuple(types)), tokenizer.eos_ids)
+
+
+@cache
+def family(name: str) -> tuple[Tokenizer, Grammars, Format]:
+    tokenizer = with_marks() if name == "marked" else open_checkpoint(DEMO).tokenizer
+    kind = marked(marks_of(tokenizer), tokenizer.token_bytes) if name == "marked" else JSON
+    return tokenizer, Grammars(tokenizer, tokenizer.n_rows), kind
+
+
+def read(kind: Format, offered: Offer, text: str, seed: int) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
+    """(content, calls as the reader has them, calls as the deltas make them) of a text cut at random."""
+    reader, cut, deltas, at = kind.reader(offered), random.Random(seed), [], 0
+    while at < len(text):
+        n = cut.randint(1, 7)
+        deltas += reader.push(text[at : at + n])
+        at += n
+    deltas += reader.end()
+    joined: list[dict[str, Any]] = []
+    for call in (c for d in deltas for c in d.get("tool_calls", ())):
+        if call["index"] == len(joined):
+            assert call["id"] and call["type"] == "function"
+            joined.append({"id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": ""}})
+        joined[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return "".join(d.get("content", "") for d in deltas), reader.calls, joined
+
+
+@pytest.mark.parametrize("name", ["json", "marked"])
+@pytest.mark.parametrize(
+    ("offered", "least", "most"),
+    [(Offer(TOOLS), 0, 16), (Offer(TOOLS, required=True), 1, 16), (Offer(TOOLS[:1], required=True, several=False), 1, 1)],
+    ids=["auto", "required", "named"],
+)
+def test_what_the_grammar_lets_through_is_read(name: str, offered: Offer, least: int, most: int) -> None:
+    tokenizer, grammars, kind = family(name)
+    begin = tokenizer.encode("[", bos=False) if name == "json" else [marks_of(tokenizer)[MARKS[0]]]
+    ended = 0
+    for seed in range(14):
+        constraint = grammars.constraint(kind.lark(offered, None), "tools")
+        ids = list(islice(walk(constraint, tokenizer, seed, begin if seed % 2 and offered.several else ()), 1500))
+        if len(ids) == 1500:
+            continue
+        ended += 1
+        text = tokenizer.decode(ids)
+        content, calls, joined = read(kind, offered, text, seed)
+        assert calls == joined and least <= len(calls) <= most
+        assert content == ("" if calls and name == "json" else content)
+        if not calls:
+            assert content == text
+        for call in calls:
+            made = {t.function.name: t for t in offered.tools}[call["function"]["name"]]
+            jsonschema.validate(json.loads(call["function"]["arguments"]), parameters(made))
+    assert ended > 10
+
+
+def test_calls_beside_a_schema() -> None:
+    """An answer may be JSON of a schema or a call; references of both lead to where they led."""
+    tokenizer, grammars, kind = family("json")
+    schema = {"$defs": {"n": {"type": "string", "maxLength": 4}}, "type": "object", "properties": {"name": {"$ref": "#/$defs/n"}},
+              "required": ["name"], "additionalProperties": False}  # fmt: skip
+    seen = set()
+    for seed in range(16):
+        constraint = grammars.constraint(kind.lark(Offer(TOOLS), schema), "tools")
+        text = tokenizer.decode(list(islice(walk(constraint, tokenizer, seed), 1500)))
+        content, calls, _ = read(kind, Offer(TOOLS), text, seed)
+        seen.add(bool(calls))
+        if not calls:
+            jsonschema.validate(json.loads(content), schema)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("text", ["plain", '{"nam', '{"name": "nobody", "parameters": {}}', "[1, 2]", "", '{"name": "weather'])
+def test_text_that_calls_nothing_is_content(text: str) -> None:
+    content, calls, _ = read(JSON, Offer(TOOLS), text, 1)
+    assert (content, calls) == (text, [])
+
+
+ROME = '{"city": "Rome", "kind": "dry"}'
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather in Rome?"},
+    {"role": "assistant", "content": None,
+     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": ROME}},
+                    {"id": "b", "type": "function", "function": {"name": "now", "arguments": ""}}]},
+    {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "b", "content": "noon"},
+]  # fmt: skip
+
+
+def test_a_conversation_that_ends_on_results() -> None:
+    messages = [Message.model_validate(m) for m in CONVERSATION]
+    turns, tools = JSON.turns(messages, Offer(TOOLS))
+    assert tools is None and [t["role"] for t in turns] == ["system", "user", "assistant", "user"]
+    assert turns[3]["content"] == "Result of weather:\nsunny\n\nResult of now:\nnoon"
+    constraint = family("json")[1].constraint(JSON.lark(Offer(TOOLS), None), "tools")
+    for token in family("json")[0].encode(turns[2]["content"], bos=False):  # it is written as the model itself writes it
+        assert family("json")[0] and (constraint.mask()[token // 32] >> (token % 32)) & 1  # type: ignore[index]
+        constraint.accept(token)
+    _, _, kind = family("marked")
+    turns, tools = kind.turns(messages, Offer(TOOLS))
+    assert tools is not None and [t["function"]["name"] for t in tools] == ["weather", "plan", "now"]
+    assert turns[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "kind": "dry"}
+    assert turns[3] == {"role": "tool", "content": "sunny", "name": "weather", "tool_call_id": "a"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "tool", "tool_call_id": "x", "content": "y"}], "messages[0].tool_call_id"),
+        ([*CONVERSATION[:2], {**CONVERSATION[2], "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1"}}]}], None),
+    ],
+)
+def test_results_and_arguments_that_cannot_be(messages: list[Any], param: str | None) -> None:
+    with running(lambda: ScriptedModel(Script())) as server:
+        answer = server.post("/v1/chat/completions", {"messages": messages})
+        assert answer.status_code == 400
+        assert param is None or answer.json()["error"]["param"] == param
+
+
+def test_the_official_client_gets_calls_whole_and_streamed() -> None:
+    asked: dict[str, Any] = {
+        "model": "demo-gemma3",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": RAW,
+        "max_tokens": 400,
+    }
+    with (
+        running(lambda: ScriptedModel(Script(), ctx=4000)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client,
+    ):
+        found = 0
+        for seed in range(8):
+            choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+            more: dict[str, Any] = {**asked, "seed": seed, "tool_choice": choices[seed % 2]}
+            whole = client.chat.completions.create(**more).choices[0]
+            if whole.finish_reason == "length":
+                continue
+            found += 1
+            assert whole.finish_reason == "tool_calls" and whole.message.content is None
+            streamed: dict[int, list[str]] = {}
+            finish = None
+            for chunk in client.chat.completions.create(**more, stream=True):
+                for call in chunk.choices[0].delta.tool_calls or ():
+                    name, arguments = streamed.setdefault(call.index, ["", ""])
+                    assert call.function is not None
+                    streamed[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
+                finish = chunk.choices[0].finish_reason or finish
+            calls = whole.message.tool_calls
+            assert calls and finish == "tool_calls"
+            assert list(streamed.values()) == [[c.function.name, c.function.arguments] for c in calls]  # type: ignore[union-attr]
+            back: Callable[..., Any] = client.chat.completions.create
+            turns = [*asked["messages"], whole.message, *({"role": "tool", "tool_call_id": c.id, "content": "4"} for c in calls)]
+            assert back(**{**asked, "messages": turns, "tool_choice": "none"}).choices[0].message.content == "some text."
+        assert found > 3

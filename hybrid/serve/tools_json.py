@@ -1,0 +1,195 @@
+"""Tools in words, for families whose template knows none (Gemma 3, Gemma 3n): the system prompt says what may be called and
+how, a call is an object {"name": ..., "parameters": ...} that is the whole answer, several are a list of them, and a result
+is a turn of the user. That is the form that the family's makers describe for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hybrid.serve.structured import json_rule
+from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal, parameters
+from hybrid.serve.wire import Message
+
+_HEADER = re.compile(r'(?:\[|, )?\{"name": "([A-Za-z0-9_-]+)", "parameters": ')
+
+
+def instructions(offer: Offer) -> str:
+    """What the system prompt says of the tools."""
+    lines = [
+        "You can call functions. To call one, write nothing but",
+        '{"name": function name, "parameters": {argument name: value}}',
+    ]
+    if offer.several:
+        lines += ["and to call several, nothing but a list of such objects:", '[{"name": ..., "parameters": ...}, ...]']
+    lines += ["The functions are:", *(json.dumps(d) for d in described(offer.tools))]
+    if offer.required:
+        lines.append("Call a function now.")
+    return "\n".join(lines)
+
+
+def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[str, Any]], None]:
+    names = called_names(messages)
+    out: list[dict[str, Any]] = []
+    for n, m in enumerate(messages):
+        role = {"developer": "system", "tool": "user"}.get(m.role, m.role)
+        text = m.text()
+        if m.role == "tool":
+            text = f"Result of {names[str(m.tool_call_id)]}:\n{text}"
+        elif m.tool_calls:
+            calls = [(c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls")) for c in m.tool_calls]
+            text = "\n".join(filter(None, [text, _written(calls)]))
+        if out and out[-1]["role"] == role:
+            out[-1]["content"] += "\n\n" + text
+        else:
+            out.append({"role": role, "content": text})
+    if offer is not None:
+        if out and out[0]["role"] == "system":
+            out[0]["content"] += "\n\n" + instructions(offer)
+        else:
+            out.insert(0, {"role": "system", "content": instructions(offer)})
+    return out, None
+
+
+def _written(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Calls as the model writes them."""
+    objects = [f'{{"name": {json.dumps(name)}, "parameters": {json.dumps(found, ensure_ascii=False)}}}' for name, found in calls]
+    return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
+
+
+def lark(offer: Offer, schema: dict[str, Any] | None) -> str:
+    """The first piece of every alternative reaches as far as alternatives may be alike: a lexer goes on with the longest, and
+    does not come back. With a schema, calls are JSON too, written without freedom, so that the reader knows them."""
+    if schema is not None and not offer.required:
+        return f"start: {json_rule(_union(offer, schema), exact=True)}"
+    number = range(len(offer.tools))
+    names = [t.function.name for t in offer.tools]
+    rules = [f'call_{i}: {literal(_opening(names[i]))} args_{i} "}}"' for i in number]
+    rules += [f"args_{i}: {json_rule(parameters(t))}" for i, t in enumerate(offer.tools)]
+    calls = " | ".join(f"call_{i}" for i in number)
+    rules.append(f"call: {calls}")
+    if offer.several:
+        rules += [f'first_{i}: {literal("[" + _opening(names[i]))} args_{i} "}}"' for i in number]
+        firsts = " | ".join(f"first_{i}" for i in number)
+        rules += [f"first: {firsts}", f'list: first (", " call){{0,{MOST_CALLS - 1}}} "]"']
+    start = "call | list" if offer.several else "call"
+    if not offer.required:
+        start += " | TEXT"
+        rules.append(r'TEXT: /(?s:.*)/ & ~/\[?\{"name": "(?s:.*)/')
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _union(offer: Offer, schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a call, a list of calls, or an answer of `schema`."""
+    parts = {"answer": schema, **{f"tool_{i}": parameters(t) for i, t in enumerate(offer.tools)}}
+    one = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": t.function.name}, "parameters": {"$ref": f"#/$defs/tool_{i}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for i, t in enumerate(offer.tools)
+    ]
+    several = {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": MOST_CALLS}
+    alternatives = [*one, *([several] if offer.several else ()), {"$ref": "#/$defs/answer"}]
+    return {"$defs": {name: _moved(part, f"#/$defs/{name}") for name, part in parts.items()}, "anyOf": alternatives}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that becomes a part of another: references to its own root lead to its new place."""
+    if isinstance(schema, list):
+        return [_moved(s, place) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        k: place + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _moved(v, place)
+        for k, v in schema.items()
+    }
+
+
+def _opening(name: str) -> str:
+    return f'{{"name": "{name}", "parameters": '
+
+
+class JsonReader:
+    """Reads an answer that follows `lark`."""
+
+    def __init__(self, offer: Offer) -> None:
+        self._openings = [begin + _opening(t.function.name) for t in offer.tools for begin in ("", "[")]
+        self._calls = Calls()
+        self._held = ""
+        self._mode = "undecided"  # text, header or arguments
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return self._calls.made
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        if self._mode == "text":
+            return [{"content": text}]
+        self._held += text
+        if self._mode == "undecided":
+            if any(self._held.startswith(o) for o in self._openings):
+                self._mode = "header"
+            elif any(o.startswith(self._held) for o in self._openings):
+                return []
+            else:
+                return self._as_text()
+        deltas: list[dict[str, Any]] = []
+        while self._step(deltas):
+            pass
+        return deltas
+
+    def end(self) -> list[dict[str, Any]]:
+        """A header that was cut before its arguments calls nothing, and is no text either."""
+        return self._as_text() if self._mode == "undecided" and self._held else []
+
+    def _as_text(self) -> list[dict[str, Any]]:
+        self._mode, text, self._held = "text", self._held, ""
+        return [{"content": text}]
+
+    def _step(self, deltas: list[dict[str, Any]]) -> bool:
+        """Read a header, or what has come of its arguments. False: more text is needed."""
+        if self._mode == "header":
+            found = _HEADER.match(self._held)
+            if found is None:
+                return False
+            deltas.append(self._calls.begin(found[1]))
+            self._held, self._mode = self._held[found.end() :], "arguments"
+            return bool(self._held)
+        length, whole = self._arguments()
+        if length:
+            deltas.append(self._calls.more(self._held[:length]))
+        self._held = self._held[length:]
+        if whole:
+            self._mode = "close"
+        if self._mode == "close" and self._held:
+            self._held, self._mode = self._held[1:], "header"
+        return bool(self._held)
+
+    def _arguments(self) -> tuple[int, bool]:
+        """Characters that belong to the object of arguments, and whether it is closed."""
+        if self._mode == "close":
+            return 0, False
+        for n, c in enumerate(self._held):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = c == "\\", c != '"'
+            elif c == '"':
+                self._quoted = True
+            elif c in "{[":
+                self._depth += 1
+            elif c in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return n + 1, True
+        return len(self._held), False
+
+
+JSON = Format(turns, lark, JsonReader)
