@@ -45,6 +45,14 @@ def test_requests_share_nothing(tokenizer: Tokenizer) -> None:
     assert out[1] == tokenizer.decode(ids[1]).partition("STOP")[0] and b.finish == "stop"
 
 
+def test_a_stop_string_that_shows_at_the_end_is_why_it_ended(tokenizer: Tokenizer) -> None:
+    """`car` could still have become `carpet`, so `ar` waited for it."""
+    ids = tokenizer.encode("a car", bos=False)
+    for end in ([], [min(tokenizer.eos_ids)]):
+        one = request(tokenizer, max_tokens=len(ids) + len(end), stop=["carpet", "ar"])
+        assert run(one, ids + end) == tokenizer.decode(ids).partition("ar")[0] and one.finish == "stop"
+
+
 def test_why_it_ends_and_what_comes_afterwards(tokenizer: Tokenizer) -> None:
     eos, ids = min(tokenizer.eos_ids), tokenizer.encode("one two three four", bos=False)
     ended = request(tokenizer)

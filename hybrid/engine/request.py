@@ -129,5 +129,8 @@ class Request:
         self._ended = time.perf_counter() if self._began else 0.0
 
     def _rest(self) -> str:
-        """Text that was held back, at the end."""
-        return self._stops.push(self._text.flush()) + self._stops.flush()
+        """Text that was held back, at the end. A stop string may only show there: beside one that began earlier and did not end."""
+        rest = self._stops.push(self._text.flush()) + self._stops.flush()
+        if self._stops.stopped is not None:
+            self.finish = "stop"
+        return rest

@@ -20,21 +20,32 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The part of everything so far that can be passed on now."""
+        """The part of everything so far that can be passed on now. All pieces together are the text before the stop string
+        that begins first (of those that begin together the shortest), however the text is cut into pieces."""
         if self.stopped is not None:
             return ""
         self._held += text
-        found = [(self._held.find(s), s) for s in self.stops if s in self._held]
-        if found:
-            at, self.stopped = min(found, key=lambda f: (f[0], -len(f[1])))
-            out, self._held = self._held[:at], ""
+        begun = self._begun()
+        found = self._first()
+        if found is None or begun < found[0]:  # one that began earlier may still end
+            out, self._held = self._held[:begun], self._held[begun:]
             return out
-        keep = max((n for s in self.stops for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
+        at, self.stopped = found
+        out, self._held = self._held[:at], ""
         return out
 
     def flush(self) -> str:
-        """What was held back, at the end of the stream."""
-        out, self._held = self._held, ""
+        """What was held back, at the end of the stream: a stop string inside of one that did not end stops it now."""
+        at, self.stopped = self._first() or (len(self._held), self.stopped)
+        out, self._held = self._held[:at], ""
         return out
+
+    def _first(self) -> tuple[int, str] | None:
+        """Where the first stop string of what is held begins, and the shortest that begins there."""
+        found = [(self._held.find(s), s) for s in self.stops if s in self._held]
+        return min(found, key=lambda f: (f[0], len(f[1])), default=None)
+
+    def _begun(self) -> int:
+        """Where the earliest stop string begins that what is held may still become."""
+        ends = (n for s in self.stops for n in range(1, len(s)) if self._held.endswith(s[:n]))
+        return len(self._held) - max(ends, default=0)
