@@ -6,14 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, positive, run, size
 from hybrid.cli.progress import progress_bar
 from hybrid.core.names import LAYER, layer_of, part_of
 from hybrid.core.units import show_bytes
+
+if TYPE_CHECKING:
+    from hybrid.core.plan import Plan
 
 _NEEDS = {
     "weights": ("weights",),
@@ -126,6 +129,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.convert.kinds import SAME, plan_types
     from hybrid.core.dtypes import DTYPES
     from hybrid.engine.config import DEFAULT_CTX
+    from hybrid.kernels.vulkan.dry import scratch_bytes
     from hybrid.planning.cache import MAX_SLOTS
     from hybrid.planning.expand import WeightInfo
     from hybrid.planning.footprint import footprint
@@ -148,13 +152,16 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     context = min(hp.context_length, DEFAULT_CTX) if args.context is None else args.context
     schedule = None if args.schedule is None else named_schedule(args.schedule)
     devices, needs = memories(args.memory), {}
-    for backend, dry in _asked(devices).items():
-        storage = "cpu" if backend == "cpu" else "vulkan"  # they differ where one of them re-encodes a file's type
+    sizes = {"batch": args.batch, "context": context, "precision": args.precision, "kv": args.kv, "schedule": schedule}
+    for (storage, capabilities), group in _alike(_asked(devices)).items():
         infos = {n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()}
-        options = {} if dry is None else planned_on(dry)
-        sizes = {"batch": args.batch, "context": context, "precision": args.precision, "kv": args.kv, "schedule": schedule}
-        held = footprint(hp, infos, **sizes, **options)
-        needs[backend] = held.as_dict()
+        if storage == "cpu":
+            needs |= dict.fromkeys(group, footprint(hp, infos, **sizes).as_dict())
+            continue
+        plans: list[Plan] = []
+        held = footprint(hp, infos, **sizes, capabilities=capabilities, beside=lambda plan, into=plans: into.append(plan) or 0)
+        for name, dry in group.items():
+            needs[name] = replace(held, beside=max(scratch_bytes(plan, dry) for plan in plans)).as_dict()
     return {
         **subject.head,
         "parameters": sum(_product(s) for s in shapes.values()),
@@ -200,12 +207,16 @@ def _asked(devices: Sequence[Memory]) -> dict[str, Any]:
     return {**kinds, **{m.needs: m.dry for m in devices if m.dry is not None}, "cpu": None}
 
 
-def planned_on(dry: Any) -> dict[str, Any]:
-    """Footprint's arguments for a device as kernels.vulkan.dry records for it."""
-    from hybrid.kernels.vulkan.dry import scratch_bytes
+def _alike(asked: Mapping[str, Any]) -> dict[tuple[str, frozenset[str]], dict[str, Any]]:
+    """The entries of `_asked` by what their plans follow from: whose types they hold (Vulkan and cpu differ where one of them
+    re-encodes a file's type), and their capabilities."""
     from hybrid.planning.passes import capabilities_of
 
-    return {"capabilities": capabilities_of(dry.has), "beside": lambda plan: scratch_bytes(plan, dry)}
+    groups: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}
+    for name, dry in asked.items():
+        key = ("cpu", frozenset[str]()) if dry is None else ("vulkan", capabilities_of(dry.has))
+        groups.setdefault(key, {})[name] = dry
+    return groups
 
 
 def _subject(model: str) -> Subject:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 import hybrid
+from conformance.support.devices import planned_on
 from conformance.support.paths import MODELS
 from conformance.support.synthetic import tiny, write_hf
 from hybrid import generate, inspect
@@ -160,7 +161,7 @@ def test_two_layers_of_each_kind_tell_what_all_take(monkeypatch, mixed, features
             weights[f"blk.{layer}.ffn_down.weight"] = WeightInfo("q8_0", weights[f"blk.{layer}.ffn_down.weight"].shape)
             if layer % 2:
                 weights[f"blk.{layer}.attn_v.weight"] = WeightInfo("q5_1", weights[f"blk.{layer}.attn_v.weight"].shape)
-    options = inspect.planned_on(DryDevice(features=features.__contains__))
+    options = planned_on(DryDevice(features=features.__contains__))
     few = footprints.footprint(model.hparams, weights, batch=2, context=700, **options)
     monkeypatch.setattr(footprints, "thinned", lambda target: (target, (1,) * target.hparams.n_layers))
     assert few == footprints.footprint(model.hparams, weights, batch=2, context=700, **options)

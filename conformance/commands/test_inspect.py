@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.support.devices import Devices
+from conformance.support.devices import Devices, planned_on
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.families import tensors
@@ -18,7 +18,7 @@ from hybrid.core.units import parse_bytes, shortest, show_bytes
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
-from hybrid.inspect import main, planned_on
+from hybrid.inspect import main
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes
 from hybrid.planning.expand import WeightInfo

@@ -13,6 +13,7 @@ import pytest
 from hybrid.core.device import Device
 from hybrid.devices.multi import MultiDevice
 from hybrid.harness import GUARD as GUARD  # tests take it from here
+from hybrid.planning.passes import capabilities_of
 from hybrid.spec.fields import BackendName
 
 BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
@@ -76,6 +77,13 @@ def own_memory(device: Any) -> bool:
     """Whether a device computes on memory that the host cannot map: a discrete GPU."""
     main = main_device(device)
     return main.backend == "vulkan" and main.memory_pool.flags("device") & 2 == 0  # VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
+
+
+def planned_on(dry: Any) -> dict[str, Any]:
+    """Footprint's arguments for a device as kernels.vulkan.dry records for it."""
+    from hybrid.kernels.vulkan.dry import scratch_bytes
+
+    return {"capabilities": capabilities_of(dry.has), "beside": lambda plan: scratch_bytes(plan, dry)}
 
 
 def without_vulkan(error: Exception) -> NoReturn:

@@ -6,6 +6,7 @@ follow the tensor's rows, so a device gives every part its own aligned buffer ra
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +48,7 @@ class DType:
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of all parts of a tensor of `shape`, without padding."""
-        return sum(int(np.prod(self.part_shape(p, shape), dtype=np.int64)) * p.dtype.itemsize for p in self.parts)
+        return sum(math.prod(self.part_shape(p, shape)) * p.dtype.itemsize for p in self.parts)
 
 
 def _plain(name: str, np_dtype: str) -> DType:

@@ -25,9 +25,10 @@ MAX_DOTS = 500  # in a line: the parser's time grows with the square of a dotted
 
 
 class Model(BaseModel):
-    """Base of every declaration: frozen, unknown keys refused, no conversion of types (TOML has its own)."""
+    """Base of every declaration: frozen, unknown keys refused, no conversion of types (TOML has its own). Validators are built
+    when a kind of file is first read: most commands read few kinds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True, defer_build=True)
 
 
 M = TypeVar("M", bound=BaseModel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -81,7 +82,7 @@ def rows_of(shape: tuple[int, ...]) -> int:
 def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
     """Bytes of each part, without padding."""
     t = DTYPES[dtype]
-    return [int(np.prod(t.part_shape(p, shape), dtype=np.int64)) * p.dtype.itemsize for p in t.parts]
+    return [math.prod(t.part_shape(p, shape)) * p.dtype.itemsize for p in t.parts]
 
 
 def chunk_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int, str]]:

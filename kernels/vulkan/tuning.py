@@ -208,6 +208,11 @@ class Asked:
     use: Mapping[str, Value]
 
 
+def _space() -> str:
+    """For messages: the file that declares what may be chosen."""
+    return shown_path(TABLES / f"{SPACE}.toml")
+
+
 class Tuning:
     """One device's table, as bindings ask it (`rec.device.tuning`)."""
 
@@ -222,16 +227,15 @@ class Tuning:
         """`default` with what the table says over it. SpecError for a family, fact or default that space.toml does not
         declare: what may be chosen must be known to conformance."""
         declared = space().named(family)
-        file = shown_path(TABLES / f"{SPACE}.toml")
         if set(facts) != set(declared.facts):
-            raise SpecError(f"{file}: {family}: facts: {', '.join(declared.facts)}, but its binding gives {', '.join(facts)}")
+            raise SpecError(f"{_space()}: {family}: facts: {', '.join(declared.facts)}, but its binding gives {', '.join(facts)}")
         if set(default) != set(declared.candidates):
-            raise SpecError(f"{file}: {family}: candidates: {', '.join(declared.candidates)}, but its binding's default has "
+            raise SpecError(f"{_space()}: {family}: candidates: {', '.join(declared.candidates)}, but its binding's default has "
                             f"{', '.join(default)}")  # fmt: skip
         try:
             declared.check(default)
         except FieldError as error:
-            raise SpecError(f"{file}: {family}: candidates.{error.key}: the binding's default {error.message}") from None
+            raise SpecError(f"{_space()}: {family}: candidates.{error.key}: the binding's default {error.message}") from None
         use = {**default, **self._found(family, facts)}
         for f in self._forced:
             if f.family == family and all(facts[k] == v for k, v in f.facts.items()):
