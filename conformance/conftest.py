@@ -19,7 +19,7 @@ import pytest
 from _pytest.junitxml import xml_key
 from hypothesis import HealthCheck, Phase, settings
 
-from conformance.support import rough, units
+from conformance.support import rough
 from conformance.support.devices import Devices
 from conformance.support.expected import apply_expected
 from conformance.support.profile import PROFILE, QUICK, quick
@@ -67,6 +67,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Where the part that needs matrix units ran, if it did not run here."""
+    from conformance.support import units
+
     skipped = terminalreporter.stats.get("skipped", [])
     if wanted := units.left_out((r.nodeid, r.longrepr[2]) for r in skipped if isinstance(r.longrepr, tuple)):
         from hybrid.kernels.vulkan.kernel import kernels_digest

@@ -31,6 +31,15 @@ from hybrid.spec.schedule import find_schedule, named_schedule
 
 FILE = MODELS / "demo-gemma3-q8_0.gguf"
 PROMPT, TOKENS = CLEAR, 12
+TEXT, CHUNKS = (20, {}), (15, {"chunk": 4})  # in the middle of the text, of two chunks in flight
+FAULTS = [
+    pytest.param("timeout_after", *TEXT, marks=pytest.mark.blas),
+    pytest.param("timeout_after", *CHUNKS, marks=pytest.mark.blas),
+    pytest.param("silent_after", *CHUNKS),
+    pytest.param("silent_after", *TEXT),
+    pytest.param("vanish_after", *TEXT),
+    pytest.param("vanish_after", *CHUNKS),
+]
 OWN = "the device has memory of its own"
 
 
@@ -177,8 +186,7 @@ def test_only_anonymous_pages_can_be_imported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("after", "options"), [(20, {}), (15, {"chunk": 4})])  # in the middle of the text, of two chunks in flight
-@pytest.mark.parametrize("fault", [pytest.param("timeout_after", marks=pytest.mark.blas), "silent_after", "vanish_after"])
+@pytest.mark.parametrize(("fault", "after", "options"), FAULTS if LONG else FAULTS[::2])  # each fault, and each place
 def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(
     fault: str, after: int, options: dict[str, int], plain: Plain
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ def main() -> None:
     kernels = tiles.Kernels(options=npu.SANITISE)
     specs, dtypes = load_ops(), {"gemm_i8": {"x": "f32", "w": "q8_0"}, "gemm_i8i4": {"x": "f32", "w": "q4_0"}}
     dtypes["gemm_i8q8"] = dtypes["gemm_i8"]
-    for file, (op, run) in tiles.RUNS.items():
+    for file in sys.argv[1:]:
+        op, run = tiles.RUNS[file]
         spec = specs[op]
         run(spec, variant(spec, base_bind(spec), spec.dtypes(dtypes.get(file, {next(iter(spec.outputs)): "f32"})), 1), kernels)
         print(file, flush=True)

@@ -12,6 +12,7 @@ import hybrid
 from conformance.npu.test_npu_attention import Direct, inputs
 from conformance.support.models import MODELS
 from conformance.support.paths import ATTENTION
+from conformance.support.profile import LONG
 from hybrid.core.tensor import Tensor
 from hybrid.kernels.npu.attend import capacity, shape_of
 from hybrid.kernels.npu.designs.attention import Attention
@@ -186,11 +187,11 @@ def test_a_token_and_a_chunk_write_their_own_rows() -> None:
     """Bytes brought to the device by attention, for each token and each chunk: the same at the beginning and at the end."""
     with hybrid.load(FILE, "cpu", ATTENTION, ctx=256, chunk=16, npu="sim") as model:
         engine, counted = model.engine, Counted(model)
-        ids = (model.encode("class Base:\n") * 40)[:160]
+        ids = (model.encode("class Base:\n") * 40)[: 160 if LONG else 96]
         slot = engine.admit()
         engine.prefill({slot: ids[:16]})  # views are made and zeroed
-        chunks = [counted.of(lambda i=i: engine.prefill({slot: ids[i : i + 16]})) for i in range(16, 160, 16)]
-        tokens = [counted.of(lambda: engine.decode(1)) for _ in range(12)]
+        chunks = [counted.of(lambda i=i: engine.prefill({slot: ids[i : i + 16]})) for i in range(16, len(ids), 16)]
+        tokens = [counted.of(lambda: engine.decode(1)) for _ in range(12 if LONG else 5)]
         hp, layers = model.hparams, model.hparams.n_layers
         a = shape_of(hp.layers[0].n_kv_heads, hp.layers[0].n_heads // hp.layers[0].n_kv_heads, hp.layers[0].head_dim)
         query = a.heads * 4 * a.query_bytes + 128  # a block of query tiles, and the stamps of the results

@@ -365,17 +365,26 @@ def _load(path: Path) -> OpSpec:
 def load_op(name_or_path: str | Path) -> OpSpec:
     """An operation by name (`linear`) or by the path of its TOML file. Cached. Raises SpecError."""
     path = Path(name_or_path)
-    if path.suffix != ".toml":
-        path = SPECS_DIR / "ops" / f"{name_or_path}.toml"
-        if not path.exists():
-            known = sorted(p.stem for p in path.parent.glob("*.toml"))
-            raise SpecError(f"specs/ops: no operation {str(name_or_path)!r}{nearest(name_or_path, known)}")
+    return _load(path.resolve()) if path.suffix == ".toml" else _named(SPECS_DIR / "ops", str(name_or_path))
+
+
+@lru_cache(maxsize=256)
+def _named(folder: Path, name: str) -> OpSpec:
+    path = folder / f"{name}.toml"
+    if not path.exists():
+        known = sorted(p.stem for p in folder.glob("*.toml"))
+        raise SpecError(f"specs/ops: no operation {name!r}{nearest(name, known)}")
     return _load(path.resolve())
 
 
 def load_ops(directory: Path | None = None) -> dict[str, OpSpec]:
     """Every operation of a directory (default: specs/ops), by name. Cached. Raises SpecError; none is an error."""
-    folder = (directory or SPECS_DIR / "ops").resolve()
+    return dict(_all(SPECS_DIR / "ops") if directory is None else _all.__wrapped__(directory))
+
+
+@lru_cache(maxsize=4)
+def _all(directory: Path) -> dict[str, OpSpec]:
+    folder = directory.resolve()
     files = sorted(folder.glob("*.toml"))
     if not files:
         raise SpecError(f"{folder}: holds no operation specs (*.toml)")

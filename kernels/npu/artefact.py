@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ class ArtefactError(ValueError):
 
 def fabric_digest(design: Design) -> str:
     """Kernels, fifos, links, cores, workers: what an xclbin holds. Sizes that only the sequence knows are not in it."""
+    return hashlib.sha256(json.dumps([_form(design), digests(design), manifest()["release"]]).encode()).hexdigest()
+
+
+@lru_cache(maxsize=256)
+def _form(design: Design) -> str:
+    """A digest of all but the kernels' sources: a run asks for it, and writing a design out takes a millisecond."""
     parts = (
         design.columns,
         len(design.arguments),
@@ -37,7 +44,7 @@ def fabric_digest(design: Design) -> str:
         design.workers,
         design.buffers,
     )
-    return hashlib.sha256(json.dumps([repr(parts), digests(design), manifest()["release"]]).encode()).hexdigest()
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def stream_digest(design: Design) -> str:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,9 @@ POISON, GUARD = 0xA5, 64
 MOST = 1 << 16
 """Iterations of a loop whose count is read while it runs: more are a number that nobody wrote."""
 RESET = ("floor", "none")
-Agent = Generator[None, None, None]
+Waits = Callable[[], object] | None
+"""What an agent yields: true when it can go on, None where it asks itself."""
+Agent = Generator[Waits, None, None]
 
 
 @dataclass(slots=True)
@@ -92,7 +96,6 @@ class _Stream:
         self.pending[sink] = data[most:]
         return data[:most]
 
-    @property
     def empty(self) -> bool:
         return not any(self.pending.values())
 
@@ -116,6 +119,7 @@ class Interpreter:
         self.dropped: list[str] = []
         self.modes: dict[Any, tuple[str, str]] = {}
         """Rounding and saturation mode of each core: they outlive a call, and begin as after reset."""
+        self._guard = bytes([poison]) * GUARD
         self.locks = {name: lock.init for name, lock in self.low.locks.items()}
         self._room: dict[str, np.ndarray] = {}
         self.buffers: dict[str, np.ndarray] = {}
@@ -133,8 +137,11 @@ class Interpreter:
         self.memory: Mapping[str, np.ndarray] = {}
         self._tasks: dict[int, list[Task]] = {i: [] for i, c in enumerate(self.low.channels) if c.tile.kind == "shim"}
         self._agents: dict[str, Agent] = {}
+        self._ready: dict[str, Waits] = {}
+        """What each agent waits for, so that it is not run before."""
         for i, channel in enumerate(self.low.channels):
             self._agents[channel.name] = self._shim(i, channel) if i in self._tasks else self._channel(i, channel)
+        self._binds = {worker.tile: dict(worker.binds) for worker in self.design.workers}
         for worker in self.design.workers:
             self._agents[str(worker.tile)] = self._core(worker)
 
@@ -156,8 +163,10 @@ class Interpreter:
                 raise Deadlock(f"{self.design.name}: nothing can go on: {waits}")
             self.moved = False
             for name, agent in self._agents.items():
-                self._now = name
-                next(agent)
+                ready = self._ready.get(name)
+                if ready is None or ready():
+                    self._now = name
+                    self._ready[name] = next(agent)
             self._now = "runtime sequence"
             if next(sequence, "done") == "done":
                 return
@@ -171,40 +180,36 @@ class Interpreter:
 
     # --- locks
 
-    def _taken(self, lock: str, count: int = 1) -> bool:
-        if self.locks[lock] < count:
+    def _take(self, lock: str, count: int = 1) -> Agent:
+        locks = self.locks
+        if locks[lock] < count:
             self._wait(f"waits for {lock}")
-            return False
-        self.locks[lock] -= count
+            yield lambda: locks[lock] >= count
+        locks[lock] -= count
         self._go()
-        return True
 
     # --- DMA
 
     def _channel(self, sink: int, channel: Channel) -> Agent:
-        stream, at = self.streams[channel.fifo], 0
-        while True:
-            bd = channel.ring[at % len(channel.ring)]
-            while not self._taken(bd.take, bd.count):
-                yield
-            part = self.buffers[bd.buffer][bd.offset : bd.offset + bd.array.size]
-            index = self._index(bd)
+        stream = self.streams[channel.fifo]
+        parts = [self.buffers[bd.buffer][bd.offset : bd.offset + bd.array.size] for bd in channel.ring]
+        for bd, part, index in cycle(list(zip(channel.ring, parts, map(self._index, channel.ring), strict=True))):
+            yield from self._take(bd.take, bd.count)
             if channel.outward:
                 stream.put(part[index].tobytes())
                 self._go()
-                while not stream.empty:
+                if not stream.empty():
                     self._wait(f"sends {channel.fifo}, which is not taken")
-                    yield
+                    yield stream.empty
             else:
                 part.view(np.uint8).fill(self.poison)
-                data = yield from self._receive(channel, sink, bd.array.nbytes)
+                data = yield from self._receive(channel, sink, part.nbytes)
                 part[index] = np.frombuffer(data, part.dtype)
             self.locks[bd.give] += bd.count
             self.counts.objects += 1
             self._go()
-            at += 1
 
-    def _receive(self, channel: Channel, sink: int, nbytes: int) -> Generator[None, None, bytes]:
+    def _receive(self, channel: Channel, sink: int, nbytes: int) -> Generator[Waits, None, bytes]:
         stream, got = self.streams[channel.fifo], bytearray()
         while True:
             piece = stream.take(sink, nbytes - len(got))
@@ -214,7 +219,7 @@ class Interpreter:
             if len(got) == nbytes:
                 return bytes(got)
             self._wait(f"waits for {channel.fifo}")
-            yield
+            yield partial(stream.pending.get, sink)
 
     def _index(self, bd: Descriptor) -> np.ndarray:
         key = (bd.dims, bd.array.size)
@@ -225,9 +230,9 @@ class Interpreter:
     def _shim(self, sink: int, channel: Channel) -> Agent:
         stream, tasks = self.streams[channel.fifo], self._tasks[sink]
         while True:
-            while not tasks:
+            if not tasks:
                 self.why.pop(self._now, None)
-                yield
+                yield tasks.__len__
             task = tasks[0]
             move = task.move
             host = self.memory[move.argument]
@@ -241,9 +246,9 @@ class Interpreter:
                 stream.put(host[index].tobytes())
                 self._go()
                 self.counts.ddr_read += index.size * host.itemsize
-                while not stream.empty:
+                if not stream.empty():
                     self._wait(f"sends {channel.fifo}, which is not taken")
-                    yield
+                    yield stream.empty
             else:
                 task.data = yield from self._receive(channel, sink, index.size * host.itemsize)
                 task.index = index
@@ -285,7 +290,7 @@ class Interpreter:
                 for task in groups.pop(step.group, []):
                     while not task.done:  # of those not waited for the descriptor is freed: it must not be under way
                         self._wait(f"waits for the {task.move.kind} of {task.move.fifo}")
-                        yield
+                        yield None
                     if task.move.wait and task.index is not None:
                         host = self.memory[task.move.argument]
                         host[task.index] = np.frombuffer(task.data, host.dtype)
@@ -312,10 +317,9 @@ class Interpreter:
             elif isinstance(s, Acquire):
                 port = self.low.ports[worker.tile, s.port]
                 for formal in s.names:
-                    while not self._taken(port.take):
-                        yield
+                    yield from self._take(port.take)
                     name = port.buffers[at[s.port] % len(port.buffers)]
-                    if worker.ports[s.port].kind == "produce":
+                    if self._binds[worker.tile][s.port].kind == "produce":
                         self.buffers[name].view(np.uint8).fill(self.poison)
                     held[formal] = name
                     at[s.port] += 1
@@ -336,7 +340,7 @@ class Interpreter:
         return value
 
     def _call(self, worker: Worker, call: Call, held: dict[str, Any]) -> None:
-        kernel = self.design.kernel(dict(worker.binds)[call.kernel].name)
+        kernel = self.design.kernel(self._binds[worker.tile][call.kernel].name)
         names = [held.get(a) if isinstance(a, str) else None for a in call.args]
         args = [self.buffers[n] if isinstance(n, str) else a if n is None else n for a, n in zip(call.args, names, strict=True)]
         function = self.kernels[kernel.name]
@@ -353,7 +357,7 @@ class Interpreter:
 
     def _intact(self, name: str) -> bool:
         room = self._room[name]
-        return bool((room[:GUARD] == self.poison).all() and (room[-GUARD:] == self.poison).all())
+        return room[:GUARD].tobytes() == room[-GUARD:].tobytes() == self._guard
 
 
 def _aligned(nbytes: int) -> np.ndarray:
