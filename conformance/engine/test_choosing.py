@@ -15,7 +15,9 @@ import hybrid
 from conformance.support.devices import BACKENDS, Devices
 from conformance.support.synthetic import tiny, write_hf
 from conformance.support.ties import EXACT_NEAR
-from hybrid.engine.constraint import Allowed, mask_of
+from hybrid.core.tensor import Tensor
+from hybrid.engine.choosing import GUESSED_ROWS, Choosing
+from hybrid.engine.constraint import Allowed, ids_of, mask_of
 from hybrid.engine.sampling import Sampling
 from hybrid.model import Model
 
@@ -164,6 +166,60 @@ def test_a_constraint_that_fails_ends_its_own_request_alone(model: Model) -> Non
     with pytest.raises(ValueError, match=r"a constraint's mask must be uint32"):
         wrong.result(PATIENCE)
     assert list(beside.result(PATIENCE).ids) == wanted and not model.engine.positions
+
+
+class Written:
+    """A device of which only the masks are looked at."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, np.ndarray] = {}
+
+    def write(self, name: str, value: Tensor, row: int = 0) -> None:
+        if name == "masks":
+            self.masks[row] = value.array[0]
+
+
+class OneAfterTheOther(Steps):
+    """Says what it was told wrongly; and that there is nothing more at the end."""
+
+    def accept(self, token: int) -> None:
+        if (of := self.steps[len(self.told)]) is not None and token not in of:
+            raise LookupError(f"{token} is not allowed")
+        super().accept(token)
+
+
+def test_guessed_rows_have_the_masks_that_their_guesses_lead_to(model: Model) -> None:
+    device, target = Written(), model.engine.target
+    choosing, vocab, slots = Choosing(device, target), target.hparams.vocab, target.cache.slots  # type: ignore[arg-type]
+    steps: list[set[int] | None] = [{3, 5}, None, {8}, {8}, {9}]
+    for slot in (0, 1):
+        choosing.admit(slot, Sampling(), constraint=OneAfterTheOther(steps, vocab))
+    choosing.admit(2, Sampling())
+    assert choosing.guessed(2, [1, 2, 3]) == (1, 2, 3)
+    assert choosing.guessed(1, [4, 7]) == ()  # forbidden at once
+    assert choosing.guessed(0, [5, 70, 9, 8]) == (5, 70)  # 9 is forbidden after them
+    rows = choosing.mask_rows([0, 0, 0, 1, 2, 2]).tolist()
+    assert rows[0] == 0 and rows[1] == -1 and rows[2] >= slots and rows[3:] == [1, -1, -1]
+    assert [ids_of(device.masks[rows[i]]).tolist() for i in (0, 2, 3)] == [[3, 5], [8], [3, 5]]
+    choosing.accept(0, 5)
+    choosing.accept(0, 70)  # both guesses came
+    assert choosing.guessed(0, [8, 8, 9, 9]) == (8, 8)  # after the last step there is nothing: that row could not choose
+    assert ids_of(device.masks[choosing.mask_rows([0, 0, 0]).tolist()[0]]).tolist() == [8]
+
+
+def test_rows_for_guesses_come_back_and_run_out(model: Model) -> None:
+    target = model.engine.target
+    choosing = Choosing(Written(), target)  # type: ignore[arg-type]
+    for slot in range(2):
+        choosing.admit(slot, Sampling(), constraint=Allowed([7], target.hparams.vocab))
+    for _ in range(3):
+        assert len(choosing.guessed(0, [7] * 10)) == 10 and len(choosing.guessed(1, [7] * 10)) == GUESSED_ROWS - 10
+        assert len(set(choosing.mask_rows([0] * 11 + [1] * (GUESSED_ROWS - 9)).tolist())) == GUESSED_ROWS + 2
+        choosing.accept(0, 7)
+    choosing.release(1)
+    choosing.release(0)
+    choosing.admit(1, Sampling(), constraint=Allowed([7], target.hparams.vocab))
+    assert len(choosing.guessed(1, [7] * 99)) == GUESSED_ROWS
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,13 @@ import numpy as np
 
 from hybrid.core.device import Device
 from hybrid.core.tensor import Tensor
-from hybrid.engine.constraint import Constraint, checked_mask
+from hybrid.engine.constraint import Constraint, allows, checked_mask
 from hybrid.engine.sampling import RING, Sampling, reported
 from hybrid.planning.planner import Target
 from hybrid.spec.step import Option
+
+GUESSED_ROWS = 16
+"""Rows of `masks` beside one for each slot: after guessed tokens, of all sequences together."""
 
 
 class Choosing:
@@ -23,8 +26,11 @@ class Choosing:
         self.device, self.target = device, target
         self._sampling: dict[int, Sampling] = {}
         self._constraints: dict[int, Constraint] = {}
-        self._masks: dict[int, np.ndarray | None] = {}
-        """Slot -> what its constraint allows next, once asked."""
+        self._masks: dict[int, list[np.ndarray | None]] = {}
+        """Slot -> what its constraint allows next, once asked; then after each guessed token."""
+        self._rows: dict[int, list[int]] = {}
+        """Slot -> rows of `masks` that hold what it allows after guesses; its own row holds what it allows next."""
+        self._free = list(range(target.cache.slots, target.cache.slots + GUESSED_ROWS))
 
     def admit(self, slot: int, sampling: Sampling, prompt: Sequence[int] = (), constraint: Constraint | None = None) -> None:
         """A slot's sequence is chosen by these from now on. prompt: all tokens before the first that is chosen; needed where
@@ -47,8 +53,14 @@ class Choosing:
 
     def release(self, slot: int) -> None:
         """Forget a slot's sequence."""
-        for of in (self._sampling, self._constraints, self._masks):
-            of.pop(slot, None)
+        self._forget(slot)
+        self._sampling.pop(slot, None)
+        self._constraints.pop(slot, None)
+
+    def _forget(self, slot: int) -> None:
+        """What a slot's constraint allowed next is over."""
+        self._masks.pop(slot, None)
+        self._free += self._rows.pop(slot, [])
 
     def options(self, slots: Iterable[int]) -> frozenset[Option]:
         """What plans must be made with for a pass that chooses tokens of these slots."""
@@ -63,24 +75,53 @@ class Choosing:
         """Ask a slot's constraint, if it has one, what may come next; raises what the constraint raises, and ValueError for a
         mask that is none or allows nothing."""
         if slot in self._constraints and slot not in self._masks:
-            mask, t = self._constraints[slot].mask(), self.target
-            self._masks[slot] = None if mask is None else checked_mask(mask, t.hparams.vocab, t.n_tokens)
+            self._masks[slot] = [self._asked(self._constraints[slot])]
+
+    def _asked(self, constraint: Constraint) -> np.ndarray | None:
+        mask, t = constraint.mask(), self.target
+        return None if mask is None else checked_mask(mask, t.hparams.vocab, t.n_tokens)
+
+    def guessed(self, slot: int, guesses: Sequence[int]) -> tuple[int, ...]:
+        """The first of these guesses that a pass may verify, after the slot's last token: all of them without a constraint; under
+        one, those before the first that it forbids, which could not be chosen anyway. Raises as `prepare` does."""
+        if slot not in self._constraints:
+            return tuple(guesses)
+        self._forget(slot)
+        self.prepare(slot)
+        masks, rows = self._masks[slot], self._rows.setdefault(slot, [])
+        ahead = self._constraints[slot].copy()
+        for token in guesses:
+            mask = masks[-1]
+            if not self._free or (mask is not None and not allows(mask, token)):
+                break
+            try:
+                ahead.accept(token)
+                masks.append(self._asked(ahead))
+            except Exception:  # if the token really comes, the constraint says it again, and then it counts
+                break
+            rows.append(self._free.pop())
+        return tuple(guesses[: len(masks) - 1])
 
     def mask_rows(self, slots: Sequence[int]) -> np.ndarray:
-        """int32 [slots]: the rows of `masks` for a pass whose output rows are of these slots, written here; -1: none."""
+        """int32 [slots]: the rows of `masks` for a pass whose output rows are of these slots, written here; -1: none. A slot that
+        stands there several times has its guesses in these rows."""
         rows = np.full(len(slots), -1, np.int32)
+        nth: dict[int, int] = {}
         for i, slot in enumerate(slots):
             self.prepare(slot)
-            mask = self._masks.get(slot)
+            if slot not in self._masks:
+                continue
+            at = nth[slot] = nth.get(slot, -1) + 1
+            mask = self._masks[slot][at]
             if mask is not None:
-                self.device.write("masks", Tensor.of(mask[None]), slot)
-                rows[i] = slot
+                rows[i] = self._rows[slot][at - 1] if at else slot
+                self.device.write("masks", Tensor.of(mask[None]), int(rows[i]))
         return rows
 
     def accept(self, slot: int, token: int) -> None:
         """A token was chosen for a slot, and goes on."""
         if slot in self._constraints:
-            self._masks.pop(slot, None)
+            self._forget(slot)
             self._constraints[slot].accept(token)
 
     def reported(

@@ -50,6 +50,11 @@ def ids_of(mask: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little"))
 
 
+def allows(mask: np.ndarray, token: int) -> bool:
+    """Whether a mask has the id."""
+    return bool(int(mask[token // 32]) >> (token % 32) & 1) if 0 <= token < 32 * len(mask) else False
+
+
 def checked_mask(mask: np.ndarray, vocab: int, n_tokens: int) -> np.ndarray:
     """A constraint's mask as the device takes it: uint32 [ceil(vocab / 32)], vocab being the rows of the output matrix. It may
     be given over the tokenizer's ids alone, of which a matrix may have more rows. ValueError where it is no such mask, and
