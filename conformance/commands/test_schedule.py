@@ -34,7 +34,7 @@ from hybrid.spec.step import Phase
         ("[precision.exact]", "[precision.exactly]", "precision.exactly"),
         ('H = "hidden"', 'H = "__import__"', "axes.H: unknown name '__import__'"),
         ('dtype = "i32", shape = ["T"]', 'dtype = "i33", shape = ["T"]', "unknown dtype 'i33'"),
-        ('name = "embed"', 'name = "decode_rows"', "two steps are named 'decode_rows'"),
+        ('name = "embed"', 'name = "begin_pass"', "two steps are named 'begin_pass'"),
         ("schema = 1", "schema = 1 =", "not valid TOML"),
     ],
 )
@@ -66,7 +66,7 @@ def test_show_prints_the_plan(tmp_path, capsys):
     model = write_hf(tmp_path, tiny())
     assert command.main(["show", "gemma3", str(model), "--weights", "q4_0", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [s["op"] for s in report["steps"][:3]] == ["decode_rows", "embed", "rmsnorm"]
+    assert [s["op"] for s in report["steps"][:3]] == ["begin_pass", "embed", "rmsnorm"]
     assert report["dispatches"] == len(report["steps"]) == 3 + 3 * 6 + 2
     assert report["dispatches_per_layer"] == {"0": 6, "1": 6, "2": 6}
     assert report["memory"]["weights"] > 0 and report["nbytes"] == sum(s["nbytes"] for s in report["steps"])

@@ -150,7 +150,7 @@ def test_a_tensor_that_is_read_is_not_overwritten_before(plans: Any) -> None:
 
 def test_pipeline_slots_share_what_belongs_to_sequences_and_nothing_else(plans: Any) -> None:
     schedule, plan = plans
-    one_pass = {"control", "tokens", "positions", "slots", "out_rows"}
+    one_pass = {"control", "tokens", "positions", "slots", "out_rows", "mask_rows"}
     zero, one = (for_pipeline_slot(plan, pipeline_slot, schedule, plan.arena_bytes + 256) for pipeline_slot in (0, 1))
     own = {n for n in plan.tensors if belongs_to_pass(plan, n, schedule)}
     assert {n for n in own if plan.tensors[n].kind == "io"} == {*one_pass, "q.0", "o.0"}

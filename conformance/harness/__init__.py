@@ -53,8 +53,6 @@ def run_case(spec: OpSpec, device: Any, case: Case) -> Report:
         _check_choice(case, label, before, runs[0])
         return Report({"choice": Verdict(0.0, 0.0)}, runs[0])
     call = expect(spec, case, before, device.has("f16_matrices"))
-    if spec.op.writes_control:
-        _check_control(spec, label, call.refs, runs[0])
     return Report(check(spec, case, label, call, runs[0]), runs[0])
 
 
@@ -137,14 +135,6 @@ def _check_memory(spec: OpSpec, case: Case, label: str, before: Mapping[str, Ten
 def _same_parts(label: str, got: Tensor, wanted: Tensor) -> None:
     for part, a, b in zip(got.type.parts, got.parts, wanted.parts, strict=True):
         compare.same_bits(f"{label} ({part.name})", a, b)
-
-
-def _check_control(spec: OpSpec, label: str, refs: Mapping[str, np.ndarray], run: Mapping[str, Tensor]) -> None:
-    wanted = {"context": int(refs["positions"].max()) + 1}
-    for word in spec.op.writes_control:
-        got = int(run["control"].array[CONTROL[word]])
-        if got != wanted[word]:
-            raise Disagreement(f"{label}: control word {word!r} is {got}, expected {wanted[word]}")
 
 
 def _check_choice(case: Case, label: str, before: Mapping[str, Tensor], run: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
-from hybrid.harness import values
+from hybrid.harness import inbox, values
 from hybrid.harness.batches import Batch, block_table
 from hybrid.harness.cases import Case, batch_of, live
 from hybrid.harness.kinds import apply_kind
@@ -27,7 +27,8 @@ def make(spec: OpSpec, case: Case, without: Collection[str] = (), backend: str =
     tensors = {}
     for name in (n for n in (*spec.inputs, *spec.state) if n not in without):
         tensor = _tensor(spec, case, name, rows)
-        if name in case.kinds and (name not in ROUTING or (name == "slots" and rows is None)):
+        made = name in inbox.TENSORS or (name in ROUTING and not (name == "slots" and rows is None))
+        if name in case.kinds and not made:
             tensor = apply_kind(case.kinds[name], tensor, case.seed, name, _top(spec, case, name))
         count = live(spec, case, name)
         tensors[name] = tensor if count is None or count == tensor.shape[0] else _kill(tensor, count)
@@ -42,6 +43,9 @@ def _tensor(spec: OpSpec, case: Case, name: str, rows: Batch | None) -> Tensor:
     shape = spec.shape(name, case.bind)
     if rows is not None and name in ("slots", "positions"):
         return Tensor.of(_padded(getattr(rows, name), shape[0]))
+    if t.domain is not None and t.domain.dist == "inbox":
+        turn, next_position = (_tensor(spec, case, n, rows).array for n in ("turn", "next_position"))
+        return inbox.TENSORS[name](case, int(turn[0]), next_position)
     if name == "block_table":
         return Tensor.of(block_table(case.seed, shape[0], shape[1], case.bind["B"], ring=case.kinds.get(name) == "ring"))
     if name == "out_rows":

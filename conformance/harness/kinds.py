@@ -16,7 +16,7 @@ from hybrid.harness.block_values import largest, negative, pack
 from hybrid.harness.sampling import Params, Penalties
 
 STYLE = {
-    "first": "empty", "empty_cache": "empty", "last": "full", "full_cache": "full", "shuffled": "mixed",
+    "first": "empty", "empty_cache": "empty", "last": "full", "full_cache": "full",
     "mixed_slots": "mixed", "block_edge": "edge", "window_edge": "edge",
 }  # fmt: skip
 """Kind of slots or positions -> style of batch (batches.STYLES)."""
@@ -158,7 +158,6 @@ _INDEX: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "first": lambda a, top: np.zeros_like(a),
     "last": lambda a, top: np.full_like(a, top),
     "repeated": lambda a, top: np.full_like(a, a.flat[0]),
-    "shuffled": lambda a, top: a,
     "no_mask": lambda a, top: np.full_like(a, -1),
 }
 _PARAMS: dict[str, Callable[[int], Params | Penalties]] = {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybrid.core.dtypes import DTYPES
+from hybrid.harness import inbox
 from hybrid.harness.cases import Case, context, one_row_per_slot
 from hybrid.spec import OpSpec, SpecError
 
@@ -15,7 +16,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "tokens": (5, 36), "outs": (3, 20), "rows": (6, 20), "hidden": (64, 20), "inner": (64, 40), "features": (24, 140),
     "ffn": (96, 20), "vocab": (50, 300), "q_heads": (4, 8), "kv_heads": (2, 4), "head_dim": (32, 16), "slots": (3, 6),
     "streams": (4, 4), "per_layer": (32, 4), "blocks": (1, 4), "block_size": (4, 32), "table": (5, 12), "context": (20, 60),
-    "projections": (2, 2), "rotary": (512, 64),
+    "projections": (2, 2), "rotary": (512, 64), "inbox": (400, 400),
 }  # fmt: skip
 PRIMES = {"tokens": 13, "outs": 7, "rows": 11, "features": 37, "vocab": 61}
 
@@ -104,6 +105,8 @@ def complete(spec: OpSpec, bind: Mapping[str, int], fixed: frozenset[str] = froz
         b["R"] = min(b["R"], b["D"])
     if "BS" in b and "C" in b:
         b["C"] = b["MB"] * b["BS"]
+    if "I" in b and "I" not in fixed:
+        b["I"] = 4 * inbox.words(b)
     if "B" in b and "B" not in fixed:
         b["B"] = b["S"] * b["MB"] + min(b["B"], 3)
     return b

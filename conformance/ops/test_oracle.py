@@ -368,7 +368,7 @@ def test_a_seed_repeats_and_another_differs() -> None:
     assert runs[0] == runs[1] and runs[0] != runs[2] and runs[0] != runs[3]
 
 
-def test_sample_and_decode_rows_keep_the_books_of_each_slot() -> None:
+def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     logits = np.zeros((2, 10), np.float32)
     logits[0, 7], logits[1, 2], logits[:, 9] = 5, 5, 99  # id 9 is not valid
     state = {
@@ -383,10 +383,21 @@ def test_sample_and_decode_rows_keep_the_books_of_each_slot() -> None:
     assert out == {}
     assert state["next_token"].tolist() == [2, -1, 7] and state["next_position"].tolist() == [6, -1, 5]
     assert np.argwhere(state["history"] >= 0).tolist() == [[2, 5]] and state["history"][2, 5] == 7  # position 6 is full
-    tokens, positions = ORACLE["decode_rows"](
-        slots=np.array([0, 2], np.int32), next_token=state["next_token"], next_position=state["next_position"]
-    )
-    assert tokens.tolist() == [2, 7] and positions.tolist() == [6, 5]
+    tables = [np.zeros((3, 4), np.int32) for _ in range(2)]
+    passed = {n: np.zeros(3, np.int32) for n in ("tokens", "positions", "slots", "out_rows", "mask_rows")}
+    begun = {"turn": np.array([6], np.uint32), "live": np.array([1, 1, 0, 1, 9, 9, 9, 9], np.uint32), **state, **passed}
+    begun |= {"global_table": tables[0], "local_table": tables[1]}
+    message = [7, 3, 2, 1, 0, 0, 0, 0, -1, -1, 0, 4, 2, 1, 9, -2, 2, 0, -1, 2, 5, 1, 2, 3, 8]
+    assert call("begin_pass", {"inbox": np.array([9, *message[1:]], np.int32), **begun}, {"sets": 1}, {}) == {}  # for pass 9
+    assert begun["turn"].tolist() == [7] and begun["tokens"][:2].tolist() == [2, 0]
+    assert begun["live"].tolist() == [1, 1, 7, 1] + [9] * 4
+    begun["turn"][:] = 6
+    call("begin_pass", {"inbox": np.array(message, np.int32), **begun}, {"sets": 1}, {})
+    assert begun["tokens"].tolist() == [2, 4, 9] and begun["positions"].tolist() == [6, 2, 6]
+    assert begun["slots"].tolist() == [0, 1, 2]
+    assert begun["out_rows"].tolist() == [0, 2, 0] and begun["mask_rows"].tolist() == [-1, 5, 0]
+    assert state["history"][1, 2] == 4 and np.argwhere(tables[1]).tolist() == [[2, 3]] and tables[1][2, 3] == 8
+    assert begun["live"].tolist() == [3, 2, 7, 1, 9, 0, 0, 0]
 
 
 def test_an_unknown_operation_and_wrong_results_are_named() -> None:

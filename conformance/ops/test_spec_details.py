@@ -171,7 +171,7 @@ def test_workloads_have_the_sizes_of_models_and_passes() -> None:
     assert found["dequantize", "gemma3-12b.attn_output"].bind == {"N": 3840, "K": 4096}
     assert found["embed", "demo.prefill"].bind["T"] == 128 and found["embed", "demo.prefill"].attrs == {"scale": 16.0}
     assert found["linear", "gemma3-27b.attn_output.q6_k.decode"].dtypes == {"x": "q8_act", "w": "q6_k"}
-    assert [w.id for w in load_op("decode_rows").workload] == ["single.decode", "batch32.decode"]
+    assert [w.id for w in load_op("begin_pass").workload] == ["single.decode", "batch32.decode"]
 
 
 def test_a_variant_goes_before_its_table_and_texts_stay_texts(tmp_path: Path) -> None:

@@ -23,13 +23,13 @@ from hybrid.spec.fields import EDGE_VALUES
 
 OPERATIONS = (
     "add_norm", "add_rmsnorm", "adjust_logits", "altup_add", "altup_correct", "altup_end", "altup_predict", "altup_start",
-    "altup_unembed", "attention", "attention_i8", "decode_attention", "decode_rows", "dequantize", "embed", "fused_ffn",
+    "altup_unembed", "attention", "attention_i8", "begin_pass", "decode_attention", "dequantize", "embed", "fused_ffn",
     "fused_qkv", "geglu", "laurel_add", "linear", "linear_rows", "logits", "logprobs", "matmul_blocks", "matmul_i8",
     "per_layer_embed", "per_layer_input", "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample", "take_routes",
     "take_rows",
 )  # fmt: skip
-OTHERS = (  # decode_rows has no axis of a model; the others are not Gemma 3's
-    "decode_rows", "add_norm", "altup_add", "altup_correct", "altup_end", "altup_predict", "altup_start", "altup_unembed",
+OTHERS = (  # begin_pass has no axis of a model; the others are not Gemma 3's
+    "begin_pass", "add_norm", "altup_add", "altup_correct", "altup_end", "altup_predict", "altup_start", "altup_unembed",
     "laurel_add", "per_layer_embed", "per_layer_input", "take_routes", "take_rows",
 )  # fmt: skip
 NPU_ONLY = ("attention_i8", "matmul_blocks", "matmul_i8")  # products of codes
@@ -307,7 +307,7 @@ def test_costs_are_those_worked_out_by_hand() -> None:
 def test_live_counts_bound_rows_or_outputs() -> None:
     others = {n: o.token_axis for n, o in OPS.items() if o.token_axis != "T"}
     assert others == {"adjust_logits": "O", "logits": "O", "logprobs": "O", "sample": "O", "dequantize": None,
-                      "take_routes": "O", "take_rows": "O"}
+                      "take_routes": "O", "take_rows": "O", "begin_pass": None}
 
 
 def test_requirements_follow_the_dtypes() -> None:

@@ -74,7 +74,7 @@ def recorded(copies: int, rows: int = 1):
 
 
 def test_a_plan_gains_prefetches_and_nothing_else():
-    """No barrier more; the one after decode_rows, which writes control, moves to the prefetch, which is bound to control too."""
+    """No barrier more; the one after begin_pass, which writes control, moves to the prefetch, which is bound to control too."""
     _, plain = recorded(0)
     _, prefetched = recorded(8)
     kept = [d for d in prefetched.dispatches if d.kernel.name != "tlb_prefetch"]

@@ -21,6 +21,12 @@ CONTROL = {"rows": 0, "outs": 1, "context": 2}
 FAULT_WORD = 3  # and a word that a kernel sets where a wait within a dispatch was given up: this pass and those after it are void
 FAULTED = -2  # in `history`, in place of a token: the pass was void
 
+INBOX_TENSOR = "inbox"
+INBOX_SETS = 4
+"""Messages of rows that the inbox has room for: the host writes one while the passes of others run."""
+MESSAGE_HEADER, ROW_WORDS, OUT_WORDS, ENTRY_WORDS = 8, 3, 2, 4
+"""Words (i32) of a message, of each of its rows, wanted rows and block-table entries (specs/ops/begin_pass.toml)."""
+
 NOT_FINITE = -1
 """What `sample` writes to `history` in place of a token where the logits are not finite (specs/ops/sample.toml)."""
 

@@ -111,7 +111,7 @@ class InFlight:
         segment, program = len(self.events), self.program.segment_program(len(self.events))
         submitted = time.perf_counter()
         self.ticket = program.submit()
-        for name in written(self.program.segments[segment].steps, self.program.plan.control):
+        for name in written(self.program.segments[segment].steps):
             self.device.transfers.mark_written(name)
         self.runs.append(SegmentRun(program, "", submitted))
         self.events.append(Event(self.device.backend, self.ticket))
@@ -124,7 +124,7 @@ class InFlight:
             device.main.wait(self.ticket)
         try:
             program = self.program.segment_program(segment)
-            device.transfers.send(where, steps, set(written(steps, control)), control)
+            device.transfers.send(where, steps, set(written(steps)), control)
             self._elsewhere = Event(where, program.submit())
             self.runs.append(SegmentRun(program, device.others[where].name, time.perf_counter()))
         except DeviceLost:  # the main one's
@@ -140,7 +140,7 @@ class InFlight:
         if event is None:
             return
         steps, tensors = self.program.segments[len(self.events)].steps, self.program.plan.tensors
-        results = written(steps, self.program.plan.control)
+        results = written(steps)
         try:
             if event.device not in self.device.others:
                 self.runs.pop()

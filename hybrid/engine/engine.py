@@ -13,7 +13,7 @@ import numpy as np
 from hybrid.checkpoint import Checkpoint
 from hybrid.core.device import Counters, Device, Program
 from hybrid.core.errors import ContextExceeded, SpecError
-from hybrid.core.plan import CONTROL, CONTROL_TENSOR, CONTROL_WORDS, FAULTED, Plan, TensorDecl
+from hybrid.core.plan import FAULTED, Plan, TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.engine import streams, teacher_forcing, voids
 from hybrid.engine.choosing import Choosing
@@ -21,6 +21,7 @@ from hybrid.engine.chunks import Chunk, check_prompts, chunks
 from hybrid.engine.config import EngineConfig, sizes_for, target_for
 from hybrid.engine.constraint import Constraint
 from hybrid.engine.faults import fault
+from hybrid.engine.inbox import GOES_ON, Inbox, Rows
 from hybrid.engine.kv import BlockTables
 from hybrid.engine.loading import LoadClock, load_tensors
 from hybrid.engine.lock import EngineLock
@@ -28,7 +29,7 @@ from hybrid.engine.sampling import Sampling
 from hybrid.engine.trace import Pass, Timing
 from hybrid.planning.cost import precision_by_phase
 from hybrid.planning.passes import bucket_of
-from hybrid.planning.pipeline import for_pipeline_slot, name_in_slot, outlasting
+from hybrid.planning.pipeline import for_pipeline_slot, outlasting
 from hybrid.planning.planner import plan, segments
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
 from hybrid.spec.step import OPTIONS, Option
@@ -77,6 +78,8 @@ class Engine:
         self._programs: dict[tuple[Phase, int, int, bool, bool, int, frozenset[Option]], Program] = {}
         self._decoding: tuple[int, ...] | None = None  # sequences that the device's rows are set up for
         self._decoder: Program | None = None
+        self.inbox = Inbox(device, self.cache)
+        self._message = False  # whether the next pass has one in the inbox
         self._layouts: dict[str, Plan] = {}  # the largest plans: smaller ones take their offsets
         with self.clock.phase("plan"):
             most, outs = self.sizes.rows[-1], self.sizes.outs[-1]
@@ -169,11 +172,8 @@ class Engine:
             if positions[slot] + times > ctx:
                 held = f"slot {slot} has {positions[slot]} tokens of {ctx}"
                 raise ContextExceeded(f"{held}: no room for {times} more; load the model with a larger ctx")
-        if slots != self._decoding:
+        if slots != self._decoding or self.choosing.constrained(slots):
             self._decode_rows(slots)
-        elif self.choosing.constrained(slots):
-            self._settle()
-            self._write_masks(slots)
         for slot in slots:
             positions[slot] += times
         assert self._decoder is not None
@@ -312,19 +312,18 @@ class Engine:
         check_prompts(prompts, self.positions, self.target.hparams.vocab, self.cache.ctx)
 
     def _decode_rows(self, slots: tuple[int, ...]) -> None:
-        """Write the device's rows for decoding one token of each slot, in every pass from now on."""
+        """The message of rows that decode one token of each slot, in every pass from now on."""
         self._settle()
-        n, context = len(slots), max(self.positions[s] for s in slots) + 1
+        n = len(slots)
         bucket, options = bucket_of(n, self.sizes.outs), self.choosing.options(slots)
         self._decoder = self.program("decode", bucket, bucket, options=options)
-        if "adjust" in options:
-            self._write_masks(slots)
-        self._write_rows(n, n, context, 0, slots=np.array(slots, np.int32), out_rows=np.arange(n, dtype=np.int32))
+        onward, masks = np.full(n, GOES_ON, np.int32), self._mask_rows(slots)
+        self.inbox.put(Rows(onward, onward, np.array(slots, np.int32), np.arange(n, dtype=np.int32), masks))
+        self._message = True
         self._decoding = slots
 
-    def _write_masks(self, slots: Sequence[int], pipeline_slot: int = 0) -> None:
-        """For a pass with the option `adjust`, whose output rows are of these slots."""
-        self.device.write(name_in_slot("mask_rows", pipeline_slot), Tensor.of(self.choosing.mask_rows(slots)))
+    def _mask_rows(self, slots: Sequence[int]) -> np.ndarray | None:
+        return self.choosing.mask_rows(slots) if self.choosing.constrained(slots) else None
 
     def _settle(self) -> None:
         """Wait for every pass, and run void ones again: the host may write io tensors only while no pass reads them."""
@@ -342,32 +341,30 @@ class Engine:
             self.device.wait(self._slot_ticket[pipeline_slot])
             self._timing.stop(pipeline_slot)
         self._decoding = None
-        arrays = {name: getattr(chunk, name) for name in ("tokens", "positions", "slots", "out_rows")}
-        self._write_rows(len(chunk.tokens), len(chunk.out_rows), chunk.context, pipeline_slot or 0, **arrays)
-        if "mask_rows" in {a.partition("@")[0] for a in program.plan.tensors}:
-            self._write_masks(chunk.slots[chunk.out_rows].tolist(), pipeline_slot or 0)
+        masks = self._mask_rows(chunk.slots[chunk.out_rows].tolist())
+        self.inbox.put(Rows(chunk.tokens, chunk.positions, chunk.slots, chunk.out_rows, masks))
+        self._message = True
         ticket = self._submit(program)
         if pipeline_slot is not None:
             self._slot_ticket[pipeline_slot] = ticket
         return ticket
 
     def _submit(self, program: Program, times: int = 1) -> int:
-        if not self.config.profile:
-            return program.submit(times)
-        self._timing.start(program)
-        ticket = program.submit(times)
-        if program.plan.pipeline_slot is None:
+        if self.config.profile:
+            self._timing.start(program)
+        try:
+            ticket = program.submit(times)
+        except BaseException:
+            self.inbox.lost_count()
+            raise
+        self.inbox.begun += times
+        if self._message:
+            self.inbox.taken(ticket)
+            self._message = False
+        if self.config.profile and program.plan.pipeline_slot is None:
             self.device.wait(ticket)
             self._timing.stop()
         return ticket
-
-    def _write_rows(self, rows: int, outs: int, context: int, pipeline_slot: int, **arrays: np.ndarray) -> None:
-        control = np.zeros(CONTROL_WORDS, np.uint32)
-        control[CONTROL["rows"]], control[CONTROL["outs"]], control[CONTROL["context"]] = rows, outs, context
-        self.device.write(name_in_slot(CONTROL_TENSOR, pipeline_slot), Tensor.of(control))
-        for name, array in arrays.items():
-            if len(array):
-                self.device.write(name_in_slot(name, pipeline_slot), Tensor.of(np.ascontiguousarray(array)))
 
     def result(self, decl: TensorDecl) -> None:
         """Store a tensor of logits or hidden states that a plan leaves for the host, at its first use."""

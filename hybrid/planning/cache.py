@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid.core.hparams import HParams
+from hybrid.core.plan import ENTRY_WORDS, MESSAGE_HEADER, OUT_WORDS, ROW_WORDS
 
 BLOCK = 32  # positions per block
 MAX_SLOTS = 32
@@ -18,13 +19,14 @@ MAX_SLOTS = 32
 class CacheShape:
     """ctx: positions per sequence. window: of local layers, in positions, the row's own included; 0 = no local layers. chunk:
     most rows of one sequence in flight, those of a prefill pass or of all that overlap. slots: sequences. Made by `of`, except
-    in tests."""
+    in tests. rows: most rows of any pass (0: chunk)."""
 
     ctx: int
     window: int
     chunk: int
     slots: int
     block: int = BLOCK
+    rows: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS:
@@ -36,7 +38,7 @@ class CacheShape:
     @classmethod
     def of(cls, hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1) -> CacheShape:
         """For a model, with prefill passes of at most `rows` rows, of which `in_flight` overlap (planning/pipeline.py)."""
-        return cls(ctx, hp.window, min(in_flight * rows, ctx), slots)
+        return cls(ctx, hp.window, min(in_flight * rows, ctx), slots, rows=rows)
 
     @property
     def table(self) -> int:
@@ -50,6 +52,21 @@ class CacheShape:
             return 1
         span = self.window - 1 + self.chunk
         return min(self.table, (span + self.block - 2) // self.block + 1)
+
+    @property
+    def entries(self) -> int:
+        """Block-table entries that a pass may bring: those of a sequence that finds its whole context in the cache, and of every
+        block that the rows of a pass may begin."""
+        return 2 * (self.table + self.slots + self.most_rows // self.block + 1)
+
+    @property
+    def most_rows(self) -> int:
+        return max(self.rows or self.chunk, self.slots)
+
+    @property
+    def message(self) -> int:
+        """Words of a pass's message, whose rows may all be wanted."""
+        return MESSAGE_HEADER + (ROW_WORDS + OUT_WORDS) * self.most_rows + ENTRY_WORDS * self.entries
 
     @property
     def global_blocks(self) -> int:

@@ -18,6 +18,9 @@ from hybrid.planning.planner import Segment
 from hybrid.spec import load_ops
 from hybrid.spec.schedule import Schedule
 
+BY_SLOT = ("next_token", "next_position", "global_table", "local_table", "history")
+"""Arguments of begin_pass by which overlapping passes do not wait for one another: their rows all come from the host, and what
+it enters of a slot is beyond the positions that a pass in flight has reached."""
 CACHES = ("k_cache", "v_cache")  # arguments that are read and appended to through block_table
 
 
@@ -94,21 +97,20 @@ class Uses:
 
 def uses(segment: Segment) -> Uses:
     ops = load_ops()
-    reads = {s.args[n] for s in segment.steps for n in (*ops[s.op].inputs, *ops[s.op].state)}
+
+    def named(step: Step, args: Iterable[str]) -> set[str]:
+        return {step.args[n] for n in args if not (step.op == "begin_pass" and n in BY_SLOT)}
+
+    reads = {n for s in segment.steps for n in named(s, (*ops[s.op].inputs, *ops[s.op].state))}
+    writes = {n for s in segment.steps for n in named(s, (*ops[s.op].outputs, *ops[s.op].scratch, *ops[s.op].state))}
     appended = {s.args[n] for s in segment.steps for n in CACHES if n in s.args and "block_table" in s.args}
-    return Uses(frozenset(reads), frozenset(written(segment.steps)), frozenset(appended))
+    return Uses(frozenset(reads), frozenset(writes), frozenset(appended))
 
 
-def written(steps: Sequence[Step], control: str = "control") -> list[str]:
-    """Tensors that steps write: results, scratch and state; the control tensor where an operation sets words of it."""
+def written(steps: Sequence[Step]) -> list[str]:
+    """Tensors that steps write: results, scratch and state."""
     ops = load_ops()
-
-    def of(step: Step) -> list[str]:
-        spec = ops[step.op]
-        made = [step.args[n] for n in (*spec.outputs, *spec.scratch, *spec.state)]
-        return made + ([control] if spec.op.writes_control else [])
-
-    return list(dict.fromkeys(n for s in steps for n in of(s)))
+    return list(dict.fromkeys(s.args[n] for s in steps for n in (*ops[s.op].outputs, *ops[s.op].scratch, *ops[s.op].state)))
 
 
 def needs(earlier: Sequence[Segment], later: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
-from hybrid.core.plan import CONTROL_WORDS, Extent, Plan, Step, TensorDecl
+from hybrid.core.plan import CONTROL_WORDS, INBOX_SETS, Extent, Plan, Step, TensorDecl
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused
@@ -85,6 +85,8 @@ class _Planner:
             "C": cache.ctx,
             "BS": cache.block,
             "MB": cache.table,
+            "inbox": INBOX_SETS * cache.message,
+            "inbox_sets": INBOX_SETS,
             "local_blocks": cache.local_blocks,
             "global_blocks": cache.global_blocks,
             "n_tokens": target.n_tokens,

@@ -78,8 +78,7 @@ def reference(ops: Mapping[str, OpSpec]) -> str:
 
 def _operation(o: OpSpec) -> str:
     members = f" Region of {', '.join(o.op.members)}: its oracle is their composition." if o.op.members else ""
-    control = "".join(f" Sets the control word `{word}`." for word in o.op.writes_control)
-    parts = [f"## {o.name}\n", f"{o.op.summary}.{members}{control}\n", f"Source: {o.op.source}.\n"]
+    parts = [f"## {o.name}\n", f"{o.op.summary}.{members}\n", f"Source: {o.op.source}.\n"]
     parts.append(_table("tensor, , shape, dtype, role, notes", [_tensor(o, n, t) for n, t in o.tensors.items()]))
     parts.append(_table("axis, role, range, multiple of, summed over", [
         (n, a.role, f"{a.min}..{a.max}", f"{a.multiple_of}" if a.multiple_of > 1 else "", "yes" if a.reduction else "")

@@ -14,7 +14,7 @@ from hybrid.spec.load import Model
 BackendName = Literal["oracle", "cpu", "vulkan", "npu"]
 AxisRole = Literal[
     "tokens", "outs", "rows", "hidden", "inner", "features", "ffn", "vocab", "q_heads", "kv_heads", "head_dim", "slots",
-    "blocks", "block_size", "table", "context", "streams", "per_layer", "projections", "rotary",
+    "blocks", "block_size", "table", "context", "streams", "per_layer", "projections", "rotary", "inbox",
 ]  # fmt: skip
 Scalar = int | float | str
 Tag = Literal["decode", "prefill", "batch", "perf", "demo"]
@@ -40,7 +40,6 @@ EDGE_VALUES: dict[str, str] = {
     "last": "the largest index everywhere",
     "repeated": "the same index in every row",
     "reversed": "descending indices",
-    "shuffled": "indices in no order",
     "mixed_slots": "rows of several sequences, interleaved",
     "empty_cache": "position 0: a row sees only itself",
     "full_cache": "the last position the block table covers",
@@ -58,6 +57,14 @@ EDGE_VALUES: dict[str, str] = {
     "every_filter": "temperature, top-k, top-p and min-p at once",
     "top_k_one": "top-k 1: the same choice as greedy",
     "min_p_border": "min-p, with logits that a cut off by a thousandth would keep or drop",
+    "no_message": "an inbox without a message",
+    "other_pass": "messages of the pass before and the one after only",
+    "host_rows": "every token and position from the host",
+    "going_on": "every row continues its slot",
+    "ahead": "guesses at positions after the next one",
+    "last_set": "the message in the inbox's last place",
+    "outside": "slots, table indices and tables that are not there: nothing is written for them",
+    "no_rows": "a message with table entries alone",
     "top_p_border": "top-p, with logits that a cut off by a thousandth would keep or drop",
     "neutral": "no penalty and no bias",
     "every_penalty": "repetition, presence and frequency penalties and as many biases as there is room for",
@@ -138,8 +145,6 @@ class Head(Model):
     summary: str
     source: str
     """Where the definition comes from."""
-    writes_control: tuple[Literal["rows", "outs", "context"], ...] = ()
-    """Words of the plan's `control` tensor that the operation sets."""
 
 
 class Axis(Model):
@@ -158,7 +163,7 @@ class Axis(Model):
 class Domain(Model):
     """What values a tensor holds: the property tests draw them, and a caller must keep to them."""
 
-    dist: Literal["normal", "uniform", "integers", "permutation", "rope", "sampling", "penalties", "zeros"]
+    dist: Literal["normal", "uniform", "integers", "permutation", "rope", "sampling", "penalties", "inbox", "zeros"]
     scale: float | None = None
     """normal: the standard deviation."""
     low: Expr | None = None

@@ -84,7 +84,6 @@ class _Bound:
         spec = self.device.ops[step.op]
         self.function = self.device.functions[step.op]
         self.axis = spec.token_axis
-        self.sets_context = "context" in spec.op.writes_control
         self.bucket = None if self.axis is None else step.bind.get(self.axis)  # None: an operation on weights alone
         shapes = {**spec.inputs, **spec.outputs, **spec.state, **spec.scratch}
         self.live = {n for n, t in shapes.items() if t.shape and str(t.shape[0]) == self.axis}
@@ -123,8 +122,6 @@ class _Bound:
             raise TypeError(f"{self.label} returned {len(results)} arrays for the outputs {list(self._targets)}")
         for result, target in zip(results, self._targets.values(), strict=True):
             round_into(target, result)
-        if self.sets_context:
-            control[CONTROL["context"]] = int(self._targets["positions"].array.max()) + 1
         self.device.counters.dispatches += 1
 
     def _prepare(self, live: int) -> None:

@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 
 from hybrid.core.tensor import Tensor
-from hybrid.kernels.oracle import attention, distribution, embedding, ffn, integer, linear, norm, per_layer, sampling, streams
+from hybrid.kernels.oracle import (
+    attention,
+    distribution,
+    embedding,
+    ffn,
+    integer,
+    linear,
+    norm,
+    passes,
+    per_layer,
+    sampling,
+    streams,
+)
 from hybrid.quant.codec import Real, Value, argument, encode
 
 __all__ = ["ORACLE", "argument", "call", "encoded"]
@@ -53,7 +65,7 @@ ORACLE: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
         distribution.adjust_logits,
         sampling.sample,
         distribution.logprobs,
-        sampling.decode_rows,
+        passes.begin_pass,
     )
 }
 

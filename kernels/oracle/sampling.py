@@ -1,4 +1,4 @@
-"""Choosing tokens, and feeding them back as the next rows."""
+"""Choosing tokens."""
 
 from __future__ import annotations
 
@@ -81,10 +81,3 @@ def sample(
         if pos + 1 < history.shape[1]:
             history[slot, pos + 1] = token
     return ()
-
-
-def decode_rows(
-    *, slots: np.ndarray, next_token: np.ndarray, next_position: np.ndarray, real: Real = np.float64
-) -> tuple[np.ndarray, np.ndarray]:
-    """tokens[T], positions[T]: the next token and position of each row's slot."""
-    return next_token[slots], next_position[slots]

@@ -1,0 +1,102 @@
+"""The inbox of begin_pass and the control words that it finds, of every kind that an edge case may name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hybrid.core.tensor import Tensor
+from hybrid.harness import values
+from hybrid.harness.cases import Case
+
+HEADER, ENTRIES = 8, 5  # words before the rows of a message; most table entries of one
+OUTSIDE = 0x3FFFFFFF
+
+
+def words(bind: dict[str, int]) -> int:
+    """That a message of a case needs."""
+    return HEADER + 3 * bind["R"] + 2 * bind["Q"] + 4 * 2 * ENTRIES
+
+
+def live(case: Case) -> Tensor:
+    """Control words u32 [8] as the pass before left them; no kernel may change the fault and what is behind it unasked."""
+    b, number = case.bind, _numbers(case, "live")
+    rows = 1 + int(number[0]) % b["R"]
+    return Tensor.of(np.array([rows, int(number[1]) % (b["Q"] + 1), number[2], number[3] % 2, *number[4:8]], np.uint32))
+
+
+def inbox(case: Case, turn: int, next_position: np.ndarray) -> Tensor:
+    """i32 [I]: a message for the pass after `turn`, unless the kind says otherwise, and another one for a pass that is past."""
+    kind, sets = case.kinds.get("inbox", ""), int(case.attrs["sets"])
+    made = np.zeros((sets, case.bind["I"] // sets), np.int32)
+    number = _numbers(case, "inbox")
+    made[:, 0] = turn - np.arange(sets)
+    at = sets - 1 if kind == "last_set" else int(number[0]) % sets
+    if kind == "no_message":
+        return Tensor.of(np.zeros(made.size, np.int32))
+    message = _message(case, kind, next_position)
+    made[at, : len(message)] = message
+    made[at, 0] = turn + 2 if kind == "other_pass" else turn + 1
+    if kind == "other_pass":
+        made[(at + 1) % sets, : len(message)] = message
+        made[(at + 1) % sets, 0] = turn if sets > 1 else turn + 2
+    return Tensor.of(made.reshape(-1))
+
+
+def _message(case: Case, kind: str, next_position: np.ndarray) -> np.ndarray:
+    b, number = case.bind, _numbers(case, "message")
+    rows = 0 if kind == "no_rows" else b["R"] if int(number[0]) % 2 else 1 + int(number[0]) % b["R"]
+    outs = int(number[1]) % (b["Q"] + 1) if rows else 0
+    body = _rows(case, kind, rows, next_position)
+    wanted = np.stack([_some(case, "wanted", outs, 0, max(rows, 1) - 1), _some(case, "masks", outs, -1, b["Q"] - 1)], axis=1)
+    entries = np.concatenate([_entries(case, table) for table in (0, 1)])
+    if kind == "outside":
+        entries[::2, 1 + int(number[2]) % 2] = OUTSIDE
+        entries[-1, 0] = 7
+    header = [0, rows, outs, len(entries), 0, 0, 0, 0]
+    return np.concatenate([np.array(header), body.reshape(-1), wanted.reshape(-1), entries.reshape(-1)]).astype(np.int32)
+
+
+def _rows(case: Case, kind: str, rows: int, next_position: np.ndarray) -> np.ndarray:
+    """[rows, 3]: token, position, slot. Rows of one place have one token: `history` has a place for one."""
+    b = case.bind
+    slots = _some(case, "slot", rows, 0, b["S"] - 1)
+    places = _some(case, "place", rows, 0, b["C"] - 1)
+    after = _some(case, "after", rows, 0, 3)
+    choice = _some(case, "choice", rows, 0, 3)
+    host, fixed = {
+        "host_rows": (choice >= 0, choice >= 0),
+        "going_on": (choice < 0, choice < 0),
+        "ahead": (choice > 0, choice < 0),
+    }.get(kind, (choice % 2 == 0, choice < 2))
+    after = np.where(kind == "going_on", 0, after)
+    where = np.where(fixed, places, next_position[slots] + after)
+    tokens = (slots * 7919 + where * 31 + case.seed) % 262144
+    found = np.stack([np.where(host, tokens, -1), np.where(fixed, places, -1 - after), slots], axis=1)
+    if kind == "outside":
+        found[::2, 2] = OUTSIDE
+    return found
+
+
+def _entries(case: Case, table: int) -> np.ndarray:
+    """[n, 4]: table, slot, index, block, no place twice."""
+    size = case.bind["S"] * case.bind["MB"]
+    places = values.permutation(case.seed, f"entries.{table}", size)[:ENTRIES]
+    blocks = _some(case, f"blocks.{table}", len(places), 0, size - 1)
+    return np.stack([np.full(len(places), table), places // case.bind["MB"], places % case.bind["MB"], blocks], axis=1)
+
+
+def _some(case: Case, name: str, count: int, low: int, high: int) -> np.ndarray:
+    return values.integers(case.seed, f"inbox.{name}", (max(count, 1),), low, high)[:count].astype(np.int64)
+
+
+def _numbers(case: Case, name: str) -> np.ndarray:
+    return values.integers(case.seed, f"numbers.{name}", (8,), 0, 9999).astype(np.int64)
+
+
+TENSORS: dict[str, Callable[[Case, int, np.ndarray], Tensor]] = {
+    "inbox": inbox,
+    "live": lambda case, turn, next_position: live(case),
+}
+"""Of domain `inbox`: the tensor, from the case, the pass before and next_position i32 [S]."""
