@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.checkpoint.decoder import hf_name
-from hybrid.checkpoint.families import tensors
-from hybrid.checkpoint.gemma3 import rotations
-from hybrid.core.hparams import HParams, alternating
+from hybrid.checkpoint.decoder import rotations
+from hybrid.checkpoint.families import family_of
+from hybrid.core.hparams import HParams, LayerParams, alternating
 from hybrid.core.tensor import Tensor
 from hybrid.quant.codec import quantise
 from hybrid.text.tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
@@ -46,9 +45,57 @@ def gemma3_hparams(
     return HParams(layers=layers, **values)
 
 
+def tiny_gemma3n(**changes: Any) -> HParams:
+    """A Gemma 3n of a few thousand weights: five layers, of which the last two read the caches of layers 1 and 2."""
+    own = {"head_dim": 16, "n_heads": 4, "n_kv_heads": 2}
+    layers = (
+        LayerParams(**own, window=8, rope_theta=1e4, ffn=96, sparsity=0.9),
+        LayerParams(**own, window=8, rope_theta=1e4, ffn=64, sparsity=0.9),
+        LayerParams(**own, window=0, rope_theta=1e6, ffn=96),
+        LayerParams(**own, window=8, rope_theta=1e4, ffn=96, kv_from=1),
+        LayerParams(**own, window=0, rope_theta=1e6, ffn=96, kv_from=2),
+    )
+    values: dict[str, Any] = {
+        "family": "gemma3n", "hidden": 64, "vocab": 320, "context_length": 256, "layers": layers, "attention_scale": 1.0,
+        "eps": 1e-6, "softcap": 30.0, "embed_scale": 8.0, "tied": True, "n_streams": 4, "laurel_rank": 32,
+        "per_layer_dim": 32, "per_layer_vocab": 310,
+    }  # fmt: skip
+    return HParams(**(values | changes))
+
+
+def tiny_gemma4(*, inputs: bool = True, **changes: Any) -> HParams:
+    """A Gemma 4 of a few thousand weights: as the small sizes, with inputs to layers, two layers that read other layers' caches
+    and wider feed-forwards there; or (`inputs` false) as the large ones, whose layers all have caches."""
+    local = {"head_dim": 16, "n_heads": 4, "n_kv_heads": 2, "window": 8, "rope_theta": 1e4}
+    wide = {"head_dim": 32, "n_heads": 4, "n_kv_heads": 1, "window": 0, "rope_theta": 1e6, "rotated": 0.25, "k_as_v": True}
+    layers = (
+        LayerParams(**local, ffn=64, scalar=0.75),
+        LayerParams(**local, ffn=64, scalar=1.25),
+        LayerParams(**wide, ffn=64, scalar=0.5),
+        LayerParams(**local, ffn=128 if inputs else 64, kv_from=1 if inputs else None, scalar=1.125),
+        LayerParams(**wide, ffn=128 if inputs else 64, kv_from=2 if inputs else None, scalar=0.875),
+    )
+    values: dict[str, Any] = {
+        "family": "gemma4", "hidden": 64, "vocab": 320, "context_length": 256, "layers": layers, "attention_scale": 1.0,
+        "eps": 1e-6, "softcap": 30.0, "embed_scale": 8.0, "tied": True, "per_layer_dim": 32 if inputs else 0,
+        "per_layer_vocab": 320 if inputs else 0,
+    }  # fmt: skip
+    return HParams(**(values | changes))
+
+
 def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
-    """config.json as transformers wrote it in 2025 (`old`), writes it since 5.0 (`new`), or nested in the
-    multimodal model's (`multimodal`, in the old dialect)."""
+    """config.json of any family. Gemma 3: as transformers wrote it in 2025 (`old`), writes it since 5.0 (`new`), or nested in
+    the multimodal model's (`multimodal`, in the old dialect). Others: `new`, or `multimodal`; Gemma 4 with per_layer_config, or
+    (`global`) with what the published files have instead."""
+    if hp.family != "gemma3":
+        text = {"gemma3n": _config_3n, "gemma4": _config_4}[hp.family](hp)
+        if hp.family == "gemma4" and dialect == "global":
+            wide = next(layer for layer in hp.layers if not layer.window)
+            text = {**text, "global_head_dim": wide.head_dim, "num_global_key_value_heads": wide.n_kv_heads}
+            del text["per_layer_config"]
+        if dialect == "multimodal":
+            return {"model_type": hp.family, "text_config": text, "vision_config": {}, "audio_config": {}, "eos_token_id": [1, 5]}
+        return {**text, "eos_token_id": 1}
     kinds = ["full_attention" if g else "sliding_attention" for g in hp.layer_is_global]
     layer, (theta_local, theta_global, factor) = hp.layers[0], rotations(hp)
     text: dict[str, Any] = {
@@ -81,18 +128,69 @@ def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
     return {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 32}, "eos_token_id": [1, 5]}
 
 
+def _config_3n(hp: HParams) -> dict[str, Any]:
+    layer = hp.layers[0]
+    return _common(hp) | {
+        "model_type": "gemma3n_text", "intermediate_size": [x.ffn for x in hp.layers],
+        "num_attention_heads": layer.n_heads, "num_key_value_heads": layer.n_kv_heads, "head_dim": layer.head_dim,
+        "activation_sparsity_pattern": [x.sparsity for x in hp.layers], "altup_active_idx": hp.altup_active,
+        "altup_num_inputs": hp.n_streams, "altup_correct_scale": True, "altup_coef_clip": 120.0, "laurel_rank": hp.laurel_rank,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1000000.0, "rope_type": "default"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+    }  # fmt: skip
+
+
+def _config_4(hp: HParams) -> dict[str, Any]:
+    layer, wide = hp.layers[0], next(x for x in hp.layers if not x.window)
+    return _common(hp) | {
+        "model_type": "gemma4_text", "intermediate_size": layer.ffn, "use_double_wide_mlp": hp.layers[-1].ffn == 2 * layer.ffn,
+        "num_attention_heads": layer.n_heads, "num_key_value_heads": layer.n_kv_heads, "head_dim": layer.head_dim,
+        "per_layer_config": {
+            f"{i:02}": {"head_dim": x.head_dim, "num_key_value_heads": x.n_kv_heads}
+            for i, x in enumerate(hp.layers) if not x.window
+        },
+        "attention_k_eq_v": wide.k_as_v, "enable_moe_block": False, "num_experts": None,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": wide.rotated, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+    }  # fmt: skip
+
+
+def _common(hp: HParams) -> dict[str, Any]:
+    return {
+        "hidden_size": hp.hidden, "num_hidden_layers": hp.n_layers, "vocab_size": hp.vocab,
+        "max_position_embeddings": hp.context_length, "sliding_window": hp.window, "rms_norm_eps": hp.eps,
+        "hidden_size_per_layer_input": hp.per_layer_dim, "vocab_size_per_layer_input": hp.per_layer_vocab,
+        "num_kv_shared_layers": hp.n_layers - hp.n_kv_layers, "final_logit_softcapping": hp.softcap or None,
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": hp.tied, "dtype": "bfloat16",
+        "layer_types": ["sliding_attention" if layer.window else "full_attention" for layer in hp.layers],
+    }  # fmt: skip
+
+
 def _scalar(x: float) -> int | float:
     """transformers wants an int where it is one."""
     return round(x) if abs(x - round(x)) < 1e-9 * x else x
 
 
 def weights(hp: HParams, dtype: str = "bf16", seed: int = 0) -> dict[str, Tensor]:
-    """Random tensors by Hugging Face name without prefix; norm weights stored as w - 1."""
+    """Random tensors by Hugging Face name without prefix; Gemma 3's norm weights stored as w - 1. What layers that read another
+    layer's cache never use is there too, as in published files."""
     rng = np.random.default_rng(seed)
-    out = {}
-    for name, shape in tensors(hp).items():
-        scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
-        out[hf_name(name)] = quantise(rng.normal(0, scale, shape).astype(np.float32), dtype)
+    family, out = family_of(hp), {}
+    made = family.made(hp)
+    for name, shape in family.kept(hp).items():
+        parts = family.parts(hp, name)
+        for part in parts:
+            if name in made:
+                out[part] = Tensor.of(made[name])
+                continue
+            one = shape if len(parts) == 1 else (shape[0] // len(parts), *shape[1:])
+            scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
+            centre = 1.0 if len(shape) == 1 and hp.family != "gemma3" else 0.0
+            out[part] = quantise(rng.normal(centre, scale, one).astype(np.float32), dtype)
     return out
 
 

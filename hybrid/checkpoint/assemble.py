@@ -62,7 +62,8 @@ def assemble(
         missing = next((key for key in keys if key not in stored), None)
         if missing is not None:
             raise CheckpointError(f"{path}: tensor {missing} is missing")
-        found = [_checked(name, stored[key], _part_shape(shape, len(keys)), family, dialect) for key in keys]
+        stack = family.stacks(hparams).get(stem_of(name))
+        found = [_checked(name, stored[key], _part_shape(shape, len(keys)), stack, dialect) for key in keys]
         used |= {*keys}
         if is_exact(name, shape):
             if DTYPES[found[0].dtype].quantised and is_norm(name):
@@ -86,9 +87,8 @@ def _part_shape(shape: Shape, count: int) -> Shape:
     return shape if count == 1 else (shape[0] // count, *shape[1:])
 
 
-def _checked(name: str, found: Stored, shape: Shape, family: Family, dialect: Dialect) -> Stored:
-    """A tensor of the right shape and of a known type; one of three axes as the rows that a stack has."""
-    count = family.stacks.get(stem_of(name))
+def _checked(name: str, found: Stored, shape: Shape, count: int | None, dialect: Dialect) -> Stored:
+    """A tensor of the right shape and of a known type; one of three axes, of `count` matrices, as all their rows."""
     if count is not None and found.shape == (count, shape[0] // count, *shape[1:]):
         found = replace(found, shape=shape)
     if len(shape) == 1 and len(found.shape) != 1 and prod(found.shape) == prod(shape) == 1:

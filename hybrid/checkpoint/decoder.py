@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from hybrid.checkpoint.fields import Fields
 from hybrid.core.hparams import MAX_LAYERS, HParams, LayerParams
@@ -29,6 +29,17 @@ IN_LAYER = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 AROUND = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+IN_LAYER_INPUTS = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+AROUND_INPUTS = {
+    "per_layer_token_embd": "embed_tokens_per_layer",
+    "per_layer_model_proj": "per_layer_model_projection",
+    "per_layer_proj_norm": "per_layer_projection_norm",
+}
+"""Of models whose tokens have an input to each layer."""
 OF_SHARING = ("attn_k", "attn_v", "attn_k_norm")
 """What files have, and nobody reads, in layers that read another layer's cache."""
 
@@ -56,6 +67,25 @@ def block(hp: HParams, layer: LayerParams) -> dict[str, Shape]:
     return found
 
 
+def inputs_before(hp: HParams) -> dict[str, Shape]:
+    """What makes the tokens' inputs to layers, before the layers; nothing where there are none."""
+    width = hp.n_layers * hp.per_layer_dim
+    if not width:
+        return {}
+    return {
+        "per_layer_token_embd": (hp.per_layer_vocab, width),
+        "per_layer_model_proj": (width, hp.hidden),
+        "per_layer_proj_norm": (hp.per_layer_dim,),
+    }
+
+
+def inputs_in_layer(hp: HParams) -> dict[str, Shape]:
+    """What takes them in, in each layer."""
+    if not hp.per_layer_dim:
+        return {}
+    return {"inp_gate": (hp.per_layer_dim, hp.hidden), "proj": (hp.hidden, hp.per_layer_dim), "post_norm": (hp.hidden,)}
+
+
 def owned(layer: LayerParams, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Without what a layer that reads another's cache never uses."""
     return {stem: shape for stem, shape in shapes.items() if layer.kv_from is None or stem not in OF_SHARING}
@@ -80,10 +110,13 @@ def whole(hp: HParams, before: Mapping[str, Shape], layers: Sequence[Mapping[str
     return out
 
 
-def hf_name(name: str, around: Mapping[str, str] = AROUND, within: Mapping[str, str] = IN_LAYER) -> str:
-    """`blk.3.attn_q.weight` -> `layers.3.self_attn.q_proj.weight`."""
+def hf_name(
+    name: str, around: Mapping[str, str] = AROUND, within: Mapping[str, str] = IN_LAYER, bare: Collection[str] = ()
+) -> str:
+    """`blk.3.attn_q.weight` -> `layers.3.self_attn.q_proj.weight`; stems of `bare` have no `.weight` there."""
     layer, stem = layer_of(name), stem_of(name)
-    return f"{around[stem]}.weight" if layer is None else f"layers.{layer}.{within[stem]}.weight"
+    end = "" if stem in bare else ".weight"
+    return f"{around[stem]}{end}" if layer is None else f"layers.{layer}.{within[stem]}{end}"
 
 
 def text_config(config: Fields) -> Fields:
@@ -140,6 +173,37 @@ def linear_factor(rope: Fields) -> float:
     return rope.number("factor")
 
 
+def rope_from_hf(c: Fields) -> tuple[float, float, float]:
+    """(theta of global layers, theta of local ones, linear factor of global ones)."""
+    new = c.sub("rope_parameters")
+    refuse_two_scalings(c, new)
+    if new.get("full_attention") is not None or new.get("sliding_attention") is not None:
+        full, local = new.sub("full_attention"), new.sub("sliding_attention")
+        if linear_factor(local) != 1.0:
+            raise c.error("rope_parameters", "scales sliding_attention layers: only full_attention may be scaled")
+        return full.number("rope_theta", GLOBAL_THETA), local.number("rope_theta", LOCAL_THETA), linear_factor(full)
+    old = c.sub("rope_scaling") if c.get("rope_scaling") is not None else new
+    theta = old.number("rope_theta", c.number("rope_theta", GLOBAL_THETA))
+    return theta, c.number("rope_local_base_freq", LOCAL_THETA), linear_factor(old)
+
+
+def refuse_two_scalings(c: Fields, new: Fields) -> None:
+    """rope_scaling, the older name, beside rope_parameters: they may say the same."""
+    if c.get("rope_scaling") is None or not new.values:
+        return
+    full = new.sub("full_attention") if new.get("full_attention") is not None else new
+    one, other = linear_factor(c.sub("rope_scaling")), linear_factor(full)
+    if one != other:
+        raise c.error("rope_scaling", f"scales by {one:g} and rope_parameters by {other:g}: remove the one that is wrong")
+
+
+def rotations(hp: HParams) -> tuple[float, float, float]:
+    """(theta of local layers, theta of global ones, linear factor of global ones); the usual ones of a kind that there is not."""
+    local = next((layer.rope_theta for layer in hp.layers if layer.window), LOCAL_THETA)
+    theta, factor = next(((x.rope_theta, x.rope_factor) for x in hp.layers if not x.window), (GLOBAL_THETA, 1.0))
+    return local, theta, factor
+
+
 def layers_from_hf(c: Fields, n_layers: int, period: int) -> tuple[bool, ...]:
     """Which layers are global: by layer_types, else by a period, else every `period`-th."""
     types = c.get("layer_types")
@@ -158,6 +222,14 @@ def layers_from_hf(c: Fields, n_layers: int, period: int) -> tuple[bool, ...]:
 def layer_types(hp: HParams) -> list[str]:
     """For config.json."""
     return ["full_attention" if g else "sliding_attention" for g in hp.layer_is_global]
+
+
+def factor_from_gguf(m: Fields) -> float:
+    """Linear scaling of global layers, 1 where nothing is said."""
+    kind = m.get("rope.scaling.type", "none" if m.get("rope.scaling.factor") is None else "linear")
+    if kind not in ("none", "linear"):
+        raise m.error("rope.scaling.type", f"{kind!r} is not supported; known: none, linear")
+    return 1.0 if kind == "none" else m.number("rope.scaling.factor")
 
 
 def layers_from_gguf(m: Fields, n_layers: int, window: int, period: int) -> tuple[bool, ...]:

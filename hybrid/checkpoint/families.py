@@ -4,15 +4,14 @@ line here, and a schedule."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hybrid.checkpoint import gemma3, gemma3_config
+from hybrid.checkpoint import gemma3, gemma3_config, gemma3n, gemma4
 from hybrid.checkpoint.base import CheckpointError
-from hybrid.checkpoint.decoder import Shape, hf_name
+from hybrid.checkpoint.decoder import Shape, dead, hf_name
 from hybrid.checkpoint.fields import Fields
 from hybrid.checkpoint.look import Look
 from hybrid.core.hparams import HParams
@@ -46,7 +45,7 @@ class Family:
     """Added to Hugging Face's norm weights (Gemma 3 stores w - 1)."""
     dead: Callable[[HParams], Mapping[str, Shape]] = _none
     """Tensors that files may have and no plan uses: they are kept in conversions, for readers that demand them."""
-    stacks: Mapping[str, int] = field(default_factory=dict)
+    stacks: Callable[[HParams], Mapping[str, int]] = _none
     """Stem -> matrices whose rows, one after another, are the tensor: of three axes in GGUF, apart in Hugging Face files."""
     made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
     """Tensors of GGUF files that hyper-parameters say, float32; Hugging Face files have fields instead."""
@@ -56,12 +55,12 @@ class Family:
         found = {**self.tensors(hp), **{name: value.shape for name, value in self.made(hp).items()}}
         return {**found, **self.dead(hp)}
 
-    def parts(self, name: str) -> tuple[str, ...]:
+    def parts(self, hp: HParams, name: str) -> tuple[str, ...]:
         """Hugging Face's names of the tensors whose rows make this one; none for a tensor that only GGUF has."""
         short = self.hf_names(name)
         if not short:
             return ()
-        count = self.stacks.get(stem_of(name))
+        count = self.stacks(hp).get(stem_of(name))
         return (short,) if count is None else tuple(short.replace("*", str(i)) for i in range(count))
 
 
@@ -74,8 +73,32 @@ FAMILIES: tuple[Family, ...] = (
         gguf_fields=gemma3.gguf_fields,
         tensors=gemma3.tensors,
         hf_config=gemma3_config.hf_config,
-        hf_names=partial(hf_name),
+        hf_names=hf_name,
         hf_norm_offset=1.0,
+    ),
+    Family(
+        name="gemma3n",
+        hf_model_types=("gemma3n_text", "gemma3n"),
+        hparams_from_hf=gemma3n.hparams_from_hf,
+        hparams_from_gguf=gemma3n.hparams_from_gguf,
+        gguf_fields=gemma3n.gguf_fields,
+        tensors=gemma3n.tensors,
+        hf_config=gemma3n.hf_config,
+        hf_names=gemma3n.hf_name,
+        dead=dead,
+        stacks=gemma3n.stacks,
+    ),
+    Family(
+        name="gemma4",
+        hf_model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
+        hparams_from_hf=gemma4.hparams_from_hf,
+        hparams_from_gguf=gemma4.hparams_from_gguf,
+        gguf_fields=gemma4.gguf_fields,
+        tensors=gemma4.tensors,
+        hf_config=gemma4.hf_config,
+        hf_names=gemma4.hf_name,
+        dead=dead,
+        made=gemma4.made,
     ),
 )
 

@@ -17,12 +17,13 @@ from hybrid.checkpoint.decoder import (
     layer_count,
     layers_from_gguf,
     layers_from_hf,
-    linear_factor,
     note_config,
     positive,
     positive_sqrt,
     refuse_attention_cap,
     refuse_variants,
+    rope_from_hf,
+    rotations,
     text_config,
     whole,
 )
@@ -50,7 +51,7 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
     c = text_config(config)
     refuse_variants(c, FAMILY)
     n_layers, hidden = layer_count(c, "num_hidden_layers", 26), c.integer("hidden_size", 2304)
-    theta_global, theta_local, factor = _rope_from_hf(c)
+    theta_global, theta_local, factor = rope_from_hf(c)
     note_config(c, config, vocab, _DEFAULTED, FAMILY)
     if c.get("rope_scaling") is c.get("rope_parameters") is None and not c.is_null("rope_scaling"):
         c.notes.append(f"{c.path.name} says nothing of RoPE scaling: none is taken, as its config class has it")
@@ -81,30 +82,6 @@ def _layers(
     """Only global layers are scaled."""
     rotations = {"rope_theta": local}, {"rope_theta": global_, "rope_factor": factor}
     return alternating(n_layers, kinds, window, shape, *rotations)
-
-
-def _rope_from_hf(c: Fields) -> tuple[float, float, float]:
-    """(theta of global layers, theta of local ones, linear factor of global ones)."""
-    new = c.sub("rope_parameters")
-    _refuse_two_scalings(c, new)
-    if new.get("full_attention") is not None or new.get("sliding_attention") is not None:
-        full, local = new.sub("full_attention"), new.sub("sliding_attention")
-        if linear_factor(local) != 1.0:
-            raise c.error("rope_parameters", "scales sliding_attention layers: only full_attention may be scaled")
-        return full.number("rope_theta", GLOBAL_THETA), local.number("rope_theta", LOCAL_THETA), linear_factor(full)
-    old = c.sub("rope_scaling") if c.get("rope_scaling") is not None else new
-    theta = old.number("rope_theta", c.number("rope_theta", GLOBAL_THETA))
-    return theta, c.number("rope_local_base_freq", LOCAL_THETA), linear_factor(old)
-
-
-def _refuse_two_scalings(c: Fields, new: Fields) -> None:
-    """rope_scaling, the older name, beside rope_parameters: they may say the same."""
-    if c.get("rope_scaling") is None or not new.values:
-        return
-    full = new.sub("full_attention") if new.get("full_attention") is not None else new
-    one, other = linear_factor(c.sub("rope_scaling")), linear_factor(full)
-    if one != other:
-        raise c.error("rope_scaling", f"scales by {one:g} and rope_parameters by {other:g}: remove the one that is wrong")
 
 
 def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
@@ -175,13 +152,6 @@ def _factor_from_gguf(m: Fields, context: int) -> float:
     if kind not in (None, "linear"):
         raise m.error("rope.scaling.type", f"{kind!r} is not supported; known: none, linear")
     return m.number(key)
-
-
-def rotations(hp: HParams) -> tuple[float, float, float]:
-    """(theta of local layers, theta of global ones, linear factor of global ones); the usual ones of a kind that there is not."""
-    local = next((layer.rope_theta for layer in hp.layers if layer.window), LOCAL_THETA)
-    theta, factor = next(((x.rope_theta, x.rope_factor) for x in hp.layers if not x.window), (GLOBAL_THETA, 1.0))
-    return local, theta, factor
 
 
 def gguf_fields(hp: HParams) -> Mapping[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid.checkpoint.decoder import layer_types
-from hybrid.checkpoint.gemma3 import rotations
+from hybrid.checkpoint.decoder import layer_types, rotations
 from hybrid.core.hparams import HParams
 from hybrid.core.units import shortest
 

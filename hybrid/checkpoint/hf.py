@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 from hybrid.checkpoint.assemble import Dialect, assemble
@@ -33,7 +34,7 @@ def open_hf(path: Path) -> Checkpoint:
         raise
     except ValueError as error:
         raise CheckpointError(f"{config.path}: {error}") from None
-    dialect = Dialect(family.parts, family.hf_norm_offset, "Save it in one of these.")
+    dialect = Dialect(partial(family.parts, hparams), family.hf_norm_offset, "Save it in one of these.")
     try:
         entries = assemble(path, family, hparams, stored, dialect, config.notes)
     except CheckpointError as error:

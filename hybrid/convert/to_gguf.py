@@ -96,7 +96,7 @@ def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[st
 
 def stacked_shape(source: Checkpoint, name: str) -> tuple[int, ...]:
     """A tensor's shape in GGUF files: three axes where it is several matrices."""
-    shape, count = source.shape(name), family_of(source.hparams).stacks.get(stem_of(name))
+    shape, count = source.shape(name), family_of(source.hparams).stacks(source.hparams).get(stem_of(name))
     return shape if count is None else (count, shape[0] // count, *shape[1:])
 
 

@@ -42,7 +42,8 @@ def shards(
 ) -> Iterator[tuple[list[Path], list[Shard]]]:
     """As to_gguf.shards: a folder with everything but the tensors' bytes, which becomes `target`. `source` and `kinds` are those
     that `apart` gives."""
-    made_apart = {part for stem in family.stacks for part in family.parts(f"{stem}.weight")}
+    hp = source.hparams
+    made_apart = {part for stem in family.stacks(hp) for part in family.parts(hp, f"{stem}.weight")}
     wrong = next((n for n, k in kinds.items() if k not in TYPES), None)
     if wrong is not None:
         raise CheckpointError(
@@ -72,7 +73,7 @@ def apart(source: Checkpoint, family: Family, kinds: Mapping[str, str]) -> tuple
     entries: dict[str, Entry] = {}
     types: dict[str, str] = {}
     for name, kind in kinds.items():
-        parts = family.parts(name)
+        parts = family.parts(source.hparams, name)
         if len(parts) == 1:
             entries[name], types[name] = source.entries[name], kind
             continue

@@ -217,7 +217,9 @@ def _budget(t: Target, sheet: DeviceSheet) -> Answer:
         if need <= want:
             how = f"q4_0 with up to {batch} sequences of {t.context} positions"
             return Answer("yes", how, "memory", show_bytes(need), missing(Config(t.model, "q4_0", batch, t.context), sheet))
-    smaller = [(n, d) for n in reversed(load_models()) for d in TYPES if memory_of(n, d, 1, 2048, sheet) <= want]
+    known = load_models()
+    alike = [n for n in reversed(known) if t.model in known and known[n].model.family == known[t.model].model.family]
+    smaller = [(n, d) for n in alike for d in TYPES if memory_of(n, d, 1, 2048, sheet) <= want]
     name, dtype = smaller[0] if smaller else ("nothing", "")
     least = show_bytes(memory_of(t.model, "q4_0", 1, t.context, sheet))
     return Answer("no", f"{t.model} needs {least}; the largest that fits is {name} {dtype}", "memory", least)

@@ -98,6 +98,8 @@ def drafted(name: str, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
     known = load_models()
     if name not in known or known[name].model.parameters <= known[DRAFT].model.parameters:
         return
+    if known[name].model.family != known[DRAFT].model.family:  # another tokenizer
+        return
     for draft in SPECULATION:
         yield speed(Config(name, "q4_0", 1, context, draft), sheet)
 
