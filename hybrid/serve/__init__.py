@@ -69,6 +69,15 @@ def parser() -> argparse.ArgumentParser:
         help="load the model again, or end with exit code 3 (restart)",
     )
     p.add_argument("--seed", type=int, metavar="N", help="of the seeds of requests that name none (from the system)")
+    p.add_argument("--ray", action="store_true", help="one replica for each device, through Ray Serve (extra: ray)")
+    p.add_argument(
+        "--replica",
+        action="append",
+        default=[],
+        metavar="DEVICE",
+        help="with --ray: a replica on this device, as of --device; may be repeated (every real GPU here, else cpu)",
+    )
+    p.add_argument("--ray-address", metavar="ADDRESS", help="with --ray: a running cluster's (one of this machine's own)")
     p.add_argument("--access-log", action="store_true", help="a line on standard error for each request")
     return p
 
@@ -91,24 +100,53 @@ def _main(args: argparse.Namespace) -> int:
     if not path.exists():
         raise ValueError(f"{path} is not there: name a .gguf file or a Hugging Face directory")
 
+    options = {
+        "path": path,
+        "schedule": args.schedule,
+        "weights": args.weights,
+        "ctx": args.ctx,
+        "kv": args.kv,
+        "precision": args.precision,
+        "slots": args.slots,
+        "queue": args.queue,
+        "npu": args.npu,
+    }
+    if args.ray:
+        return _ray(args, options)
+    if args.replica or args.ray_address:
+        raise UsageError("--replica and --ray-address belong to --ray")
+
     def load() -> Any:
         import hybrid
 
-        return hybrid.load(
-            path,
-            args.device,
-            args.schedule,
-            args.weights,
-            args.ctx,
-            args.kv,
-            args.precision,
-            slots=args.slots,
-            queue=args.queue,
-            progress=sys.stderr.isatty(),
-            npu=args.npu,
-        )
+        return hybrid.load(**options, device=args.device, progress=sys.stderr.isatty())
 
     return process.serve(load, settings(args), host=args.host, port=args.port, drain=args.drain, access_log=args.access_log)
+
+
+def _ray(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    if args.access_log:
+        raise UsageError("--access-log: with --ray, Ray's proxy keeps the log of requests")
+    try:
+        from hybrid.serve.scale import ray
+    except ImportError as error:
+        raise ValueError(f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[serve,ray]") from None
+    devices = args.replica or _devices(args.device)
+    return ray.run(options, settings(args), devices, host=args.host, port=args.port, drain=args.drain, address=args.ray_address)
+
+
+def _devices(device: str) -> list[str]:
+    """What --ray deploys on where no --replica is named: every real GPU of this machine, or the one device that was named."""
+    from hybrid.kernels.vulkan.api import VulkanUnavailable
+    from hybrid.kernels.vulkan.instance import list_devices
+
+    if device != "auto":
+        return [device]
+    try:
+        found = [f"vulkan:{d.index}" for d in list_devices() if d.kind != "cpu"]
+    except VulkanUnavailable:
+        found = []
+    return found or ["cpu"]
 
 
 def settings(args: argparse.Namespace) -> Settings:
