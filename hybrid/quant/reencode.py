@@ -26,12 +26,13 @@ for _source, _target in NATIVE.items():
 
 @cache
 def computed(backend: str) -> frozenset[str]:
-    """Types of matrices that a backend computes with, by the declarations of the operations that models are made of."""
+    """Types of matrices that a backend computes with, by the declarations of the operations that models are made of; those that
+    take float32 alone get it whatever a file has."""
     takes = (
         {choice[name] for choice in op.dtype_choices(backend)}
         for op in (load_ops()[name] for name in sorted(scheduled()))
         for name, t in op.inputs.items()
-        if t.role == "weight" and len(t.shape) == 2
+        if t.role == "weight" and len(t.shape) == 2 and t.dtype != ("f32",)
     )
     return frozenset.intersection(*map(frozenset, takes))
 
