@@ -153,9 +153,10 @@ class Model:
         """Teacher forcing: float32 [len(ids), vocab], every row of the file's vocabulary, after soft-cap, unmasked."""
         return self._engine().logits(token_ids(ids))
 
-    def hidden_states(self, ids: Sequence[int]) -> np.ndarray:
-        """float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
-        return self._engine().hidden_states(token_ids(ids))
+    def hidden_states(self, ids: Sequence[int], streams: bool = False) -> np.ndarray:
+        """float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of several residual streams
+        (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams, hidden]."""
+        return self._engine().hidden_states(token_ids(ids), streams=streams)
 
     def generate(
         self,

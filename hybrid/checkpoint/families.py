@@ -47,6 +47,8 @@ class Family:
     """Tensors that files may have and no plan uses: they are kept in conversions, for readers that demand them."""
     stacks: Callable[[HParams], Mapping[str, int]] = _none
     """Stem -> matrices whose rows, one after another, are the tensor: of three axes in GGUF, apart in Hugging Face files."""
+    merged_tokenizer: bool = False
+    """Whether its GGUF files hold a tokenizer's merges, where it has any; else scores in their place."""
     made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
     """Tensors of GGUF files that hyper-parameters say, float32; Hugging Face files have fields instead."""
 
@@ -98,6 +100,7 @@ FAMILIES: tuple[Family, ...] = (
         hf_config=gemma4.hf_config,
         hf_names=gemma4.hf_name,
         dead=dead,
+        merged_tokenizer=True,
         made=gemma4.made,
     ),
 )

@@ -124,6 +124,9 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
     n_layers, hidden = decoder.layer_count(c, "num_hidden_layers", 30), c.integer("hidden_size", 2304)
     decoder.note_config(c, config, vocab, _DEFAULTED, FAMILY)
     is_global = decoder.layers_from_hf(c, n_layers, PATTERN)
+    if len(is_global) != n_layers:
+        what = f"layer_is_global of {len(is_global)} entries must have one entry for each of the {n_layers} layers"
+        raise c.error("layer_types", what)
     is_global = (*is_global[:-1], True)  # whatever is written there
     shared, same = c.integer("num_kv_shared_layers", 0), c.truth("attention_k_eq_v", False)
     ffn = decoder.by_layer(c, "intermediate_size", n_layers, 9216)

@@ -8,7 +8,7 @@ from hybrid.checkpoint.base import Checkpoint
 from hybrid.checkpoint.families import family_of
 from hybrid.checkpoint.gguf_tokenizer import padding_piece
 from hybrid.text.merges import with_scores
-from hybrid.text.tokenizer import NORMAL, SPACE, UNUSED, USER_DEFINED, Tokenizer
+from hybrid.text.tokenizer import NORMAL, SPACE, TURN_ENDS, UNUSED, USER_DEFINED, Tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -36,7 +36,8 @@ def write_metadata(writer: GGUFWriter, source: Checkpoint, dtype: str) -> None:
             writer.add_float32(f"general.sampling.{key}", number)
     if sampling.top_k is not None:
         writer.add_int32("general.sampling.top_k", sampling.top_k)
-    _write_tokenizer(writer, source.tokenizer, source.hparams.vocab, source.generation.eos_ids)
+    merged = family.merged_tokenizer and source.tokenizer.vocabulary.merges is not None
+    _write_tokenizer(writer, source.tokenizer, source.hparams.vocab, source.generation.eos_ids, merged)
     if source.chat_template:
         writer.add_chat_template(source.chat_template)
 
@@ -54,9 +55,10 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _write_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_ids: tuple[int, ...]) -> None:
-    """The vocabulary, padded to the embedding's rows as other engines demand."""
-    v = with_scores(tokenizer.vocabulary)
+def _write_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_ids: tuple[int, ...], merged: bool) -> None:
+    """The vocabulary, padded to the embedding's rows as other engines demand. merged: with its merges, in the form that Gemma 4's
+    files have; else with scores."""
+    v = tokenizer.vocabulary if merged else with_scores(tokenizer.vocabulary)
     pieces, scores, types = list(v.pieces), list(v.scores), list(v.types)
     for index, piece in enumerate(pieces):
         if types[index] == USER_DEFINED:
@@ -68,13 +70,15 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_id
         pieces.append(padding_piece(index))
         scores.append(_PADDING_SCORE)
         types.append(UNUSED)
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("gemma4" if merged else "llama")
     writer.add_tokenizer_pre("default")
+    if merged:
+        writer.add_token_merges([m.encode("utf-8", "surrogateescape") for m in v.merges or ()])
     writer.add_token_list([p.encode("utf-8", "surrogateescape") for p in pieces])
     writer.add_token_scores([float(s) for s in scores])
     writer.add_token_types([int(t) for t in types])
-    turn = tokenizer.token_id("<end_of_turn>")
-    ends = [i for i in dict.fromkeys((*eos_ids, turn)) if i is not None and i != v.eos_id and i in tokenizer.eos_ids]
+    turns = (tokenizer.token_id(text) for text in TURN_ENDS)
+    ends = [i for i in dict.fromkeys((*eos_ids, *turns)) if i is not None and i != v.eos_id and i in tokenizer.eos_ids]
     for add, token in (
         (writer.add_bos_token_id, v.bos_id),
         (writer.add_eos_token_id, v.eos_id),

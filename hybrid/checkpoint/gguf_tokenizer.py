@@ -1,6 +1,6 @@
-"""The tokenizer in GGUF metadata: `llama` (SentencePiece, scores) and `gpt2` with merges over SentencePiece's pieces.
+"""The tokenizer in GGUF metadata: `llama` (SentencePiece, scores), and `gpt2` or `gemma4` with merges over SentencePiece's pieces.
 
-The second kind is what converters write that start from tokenizer.json (Ollama's): its scores say nothing, its bytes
+`gpt2` is what converters write that start from tokenizer.json (Ollama's): its scores say nothing, its bytes
 are typed as ordinary pieces, its padding as user-defined. Whether such a file holds SentencePiece's pieces or GPT-2's
 byte alphabet is decided by the pieces.
 """
@@ -24,6 +24,8 @@ from hybrid.text.tokenizer import (
     Vocabulary,
 )
 
+_MERGED = ("gpt2", "gemma4")
+
 
 def padding_piece(index: int) -> str:
     """Text of the tokens that only fill a vocabulary up to the embedding's rows (as converters write it)."""
@@ -34,11 +36,12 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
     """Tokenizer of a file's metadata, for an embedding of `rows`. CheckpointError names the key that is wrong."""
     m = metadata.under("tokenizer.ggml.")
     kind = m.text("model")
-    if kind not in ("llama", "gpt2"):
-        raise m.error("model", f"{kind!r} is not supported; known: llama (SentencePiece), gpt2 with merges over its pieces")
+    if kind not in ("llama", *_MERGED):
+        known = "llama (SentencePiece), gpt2 with merges over its pieces, gemma4 (the same)"
+        raise m.error("model", f"{kind!r} is not supported; known: {known}")
     pieces = _list(m, "tokens", str)
     types = _list(m, "token_type", int, len(pieces))
-    if kind == "gpt2":
+    if kind in _MERGED:
         types = _types_by_text(m, pieces, types)
         scores, merges = [0.0] * len(pieces), _merges(m)
     else:
@@ -57,7 +60,7 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
             _index(m, "padding_token_id"),
             add_space_prefix=bool(m.get("add_space_prefix", False)),
             merges=merges,
-            add_bos=bool(m.get("add_bos_token", True)),
+            add_bos=kind == "gemma4" or bool(m.get("add_bos_token", True)),  # early files of Gemma 4 say false, and are wrong
         )
         n_tokens = min(len(pieces), rows)
         padding = (UNUSED, USER_DEFINED)

@@ -238,10 +238,11 @@ class Engine:
         a pass reads every weight however few rows it has."""
         return self.lock.steps(teacher_forcing.logits_of(self, sequences, chunk))
 
-    def hidden_states(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
-        """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer."""
+    def hidden_states(self, ids: Sequence[int], chunk: int | None = None, streams: bool = False) -> np.ndarray:
+        """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of several
+        streams (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams, hidden]."""
         with self.lock:
-            return teacher_forcing.hidden_states(self, ids, chunk)
+            return teacher_forcing.hidden_states(self, ids, chunk, streams)
 
     # -------------------------------------------------------------------------------------------------------- reports
     @property

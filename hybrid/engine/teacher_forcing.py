@@ -27,12 +27,15 @@ def logits_of(engine: PassRunner, sequences: Sequence[Sequence[int]], chunk: int
             yield logits
 
 
-def hidden_states(engine: PassRunner, ids: Sequence[int], chunk: int | None) -> np.ndarray:
+def hidden_states(engine: PassRunner, ids: Sequence[int], chunk: int | None, streams: bool = False) -> np.ndarray:
     """See Engine.hidden_states."""
     hp = engine.target.hparams
-    rows = min(chunk or engine.sizes.hidden, engine.sizes.hidden)
-    decls = [TensorDecl(f"hidden.{i}", "f32", (engine.sizes.hidden, hp.hidden), "io") for i in range(hp.n_layers + 1)]
-    return np.concatenate([np.stack(p) for _, p in _passes(engine, [ids], rows, decls, capture=True)], axis=1)
+    rows, width = min(chunk or engine.sizes.hidden, engine.sizes.hidden), hp.n_streams * hp.hidden
+    decls = [TensorDecl(f"hidden.{i}", "f32", (engine.sizes.hidden, width), "io") for i in range(hp.n_layers + 1)]
+    own = slice(hp.altup_active * hp.hidden, (hp.altup_active + 1) * hp.hidden)
+    passes = _passes(engine, [ids], rows, decls, capture=True)
+    states = np.concatenate([np.stack([t if streams else t[:, own] for t in p]) for _, p in passes], axis=1)
+    return states.reshape(*states.shape[:2], hp.n_streams, hp.hidden) if streams else states
 
 
 def _passes(

@@ -12,7 +12,7 @@ from typing import Any
 from hybrid.text.chat_template import OUTPUT, ChatError, expand, expand_apart
 from hybrid.text.tokenizer import Tokenizer
 
-__all__ = ["GEMMA_TEMPLATE", "ChatError", "Message", "encode", "render", "template_of"]
+__all__ = ["GEMMA4_TEMPLATE", "GEMMA_TEMPLATE", "ChatError", "Message", "encode", "render", "template_of"]
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | "model", "content": text or [{"type": "text", "text": ...}, ...]}"""
@@ -46,13 +46,45 @@ GEMMA_TEMPLATE = """\
 """
 
 
+# Gemma 4's, thinking off: a system role, roles in any order, an answer in several messages is one turn, thoughts are cut.
+GEMMA4_TEMPLATE = """\
+{{ bos_token }}
+{%- macro text(content) -%}
+    {%- if content is string -%}{{ content | trim }}
+    {%- else -%}
+        {%- for part in content -%}
+            {%- if part['type'] != 'text' -%}{{ raise_exception('only text parts can be used') }}{%- endif -%}
+            {{ part['text'] | trim }}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set names = {'assistant': 'model', 'model': 'model', 'user': 'user', 'system': 'system', 'developer': 'system'} -%}
+{%- for message in messages -%}
+    {%- if message['role'] not in names -%}{{ raise_exception('no role is called ' + message['role']) }}{%- endif -%}
+    {%- set role = names[message['role']] -%}
+    {%- set before = names[loop.previtem['role']] if not loop.first else '' -%}
+    {%- set after = names.get(loop.nextitem['role'], '') if not loop.last else '' -%}
+    {%- if role != 'model' or before != 'model' -%}{{ '<|turn>' + role + '\n' }}{%- endif -%}
+    {%- if role == 'model' -%}{{ text(message['content']).split('<channel|>')[-1] | trim }}
+    {%- else -%}{{ text(message['content']) }}{%- endif -%}
+    {%- if role != 'model' or after != 'model' -%}{{ '<turn|>\n' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}{%- endif -%}
+"""
+
+OWN_TEMPLATES = {("<start_of_turn>", "<end_of_turn>"): GEMMA_TEMPLATE, ("<|turn>", "<turn|>"): GEMMA4_TEMPLATE}
+"""Turn markers of a vocabulary -> the template for checkpoints that have none. The larger sizes of Gemma 4 are shown an empty
+thought before an answer, which only their own templates write."""
+
+
 def template_of(tokenizer: Tokenizer, template: str | None) -> str:
-    """The checkpoint's template, or Gemma's where it has none but knows the turn markers. ChatError otherwise."""
+    """The checkpoint's template, or Gemma's where it has none but knows turn markers. ChatError otherwise."""
     if template:
         return template
-    if any(tokenizer.token_id(marker) is None for marker in ("<start_of_turn>", "<end_of_turn>")):
-        raise ChatError("this checkpoint has no chat template and no turn markers: use a plain prompt")
-    return GEMMA_TEMPLATE
+    for markers, own in OWN_TEMPLATES.items():
+        if all(tokenizer.token_id(marker) is not None for marker in markers):
+            return own
+    raise ChatError("this checkpoint has no chat template and no turn markers: use a plain prompt")
 
 
 def render(
@@ -77,7 +109,7 @@ def render(
     }
     most = OUTPUT + 4 * sum(len(text) for text in _texts([*messages, *(tools or ())]))
     # A template from a file is given a process that can be stopped.
-    return (expand if template == GEMMA_TEMPLATE else expand_apart)(template, variables, most)
+    return (expand if template in OWN_TEMPLATES.values() else expand_apart)(template, variables, most)
 
 
 def encode(

@@ -17,9 +17,15 @@ from dataclasses import dataclass, replace
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # numbers shared by SentencePiece and GGUF
 SPACE = "\u2581"
-END_TEXTS = ("<eos>", "<end_of_turn>")
-MARKERS = ("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>")
-"""Control tokens of Gemma by their text: some writers give them another type."""
+TURN_ENDS = ("<end_of_turn>", "<turn|>")
+END_TEXTS = ("<eos>", *TURN_ENDS, "<|tool_response>")
+"""The last: a model of Gemma 4 writes it where it waits for a tool's result."""
+MARKERS = (
+    "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<|turn>", "<turn|>", "<|think|>", "<|tool>",
+    "<tool|>", "<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>", "<|audio|>", "<|video|>",
+)  # fmt: skip
+"""Control tokens of Gemma by their text: some writers give them another type. Gemma 4's marks of thoughts and tool calls are
+not among them: its files type them so that they print."""
 _CACHED_WORDS = 1 << 16
 
 
@@ -72,7 +78,7 @@ class Vocabulary:
 
 
 class Tokenizer:
-    """Text to ids and back. `eos_ids` ends a generation: the file's ids and the pieces <eos> and <end_of_turn>.
+    """Text to ids and back. `eos_ids` ends a generation: the file's ids and the pieces of END_TEXTS.
 
     rows: rows of the embedding, where they are more than the pieces; ids between the two print nothing.
     markers: texts of pieces that are control tokens whatever their type says (so are bos, eos and pad).
