@@ -60,12 +60,19 @@ def one_row_per_slot(spec: OpSpec) -> bool:
     return ("slots",) in spec.constraints.distinct
 
 
+def takes_runs(spec: OpSpec) -> bool:
+    """Are output rows several of a sequence, at positions that follow one another?"""
+    domain = spec.inputs["out_rows"].domain if "out_rows" in spec.inputs else None
+    return domain is not None and domain.dist == "runs"
+
+
 def batch_of(spec: OpSpec, case: Case) -> Batch | None:
     """The slots and positions of the live rows; None for operations that lack either.
 
-    Where output rows choose a slot (sampling), rows spread over the slots, so that every slot is chosen at most once."""
+    Where output rows choose a slot (sampling), rows spread over the slots, so that every slot is chosen at most once; not
+    where they are runs (verification)."""
     if "slots" not in spec.inputs or "positions" not in spec.inputs:
         return None
     edge = int(case.attrs.get("window", 0)) or case.bind.get("BS", 0)
-    alone = "out_rows" in spec.inputs or case.style == "decode" or one_row_per_slot(spec)
+    alone = ("out_rows" in spec.inputs and not takes_runs(spec)) or case.style == "decode" or one_row_per_slot(spec)
     return batch(case.seed, case.rows, case.bind["S"], context(case.bind), case.style, edge, alone)

@@ -10,7 +10,7 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
 from hybrid.harness import inbox, values
 from hybrid.harness.batches import Batch, block_table
-from hybrid.harness.cases import Case, batch_of, live
+from hybrid.harness.cases import Case, batch_of, live, takes_runs
 from hybrid.harness.kinds import apply_kind
 from hybrid.harness.sampling import Params, Penalties
 from hybrid.spec import OpSpec
@@ -95,8 +95,11 @@ def _top(spec: OpSpec, case: Case, name: str) -> int:
 
 
 def _out_rows(spec: OpSpec, case: Case, size: int, rows: Batch | None) -> np.ndarray:
-    """Output row -> row: any rows of a matrix; for sampling, the last row of as many different slots."""
+    """Output row -> row: any rows of a matrix; for sampling, the last row of as many different slots; for verification, rows of
+    one slot after the other, in the order of their positions."""
     kind = case.kinds.get("out_rows")
+    if rows is not None and takes_runs(spec):
+        return _padded(np.lexsort((rows.positions, rows.slots))[-case.outs :].astype(np.int32), size)
     if rows is not None:
         last = {int(slot): i for i, slot in enumerate(rows.slots)}
         candidates = np.array(sorted(last.values()))

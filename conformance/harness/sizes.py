@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.harness import inbox
-from hybrid.harness.cases import Case, context, one_row_per_slot
+from hybrid.harness.cases import Case, context, one_row_per_slot, takes_runs
 from hybrid.spec import OpSpec, SpecError
 
 # role -> (size in edge cases, most units of multiple_of in drawn cases)
@@ -125,9 +125,14 @@ def base_bind(spec: OpSpec) -> dict[str, int]:
     return {name: SIZES[axis.role][0] for name, axis in spec.axes.items()}
 
 
+def most_outs(spec: OpSpec, bind: Mapping[str, int], rows: int) -> int:
+    """Output rows that so many rows allow: one of each sequence, but where they are runs."""
+    return min(bind.get("O", 1), rows, rows if takes_runs(spec) else bind["S"])
+
+
 def whole(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], attrs: Mapping[str, Any], seed: int,
           kinds: Mapping[str, str] | None = None, style: str = "ragged") -> Case:  # fmt: skip
     """A case whose rows are all live."""
     rows = bind.get("T", 1)
-    outs = min(bind.get("O", 1), rows, bind["S"]) if "slots" in spec.inputs else bind.get("O", 1)
+    outs = most_outs(spec, bind, rows) if "slots" in spec.inputs else bind.get("O", 1)
     return Case(spec.name, dict(bind), dict(dtypes), dict(attrs), rows, outs, seed, kinds=kinds or {}, style=style)

@@ -26,10 +26,11 @@ OPERATIONS = (
     "altup_unembed", "attention", "attention_i8", "begin_pass", "decode_attention", "dequantize", "embed", "fused_ffn",
     "fused_qkv", "geglu", "laurel_add", "linear", "linear_rows", "logits", "logprobs", "matmul_blocks", "matmul_i8",
     "per_layer_embed", "per_layer_input", "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample", "take_routes",
-    "take_rows",
+    "take_rows", "verify",
 )  # fmt: skip
-OTHERS = (  # begin_pass has no axis of a model; the others are not Gemma 3's
-    "begin_pass", "add_norm", "altup_add", "altup_correct", "altup_end", "altup_predict", "altup_start", "altup_unembed",
+OTHERS = (  # begin_pass and verify have no axis of a model; the others are not Gemma 3's
+    "begin_pass", "verify", "add_norm", "altup_add", "altup_correct", "altup_end", "altup_predict", "altup_start",
+    "altup_unembed",
     "laurel_add", "per_layer_embed", "per_layer_input", "take_routes", "take_rows",
 )  # fmt: skip
 NPU_ONLY = ("attention_i8", "matmul_blocks", "matmul_i8")  # products of codes

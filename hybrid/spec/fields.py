@@ -163,7 +163,7 @@ class Axis(Model):
 class Domain(Model):
     """What values a tensor holds: the property tests draw them, and a caller must keep to them."""
 
-    dist: Literal["normal", "uniform", "integers", "permutation", "rope", "sampling", "penalties", "inbox", "zeros"]
+    dist: Literal["normal", "uniform", "integers", "permutation", "rope", "sampling", "penalties", "inbox", "runs", "zeros"]
     scale: float | None = None
     """normal: the standard deviation."""
     low: Expr | None = None

@@ -25,6 +25,7 @@ from hybrid.kernels.oracle import (
     per_layer,
     sampling,
     streams,
+    verification,
 )
 from hybrid.quant.codec import Real, Value, argument, encode
 
@@ -66,6 +67,7 @@ ORACLE: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
         sampling.sample,
         distribution.logprobs,
         passes.begin_pass,
+        verification.verify,
     )
 }
 

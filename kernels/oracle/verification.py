@@ -1,0 +1,49 @@
+"""Which guessed tokens are the ones that were chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybrid.core.plan import FAULTED
+from hybrid.quant.codec import Real
+
+
+def verify(
+    *,
+    out_rows: np.ndarray,
+    tokens: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    history: np.ndarray,
+    next_token: np.ndarray,
+    next_position: np.ndarray,
+    accepted: np.ndarray,
+    real: Real = np.float64,
+) -> tuple[()]:
+    """For each run of output rows (one slot, consecutive positions): its rows after the first are guesses, and history[S,C] has
+    the choice after each row. accepted[slot]: guesses that equal the choice before them, up to the first that does not.
+    next_token, next_position: the choice after the last row that stands, and its place, if the run has guesses."""
+
+    def choice(row: int) -> int | None:
+        p = int(positions[row]) + 1
+        return int(history[slots[row], p]) if p < history.shape[1] else None
+
+    runs: list[list[int]] = []
+    for row in out_rows.tolist():
+        last = runs[-1][-1] if runs else None
+        if last is not None and slots[last] == slots[row] and positions[last] + 1 == positions[row]:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    for run in runs:
+        slot, at = slots[run[0]], 0
+        while at + 1 < len(run) and choice(run[at]) == tokens[run[at + 1]]:
+            at += 1
+        accepted[slot] = at
+        if len(run) == 1:
+            continue
+        chosen = choice(run[at])
+        void = choice(run[0]) == FAULTED
+        next_token[slot] = chosen if chosen is not None and chosen >= 0 else tokens[run[at]]
+        next_position[slot] = positions[run[at]] + (not void)
+    return ()
