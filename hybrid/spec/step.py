@@ -12,7 +12,7 @@ from hybrid.spec.expr import Expr
 from hybrid.spec.load import Model
 
 Phase = Literal["prefill", "decode"]
-Option = Literal["adjust", "logprobs"]
+Option = Literal["adjust", "logprobs", "verify"]
 """What a pass may do beside choosing tokens: adjust = penalties, biases and masks; logprobs = log-probabilities for the host."""
 OPTIONS: frozenset[Option] = frozenset(get_args(Option))
 EXTENTS = ("rows", "outs", "wanted")
