@@ -28,7 +28,7 @@ def test_caught(group: str) -> None:
 def test_every_part_of_the_host_has_mutants() -> None:
     mutated = {m.file for group in groups() for m in load(group)}
     runs = ("engine", "request", "session", "streams", "teacher_forcing", "chunks", "kv", "sampling")
-    engine = (*runs, "stats", "loading", "weights")
+    engine = (*runs, "blocks", "queue", "scheduler", "sequence", "stats", "loading", "weights")
     parts = {"model", "text/stops", "text/tokenizer", "planning/passes", "planning/cache", "spec/cost", "checkpoint/assemble"}
     parts |= {f"engine/{p}" for p in engine} | {"convert/shards", "convert/blocks"}
     missing = sorted(f"hybrid/{p}.py" for p in parts if f"hybrid/{p}.py" not in mutated)

@@ -3,18 +3,23 @@
 A row reads what its sequence's table says is in the cache: of groups that see everything every earlier position, of the
 others the window. What it writes, and the token it chooses, depend on every value it has read. So a wrong block, one that
 was given to somebody else too early, a stale one, a wrong position or a wrong token changes every token after it. What
-nobody has written is garbage. Rows of one sequence see nothing that others write in the same pass.
+nobody has written is garbage, and so is, to others, what a sequence writes in the same pass: on a device it may be there or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
-from hybrid.engine.blocks import Group
-from hybrid.engine.sequence import Pass
+from hybrid.engine.audit import audit
+from hybrid.engine.blocks import Blocks, Group
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.sequence import Limits, Pass, Stream
 
 VOCAB = 23
+Place = tuple[str, int, int]
+"""Group, block, position in it."""
 
 
 def row_value(token: int, position: int, seen: Sequence[tuple[int, ...]]) -> int:
@@ -80,26 +85,26 @@ class Runner:
         for group, slot, index, block in done.writes:
             self.tables[group][slot][index] = block
         assert len({run.slot for run in done.runs}) == len(done.runs), "two runs of one slot"
-        written: dict[tuple[str, int, int], int] = {}
+        whose: dict[Place, int] = {}  # who writes a place in this pass
+        for _, slot, start, ids, _ in done.runs:
+            for position in range(start, start + len(ids or (0,))):
+                for g in self.groups:
+                    place = self._place(g, slot, position)
+                    assert whose.setdefault(place, slot) == slot, "two sequences write one place"
+        written: dict[Place, int] = {}
         tokens: list[int] = []
         counts: list[int] = []
-        rows = 0
         for seq, slot, start, ids, wants in done.runs:
             if ids is None:
                 token, position = self.next[slot]
                 assert position == start, f"{seq.id}: the device goes on at {position}, the host at {start}"
                 ids = (token,)
-            own: dict[tuple[str, int, int], int] = {}
             values = []
             for position, token in enumerate(ids, start):
-                seen = [self._read(g, slot, position, own) for g in self.groups]
+                seen = [self._read(g, slot, position, whose, written) for g in self.groups]
                 values.append(row_value(token, position, seen))
                 for g in self.groups:
-                    place = (g.name, self.tables[g.name][slot][position // self.block], position % self.block)
-                    own[place] = values[-1]
-            assert not written.keys() & own.keys(), f"{seq.id}: writes where another does"
-            written.update(own)
-            rows += len(ids)
+                    written[self._place(g, slot, position)] = values[-1]
             if wants:
                 picked = [chosen(value) for value in values[-wants:]]
                 n = 1
@@ -110,21 +115,67 @@ class Runner:
                 self.next[slot] = (picked[n - 1], start + len(ids) - wants + n)
         for (group, block, offset), value in written.items():
             self.memory[group][block][offset] = value
-        assert rows == done.rows and sum(run.wants for run in done.runs) == done.outs
+        assert sum(len(run.ids or (0,)) for run in done.runs) == done.rows and sum(run.wants for run in done.runs) == done.outs
         self.passes += 1
         return tokens, counts
 
-    def _read(self, group: Group, slot: int, position: int, own: dict[tuple[str, int, int], int]) -> tuple[int, ...]:
+    def _place(self, group: Group, slot: int, position: int) -> Place:
+        return group.name, self.tables[group.name][slot][position // self.block], position % self.block
+
+    def _read(self, group: Group, slot: int, position: int, whose: dict[Place, int], written: dict[Place, int]) -> tuple[int, ...]:
         """What a row sees of its sequence."""
-        name, block, table, memory = group.name, self.block, self.tables[group.name][slot], self.memory[group.name]
-        first = max(0, position - group.window + 1) if group.window else 0
-        found = []
-        for p in range(first, position):
-            b, offset = table[p // block], p % block
-            value = own.get((name, b, offset)) if own else None
-            found.append(memory[b][offset] if value is None else value)
+        memory, found = self.memory[group.name], []
+        for p in range(max(0, position - group.window + 1) if group.window else 0, position):
+            place = self._place(group, slot, p)
+            writer = whose.get(place)
+            found.append(memory[place[1]][place[2]] if writer is None else written[place] if writer == slot else self._noise())
         return tuple(found)
 
     def _noise(self) -> int:
         self._garbage += 1
         return hash((self._garbage, 7)) & 0xFFFFFFFF
+
+
+class Loop:
+    """A scheduler with its runner, one pass after another."""
+
+    def __init__(self, groups: Sequence[Group], block: int, limits: Limits, clock: Callable[[], float] = float) -> None:
+        blocks = Blocks(groups, block)
+        self.scheduler = Scheduler(blocks, limits, clock)
+        self.runner = Runner(blocks.groups, block, limits.slots, -(-limits.ctx // block))
+        self.oracle = Oracle([g.window for g in blocks.groups])
+        self.passes: list[Pass] = []
+        """All that have been made."""
+        self._flights: list[Pass] = []
+
+    def add(self, prompt: Sequence[int], limit: int, **options: Any) -> Stream:
+        stream = Stream(len(prompt), prompt, limit, **options)
+        self.scheduler.add(stream)
+        return stream
+
+    def step(self) -> Pass | None:
+        """The next pass, then the tokens of the oldest in flight."""
+        done = self.scheduler.schedule()
+        if done is not None:
+            self.passes.append(done)
+            self._flights.append(done)
+        if self._flights and (done is None or len(self._flights) == self.scheduler.limits.ahead):
+            oldest = self._flights.pop(0)
+            self.scheduler.commit(oldest, *self.runner.run(oldest))
+        audit(self.scheduler)
+        return done
+
+    def steps(self, n: int) -> list[Pass]:
+        return [done for done in (self.step() for _ in range(n)) if done is not None]
+
+    def drain(self) -> None:
+        """Until everything has ended; every text must be that of its sequence alone."""
+        for _ in range(5000):
+            if self.scheduler.idle:
+                return
+            self.step()
+        raise AssertionError("something never ends")
+
+    def right(self, *streams: Stream) -> bool:
+        """Whether texts are those of each sequence alone, and whole."""
+        return all(s.generated == self.oracle.text(s.ids[: s.n_prompt], s.last - s.n_prompt, s.ends) for s in streams)

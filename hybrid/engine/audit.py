@@ -27,5 +27,9 @@ def audit(scheduler: Scheduler) -> None:
         assert s.until == h.size * blocks.block and s.position <= s.until, f"{s.id}: rows without blocks"
         for g, group in enumerate(blocks.groups):
             assert h.first[g] <= group.first(s.position, blocks.block), f"{s.id}: blocks that its next row sees are gone"
+    for s, slot, start, ids, _ in flights[-1].runs if flights else ():
+        if s.slot == slot and s.held is not None and s.position == start + len(ids or (0,)):  # not ended or preempted since
+            for g, group in enumerate(blocks.groups):
+                assert s.held.first[g] <= group.first(start, blocks.block), f"{s.id}: blocks that rows in flight see are gone"
     if scheduler.idle:
         assert not any(blocks.used.values()), f"idle, and blocks are held: {blocks.used}"

@@ -342,6 +342,7 @@ class Blocks:
             assert places == Counter(b for b in range(n) if not counted[b]), f"{name}: a block is lost, or in two places"
             keyed = {k: b for b, k in enumerate(pool.keys) if k is not None}
             assert keyed == pool.by_key, f"{name}: keys and blocks differ"
+            assert len(keyed) == n - pool.keys.count(None), f"{name}: two blocks have one key"
             assert all(pool.keys[b] is None for b in pool.free), f"{name}: a free block has a key"
             assert all(pool.keys[b] is not None for idle in pool.idle for b in idle), f"{name}: an idle block has no key"
         assert self._parent.keys() == self.pools[0].by_key.keys(), "parents and keys differ"

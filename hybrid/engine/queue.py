@@ -8,7 +8,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from hybrid.core.errors import QueueFull
+from hybrid.core.errors import ContextExceeded, QueueFull
+from hybrid.engine.blocks import Blocks
 from hybrid.engine.sequence import Limits, Stream
 
 in_order = attrgetter("order")
@@ -19,6 +20,25 @@ def remove(streams: list[Stream], stream: Stream) -> None:
     index = bisect_left(streams, stream.order, key=in_order)
     assert streams[index] is stream
     del streams[index]
+
+
+def length_at_end(stream: Stream, ctx: int, blocks: Blocks) -> int:
+    """The tokens that a sequence has at most, its prompt's included. ContextExceeded where it can never run so far."""
+    if stream.n_prompt >= ctx:
+        raise ContextExceeded(
+            f"a prompt of {stream.n_prompt} tokens leaves no room in the context of {ctx}: "
+            "shorten it or load the model with a larger ctx"
+        )
+    last = min(stream.n_prompt + stream.limit, ctx)
+    for group in blocks.groups:
+        need = group.need(last - 1, blocks.block)  # the last token is not run
+        if need > group.blocks:
+            raise ContextExceeded(
+                f"{stream.n_prompt} tokens and {last - stream.n_prompt} to generate need {need} blocks of {blocks.block} "
+                f"positions in {group.name} layers, and the cache has {group.blocks}: ask for fewer tokens or give the model "
+                "more memory"
+            )
+    return last
 
 
 class Queue:

@@ -51,8 +51,8 @@ class Stream:
 
     __slots__ = (
         "ahead", "cached", "deadline", "drafts", "ends", "entered", "finish", "flying", "found", "held", "id", "ids", "last",
-        "limit", "n_prompt", "number", "order", "overtaken", "position", "preemptions", "priority", "reached", "slot", "tag",
-        "until",
+        "limit", "n_prompt", "number", "order", "overtaken", "position", "preemptions", "priority", "reached", "slot", "steady",
+        "stop", "tag", "until",
     )  # fmt: skip
 
     def __init__(self, id: Any, prompt: Sequence[int], limit: int, *, ends: Iterable[int] = (), priority: int = 0,
@@ -81,6 +81,10 @@ class Stream:
         """Of its next row. Rows up to it have been scheduled."""
         self.until = 0
         """Rows before this position have their blocks."""
+        self.stop = 0
+        """The same, or where its last row is, whichever comes first."""
+        self.steady = False
+        """Whether it decodes, and each row may run before its token is known."""
         self.found = 0
         """Up to here its blocks came from the cache."""
         self.entered = False
@@ -131,6 +135,14 @@ class Pass:
     context: int = 0
     """Of the longest sequence, in positions."""
 
+    def check(self, tokens: int, counts: Sequence[int] | None) -> None:
+        """ValueError unless so many tokens, `counts` for each run that wants any (None: one each), are what the pass can choose."""
+        wants = [run[4] for run in self.runs if run[4]]
+        if counts is not None and (len(counts) != len(wants) or any(not 1 <= n <= w for n, w in zip(counts, wants, strict=True))):
+            raise ValueError(f"pass {self.number}: its runs take 1 to {wants} tokens, not {list(counts)}")
+        if tokens != (len(wants) if counts is None else sum(counts)):
+            raise ValueError(f"pass {self.number}: {tokens} tokens are not what its runs want")
+
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """int32: tokens [rows] (-1: the one sampled last on the device), positions [rows], slots [rows], and out_rows [outs],
         the rows whose logits are wanted."""
@@ -140,18 +152,18 @@ class Pass:
         outs: list[int] = []
         for _, slot, start, ids, wants in self.runs:
             if ids is None:
+                outs.append(len(tokens))
                 tokens.append(-1)
                 positions.append(start)
                 slots.append(slot)
-                outs.append(len(tokens) - 1)
                 continue
             n = len(ids)
             tokens.extend(ids)
             positions.extend(range(start, start + n))
             slots.extend([slot] * n)
             outs.extend(range(len(tokens) - wants, len(tokens)))
-        tokens_, positions_, slots_, outs_ = (np.array(a, np.int32) for a in (tokens, positions, slots, outs))
-        return tokens_, positions_, slots_, outs_
+        rows = np.array((tokens, positions, slots), np.int32)
+        return rows[0], rows[1], rows[2], np.array(outs, np.int32)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,354 @@
+"""Which rows run when: pace, order, sharing, room. What random requests find is in test_scheduler_machine.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.support.fake_runner import Loop
+from hybrid.core.errors import ContextExceeded, QueueFull
+from hybrid.engine.blocks import Group
+from hybrid.engine.sequence import Limits, Pass, Stream
+
+
+def loop(slots=4, ctx=200, rows=32, blocks=400, window=0, local=400, block=4, clock=float, **limits) -> Loop:
+    groups = [Group("global", blocks)] + ([Group("local", local, window)] if window else [])
+    return Loop(groups, block, Limits(slots, ctx, rows, **limits), clock)
+
+
+def prompt(n: int, first: int = 0) -> list[int]:
+    return [(first + 7 * i + i * i) % 23 for i in range(n)]
+
+
+def rows_of(passes: list[Pass], stream: Stream) -> list[int]:
+    """Rows of a sequence in each pass."""
+    return [sum(len(r.ids or (0,)) for r in p.runs if r.seq is stream) for p in passes]
+
+
+# --- pace ------------------------------------------------------------------------------------------------------------
+
+
+def test_streams_keep_their_pace_while_prompts_run():
+    server = loop(mixed=16)
+    streams = [server.add(prompt(5, i), 60) for i in range(3)]
+    server.steps(3)
+    long = server.add(prompt(150), 3)
+    passes = server.steps(12)
+    for stream in streams:
+        assert rows_of(passes, stream) == [1] * 12
+    assert all(p.rows <= 16 for p in passes)
+    assert rows_of(passes, long)[:2] == [12, 12], "what is left of a mixed pass, in whole blocks"
+    server.drain()
+    assert server.right(*streams, long)
+
+
+def test_a_prompt_alone_takes_whole_passes():
+    server = loop(mixed=8)
+    stream = server.add(prompt(80), 2)
+    assert rows_of(server.steps(4), stream) == [32, 32, 16, 1]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    server = loop(rows=32)
+    long = server.add(prompt(190), 1)
+    short = server.add(prompt(8, 5), 1)
+    passes = server.steps(3)
+    assert rows_of(passes, short) == [8, 0, 0] and rows_of(passes, long) == [24, 32, 32]
+
+
+def test_decoding_rows_go_on_where_the_device_left_off():
+    server = loop()
+    stream = server.add(prompt(5), 5)
+    runs = [p.runs[0] for p in server.steps(5)]
+    assert [(r.start, r.ids, r.wants) for r in runs] == [(0, tuple(prompt(5)), 1), *((5 + i, None, 1) for i in range(4))]
+    assert server.step() is None and stream.finish == "length", "no pass for a token that nobody wants"
+    assert server.scheduler.idle and server.right(stream)
+
+
+def test_a_stream_that_may_not_run_ahead_has_its_token_first():
+    server = loop()
+    careful, quick = server.add(prompt(5), 6, ahead=False), server.add(prompt(6), 12)
+    server.drain()
+    assert all(r.ids is not None for p in server.passes for r in p.runs if r.seq is careful)
+    assert server.right(careful, quick)
+    assert max(len(p.runs) for p in server.passes) == 2 and len(server.passes) <= 14
+
+
+def test_an_end_is_known_one_pass_late_and_harms_nobody():
+    server = loop(slots=1, blocks=50)
+    first = server.add(prompt(5), 50, ends=range(23))
+    second = server.add(prompt(9, 3), 20)
+    passes = server.steps(2)
+    assert rows_of(passes, first) == [5, 1] and first.finish == "eos" and len(first.generated) == 1
+    server.drain()
+    assert server.right(first, second)
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+def entered(server: Loop, streams: list[Stream]) -> list[int]:
+    """In which order sequences got their slots."""
+    params = [s for p in server.passes for s in p.params]
+    return [streams.index(s) for s in params]
+
+
+def test_first_come_first_served_higher_priorities_first():
+    server = loop(slots=1)
+    streams = [server.add(prompt(4, i), 2, priority=p) for i, p in enumerate([0, 0, 2, 1, 2])]
+    server.drain()
+    assert entered(server, streams) == [2, 4, 3, 0, 1] and server.right(*streams)
+
+
+def test_nobody_is_overtaken_without_end():
+    server = loop(slots=1, overtakes=3)
+    low = server.add(prompt(4), 2)
+    high = [server.add(prompt(4, i), 2, priority=1) for i in range(1, 8)]
+    server.drain()
+    assert entered(server, [low, *high]) == [1, 2, 3, 0, 4, 5, 6, 7]
+
+
+def test_a_request_that_is_cancelled_or_late_gives_all_back():
+    now = [0.0]
+    server = loop(slots=2, clock=lambda: now[0], window=6)
+    running, waiting, other = (server.add(prompt(20, i), 50, deadline=d) for i, d in enumerate((9.0, 5.0, None)))
+    third = server.add(prompt(5, 9), 5, deadline=5.0)
+    server.steps(5)
+    now[0] = 5.0
+    assert server.scheduler.expire() == [waiting, third] and third.slot is None and not third.generated
+    assert server.scheduler.cancel(running, "stop") and not server.scheduler.cancel(running)
+    assert (running.finish, waiting.finish) == ("stop", "deadline")
+    now[0] = 10.0
+    assert server.scheduler.expire() == []
+    server.drain()
+    assert server.right(other) and server.scheduler.counts.finished == {"deadline": 2, "stop": 1, "length": 1}
+
+
+def test_a_full_queue_says_when_to_come_again():
+    now = [0.0]
+    server = loop(slots=1, queue=2, clock=lambda: now[0])
+    for i in range(2):
+        server.add(prompt(4, i), 1)
+    with pytest.raises(QueueFull, match="2 requests wait") as refused:
+        server.add(prompt(4), 1)
+    assert refused.value.retry_after == 1.0
+    while not server.scheduler.idle:
+        server.step()
+        now[0] += 4.0
+    for i in range(2):
+        server.add(prompt(4, i), 1)
+    with pytest.raises(QueueFull) as refused:
+        server.add(prompt(4), 1)
+    assert 4.0 <= refused.value.retry_after <= 12.0
+
+
+def test_what_never_fits_is_refused_with_numbers():
+    server = loop(ctx=100, blocks=10, window=9, local=3)
+    with pytest.raises(ContextExceeded, match="a prompt of 100 tokens leaves no room in the context of 100"):
+        server.add(prompt(100), 1)
+    with pytest.raises(ContextExceeded, match=r"30 tokens and 12 to generate need 11 blocks of 4 positions in global .* has 10"):
+        server.add(prompt(30), 12)
+    stream = server.add(prompt(30), 11)
+    server.drain()
+    assert server.right(stream)
+
+
+# --- sharing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_a_system_prompt_is_computed_once(window):
+    server = loop(slots=8, rows=16, window=window)
+    system = prompt(50)
+    streams = [server.add([*system, i, i, i], 5) for i in range(6)]
+    server.drain()
+    shared = 50 // 4 * 4
+    assert [s.cached for s in streams] == [0] + [shared] * 5 and server.right(*streams)
+    assert sum(sum(rows_of(server.passes, s)) for s in streams) == shared + 6 * (53 - shared + 4)
+    assert server.scheduler.counts.cached == 5 * shared
+
+
+@pytest.mark.parametrize("window", [0, 6, 30])
+def test_a_conversation_pays_for_new_tokens_only(window):
+    server = loop(window=window, local=60)
+    ids: list[int] = []
+    for turn in range(8):
+        known = len(ids) - 1  # the last token of an answer has not been run
+        ids += prompt(9, turn)
+        stream = server.add(ids, 7 + turn % 4)
+        server.drain()
+        assert server.right(stream)
+        assert stream.cached == max(0, known // 4 * 4)
+        ids = list(stream.ids)
+    edited = server.add([*ids[: len(ids) - 16], *prompt(8, 20)], 3)  # another last message
+    server.drain()
+    assert edited.cached >= (len(ids) - 16) // 4 * 4 - 4 and server.right(edited)
+
+
+def test_conversations_survive_others_that_end():
+    """The last window of a branch goes last: traffic takes the middles of what has ended first."""
+    server = loop(window=8, local=40, blocks=400)
+    talks = [list(server.oracle.text(prompt(3, i), 1, frozenset())) + prompt(40, 2 * i) for i in range(4)]
+    streams = [server.add(t, 10) for t in talks]
+    server.drain()
+    for i in range(3):
+        server.add(prompt(40, 31 + i), 3)
+        server.drain()
+    assert server.scheduler.blocks.evictions > 0
+    again = [server.add([*s.ids, 1, 2], 2) for s in streams]
+    server.drain()
+    assert [a.cached for a in again] == [48] * 4 and server.right(*again)
+
+
+def test_blocks_are_shared_from_the_next_pass_on():
+    """Two alike in one pass: the second waits for what the first computes, and runs nothing twice."""
+    server = loop()
+    one, two = (server.add(prompt(21), 3) for _ in range(2))
+    passes = server.steps(2)
+    assert rows_of(passes, one) == [21, 1] and rows_of(passes, two) == [0, 1] and two.cached == 20
+    server.drain()
+    assert server.right(one, two)
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_does_not_fit_beside_another_waits():
+    server = loop(slots=2, blocks=16)
+    first, second = server.add(prompt(40), 9), server.add(prompt(40, 5), 9)
+    server.drain()
+    assert server.scheduler.counts.preemptions == 0 and server.right(first, second)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_the_last_in_order_makes_room_and_comes_back(window):
+    server = loop(slots=3, blocks=20, window=window, local=20)
+    streams = [server.add(prompt(16, i), 30) for i in range(3)]
+    server.drain()
+    assert server.right(*streams)
+    assert streams[0].preemptions == 0 and streams[2].preemptions > 0
+
+
+def test_what_was_computed_is_found_again_after_a_preemption():
+    server = loop(slots=2, blocks=24)
+    first, second = server.add(prompt(30), 40), server.add(prompt(30, 5), 30)
+    server.drain()
+    assert second.preemptions and server.right(first, second)
+    assert 0 < server.scheduler.counts.recomputed < second.reached - 20 and second.cached == 0
+
+
+def test_a_slot_whose_token_is_not_read_yet_is_not_given_again():
+    """The last in order is preempted while a pass that chooses its token runs; a request of high priority comes just then."""
+
+    def server_at(passes: int) -> tuple[Loop, Stream, Stream]:
+        server = loop(slots=2, blocks=13, ctx=60)
+        first, second = server.add(prompt(20), 30), server.add(prompt(22, 5), 10)
+        server.steps(passes)
+        return server, first, second
+
+    at = next(n for n in range(1, 20) if server_at(n)[2].preemptions) - 1
+    server, first, second = server_at(at)
+    slot, flying = second.slot, second.flying
+    urgent = server.add(prompt(1, 9), 2, priority=1)
+    made = server.step()
+    assert second.preemptions and flying and slot in made.released and all(run.slot != slot for run in made.runs)
+    server.drain()
+    assert server.right(first, second, urgent)
+
+
+def test_a_lost_device_costs_time_and_no_token():
+    server = loop(window=6)
+    streams = [server.add(prompt(30, i), 20) for i in range(4)]
+    server.steps(8)
+    known = [list(s.ids) for s in streams]
+    server.scheduler.lose()
+    server.runner.lose()
+    server._flights.clear()
+    assert server.scheduler.in_flight == 0 and [s.ids for s in streams] == known
+    server.drain()
+    assert server.right(*streams)
+
+
+# --- verification ----------------------------------------------------------------------------------------------------
+
+
+def test_drafts_that_are_right_save_passes():
+    server = loop(outs=12)
+    stream = server.add(prompt(9), 24, ahead=False)
+    other = server.add(prompt(4, 3), 24)
+    for _ in range(40):
+        if stream.generated and not stream.flying and stream.finish is None:
+            right = server.oracle.text(stream.ids, 3, frozenset())
+            server.scheduler.draft(stream, [*right, (right[-1] + 1) % 23])
+        server.step()
+    counts = server.scheduler.counts
+    assert server.right(stream) and 0 < counts.accepted < counts.drafted
+    assert sum(r.seq is stream for p in server.passes for r in p.runs) <= 9
+    server.drain()
+    assert server.right(other)
+
+
+def test_an_end_among_the_drafts_ends_it():
+    server = loop(outs=12)
+    text = server.oracle.text(prompt(9), 6, frozenset())
+    end = next(i for i in range(2, 6) if text[i] not in text[:i])
+    stream = server.add(prompt(9), 20, ahead=False, ends=[text[end]])
+    server.steps(2)
+    assert stream.generated == text[:1]
+    server.scheduler.draft(stream, text[1:6])
+    server.drain()
+    assert stream.generated == text[: end + 1] and stream.finish == "eos"
+
+
+def test_drafts_never_cost_another_stream_its_row():
+    server = loop(slots=3, rows=4, outs=4)
+    stream = server.add(prompt(2), 20, ahead=False)
+    others = [server.add(prompt(2, i), 20) for i in (1, 2)]
+    server.steps(6)
+    for _ in range(6):
+        if not stream.flying:
+            server.scheduler.draft(stream, [1, 2, 3, 4])
+        done = server.step()
+        assert done is not None and done.rows <= 4 and {r.seq for r in done.runs} >= set(others)
+    server.drain()
+    assert server.right(stream, *others)
+
+
+def test_a_pass_as_arrays():
+    server = loop(rows=10, outs=8)
+    one = server.add([5, 6, 7], 9)
+    server.step()
+    two = server.add([9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2], 9)
+    passes = server.steps(2)
+    tokens, positions, slots, outs = (a.tolist() for a in passes[0].arrays())
+    assert (tokens, positions) == ([-1, 9, 8, 7, 6, 5, 4, 3, 2], [3, *range(8)])
+    assert slots == [one.slot] + [two.slot] * 8 and outs == [0]
+    tokens, positions, slots, outs = (a.tolist() for a in passes[1].arrays())
+    assert (tokens, positions, outs) == ([-1, 1, 0, 1, 2], [4, 8, 9, 10, 11], [0, 4])
+    assert passes[1].context == 12 and passes[1].outs == 2
+
+
+# --- misuse ----------------------------------------------------------------------------------------------------------
+
+
+def test_misuse_is_said():
+    server = loop(slots=2)
+    stream = server.add(prompt(5), 9)
+    with pytest.raises(ValueError, match="has been added before"):
+        server.scheduler.add(stream)
+    with pytest.raises(ValueError, match="ahead=False"):
+        server.scheduler.draft(stream, [1])
+    one, two = server.scheduler.schedule(), server.scheduler.schedule()
+    assert one is not None and two is not None and server.scheduler.schedule() is None
+    with pytest.raises(ValueError, match="pass 2 is not the oldest in flight"):
+        server.scheduler.commit(two, [1])
+    with pytest.raises(ValueError, match="pass 1: 2 tokens are not what its runs want"):
+        server.scheduler.commit(one, [1, 2])
+    with pytest.raises(ValueError, match=r"pass 1: its runs take 1 to \[1\] tokens, not \[2\]"):
+        server.scheduler.commit(one, [1, 2], [2])
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        Stream(1, [], 1)
+    with pytest.raises(ValueError, match="limit must be positive, not 0"):
+        Stream(1, [1], 0)
+    for wrong, said in (({"rows": 1}, "rows must be at least the number of slots, 2, not 1"), ({"ahead": 0}, "ahead must be pos")):
+        with pytest.raises(ValueError, match=said):
+            Limits(**{"slots": 2, "ctx": 9, "rows": 9, **wrong})
