@@ -27,6 +27,7 @@ COMMANDS = (
     "perf.profile",
     "perf.tune",
     "perf.probe",
+    "perf.acceptance",
     "perf.roofline",
     "perf.targets",
     "perf.isa",

@@ -9,8 +9,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from hybrid.core.errors import SpecError
+from hybrid.perf.acceptance import pairs
 from hybrid.perf.roofline import __main__ as roofline
-from hybrid.perf.roofline.model import Speculation, estimate
+from hybrid.perf.roofline.model import Speculation, at_least, estimate
 from hybrid.perf.roofline.work import load_sizes, subject
 from hybrid.perf.svg import Axis, Chart, page
 from hybrid.spec.devicesheet import find_sheet, load_sheets
@@ -39,6 +40,39 @@ def test_ceilings_of_the_apu_come_out(key, wanted):
 def test_speculation_as_by_hand(acceptance, length, tokens):
     plan = Speculation(subject("gemma3-1b"), length, acceptance)
     assert plan.tokens_per_second(subject("gemma3-27b"), 32, APU, "ceiling") == pytest.approx(tokens, rel=0.03)
+
+
+def test_a_draft_elsewhere_by_hand():
+    """27B in q4_0 is 15.2 GB a pass, 1B 0.72: of 65.4 GB/s by the iGPU, 46.8 by the NPU, 85.7 by both."""
+    model, draft, npu = subject("gemma3-27b"), subject("gemma3-1b"), find_sheet("hawk-point-npu")
+
+    def seconds(length, acceptance, on, level):
+        return Speculation(draft, length, acceptance, on).seconds(model, 32, APU, level)
+
+    assert seconds(4, 0.8, npu, "ceiling") == pytest.approx(seconds(4, 0.8, None, "ceiling"), rel=0.02)  # the same bytes
+    verifying = estimate(model.verify(4, 32), APU, "expected").seconds
+    drafting = at_least(draft.decode(1, 32), npu, "expected")
+    work = draft.decode(1, 32)
+    slots = sum(i.barriers for i in work.items) * 27.7e-6 + 110e-6
+    assert drafting == pytest.approx(work.nbytes / 46.8e9 + slots, rel=0.02)
+    assert seconds(4, 0.0, npu, "expected") == pytest.approx(verifying + 4 * drafting)  # nothing drafted ahead is of use
+    together = (model.verify(4, 32).nbytes + 4 * work.nbytes) / 85.7e9
+    ready = 0.95**5
+    assert seconds(4, 0.95, npu, "expected") == pytest.approx(max(verifying, 4 * drafting, together) + (1 - ready) * 4 * drafting)
+    lookup = Speculation(None, 4, 0.8)
+    assert lookup.seconds(model, 32, APU, "expected") == verifying and lookup.yields == pytest.approx(3.3616)
+    with pytest.raises(SpecError, match="does not share the memory of NVIDIA H200"):
+        Speculation(draft, 4, 0.8, npu).seconds(model, 32, find_sheet("h200"), "expected")
+
+
+def test_the_command_costs_speculation(capsys):
+    given = ["gemma3-27b", "--draft-length", "3"]
+    assert roofline.main([*given, "--draft", "gemma3-1b", "--draft-device", "ryzen-cpu", "--acceptance", "0.9"]) == 0
+    assert "draft gemma3-1b on AMD Ryzen 7040/8040, eight Zen 4 cores, length 3, acceptance 0.9: 3.44" in capsys.readouterr().out
+    assert roofline.main([*given, "--draft", "lookup"]) == 0
+    assert f"draft lookup on AMD Radeon 780M, length 3, acceptance {pairs()[0].agreed:.3g}" in capsys.readouterr().out
+    assert roofline.main([*given, "--draft-device", "ryzen-cpu"]) == 2
+    assert "--draft-device belongs to a draft model" in capsys.readouterr().err
 
 
 def test_arithmetic_bounds_what_memory_does_not():

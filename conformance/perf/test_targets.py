@@ -32,6 +32,10 @@ BY_HAND = {
     "npu-2gb": ("no", "gemma3-1b"),
     "parallel-queues": ("by means", "+31.0 %"),
     "sparse-attention": ("by means", "+7."),
+    "27b-draft-igpu": ("by means", "8.31 with k=4 at a=0.6"),
+    "27b-draft-npu": ("by means", "7.65 with k=3 at a=0.6"),
+    "27b-draft-cpu": ("by means", "20.2 with k=8 at a=0.9"),
+    "27b-lookup": ("by means", "10.3 with k=8 at a=0.6"),
 }
 
 
@@ -41,7 +45,7 @@ def judged():
 
 
 def test_every_target_has_a_verdict(judged):
-    assert len(judged) == len(targets.load_targets()) == 24
+    assert len(judged) == len(targets.load_targets()) == 28
     for row in judged.values():
         assert row.verdict and row.how and row.bound and row.modelled
 
@@ -76,6 +80,8 @@ def test_a_device_that_shares_its_memory_with_nothing_is_judged_too():
     answers = {t.id: targets.judge(t, find_sheet("h200"), "H200") for t in targets.load_targets() if t.kind in ("means", "bytes")}
     assert answers["parallel-queues"].verdict == "no" and "no second engine" in answers["parallel-queues"].how
     assert answers["27b-11-at-25gb"].verdict == "yes"
+    assert answers["27b-draft-npu"].verdict == "no" and "does not share this device's memory" in answers["27b-draft-npu"].how
+    assert answers["27b-draft-igpu"].verdict == "by means"
 
 
 def test_prompts_within_half_a_second_are_short(judged):

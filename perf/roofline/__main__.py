@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybrid.cli import Parser, amount, run
+from hybrid.cli import Parser, UsageError, amount, run
+from hybrid.perf.acceptance import pairs
 from hybrid.perf.roofline.model import Speculation, modelled_sheet, report, text
 from hybrid.perf.roofline.pictures import roofline_page
 from hybrid.perf.roofline.work import subject
+from hybrid.spec.devicesheet import find_sheet
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,9 +30,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--precision", default="auto", choices=("auto", "exact", "fast"), metavar="NAME", help="auto, exact or fast (auto)"
     )
-    p.add_argument("--draft", metavar="NAME", help="also with this draft model, one sequence")
+    p.add_argument("--draft", metavar="NAME", help="also with this draft model, one sequence; lookup: guesses from the text itself")
+    p.add_argument("--draft-device", metavar="SHEET", help="that the draft runs on, sharing the memory (the model's own device)")
     p.add_argument("--draft-length", type=int, default=4, metavar="N", help="tokens drafted per pass (4)")
-    p.add_argument("--acceptance", type=amount, default=0.8, metavar="A", help="chance that a drafted token is right (0.8)")
+    p.add_argument(
+        "--acceptance", type=amount, metavar="A", help="chance that a drafted token is right (what the demonstration pair showed)"
+    )
     p.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline and the speeds by batch as SVG")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
@@ -47,6 +52,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.draft_device and args.draft in (None, "lookup"):
+        raise UsageError("--draft-device belongs to a draft model: name it with --draft")
     sheet = modelled_sheet(args.device)
     can = sheet.limits.capabilities
     model = subject(args.model, args.type, precision=args.precision, capabilities=can)
@@ -56,9 +63,13 @@ def _main(args: argparse.Namespace) -> int:
         works = [model.decode(b, args.context) for b in args.batch]
     data = report(model, sheet, works, args.context)
     if args.draft:
-        s = Speculation(subject(args.draft, args.type, capabilities=can), args.draft_length, args.acceptance)
+        draft = None if args.draft == "lookup" else subject(args.draft, args.type, capabilities=can)
+        on = find_sheet(args.draft_device) if args.draft_device else None
+        acceptance = pairs()[0].agreed if args.acceptance is None else args.acceptance
+        s = Speculation(draft, args.draft_length, acceptance, on)
         data["speculation"] = {
-            "draft": s.draft.name,
+            "draft": args.draft,
+            "device": (on or sheet).device.name,
             "length": s.length,
             "acceptance": s.acceptance,
             "yields": s.yields,

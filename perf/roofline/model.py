@@ -6,7 +6,7 @@ Everything here is modelled, from the operations' cost expressions and a device 
   expected  each step takes the larger of its bytes (activations too) at the bandwidth that was reached and its operations
             at the rate that was reached, one after another, and pays for its dispatches; a pass pays for its submit.
 Speculative decoding: k tokens are drafted one by one, one pass verifies all; with acceptance a it yields
-(1 - a^(k+1)) / (1 - a) tokens.
+(1 - a^(k+1)) / (1 - a) tokens. A draft on another device runs ahead while a pass verifies; both read the memory that they share.
 """
 
 from __future__ import annotations
@@ -130,11 +130,14 @@ def _cost(sheet: DeviceSheet, name: str) -> float:
 # ----------------------------------------------------------------------------------------------------------- speculation
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """One sequence with a draft model: `length` drafted tokens per pass, of which each is accepted with `acceptance`."""
+    """One sequence with `length` drafted tokens per pass, of which each is accepted with `acceptance`."""
 
-    draft: Subject
+    draft: Subject | None
+    """The draft model; None: guesses are looked up in the text, which costs nothing beside a pass."""
     length: int
     acceptance: float
+    on: DeviceSheet | None = None
+    """The device that drafts; None: the model's own, pass after pass."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance < 1 or self.length < 1:
@@ -148,12 +151,41 @@ class Speculation:
         return (1 - self.acceptance ** (self.length + 1)) / (1 - self.acceptance)
 
     def seconds(self, model: Subject, context: int, sheet: DeviceSheet, level: Level) -> float:
-        """Of one round: the draft's passes, then the verification."""
-        drafting = estimate(self.draft.decode(1, context), sheet, level).seconds
-        return self.length * drafting + estimate(model.verify(self.length, context), sheet, level).seconds
+        """Of one round: the draft's passes and the verification. SpecError for a second device that does not share the model's
+        memory: what it costs to bring tokens over is not modelled."""
+        verification = model.verify(self.length, context)
+        verifying = estimate(verification, sheet, level).seconds
+        if self.draft is None:
+            return verifying
+        draft = self.draft.decode(1, context)
+        if self.on is None:
+            return verifying + self.length * estimate(draft, sheet, level).seconds
+        if self.on.device.shares is None or self.on.device.shares != sheet.device.shares:
+            names = self.on.device.name, sheet.device.name
+            raise SpecError(f"{names[0]} does not share the memory of {names[1]}: a draft there is not modelled")
+        drafting = self.length * at_least(draft, self.on, level)
+        moved = (w.streamed if level == "ceiling" else w.nbytes for w in (verification, *[draft] * self.length))
+        together = max(verifying, drafting, sum(moved) / bandwidth(find_sheet(self.on.device.shares), level))
+        if level == "ceiling":
+            return together
+        # What was drafted ahead goes on from every guess and the token after them: else it is drafted anew.
+        ready = self.acceptance ** (self.length + 1)
+        return min(verifying + drafting, together + (1 - ready) * drafting)
 
     def tokens_per_second(self, model: Subject, context: int, sheet: DeviceSheet, level: Level) -> float:
         return self.yields / self.seconds(model, context, sheet, level)
+
+
+def at_least(work: Work, sheet: DeviceSheet, level: Level) -> float:
+    """Seconds of a pass, without the arithmetic that a sheet knows no rate for (an NPU's has int8 alone)."""
+    total = _cost(sheet, "submit_us") if level == "expected" else 0.0
+    for item in work.items:
+        moved = item.nbytes if level == "expected" else item.nbytes - item.activations
+        busy = moved / bandwidth(sheet, level)
+        if any(getattr(sheet.peak, name) is not None for name in _PEAKS[item.rate]):
+            busy = max(busy, item.flops / rate(sheet, item.rate, level))
+        total += busy + (item.barriers * _cost(sheet, "dependent_dispatch_us") if level == "expected" else 0.0)
+    return total
 
 
 # --------------------------------------------------------------------------------------------------------------- command
@@ -247,7 +279,8 @@ def text(data: dict[str, Any]) -> str:
         s = data["speculation"]
         lines += [
             "",
-            f"speculative, draft {s['draft']}, length {s['length']}, acceptance {s['acceptance']}: {s['yields']:.2f} tokens "
+            f"speculative, draft {s['draft']} on {s['device']}, length {s['length']}, acceptance {s['acceptance']:.3g}: "
+            f"{s['yields']:.2f} tokens "
             f"per round; ceiling {s['ceiling']:.1f} tok/s, expected {s['expected']:.1f} tok/s",
         ]
     return "\n".join(lines)

@@ -23,10 +23,23 @@ from pydantic import Field
 from hybrid.cli import Parser, UsageError, amount, run, size
 from hybrid.cli.progress import tracked
 from hybrid.core.units import show_bytes
+from hybrid.perf.acceptance import pairs
 from hybrid.perf.record.schema import nearest_run
 from hybrid.perf.roofline.model import bandwidth, estimate, modelled_sheet, rate
 from hybrid.perf.roofline.work import Planned, load_sizes, subject
-from hybrid.perf.targets.search import TYPES, Config, Speed, drafted, longest_prompt, memory_of, model_of, plain
+from hybrid.perf.targets.search import (
+    ACCEPTANCES,
+    TYPES,
+    Config,
+    Speed,
+    best_guesses,
+    drafted,
+    longest_prompt,
+    memory_of,
+    model_of,
+    plain,
+    speed,
+)
 from hybrid.spec.devicesheet import DeviceSheet, find_sheet
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import load_models
@@ -45,7 +58,9 @@ class Target(Model):
     context: int = 256
     want: Annotated[float, Field(gt=0)] | None = None
     bytes: int | None = None
-    means: Literal["none", "no_attention", "both_engines", "mixture"] | None = None
+    means: Literal["none", "no_attention", "both_engines", "mixture", "draft", "lookup"] | None = None
+    on: str | None = None
+    """means = "draft": the sheet of the device that drafts; None: the model's own."""
     note: str = ""
 
 
@@ -226,6 +241,8 @@ def _budget(t: Target, sheet: DeviceSheet) -> Answer:
 
 
 def _means(t: Target, sheet: DeviceSheet) -> Answer:
+    if t.means in ("draft", "lookup"):
+        return _guessing(t, sheet)
     config = Config(t.model, "q4_0", 1, t.context)
     work = model_of(config.model, config.dtype, sheet).decode(1, t.context)
     before = estimate(work, sheet, "ceiling").tokens_per_second
@@ -243,6 +260,22 @@ def _means(t: Target, sheet: DeviceSheet) -> Answer:
         after = estimate(mixed.decode(1, t.context), sheet, "ceiling").tokens_per_second
     change = after / before - 1
     how = f"changes one sequence's speed by {100 * change:+.1f} % at most (context {t.context})" if t.means != "none" else ""
+    return Answer("by means", how, "memory", f"{before:.3g} -> {after:.3g} tok/s")
+
+
+def _guessing(t: Target, sheet: DeviceSheet) -> Answer:
+    """One sequence as expected, plain and with the best number of guesses for each acceptance."""
+    on = find_sheet(t.on) if t.on else None
+    if on is not None and (sheet.device.shares is None or on.device.shares != sheet.device.shares):
+        return Answer("no", f"{on.device.name} does not share this device's memory", "memory", "-")
+    before = speed(Config(t.model, "q4_0", 1, t.context), sheet).expected
+    lookup, pair = t.means == "lookup", pairs()[0]
+    given = ACCEPTANCES if lookup else (*ACCEPTANCES, pair.agreed)
+    found = {a: best_guesses(t.model, a, t.context, sheet, lookup, on) for a in given}
+    shown = [f"{tokens:.3g} with k={k} at a={a:.2g}" for a, (k, tokens) in sorted(found.items())]
+    how = f"tok/s of one sequence (context {t.context}): {', '.join(shown)}"
+    how += "" if lookup else f"; a={pair.agreed:.2g}: {pair.source}"
+    after = found[ACCEPTANCES[0] if lookup else pair.agreed][1]
     return Answer("by means", how, "memory", f"{before:.3g} -> {after:.3g} tok/s")
 
 

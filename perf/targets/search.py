@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hybrid.perf.acceptance import LENGTHS
 from hybrid.perf.roofline.model import Level, Speculation, estimate
 from hybrid.perf.roofline.work import Subject, subject
 from hybrid.spec.devicesheet import DeviceSheet
@@ -13,6 +14,8 @@ from hybrid.spec.devicesheet import DeviceSheet
 BATCHES = (1, 2, 4, 8, 16, 32)
 TYPES = ("q8_0", "q4_0")
 DRAFT = "gemma3-1b"
+ACCEPTANCES = (0.6, 0.8, 0.9)
+"""As parameters, beside what was measured."""
 SPECULATION = tuple((length, acceptance) for acceptance in (0.7, 0.8, 0.9) for length in (4, 8))
 
 
@@ -102,6 +105,17 @@ def drafted(name: str, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
         return
     for draft in SPECULATION:
         yield speed(Config(name, "q4_0", 1, context, draft), sheet)
+
+
+def best_guesses(
+    name: str, acceptance: float, context: int, sheet: DeviceSheet, lookup: bool = False, on: DeviceSheet | None = None
+) -> tuple[int, float]:
+    """(guesses a pass, up to 8, that give the most, expected tokens per second) of one sequence in q4_0, with a draft on a device
+    (None: the model's own) or with guesses that are looked up."""
+    model, draft = model_of(name, "q4_0", sheet), None if lookup else model_of(DRAFT, "q4_0", sheet)
+    rates = {k: Speculation(draft, k, acceptance, on).tokens_per_second(model, context, sheet, "expected") for k in LENGTHS}
+    best = max(rates, key=lambda k: rates[k])
+    return best, rates[best]
 
 
 _PROMPTS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
