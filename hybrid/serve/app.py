@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hybrid import __version__
-from hybrid.serve import endpoints, openapi
+from hybrid.serve import endpoints, openapi, pages
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, from_validation
 from hybrid.serve.guard import Guard
@@ -47,6 +47,7 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
     app.state.backend = backend
     app.state.service = service
     app.include_router(endpoints.router(service))
+    app.include_router(pages.router())
     _add_state(app, backend, metrics)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

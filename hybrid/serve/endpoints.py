@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -10,8 +11,10 @@ from starlette.responses import Response
 
 from hybrid.serve import options, prompts, tools
 from hybrid.serve.errors import bad_request
-from hybrid.serve.forms import ChatForm, CompletionForm
+from hybrid.serve.forms import ChatForm, CompletionForm, Reader
 from hybrid.serve.http import Json
+from hybrid.serve.responses_form import ResponsesForm
+from hybrid.serve.responses_wire import ResponsesRequest
 from hybrid.serve.running import Job
 from hybrid.serve.service import Service, aside
 from hybrid.serve.structured import answer_lark, schema_of
@@ -54,6 +57,10 @@ def router(service: Service) -> APIRouter:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         return await answer_completion(service, body, request)
 
+    @r.post("/v1/responses", summary="An answer as a list of items: text and calls of tools")
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        return await answer_responses(service, body, request)
+
     @r.post("/tokenize", summary="Token ids of a text or a conversation")
     async def tokenize(body: TokenizeRequest) -> Response:
         model = service.model(body.model)
@@ -76,7 +83,18 @@ def router(service: Service) -> APIRouter:
     return r
 
 
-async def answer_chat(service: Service, body: ChatRequest, request: Request) -> Response:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for chat, understood."""
+
+    model: Model
+    jobs: list[Job]
+    top: int | None
+    kind: tools.Format
+    readers: list[Reader | None]
+
+
+async def asked_chat(service: Service, body: ChatRequest) -> Asked:
     model = service.model(body.model)
     n = body.n or 1
     service.count(n)
@@ -95,18 +113,47 @@ async def answer_chat(service: Service, body: ChatRequest, request: Request) -> 
     elif schema is not None:
         constraints = await aside(service.constraints, model, answer_lark(schema), "response_format", n)
     jobs = [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
+    return Asked(model, jobs, top, kind, [None if offered is None else kind.reader(offered) for _ in range(n)])
+
+
+async def answer_chat(service: Service, body: ChatRequest, request: Request) -> Response:
+    a = await asked_chat(service, body)
     form = ChatForm(
-        service.name(model),
-        n,
+        service.name(a.model),
+        len(a.jobs),
         include_usage(body),
-        service.fingerprint(model),
-        service.tokens(model),
-        top,
-        shown(model, body),
-        [None if offered is None else kind.reader(offered) for _ in range(n)],
-        kind.silent,
+        service.fingerprint(a.model),
+        service.tokens(a.model),
+        a.top,
+        shown(a.model, body),
+        a.readers,
+        a.kind.silent,
     )
-    return await service.answer(request, jobs, form, bool(body.stream))
+    return await service.answer(request, a.jobs, form, bool(body.stream))
+
+
+async def answer_responses(service: Service, body: ResponsesRequest, request: Request) -> Response:
+    chat = body.chat()
+    a = await asked_chat(service, chat)
+    repeated = body.model_dump(
+        include={"instructions", "max_output_tokens", "metadata", "text", "tool_choice", "tools", "top_p", "temperature", "user"},
+        by_alias=True,
+    )
+    repeated |= {
+        "tools": repeated["tools"] or [],
+        "tool_choice": repeated["tool_choice"] or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+    }
+    form = ResponsesForm(
+        service.name(a.model),
+        repeated,
+        service.tokens(a.model),
+        a.top,
+        shown(a.model, chat),
+        a.readers[0],
+        dict(a.kind.silent),
+    )
+    return await service.answer(request, a.jobs, form, bool(body.stream))
 
 
 async def answer_completion(service: Service, body: CompletionRequest, request: Request) -> Response:

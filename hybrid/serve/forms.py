@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hybrid.engine.handle import Completion, TokenLogprob, Usage
+from hybrid.serve.errors import ApiError
 from hybrid.serve.http import packed
 from hybrid.serve.running import Item
 from hybrid.text.tokenizer import Tokenizer
@@ -28,6 +29,9 @@ class Form(Protocol):
 
     def close(self) -> bytes:
         """The last chunks, once every choice has ended."""
+
+    def fail(self, error: ApiError) -> bytes:
+        """What ends a stream that cannot go on."""
 
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
@@ -114,6 +118,9 @@ class _Choices:
         if self._include_usage:
             out = event({**self._head, "object": self.chunk_object, "choices": [], "usage": usage(self.done, self._prompts)})
         return out + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return event(error.body())
 
     def whole(self) -> dict[str, Any]:
         choices = [self._whole(i) for i in range(len(self.done))]

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybrid.serve.errors import ApiError, internal
+from hybrid.serve.errors import ApiError, internal, unavailable
 from hybrid.serve.metrics import Metrics
 from hybrid.serve.settings import Settings
 
@@ -58,6 +58,10 @@ class Guard:
             await self._app(scope, self._bounded(scope, receive), sent)
         except ApiError as error:
             await _refuse(error, sent)
+        except asyncio.CancelledError:  # the time to drain is over; raised on, it would be a traceback in the log
+            scope[OUTCOME] = "cancelled"
+            if not status:
+                await _refuse(unavailable("the server is stopping: send the request elsewhere", "stopping"), sent)
         except Exception as error:
             if os.environ.get("HYBRID_DEBUG") == "1":
                 raise

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from hybrid import __version__
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, bad_request, from_engine, internal
-from hybrid.serve.forms import Form, Tokens, event
+from hybrid.serve.forms import Form, Tokens
 from hybrid.serve.guard import BEGAN, OUTCOME, outcome_of
 from hybrid.serve.http import EventStream, Gone, Json, until_gone
 from hybrid.serve.metrics import Metrics
@@ -121,10 +121,10 @@ class Service:
             yield form.close()
         except ApiError as error:
             request.scope[OUTCOME] = outcome_of(error.status)
-            yield event(error.body())
+            yield form.fail(error)
         except Exception as error:
             request.scope[OUTCOME] = "failed"
-            yield event(internal(error).body())
+            yield form.fail(internal(error))
         finally:
             feed.cancel()
 

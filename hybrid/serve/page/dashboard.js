@@ -1,0 +1,143 @@
+// The dashboard: /metrics every two seconds, rates from the differences, quantiles from the histograms' differences.
+"use strict";
+
+const EVERY = 2000, KEPT = 150;
+const $ = (id) => document.getElementById(id);
+let before = null;
+const lines = new Map();
+
+function parsed(text) {
+  const found = { at: performance.now() / 1000, series: new Map() };
+  for (const line of text.split("\n")) {
+    const m = /^([a-z_]+)(?:\{([^}]*)\})? (\S+)$/.exec(line);
+    if (!m) continue;
+    const labels = Object.fromEntries([...(m[2] ?? "").matchAll(/(\w+)="([^"]*)"/g)].map((l) => [l[1], l[2]]));
+    if (!found.series.has(m[1])) found.series.set(m[1], []);
+    found.series.get(m[1]).push({ labels, value: Number(m[3]) });
+  }
+  return found;
+}
+
+const total = (s, name) => (s.series.get(name) ?? []).reduce((sum, v) => sum + v.value, 0);
+const has = (s, name) => s.series.has(name);
+const rate = (now, name) => (before ? Math.max(0, total(now, name) - total(before, name)) / (now.at - before.at) : 0);
+
+function quantile(now, name, q) {
+  // Of what was observed since the last look; linear within a bucket.
+  const counts = (s) => (s?.series.get(`${name}_bucket`) ?? []).map((b) => [b.labels.le === "+Inf" ? Infinity : Number(b.labels.le), b.value]);
+  const old = new Map(counts(before)), fresh = counts(now).map(([le, n]) => [le, n - (old.get(le) ?? 0)]);
+  const all = fresh.at(-1)?.[1] ?? 0;
+  if (!all) return null;
+  let low = 0, below = 0;
+  for (const [le, n] of fresh) {
+    if (n >= q * all) return le === Infinity ? low : low + (le - low) * ((q * all - below) / Math.max(n - below, 1));
+    low = le;
+    below = n;
+  }
+  return low;
+}
+
+const three = (v) => (v === null ? "–" : Number.isInteger(v) ? String(v) : v >= 100 ? v.toFixed(0) : v >= 10 ? v.toFixed(1) : v.toFixed(2));
+const ms = (v) => (v === null ? null : v * 1000);
+
+const CARDS = [
+  ["Tokens generated", "per second", (s) => rate(s, "hybrid_generated_tokens_total")],
+  ["Tokens of prompts", "per second", (s) => rate(s, "hybrid_prompt_tokens_total")],
+  ["Running", "requests", (s) => total(s, "hybrid_running")],
+  ["Waiting", "requests", (s) => total(s, "hybrid_waiting")],
+  ["Prompt tokens from the cache", "%", (s) => {
+    const asked = rate(s, "hybrid_prompt_tokens_total");
+    return asked ? (100 * rate(s, "hybrid_cached_tokens_total")) / asked : null;
+  }],
+  ["Time to first token, median", "ms", (s) => ms(quantile(s, "hybrid_time_to_first_token_seconds", 0.5))],
+  ["Time to first token, p95", "ms", (s) => ms(quantile(s, "hybrid_time_to_first_token_seconds", 0.95))],
+  ["Between tokens, median", "ms", (s) => ms(quantile(s, "hybrid_inter_token_seconds", 0.5))],
+  ["Between tokens, p95", "ms", (s) => ms(quantile(s, "hybrid_inter_token_seconds", 0.95))],
+  ["Device passes", "per second", (s) => rate(s, "hybrid_passes_total")],
+  ["Preemptions and evictions", "per second", (s) => rate(s, "hybrid_preemptions_total") + rate(s, "hybrid_evictions_total")],
+  ["Memory of the process", "MiB", (s) => total(s, "process_resident_memory_bytes") / 2 ** 20],
+  ["Power of the device", "W", (s) => (has(s, "hybrid_device_watts") ? total(s, "hybrid_device_watts") : undefined)],
+];
+
+function card(title, unit) {
+  const box = document.createElement("article");
+  box.className = "card";
+  const head = document.createElement("h2"), value = document.createElement("div");
+  head.textContent = title;
+  value.className = "value";
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", "0 0 100 48");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("aria-hidden", "true");
+  for (const shape of ["polygon", "polyline"]) svg.append(document.createElementNS("http://www.w3.org/2000/svg", shape));
+  box.append(head, value, svg);
+  $("cards").append(box);
+  return { box, value, svg, unit, past: [] };
+}
+
+function show(title, unit, value) {
+  if (!lines.has(title)) lines.set(title, card(title, unit));
+  const c = lines.get(title);
+  c.box.hidden = value === undefined;
+  if (value === undefined) return;
+  const small = document.createElement("small");
+  small.textContent = unit;
+  c.value.replaceChildren(three(value), small);
+  c.past.push(value ?? 0);
+  if (c.past.length > KEPT) c.past.shift();
+  const top = Math.max(...c.past, 1e-9), step = 100 / Math.max(c.past.length - 1, 1);
+  const points = c.past.map((v, i) => `${(i * step).toFixed(2)},${(46 - (44 * v) / top).toFixed(2)}`).join(" ");
+  c.svg.querySelector("polyline").setAttribute("points", points);
+  c.svg.querySelector("polygon").setAttribute("points", `0,48 ${points} 100,48`);
+}
+
+function table(id, rows) {
+  const body = $(id).querySelector("tbody");
+  body.replaceChildren(...(rows.length ? rows : [["nothing yet", ""]]).map(([name, value]) => {
+    const tr = document.createElement("tr"), th = document.createElement("th"), td = document.createElement("td");
+    th.scope = "row";
+    th.textContent = name;
+    td.textContent = value;
+    tr.append(th, td);
+    return tr;
+  }));
+}
+
+function tables(s) {
+  const of = (name) => s.series.get(name) ?? [];
+  const kinds = new Map();
+  for (const b of of("hybrid_blocks")) kinds.set(b.labels.kind, { ...kinds.get(b.labels.kind), [b.labels.state]: b.value });
+  table("blocks", [...kinds].map(([kind, b]) => [kind, Object.entries(b).map(([k, v]) => `${v} ${k}`).join(", ")]));
+  table("outcomes", of("hybrid_requests_total").map((r) => [`${r.labels.endpoint}, ${r.labels.outcome}`, String(r.value)]));
+  table("finished", of("hybrid_finished_total").map((r) => [r.labels.reason, String(r.value)]));
+}
+
+async function look() {
+  const key = sessionStorage.getItem("key");
+  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  try {
+    const reply = await fetch("/metrics", { headers });
+    if (!reply.ok) throw new Error(reply.status === 401 ? "this server asks for an API key" : `the server answered ${reply.status}`);
+    const now = parsed(await reply.text());
+    for (const [title, unit, of] of CARDS) show(title, unit, before || !unit.includes("second") ? of(now) : 0);
+    tables(now);
+    before = now;
+    const state = (await (await fetch("/ready")).json()).status;
+    $("state").textContent = state;
+    $("state").classList.toggle("good", state === "ready");
+    if (!$("what").textContent && state === "ready") {
+      const model = (await (await fetch("/v1/models", { headers })).json()).data[0];
+      $("what").textContent = `${model.id} on ${model.device}`;
+    }
+    $("status").textContent = "";
+  } catch (error) {
+    $("state").textContent = "no answer";
+    $("state").classList.remove("good");
+    $("status").textContent = error.message;
+  }
+}
+
+$("key").value = sessionStorage.getItem("key") ?? "";
+$("key").addEventListener("change", () => { sessionStorage.setItem("key", $("key").value); look(); });
+look();
+setInterval(look, EVERY);

@@ -1,0 +1,43 @@
+"""The chat page and the dashboard: files of the package under a policy that lets them load nothing from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from hybrid.serve.errors import ApiError
+
+FOLDER = Path(__file__).parent / "page"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+def router() -> APIRouter:
+    """Every file is read once, now; only these names are answered."""
+    r = APIRouter(include_in_schema=False)
+    files = {p.name: (p.read_bytes(), TYPES[p.suffix]) for p in sorted(FOLDER.iterdir()) if p.suffix in TYPES}
+
+    def answer(name: str) -> Response:
+        if name not in files:
+            raise ApiError(404, "there is nothing at this address", code="unknown_url")
+        content, kind = files[name]
+        return Response(content, media_type=kind, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
+
+    @r.get("/")
+    async def chat() -> Response:
+        return answer("chat.html")
+
+    @r.get("/dashboard")
+    async def dashboard() -> Response:
+        return answer("dashboard.html")
+
+    @r.get("/page/{name}")
+    async def file(name: str) -> Response:
+        return answer(name)
+
+    return r
