@@ -151,7 +151,8 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"--batch {args.batch} is outside 1..{MAX_SLOTS}, the sequences that run at once")
     context = min(hp.context_length, DEFAULT_CTX) if args.context is None else args.context
     schedule = None if args.schedule is None else named_schedule(args.schedule)
-    devices, needs = memories(args.memory), {}
+    devices = memories(args.memory)
+    needs: dict[str, dict[str, int]] = {}
     sizes = {"batch": args.batch, "context": context, "precision": args.precision, "kv": args.kv, "schedule": schedule}
     for (storage, capabilities), group in _alike(_asked(devices)).items():
         infos = {n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()}
@@ -159,7 +160,12 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
             needs |= dict.fromkeys(group, footprint(hp, infos, **sizes).as_dict())
             continue
         plans: list[Plan] = []
-        held = footprint(hp, infos, **sizes, capabilities=capabilities, beside=lambda plan, into=plans: into.append(plan) or 0)
+
+        def noted(plan: Plan, plans: list[Plan] = plans) -> int:
+            plans.append(plan)
+            return 0
+
+        held = footprint(hp, infos, **sizes, capabilities=capabilities, beside=noted)
         for name, dry in group.items():
             needs[name] = replace(held, beside=max(scratch_bytes(plan, dry) for plan in plans)).as_dict()
     return {
