@@ -14,6 +14,7 @@ from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, positive, run, si
 from hybrid.cli.progress import progress_bar
 from hybrid.core.names import LAYER, layer_of, part_of
 from hybrid.core.units import show_bytes
+from hybrid.devices.memories import UNITS, alike, asked_of, memories
 
 if TYPE_CHECKING:
     from hybrid.core.plan import Plan
@@ -154,7 +155,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     devices = memories(args.memory)
     needs: dict[str, dict[str, int]] = {}
     sizes = {"batch": args.batch, "context": context, "precision": args.precision, "kv": args.kv, "schedule": schedule}
-    for (storage, capabilities), group in _alike(_asked(devices)).items():
+    for (storage, capabilities), group in alike(asked_of(devices)).items():
         infos = {n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()}
         if storage == "cpu":
             needs |= dict.fromkeys(group, footprint(hp, infos, **sizes).as_dict())
@@ -183,46 +184,6 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
         "needs": needs,
         "fits": [{**m.as_dict(), "spare": m.bytes - needs[m.needs]["total"]} for m in devices],
     }
-
-
-UNITS = "matrix units"
-"""Column of `needs` for Vulkan devices that multiply f16 matrices: their prompts pass in larger chunks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A device's memory, and by which entry of `needs` it is judged."""
-
-    device: str
-    bytes: int
-    needs: str
-    problem: str | None = None
-    dry: Any = None
-    """The device as kernels.vulkan.dry records for it, where it is there."""
-
-    def as_dict(self) -> dict[str, Any]:
-        found = {"device": self.device, "bytes": self.bytes, "needs": self.needs}
-        return found if self.problem is None else {**found, "problem": self.problem}
-
-
-def _asked(devices: Sequence[Memory]) -> dict[str, Any]:
-    """What `needs` is worked out for: Vulkan without and with matrix units, every device that is there, the cpu."""
-    from hybrid.kernels.vulkan.dry import DryDevice
-
-    kinds = {"vulkan": DryDevice(), UNITS: DryDevice(features=lambda feature: feature == "f16_matrices")}
-    return {**kinds, **{m.needs: m.dry for m in devices if m.dry is not None}, "cpu": None}
-
-
-def _alike(asked: Mapping[str, Any]) -> dict[tuple[str, frozenset[str]], dict[str, Any]]:
-    """The entries of `_asked` by what their plans follow from: whose types they hold (Vulkan and cpu differ where one of them
-    re-encodes a file's type), and their capabilities."""
-    from hybrid.planning.passes import capabilities_of
-
-    groups: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}
-    for name, dry in asked.items():
-        key = ("cpu", frozenset[str]()) if dry is None else ("vulkan", capabilities_of(dry.has))
-        groups.setdefault(key, {})[name] = dry
-    return groups
 
 
 def _subject(model: str) -> Subject:
@@ -259,38 +220,6 @@ def _tokenizer(checkpoint: Any) -> dict[str, Any]:
         "add_space_prefix": v.add_space_prefix,
         "chat_template": checkpoint.chat_template is not None,
     }
-
-
-def memories(given: int | None) -> list[Memory]:
-    """Memory sizes to compare with: the one given, every Vulkan device's, what the cpu device takes at most."""
-    from hybrid.devices.opening import NoDevice
-    from hybrid.kernels.host.memory import usable_bytes
-
-    found = [] if given is None else [Memory("--memory", given, "vulkan"), Memory(f"--memory, {UNITS}", given, UNITS)]
-    try:
-        found += _vulkan()
-    except NoDevice as error:
-        found.append(Memory("vulkan", 0, "vulkan", str(error)))
-    return [*found, Memory("cpu", usable_bytes(), "cpu")]
-
-
-def _vulkan() -> list[Memory]:
-    """The largest device-local heap of each device; nothing is opened."""
-    from hybrid.devices.opening import NoDevice
-
-    try:
-        from hybrid.kernels.vulkan.api import VulkanUnavailable
-        from hybrid.kernels.vulkan.dry import DryDevice
-        from hybrid.kernels.vulkan.instance import survey
-    except ImportError as error:
-        raise NoDevice(f"the Vulkan backend cannot be imported ({error})") from None
-    try:
-        return [
-            Memory(i.label, max(n for n, own in r.heaps if own), i.label, None, DryDevice.like(r))
-            for i, r in survey()
-        ]
-    except VulkanUnavailable as error:
-        raise NoDevice(str(error)) from None
 
 
 def text(report: Mapping[str, Any], every: bool) -> str:

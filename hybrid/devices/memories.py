@@ -1,0 +1,78 @@
+"""The memories that a model is compared with: of the devices that are there, and of one that a user names. Nothing is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+UNITS = "matrix units"
+"""Column of `needs` for Vulkan devices that multiply f16 matrices: their prompts pass in larger chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A device's memory, and by which entry of `needs` it is judged."""
+
+    device: str
+    bytes: int
+    needs: str
+    problem: str | None = None
+    dry: Any = None
+    """The device as kernels.vulkan.dry records for it, where it is there."""
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {"device": self.device, "bytes": self.bytes, "needs": self.needs}
+        return found if self.problem is None else {**found, "problem": self.problem}
+
+
+def asked_of(devices: Sequence[Memory]) -> dict[str, Any]:
+    """What `needs` is worked out for: Vulkan without and with matrix units, every device that is there, the cpu."""
+    from hybrid.kernels.vulkan.dry import DryDevice
+
+    kinds = {"vulkan": DryDevice(), UNITS: DryDevice(features=lambda feature: feature == "f16_matrices")}
+    return {**kinds, **{m.needs: m.dry for m in devices if m.dry is not None}, "cpu": None}
+
+
+def alike(asked: Mapping[str, Any]) -> dict[tuple[str, frozenset[str]], dict[str, Any]]:
+    """The entries of `asked_of` by what their plans follow from: whose types they hold (Vulkan and cpu differ where one of them
+    re-encodes a file's type), and their capabilities."""
+    from hybrid.planning.passes import capabilities_of
+
+    groups: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}
+    for name, dry in asked.items():
+        key = ("cpu", frozenset[str]()) if dry is None else ("vulkan", capabilities_of(dry.has))
+        groups.setdefault(key, {})[name] = dry
+    return groups
+
+
+def memories(given: int | None) -> list[Memory]:
+    """Memory sizes to compare with: the one given, every Vulkan device's, what the cpu device takes at most."""
+    from hybrid.devices.opening import NoDevice
+    from hybrid.kernels.host.memory import usable_bytes
+
+    found = [] if given is None else [Memory("--memory", given, "vulkan"), Memory(f"--memory, {UNITS}", given, UNITS)]
+    try:
+        found += _vulkan()
+    except NoDevice as error:
+        found.append(Memory("vulkan", 0, "vulkan", str(error)))
+    return [*found, Memory("cpu", usable_bytes(), "cpu")]
+
+
+def _vulkan() -> list[Memory]:
+    """The largest device-local heap of each device; nothing is opened."""
+    from hybrid.devices.opening import NoDevice
+
+    try:
+        from hybrid.kernels.vulkan.api import VulkanUnavailable
+        from hybrid.kernels.vulkan.dry import DryDevice
+        from hybrid.kernels.vulkan.instance import survey
+    except ImportError as error:
+        raise NoDevice(f"the Vulkan backend cannot be imported ({error})") from None
+    try:
+        return [
+            Memory(i.label, max(n for n, own in r.heaps if own), i.label, None, DryDevice.like(r))
+            for i, r in survey()
+        ]
+    except VulkanUnavailable as error:
+        raise NoDevice(str(error)) from None
