@@ -111,19 +111,24 @@ def same_files(got: Path, ref: Path, last: int = 0) -> None:
 
 
 def codes(label: str, got: tuple[np.ndarray, np.ndarray], ref: np.ndarray, allowed: np.ndarray, slack: float) -> Verdict:
-    """int8 activations against the real values they stand for.
+    """int8 activations, or blocks of q8_0, against the real values they stand for.
 
-    got: codes i8[..., K] and (scale, scale*sum) pairs f32[..., K/16]; ref f64[..., K]; allowed f64[..., K]: error of the
-    unquantised value; slack: how near to a half-integer, in codes, a value may be for its code to be one off.
+    got: codes i8[..., K] and (scale, scale*sum) pairs f32[..., K/16] or scales f16[..., K/32]; ref f64[..., K]; allowed
+    f64[..., K]: error of the unquantised value; slack: how near to a half-integer, in codes, a value may be for its code to be
+    one off.
     """
     code, pair = got
+    half = pair.dtype == np.float16
     grid = (*ref.shape[:-1], ref.shape[-1] // 32, 32)
     x, tolerance, code = ref.reshape(grid), allowed.reshape(grid), code.reshape(grid).astype(np.float64)
-    scale, total = pair.reshape(*grid[:-1], 2)[..., 0], pair.reshape(*grid[:-1], 2)[..., 1]
-    peak = np.abs(x).max(-1)
+    pair = pair.reshape(*grid[:-1], -1)
+    scale, peak = pair[..., 0], np.abs(x).max(-1)
     near = 3 * UNIT["f32"] * peak / 127 + tolerance.max(-1) / 127 + _SMALLEST["f32"]
+    if half:
+        near += UNIT["f16"] * peak / 127 + _SMALLEST["f16"]
     verdict = within(f"{label}.scale", scale, peak / 127, near, vacuous_ok=peak.max() < _TINY_BLOCK)
-    same(f"{label}.sum", total, scale * code.astype(np.float32).sum(-1, dtype=np.float32))
+    if not half:
+        same(f"{label}.sum", pair[..., 1], scale * code.astype(np.float32).sum(-1, dtype=np.float32))
     inverse = np.divide(127.0, peak, out=np.zeros_like(peak), where=peak > 0)[..., None]
     wanted = x * inverse
     # A code may differ only where the real value, moved by its own error, crosses a half-integer.

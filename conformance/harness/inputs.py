@@ -51,6 +51,8 @@ def _tensor(spec: OpSpec, case: Case, name: str, rows: Batch | None) -> Tensor:
     if name == "out_rows":
         return Tensor.of(_out_rows(spec, case, shape[0], rows))
     if t.role == "cache" and t.domain is None:
+        if DTYPES[dtype].quantised:
+            return values.quantised(case.seed, name, shape, dtype, 1.0)
         return values.rounded(values.normal(case.seed, name, shape), dtype)
     return draw(case, name, t.domain or Domain(dist="zeros"), shape, dtype, _env(spec, case))
 
@@ -135,16 +137,16 @@ def _kill(tensor: Tensor, count: int) -> Tensor:
 def _hide(cache: Tensor, table: np.ndarray, rows: Batch, case: Case, backend: str) -> Tensor:
     """Every cached position that no row of the batch may see is what a block may hold that was another sequence's: NaN, or
     numbers larger than all that is seen. Numbers alone for the NPU, whose tile kernels multiply what they mask by zero."""
-    data, window = cache.array.astype(np.float32), int(case.attrs["window"])
-    size, seen = data.shape[1], np.zeros(data.shape[:2], bool)
+    window, size, seen = int(case.attrs["window"]), cache.shape[1], np.zeros(cache.shape[:2], bool)
     for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
         p = np.arange(max(0, position - window + 1) if window else 0, position + 1)
         seen[table[slot, p // size], p % size] = True
     strange = values.integers(case.seed, "unseen", seen.shape, 0, 1) > 0
-    data[~seen] = np.clip(data[~seen] * UNSEEN, -6e4, 6e4)
+    *codes, data = (p.copy() for p in cache.parts)  # q8_0: of its scales
+    data[~seen] = np.clip(data[~seen].astype(np.float32) * UNSEEN, -6e4, 6e4)
     if backend != "npu":
         data[~seen & strange] = np.nan
-    return values.rounded(data, cache.dtype)
+    return Tensor(cache.dtype, cache.shape, (*codes, data))
 
 
 def _rope(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:

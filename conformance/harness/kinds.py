@@ -50,6 +50,8 @@ def _blocks(kind: str, tensor: Tensor, seed: int, name: str) -> Tensor:
         return largest(tensor, int(values.integers(seed, name + ".max", (1,), 0, count - 1)[0]))
     if tensor.dtype == "q8_act":  # edge values of an activation: those values, quantised here
         return act(_REALS[kind](values.real(tensor), seed, name))
+    if tensor.dtype == "q8_0" and kind == "outlier":  # of a block: the others are next to nothing
+        return blocks_of(_REALS[kind](values.real(tensor), seed, name))
     raise KeyError(f"no edge kind {kind!r} for {tensor.dtype} tensors")
 
 
@@ -60,6 +62,12 @@ def act(x: np.ndarray) -> Tensor:
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     codes = np.clip(np.rint(blocks * inverse[..., None]), -127, 127)
     return pack("q8_act", codes.reshape(x.shape).astype(np.int64), peak * np.float32(1 / 127))
+
+
+def blocks_of(x: np.ndarray) -> Tensor:
+    """q8_0 of real values, without the oracle's encoder."""
+    codes, pairs = act(x).parts
+    return pack("q8_0", codes.astype(np.int64), pairs[..., ::2])
 
 
 def _one_hot(x: np.ndarray, seed: int, name: str) -> np.ndarray:

@@ -103,16 +103,24 @@ def _real(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor,
 
 
 def _state(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor) -> Verdict:
-    """Float state: what the oracle changed is judged, everything else must keep its bits."""
-    ref, before = call.refs[name], call.tensors[name].array
-    held = call.values[name]
+    """State of numbers: what the oracle changed is judged, everything else must keep its bits."""
+    ref, held = call.refs[name], call.values[name]
     changed = (ref != held) & ~(np.isnan(ref) & np.isnan(held))
     if not changed.any() and case.bind.get("KV") != 0:  # an operation that appends nothing must leave everything
         raise Disagreement(f"{at}: the case changes nothing: it proves nothing")
-    compare.same_bits(f"{at} (untouched positions)", np.where(changed, 0, got.array), np.where(changed, 0, before))
+    if got.type.quantised:
+        changed[...] = changed.any(-1, keepdims=True)  # whole heads are written
+    for part, a, b in zip(got.type.parts, got.parts, call.tensors[name].parts, strict=True):
+        apart = changed[..., :: changed.shape[-1] // a.shape[-1]]
+        compare.same_bits(f"{at} (untouched positions, {part.name})", np.where(apart, 0, a), np.where(apart, 0, b))
     if not changed.any():
         return Verdict(0.0, 0.0)
-    where, limit = np.where(changed), allowed(spec, case, name, call, ref)
+    limit = allowed(spec, case, name, call, ref)
+    if got.type.quantised:
+        heads = changed[..., 0]
+        tie = spec.tolerance_of(name, got.dtype).tie or 0.0
+        return compare.codes(at, (got.parts[0][heads], got.parts[1][heads]), ref[heads], limit[heads], tie)
+    where = np.where(changed)
     return compare.within(at, values.real(got)[where], ref[where], limit[where], vacuous_ok=_nothing(ref[where]))
 
 

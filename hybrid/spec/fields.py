@@ -185,8 +185,9 @@ class Tolerance(Model):
 
     scaled_bound  |e| <= c_out*u_out*|ref| + c*sqrt(reduction)*u_acc*scale for every element, u = 2^-24 for f32,
                   2^-11 for f16, 2^-8 for bf16; u_acc is that of the backend's accumulate, else numerics'
-    codes         int8 activations: the scaled bound of the value before it is quantised, plus half a code step; a code
-                  may be one off where the value is within `tie` codes of a half-integer; the stored sum is exact
+    codes         int8 activations (q8_act) and caches (q8_0): the scaled bound of the value before it is quantised, plus half a
+                  code step; a code may be one off where the value is within `tie` codes of a half-integer; the stored sum is
+                  exact
     choice        a chosen index: equal to the oracle's, or one whose score is within `tie` of the best
     exact         equal
     """

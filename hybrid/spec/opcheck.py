@@ -119,8 +119,8 @@ def _tolerances(spec: OpSpec) -> None:
             if dtype not in produced:
                 raise FieldError(f"{at}.{dtype}", f"no result has this dtype{nearest(dtype, sorted(produced))}")
             _number(f"{at}.{dtype}.reduction", tolerance.reduction, spec.axes, "axis")
-            if tolerance.metric == "codes" and dtype != "q8_act":
-                raise FieldError(f"{at}.{dtype}.metric", "codes judges q8_act results; use scaled_bound or exact")
+            if tolerance.metric == "codes" and dtype not in ("q8_act", "q8_0"):
+                raise FieldError(f"{at}.{dtype}.metric", "codes judges q8_act and q8_0 results; use scaled_bound or exact")
     for name in results:
         for dtype in spec.tensors[spec.tensors[name].same or name].dtype:
             if dtype not in spec.tolerance and dtype not in spec.tensors[name].tolerance:

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 from numpy import matmul
 
+from hybrid.core.tensor import Tensor
 from hybrid.kernels.oracle.integer import int8_rows
 from hybrid.kernels.oracle.norm import rms
-from hybrid.quant.codec import Real, row_blocks, widened
+from hybrid.quant.codec import Real, dequantise, quantise, row_blocks, widened
 
 _SCORES = 1 << 22  # scores held at once
+Cache = np.ndarray | Tensor  # of numbers, or q8_0
+Where = tuple[np.ndarray, np.ndarray]  # block and row of each position
 
 
 def rotate(x: np.ndarray, rope: np.ndarray) -> np.ndarray:
@@ -32,8 +35,8 @@ def qk_norm_rope_append(
     positions: np.ndarray,
     slots: np.ndarray,
     block_table: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
+    k_cache: Cache,
+    v_cache: Cache,
     eps: float,
     projections: int = 2,
     value_norm: int = 0,
@@ -50,17 +53,36 @@ def qk_norm_rope_append(
     if projections:
         block, row = block_table[slots, positions // block_size], positions % block_size
         k, v = kv[:, :kv_heads], kv[:, -kv_heads:]
-        k_cache[block, row] = rotate(rms(k, eps) * w_k_norm.astype(real, copy=False), angles)
-        v_cache[block, row] = rms(v, eps) if value_norm else v
+        append(k_cache, (block, row), rotate(rms(k, eps) * w_k_norm.astype(real, copy=False), angles))
+        append(v_cache, (block, row), rms(v, eps) if value_norm else v)
     q = rotate(rms(q, eps) * w_q_norm.astype(real, copy=False), angles)
     return (q.reshape(len(qkv), -1),)
+
+
+def append(cache: Cache, where: Where, heads: np.ndarray) -> None:
+    """heads [n, HK, D] become the positions `where` of a cache. q8_0: codes as of q8_act activations, scale = amax / 127 in
+    float32, which is then rounded to float16."""
+    if isinstance(cache, Tensor):
+        codes, scales = quantise(heads, "q8_act").parts
+        with np.errstate(over="ignore"):
+            cache.parts[0][where], cache.parts[1][where] = codes, scales[..., ::2]
+    else:
+        cache[where] = heads
+
+
+def cached(cache: Cache, where: Where, real: Real) -> np.ndarray:
+    """The positions `where` of a cache as numbers [n, HK, D]."""
+    if isinstance(cache, Tensor):
+        parts = tuple(p[where] for p in cache.parts)
+        return dequantise(Tensor(cache.dtype, (*where[0].shape, *cache.shape[2:]), parts), real)
+    return widened(cache[where], real)
 
 
 def attention(
     *,
     q: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
+    k_cache: Cache,
+    v_cache: Cache,
     block_table: np.ndarray,
     slots: np.ndarray,
     positions: np.ndarray,
@@ -110,8 +132,8 @@ def decode_attention(
     positions: np.ndarray,
     slots: np.ndarray,
     block_table: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
+    k_cache: Cache,
+    v_cache: Cache,
     eps: float,
     scale: float,
     window: int,
@@ -131,8 +153,8 @@ def decode_attention(
 
 def _one_slot(
     q: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
+    k_cache: Cache,
+    v_cache: Cache,
     blocks: np.ndarray,
     keys: np.ndarray,
     visible: np.ndarray,
@@ -142,8 +164,8 @@ def _one_slot(
     """Rows q [n, HQ*D] against positions `keys` [J] of one sequence; `visible` bool [n, J]."""
     _, block_size, kv_heads, d = k_cache.shape
     n, where = len(q), (blocks[keys // block_size], keys % block_size)
-    k = widened(k_cache[where], real).transpose(1, 2, 0)  # [HK, D, J]
-    v = widened(v_cache[where], real).swapaxes(0, 1)  # [HK, J, D]
+    k = cached(k_cache, where, real).transpose(1, 2, 0)  # [HK, D, J]
+    v = cached(v_cache, where, real).swapaxes(0, 1)  # [HK, J, D]
     grouped = q.astype(real, copy=False).reshape(n, kv_heads, -1, d).swapaxes(0, 1)  # [HK, n, G, D]
     s = matmul(grouped.reshape(kv_heads, -1, d), k).reshape(kv_heads, n, -1, len(keys)) * real(scale)
     np.copyto(s, -np.inf, where=~visible[:, None])

@@ -1,6 +1,6 @@
 """attention: flash attention over the paged cache.
 
-On matrix units, for many rows and an f16 cache: one dispatch, tiles of rows and heads against tiles of positions. Else
+On matrix units, for many rows, an f16 cache and heads of up to 256: one dispatch, tiles of rows and heads against tiles of positions. Else
 in two dispatches, partial results of KV splits and their merge.
 
 Few rows: one row and kv head per tile, its context in KV splits so that the device is full.

@@ -20,9 +20,9 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 MOST_SPLITS = 64
 LEAST_SUBGROUPS = 4  # two query heads, the new k and v
-WORD = 16  # bytes that a lane loads at once
+WORD, ELEMENTS = 16, {"f32": 4, "f16": 8, "q8_0": 16}  # bytes that a lane loads at once, and elements of each type in them
 DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1}
-HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane
+HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane (as many as 512 elements need)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,22 @@ class Shape:
     merge: int
 
 
-def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv_bytes: int, span: int, block: int, subgroup: int,
+def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: int, block: int, subgroup: int,
           shared_bytes: int, chosen: Mapping[str, int]) -> Shape:
-    """`span` positions that a row can see at most; `block`: elements of a block of the result's type; `shared_bytes` that a
-    workgroup may have."""
-    words = head_dim * kv_bytes // WORD
+    """`kv`: type of the cache; `span` positions that a row can see at most; `block`: elements of a block of the result's type;
+    `shared_bytes` that a workgroup may have."""
+    words = head_dim // ELEMENTS[kv]
     units = next((u for u in HEADS if u * subgroup >= words), 0)
     if not units:
-        most = max(HEADS) * subgroup * WORD // kv_bytes
+        most = max(HEADS) * subgroup * ELEMENTS[kv]
         raise VulkanError(f"decode_attention takes head_dim up to {most} on a device with subgroups of {subgroup}, not "
                           f"{head_dim}")
     ratio, subgroups = heads // kv_heads, chosen["subgroups"]
 
     def fit(subgroups: int) -> int:
         """Heads: of each the query and every subgroup's sums, with maximum and sum of probabilities; the new k and v."""
-        return (shared_bytes - 2 * head_dim * kv_bytes) // (4 * head_dim * (1 + subgroups) + 8 * subgroups)
+        fresh = 2 * (words * WORD + (head_dim // 32 * 4 if kv == "q8_0" else 0))
+        return (shared_bytes - fresh) // (4 * head_dim * (1 + subgroups) + 8 * subgroups)
 
     while not fit(subgroups) and subgroups > LEAST_SUBGROUPS:
         subgroups //= 2
@@ -83,7 +84,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
     span = min(window, cache.context) if window else cache.context
     chosen = rec.device.tuning.choose("decode_attention", DEFAULT, rows=rows, group=heads // kv_heads, kv_heads=kv_heads,
                                       head_dim=d, span=span)
-    s = shape(rows, heads, kv_heads, d, 2 if cache.dtype == "f16" else 4, span, DTYPES[o.dtype].block, subgroup,
+    s = shape(rows, heads, kv_heads, d, cache.dtype, span, DTYPES[o.dtype].block, subgroup,
               rec.device.shared_bytes, {**chosen, **choice})
     if s.merge == 2 and not rec.cooperative:
         s = replace(s, merge=1)
