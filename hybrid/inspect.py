@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--memory", type=size, metavar="SIZE", help="also compare with this much memory, such as 16GiB")
     p.add_argument("--schedule", metavar="NAME", help="a shipped schedule such as gemma3-hybrid, or a file (the family's)")
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (auto)")
-    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
+    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
     add_types(p, default=" (the default; a NAME is stored in bf16)")
     p.add_argument(
         "--check-finite",

@@ -7,11 +7,12 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.core.dtypes import CacheChoice
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
 from hybrid.devices.opening import NpuKind, Opened, open_devices
@@ -42,7 +43,7 @@ def load(
     schedule: str | os.PathLike[str] | Schedule | None = None,
     weights: str | None = None,
     ctx: int | None = None,
-    kv: Literal["auto", "f32", "f16"] = "auto",
+    kv: CacheChoice = "auto",
     precision: PrecisionName = "auto",
     *,
     deterministic: bool = False,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.arguments import add_devices
-from hybrid.cli import PRECISIONS, Parser, run
+from hybrid.cli import CACHES, PRECISIONS, Parser, run
 from hybrid.cli.progress import progress_bar
 
 FORM_FEED = "\n\f\n"
@@ -172,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     add_devices(p)
     p.add_argument("--weights", metavar="TYPE", help="convert MODEL's matrices to this type while loading")
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="auto, exact or fast (auto)")
+    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"MODEL's KV cache: {', '.join(CACHES)} (auto)")
     p.add_argument("--progress", action="store_true", help="a progress bar even where standard error is no terminal")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
@@ -192,7 +193,7 @@ def _main(args: argparse.Namespace) -> int:
     documents = read_text(args.text, separator)[: args.limit]
     found = Measured()
     with contextlib.ExitStack() as stack:
-        model = stack.enter_context(_load(args.model, args, args.precision, args.weights))
+        model = stack.enter_context(_load(args.model, args, args.precision, args.weights, args.kv))
         reference = _reference(args, stack)
         text = encode(model, documents, args.chunk, not args.cut)
         if reference is not None:
@@ -209,7 +210,7 @@ def _main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | None) -> Any:
+def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | None, kv: Any = "auto") -> Any:
     import hybrid
     from hybrid.checkpoint import open_checkpoint
 
@@ -219,8 +220,9 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
         raise ValueError(f"--chunk {args.chunk} is more than the context of {longest} that {path} was made for")
     slots = _together(args.chunk)
     return hybrid.load(
-        path, args.device, args.schedule, weights, args.chunk, precision=precision, slots=slots, progress=True, npu=args.npu
-    )
+        path, args.device, args.schedule, weights, args.chunk, precision=precision, kv=kv, slots=slots, progress=True,
+        npu=args.npu,
+    )  # fmt: skip
 
 
 def _together(chunk: int) -> int:

@@ -99,7 +99,7 @@ def test_one_kv_split_is_what_the_switch_of_split_attention_asks_for():
     """For any number of rows and heads, whatever the rest of the table says."""
     (groups,) = find_switch("split-attention").tuning.use.values()
     for rows, heads, kv_heads in ((1, 1, 1), (1, 32, 16), (8, 4, 1)):
-        made = [shape(rows, heads, kv_heads, 128, 2, 8192, 32, 32, 49152, {**DEFAULT, "groups": g}) for g in (528, groups)]
+        made = [shape(rows, heads, kv_heads, 128, "f16", 8192, 32, 32, 49152, {**DEFAULT, "groups": g}) for g in (528, groups)]
         assert made[0].splits > 1 and made[1] == replace(made[0], splits=1)
 
 

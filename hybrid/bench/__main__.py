@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hybrid.arguments import add_devices, add_model, fallbacks, open_devices, open_model
-from hybrid.cli import Parser, UsageError, positive, run
+from hybrid.cli import CACHES, Parser, UsageError, positive, run
 from hybrid.cli.progress import tracked
 from hybrid.devices.about import driver_of, kernels_of
 
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add_devices(p)
     p.add_argument("--weights", metavar="TYPE", help="convert matrices of a file to this type while loading")
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
-    p.add_argument("--kv", default="auto", choices=("auto", "f32", "f16"), help="type of the KV cache (auto)")
+    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")
     p.add_argument("--tokens-per-submit", type=positive, default=1, metavar="N", help="decode so many in one submit (1)")
     p.add_argument("--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut")

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybrid import __version__
+from hybrid.core.dtypes import CACHE_CHOICES
 from hybrid.core.errors import DeviceLost
 from hybrid.core.units import parse_bytes
 
-PRECISIONS, CACHES = ("auto", "exact", "fast"), ("auto", "f32", "f16")
+PRECISIONS, CACHES = ("auto", "exact", "fast"), CACHE_CHOICES
 """What --precision and --kv take."""
 LOST = 3
 """Exit code of a command whose device was lost or did not finish in time."""

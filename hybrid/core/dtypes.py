@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -92,3 +93,8 @@ WEIGHT_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q
 QUANTISED_TYPES = tuple(t for t in WEIGHT_TYPES if DTYPES[t].quantised)
 WRITABLE_TYPES = tuple(t for t in WEIGHT_TYPES if DTYPES[t].block <= 32)  # the k types are read, never made
 ACTIVATION_TYPES = ("f32", "f16", "q8_act")
+CacheType = Literal["f32", "f16", "q8_0"]
+"""Of the KV cache. q8_0 needs heads that are multiples of 32 elements."""
+CacheChoice = Literal["auto", "f32", "f16", "q8_0"]
+"""What `kv` may be: a type, or what the schedule's precision says."""
+CACHE_TYPES, CACHE_CHOICES = get_args(CacheType), get_args(CacheChoice)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal, get_args
+from typing import get_args
 
 from hybrid.checkpoint import Checkpoint
 from hybrid.core.device import Device
+from hybrid.core.dtypes import CACHE_CHOICES, CacheChoice
 from hybrid.core.hparams import HParams
 from hybrid.engine.weights import stored_types
 from hybrid.planning.cache import MAX_SLOTS, CacheShape
@@ -15,7 +16,6 @@ from hybrid.planning.passes import PassSizes, capabilities_of, chunk_of, fixed_r
 from hybrid.planning.planner import PrecisionName, Target
 from hybrid.spec.schedule import Schedule
 
-CacheType = Literal["auto", "f32", "f16"]
 DEFAULT_CTX = 4096
 
 
@@ -26,7 +26,7 @@ class EngineConfig:
     precision: PrecisionName = "auto"
     """auto: quantised weights with int8 activations and an f16 KV cache, others in float32; exact: float32; fast: unquantised
     weights with f16 activations."""
-    kv: CacheType = "auto"
+    kv: CacheChoice = "auto"
     """Storage type of the KV cache; auto: by `precision`."""
     weights: str | None = None
     """Storage type that matrices are converted to while loading (default: the file's)."""
@@ -47,7 +47,7 @@ class EngineConfig:
     """A progress bar on standard error while weights load."""
 
     def __post_init__(self) -> None:
-        for name, known in (("kv", get_args(CacheType)), ("precision", get_args(PrecisionName))):
+        for name, known in (("kv", CACHE_CHOICES), ("precision", get_args(PrecisionName))):
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}")
         if not isinstance(self.slots, Integral) or not 1 <= self.slots <= MAX_SLOTS:

@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="auto (int8 activations for quantised weights, else float32), exact (float32), fast (auto)",
     )
-    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help="type of the KV cache: auto, f32 or f16 (auto)")
+    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
     p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
     p.add_argument("--chunk", type=positive, metavar="N", help="most rows of a prefill pass (what suits the device)")
     p.add_argument(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hybrid.core.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES, CacheChoice
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import CONTROL_WORDS, INBOX_SETS, Extent, Plan, Step, TensorDecl
@@ -31,7 +31,7 @@ class Target:
     n_tokens: int
     """Ids that may be chosen: the tokenizer's size, at most the vocabulary's rows."""
     precision: PrecisionName = "auto"
-    kv: Literal["auto", "f32", "f16"] = "auto"
+    kv: CacheChoice = "auto"
     device: str = "cpu"
     """What the schedule's device `main` is."""
     capabilities: frozenset[str] = frozenset()

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from hybrid.core.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES, CacheType
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS
 from hybrid.spec.expr import Expr
@@ -50,7 +50,7 @@ class Profile(Model):
     """Dtypes that a precision profile gives to the inputs of matrices and to the KV cache beside them."""
 
     act: Act
-    kv: Literal["f32", "f16"]
+    kv: CacheType
     prefill: dict[Capability, Act] = Field(default_factory=dict)
     """Device capability -> `act` of prefill on devices that have it; the first that holds."""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hybrid.core.dtypes import CACHE_TYPES
 from hybrid.core.plan import Step
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.tensors import DeviceTensor
-
-KV_TYPES = ("f32", "f16", "q8_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,8 @@ def cache_layout(step: Step, t: Mapping[str, DeviceTensor]) -> CacheLayout:
         raise VulkanError(f"step {step.name}: the Vulkan kernels need a head_dim that is a multiple of 16, not D = {d}")
     if dtype == "q8_0" and d % 32:
         raise VulkanError(f"step {step.name}: a q8_0 KV cache has blocks of 32 elements of a head: D = {d} is no multiple")
-    if dtype not in KV_TYPES or t["v_cache"].dtype != dtype:
-        raise VulkanError(f"step {step.name}: the KV cache must be {' or '.join(KV_TYPES)} (k and v alike), not "
+    if dtype not in CACHE_TYPES or t["v_cache"].dtype != dtype:
+        raise VulkanError(f"step {step.name}: the KV cache must be {' or '.join(CACHE_TYPES)} (k and v alike), not "
                           f"{dtype} and {t['v_cache'].dtype}")
     slots, width = t["block_table"].shape
     blocks, block_size = t["k_cache"].shape[:2]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.arguments import add_devices, add_model, fallbacks, open_devices, open_model
-from hybrid.cli import Parser, positive, run
+from hybrid.cli import CACHES, Parser, positive, run
 from hybrid.cli.progress import tracked
 from hybrid.core.units import show_rate
 from hybrid.devices.about import driver_of, kernels_of, provenance
@@ -220,7 +220,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-r", "--repetitions", type=positive, default=9, metavar="N", help="of every pass, after one to warm up (9)")
     add_devices(p)
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
-    p.add_argument("--kv", default="auto", choices=("auto", "f32", "f16"), help="type of the KV cache (auto)")
+    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")
     p.add_argument("--picture", type=Path, metavar="FILE", help="also draw it: .png or .svg (needs matplotlib: the extra `perf`)")
     p.add_argument("--read", type=Path, metavar="FILE", help="show what --json printed before; no model is run")

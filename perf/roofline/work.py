@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hybrid.convert.kinds import Wanted, plan_types
-from hybrid.core.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES, CacheChoice
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import Plan, Step, TensorDecl
@@ -111,7 +111,7 @@ class Planned(Subject):
         weights: Mapping[str, WeightInfo],
         dtype: str,
         precision: PrecisionName = "auto",
-        kv: Literal["auto", "f32", "f16"] = "auto",
+        kv: CacheChoice = "auto",
         capabilities: frozenset[str] = frozenset(),
     ) -> None:
         self.name, self.hparams, self.weights, self.dtype = name, hparams, dict(weights), dtype
@@ -234,7 +234,7 @@ def subject(
     dtype: str = "q4_0",
     by_class: Mapping[str, str] | None = None,
     precision: PrecisionName = "auto",
-    kv: Literal["auto", "f32", "f16"] = "auto",
+    kv: CacheChoice = "auto",
     capabilities: Iterable[str] = (),
 ) -> Subject:
     """A model by name (specs/models, perf/sizes) with its matrices stored as `dtype`, or a checkpoint by its path as
@@ -251,15 +251,17 @@ def subject(
     return _named(name, Wanted(dtype, dict(by_class or {})), precision, kv, frozenset(capabilities))
 
 
-Kv = Literal["auto", "f32", "f16"]
-
-
-def _named(name: str, wanted: Wanted, precision: PrecisionName, kv: Kv, capabilities: frozenset[str]) -> Planned:
+def _named(name: str, wanted: Wanted, precision: PrecisionName, kv: CacheChoice, capabilities: frozenset[str]) -> Planned:
     return of_shape(name, find_model(name).hparams(), wanted, precision, kv, capabilities)
 
 
 def of_shape(
-    name: str, hp: HParams, wanted: Wanted, precision: PrecisionName, kv: Kv = "auto", capabilities: frozenset[str] = frozenset()
+    name: str,
+    hp: HParams,
+    wanted: Wanted,
+    precision: PrecisionName,
+    kv: CacheChoice = "auto",
+    capabilities: frozenset[str] = frozenset(),
 ) -> Planned:
     """A model that no file holds, its matrices stored as wanted."""
     from hybrid.checkpoint.families import is_exact, tensors
@@ -269,7 +271,7 @@ def of_shape(
     return Planned(name, hp, _infos(types.kinds, shapes), wanted.dtype, precision, kv, capabilities)
 
 
-def _opened(path: str, precision: PrecisionName, kv: Kv, capabilities: frozenset[str]) -> Planned:
+def _opened(path: str, precision: PrecisionName, kv: CacheChoice, capabilities: frozenset[str]) -> Planned:
     from hybrid.checkpoint import open_checkpoint
 
     with open_checkpoint(path) as c:

@@ -1,7 +1,7 @@
 """attention: flash attention over the paged cache.
 
-On matrix units, for many rows, an f16 cache and heads of up to 256: one dispatch, tiles of rows and heads against tiles of positions. Else
-in two dispatches, partial results of KV splits and their merge.
+On matrix units, for many rows, an f16 cache and heads of up to 256: one dispatch, tiles of rows and heads against tiles of
+positions. Else in two dispatches, partial results of KV splits and their merge.
 
 Few rows: one row and kv head per tile, its context in KV splits so that the device is full.
 Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and its KV splits are as long as a shader's

@@ -1,0 +1,102 @@
+"""The KV cache in q8_0: what it costs in nats, what it saves in memory, and that batches, windows and both devices agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.models import Models, documents, nats
+from conformance.support.profile import LONG
+from conformance.support.synthetic import tiny, write_hf
+from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.checkpoint.random import random_checkpoint
+from hybrid.core.errors import SpecError
+from hybrid.engine.config import EngineConfig
+from hybrid.engine.engine import Engine
+from hybrid.engine.weights import stored_types
+from hybrid.kernels.oracle.device import CpuDevice
+from hybrid.planning.footprint import footprint
+
+IDS = [2, *range(20, 60), 7, 9, 300, 31]  # longer than the window and than a block
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[Models]:
+    opened = Models()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=BACKENDS)
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    opened = open_backend(request.param)
+    yield opened
+    opened.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def vulkan() -> Iterator[Any]:
+    opened = open_backend("vulkan")
+    yield opened
+    opened.close()  # type: ignore[attr-defined]
+
+
+def model(folder: Path, **changes: Any) -> Checkpoint:
+    return open_checkpoint(write_hf(folder, tiny(**{"head_dim": 32, **changes}), dtype="f32"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nats_with_q8_0_are_those_with_f16(models: Models, backend: str) -> None:
+    """Over the 3025 predictions; in the short profile over two documents, on Vulkan over half of one."""
+    some, most = (None, None) if LONG else {"cpu": (2, None), "vulkan": (1, 200)}[backend]
+    found = []
+    for kv in ("f16", "q8_0"):
+        opened = models.get(backend, "q8_0", kv=kv)
+        texts = [ids[:most] for ids in list(documents(opened))[:some]]
+        found.append(np.concatenate([nats(opened.logits(ids), ids) for ids in texts]))
+    assert found[0].shape == found[1].shape and (found[0] != found[1]).any()
+    assert abs((found[1] - found[0]).mean()) < 0.002
+
+
+def test_every_position_counts(tmp_path: Path, device: Any) -> None:
+    """Teacher-forced logits are near those of an exact cache, at every position, over blocks and the window's edge."""
+    checkpoint = model(tmp_path)
+    exact = Engine(checkpoint, CpuDevice(), EngineConfig(chunk=16, kv="f32")).logits(IDS)
+    got = Engine(checkpoint, device, EngineConfig(chunk=16, kv="q8_0")).logits(IDS)
+    error = np.abs(got - exact).max(axis=1)
+    assert error.max() < 0.05 * np.abs(exact).max() and error.max() > 0
+
+
+def test_a_batch_decodes_as_each_sequence_alone(tmp_path: Path, vulkan: Any) -> None:
+    checkpoint, prompts, alone = model(tmp_path), {0: IDS[:30], 1: IDS[:1], 3: IDS[5:18]}, {}
+    single = Engine(checkpoint, vulkan, EngineConfig(chunk=16, kv="q8_0"))
+    for slot, ids in prompts.items():
+        first = single.prefill({0: ids})[0]
+        alone[slot] = [first, *single.decode(20)[0]]
+        single.release(0)
+    vulkan.reset()
+    made = Engine(checkpoint, vulkan, EngineConfig(chunk=16, slots=4, kv="q8_0"))
+    firsts, later = made.prefill(prompts), made.decode(20)
+    assert {s: [firsts[s], *later[s]] for s in prompts} == alone
+
+
+def test_heads_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"q8_0 needs rows of a multiple of 32 elements"):
+        Engine(model(tmp_path, head_dim=48), CpuDevice(), EngineConfig(kv="q8_0"))
+
+
+def test_27b_holds_nearly_twice_the_sequences() -> None:
+    """8192 positions each: 17/32 of f16's bytes, scales included, for global and local layers alike."""
+    held = {}
+    for kv, batch in (("f16", 8), ("q8_0", 15), ("q8_0", 16)):
+        with random_checkpoint("gemma3-27b", kind="q4_0") as checkpoint:
+            types = stored_types(checkpoint, None)
+            found = footprint(checkpoint.hparams, types, batch=batch, context=8192, kv=kv)
+        held[kv, batch] = found.kv_global + found.kv_local
+    assert held["q8_0", 15] < held["f16", 8] < held["q8_0", 16]
