@@ -36,14 +36,14 @@ def models() -> Iterator[Models]:
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     opened = open_backend(request.param)
     yield opened
-    opened.close()  # type: ignore[attr-defined]
+    opened.close()
 
 
 @pytest.fixture
 def vulkan() -> Iterator[Any]:
     opened = open_backend("vulkan")
     yield opened
-    opened.close()  # type: ignore[attr-defined]
+    opened.close()
 
 
 def model(folder: Path, **changes: Any) -> Checkpoint:
