@@ -167,6 +167,22 @@ def test_rewound_sequences_continue_as_new_ones(tmp_path: Path) -> None:
             kept.rewind(0, 999)
 
 
+def test_a_conversation_is_chosen_by_its_penalties(tmp_path: Path) -> None:
+    options = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": {9: 4.0}}
+    with hybrid.load(write_hf(tmp_path), device="cpu") as model:
+        talk = Conversation(model, Options(8, ignore_eos=True, **options))
+        for text in ("the thing", "in the er"):
+            ids = chat.encode(model.checkpoint.tokenizer, [*talk.messages, {"role": "user", "content": text}])
+            "".join(talk.ask(text))
+            said = model.stats.ids
+            with_them, without = [], []
+            for found, given in ((with_them, options), (without, {})):
+                talk.close()
+                "".join(model.generate(ids, 8, ignore_eos=True, **given))
+                found += model.stats.ids
+            assert list(said) == with_them != without
+
+
 @pytest.mark.blas
 def test_a_session_answers_as_if_everything_were_run_anew(tmp_path: Path) -> None:
     texts = ["the thing", "abc " * 9, "e", "in the er"]

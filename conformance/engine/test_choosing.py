@@ -22,8 +22,8 @@ from hybrid.engine.sampling import Sampling
 from hybrid.model import Model
 
 PATIENCE = 60.0  # seconds; nothing here takes one
-PROMPT = [2, 7, 8, 9, 9, 11, 12, 13, 14, 7]
-BIASES = {282: -50, 20: 0.5}  # against the token that this model likes best
+PROMPT = [2, 282, 8, 9, 9, 282, 12, 13, 14, 7]  # with the token that this model likes best
+BIASES = {282: -50, 20: 0.5}
 STRONG: dict[str, Any] = {"repetition_penalty": 1.8, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": BIASES}
 
 
