@@ -28,6 +28,7 @@ COMMANDS = (
     "perf.tune",
     "perf.probe",
     "perf.acceptance",
+    "perf.scheduler",
     "perf.roofline",
     "perf.targets",
     "perf.isa",

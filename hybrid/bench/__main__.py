@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hybrid.arguments import add_devices, add_model, fallbacks, open_devices, open_model
-from hybrid.cli import CACHES, Parser, UsageError, positive, run
+from hybrid.cli import CACHES, Parser, UsageError, amount, positive, run
 from hybrid.cli.progress import tracked
 from hybrid.devices.about import driver_of, kernels_of
 
 if TYPE_CHECKING:
+    from hybrid.bench.energy import Meter
     from hybrid.bench.measure import Row
     from hybrid.core.device import Device
     from hybrid.engine.engine import Engine
@@ -32,18 +33,34 @@ def counts(text: str) -> tuple[int, ...]:
     return found
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """As `counts`, without 0."""
+    if 0 in (found := counts(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} has a 0: give counts such as 1,8,32")
+    return found
+
+
+def span(text: str) -> tuple[int, int]:
+    """For lengths from 16 to 1024: 16,1024; or one length."""
+    found = sizes(text)
+    if len(found) > 2 or found[0] > found[-1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is no length and no pair of them such as 16,1024")
+    return found[0], found[-1]
+
+
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m hybrid.bench",
         description="Speed of prefill and of decode, measured apart after warm-up, with the bytes and operations behind them "
         "(by the operations' declared costs) and their shares of what this device reached in the same run. The cache is "
-        "filled by running random tokens. A figure above the device's nameplate is an error.",
+        "filled by running random tokens. A figure above the device's nameplate is an error. Or, with --requests or "
+        "--conversation, what readers of a server see: when tokens come.",
         epilog="Exit codes: 0, 1 error or an impossible figure, 2 wrong usage, 3 device lost or not answering.",
     )
     add_model(p)
     p.add_argument("-p", "--prompt", type=counts, default=(512,), metavar="N,..", help="tokens of a prompt; 0: none (512)")
     p.add_argument("-n", "--tokens", type=counts, default=(128,), metavar="N,..", help="tokens to generate; 0: none (128)")
-    p.add_argument("-b", "--batch-size", type=positive, default=1, metavar="N", help="sequences at a time (1)")
+    p.add_argument("-b", "--batch-size", type=sizes, default=(1,), metavar="N,..", help="sequences at a time, each in turn (1)")
     p.add_argument("--ctx-depth", type=counts, default=(0,), metavar="N,..", help="positions in the cache before a test (0)")
     p.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="of each test, after one to warm up (5)")
     add_devices(p)
@@ -53,7 +70,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")
     p.add_argument("--tokens-per-submit", type=positive, default=1, metavar="N", help="decode so many in one submit (1)")
     p.add_argument("--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut")
+    p.add_argument("--energy", action="store_true", help="joules per token and watts, where the machine counts them")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    g = p.add_argument_group("as a server gets them", "Random requests, up to -b at a time, in place of -p, -n and --ctx-depth.")
+    g.add_argument("--requests", type=positive, metavar="N", help="so many requests, whose readers' times are shown")
+    g.add_argument("--rate", type=amount, metavar="R", help="they arrive at R per second on average (all at once)")
+    g.add_argument("--prompt-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of a prompt, of a message (128)")
+    g.add_argument("--output-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of an answer (128)")
+    g.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="the first N tokens of all prompts are the same (0)")
+    g.add_argument("--conversation", type=positive, metavar="TURNS", help="one conversation: first tokens with and without reuse")
+    g.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and tokens (0)")
     return p
 
 
@@ -65,10 +91,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace, command: str) -> int:
     from hybrid.bench.ceiling import ceiling, impossible
+    from hybrid.bench.energy import meter_for
     from hybrid.bench.probe import probe
     from hybrid.bench.report import as_dict, text
     from hybrid.spec.devicesheet import sheet_for
 
+    if args.requests or args.conversation:
+        from hybrid.bench.online import online
+
+        return online(args, command)
     if not any((*args.prompt, *args.tokens)):
         raise UsageError("nothing to measure: give -p or -n a number that is not 0")
     with ExitStack() as held:
@@ -81,7 +112,7 @@ def _main(args: argparse.Namespace, command: str) -> int:
         begin = time.perf_counter()
         engine = _engine(args, checkpoint, device, schedule)
         seconds = opening + time.perf_counter() - begin
-        rows = _rows(args, engine)
+        rows = _rows(args, engine, meter_for(opened.main) if args.energy else None)
         about = {
             "command": command,
             "device": device.name,
@@ -123,7 +154,7 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
         kv=args.kv,
         weights=args.weights,
         ctx=ctx,
-        slots=args.batch_size,
+        slots=max(args.batch_size),
         chunk=args.chunk,
         n_tokens=checkpoint.hparams.vocab,
         deterministic=args.deterministic,
@@ -132,12 +163,14 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
     return Engine(checkpoint, device, config, schedule=schedule)
 
 
-def _rows(args: argparse.Namespace, engine: Engine) -> list[Row]:
+def _rows(args: argparse.Namespace, engine: Engine, meter: Meter | None) -> list[Row]:
     from hybrid.bench.measure import Bench
 
-    bench = Bench(engine, args.repetitions, args.tokens_per_submit)
-    tests = [(bench.prefill, n, d) for d in args.ctx_depth for n in args.prompt if n]
-    tests += [(bench.decode, n, d) for d in args.ctx_depth for n in args.tokens if n]
+    tests = []
+    for batch in args.batch_size:
+        bench = Bench(engine, args.repetitions, args.tokens_per_submit, batch=batch, meter=meter)
+        tests += [(bench.prefill, n, d) for d in args.ctx_depth for n in args.prompt if n]
+        tests += [(bench.decode, n, d) for d in args.ctx_depth for n in args.tokens if n]
     return [test(n, depth) for test, n, depth in tracked(tests, "tests")]
 
 

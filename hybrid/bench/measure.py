@@ -10,11 +10,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from hybrid.bench.energy import Energy, Meter
 from hybrid.engine.engine import Engine
 from hybrid.engine.streams import submit_ahead
 from hybrid.planning.cost import Cost, plan_cost
@@ -38,6 +40,8 @@ class Row:
     """The device's counters per pass: submits, dispatches, barriers, allocations, recordings, transfers."""
     host_us: float | None = None
     """Of the engine's own work per token, waits excluded; None where submitting is running."""
+    energy: Energy | None = None
+    """Of all repetitions, where it was asked for."""
 
     @property
     def name(self) -> str:
@@ -63,11 +67,12 @@ class Row:
 
 
 class Bench:
-    """Tests on an engine that nothing else uses, with as many sequences at a time as it has slots."""
+    """Tests on an engine that nothing else uses, with `batch` sequences at a time (default: as many as it has slots)."""
 
-    def __init__(self, engine: Engine, repeats: int, at_once: int = 1, seed: int = 0) -> None:
-        self.engine, self.repeats, self.at_once = engine, repeats, at_once
-        self.slots = tuple(range(engine.cache.slots))
+    def __init__(self, engine: Engine, repeats: int, at_once: int = 1, seed: int = 0, batch: int | None = None,
+                 meter: Meter | None = None) -> None:  # fmt: skip
+        self.engine, self.repeats, self.at_once, self.meter = engine, repeats, at_once, meter
+        self.slots = tuple(range(engine.cache.slots if batch is None else batch))
         self._random = np.random.default_rng(seed)
 
     def prefill(self, n: int, depth: int) -> Row:
@@ -77,10 +82,12 @@ class Bench:
         for run in range(-1, self.repeats):  # the first warms up
             self.fill(depth)
             before = engine.counters.copy()
-            begin = time.perf_counter()
-            engine.wait(engine.submit_prefill(prompts))
+            with self._metered(run):
+                begin = time.perf_counter()
+                engine.wait(engine.submit_prefill(prompts))
+                spent = time.perf_counter() - begin
             if run >= 0:
-                seconds.append(time.perf_counter() - begin)
+                seconds.append(spent)
         counted = self._per(before, -(-n * len(self.slots) // engine.sizes.rows[-1]))
         return self._row("prefill", n, depth, self._consumed(depth), seconds, cost, counted)
 
@@ -93,12 +100,13 @@ class Bench:
             engine.wait(engine.submit_prefill({s: self.ids(1) for s in self.slots}))
             engine.wait(engine.submit_decode(self.slots))  # its rows are set up: what follows only submits
             before = engine.counters.copy()
-            spent, host = self._tokens(n)
+            with self._metered(run):
+                spent, host = self._tokens(n)
             if run >= 0:
                 seconds.append(spent)
                 hosts.append(host / (n * len(self.slots)) * 1e6)
         counted = self._per(before, n)
-        plan = engine.plan("decode", engine.sizes.outs[-1], engine.sizes.outs[-1])
+        plan = engine.plan("decode", len(self.slots), len(self.slots))
         one = plan_cost(plan, start + n // 2)
         host_us = None if engine.target.device == "cpu" else statistics.median(hosts)
         cost = Cost(one.flops * n, one.nbytes * n)
@@ -121,6 +129,10 @@ class Bench:
             read += count
             host += clock() - mark
         return clock() - begin, host
+
+    def _metered(self, run: int) -> AbstractContextManager[object]:
+        """The energy of a repetition is counted, that of warming up is not."""
+        return self.meter.running() if self.meter and run >= 0 else nullcontext()
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -170,4 +182,5 @@ class Bench:
         wanted = n * len(self.slots)
         if tokens != wanted:
             raise RuntimeError(f"{phase} {n} @ {depth}: the device consumed {tokens} tokens, {wanted} were asked for")
-        return Row(phase, n, depth, len(self.slots), tokens, tuple(seconds), cost.flops, cost.nbytes, counted, host_us)
+        energy = self.meter.take() if self.meter else None
+        return Row(phase, n, depth, len(self.slots), tokens, tuple(seconds), cost.flops, cost.nbytes, counted, host_us, energy)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hybrid.bench.ceiling import Ceiling
+from hybrid.bench.energy import Energy
 from hybrid.bench.measure import Row
 from hybrid.bench.probe import Probes
 from hybrid.core.units import show_rate
@@ -36,7 +37,13 @@ def row_dict(row: Row, limit: Ceiling) -> dict[str, Any]:
         "share_of_matrix": limit.share_of_flops(row),
         "host_us_per_token": row.host_us,
         "per_pass": dict(row.counted),
+        **({} if row.energy is None else {"energy": energy_dict(row.energy, row.tokens * len(row.seconds))}),
     }
+
+
+def energy_dict(energy: Energy, tokens: int) -> dict[str, Any]:
+    """Energy of a run of so many tokens, as plain data."""
+    return {**asdict(energy), "watts": energy.watts, "joules_per_token": energy.per(tokens), "line": energy.line(tokens)}
 
 
 def as_dict(about: Mapping[str, Any], rows: Sequence[Row], probes: Probes, limit: Ceiling, wrong: Sequence[str]) -> dict[str, Any]:
@@ -83,4 +90,6 @@ def text(report: Mapping[str, Any]) -> str:
             f"{100 * r['share_of_copy']:6.1f} %{show_rate(1e12 * r['tflops'], ''):>8}{flops:>8}{host:>13}"
             f"{r['per_pass']['dispatches']:12.0f}{r['per_pass']['barriers']:10.0f}"
         )
+        if "energy" in r:
+            lines.append(f"  {r['energy']['line']}")
     return "\n".join(lines)

@@ -34,7 +34,7 @@ class Scheduler:
 
     def __init__(self, blocks: Blocks, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.blocks, self.limits, self.counts = blocks, limits, Counts()
-        self.max_writes = len(blocks.pools) * (2 * limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block))
+        self.max_writes = len(blocks.pools) * (limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block))
         """Of a pass."""
         self._number = 0  # of the last pass
         self._queue = Queue(limits, clock)
