@@ -23,6 +23,7 @@ from hybrid.cli.progress import progress_bar
 FORM_FEED = "\n\f\n"
 MAX_TEXT = 1 << 28  # bytes
 _PASS_ROWS = 512
+_TOGETHER = 32  # documents at most
 _ROW_ELEMENTS = 1 << 21  # logits worked on at once, in float64
 
 
@@ -227,9 +228,7 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
 
 def _together(chunk: int) -> int:
     """Documents that share passes: each pass reads every weight, so it should have hundreds of rows."""
-    from hybrid.planning.cache import MAX_SLOTS
-
-    return max(1, min(MAX_SLOTS, _PASS_ROWS // chunk))
+    return max(1, min(_TOGETHER, _PASS_ROWS // chunk))
 
 
 def _reference(args: argparse.Namespace, stack: contextlib.ExitStack) -> Any:

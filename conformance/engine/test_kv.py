@@ -8,15 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.core.errors import ContextExceeded, NoFreeSlot
+from hybrid.engine.blocks import Blocks, groups_of
 from hybrid.engine.kv import BlockTables
 from hybrid.planning.cache import CacheShape
+
+
+def tables_of(shape: CacheShape) -> BlockTables:
+    return BlockTables(shape, Blocks(groups_of(shape), shape.block))
 
 
 @settings(max_examples=60)  # a call takes microseconds
 @given(st.integers(1, 300), st.integers(0, 200), st.integers(1, 64), st.integers(1, 6), st.sampled_from([1, 4, 32]))
 def test_ring_keeps_every_position_that_a_chunk_can_see(ctx, window, chunk, slots, block):
     shape = CacheShape(ctx, window, min(chunk, ctx), slots, block)
-    tables = BlockTables(shape)
+    tables = tables_of(shape)
     slot = tables.admit(ctx)
     row = tables.tables["local"][slot]
     for start in {0, ctx // 2, ctx - shape.chunk}:  # rows start..start+chunk are appended, then all of them attend
@@ -30,7 +35,7 @@ def test_ring_keeps_every_position_that_a_chunk_can_see(ctx, window, chunk, slot
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 100)), max_size=40))
 def test_sequences_never_share_blocks_and_all_come_back(events):
     shape = CacheShape(100, 10, 16, 4, 8)
-    tables, lengths = BlockTables(shape), {}
+    tables, lengths = tables_of(shape), {}
     for arrive, length in events:
         if arrive and len(lengths) < shape.slots:
             lengths[tables.admit(length)] = length
@@ -51,7 +56,7 @@ def test_sequences_never_share_blocks_and_all_come_back(events):
 
 
 def test_what_does_not_fit_is_said():
-    tables = BlockTables(CacheShape(64, 0, 16, 2))
+    tables = tables_of(CacheShape(64, 0, 16, 2))
     with pytest.raises(ContextExceeded, match=r"65 tokens does not fit in the context of 64: .* larger ctx"):
         tables.admit(65)
     tables.admit(64)
@@ -59,6 +64,6 @@ def test_what_does_not_fit_is_said():
     with pytest.raises(NoFreeSlot, match="all 2 slots are in use"):
         tables.admit(1)
     with pytest.raises(ValueError, match="holds no sequence"):
-        BlockTables(CacheShape(64, 0, 16, 2)).release(0)
-    with pytest.raises(ValueError, match=r"slots must be 1\.\.32, not 33"):
-        CacheShape(64, 0, 16, 33)
+        tables_of(CacheShape(64, 0, 16, 2)).release(0)
+    with pytest.raises(ValueError, match=r"slots must be 1\.\.256, not 257"):
+        CacheShape(64, 0, 16, 257)

@@ -169,13 +169,13 @@ def test_greater_priority_is_begun_first(folder: Path, monkeypatch: pytest.Monke
         held = model.generate(PROMPTS[0], 50, ignore_eos=True)
         next(held)
         begun: list[int] = []
-        prefill = model.engine.submit_prefill
+        start = model._serving.runner.start
 
-        def noted(prompts: Any) -> int:
-            begun.extend(map(len, prompts.values()))
-            return prefill(prompts)
+        def noted(scheduled: Any) -> Any:
+            begun.extend(stream.n_prompt for stream in scheduled.params)
+            return start(scheduled)
 
-        monkeypatch.setattr(model.engine, "submit_prefill", noted)
+        monkeypatch.setattr(model._serving.runner, "start", noted)
         handles = [model.submit(PROMPTS[i], max_tokens=2, ignore_eos=True, priority=p) for i, p in enumerate((0, 1, 5, 1))]
         held.close()
         for handle in handles:
@@ -185,7 +185,7 @@ def test_greater_priority_is_begun_first(folder: Path, monkeypatch: pytest.Monke
 
 def test_a_lost_device_ends_every_request_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(folder, "cpu", 2) as model:
-        submit = model.engine.submit_decode
+        submit = model.engine.submit_scheduled
         left = [5]
 
         def lost(*args: Any) -> int:
@@ -194,7 +194,7 @@ def test_a_lost_device_ends_every_request_and_says_so(folder: Path, monkeypatch:
                 raise DeviceLost("cpu: gone")
             return submit(*args)
 
-        monkeypatch.setattr(model.engine, "submit_decode", lost)
+        monkeypatch.setattr(model.engine, "submit_scheduled", lost)
         handles = [model.submit(p, max_tokens=60, ignore_eos=True) for p in PROMPTS]
         for handle in handles:
             with pytest.raises(DeviceLost, match="gone"):

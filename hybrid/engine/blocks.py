@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from hybrid.core.errors import NoFreeSlot
 from hybrid.planning.cache import CacheShape
 
 Write = tuple[str, int, int, int]
@@ -138,13 +139,13 @@ class Pool:
 
 class Blocks:
     """All groups of one engine. block: positions of a block. salt: what else the bits in a block depend on, such as the
-    model's identity; other salts find nothing of each other."""
+    model's identity; other salts find nothing of each other. reuse: whether prefixes are found at all."""
 
-    def __init__(self, groups: Sequence[Group], block: int, salt: bytes = b"") -> None:
+    def __init__(self, groups: Sequence[Group], block: int, salt: bytes = b"", reuse: bool = True) -> None:
         if not groups or block < 1:
             raise ValueError(f"a cache needs a group of layers and a positive block, not {groups} and {block}")
         self.pools = [Pool(g) for g in sorted(groups, key=lambda g: g.window > 0)]  # groups that see everything come first
-        self.block = block
+        self.block, self.reuse = block, reuse
         self.evictions = 0
         """Blocks with a key that were taken for other tokens."""
         self.given = 0
@@ -193,7 +194,7 @@ class Blocks:
         start, block = held.size, self.block
         runs = [start] * len(self.pools)  # of each group: blocks that are there, without a gap, up to the one looked at
         best, coming = start, False
-        for i in range(start, most):
+        for i in range(start, most if self.reuse else start):
             key = self.key(held, ids, i)
             found = [p.by_key.get(key) for p in self.pools]
             if any(b is None and not p.group.window for p, b in zip(self.pools, found, strict=True)):
@@ -281,6 +282,24 @@ class Blocks:
             table.clear()
             held.first[g] = 0
         held.sealed = 0
+        self.given += 1
+
+    def reserve(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
+        """Blocks of groups by name, for one who keeps tables of its own and lets nobody find what is in them. NoFreeSlot, and
+        nothing done, where there are not enough."""
+        for pool in self.pools:
+            if pool.available < (n := wanted[pool.group.name]):
+                raise NoFreeSlot(
+                    f"the KV cache has {pool.available} free blocks for {pool.group.name} layers, the sequence needs {n}: wait "
+                    "until another has ended"
+                )
+        return {p.group.name: [self._take(p) for _ in range(wanted[p.group.name])] for p in self.pools}
+
+    def give_back(self, blocks: Mapping[str, Sequence[int]]) -> None:
+        """What was reserved."""
+        for pool in self.pools:
+            for block in reversed(blocks[pool.group.name]):
+                pool.drop(block, 0)
         self.given += 1
 
     def clear(self) -> None:

@@ -32,8 +32,9 @@ class Choosing:
         """Slot -> rows of `masks` that hold what it allows after guesses; its own row holds what it allows next."""
         self._free = list(range(target.cache.slots, target.cache.slots + GUESSED_ROWS))
 
-    def admit(self, slot: int, sampling: Sampling, prompt: Sequence[int] = (), constraint: Constraint | None = None) -> None:
-        """A slot's sequence is chosen by these from now on. prompt: all tokens before the first that is chosen; needed where
+    def admit(self, slot: int, sampling: Sampling, prompt: Sequence[int] = (), constraint: Constraint | None = None,
+              generated: Sequence[int] = ()) -> None:  # fmt: skip
+        """A slot's sequence is chosen by these from now on. prompt, generated: all its tokens until now; needed where
         sampling.counts. ValueError for biases of ids that the model does not have."""
         sampling.check(self.target.n_tokens)
         self.release(slot)
@@ -45,7 +46,7 @@ class Choosing:
             self.device.write("bias", Tensor.of(biases), slot)
         if sampling.counts:
             history = np.full((1, self.target.cache.ctx), -1, np.int32)
-            history[0, : len(prompt)] = prompt
+            history[0, : len(prompt) + len(generated)] = [*prompt, *generated]
             self.device.write("history", Tensor.of(history), slot)
         self._sampling[slot] = sampling
         if constraint is not None:

@@ -34,6 +34,9 @@ class EngineConfig:
     """Positions per sequence (default: the model's context, at most DEFAULT_CTX)."""
     slots: int = 1
     """Sequences that the KV cache holds at a time."""
+    blocks: tuple[int, int] = (0, 0)
+    """Blocks of the KV cache in global and in local layers (0: what `slots` sequences need at their longest). With fewer,
+    scheduled sequences take turns."""
     chunk: int | None = None
     """Most rows of a prefill pass (default: what fills the device's matrix units)."""
     n_tokens: int | None = None
@@ -80,7 +83,7 @@ def target_for(config: EngineConfig, checkpoint: Checkpoint, device: Device, sch
         schedule,
         hp,
         stored_types(checkpoint, config.weights, device.backend),
-        CacheShape.of(hp, config.context(hp), config.slots, sizes.rows[-1], device.pipeline_depth),
+        CacheShape.of(hp, config.context(hp), config.slots, sizes.rows[-1], device.pipeline_depth, config.blocks),
         min(hp.vocab, n_tokens),
         config.precision,
         config.kv,

@@ -16,6 +16,7 @@ from hybrid.core.errors import ContextExceeded, SpecError
 from hybrid.core.plan import FAULTED, Plan, TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.engine import streams, teacher_forcing, voids
+from hybrid.engine.blocks import Blocks, groups_of
 from hybrid.engine.choosing import Choosing
 from hybrid.engine.chunks import Chunk, check_prompts, chunks
 from hybrid.engine.config import EngineConfig, sizes_for, target_for
@@ -60,7 +61,9 @@ class Engine:
         schedule = schedule or find_schedule(checkpoint.hparams.family)
         self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
         self.cache = self.target.cache
-        self.tables = BlockTables(self.cache)
+        self.blocks = Blocks(groups_of(self.cache), self.cache.block, reuse=device.drives == {device.backend})
+        """The KV cache's; a device with views of the cache of its own is told of what is appended, not of what is found again."""
+        self.tables = BlockTables(self.cache, self.blocks)
         self.choosing = Choosing(device, self.target)
         self.positions: dict[int, int] = {}
         """Live slot -> position of its next token."""
@@ -72,6 +75,10 @@ class Engine:
         """Whether decode passes may use kernels whose workgroups wait for one another (hybrid/engine/voids.py)."""
         self.faults: list[str] = []
         """Why passes were run again, and how decoding goes on since."""
+        self.served = False
+        """Whether scheduled passes (runner.py) have been submitted since all passes were last waited for."""
+        self.voided = 0
+        """How often scheduled passes were void: they are dropped, and whoever made them starts again."""
         self._timing = Timing(self.trace)
         self._last_pipeline_slot = device.pipeline_depth - 1  # of the last prefill pass
         self._slot_ticket: dict[int, int] = {}  # the ticket of a pipeline slot's last pass
@@ -330,13 +337,17 @@ class Engine:
         """Wait for every pass, and run void ones again: the host may write io tensors only while no pass reads them."""
         self.device.wait()
         self._timing.stop()
-        if self._decoding is not None and voids.is_void(self):
+        if self.served and voids.is_void(self):
+            voids.drop(self)
+            self.voided += 1
+        elif self._decoding is not None and voids.is_void(self):
             voids.run_again(self, self._decoding)
+        self.served = False
 
     def run_chunk(self, chunk: Chunk, program: Program) -> int:
         """Submit one prefill pass, once the last pass of its pipeline slot has finished; returns its ticket."""
         pipeline_slot = program.plan.pipeline_slot
-        if pipeline_slot is None or self._decoding is not None:
+        if self._decoding is not None:  # its passes may be void, and are run again with the rows that they had
             self._settle()
         elif pipeline_slot in self._slot_ticket:
             self.device.wait(self._slot_ticket[pipeline_slot])
@@ -349,6 +360,20 @@ class Engine:
         if pipeline_slot is not None:
             self._slot_ticket[pipeline_slot] = ticket
         return ticket
+
+    def submit_scheduled(self, program: Program, rows: Rows | None) -> int:
+        """Submit a scheduled pass: with these rows, or (None) with those of the pass before, going on. Waits for no pass but the
+        one whose message had this one's place; returns its ticket."""
+        if rows is not None:
+            self._decoding = None
+            self.inbox.put(rows)
+            self._message = True
+        self.served = True
+        return self._submit(program)
+
+    def settle(self) -> None:
+        """Until every pass has finished, void ones run again or, where they were scheduled, dropped (`voided`)."""
+        self._settle()
 
     def _submit(self, program: Program, times: int = 1) -> int:
         if self.config.profile:

@@ -54,7 +54,8 @@ class Inbox:
         self._device, self._words = device, cache.message
         self.begun = 0
         """Passes submitted: the device's `turn` once they have begun."""
-        self._next = 0  # place of the next message
+        self.messages = 0
+        """How many were put."""
         self._known = True
         self._taken: deque[int] = deque(maxlen=INBOX_SETS)  # tickets of the last messages' passes
 
@@ -71,8 +72,8 @@ class Inbox:
         if len(message) > self._words:
             what = f"{len(rows.tokens)} rows with {len(rows.entries)} entries of block tables"
             raise ValueError(f"{what} take {len(message)} words of a pass's message, which has room for {self._words}")
-        self._device.write(INBOX_TENSOR, Tensor.of(message), self._next * self._words)
-        self._next = (self._next + 1) % INBOX_SETS
+        self._device.write(INBOX_TENSOR, Tensor.of(message), self.messages % INBOX_SETS * self._words)
+        self.messages += 1
 
     def taken(self, ticket: int) -> None:
         """The ticket of the pass that takes the message which was put last."""

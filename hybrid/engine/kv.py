@@ -1,6 +1,6 @@
-"""Block tables of the KV cache: which physical block holds a position of a sequence.
-
-All table entries of a sequence are set when it is admitted: no token needs a host write. Sizes: planning/cache.py.
+"""Block tables of sequences that keep their place: which physical block holds a position. All entries of a sequence are set when
+it is admitted, so no token needs a host write; a local layer's blocks are a ring, which the table repeats. The blocks are those
+of the engine's pools (blocks.py), which scheduled sequences take theirs from as they grow. Sizes: planning/cache.py.
 """
 
 from __future__ import annotations
@@ -8,31 +8,18 @@ from __future__ import annotations
 import numpy as np
 
 from hybrid.core.errors import ContextExceeded, NoFreeSlot
+from hybrid.engine.blocks import Blocks
 from hybrid.planning.cache import CacheShape
 
 
-class BlockPool:
-    """Free physical blocks of one group, handed out lowest first."""
-
-    def __init__(self, blocks: int) -> None:
-        self.free = list(range(blocks - 1, -1, -1))
-
-    def take(self, n: int) -> list[int]:
-        if n > len(self.free):
-            raise NoFreeSlot(f"the KV cache has {len(self.free)} free blocks, the sequence needs {n}")
-        return [self.free.pop() for _ in range(n)]
-
-    def give(self, blocks: list[int]) -> None:
-        self.free.extend(sorted(blocks, reverse=True))
-
-
 class BlockTables:
-    """Host copy of both block tables, int32 [slots, table]. A free slot's entries are 0 and must not be used."""
+    """Host copy of both block tables, int32 [slots, table]. A free slot's entries are stale and must not be used."""
 
-    def __init__(self, shape: CacheShape) -> None:
-        self.shape = shape
+    def __init__(self, shape: CacheShape, blocks: Blocks) -> None:
+        self.shape, self.blocks = shape, blocks
         self.tables = {g: np.zeros((shape.slots, shape.table), np.int32) for g in ("global", "local")}
-        self._pools = {"global": BlockPool(shape.global_blocks), "local": BlockPool(shape.local_blocks)}
+        self.free = list(range(shape.slots - 1, -1, -1))
+        """Slots of no sequence; the scheduler takes its own from here too."""
         self._owned: dict[int, dict[str, list[int]]] = {}
 
     def admit(self, length: int, slot: int | None = None) -> int:
@@ -43,16 +30,17 @@ class BlockTables:
                 "shorten it or load the model with a larger ctx"
             )
         if slot is None:
-            slot = next((s for s in range(self.shape.slots) if s not in self._owned), None)
-            if slot is None:
+            if not self.free:
                 raise NoFreeSlot(
                     f"all {self.shape.slots} slots are in use: end or close the generation or session that holds one"
                 )
-        if slot in self._owned or not 0 <= slot < self.shape.slots:
+            slot = min(self.free)
+        if slot not in self.free:
             raise ValueError(f"slot {slot} is in use or outside 0..{self.shape.slots - 1}")
         need = -(-length // self.shape.block)
         wanted = {"global": need, "local": min(need, self.shape.ring)}
-        blocks = {group: self._pools[group].take(n) for group, n in wanted.items()}  # a free slot's are always there
+        blocks = self.blocks.reserve({g.name: wanted[g.name] for g in self.blocks.groups})
+        self.free.remove(slot)
         self._owned[slot] = blocks
         for group, own in blocks.items():
             self.tables[group][slot] = 0
@@ -64,8 +52,8 @@ class BlockTables:
         blocks = self._owned.pop(slot, None)
         if blocks is None:
             raise ValueError(f"slot {slot} holds no sequence")
-        for group, own in blocks.items():
-            self._pools[group].give(own)
+        self.blocks.give_back(blocks)
+        self.free.append(slot)
 
     def row(self, group: str, slot: int) -> np.ndarray:
         """The slot's table as int32 [1, table], to write to the device."""

@@ -64,7 +64,7 @@ class Request:
         """Why it ended; None while it has not."""
         self.cached = 0
         """Tokens of the prompt that the KV cache held when it began."""
-        self._end_ids = frozenset[int]() if ignore_eos else tokenizer.eos_ids
+        self.end_ids = frozenset[int]() if ignore_eos else tokenizer.eos_ids
         self._text = StreamDecoder(tokenizer)
         self._stops = StopFilter([stop] if isinstance(stop, str) else stop or ())
         self._began = self._first = self._ended = 0.0  # time.perf_counter()
@@ -92,7 +92,7 @@ class Request:
         if not self.out:
             self._first = time.perf_counter()
         self.out.append(token)
-        if token in self._end_ids:
+        if token in self.end_ids:
             self._end("eos")
             return self._rest()
         piece = self._stops.push(self._text.push(token))

@@ -30,9 +30,11 @@ SHARE = 4
 
 
 class Scheduler:
-    """blocks: of the engine's cache, which this scheduler alone uses. clock: of deadlines, in seconds."""
+    """blocks: of the engine's cache, which this scheduler alone uses. clock: of deadlines, in seconds. slots: those that are
+    free, kept up to date here, where others take some too."""
 
-    def __init__(self, blocks: Blocks, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, blocks: Blocks, limits: Limits, clock: Callable[[], float] = time.monotonic,
+                 slots: list[int] | None = None) -> None:  # fmt: skip
         self.blocks, self.limits, self.counts = blocks, limits, Counts()
         self.max_writes = len(blocks.pools) * (limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block))
         """Of a pass."""
@@ -41,7 +43,7 @@ class Scheduler:
         self._running: list[Stream] = []  # in order
         self._prompts: list[Stream] = []  # those of the running whose prompts are not scheduled whole
         self._flights: deque[Pass] = deque()
-        self._slots = list(range(limits.slots - 1, -1, -1))  # free ones
+        self._slots = list(range(limits.slots - 1, -1, -1)) if slots is None else slots  # free ones
         self._cooling: deque[tuple[int, int]] = deque()  # (pass, slot): free when that pass has been committed
         self._stuck: tuple[Stream, int] | None = None  # a request that did not fit, and blocks.given at that time
         self._writes: list[Write] = []  # of the next pass, so are these

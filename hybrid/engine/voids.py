@@ -33,6 +33,13 @@ def run_again(engine: PassRunner, slots: tuple[int, ...]) -> None:
         raise RuntimeError(f"{engine.device.name}: void passes left sequences at positions {held}, submitted were {submitted}: "
                            "load the model again")  # fmt: skip
     engine.positions.update(held)
+    drop(engine)
+    if times := lost.pop() if lost else 0:
+        engine.wait(engine.submit_decode(slots, times))
+
+
+def drop(engine: PassRunner) -> None:
+    """Forget that passes were void, say so once, and decode without waits between workgroups from now on. Every pass is done."""
     engine.forget_programs("decode")  # their mailboxes hold messages that were never read
     engine.cooperative = False
     text = (f"{engine.device.name}: workgroups of one dispatch waited for one another for too long (other work on this device may "
@@ -40,5 +47,3 @@ def run_again(engine: PassRunner, slots: tuple[int, ...]) -> None:
     log.warning("%s", text)
     engine.faults.append(text)
     engine.device.write(CONTROL_TENSOR, Tensor.of(np.zeros(CONTROL_WORDS, np.uint32)))
-    if times := lost.pop() if lost else 0:
-        engine.wait(engine.submit_decode(slots, times))

@@ -12,14 +12,15 @@ from hybrid.core.hparams import HParams
 from hybrid.core.plan import ENTRY_WORDS, MESSAGE_HEADER, OUT_WORDS, ROW_WORDS
 
 BLOCK = 32  # positions per block
-MAX_SLOTS = 32
+MAX_SLOTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """ctx: positions per sequence. window: of local layers, in positions, the row's own included; 0 = no local layers. chunk:
     most rows of one sequence in flight, those of a prefill pass or of all that overlap. slots: sequences. Made by `of`, except
-    in tests. rows: most rows of any pass (0: chunk)."""
+    in tests. rows: most rows of any pass (0: chunk). held: blocks of a global and of a local layer (0: what all slots need at
+    their longest)."""
 
     ctx: int
     window: int
@@ -27,6 +28,7 @@ class CacheShape:
     slots: int
     block: int = BLOCK
     rows: int = 0
+    held: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS:
@@ -34,11 +36,13 @@ class CacheShape:
         for key in ("ctx", "chunk", "block"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be positive, not {getattr(self, key)}")
+        if min(self.held) < 0:
+            raise ValueError(f"held must be numbers of blocks, not {self.held}")
 
     @classmethod
-    def of(cls, hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1) -> CacheShape:
+    def of(cls, hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1, held: tuple[int, int] = (0, 0)) -> CacheShape:
         """For a model, with prefill passes of at most `rows` rows, of which `in_flight` overlap (planning/pipeline.py)."""
-        return cls(ctx, hp.window, min(in_flight * rows, ctx), slots, rows=rows)
+        return cls(ctx, hp.window, min(in_flight * rows, ctx), slots, rows=rows, held=held)
 
     @property
     def table(self) -> int:
@@ -57,7 +61,7 @@ class CacheShape:
     def entries(self) -> int:
         """Block-table entries that a pass may bring: those of a sequence that finds its whole context in the cache, and of every
         block that the rows of a pass may begin."""
-        return 2 * (self.table + self.slots + self.most_rows // self.block + 1)
+        return 2 * (self.table + 2 * self.slots + self.most_rows // self.block + 1)
 
     @property
     def most_rows(self) -> int:
@@ -70,8 +74,8 @@ class CacheShape:
 
     @property
     def global_blocks(self) -> int:
-        return self.slots * self.table
+        return self.held[0] or self.slots * self.table
 
     @property
     def local_blocks(self) -> int:
-        return self.slots * self.ring
+        return self.held[1] or self.slots * self.ring

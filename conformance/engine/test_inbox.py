@@ -1,0 +1,72 @@
+"""Messages to the device: what they hold, where they lie, and that none is overwritten before it was taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybrid.core.plan import INBOX_SETS
+from hybrid.engine.inbox import GOES_ON, Inbox, Rows
+from hybrid.planning.cache import CacheShape
+
+SHAPE = CacheShape(ctx=64, window=10, chunk=8, slots=2)
+
+
+class Device:
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def write(self, name: str, value: Any, row: int = 0) -> None:
+        self.said.append((name, value.array.tolist(), row))
+
+    def wait(self, ticket: int | None = None) -> None:
+        self.said.append(("wait", ticket))
+
+
+def rows(count: int, **more: Any) -> Rows:
+    one = np.full(count, GOES_ON, np.int32)
+    return Rows(one, one, np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32), **more)
+
+
+def test_a_message_is_header_rows_wanted_rows_and_entries() -> None:
+    made = rows(2, entries=[("local", 1, 3, 7), ("global", 0, 2, 5)]).message(9)
+    assert made.dtype == np.int32
+    assert made.tolist() == [9, 2, 2, 2, 0, 0, 0, 0, -1, -1, 0, -1, -1, 1, 0, -1, 1, -1, 1, 1, 3, 7, 0, 0, 2, 5]
+    assert rows(1, mask_rows=np.array([4], np.int32)).message(1).tolist()[-2:] == [0, 4]
+
+
+def test_a_place_is_written_again_when_its_pass_is_done() -> None:
+    device: Any = Device()
+    inbox = Inbox(device, SHAPE)
+    for i in range(INBOX_SETS + 2):
+        inbox.put(rows(1))
+        inbox.begun += 3  # the pass, submitted three times
+        inbox.taken(100 + i)
+    places = [(said[1][0], said[2]) for said in device.said if said[0] == "inbox"]
+    assert places == [(1 + 3 * i, i % INBOX_SETS * SHAPE.message) for i in range(INBOX_SETS + 2)]
+    waits = [i for i, said in enumerate(device.said) if said[0] == "wait"]
+    assert [device.said[i] for i in waits] == [("wait", 100), ("wait", 101)]
+    assert all(device.said[i + 1][0] == "inbox" for i in waits)
+
+
+def test_after_a_submit_that_failed_the_count_begins_anew() -> None:
+    """Far enough that no old message has the number of a later pass."""
+    device: Any = Device()
+    inbox = Inbox(device, SHAPE)
+    inbox.put(rows(1))
+    inbox.begun += 5
+    inbox.lost_count()
+    inbox.put(rows(1))
+    (turn,) = (said for said in device.said if said[0] == "turn")
+    assert device.said[1] == ("wait", None) and turn[1][0] > 5 + 100 and device.said[-1][1][0] == turn[1][0] + 1
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    inbox = Inbox(Device(), SHAPE)  # type: ignore[arg-type]
+    inbox.put(rows(8, entries=[("global", 0, 0, 0)] * SHAPE.entries))
+    with pytest.raises(ValueError, match=r"9 rows with .* entries of block tables take .* words"):
+        inbox.put(rows(9, entries=[("global", 0, 0, 0)] * SHAPE.entries))

@@ -1,0 +1,301 @@
+"""Scheduled passes on a real engine: prompts and decoding in the same passes, blocks found again and taken away, faults. Every
+text is that of its sequence alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+import hybrid
+from conformance.support.cooperative import give_up
+from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.models import golden, prompt
+from conformance.support.paths import MODELS
+from conformance.support.profile import LONG
+from conformance.support.synthetic import tiny, write_hf
+from conformance.support.ties import EXACT_NEAR, lead
+from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.core.errors import ContextExceeded, QueueFull
+from hybrid.engine.audit import audit
+from hybrid.engine.config import EngineConfig
+from hybrid.engine.engine import Engine
+from hybrid.engine.handle import Handle
+from hybrid.engine.options import Options
+from hybrid.engine.serving import Serving
+from hybrid.kernels.oracle.device import CpuDevice
+
+LONG_PROMPT = [2, *range(20, 90)]  # more than two blocks
+PATIENCE = 120.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32"))
+
+
+class Stepped:
+    """Serving without its thread: a round when the test says so."""
+
+    def __init__(self, engine: Engine, queue: int = 64) -> None:
+        self.engine = engine
+        self.serving = Serving(engine, engine.checkpoint.tokenizer, engine.device.check_open, queue)
+        self.serving._start = lambda: None  # type: ignore[method-assign]
+
+    def submit(self, ids: list[int], **options: Any) -> Handle:
+        return self.serving.submit(ids, Options(ignore_eos=True, **options))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            if self.serving._jobs or self.serving._flights:
+                with self.engine.lock:
+                    self.serving._round()
+                audit(self.serving.scheduler)
+
+    def finish(self) -> None:
+        for _ in range(5000):
+            if not (self.serving._jobs or self.serving._flights):
+                break
+            self.step()
+        assert not self.serving._jobs, "a request does not end"
+        blocks = self.serving.scheduler.blocks
+        assert set(blocks.used.values()) == {0}, "blocks are held by nobody's sequence"
+        assert sorted(self.engine.tables.free) == list(range(self.engine.cache.slots)), "a slot was kept"
+
+
+def alone(engine: Engine, ids: list[int], count: int) -> list[int]:
+    slot = engine.admit()
+    found = list(engine.stream(slot, ids, count))
+    engine.wait()
+    engine.release(slot)
+    return found
+
+
+def same(engine: Engine, ids: list[int], found: list[int], wanted: list[int]) -> None:
+    """The same greedy tokens, up to a near tie: a row's sums may differ with the rows beside it."""
+    at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
+    if at is not None:
+        logits = engine.logits([*ids, *wanted[:at]])[-1:, : engine.target.n_tokens]
+        assert lead(logits)[0] < EXACT_NEAR, f"token {at} of {found}, alone {wanted}"
+
+
+@pytest.fixture
+def on(checkpoint: Checkpoint) -> Iterator[Callable[..., Stepped]]:
+    opened: list[Any] = []
+
+    def make(backend: str = "cpu", **options: Any) -> Stepped:
+        device: Any = CpuDevice() if backend == "cpu" else open_backend(backend)
+        opened.append(device)
+        return Stepped(Engine(checkpoint, device, EngineConfig(**{"ctx": 128, "slots": 3, "chunk": 32, **options})))
+
+    yield make
+    for device in opened:
+        device.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_cache_holds_is_not_computed_again(on: Callable[..., Stepped], backend: str) -> None:
+    made = on(backend)
+    first = made.submit(LONG_PROMPT, max_tokens=20)
+    made.finish()
+    text = list(first.result(0).ids)
+    same(made.engine, LONG_PROMPT, text, alone(made.engine, LONG_PROMPT, 20))
+    turn = [*LONG_PROMPT, *text, 7, 9, 11]
+    asked = [(turn, 64), ([*LONG_PROMPT, 5], 64), ([*LONG_PROMPT[:40], 5, 6], 32), (LONG_PROMPT[::-1], 0)]
+    handles = [made.submit(ids, max_tokens=6) for ids, _ in asked]
+    made.finish()
+    for (ids, cached), handle in zip(asked, handles, strict=True):
+        one = handle.result(0)
+        assert one.usage.cached_tokens == cached and one.usage.prompt_tokens == len(ids)
+        same(made.engine, ids, list(one.ids), alone(made.engine, ids, 6))
+    counted = made.serving.metrics()
+    assert counted.cached_tokens == sum(c for _, c in asked) and counted.blocks["global"]["used"] == 0
+
+
+def test_sequences_take_turns_where_blocks_are_few(on: Callable[..., Stepped]) -> None:
+    """Room for one whole sequence: others are put back, and go on from what the cache still holds."""
+    made = on(blocks=(5, 5), slots=3)
+    asked = [[2, *range(20 + i, 50 + 2 * i)] for i in range(4)]
+    handles = [made.submit(ids, max_tokens=60) for ids in asked]
+    made.finish()
+    for ids, handle in zip(asked, handles, strict=True):
+        same(made.engine, ids, list(handle.result(0).ids), alone(made.engine, ids, 60))
+    assert made.serving.metrics().preemptions > 0
+    with pytest.raises(ContextExceeded, match="more memory"):
+        on(blocks=(2, 5)).submit([2] * 40, max_tokens=60)
+
+
+def test_others_may_use_the_device_between_two_passes(on: Callable[..., Stepped]) -> None:
+    made = on()
+    wanted = alone(made.engine, LONG_PROMPT, 20)
+    handle = made.submit(LONG_PROMPT, max_tokens=20)
+    for between in (lambda: alone(made.engine, [2, 5, 6], 5), lambda: made.engine.logits([2, 9]), lambda: None) * 4:
+        made.step(2)
+        between()
+    made.finish()
+    same(made.engine, LONG_PROMPT, list(handle.result(0).ids), wanted)
+
+
+def test_void_passes_cost_no_token(on: Callable[..., Stepped]) -> None:
+    """Every sequence starts again from the tokens that it has."""
+    made = on("vulkan")
+    asked = [LONG_PROMPT, [2, 5, 6], [2, 7]]
+    wanted = [alone(made.engine, ids, 24) for ids in asked]
+    for before in (1, 5, 9):
+        handles = [made.submit(ids, max_tokens=24) for ids in asked]
+        made.step(before)
+        give_up(made.engine)
+        made.finish()
+        for ids, handle, text in zip(asked, handles, wanted, strict=True):
+            same(made.engine, ids, list(handle.result(0).ids), text)
+        assert len(made.engine.faults) == 1 and not made.engine.cooperative
+        made.engine.cooperative, made.engine.faults = True, []
+        made.engine.forget_programs("decode")
+
+
+def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[..., Stepped]) -> None:
+    made = on("vulkan")
+
+    def run() -> None:
+        handles = []
+        for i in range(6):
+            handles.append(made.submit([2, *range(30 + i, 40 + 4 * i)], max_tokens=4 + i, temperature=0.5 * (i % 2), seed=i))
+            made.step(2)
+        made.finish()
+        assert [len(h.result(0).ids) for h in handles] == [4 + i for i in range(6)]
+
+    run()
+    before, passes = made.engine.counters.copy(), made.serving.metrics().passes
+    made.serving.scheduler.blocks.clear()  # or prompts would be shorter, and passes others
+    run()
+    done = made.engine.counters.minus(before)
+    assert (done.allocations, done.recordings, done.pipelines, done.descriptor_writes, done.transfers) == (0, 0, 0, 0, 0)
+    assert done.submits == made.serving.metrics().passes - passes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_32_prompts_at_once_get_the_texts_of_single_runs(backend: str) -> None:
+    """The demonstration model, real text of many lengths."""
+    if backend == "vulkan":
+        open_backend("vulkan").close()
+    count, step = (24, 5) if LONG else (4, 1)
+    with hybrid.load(MODELS / "demo-gemma3-bf16.gguf", backend, ctx=256, slots=32, chunk=128) as model:
+        text = prompt(200)
+        known = [list(case.ids) for case in golden()]
+        asked = [known[i % len(known)][: 4 + step * i // 3] if i % 2 else [2, *text[i : step * i + 8]] for i in range(32)]
+        handles = [model.submit(ids, max_tokens=count, ignore_eos=True) for ids in asked]
+        found = [h.result(PATIENCE) for h in handles]
+        assert model.metrics().passes < 32 * count / 2, "they did not run together"
+        few = range(32) if LONG else range(1, 32, 9)
+        for i in few:
+            for _ in model.generate(asked[i], count, ignore_eos=True):
+                pass
+            assert model.stats is not None
+            same(model.engine, asked[i], list(found[i].ids), list(model.stats.ids))
+        assert not model.engine.positions and set(model.engine.blocks.used.values()) == {0}
+
+
+class Arrivals(RuleBasedStateMachine):
+    """Requests with shared prefixes that come, are cancelled and dropped, on an engine whose blocks are few, with faults."""
+
+    made: Stepped
+    wanted: dict[tuple[tuple[int, ...], int], list[int]]
+
+    @initialize()
+    def begin(self) -> None:
+        self.handles: list[tuple[Handle, list[int], int]] = []
+        self.made.serving.scheduler.blocks.clear()
+
+    @rule(prefix=st.sampled_from([0, 3, 33, 70]), own=st.integers(1, 5), count=st.integers(1, 40), priority=st.integers(0, 2))
+    def arrive(self, prefix: int, own: int, count: int, priority: int) -> None:
+        ids = [*LONG_PROMPT[: prefix or 1], *range(100 * own, 100 * own + 4 * own)]
+        try:
+            self.handles.append((self.made.submit([i % 300 for i in ids], max_tokens=count, priority=priority), ids, count))
+        except QueueFull as full:
+            assert full.retry_after >= 1
+
+    @rule(count=st.integers(1, 9))
+    def go_on(self, count: int) -> None:
+        self.made.step(count)
+
+    @rule(which=st.integers(0, 30), drop=st.booleans())
+    def cancel(self, which: int, drop: bool) -> None:
+        if self.handles:
+            if drop:
+                del self.handles[which % len(self.handles)]
+                gc.collect(0)
+            else:
+                self.handles[which % len(self.handles)][0].cancel()
+
+    @rule(error=st.sampled_from([MemoryError("injected"), RuntimeError("injected")]))
+    def fail(self, error: Exception) -> None:
+        """In the midst of a submit: as the serving thread takes it."""
+        serving, engine = self.made.serving, self.made.engine
+        kept = engine._submit
+
+        def failing(*args: Any, **options: Any) -> int:
+            raise error
+
+        if not serving._jobs:
+            return
+        engine._submit = failing  # type: ignore[method-assign]
+        try:
+            with engine.lock:
+                serving._round()
+        except Exception as raised:
+            assert raised is error
+            serving._fail_all(raised)
+        finally:
+            engine._submit = kept  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        self.made.finish()
+        for handle, ids, count in self.handles:
+            ids = [i % 300 for i in ids]
+            try:
+                one = handle.result(0)
+            except (MemoryError, RuntimeError) as error:
+                assert "injected" in str(error)
+                continue
+            key = (tuple(ids), 40)
+            if key not in self.wanted:
+                self.wanted[key] = alone(self.made.engine, ids, 40)
+            assert one.finish in ("length", "cancelled") and (one.finish == "cancelled" or len(one.ids) == count)
+            same(self.made.engine, ids, list(one.ids), self.wanted[key])
+        self.handles = []
+
+
+@pytest.mark.blas
+def test_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
+    made = on(blocks=(7, 7), slots=3, chunk=16)
+
+    class Machine(Arrivals):
+        pass
+
+    Machine.made, Machine.wanted = Stepped(made.engine, queue=6), {}
+    most = 200 if LONG else 8
+    checks = list(HealthCheck)
+    wanted = settings(max_examples=most, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=checks)
+    run_state_machine_as_test(Machine, settings=wanted)
+
+
+def test_deterministic_requests_have_the_same_bits_in_any_company(on: Callable[..., Stepped]) -> None:
+    """Not up to near ties: every token, whatever runs beside it, also after a prefix that was found."""
+    made = on("vulkan", deterministic=True, slots=4, ctx=96)
+    asked = [[2, *range(20, 24 + 9 * i)] for i in range(4)]
+    single = []
+    for ids in asked:
+        made.serving.scheduler.blocks.clear()
+        handle = made.submit(ids, max_tokens=12, temperature=0.9, seed=4)
+        made.finish()
+        single.append(handle.result(0).ids)
+    for _ in range(2):  # the second time prefixes are found
+        handles = [made.submit(ids, max_tokens=12, temperature=0.9, seed=4) for ids in asked]
+        made.finish()
+        assert [h.result(0).ids for h in handles] == single
