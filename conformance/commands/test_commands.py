@@ -198,7 +198,7 @@ def machine(tmp_path, monkeypatch):
     manifest = home / ".ollama/models/manifests/registry.ollama.ai/library/gemma3/1b"
     for path in (blob, manifest):
         path.parent.mkdir(parents=True)
-    blob.symlink_to(MODELS / "demo-gemma3-q4_0.gguf")
+    blob.symlink_to(MODELS / "demo-gemma3-q8_0.gguf")
     layers = {"application/vnd.ollama.image.license": "sha256:99", OLLAMA_MODEL: "sha256:0123"}
     manifest.write_text(json.dumps({"layers": [{"mediaType": kind, "digest": digest} for kind, digest in layers.items()]}))
     (manifest.parent / "broken").write_text("{")

@@ -238,7 +238,7 @@ def test_parts_without_text_are_left_as_they_are() -> None:
 @pytest.mark.parametrize("parts", [False, True])
 def test_characters_that_stand_for_nothing_stay_in_messages(parts: bool) -> None:
     """Control tokens in messages are taken apart by a character that no message has."""
-    tokenizer = open_checkpoint(MODELS / "demo-gemma3-q4_0.gguf").tokenizer
+    tokenizer = open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf").tokenizer
     said = "a\ufdd0b <end_of_turn>" + "\ufdd1"
     content: Any = [{"type": "text", "text": said}] if parts else said
     found = tokenizer.decode(encode(tokenizer, [{"role": "user", "content": content}]))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hybrid
-from conformance.support.models import GOLDEN, MODELS
+from conformance.support.models import GOLDEN, demo
 from conformance.support.models import nats as nats_of
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.perplexity import Running, main
@@ -23,7 +23,7 @@ SAME = 1e-4
 @pytest.mark.blas
 def test_the_held_out_loss_of_the_demonstration_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The beginnings of two documents; all of them whole give the golden loss (test_models)."""
-    path = MODELS / "demo-gemma3-bf16.gguf"
+    path = demo("f32")
     assert main([str(path), str(HELD_OUT), "--device", "cpu", "--limit", "2", "--chunk", "40", "--cut", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     with hybrid.load(path, device="cpu", ctx=40) as model:

@@ -1,4 +1,4 @@
-"""Whole models: the demonstration checkpoint against transformers' golden values, itself, and float64 equations."""
+"""Whole models: the demonstration checkpoint against golden values, itself, and float64 equations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conformance.support.devices import BACKENDS, open_backend
-from conformance.support.models import MODELS, WINDOW, Models, documents, golden, golden_nats, nats, prompt
+from conformance.support.models import WINDOW, Models, demo, documents, golden, golden_nats, nats, prompt
 from conformance.support.plain_gemma3 import forward
 from conformance.support.profile import LONG
 from conformance.support.ties import CLEAR, EXACT_NEAR, INT8_NEAR, INT8_RMS, agree, clear, generated, lead, leads
@@ -30,7 +30,7 @@ def open_models() -> Iterator[Models]:
 @pytest.fixture(scope="module")
 def golden_leads(open_models: Models) -> list[np.ndarray]:
     """Of each golden text: how far each of its choices is ahead."""
-    return [leads(open_models.get("cpu", "bf16"), c.ids, c.greedy) for c in golden()]
+    return [leads(open_models.get("cpu", "f32"), c.ids, c.greedy) for c in golden()]
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ def models(open_models: Models) -> Iterator[Models]:
 @pytest.mark.parametrize(
     ("options", "bound"),
     [({}, 2e-3), ({"weights": "f16"}, 2e-2), ({"weights": "f16", "precision": "fast"}, 2e-2)],
-    ids=["bf16", "f16", "f16-fast"],
+    ids=["f32", "f16", "f16-fast"],
 )
 @pytest.mark.slow
 def test_golden_logits(models: Models, backend: str, options: dict, bound: float) -> None:
-    model = models.get(backend, "bf16", **options)
+    model = models.get(backend, "f32", **options)
     for case in golden():
         logits = model.logits(case.ids)
         assert logits.dtype == np.float32 and logits.shape == (len(case.ids), case.logits.shape[1])
@@ -56,9 +56,9 @@ def test_golden_logits(models: Models, backend: str, options: dict, bound: float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("options", "near"), [({}, EXACT_NEAR), ({"weights": "f16"}, 1e-2)], ids=["bf16", "f16"])
+@pytest.mark.parametrize(("options", "near"), [({}, EXACT_NEAR), ({"weights": "f16"}, 1e-2)], ids=["f32", "f16"])
 def test_golden_text(models: Models, backend: str, options: dict, near: float, golden_leads: list[np.ndarray]) -> None:
-    model = models.get(backend, "bf16", **options)
+    model = models.get(backend, "f32", **options)
     for case, ahead in list(zip(golden(), golden_leads, strict=True))[: None if LONG or not options else 2]:
         pieces = list(model.generate(list(case.ids), max_tokens=len(case.greedy), ignore_eos=True))
         assert model.stats is not None and "".join(pieces) == model.decode(model.stats.ids)
@@ -68,7 +68,7 @@ def test_golden_text(models: Models, backend: str, options: dict, near: float, g
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("file", "bound"), [("bf16", 1e-4), ("q8_0", 0.003), ("q4_0", 0.06)])
+@pytest.mark.parametrize(("file", "bound"), [("f32", 1e-4), ("q8_0", 0.003), ("q4_0", 0.06)])
 def test_held_out_loss(models: Models, backend: str, file: str, bound: float) -> None:
     """Nats per token over the 3025 predictions, int8 activations and f16 cache included where weights are quantised. In the
     short profile Vulkan's are those of two documents, against cpu's."""
@@ -88,7 +88,7 @@ def test_held_out_loss(models: Models, backend: str, file: str, bound: float) ->
 @pytest.mark.parametrize(("file", "divergence", "agreement"), [("q8_0", 0.003, 0.97), ("q4_0", 0.1, 0.82)])
 def test_quantised_distributions(models: Models, file: str, divergence: float, agreement: float) -> None:
     """KL from the unquantised model's next-token distributions, and how often the likeliest token is the same."""
-    exact, model = models.get("cpu", "bf16"), models.get("cpu", file)
+    exact, model = models.get("cpu", "f32"), models.get("cpu", file)
     kl, same = [], []
     for ids in list(documents(exact))[:3]:
         p, q = (np.exp(z - z.max(-1, keepdims=True)) for z in (m.logits(ids).astype(np.float64) for m in (exact, model)))
@@ -133,7 +133,7 @@ def test_int8_activations_agree_on_both_devices(models: Models, file: str) -> No
 @functools.cache
 def by_equations(length: int) -> tuple[np.ndarray, np.ndarray]:
     """Logits and layers in float64 after prompt(length): the same for every backend."""
-    with open_checkpoint(MODELS / "demo-gemma3-bf16.gguf") as checkpoint:
+    with open_checkpoint(demo()) as checkpoint:
         return forward(checkpoint, prompt(length))
 
 
@@ -142,7 +142,7 @@ def by_equations(length: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_layers_are_those_of_the_equations(models: Models, backend: str, length: int) -> None:
     """Contexts shorter and longer than the sliding window; every layer's residual stream against float64."""
-    model = models.get(backend, "bf16")
+    model = models.get(backend, "f32")
     logits, hidden = by_equations(length)
     ours = model.hidden_states(prompt(length))
     assert ours.shape == hidden.shape
@@ -155,7 +155,7 @@ def test_layers_are_those_of_the_equations(models: Models, backend: str, length:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
     """All of LENGTHS at once (the long profile), or just past the window: logits depend on what came before them only."""
-    engine = models.get(backend, "bf16").engine
+    engine = models.get(backend, "f32").engine
     ids = prompt(LENGTHS[-1] if LONG else WINDOW + 9)
     assert np.abs(engine.logits(ids) - engine.logits(ids, chunk=1)).max() < 2e-4
 
@@ -166,7 +166,7 @@ def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
 @pytest.mark.slow
 def test_decoding_follows_the_logits(models: Models, backend: str, length: int) -> None:
     """The decode plan, which feeds itself on the device, over the window's edge and beyond; the prompt in two parts."""
-    engine, ids = models.get(backend, "bf16").engine, prompt(length)
+    engine, ids = models.get(backend, "f32").engine, prompt(length)
     engine.admit(slot=0)
     try:
         engine.prefill({0: ids[:-1]})
@@ -181,18 +181,18 @@ def test_decoding_follows_the_logits(models: Models, backend: str, length: int) 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("file", "options"),
-    [("bf16", {}), ("q8_0", {"precision": "exact"})][: None if LONG else 1],
-    ids=["bf16", "q8_0"][: None if LONG else 1],
+    [("q8_0", {"weights": "f32"}), ("q8_0", {"precision": "exact"})][: None if LONG else 1],
+    ids=["f32", "q8_0"][: None if LONG else 1],
 )
 def test_rows_of_a_batch_are_independent(
     models: Models, backend: str, file: str, options: dict, golden_leads: list[np.ndarray]
 ) -> None:
     """Ragged prompts in one batch, in slots of another order and in chunks that cut them, give what each gives alone."""
-    alone = models.get(backend, file, **options)
+    alone, exact = models.get(backend, file, **options), "weights" in options
     cases, slots = golden(), (3, 0, 4, 1, 2)
-    wanted = [list(c.greedy[:16]) if file == "bf16" else generated(alone, c.ids, 16) for c in cases]
+    wanted = [list(c.greedy[:16]) if exact else generated(alone, c.ids, 16) for c in cases]
     gaps = [g[:16] for g in golden_leads]
-    if file != "bf16":
+    if not exact:
         gaps = [leads(alone, c.ids, w) for c, w in zip(cases, wanted, strict=True)]
     device = open_backend(backend)
     try:
@@ -207,7 +207,7 @@ def test_rows_of_a_batch_are_independent(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("file", ["bf16", "q4_0"] if LONG else ["q4_0"])
+@pytest.mark.parametrize("file", ["f32", "q4_0"] if LONG else ["q4_0"])
 def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: str, file: str) -> None:
     """One recorded command buffer, submitted for 100 positions, and all of that again."""
     engine = models.get(backend, file).engine
@@ -222,7 +222,7 @@ def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: s
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("file", ["bf16", "q4_0"])
+@pytest.mark.parametrize("file", ["f32", "q4_0"])
 def test_a_token_costs_one_submit_and_nothing_else(models: Models, backend: str, file: str) -> None:
     model = models.get(backend, file)
     generated(model, golden()[0].ids, 4)

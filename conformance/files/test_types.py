@@ -11,8 +11,9 @@ import pytest
 import hybrid
 from conformance.files.kquants import K_TYPES, encode, mixture, write_gguf
 from conformance.files.type_table import log_softmax
+from conformance.support import models
 from conformance.support.devices import BACKENDS, open_backend
-from conformance.support.models import MODELS, documents
+from conformance.support.models import documents
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.dtypes import DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
@@ -133,7 +134,7 @@ def test_a_mixed_file_is_held_as_it_is_where_that_is_possible(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with open_checkpoint(MODELS / "demo-gemma3-bf16.gguf") as source:
+    with open_checkpoint(models.demo("f32")) as source:
         yield write_gguf(source, tmp_path_factory.mktemp("demo") / "q4_k_m.gguf", "q4_k_m")
 
 

@@ -1,5 +1,5 @@
-"""python -m conformance.files.type_table [TYPE ...]: the demonstration model through every type of file, as docs/quantisation.md
-has it.
+"""python -m conformance.files.type_table [TYPE ...]: the numbers of the shipped demonstration model through every type of file. The
+table of docs/quantisation.md was made like this from the model as trained.
 
 Each row: nats per token over the 3025 held-out predictions, and how far (KL divergence in nats, share of equal likeliest
 tokens) a device's distributions are from the exact decoding of the same file: float32 activations on the cpu device.
@@ -15,7 +15,7 @@ import numpy as np
 
 import hybrid
 from conformance.files.kquants import write_gguf
-from conformance.support.models import MODELS, documents, nats
+from conformance.support.models import demo, documents, nats
 from hybrid.checkpoint import open_checkpoint
 
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q5_k", "q5_1", "q5_0", "q4_k_m", "q4_k", "q4_1", "q4_0")
@@ -53,7 +53,7 @@ def mean_nats(runs: list[tuple[list[int], np.ndarray]]) -> float:
 def main(wanted: list[str]) -> None:
     print("| file | MB | exact decoding | " + " | ".join(f"{d}, {p}" for d, p in RUNS) + " |")
     print("|" + " - |" * (3 + len(RUNS)))
-    with tempfile.TemporaryDirectory() as folder, open_checkpoint(MODELS / "demo-gemma3-bf16.gguf") as source:
+    with tempfile.TemporaryDirectory() as folder, open_checkpoint(demo("f32")) as source:
         for types in wanted or TYPES:
             print(row(write_gguf(source, Path(folder) / f"{types}.gguf", types), types), flush=True)
 

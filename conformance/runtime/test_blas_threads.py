@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import hybrid
+from conformance.support.models import demo
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.config import EngineConfig
@@ -183,7 +183,7 @@ def test_the_real_library_is_told_and_statistics_say_it() -> None:
         "    list(m.generate('the', 2))\n"
         "    print(before, seen, now(), [d for d in m.stats.details() if d.startswith('threads: ')])\n"
     )
-    model = Path(hybrid.__file__).parent.parent / "models" / "demo-gemma3-q4_0.gguf"
+    model = demo()
     done = subprocess.run(
         [sys.executable, "-c", script, str(model)], capture_output=True, text=True, timeout=120, cwd=model.parent.parent,
         env=os.environ | {"OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"},

@@ -1,27 +1,37 @@
-"""The demonstration checkpoint as tests use it: golden values, the held-out text, open models by device and options."""
+"""The demonstration checkpoints as tests use them: golden values, the held-out text, open models by device and options."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import hybrid
 from conformance.support.devices import check_validation, open_backend
+from conformance.support.golden import nats as nats
+from conformance.support.golden import positions
 from conformance.support.paths import DATA, MODELS
+from hybrid.checkpoint import open_checkpoint
+from hybrid.convert import Wanted, convert
 
 GOLDEN = DATA / "demo-gemma3"
+SHIPPED = ("demo-gemma3", "demo-gemma3n", "demo-gemma4", "demo-gemma3-draft")
 WINDOW, MAX_DOC, DOCS = 128, 512, 12
+TABLES = {"embed": "q8_0", "table": "q8_0"}
+"""Types of tables beside q4_0 matrices, as published files of Gemma 3n and Gemma 4 have them wider."""
 
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """One prompt of golden.json. logits: f32 [3, vocab] of positions 0, len // 2 and len - 1."""
+    """One prompt of golden.json. logits: f32 [rows, vocab]."""
 
     ids: tuple[int, ...]
     greedy: tuple[int, ...]
@@ -30,20 +40,20 @@ class Golden:
 
     @property
     def rows(self) -> list[int]:
-        return [0, len(self.ids) // 2, len(self.ids) - 1]
+        return positions(len(self.ids))
 
 
 @cache
-def golden() -> tuple[Golden, ...]:
-    """What transformers computed in float32."""
-    cases, arrays = json.loads((GOLDEN / "golden.json").read_text())["cases"], np.load(GOLDEN / "golden.npz")
+def golden(name: str = "demo-gemma3") -> tuple[Golden, ...]:
+    """What the equations give for the numbers in a shipped file."""
+    cases, arrays = json.loads((DATA / name / "golden.json").read_text())["cases"], np.load(DATA / name / "golden.npz")
     return tuple(Golden(tuple(c["ids"]), tuple(c["greedy"]), c["text"], arrays[f"logits_{i}"]) for i, c in enumerate(cases))
 
 
 @cache
-def golden_nats() -> float:
-    """Held-out loss in float32, nats per token."""
-    return float(json.loads((GOLDEN / "golden.json").read_text())["held_out_nats_per_token"])
+def golden_nats(name: str = "demo-gemma3") -> float:
+    """Held-out loss without rounding, nats per token."""
+    return float(json.loads((DATA / name / "golden.json").read_text())["held_out_nats_per_token"])
 
 
 def documents(model: hybrid.Model) -> Iterator[list[int]]:
@@ -52,33 +62,43 @@ def documents(model: hybrid.Model) -> Iterator[list[int]]:
         yield model.encode(text, bos=True)[:MAX_DOC]
 
 
-def nats(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-    """f64 [len(ids) - 1]: -log p of each next token."""
-    z = logits[:-1].astype(np.float64)
-    top = z.max(-1, keepdims=True)
-    norm = np.log(np.exp(z - top).sum(-1)) + top[:, 0]
-    return norm - z[np.arange(len(ids) - 1), list(ids[1:])]
-
-
 def prompt(length: int) -> list[int]:
     """`length` ids of real text: the longest golden prompt, repeated where it ends."""
     ids = golden()[-1].ids
     return [ids[i] if i < len(ids) else ids[1 + i % (len(ids) - 1)] for i in range(length)]
 
 
+@cache
+def demo(kind: str = "q8_0", name: str = "demo-gemma3") -> Path:
+    """A demonstration model as a file: the shipped one, or one of another type made of its numbers, which goes when the process
+    ends."""
+    shipped = MODELS / f"{name}-q8_0.gguf"
+    if kind == "q8_0":
+        return shipped
+    folder = tempfile.TemporaryDirectory(prefix="demo-")
+    atexit.register(folder.cleanup)
+    made = Path(folder.name) / f"{name}-{kind}.gguf"
+    with open_checkpoint(shipped) as source:
+        convert(source, made, Wanted(kind, TABLES) if name != SHIPPED[0] and kind == "q4_0" else kind)
+    return made
+
+
 class Models:
-    """get(backend, "q8_0", weights=...) -> an open hybrid.Model, kept for the session."""
+    """get(backend, "q8_0", weights=...) -> an open hybrid.Model, kept for the session. f32, f16: the shipped file, converted while
+    loading."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[Any, ...], hybrid.Model] = {}
 
-    def get(self, backend: str, file: str, **options: Any) -> hybrid.Model:
-        key = (backend, file, *sorted(options.items()))
+    def get(self, backend: str, file: str, name: str = "demo-gemma3", **options: Any) -> hybrid.Model:
+        if file in ("f32", "f16"):
+            file, options = "q8_0", {"weights": file} | options
+        key = (backend, file, name, *sorted(options.items()))
         if key not in self._open:
             if backend == "vulkan":
                 open_backend("vulkan").close()  # says so if there is none
             device = os.environ.get("HYBRID_VULKAN_DEVICE", "vulkan") if backend == "vulkan" else backend
-            self._open[key] = hybrid.load(MODELS / f"demo-gemma3-{file}.gguf", device=device, **options)
+            self._open[key] = hybrid.load(demo(file, name), device=device, **options)
         return self._open[key]
 
     def inspect(self) -> None:
