@@ -14,6 +14,7 @@ from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, check_writable, p
 from hybrid.core.places import DEMO
 
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
+BATCH_SLOTS = 8
 DEFAULT_PROMPT = "def read_file(path):\n    "
 
 
@@ -109,6 +110,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--tokens-per-submit", type=positive, default=1, metavar="N", help="text comes N tokens at a time, for less work (1)"
     )
+    p.add_argument(
+        "--batch",
+        type=Path,
+        metavar="FILE",
+        help="many prompts at once: one a line, or a JSON object a line with prompt and any option of Model.submit; - reads "
+        "standard input",
+    )
+    p.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="with --batch: a JSON object a line for each result; those that are there already are kept, and the rest is done",
+    )
+    p.add_argument("--slots", type=positive, metavar="N", help="with --batch: prompts that run at a time (8)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
     p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
@@ -143,8 +158,9 @@ def _main(args: argparse.Namespace) -> int:
         raise UsageError("--system belongs to --chat: a plain prompt has no turns")
     if args.trace is not None:
         check_writable("--trace", args.trace)
+    asked = _batch(args)
     text = args.prompt
-    converse = args.chat and text is None
+    converse = args.chat and text is None and asked is None
     if converse and not sys.stdin.isatty():
         raise UsageError("--chat needs --prompt TEXT (- reads standard input), or a terminal for a conversation")
     if converse and (args.json or args.trace is not None):
@@ -166,9 +182,52 @@ def _main(args: argparse.Namespace) -> int:
         profile=args.trace is not None,
         progress=True,
         npu=args.npu,
+        slots=1 if asked is None else args.slots or BATCH_SLOTS,
     )
     with model:
+        if asked is not None:
+            return _run_batch(model, asked, args)
         return _converse(model, args) if converse else _generate(model, text, args)
+
+
+def _batch(args: argparse.Namespace) -> Any:
+    """The prompts of --batch, or None; read before the model is loaded."""
+    if args.batch is None:
+        if args.output is not None or args.slots is not None:
+            raise UsageError("--output and --slots belong to --batch FILE")
+        return None
+    if args.prompt is not None or args.trace is not None or args.tokens_per_submit != 1:
+        raise UsageError("--batch has its own prompts: leave out --prompt, --trace and --tokens-per-submit")
+    from hybrid.generate.many import read, written
+
+    if args.output is not None:
+        check_writable("--output", args.output)
+    with usage():
+        piped = str(args.batch) == "-"
+        asked = read(args.batch, sys.stdin.read() if piped else args.batch.read_text(encoding="utf-8"))
+        if args.output is not None:
+            written(args.output, asked)
+    return asked
+
+
+def _run_batch(model: Any, asked: Any, args: argparse.Namespace) -> int:
+    from hybrid.generate.many import run_batch
+
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+    options = {name: getattr(args, name) for name in names} | _penalties(args)
+    options["max_tokens"] = DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens
+    return run_batch(model, lambda text: _encoded(model, text, args), asked, options, output=args.output, as_json=args.json)
+
+
+def _encoded(model: Any, text: str, args: argparse.Namespace) -> list[int]:
+    """A prompt's ids; with --chat those of a user's turn."""
+    if not args.chat:
+        return model.encode(text, parse_special=args.parse_special)  # type: ignore[no-any-return]
+    from hybrid.text.chat import encode
+
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages += [{"role": "user", "content": text}]
+    return list(encode(model.checkpoint.tokenizer, messages, model.checkpoint.chat_template, args.parse_special))
 
 
 def _penalties(args: argparse.Namespace) -> dict[str, Any]:
@@ -198,14 +257,7 @@ def _converse(model: Any, args: argparse.Namespace) -> int:
 
 
 def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
-    if args.chat:
-        from hybrid.text.chat import encode
-
-        messages = [{"role": "system", "content": args.system}] if args.system else []
-        messages += [{"role": "user", "content": text}]
-        prompt = encode(model.checkpoint.tokenizer, messages, model.checkpoint.chat_template, args.parse_special)
-    else:
-        prompt = model.encode(text, parse_special=args.parse_special)
+    prompt = _encoded(model, text, args)
     pieces = model.generate(
         prompt,
         DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens,

@@ -1,0 +1,97 @@
+"""generate --batch: many prompts, results in their order, output that goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybrid
+from conformance.support.synthetic import tiny, write_hf
+from hybrid import generate
+
+PROMPTS = ["the bee", "in the", "abc", "the", "the bee in", "a"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32")
+
+
+@pytest.fixture(scope="module")
+def texts(folder: Path) -> list[str]:
+    with hybrid.load(folder, "cpu", ctx=64) as model:
+        return ["".join(model.generate(p, 6, ignore_eos=True)) for p in PROMPTS]
+
+
+def command(folder: Path, *more: Any) -> int:
+    options = ["--device", "cpu", "--ctx", "64", "-n", "6", "--ignore-eos", "--slots", "3"]
+    return generate.main([str(folder), *options, *map(str, more)])
+
+
+def test_a_prompt_a_line(folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n\n".join(PROMPTS) + "\n", encoding="utf-8")
+    assert command(folder, "--batch", file) == 0
+    said = capsys.readouterr()
+    assert said.out == "\n\f\n".join(texts) + "\n"
+    assert said.err.startswith("cpu | 6 results | prompts ") and "| generated 36, " in said.err
+
+
+def test_objects_with_options_and_json(folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    lines = [PROMPTS[0], json.dumps({"prompt": PROMPTS[1], "max_tokens": 3, "logprobs": 2, "logit_bias": {"7": -100}}), PROMPTS[2]]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert command(folder, "--batch", "-", "--json") == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [f["index"] for f in found] == [0, 1, 2] and [f["prompt"] for f in found] == PROMPTS[:3]
+    assert (found[0]["text"], found[2]["text"]) == (texts[0], texts[2])
+    assert len(found[1]["ids"]) == 3 and found[1]["finish"] == "length" and 7 not in found[1]["ids"]
+    assert [len(p["top"]) for p in found[1]["logprobs"]] == [2, 2, 2] and "logprobs" not in found[0]
+    assert found[0]["usage"]["completion_tokens"] == 6 and found[0]["timings"]["total"] > 0
+
+
+def test_output_goes_on_where_it_was_interrupted(folder: Path, texts: list[str], tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    file.write_text("\n".join(PROMPTS), encoding="utf-8")
+    assert command(folder, "--batch", file, "--output", output) == 0
+    whole = output.read_text(encoding="utf-8")
+    assert [json.loads(line)["text"] for line in whole.splitlines()] == texts
+    kept = whole.splitlines(keepends=True)[:2]
+    output.write_text("".join(kept) + whole.splitlines()[2][:9], encoding="utf-8")  # in the midst of a line
+    capsys.readouterr()
+    assert command(folder, "--batch", file, "--output", output) == 0
+    assert "2 of 6 results are there already" in capsys.readouterr().err
+    again = output.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert again[:2] == kept and [json.loads(line)["text"] for line in again] == texts
+    file.write_text("another\n", encoding="utf-8")
+    assert command(folder, "--batch", file, "--output", output) == 2
+    assert "line 1 is no result of this batch's prompt 1" in capsys.readouterr().err
+
+
+def test_wrong_files_and_options_are_refused_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "load", None, raising=False)
+    file = tmp_path / "prompts.txt"
+    for text, words in (
+        ("\n", "has no prompt"),
+        ('a\n{"prompt": 5}', "line 2: prompt must be text"),
+        ('{"prompt": "a", "max_token": 5}', "line 1: unknown option 'max_token'; did you mean 'max_tokens'?"),
+        ('{"prompt": "a", "temperature": -1}', "line 1: temperature must be"),
+        ('{"prompt": "a", "max_tokens": 0}', "line 1: max_tokens must be"),
+        ('{"prompt": "a", "stop": [""]}', "line 1: a stop string is empty"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 1: "),
+        ('{"prompt"', "line 1: no JSON object"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        assert command(folder, "--batch", file) == 2
+        assert words in capsys.readouterr().err
+    file.write_text("a\n", encoding="utf-8")
+    for more in (["--prompt", "b"], ["--tokens-per-submit", "2"]):
+        assert command(folder, "--batch", file, *more) == 2
+    assert generate.main([str(folder), "--output", str(file)]) == 2 and "belong to --batch" in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""generate --batch FILE: many prompts at once, their results in the file's order.
+
+FILE has a prompt a line, or, where a line begins with {, a JSON object: {"prompt": "...", "max_tokens": 100, ...} with any option
+of Model.submit. Results go to standard output, or, one JSON object a line, into --output FILE; results that are there already are
+kept, so that what was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+from hybrid.cli.progress import progress_bar
+from hybrid.core.errors import nearest
+from hybrid.core.units import show_rate
+from hybrid.engine.batch import completions
+from hybrid.engine.handle import Completion
+from hybrid.engine.options import Options
+from hybrid.text.stops import StopFilter
+
+BREAK = "\n\f\n"
+"""Between the texts of two results on standard output: texts may have empty lines."""
+NOT_OURS = ("constraint",)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A line of the file: the prompt, and options that differ from those of the command."""
+
+    prompt: str
+    options: Mapping[str, Any]
+
+
+def read(path: Path, text: str) -> list[Asked]:
+    """The prompts of a batch file. ValueError names the line, the key and the fix."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            found.append(_parsed(f"{path}: line {number}", line))
+    if not found:
+        raise ValueError(f"{path} has no prompt: write one a line, or a JSON object a line")
+    return found
+
+
+def _parsed(where: str, line: str) -> Asked:
+    if not line.lstrip().startswith("{"):
+        return Asked(line, {})
+    try:
+        given = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: no JSON object: {error}") from None
+    prompt = given.pop("prompt", None)
+    if not isinstance(prompt, str):
+        raise ValueError(f"{where}: prompt must be text, not {prompt!r}")
+    known = [f.name for f in fields(Options) if f.name not in NOT_OURS]
+    unknown = next((key for key in given if key not in known), None)
+    if unknown is not None:
+        raise ValueError(f"{where}: unknown option {unknown!r}{nearest(unknown, known)}")
+    if isinstance(given.get("logit_bias"), dict):
+        given["logit_bias"] = {int(k) if k.lstrip("-").isdigit() else k: v for k, v in given["logit_bias"].items()}
+    try:
+        stop, most = given.get("stop", ()), given.get("max_tokens", 1)
+        StopFilter([stop] if isinstance(stop, str) else stop)
+        if not isinstance(most, int) or most < 1:
+            raise ValueError(f"max_tokens must be a positive integer, not {most!r}")
+        Options(**given).sampling()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    return Asked(prompt, given)
+
+
+def written(path: Path, asked: Sequence[Asked]) -> int:
+    """How many results an output file has: those of the first prompts, whole. ValueError where they are of others."""
+    if not path.exists():
+        return 0
+    data = path.read_text(encoding="utf-8")
+    whole = data[: data.rfind("\n") + 1]
+    if whole != data:  # interrupted within a line
+        path.write_text(whole, encoding="utf-8")
+    lines = whole.splitlines()
+    for number, line in enumerate(lines):
+        try:
+            prompt = json.loads(line).get("prompt")
+        except (json.JSONDecodeError, AttributeError):
+            prompt = None
+        if number >= len(asked) or prompt != asked[number].prompt:
+            wrong = f"line {number + 1} is no result of this batch's prompt {number + 1}"
+            raise ValueError(f"{path}: {wrong}: name another output file")
+    return len(lines)
+
+
+def run_batch(model: Any, encode: Callable[[str], Sequence[int]], asked: Sequence[Asked], options: Mapping[str, Any], *,
+              output: Path | None, as_json: bool) -> int:  # fmt: skip
+    """Generate for all; prints or writes the results, then a line of totals on standard error. Returns the exit code."""
+    done = 0 if output is None else written(output, asked)
+    rest = asked[done:]
+    if done:
+        print(f"{output}: {done} of {len(asked)} results are there already", file=sys.stderr)
+    requests = ((encode(a.prompt), {**options, **a.options}) for a in rest)
+    target: IO[str] = sys.stdout if output is None else output.open("a", encoding="utf-8")
+    totals = _Totals()
+    try:
+        with progress_bar(len(asked), "prompts", False, "prompts", after=1.0) as advance:
+            advance(done)
+            results: Iterator[Completion] = completions(model.submit, requests)
+            for index, (a, one) in enumerate(zip(rest, results, strict=True), done):
+                totals.add(one)
+                print(_line(index, a, one) if as_json or output is not None else one.text, file=target, flush=True)
+                if not as_json and output is None and index + 1 < len(asked):
+                    print(BREAK.strip("\n"), file=target)
+                advance(1)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if output is not None:
+            target.close()
+        print(totals.line(model.device), file=sys.stderr)
+    return 0
+
+
+def _line(index: int, asked: Asked, one: Completion) -> str:
+    usage = {f.name: getattr(one.usage, f.name) for f in fields(one.usage)}
+    timings = {f.name: getattr(one.timings, f.name) for f in fields(one.timings)}
+    found = {"index": index, "prompt": asked.prompt, "text": one.text, "ids": list(one.ids), "finish": one.finish,
+             "usage": usage, "timings": timings}  # fmt: skip
+    if one.logprobs is not None:
+        found["logprobs"] = [{"id": p.id, "logprob": p.logprob, "top": [list(t) for t in p.top]} for p in one.logprobs]
+    return json.dumps(found, ensure_ascii=False)
+
+
+class _Totals:
+    def __init__(self) -> None:
+        self.results = self.prompt = self.cached = self.generated = 0
+        self._begin = time.perf_counter()
+
+    def add(self, one: Completion) -> None:
+        self.results += 1
+        self.prompt += one.usage.prompt_tokens
+        self.cached += one.usage.cached_tokens
+        self.generated += one.usage.completion_tokens
+
+    def line(self, device: str) -> str:
+        seconds = time.perf_counter() - self._begin
+        cached = f", {self.cached} of them cached" if self.cached else ""
+        speed = show_rate(self.generated / seconds, "tok/s") if seconds > 0 else ""
+        return f"{device} | {self.results} results | prompts {self.prompt} tokens{cached} | generated {self.generated}, {speed}"
