@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from hybrid.core.errors import SpecError
 from hybrid.perf.roofline.model import estimate
-from hybrid.perf.roofline.work import load_sizes, subject
+from hybrid.perf.roofline.work import subject
 from hybrid.spec.devicesheet import sheet_for
 from hybrid.spec.load import Model
 from hybrid.spec.model import load_models
@@ -178,7 +178,7 @@ class Record(Model):
 def ceiling_of(one: Run, device: str) -> float | None:
     """Modelled upper limit of a run on a device; None where the model or the device has no sheet."""
     sheet = sheet_for(device)
-    if sheet is None or sheet.peak.bandwidth_gb_s is None or one.model not in {**load_models(), **load_sizes()}:
+    if sheet is None or sheet.peak.bandwidth_gb_s is None or one.model not in load_models():
         return None
     model = subject(one.model, one.dtype, precision=one.precision, capabilities=sheet.limits.capabilities)
     context = max(one.context, 32)

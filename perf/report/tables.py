@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hybrid.perf.record.schema import Ablation, Profile, Record, Run, ceiling_of, newest
-from hybrid.perf.roofline.work import load_sizes
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import load_models
 
@@ -68,7 +67,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[s
 
 def ordered(found: Iterable[tuple[Record, Run]]) -> list[tuple[Record, Run]]:
     """Largest model first."""
-    sizes = {**{n: m.model.parameters for n, m in load_models().items()}, **{n: s.stored for n, s in load_sizes().items()}}
+    sizes = {n: m.model.parameters for n, m in load_models().items()}
 
     def place(item: tuple[Record, Run]) -> tuple[object, ...]:
         one = item[1]

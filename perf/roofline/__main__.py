@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m perf.roofline",
         description="What a device sheet allows a model: time, bytes and operations by step and what bounds each. Modelled.",
     )
-    p.add_argument("model", metavar="MODEL|NAME", help="a checkpoint, or a name of specs/models or perf/sizes such as gemma3-27b")
+    p.add_argument("model", metavar="MODEL|NAME", help="a checkpoint, or a name of specs/models such as gemma3-27b")
     p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="of specs/devices: h200, radeon-780m (radeon-780m)")
     p.add_argument("--type", default="q4_0", metavar="TYPE", help="storage type of a NAME's matrices (q4_0)")
     p.add_argument("--batch", type=_numbers, default=(1,), metavar="N,N", help="sequences at a time (1)")

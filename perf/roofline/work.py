@@ -1,5 +1,4 @@
-"""The work of one pass, as bytes and operations per step: from a plan, or from a sheet of sizes where there is no
-schedule yet. perf.roofline turns it into time on a device sheet.
+"""The work of one pass, as bytes and operations per step: from a plan. perf.roofline turns it into time on a device sheet.
 
 Operations are those of the specs' cost expressions (a multiply-add counts 2), bytes what must move to and from memory,
 each tensor touched once. Sizes are in bytes, contexts in positions.
@@ -10,11 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from hybrid.convert.kinds import Wanted, plan_types
 from hybrid.core.dtypes import DTYPES, CacheChoice
@@ -27,12 +23,10 @@ from hybrid.planning.cost import step_cost
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.footprint import Footprint, footprint
 from hybrid.planning.planner import PrecisionName, Target, plan
-from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import find_model, load_models
 from hybrid.spec.op import load_op
 from hybrid.spec.schedule import Phase, find_schedule
 
-SIZES = Path(__file__).resolve().parent.parent / "sizes"
 Rate = Literal["int8", "f16", "f32"]
 
 
@@ -154,81 +148,6 @@ class Planned(Subject):
         )
 
 
-class Sized(Subject):
-    """A model that no schedule describes yet, costed from a sheet of sizes: matrices, cache, nothing else."""
-
-    def __init__(self, sheet: SizeSheet, dtype: str) -> None:
-        self.sheet, self.dtype, self.name = sheet, dtype, sheet.name
-        self.basis = f"a sheet of sizes (no schedule yet), {dtype}"
-
-    def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Work:
-        s, bits = self.sheet, DTYPES[self.dtype].bits
-        rate: Rate = "int8" if DTYPES[self.dtype].quantised else "f32"
-        body = Item("layers", "linear", rate, 2 * s.body * rows, round(s.body * bits / 8), 0, 7 * s.n_layers, 7 * s.n_layers)
-        head = Item("logits", "logits", rate, 2 * s.head * outs, round(s.head * bits / 8))
-        seen = s.positions(context)
-        cache = slots * seen * 2 * s.n_kv_heads * s.head_dim * 2
-        attention = Item("attention", "attention", "f32", 4 * rows * seen * s.n_heads * s.head_dim, cache, 0, 0, 0)
-        return Work(rows, outs, (body, attention, head) if outs else (body, attention))
-
-    def memory(self, slots: int, context: int) -> int:
-        s = self.sheet
-        cache = slots * s.positions(context) * 4 * s.n_kv_heads * s.head_dim
-        return round(s.stored * DTYPES[self.dtype].bits / 8) + cache
-
-
-class SizeSheet(Model):
-    """One file of perf/sizes: the shape of a model in so far as its bytes and operations depend on it."""
-
-    schema_version: Literal[1] = Field(alias="schema")
-    name: str
-    summary: str
-    source: Annotated[str, Field(min_length=1)]
-    n_layers: int
-    cached_layers: int
-    """Layers that own a KV cache; the others read one of these."""
-    global_every: int
-    hidden: int
-    ffn: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    window: int
-    vocab: int
-    layer_extra: int
-    """Elements of a layer's matrices beside attention and feed-forward."""
-    once_extra: int
-    """Elements of matrices that are read once per pass."""
-    table: int
-    """Elements of tables of which a token reads one row."""
-
-    @property
-    def body(self) -> int:
-        """Elements of the matrices that every pass reads, the output matrix apart."""
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        per_layer = 2 * q * self.hidden + 3 * self.hidden * self.ffn + self.layer_extra
-        return self.n_layers * per_layer + self.cached_layers * 2 * kv * self.hidden + self.once_extra
-
-    @property
-    def head(self) -> int:
-        return self.vocab * self.hidden
-
-    @property
-    def stored(self) -> int:
-        return self.body + self.head + self.table
-
-    def positions(self, context: int) -> int:
-        """Cached positions that a row at the end of a context reads, over all layers that own a cache."""
-        full = self.cached_layers // self.global_every
-        return full * context + (self.cached_layers - full) * min(context, self.window)
-
-
-@lru_cache(maxsize=1)
-def load_sizes() -> dict[str, SizeSheet]:
-    sheets = [load_toml(p, SizeSheet) for p in sorted(SIZES.glob("*.toml"))]
-    return {s.name: s for s in sheets}
-
-
 def subject(
     name: str,
     dtype: str = "q4_0",
@@ -237,17 +156,14 @@ def subject(
     kv: CacheChoice = "auto",
     capabilities: Iterable[str] = (),
 ) -> Subject:
-    """A model by name (specs/models, perf/sizes) with its matrices stored as `dtype`, or a checkpoint by its path as
+    """A model by name (specs/models) with its matrices stored as `dtype`, or a checkpoint by its path as
     stored, planned for a device with `capabilities`. SpecError with the nearest name for one that is unknown."""
     if dtype not in DTYPES:
         raise ValueError(f"no storage type {dtype!r}{nearest(dtype, DTYPES)}")
-    if name in load_sizes():
-        return Sized(load_sizes()[name], dtype)
     if name not in load_models() and Path(name).exists():
         return _opened(name, precision, kv, frozenset(capabilities))
-    known = [*load_models(), *load_sizes()]
-    if name not in known:
-        raise SpecError(f"no model is called {name!r}{nearest(name, known)}")
+    if name not in load_models():
+        raise SpecError(f"no model is called {name!r}{nearest(name, load_models())}")
     return _named(name, Wanted(dtype, dict(by_class or {})), precision, kv, frozenset(capabilities))
 
 

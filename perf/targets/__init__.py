@@ -26,7 +26,7 @@ from hybrid.core.units import show_bytes
 from hybrid.perf.acceptance import pairs
 from hybrid.perf.record.schema import nearest_run
 from hybrid.perf.roofline.model import bandwidth, estimate, modelled_sheet, rate
-from hybrid.perf.roofline.work import Planned, load_sizes, subject
+from hybrid.perf.roofline.work import subject
 from hybrid.perf.targets.search import (
     ACCEPTANCES,
     TYPES,
@@ -118,10 +118,8 @@ class Answer:
     together: bool = False
 
 
-def missing(config: Config, sheet: DeviceSheet) -> str:
+def missing(config: Config) -> str:
     """What of a configuration this project does not have yet; empty where it can be run today."""
-    if not isinstance(model_of(config.model, config.dtype, sheet), Planned):
-        return f"a schedule for {config.model}"
     return "a draft model" if config.draft else ""
 
 
@@ -139,7 +137,7 @@ def _speed(t: Target, sheet: DeviceSheet) -> Answer:
     verdict, speed = found
     c, need = speed.config, memory_of(t.model, speed.config.dtype, speed.config.batch, t.context, sheet)
     ran = f"together: {c}; {one}" if c.batch > 1 else f"one sequence: {c}"
-    return Answer(verdict, f"{ran} ({show_bytes(need)})", speed.bound, _rates(speed), missing(c, sheet), c.batch > 1)
+    return Answer(verdict, f"{ran} ({show_bytes(need)})", speed.bound, _rates(speed), missing(c), c.batch > 1)
 
 
 def _alone(model: str, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
@@ -208,7 +206,7 @@ def _first_token(t: Target, sheet: DeviceSheet) -> Answer:
         how = f"one pass over the weights takes {1e3 * once.seconds:.0f} ms"
     longest = model_of(t.model, "q4_0", sheet).work("prefill", max(ceiling, 1), 1, max(ceiling, 32), 1)
     bound = estimate(longest, sheet, "ceiling").bound
-    lacking = missing(Config(t.model, "q4_0", 1, t.context), sheet)
+    lacking = missing(Config(t.model, "q4_0", 1, t.context))
     return Answer(verdict, how, bound, f"{expected} tokens (ceiling {ceiling})", lacking)
 
 
@@ -221,7 +219,7 @@ def _token_time(t: Target, sheet: DeviceSheet) -> Answer:
         return Answer("no", f"at best {best.config}", best.bound, modelled)
     verdict, s = found
     how = f"{s.config}; without a draft {1e3 / best.ceiling:.0f} ms at least" if s.config.draft else str(s.config)
-    return Answer(verdict, how, s.bound, f"{1e3 / s.expected:.0f} ms (ceiling {1e3 / s.ceiling:.0f})", missing(s.config, sheet))
+    return Answer(verdict, how, s.bound, f"{1e3 / s.expected:.0f} ms (ceiling {1e3 / s.ceiling:.0f})", missing(s.config))
 
 
 def _budget(t: Target, sheet: DeviceSheet) -> Answer:
@@ -231,7 +229,7 @@ def _budget(t: Target, sheet: DeviceSheet) -> Answer:
         need = memory_of(t.model, "q4_0", batch, t.context, sheet)
         if need <= want:
             how = f"q4_0 with up to {batch} sequences of {t.context} positions"
-            return Answer("yes", how, "memory", show_bytes(need), missing(Config(t.model, "q4_0", batch, t.context), sheet))
+            return Answer("yes", how, "memory", show_bytes(need), missing(Config(t.model, "q4_0", batch, t.context)))
     known = load_models()
     alike = [n for n in reversed(known) if t.model in known and known[n].model.family == known[t.model].model.family]
     smaller = [(n, d) for n in alike for d in TYPES if memory_of(n, d, 1, 2048, sheet) <= want]
@@ -297,7 +295,7 @@ def _measured(t: Target, device: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- advice
 def advice(memory: int, want: float, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
     """For each model, largest first, the fewest sequences that reach `want` and fit in `memory`."""
-    sizes = {**{n: m.model.parameters for n, m in load_models().items()}, **{n: s.stored for n, s in load_sizes().items()}}
+    sizes = {n: m.model.parameters for n, m in load_models().items()}
     for name in sorted(sizes, key=lambda n: -sizes[n]):
         for s in chain(_alone(name, context, sheet), plain(name, context, sheet)):
             if s.expected >= want and memory_of(name, s.config.dtype, s.config.batch, context, sheet) <= memory:
@@ -338,7 +336,7 @@ def _advise(args: argparse.Namespace, sheet: DeviceSheet) -> int:
     for s in found:
         c = s.config
         need = memory_of(c.model, c.dtype, c.batch, args.context, sheet)
-        lacking = missing(c, sheet)
+        lacking = missing(c)
         basis = f"  needs {lacking}, which is not there yet" if lacking else ""
         speeds = f"{s.expected:7.1f} expected, {s.ceiling:7.1f} ceiling, {show_bytes(need):>9}"
         print(f"  {c.model:12} {c!s:46} {speeds}{basis}")
