@@ -122,7 +122,7 @@ def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backe
     (["-p", "5,9", "-n", "0"], 9),
 ])  # fmt: skip
 def test_the_context_holds_the_longest_test(capsys, monkeypatch, options, context):
-    monkeypatch.setattr(bench, "_rows", lambda args, engine: [ROW])
+    monkeypatch.setattr(bench, "_rows", lambda args, engine, meter: [ROW])
     assert bench.main([*SMALL[:6], "-r", "1", "--device", "cpu", "--json", *options]) == 0
     assert json.loads(capsys.readouterr().out)["context"] == context
 

@@ -83,6 +83,14 @@ def test_an_end_is_known_one_pass_late_and_harms_nobody():
     assert server.right(first, second)
 
 
+def test_a_sequence_may_end_with_the_context():
+    server = loop(ctx=20)
+    stream, exact = server.add(prompt(10), 30), server.add(prompt(10, 3), 10)
+    server.drain()
+    assert (stream.finish, len(stream.generated)) == ("context", 10) and server.right(stream)
+    assert (exact.finish, len(exact.generated)) == ("length", 10) and server.right(exact)
+
+
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
