@@ -25,6 +25,7 @@ COMMANDS = (
     "hybrid.spec",
     "perf.op",
     "perf.profile",
+    "perf.load",
     "perf.tune",
     "perf.probe",
     "perf.acceptance",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import jsonschema
+import numpy as np
 import openai
 import pytest
 
@@ -129,3 +132,60 @@ def test_tokenize_and_back(server: Running) -> None:
     turn = server.post("/tokenize", {"messages": HI}).json()["tokens"]
     assert turn == chat.encode(model.checkpoint.tokenizer, HI, None)
     assert server.post("/detokenize", {"tokens": [4096]}).status_code == 400
+
+
+SHAPE = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["a", "b"]}},
+         "required": ["name", "kind"], "additionalProperties": False}  # fmt: skip
+
+
+def test_logprobs_are_the_models(client: openai.OpenAI, server: Running) -> None:
+    model = model_of(server)
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2).choices[0]
+    assert answer.logprobs is not None and answer.logprobs.token_logprobs is not None and answer.logprobs.tokens is not None
+    ids = model.encode(PROMPT)
+    logits = model.logits([*ids, *model.encode(answer.text, bos=False)])[len(ids) - 1 : len(ids) + 3].astype(np.float64)
+    wanted = (logits - logits.max(1, keepdims=True)) - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+    assert "".join(answer.logprobs.tokens) == answer.text
+    np.testing.assert_allclose(answer.logprobs.token_logprobs, wanted.max(1), atol=0.05)
+    assert all(len(top) == 2 for top in answer.logprobs.top_logprobs or ())
+    chat_answer = client.chat.completions.create(model=MODEL, messages=HI, max_tokens=3, logprobs=True, top_logprobs=3).choices[0]
+    assert chat_answer.logprobs is not None and [len(t.top_logprobs) for t in chat_answer.logprobs.content or ()] == [3] * 3
+
+
+def test_structured_output_of_the_model_itself(client: openai.OpenAI) -> None:
+    """The embedded model, which has hardly seen JSON, cannot but write what the schema allows."""
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": SHAPE}}
+    asked: dict[str, Any] = {"model": MODEL, "messages": HI, "max_tokens": 80, "response_format": shape}
+    for more in ({"temperature": 0}, {"temperature": 1.3, "seed": 5, "n": 2}):
+        for choice in client.chat.completions.create(**asked, **more).choices:
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.message.content or ""), SHAPE)
+
+
+def test_calls_by_the_model_itself(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": SHAPE}}]
+    answer = client.chat.completions.create(model=MODEL, messages=HI, max_tokens=80, tools=tools, tool_choice="required").choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.tool_calls
+    for call in answer.message.tool_calls:
+        jsonschema.validate(json.loads(call.function.arguments), SHAPE)  # type: ignore[union-attr]
+
+
+def test_a_bias_forbids_and_a_penalty_changes(client: openai.OpenAI, server: Running) -> None:
+    first = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1).choices[0].text
+    (token,) = model_of(server).encode(first, bos=False)
+    other = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=1, temperature=0, logit_bias={str(token): -100}
+    ).choices[0]
+    assert other.text != first
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "a a a a a a", "max_tokens": 24, "temperature": 0}
+    plain = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, frequency_penalty=2.0, presence_penalty=2.0).choices[0].text != plain
+
+
+def test_a_conversation_finds_its_beginning_in_the_cache(client: openai.OpenAI) -> None:
+    turns: list[Any] = [{"role": "user", "content": "The asyncio module provides what, and since which version? " * 3}]
+    first = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=20, temperature=0)
+    turns += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "And then?"}]
+    second = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=2, temperature=0)
+    assert first.usage is not None and second.usage is not None and second.usage.prompt_tokens_details is not None
+    assert (second.usage.prompt_tokens_details.cached_tokens or 0) >= first.usage.prompt_tokens - 16

@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="as of hybrid.generate (auto)")
     p.add_argument("--kv", default="auto", metavar="TYPE", help="type of the KV cache, as of hybrid.generate (auto)")
     p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
+    p.add_argument("--deterministic", action="store_true", help="the same bits whatever runs beside a request (slower)")
     p.add_argument("--slots", type=positive, default=SLOTS, metavar="N", help=f"requests that run at a time ({SLOTS})")
     p.add_argument("--queue", type=positive, default=256, metavar="N", help="requests that wait; further ones get 429 (256)")
     p.add_argument("--max-body", type=size, default="4MiB", metavar="SIZE", help="largest body of a request (4MiB)")
@@ -107,6 +108,7 @@ def _main(args: argparse.Namespace) -> int:
         "ctx": args.ctx,
         "kv": args.kv,
         "precision": args.precision,
+        "deterministic": args.deterministic,
         "slots": args.slots,
         "queue": args.queue,
         "npu": args.npu,

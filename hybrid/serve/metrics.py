@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hybrid.serve.power import watts
+
 if TYPE_CHECKING:
     from hybrid.engine.metrics import Metrics as EngineMetrics
     from hybrid.serve.backend import Backend
@@ -58,6 +60,9 @@ class _Engine(Collector):
         yield CounterMetricFamily("hybrid_device_losses", "Times that the device was lost", value=backend.losses)
         if model is not None:
             yield from _snapshot(model.metrics())
+            power = watts() if model.device.startswith("vulkan") else None
+            if power is not None:
+                yield GaugeMetricFamily("hybrid_device_watts", "Power of this machine's AMD GPU", value=power)
 
 
 def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
