@@ -63,6 +63,9 @@ def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
     base, axis = base_bind(spec), spec.token_axis
     for seed, rows in enumerate((1, 3, 2 * tile_of(spec, axis) + 3) if axis else (1,)):
         yield variant(spec, {**base, axis: rows} if axis else base, dtypes, seed)
+    if axis and "sparsity" in spec.attributes:  # sparse rows have kernels of their own
+        case = variant(spec, {**base, axis: 3}, dtypes, 3)
+        yield replace(case, attrs={**case.attrs, "sparsity": 0.8})
 
 
 # Sizes, and attributes, at which a backend's bindings choose another kernel than for those of dtype_cases.
@@ -71,7 +74,7 @@ VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
     # More rows and columns than the largest tile on matrix units, and a last stage of 16 or 32 columns.
     "linear": ({"T": 197, "N": 213, "K": 96}, {"T": 66, "N": 65, "K": 208}),
     "fused_qkv": ({"T": 131},),
-    "fused_ffn": ({"T": 195, "H": 96, "F": 160},),
+    "fused_ffn": ({"T": 195, "H": 96, "F": 160}, {"T": 4, "H": 288, "F": 160, "sparsity": 0.8}),
     "logits": ({"O": 70, "V": 203},),
     "rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
     "add_rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),

@@ -72,6 +72,19 @@ def geglu(rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int, extent: 
                  grid=(-(-f // 256), live, 1))
 
 
+def sparse_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str, sparsity: float) -> None:
+    """h [rows, F] as `geglu` with `sparsity` makes it of x @ w.T, for at most GEMV_TOKENS rows and one unsplit weight [2F, K]: the
+    product with gate, then that with the rows of up that are needed. h has the activation type of x."""
+    f, k = w.rows // 2, x.shape[-1]
+    gates = tuple(Slice(p.buffer, p.offset, p.size // 2) for p in w.parts)
+    gate = rec.scratch(4 * rows * f)
+    only_gate = DeviceTensor("gate", w.dtype, (f, k), (Chunk(0, f, gates, w.dtype),))
+    linear(rec, x, only_gate, gate, rows=rows, extent=extent)
+    push = struct.pack("<4If", CONTROL[extent], rows, f, k, NormalDist().inv_cdf(sparsity))
+    kernel = rec.kernel(f"sparse_up.{w.dtype}.{x.dtype}", SUBGROUP=rec.device.subgroup_size)
+    rec.dispatch(kernel, reads=[*x.parts, *w.parts, gate], writes=h.parts, push=push, grid=(f // 32, 1, 1))
+
+
 def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
     """Constants of gemv.slang for `rows` rows of x (type x) by w [n, k] of type w; `family` is linear or ffn_up."""
     device = rec.device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid.core.plan import Step
-from hybrid.kernels.vulkan.ops._linear import ffn_up, geglu, linear
+from hybrid.kernels.vulkan.ops._linear import GEMV_TOKENS, ffn_up, geglu, linear, sparse_up
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
@@ -13,6 +13,7 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """y f32 [T,H] = down(h), h [T,F] = gelu_tanh(gate(x)) * up(x) in the scratch tensor of the step.
 
+    With sparsity and few rows, gate's product comes first, and of up only the rows that some token's gate lets through are read.
     Two dispatches where gate and up lie in one chunk, h has the activation type of x and all gates count; otherwise gate and up go
     through a temporary f32 [T,2F].
     """
@@ -20,6 +21,8 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     sparsity = float(step.attrs.get("sparsity", 0.0))
     if len(w.chunks) == 1 and x.dtype == h.dtype and not sparsity:
         ffn_up(rec, x, w.chunks[0], h, rows=rows, extent=step.extent)
+    elif sparsity and rows <= GEMV_TOKENS and len(w.chunks) == 1 and x.dtype == h.dtype:
+        sparse_up(rec, x, w.chunks[0], h, rows=rows, extent=step.extent, sparsity=sparsity)
     else:
         gate_up = rec.scratch(4 * rows * w.shape[0])
         linear(rec, x, w, gate_up, rows=rows, extent=step.extent)
