@@ -20,7 +20,7 @@ from typing import Any
 
 from hybrid.convert.kinds import Wanted
 from hybrid.core.device import Counters
-from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
+from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES, CacheChoice
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import Plan
 from hybrid.kernels.vulkan.api import VulkanError, check, ffi, lib, vk
@@ -38,6 +38,8 @@ WIDE = {
     "gemma3-27b": tuple(t for t in WEIGHT_TYPES if t not in ("q4_k", "q5_k", "q5_0")),
     "gemma3-1b": ("q4_0", "q8_0", "bf16"),
 }
+Q8_0_CACHE = ("gemma3-27b", "gemma3-1b", "gemma4-e4b")
+"""Heads of 128, 256 and 512; layers that read another's cache."""
 BUCKETS, DECODE, LOGITS = (1, 8, 32, 128, 512, 2048), (1, 2, 3, 8, 32), (8, 64)
 Key = tuple[str, tuple[tuple[str, int], ...]]
 
@@ -101,6 +103,12 @@ def plans(capabilities: frozenset[str]) -> Iterator[tuple[str, Plan]]:
                     yield f"{tag} prefill {rows}", model.plan("prefill", rows, 1, 4096, 1)
                 for rows in LOGITS:
                     yield f"{tag} logits {rows}", plan(model.target(rows, 4096, 1), rows, rows, "prefill", sample=False)
+        if name in Q8_0_CACHE:
+            model = _planned(name, small, "q4_0", "auto", capabilities, "q8_0")
+            for rows in (1, 8):
+                yield f"{name} q8_0 cache decode {rows}", model.plan("decode", rows, rows, 4096, 32)
+            for rows in (8, 128):
+                yield f"{name} q8_0 cache prefill {rows}", model.plan("prefill", rows, 1, 4096, 1)
 
 
 def one_of_each(hp: HParams) -> list[int]:
@@ -110,8 +118,8 @@ def one_of_each(hp: HParams) -> list[int]:
     return sorted({*first.values(), *(s for s in sources if s is not None)})
 
 
-def _planned(name: str, hp: HParams, dtype: str, precision: Any, capabilities: frozenset[str]) -> Planned:
-    return of_shape(name, hp, Wanted(dtype), precision, capabilities=capabilities)
+def _planned(name: str, hp: HParams, dtype: str, precision: Any, capabilities: frozenset[str], kv: CacheChoice = "auto") -> Planned:
+    return of_shape(name, hp, Wanted(dtype), precision, kv, capabilities)
 
 
 def collect(report: Report) -> dict[Key, str]:

@@ -54,14 +54,17 @@ def longest_split(units: int, rows: int, subgroup: int) -> int:
     return max(1, LOOPS // (rows * step)) * 2 * subgroup
 
 
-def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int) -> Tiling:
-    """`ratio` query heads per kv head, `span` positions that a row can see at most."""
+def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int, kv: str = "f16") -> Tiling:
+    """`ratio` query heads per kv head, `span` positions that a row can see at most, `kv`: type of the cache."""
     units = next((u for u in QUERIES if u * subgroup * 4 >= head_dim), 0)
     if not units:
         raise VulkanError(f"attention takes head_dim up to {max(QUERIES) * subgroup * 4} on a device with subgroups of "
                           f"{subgroup}, not {head_dim}")
-    # A CPU driver compiles a lane's unrolled registers slowly and gains little from more of them.
-    fit = [q for q in QUERIES[units] if q * units <= (8 if subgroup < 16 else 16)] or [QUERIES[units][0]]
+    # A CPU driver compiles a lane's unrolled registers slowly and gains little from more of them; gfx1103 has too few for heads
+    # of 512 (165 spilled by Mesa 22.3.6).
+    most = 8 if subgroup < 16 or head_dim > 256 else 16
+    built = [q for q in QUERIES[units] if q <= (4 if kv == "q8_0" else 8)]
+    fit = [q for q in built if q * units <= most] or [built[0]]
     if rows > DECODE_ROWS:
         queries = fit[-1]
         heads = min(ratio, queries)
@@ -114,7 +117,7 @@ def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
     window = int(step.attrs["window"])
     subgroup = rec.device.subgroup_size
     span = min(window, cache.context) if window else cache.context
-    tile = tiling(rows, heads // kv_heads, d, span, subgroup)
+    tile = tiling(rows, heads // kv_heads, d, span, subgroup, cache.dtype)
 
     parts = rows * heads * tile.splits
     part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
