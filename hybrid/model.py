@@ -15,6 +15,7 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.dtypes import CacheChoice
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
+from hybrid.core.units import parse_bytes
 from hybrid.devices.opening import NpuKind, Opened, open_devices
 from hybrid.engine import batch
 from hybrid.engine.chunks import token_ids
@@ -49,6 +50,7 @@ def load(
     deterministic: bool = False,
     slots: int = 1,
     queue: int = QUEUE,
+    memory: int | str | None = None,
     chunk: int | None = None,
     profile: bool = False,
     progress: bool = False,
@@ -61,7 +63,9 @@ def load(
     matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
     weights: int8 activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv
     overrides the cache's type. slots: sequences that the cache has room for at a time (engine.logits_of).
-    queue: submitted requests that may wait beside those that run. chunk: rows of a prefill pass (default: what suits the device).
+    queue: submitted requests that may wait beside those that run. memory: bytes on the device, or text such as 16GiB: the
+    cache gets what weights and activations leave of it (default: what `slots` sequences need at their longest).
+    chunk: rows of a prefill pass (default: what suits the device).
     deterministic: the same bits for the same tokens, however a prompt is cut and whatever runs beside it; slower.
     profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or, only
     when asked for, its simulator.
@@ -73,6 +77,7 @@ def load(
         weights=weights,
         ctx=ctx,
         slots=slots,
+        memory=parse_bytes(memory) if isinstance(memory, str) else memory,
         chunk=chunk,
         deterministic=deterministic,
         profile=profile,

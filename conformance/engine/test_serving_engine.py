@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from conformance.support.synthetic import tiny, write_hf
 from conformance.support.ties import EXACT_NEAR, lead
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.errors import ContextExceeded, QueueFull
+from hybrid.core.tensor import Tensor
 from hybrid.engine.audit import audit
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
@@ -73,6 +75,7 @@ def alone(engine: Engine, ids: list[int], count: int) -> list[int]:
     found = list(engine.stream(slot, ids, count))
     engine.wait()
     engine.release(slot)
+    engine.device.write("history", Tensor.of(np.full((1, engine.cache.ctx), 5, np.int32)), slot)  # nobody finds these tokens there
     return found
 
 
@@ -130,8 +133,9 @@ def test_sequences_take_turns_where_blocks_are_few(on: Callable[..., Stepped]) -
         on(blocks=(2, 5)).submit([2] * 40, max_tokens=60)
 
 
-def test_others_may_use_the_device_between_two_passes(on: Callable[..., Stepped]) -> None:
-    made = on()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_others_may_use_the_device_between_two_passes(on: Callable[..., Stepped], backend: str) -> None:
+    made = on(backend)
     wanted = alone(made.engine, LONG_PROMPT, 20)
     handle = made.submit(LONG_PROMPT, max_tokens=20)
     for between in (lambda: alone(made.engine, [2, 5, 6], 5), lambda: made.engine.logits([2, 9]), lambda: None) * 4:
@@ -139,6 +143,24 @@ def test_others_may_use_the_device_between_two_passes(on: Callable[..., Stepped]
         between()
     made.finish()
     same(made.engine, LONG_PROMPT, list(handle.result(0).ids), wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_device_has_the_tables_that_the_scheduler_has(on: Callable[..., Stepped], backend: str) -> None:
+    """Where rows go on for many passes, and get new blocks meanwhile."""
+    made = on(backend)
+    handles = [made.submit(ids, max_tokens=50) for ids in ([2, 5, 6], LONG_PROMPT, [2, 9])]
+    for _ in range(40):
+        made.step()
+        tables = {g: made.engine.device.read(f"block_table.{g}").array for g in ("global", "local")}
+        for stream in made.serving.scheduler._running:
+            held = stream.held
+            assert held is not None
+            for g, pool in enumerate(made.engine.blocks.pools):
+                there = tables[pool.group.name][stream.slot, held.first[g] : held.size].tolist()
+                assert there == held.tables[g][held.first[g] :]
+    made.finish()
+    assert all(len(h.result(0).ids) == 50 for h in handles)
 
 
 def test_void_passes_cost_no_token(on: Callable[..., Stepped]) -> None:

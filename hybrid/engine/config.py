@@ -37,6 +37,8 @@ class EngineConfig:
     blocks: tuple[int, int] = (0, 0)
     """Blocks of the KV cache in global and in local layers (0: what `slots` sequences need at their longest). With fewer,
     scheduled sequences take turns."""
+    memory: int | None = None
+    """Bytes on the device: the KV cache takes what weights and activations leave of them, in place of `blocks`."""
     chunk: int | None = None
     """Most rows of a prefill pass (default: what fills the device's matrix units)."""
     n_tokens: int | None = None
@@ -55,7 +57,7 @@ class EngineConfig:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}")
         if not isinstance(self.slots, Integral) or not 1 <= self.slots <= MAX_SLOTS:
             raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots!r}")
-        for name in ("ctx", "chunk", "n_tokens"):
+        for name in ("ctx", "chunk", "n_tokens", "memory"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Integral) or (value < 1 and name != "ctx")):
                 raise ValueError(f"{name} must be a positive integer, or None for the default, not {value!r}")

@@ -26,6 +26,7 @@ from hybrid.engine.inbox import GOES_ON, Inbox, Rows
 from hybrid.engine.kv import BlockTables
 from hybrid.engine.loading import LoadClock, load_tensors
 from hybrid.engine.lock import EngineLock
+from hybrid.engine.room import fitted
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.trace import Pass, Timing
 from hybrid.planning.cost import precision_by_phase
@@ -53,12 +54,14 @@ class Engine:
         schedule: Schedule | None = None,
         clock: LoadClock | None = None,
     ) -> None:
-        self.checkpoint, self.device, self.config = checkpoint, device, config or EngineConfig()
+        self.checkpoint, self.device = checkpoint, device
         self.clock = LoadClock() if clock is None else clock
         self.lock = EngineLock()
+        schedule = schedule or find_schedule(checkpoint.hparams.family)
+        self.config, self.room = fitted(config or EngineConfig(), checkpoint, device, schedule)
+        """room: what the memory that was given is for."""
         self.sizes = sizes_for(self.config, checkpoint.hparams, device)
         """Row counts that plans are made for."""
-        schedule = schedule or find_schedule(checkpoint.hparams.family)
         self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
         self.cache = self.target.cache
         self.blocks = Blocks(groups_of(self.cache), self.cache.block, reuse=device.drives == {device.backend})
@@ -77,8 +80,6 @@ class Engine:
         """Why passes were run again, and how decoding goes on since."""
         self.served = False
         """Whether scheduled passes (runner.py) have been submitted since all passes were last waited for."""
-        self.voided = 0
-        """How often scheduled passes were void: they are dropped, and whoever made them starts again."""
         self._timing = Timing(self.trace)
         self._last_pipeline_slot = device.pipeline_depth - 1  # of the last prefill pass
         self._slot_ticket: dict[int, int] = {}  # the ticket of a pipeline slot's last pass
@@ -338,8 +339,7 @@ class Engine:
         self.device.wait()
         self._timing.stop()
         if self.served and voids.is_void(self):
-            voids.drop(self)
-            self.voided += 1
+            voids.drop(self)  # who made these passes starts again
         elif self._decoding is not None and voids.is_void(self):
             voids.run_again(self, self._decoding)
         self.served = False
@@ -362,8 +362,8 @@ class Engine:
         return ticket
 
     def submit_scheduled(self, program: Program, rows: Rows | None) -> int:
-        """Submit a scheduled pass: with these rows, or (None) with those of the pass before, going on. Waits for no pass but the
-        one whose message had this one's place; returns its ticket."""
+        """Submit a scheduled pass with these rows, or (None) those of the pass before, going on; returns its ticket. Waits for none
+        but the pass whose message had this one's place."""
         if rows is not None:
             self._decoding = None
             self.inbox.put(rows)
@@ -372,7 +372,7 @@ class Engine:
         return self._submit(program)
 
     def settle(self) -> None:
-        """Until every pass has finished, void ones run again or, where they were scheduled, dropped (`voided`)."""
+        """Until every pass has finished, void ones run again or, where they were scheduled, dropped."""
         self._settle()
 
     def _submit(self, program: Program, times: int = 1) -> int:

@@ -123,6 +123,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="with --batch: a JSON object a line for each result; those that are there already are kept, and the rest is done",
     )
+    p.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="the KV cache takes what weights and activations leave of this much, such as 16GiB (what its sequences need at most)",
+    )
     p.add_argument("--slots", type=positive, metavar="N", help="with --batch: prompts that run at a time (8)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
@@ -182,8 +187,11 @@ def _main(args: argparse.Namespace) -> int:
         profile=args.trace is not None,
         progress=True,
         npu=args.npu,
+        memory=args.gpu_memory,
         slots=1 if asked is None else args.slots or BATCH_SLOTS,
     )
+    if model.engine.room is not None:
+        print(model.engine.room.line(), file=sys.stderr)
     with model:
         if asked is not None:
             return _run_batch(model, asked, args)
@@ -222,7 +230,7 @@ def _run_batch(model: Any, asked: Any, args: argparse.Namespace) -> int:
 def _encoded(model: Any, text: str, args: argparse.Namespace) -> list[int]:
     """A prompt's ids; with --chat those of a user's turn."""
     if not args.chat:
-        return model.encode(text, parse_special=args.parse_special)  # type: ignore[no-any-return]
+        return model.encode(text, parse_special=args.parse_special)
     from hybrid.text.chat import encode
 
     messages = [{"role": "system", "content": args.system}] if args.system else []

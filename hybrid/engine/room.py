@@ -1,0 +1,79 @@
+"""How many blocks of the KV cache a given memory has room for, said before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hybrid.checkpoint import Checkpoint
+from hybrid.core.device import Device
+from hybrid.core.units import show_bytes
+from hybrid.engine.config import EngineConfig
+from hybrid.engine.weights import stored_types
+from hybrid.planning.cache import CacheShape
+from hybrid.planning.footprint import Footprint, footprint
+from hybrid.planning.passes import capabilities_of, chunk_of, pass_sizes
+from hybrid.planning.pipeline import pipeline_depth
+from hybrid.spec.schedule import Schedule
+
+BESIDE = 96 << 20
+"""Bytes that are left to what no plan declares: staging, kernels' own scratch, command buffers."""
+LEAST_KEPT = 16
+"""Whole sequences that the cache may keep for prefixes, however few slots there are."""
+
+
+class NoRoom(ValueError):
+    """The memory does not hold the model with one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What goes where. sequences: of `context` positions, that the blocks hold at their longest."""
+
+    memory: int
+    weights: int
+    rest: int
+    """Activations, tables, what is read back, and BESIDE."""
+    blocks: tuple[int, int]
+    kv: int
+    sequences: float
+    context: int
+
+    def line(self) -> str:
+        parts = {"weights": self.weights, "KV cache": self.kv, "activations and the rest": self.rest}
+        shown = ", ".join(f"{what} {show_bytes(n)}" for what, n in parts.items())
+        return f"memory {show_bytes(self.memory)}: {shown}: {self.sequences:.1f} sequences of {self.context} tokens"
+
+
+def room_for(memory: int, held: Footprint, cache: CacheShape) -> Room:
+    """Blocks for `memory` bytes. held: what the engine takes with `cache`, whose blocks are those of all slots. NoRoom says what is
+    missing and what would fit."""
+    rest = held.total - held.weights - held.kv_global - held.kv_local + BESIDE
+    left = memory - held.weights - rest
+    per_global, per_local = held.kv_global / cache.global_blocks, held.kv_local / cache.local_blocks
+    one = per_global * cache.table + per_local * cache.ring
+    if left < one:
+        fits = int((left - per_local * cache.ring) // per_global) * cache.block if per_global else 0
+        fix = f"ctx={fits} would fit" if fits >= cache.block else "use a smaller weight type"
+        raise NoRoom(
+            f"memory {show_bytes(memory)} is too little: weights take {show_bytes(held.weights)}, activations and the rest "
+            f"{show_bytes(rest)}, one sequence of {cache.ctx} tokens {show_bytes(int(one))}, together "
+            f"{show_bytes(int(held.weights + rest + one))}: {fix}, or give it more"
+        )
+    sequences = min(left / one, max(2 * cache.slots, LEAST_KEPT))
+    blocks = (int(sequences * cache.table), int(sequences * cache.ring))
+    kv = int(blocks[0] * per_global + blocks[1] * per_local)
+    return Room(memory, held.weights, rest, blocks, kv, sequences, cache.ctx)
+
+
+def fitted(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> tuple[EngineConfig, Room | None]:
+    """The configuration with as many blocks as `config.memory` has room for; as it is where no memory is given."""
+    if config.memory is None:
+        return config, None
+    hp, capabilities = checkpoint.hparams, capabilities_of(device.has)
+    context, chunk = config.context(hp), chunk_of(capabilities) if config.chunk is None else config.chunk
+    weights = stored_types(checkpoint, config.weights, device.backend)
+    held = footprint(hp, weights, batch=config.slots, context=context, chunk=chunk, precision=config.precision, kv=config.kv,
+                     capabilities=capabilities, schedule=schedule)  # fmt: skip
+    rows = pass_sizes(hp, context, config.slots, chunk).rows[-1]
+    room = room_for(config.memory, held, CacheShape.of(hp, context, config.slots, rows, pipeline_depth(schedule)))
+    return replace(config, blocks=room.blocks), room
