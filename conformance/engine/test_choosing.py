@@ -82,6 +82,15 @@ def test_a_generation_and_a_conversation_count_the_same_tokens(model: Model) -> 
     assert first
 
 
+def test_tokens_that_the_cache_holds_count_too(model: Model) -> None:
+    """A prompt that was run before is not run again, and its tokens are penalised as if it had been."""
+    prompt = [2, *(20 + i % 30 for i in range(40)), 282, 282, 9]
+    first, again = (model.submit(prompt, max_tokens=12, ignore_eos=True, **STRONG).result(PATIENCE) for _ in range(2))
+    assert again.usage.cached_tokens > 0 == first.usage.cached_tokens
+    for found in (first, again):
+        judge(model, prompt, list(found.ids), Sampling(**STRONG))
+
+
 def test_requests_that_ask_for_nothing_are_what_they_were(model: Model) -> None:
     plain = [run(model, [2, i, 5], 10, temperature=t, seed=3) for i in (4, 6) for t in (0.0, 0.9)]
     some = Allowed(range(200), model.hparams.vocab)
