@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from hybrid.checkpoint import open_checkpoint
-from hybrid.checkpoint.families import tensors
+from hybrid.checkpoint.families import family_of
 from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.checkpoint.random import DEMO, PIECES, demo_tokenizer, random_rows, random_shape, random_types
 from hybrid.cli import Parser, run
@@ -36,16 +36,20 @@ _ALIGNMENT = 32
 def random_file(
     path: Path, hparams: HParams, kind: str, head: str | None, name: str = "random", piece_bytes: int = PIECE_BYTES
 ) -> None:
-    """Write the file: matrices of type `kind`, embedding (and head) of type `head`, norms of 1 in f32."""
-    kinds = random_types(hparams, kind, head)
+    """Write the file: matrices of type `kind`, embedding (and head) of type `head`, norms of 1 in f32. What no plan uses is
+    there too: other engines demand it."""
+    family = family_of(hparams)
+    shapes, made = family.kept(hparams), family.made(hparams)
+    kinds = random_types(hparams, kind, head, shapes)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb", buffering=0) as file:
             offsets, end = _header(part, hparams, kinds, name)
             with progress_bar(end, path.name, False, "B") as advance:
-                for n, shape in tensors(hparams).items():
+                for n, shape in shapes.items():
                     file.seek(offsets[n])
-                    piece = random_rows(kinds[n], shape[-1] if len(shape) == 2 else 0, piece_bytes)
+                    of_layer = random_rows(kinds[n], shape[-1] if len(shape) == 2 else 0, piece_bytes)
+                    piece = made[n].astype("<f4").view(np.uint8) if n in made else of_layer
                     done, nbytes = 0, DTYPES[kinds[n]].nbytes(shape)
                     while done < nbytes:
                         done += file.write(piece[: nbytes - done].data)
@@ -64,8 +68,9 @@ def _header(path: Path, hparams: HParams, kinds: Mapping[str, str], name: str) -
         writer = GGUFWriter(path, hparams.family)
         try:
             write_metadata(writer, source, max(kinds.values(), key=list(kinds.values()).count))
-            for n, shape in tensors(hparams).items():
-                size = DTYPES[kinds[n]].nbytes(shape)
+            family = family_of(hparams)
+            for n, shape in family.kept(hparams).items():
+                size, shape = DTYPES[kinds[n]].nbytes(shape), family.gguf_shape(hparams, n, shape)
                 writer.add_tensor_info(n, shape, np.dtype("f4"), size, GGMLQuantizationType[kinds[n].upper()])
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -75,7 +80,7 @@ def _header(path: Path, hparams: HParams, kinds: Mapping[str, str], name: str) -
         finally:
             writer.close()
     offsets = {}
-    for n, shape in tensors(hparams).items():
+    for n, shape in family_of(hparams).kept(hparams).items():
         offsets[n] = at
         at += _align(DTYPES[kinds[n]].nbytes(shape))
     return offsets, at

@@ -80,6 +80,9 @@ def test_names_tensors_and_kind() -> None:
 @pytest.mark.parametrize(("text", "why"), [
     ("", "empty"),
     ("T.real", "attribute access"),
+    ("layer.a.b", "attribute access"),
+    ("layers.window", "attribute access"),
+    ("(layer).window()", "only the functions"),
     ("T.__class__.__mro__", "attribute access"),
     ("__import__('os')", "character \"'\""),
     ("__import__(T)", "unknown function __import__()"),
@@ -143,3 +146,13 @@ def test_values_that_do_not_exist_name_the_text_and_the_values() -> None:
 def test_an_expression_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         Expr("T").text = "H"
+
+
+def test_a_layers_numbers_are_names() -> None:
+    condition = Expr("layer.window > 0 and l < n_layers - 1")
+    assert condition.truth and condition.names == {"layer.window", "l", "n_layers"}
+    assert condition.eval({"layer.window": 8, "l": 0, "n_layers": 2})
+    assert not condition.eval({"layer.window": 0, "l": 0, "n_layers": 2})
+    assert Expr("2*floor").names == {"floor"} and Expr("layer.head_dim // 2").eval({"layer.head_dim": 48}) == 24
+    with pytest.raises(ExprError, match=r"no value for layer.head_dim"):
+        Expr("layer.head_dim").eval({"head_dim": 48})

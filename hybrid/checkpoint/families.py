@@ -57,6 +57,11 @@ class Family:
         found = {**self.tensors(hp), **{name: value.shape for name, value in self.made(hp).items()}}
         return {**found, **self.dead(hp)}
 
+    def gguf_shape(self, hp: HParams, name: str, shape: Shape) -> Shape:
+        """A tensor's shape in GGUF files: three axes where it is several matrices."""
+        count = self.stacks(hp).get(stem_of(name))
+        return shape if count is None else (count, shape[0] // count, *shape[1:])
+
     def parts(self, hp: HParams, name: str) -> tuple[str, ...]:
         """Hugging Face's names of the tensors whose rows make this one; none for a tensor that only GGUF has."""
         short = self.hf_names(name)

@@ -9,6 +9,7 @@ made-up pieces to the size of Gemma's.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -76,11 +77,14 @@ def random_shape(name: str, layers: int | None = None, vocab: int | None = None)
     return hp
 
 
-def random_types(hparams: HParams, kind: str, head: str | None = None) -> dict[str, str]:
-    """Storage type of every tensor by name. ValueError where rows are no whole blocks of one."""
+def random_types(
+    hparams: HParams, kind: str, head: str | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, str]:
+    """Storage type of every tensor by name (shapes: of others than those that plans use). ValueError where rows are no whole
+    blocks of one."""
     head = head or ("q8_0" if hparams.hidden % DTYPES["q6_k"].block else "q6_k")
     found = {}
-    for name, shape in tensors(hparams).items():
+    for name, shape in (tensors(hparams) if shapes is None else shapes).items():
         if is_exact(name, shape):
             found[name] = "f32"
             continue

@@ -17,7 +17,6 @@ from hybrid.checkpoint.gguf_metadata import write_metadata
 from hybrid.convert.atomic import atomic_files
 from hybrid.convert.shards import Shard, divide, shard_paths, tensor_sizes
 from hybrid.core.dtypes import DTYPES
-from hybrid.core.names import stem_of
 
 if TYPE_CHECKING:  # the import takes a quarter of a second
     from gguf import GGUFWriter
@@ -76,7 +75,8 @@ def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[st
 
     writer.add_array(DIGESTS, [f"{_UNKNOWN} {name}" for name in kinds])
     writer.add_string(HEADER_DIGEST, _UNKNOWN)
-    shapes = {name: stacked_shape(source, name) for name in kinds}
+    family = family_of(source.hparams)
+    shapes = {name: family.gguf_shape(source.hparams, name, source.shape(name)) for name in kinds}
     for name, kind in kinds.items():
         shape = shapes[name]
         writer.add_tensor_info(name, shape, np.dtype("f4"), DTYPES[kind].nbytes(shape), GGMLQuantizationType[kind.upper()])
@@ -92,12 +92,6 @@ def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[st
     names = list(kinds)
     called = {name: name for name in names}
     return Shard(path, kinds, offsets, at, lambda where, digests: _seal(where, values_end, data, names, digests), called, shapes)
-
-
-def stacked_shape(source: Checkpoint, name: str) -> tuple[int, ...]:
-    """A tensor's shape in GGUF files: three axes where it is several matrices."""
-    shape, count = source.shape(name), family_of(source.hparams).stacks(source.hparams).get(stem_of(name))
-    return shape if count is None else (count, shape[0] // count, *shape[1:])
 
 
 def _seal(path: Path, end: int, data: int, names: Sequence[str], digests: Mapping[str, str]) -> None:
