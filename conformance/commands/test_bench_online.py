@@ -112,6 +112,7 @@ def test_a_conversation_on_a_model(capsys):
     assert len(turns) == 3 and all(t["first_ms"] > 0 and t["first_ms_alone"] > 0 for t in turns)
     for before, turn in pairwise(turns):
         assert 33 + 5 <= turn["prompt"] - before["prompt"] <= 40 + 5
+        assert turn["cached"] == (before["prompt"] + 5 - 1) // 32 * 32, "whole blocks of what has been run"
     assert talk.text(turns)[1].split()[:2] == ["1", str(turns[0]["prompt"])]
 
 

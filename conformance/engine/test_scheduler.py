@@ -149,6 +149,23 @@ def test_a_full_queue_says_when_to_come_again():
     assert 4.0 <= refused.value.retry_after <= 12.0
 
 
+def test_those_that_are_put_back_take_no_place_in_the_queue():
+    server = loop(slots=2, blocks=13, ctx=60, queue=1)
+    first, second = server.add(prompt(20), 30), None
+    server.step()
+    second = server.add(prompt(22, 5), 10)
+    while not second.preemptions:
+        server.step()
+    assert server.scheduler.waiting == 1
+    third = server.add(prompt(4), 2)
+    with pytest.raises(QueueFull):
+        server.add(prompt(4), 2)
+    server.drain()
+    server.add(prompt(4), 2)
+    server.drain()
+    assert server.right(first, second, third)
+
+
 def test_what_never_fits_is_refused_with_numbers():
     server = loop(ctx=100, blocks=10, window=9, local=3)
     with pytest.raises(ContextExceeded, match="a prompt of 100 tokens leaves no room in the context of 100"):

@@ -63,7 +63,9 @@ class Serving(RuleBasedStateMachine):
         )
         self.now = 0.0
         blocks = Blocks(groups, block, b"a model")
-        self.scheduler = Scheduler(blocks, self.limits, lambda: self.now)
+        self.free = list(range(slots))
+        self.scheduler = Scheduler(blocks, self.limits, lambda: self.now, self.free)
+        self.others: list[tuple[int, dict[str, list[int]]]] = []
         self.runner = Runner(blocks.groups, block, slots, table)
         self.oracle = Oracle([g.window for g in blocks.groups])
         self.streams: list[Stream] = []
@@ -153,6 +155,23 @@ class Serving(RuleBasedStateMachine):
             news = self.scheduler.commit(done, tokens, counts if sum(counts) != len(counts) else None)
             assert {s for s, _ in news} == live and all(len(s.ids) == known[s] + n for s, n in news)
 
+    @precondition(lambda self: self.free)
+    @rule(share=st.integers(0, 4), of=st.integers(0, 99))
+    def reserve(self, share, of):
+        """Somebody takes a slot and blocks for a sequence that the scheduler knows nothing of."""
+        blocks = self.scheduler.blocks
+        wanted = {g.name: min(blocks.free[g.name], g.blocks * share // 4) for g in blocks.groups}
+        slot = self.free.pop(of % len(self.free))
+        self.others.append((slot, blocks.reserve(wanted)))
+        TOTALS["reserved"] += 1
+
+    @precondition(lambda self: self.others)
+    @rule(of=st.integers(0, 99))
+    def give_back(self, of):
+        slot, blocks = self.others.pop(of % len(self.others))
+        self.free.append(slot)
+        self.scheduler.blocks.give_back(blocks)
+
     @precondition(lambda self: self.flights)
     @rule(first=st.integers(0, 1))
     def lose(self, first):
@@ -176,10 +195,12 @@ class Serving(RuleBasedStateMachine):
                 self.overtaken[stream.id] += sum(s.entered and s.number > stream.number for s in waiting)
                 assert self.overtaken[stream.id] <= limits.overtakes
         if done is None:
-            assert self.flights or scheduler.idle
+            assert self.flights or scheduler.idle or self.others
             return None
         first = min((s for s in self.streams if s.slot is not None), key=lambda s: s.order)
-        assert flying[first] or any(run.seq is first for run in done.runs), f"{first.id} is first in order, and does not go on"
+        assert self.others or flying[first] or any(run.seq is first for run in done.runs), (
+            f"{first.id} is first in order, and does not go on"
+        )
         assert 0 < done.rows <= limits.rows and done.outs <= (limits.outs or limits.slots)
         assert len(done.writes) <= scheduler.max_writes
         if any(run.ids is None for run in done.runs):
@@ -196,12 +217,14 @@ class Serving(RuleBasedStateMachine):
     def accounted(self):
         if hasattr(self, "scheduler"):
             TOTALS["steps"] += 1
-            audit(self.scheduler)
+            audit(self.scheduler, [blocks for _, blocks in self.others], [slot for slot, _ in self.others])
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
         scheduler = self.scheduler
+        while self.others:
+            self.give_back(0)
         for _ in range(10000):
             if scheduler.idle:
                 break

@@ -22,7 +22,7 @@ def online(args: argparse.Namespace, command: str) -> int:
     """Run what the arguments of `hybrid.bench` ask for and print it."""
     _check(args)
     begin = time.perf_counter()
-    slots = args.batch_size[0]
+    slots = max(args.batch_size[0], 3 if args.conversation else 1)  # a conversation and the same without reuse take two caches
     with hybrid.load(
         open_model(args), args.device, args.schedule, args.weights, _context(args), args.kv, args.precision,
         deterministic=args.deterministic, slots=slots, queue=max(slots, args.requests or 1), chunk=args.chunk, progress=True,

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from hybrid.engine.scheduler import Scheduler
 
 
-def audit(scheduler: Scheduler) -> None:
-    """AssertionError that names what does not add up. Takes a look at every block."""
+def audit(scheduler: Scheduler, reserved: Sequence[Mapping[str, Sequence[int]]] = (), taken: Sequence[int] = ()) -> None:
+    """AssertionError that names what does not add up. reserved, taken: blocks and slots that others have. Takes a look at every
+    block."""
     blocks, limits = scheduler.blocks, scheduler.limits
     running, waiting, prompts, flights = scheduler._running, scheduler._queue.streams, scheduler._prompts, scheduler._flights
     held = [s.held for s in running if s.held is not None]
     assert len(held) == len(running)
-    blocks.check(held)
+    blocks.check(held, reserved)
     assert all(s.held is not None and not s.held.size and s.slot is None for s in waiting), "one that waits holds blocks"
-    slots = [*scheduler._slots, *(slot for _, slot in scheduler._cooling), *(-1 if s.slot is None else s.slot for s in running)]
+    slots = [
+        *taken,
+        *scheduler._slots,
+        *(slot for _, slot in scheduler._cooling),
+        *(-1 if s.slot is None else s.slot for s in running),
+    ]
     assert sorted(slots) == list(range(limits.slots)), f"slots {slots}"
     for streams in (running, waiting, prompts):
         assert [s.order for s in streams] == sorted({s.order for s in streams}), "out of order, or twice"
@@ -31,5 +39,5 @@ def audit(scheduler: Scheduler) -> None:
         if s.slot == slot and s.held is not None and s.position == start + len(ids or (0,)):  # not ended or preempted since
             for g, group in enumerate(blocks.groups):
                 assert s.held.first[g] <= group.first(start, blocks.block), f"{s.id}: blocks that rows in flight see are gone"
-    if scheduler.idle:
+    if scheduler.idle and not reserved:
         assert not any(blocks.used.values()), f"idle, and blocks are held: {blocks.used}"

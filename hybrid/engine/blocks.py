@@ -344,8 +344,8 @@ class Blocks:
 
     # --- proof -------------------------------------------------------------------------------------------------------
 
-    def check(self, holders: Iterable[Held]) -> None:
-        """AssertionError unless every block is accounted for, given all sequences that hold any."""
+    def check(self, holders: Iterable[Held], reserved: Sequence[Mapping[str, Sequence[int]]] = ()) -> None:
+        """AssertionError unless every block is accounted for, given all sequences that hold any, and what is reserved."""
         holders = list(holders)
         for g, pool in enumerate(self.pools):
             name, n = pool.group.name, pool.group.blocks
@@ -353,6 +353,7 @@ class Blocks:
                 assert len(held.tables[g]) == held.size, f"{name}: tables of one sequence differ in length"
                 assert all(b == -1 for b in held.tables[g][: held.first[g]]), f"{name}: a block given up is in a table"
             counted = Counter(b for h in holders for b in h.tables[g][h.first[g] :])
+            counted.update(b for r in reserved for b in r[name])
             assert all(0 <= b < n for b in counted), f"{name}: a table names a block that is none"
             assert pool.refs == [counted[b] for b in range(n)], f"{name}: references {pool.refs}, counted {counted}"
             places = Counter(pool.free)

@@ -42,20 +42,21 @@ def length_at_end(stream: Stream, ctx: int, blocks: Blocks) -> int:
 
 
 class Queue:
-    """limits: queue, how many wait at most; overtakes, see `Limits`. clock: of deadlines, in seconds."""
+    """limits: queue, how many wait at most (beside those that are put back); overtakes, see `Limits`. clock: of deadlines, in
+    seconds."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.streams: list[Stream] = []
         """In order."""
         self._limits, self._clock = limits, clock
-        self._arrivals = 0
+        self._arrivals = self._back = 0  # _back: those that have run and wait again
         self._deadlines: list[tuple[float, int, Stream]] = []
         self._ends: deque[float] = deque(maxlen=33)  # when requests ended
 
     def put(self, stream: Stream) -> None:
         """A request that has come just now. QueueFull."""
-        if len(self.streams) >= self._limits.queue:
-            raise QueueFull(len(self.streams), self._until_one_ends())
+        if (fresh := len(self.streams) - self._back) >= self._limits.queue:
+            raise QueueFull(fresh, self._until_one_ends())
         self._arrivals += 1
         stream.number = self._arrivals
         stream.order = (1, -stream.priority, stream.number) if self._limits.overtakes else (0, 0, stream.number)
@@ -66,13 +67,16 @@ class Queue:
     def put_back(self, stream: Stream) -> None:
         """One that has run and must wait again: where it was."""
         insort(self.streams, stream, key=in_order)
+        self._back += 1
 
     def remove(self, stream: Stream) -> None:
         remove(self.streams, stream)
+        self._back -= stream.entered
 
     def pop(self) -> Stream:
         """The first; counts it for those who came earlier and still wait."""
         stream, waiting, late = self.streams.pop(0), self.streams, False
+        self._back -= stream.entered
         if not waiting or stream.entered or stream.order[:2] == waiting[0].order[:2] == waiting[-1].order[:2]:
             return stream  # all are alike: in the order of their arrival
         for other in waiting:
