@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import hybrid
 from conformance.support import plain_gemma3n, plain_gemma4
 from conformance.support.devices import BACKENDS
 from conformance.support.models import Models, demo, documents, golden, golden_nats, nats
 from conformance.support.profile import LONG
-from conformance.support.ties import EXACT_NEAR, agree, generated, leads
+from conformance.support.ties import EXACT_NEAR, INT8_RMS, agree, generated, leads
 from hybrid.checkpoint import open_checkpoint
+from hybrid.core.errors import FieldError, SpecError
+from hybrid.spec.expr import Expr
+from hybrid.spec.placement import Placement, placed
+from hybrid.spec.schedule import load_schedule
+from hybrid.spec.step import StepSpec
 
 FAMILIES = ("demo-gemma3n", "demo-gemma4")
 NAMES = (*FAMILIES, "demo-gemma3-draft")
@@ -107,3 +114,59 @@ def test_requests_together_are_requests_alone(models: Models, backend: str, name
     for case, handle in zip((*cases, cases[3]), handles, strict=True):
         ahead = leads(exact, case.ids, case.greedy)[:many]
         agree(list(handle.result(timeout=300).ids), list(case.greedy[:many]), ahead, EXACT_NEAR)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shared_layers_take_the_wanted_rows_of_a_prompt(models: Models, name: str) -> None:
+    """Of 32 rows the one whose logits are wanted; in decode every row, without a step that gathers."""
+    model = models.get("cpu", "f32", name)
+    engine, first = model.engine, model.hparams.n_kv_layers
+    for phase, rows in (("prefill", 32), ("decode", 1)):
+        steps = [s for s in engine.program(phase, rows, 1).plan.steps if s.layer is not None]  # type: ignore[arg-type]
+        assert {s.bind["T"] for s in steps if s.layer < first} == {rows}
+        assert {s.bind["T"] for s in steps if s.layer >= first and "T" in s.bind} == {1}
+        assert any(s.op == "take_rows" for s in steps) == (phase == "prefill")
+
+
+PLACED = """
+schema = 1
+extends = "{family}"
+
+[schedule]
+name = "placed"
+summary = "for a test"
+pipeline = 2
+
+[fallback]
+npu = "main"
+
+[[placement]]
+steps = ["*.attn_output", "*.ffn"]
+phase = "prefill"
+device = "npu"
+form = "linear_rows"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sim_machine")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_placement_extends_either_family(models: Models, name: str, tmp_path: Path) -> None:
+    """Prefill's products on the simulated NPU, sparse layers and wanted rows included: the integers of the main device."""
+    (tmp_path / "placed.toml").write_text(PLACED.format(family=name.removeprefix("demo-")))
+    exact, ids = models.get("cpu", "f32", name), golden(name)[1].ids
+    with hybrid.load(demo("q8_0", name), "cpu", tmp_path / "placed.toml", ctx=64, npu="sim") as model:
+        assert len(generated(model, ids, 4)) == 4
+        assert model.stats is not None and model.stats.device.endswith("+ sim-npu1")
+        error = model.logits(ids) - exact.logits(ids)
+    assert np.sqrt(np.square(error).mean()) < 4 * INT8_RMS  # a scale for a whole row of activations, not for 32
+
+
+def test_a_form_refuses_what_it_does_not_compute(tmp_path: Path) -> None:
+    text = PLACED.format(family="gemma4").replace('"*.attn_output", "*.ffn"', '"logits"')
+    (tmp_path / "placed.toml").write_text(text)
+    with pytest.raises(SpecError, match="linear_rows has nothing in place of logits"):
+        load_schedule(tmp_path / "placed.toml")
+    step = StepSpec(name="s", op="linear", attrs={"x": Expr(1)})
+    with pytest.raises(FieldError, match="linear_rows computes linear without x, which s has"):
+        placed({"layer": [step]}, [Placement(steps=("s",), device="npu", form="linear_rows")])

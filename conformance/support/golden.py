@@ -62,7 +62,7 @@ def main(file: Path, folder: Path) -> int:
     note = "float64, plain references of conformance/support, from the numbers in the shipped q8_0 file"
     head = {"note": note, "held_out_nats_per_token": float(losses.mean()), "held_out_tokens": losses.size}
     (folder / "golden.json").write_text(json.dumps(head | {"cases": cases}))
-    np.savez_compressed(folder / "golden.npz", **arrays)
+    np.savez_compressed(folder / "golden.npz", **arrays)  # type: ignore[arg-type]
     print(f"{folder}: {losses.mean():.4f} nats per token over {losses.size}")
     return 0
 

@@ -38,6 +38,8 @@ class FormStep(Model):
     """Operation's tensor name -> tensor name of the operation in whose place it is."""
     own: dict[str, str] = Field(default_factory=dict)
     """Operation's tensor name -> a tensor that only the form has, `NAME.{l}` in a layer."""
+    attrs: tuple[str, ...] = ()
+    """Attributes that it has from the step in whose place it is."""
     device: Literal["main"] | None = None
     """None: where the placement says."""
     act: dict[str, str] = Field(default_factory=dict)
@@ -164,12 +166,17 @@ def _made(step: StepSpec, said: dict[str, Any], layer: bool) -> list[StepSpec]:
     if step.op not in form.instead:
         what = f"{said['form']} has nothing in place of {step.op} ({step.name}); it has {', '.join(form.instead)}"
         raise FieldError(f"placement[{said['index']}].form", what)
+    lost = step.attrs.keys() - {name for new in form.instead[step.op] for name in new.attrs}
+    if lost:
+        what = f"{said['form']} computes {step.op} without {min(lost)}, which {step.name} has; give the step another form"
+        raise FieldError(f"placement[{said['index']}].form", what)
     made = []
     for new in form.instead[step.op]:
+        attrs = {name: step.attrs[name] for name in new.attrs if name in step.attrs}
         args = {key: step.args.get(name, name) for key, name in new.args.items()}
         args |= {key: f"{name}.{{l}}" if layer else name for key, name in new.own.items()}
         made.append(StepSpec(name=step.name + new.suffix, op=new.op, args=args, device=new.device or device,
-                             act=new.act, extent=step.extent, phase=step.phase, when=step.when))  # fmt: skip
+                             attrs=attrs, act=new.act, extent=step.extent, phase=step.phase, when=step.when))  # fmt: skip
     return made
 
 
