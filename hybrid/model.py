@@ -21,6 +21,8 @@ from hybrid.engine import batch
 from hybrid.engine.chunks import token_ids
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.constraint import Constraint
+from hybrid.engine.draft_model import DraftModel
+from hybrid.engine.drafts import Drafter, Lookup
 from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle
 from hybrid.engine.loading import LoadClock
@@ -30,6 +32,7 @@ from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.serving import QUEUE, Serving
 from hybrid.engine.session import Session
+from hybrid.engine.speculation import Counts, Speculation, check_speculation, most_guesses
 from hybrid.engine.stats import EngineReport, Stats
 from hybrid.planning.cost import plan_cost
 from hybrid.planning.planner import PrecisionName
@@ -55,6 +58,9 @@ def load(
     profile: bool = False,
     progress: bool = False,
     npu: NpuKind = "npu",
+    draft: str | os.PathLike[str] | Drafter | None = None,
+    draft_device: str | None = None,
+    speculate: Literal["auto"] | int | None = None,
 ) -> Model:
     """Open a .gguf file or a Hugging Face directory (or take an open checkpoint) and make it ready on a device.
 
@@ -69,9 +75,15 @@ def load(
     deterministic: the same bits for the same tokens, however a prompt is cut and whatever runs beside it; slower.
     profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or, only
     when asked for, its simulator.
+    draft: guesses of the next tokens, which passes of several rows verify, so that a text is the same, sooner: a smaller model
+    with the same tokenizer (on draft_device; default: as `device`), or "lookup": what followed the last tokens where they stood
+    before. speculate: how many are guessed, auto (by what is accepted and what passes take here), a number, or 0 for none; alone
+    it means "lookup".
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
+    guesses = most_guesses(draft, speculate)
     config = EngineConfig(
+        guesses=guesses,
         precision=precision,
         kv=kv,
         weights=weights,
@@ -94,6 +106,12 @@ def load(
         opened = _open(schedule, device, npu, checkpoint, clock)
         try:
             engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock)
+            speculation = None
+            if guesses:
+                check_speculation(engine)
+                drafter = _drafter(draft, engine, device if draft_device is None else draft_device)
+                fixed = guesses if isinstance(speculate, int) else None
+                speculation = Speculation(drafter, fixed, engine.faults.append)
             with clock.phase("pipelines"):
                 engine.warm_up()
         except BaseException:
@@ -102,7 +120,24 @@ def load(
     except BaseException:
         checkpoint.close()
         raise
-    return Model(checkpoint, opened, engine, queue)
+    return Model(checkpoint, opened, engine, queue, speculation)
+
+
+def _drafter(draft: str | os.PathLike[str] | Drafter | None, engine: Engine, device: str) -> Drafter:
+    """What `load` was told to guess by. ValueError for a model with another tokenizer."""
+    if draft is None or draft == "lookup":
+        return Lookup()
+    if not isinstance(draft, str | os.PathLike):
+        return draft
+    with open_checkpoint(draft) as found:
+        ctx = min(engine.cache.ctx, found.hparams.context_length)
+    smaller = load(draft, device, ctx=ctx)
+    ours, theirs = (c.tokenizer.vocabulary.pieces for c in (engine.checkpoint, smaller.checkpoint))
+    if ours != theirs:
+        smaller.close()
+        raise ValueError(f"{os.fspath(draft)}: as a draft it needs the model's tokenizer, and has another "
+                         f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)")  # fmt: skip
+    return DraftModel(smaller.engine, f"draft {os.fspath(draft)} on {smaller.device}", smaller.close)
 
 
 def _open(schedule: Schedule, device: str, npu: NpuKind, checkpoint: Checkpoint, clock: LoadClock) -> Opened:
@@ -125,7 +160,8 @@ class Model:
     others in after each piece of text. `slots` says how many generations and sessions may be open at a time. `stats` are those
     of whichever generation ended last."""
 
-    def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine, queue: int = QUEUE) -> None:
+    def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine, queue: int = QUEUE,
+                 speculation: Speculation | None = None) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.engine = engine
         self.device = opened.device.name
@@ -135,6 +171,8 @@ class Model:
         """What loading took."""
         self.stats: Stats | None = None
         """Of the last generation that ended."""
+        self.speculation = speculation
+        """Guesses of what comes next, where it was loaded with any, and how many were right."""
         self._opened: Opened | None = opened
         self._serving = Serving(engine, checkpoint.tokenizer, opened.device.check_open, queue)
 
@@ -269,10 +307,15 @@ class Model:
         held = Session(engine) if session is None else session
         length = len(request.prompt) + request.limit if session is None else None
         slot, cached = held.begin(request.prompt, request.sampling, length)
-        running, intact = held.running, True
+        running, intact, counts = held.running, True, Counts()
         try:
             engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
-            for token in engine.stream(slot, request.begin(cached), request.limit, tokens_per_submit):
+            ids, guessing = request.begin(cached), self.speculation
+            if guessing is None or tokens_per_submit > 1:
+                tokens = engine.stream(slot, ids, request.limit, tokens_per_submit)
+            else:
+                tokens = guessing.stream(engine, slot, ids, request.limit, request.sampling, request.prompt[:cached], counts)
+            for token in tokens:
                 piece = request.push(token)
                 if piece:
                     yield piece
@@ -296,16 +339,19 @@ class Model:
                 engine.wait()
                 ours = held.running is running  # else the session was closed
                 passes = engine.positions[slot] - len(request.prompt) if ours else 0
+                if counts.passes:
+                    passes = counts.passes - 1
                 if ours and intact and session is not None:
                     session.end(request.ids)
                 elif ours:
                     held.close()
-                self.stats = request.stats(self._report(engine, len(request.prompt) + len(request.out) // 2, passes))
+                self.stats = request.stats(self._report(engine, len(request.prompt) + len(request.out) // 2, passes, counts))
 
             engine.lock.call_soon(give_back)  # collected as garbage, this may run while another thread holds the lock
 
-    def _report(self, engine: Engine, context: int, passes: int) -> EngineReport:
-        """The engine's part of statistics. context: mean length of the sequence; passes: decode passes since the prefill."""
+    def _report(self, engine: Engine, context: int, passes: int, counts: Counts) -> EngineReport:
+        """The engine's part of statistics. context: mean length of the sequence; passes: decode passes since the prefill; counts:
+        of guesses, where there were any."""
         done = engine.counters.minus(engine.prefilled)
         counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
         return EngineReport(
@@ -320,12 +366,17 @@ class Model:
             reencoded=tuple(r.line() for r in engine.reencoded),
             memory=dict(engine.device.memory()),
             threads=engine.device.threads,
+            guessed=counts.line(self.speculation.name) if self.speculation is not None else "",
+            drafted=counts.drafted,
+            accepted=counts.accepted,
         )
 
     def close(self) -> None:
         """Free every device object and let go of the files; the model cannot be used afterwards. Requests that have not ended
         fail."""
         self._serving.close(ValueError(CLOSED))
+        if self.speculation is not None:
+            self.speculation.close()
         with self.engine.lock:
             if self._opened is not None:
                 opened, self._opened = self._opened, None

@@ -17,6 +17,7 @@ from hybrid.planning.planner import PrecisionName, Target
 from hybrid.spec.schedule import Schedule
 
 DEFAULT_CTX = 4096
+MOST_GUESSES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class EngineConfig:
     deterministic: bool = False
     """Passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt was cut nor on
     what runs beside it. Slower: prompts go through a few rows at a time; on cpu one row, and one sequence."""
+    guesses: int = 0
+    """Most guessed tokens that a pass verifies (hybrid/engine/speculation.py)."""
     profile: bool = False
     """Time every step (Engine.trace), at the cost of a wait after each pass."""
     progress: bool = False
@@ -57,6 +60,8 @@ class EngineConfig:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}")
         if not isinstance(self.slots, Integral) or not 1 <= self.slots <= MAX_SLOTS:
             raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots!r}")
+        if not isinstance(self.guesses, Integral) or not 0 <= self.guesses <= MOST_GUESSES:
+            raise ValueError(f"guesses must be 0..{MOST_GUESSES}, not {self.guesses!r}")
         for name in ("ctx", "chunk", "n_tokens", "memory"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Integral) or (value < 1 and name != "ctx")):
@@ -74,7 +79,7 @@ def sizes_for(config: EngineConfig, hparams: HParams, device: Device) -> PassSiz
     """Row counts that plans are made for. ValueError where the device cannot be deterministic for so many slots."""
     chunk = chunk_of(capabilities_of(device.has)) if config.chunk is None else config.chunk
     fixed = fixed_rows(device.backend, config.slots) if config.deterministic else None
-    return pass_sizes(hparams, config.context(hparams), config.slots, chunk, fixed)
+    return pass_sizes(hparams, config.context(hparams), config.slots, chunk, fixed, config.guesses)
 
 
 def target_for(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule, sizes: PassSizes) -> Target:

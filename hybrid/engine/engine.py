@@ -92,7 +92,7 @@ class Engine:
         with self.clock.phase("plan"):
             most, outs = self.sizes.rows[-1], self.sizes.outs[-1]
             self._layouts = {
-                "prefill": self.plan("prefill", most, outs, options=OPTIONS),
+                "prefill": self.plan("prefill", most, self.sizes.wanted, options=OPTIONS),
                 "decode": self.plan("decode", outs, outs, options=OPTIONS),
             }
             plans = self._largest_plans()
@@ -305,13 +305,15 @@ class Engine:
             self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=i, options=options)
         for outs in self.sizes.outs[:1] if options else self.sizes.outs:
             self.program("decode", outs, outs, options=options)
+        for bucket in dict.fromkeys(bucket_of(n, self.sizes.rows) for n in range(2, self.sizes.wanted + 1) if self.sizes.guesses):
+            self.program("prefill", bucket, self.sizes.wanted, options={*options, "verify"})
 
     # ------------------------------------------------------------------------------------------------------- internals
     def _largest_plans(self) -> list[Plan]:
         """Plans that between them declare every tensor at its largest, and use the most of the arena."""
         sizes, plans = self.sizes, [self._layouts["decode"]]
         for i in range(self.device.pipeline_depth):
-            plans.append(self.plan("prefill", sizes.rows[-1], sizes.outs[-1], pipeline_slot=i, options=OPTIONS))
+            plans.append(self.plan("prefill", sizes.rows[-1], sizes.wanted, pipeline_slot=i, options=OPTIONS))
             plans.append(self.plan("prefill", sizes.logits, sizes.logits, sample=False, pipeline_slot=i))
             plans.append(self.plan("prefill", sizes.hidden, 0, capture=True, pipeline_slot=i))
         return plans

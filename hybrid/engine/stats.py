@@ -28,6 +28,9 @@ class EngineReport:
     reencoded: tuple[str, ...] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
     threads: str = ""
+    guessed: str = ""
+    drafted: int = 0
+    accepted: int = 0
 
     def fields(self) -> dict[str, Any]:
         """By name, as Stats takes them."""
@@ -68,6 +71,10 @@ class Stats:
     """Bytes that the device holds, by purpose; `left_in_files` (cpu) are weights that it reads again at every use."""
     threads: str = ""
     """How matrix products use the host's processors, where they do."""
+    guessed: str = ""
+    """Guesses of the next tokens, where there are any: how many, how many of them right, tokens of a pass."""
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def prompt_per_second(self) -> float:
@@ -121,6 +128,8 @@ class Stats:
         ]
         if self.load is not None:
             lines.append(self.load.line())
+        if self.guessed:
+            lines.append(self.guessed)
         if self.threads:
             lines.append(f"threads: {self.threads}")
         if self.carried:

@@ -26,6 +26,15 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r}: write ID=B, a token id and a number, such as 107=-100") from None
 
 
+def _speculate(text: str) -> str | int:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write auto, or how many tokens to guess") from None
+
+
 def parser() -> argparse.ArgumentParser:
     from hybrid.core.dtypes import WRITABLE_TYPES
     from hybrid.quant.reencode import NATIVE
@@ -129,6 +138,13 @@ def parser() -> argparse.ArgumentParser:
         help="the KV cache takes what weights and activations leave of this much, such as 16GiB (what its sequences need at most)",
     )
     p.add_argument("--slots", type=positive, metavar="N", help="with --batch: prompts that run at a time (8)")
+    p.add_argument(
+        "--draft", metavar="FILE", help="guess what comes next by a smaller model with the same tokenizer, or by `lookup`"
+    )
+    p.add_argument("--draft-device", metavar="NAME", help="what the draft model runs on (as --device)")
+    p.add_argument(
+        "--speculate", type=_speculate, metavar="K", help="guesses of a pass: auto, 0 to 16 (auto with --draft, else 0)"
+    )
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
     p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
@@ -149,6 +165,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     import hybrid
     from hybrid.engine.sampling import Sampling
+    from hybrid.engine.speculation import most_guesses
     from hybrid.text.stops import StopFilter
 
     path = args.model
@@ -158,6 +175,7 @@ def _main(args: argparse.Namespace) -> int:
         path = DEMO
     with usage():  # refused before the model is loaded
         Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, **_penalties(args))
+        most_guesses(args.draft, args.speculate)
         StopFilter(args.stop)
     if args.system and not args.chat:
         raise UsageError("--system belongs to --chat: a plain prompt has no turns")
@@ -189,6 +207,9 @@ def _main(args: argparse.Namespace) -> int:
         npu=args.npu,
         memory=args.gpu_memory,
         slots=1 if asked is None else args.slots or BATCH_SLOTS,
+        draft=args.draft,
+        draft_device=args.draft_device,
+        speculate=args.speculate,
     )
     if model.engine.room is not None:
         print(model.engine.room.line(), file=sys.stderr)

@@ -46,14 +46,23 @@ class PassSizes:
     outs: tuple[int, ...]
     logits: int
     hidden: int
+    guesses: int = 0
+    """Most guessed tokens of a pass."""
+
+    @property
+    def wanted(self) -> int:
+        """Most rows of a prefill pass whose tokens are chosen: of every sequence one, and guesses."""
+        return min(self.outs[-1] + self.guesses, self.rows[-1])
 
 
-def pass_sizes(hp: HParams, ctx: int, slots: int, chunk: int, fixed: int | None = None) -> PassSizes:
-    """For `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows; or every pass of `fixed`."""
-    most = fixed or max(min(chunk, ctx * slots), slots)
+def pass_sizes(hp: HParams, ctx: int, slots: int, chunk: int, fixed: int | None = None, guesses: int = 0) -> PassSizes:
+    """For `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows; or every pass of `fixed`. guesses: most
+    guessed tokens of a pass."""
+    most = fixed or max(min(chunk, ctx * slots), slots + guesses)
     rows, outs = ((most,), (most,)) if fixed else (buckets(most), buckets(slots))
     logits = _within(rows, LOGITS_BYTES // (4 * hp.vocab))
-    return PassSizes(rows, outs, logits, _within(rows, HIDDEN_BYTES // (4 * hp.n_streams * hp.hidden * (hp.n_layers + 1))))
+    hidden = _within(rows, HIDDEN_BYTES // (4 * hp.n_streams * hp.hidden * (hp.n_layers + 1)))
+    return PassSizes(rows, outs, logits, hidden, guesses)
 
 
 def fixed_rows(backend: str, slots: int) -> int:

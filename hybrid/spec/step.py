@@ -13,7 +13,8 @@ from hybrid.spec.load import Model
 
 Phase = Literal["prefill", "decode"]
 Option = Literal["adjust", "logprobs", "verify"]
-"""What a pass may do beside choosing tokens: adjust = penalties, biases and masks; logprobs = log-probabilities for the host."""
+"""What a pass may do beside choosing tokens: adjust = penalties, biases and masks; logprobs = log-probabilities for the host;
+verify = hold guessed tokens against what was chosen."""
 OPTIONS: frozenset[Option] = frozenset(get_args(Option))
 EXTENTS = ("rows", "outs", "wanted")
 """rows: all of a pass. outs: those whose logits are wanted; a pass that wants none leaves the step out. wanted: the same in

@@ -1,0 +1,89 @@
+"""Guesses of the tokens that come next. A guess costs nothing but time: it is held against what the model chooses, so where it is
+wrong the text is what it would have been without it.
+
+    Lookup       n-grams of the sequence itself: what followed the last tokens when they stood there before
+    Replay       a text that is known, right with a set rate: for measuring what acceptance is worth
+    DraftModel   a smaller model with the same tokenizer (hybrid/engine/draft_model.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+NGRAMS = (4, 2)  # tokens that must have stood there before, the most first
+
+
+class Drafter(Protocol):
+    """Guesses for one sequence at a time. Whatever it raises ends drafting, not the request."""
+
+    name: str
+
+    def propose(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        """Up to `most` guesses of what follows ids, all tokens of the sequence so far; none is an answer too. Later ids usually
+        begin with earlier ones; where they do not, it is another sequence."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Lookup:
+    """What followed the last few tokens where they stood before, the latest such place; needs no model. Where that place is so
+    near that it ends before the guesses do, the text is taken to repeat itself."""
+
+    name = "lookup"
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> where what followed it begins
+
+    def propose(self, ids: Sequence[int], most: int) -> list[int]:
+        self._follow(ids)
+        for n in NGRAMS:
+            begin = self._places.get(tuple(ids[-n:])) if len(ids) > n else None
+            if begin is not None:
+                found: list[int] = []
+                for at in range(begin, begin + most):
+                    found.append(ids[at] if at < len(ids) else found[at - len(ids)])
+                return found
+        return []
+
+    def close(self) -> None:
+        self._ids, self._places = [], {}
+
+    def _follow(self, ids: Sequence[int]) -> None:
+        """Note the n-grams of ids that are new, but for those at its end, which nothing follows yet."""
+        seen = len(self._ids)
+        if seen > len(ids) or self._ids[-1:] != list(ids[seen - 1 : seen]):
+            self._ids, self._places, seen = [], {}, 0
+        for end in range(max(seen, 1), len(ids)):
+            for n in NGRAMS:
+                if end >= n:
+                    self._places[tuple(ids[end - n : end])] = end
+        self._ids = list(ids)
+
+
+class Replay:
+    """Guesses out of a known text: each is right with probability `rate`, by a hash of the seed and its position; what follows a
+    wrong one is as likely to be right, as with a draft model that goes on from its own token it would not be."""
+
+    name = "replay"
+
+    def __init__(self, text: Sequence[int], rate: float, seed: int = 0) -> None:
+        """text: all ids of the sequence, the prompt's too. ValueError for a rate that is no probability."""
+        if not 0 <= rate <= 1:
+            raise ValueError(f"rate must be a probability, 0 to 1, not {rate!r}")
+        self._text, self._rate, self._seed = list(text), rate, seed
+
+    def propose(self, ids: Sequence[int], most: int) -> list[int]:
+        at = len(ids)
+        return [self._guess(token, at + i) for i, token in enumerate(self._text[at : at + most])]
+
+    def close(self) -> None:
+        pass
+
+    def _guess(self, token: int, position: int) -> int:
+        draw = np.random.Generator(np.random.Philox(key=[self._seed, position])).random()
+        return token if draw < self._rate else (token ^ 1)
