@@ -30,8 +30,7 @@ SHARE = 4
 
 
 class Scheduler:
-    """blocks: of the engine's cache, which this scheduler alone uses. clock: of deadlines, in seconds. slots: those that are
-    free, kept up to date here, where others take some too."""
+    """blocks: of the engine's cache. clock: of deadlines, in seconds. slots: those that are free, where others take some too."""
 
     def __init__(self, blocks: Blocks, limits: Limits, clock: Callable[[], float] = time.monotonic,
                  slots: list[int] | None = None) -> None:  # fmt: skip
