@@ -196,6 +196,19 @@ def test_a_stream_is_dropped_while_its_passes_are_void(fresh: Fresh, then: Calla
     both(run)
 
 
+def test_a_prompt_that_follows_void_passes(fresh: Fresh) -> None:
+    def run(fault: Fault) -> tuple[Engine, Any]:
+        made = fresh()
+        made.prefill({0: IDS[:20], 1: IDS[:5]})
+        made.decode(3)
+        fault(made)
+        made.submit_decode((0, 1), 2)
+        made.submit_prefill({1: [7, 9]})
+        return made, [made.token(0, made.positions[0]), made.decode(4)]
+
+    both(run)
+
+
 def test_sequences_that_decode_together_and_apart(fresh: Fresh) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
