@@ -73,7 +73,7 @@ def random_shape(name: str, layers: int | None = None, vocab: int | None = None)
     if vocab is not None:
         if not 32 <= vocab <= hp.vocab:
             raise ValueError(f"--vocab {vocab} is outside 32..{hp.vocab}")
-        hp = replace(hp, vocab=vocab)
+        hp = replace(hp, vocab=vocab, per_layer_vocab=min(hp.per_layer_vocab, vocab))
     return hp
 
 
