@@ -132,7 +132,7 @@ def test_a_client_that_goes_away_cancels(stream: bool) -> None:
 
 
 def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody() -> None:
-    model = ScriptedModel(Script(text="word " * 50_000), ctx=100_000)
+    model = ScriptedModel(Script(text="word " * 4000), ctx=10_000)
     with running(lambda: model, Settings(idle=0.5)) as server, socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         s.connect(("127.0.0.1", server.port))
