@@ -15,9 +15,9 @@ from hybrid.kernels.oracle.device import CpuDevice
     ("field", "value", "said"),
     [
         ("precision", "half", "unknown precision 'half': use one of auto, exact, fast"),
-        ("kv", "q8_0", "unknown kv 'q8_0': use one of auto, f32, f16"),
-        ("slots", 0, r"slots must be 1\.\.32, not 0"),
-        ("slots", 33, r"slots must be 1\.\.32, not 33"),
+        ("kv", "q4_0", "unknown kv 'q4_0': use one of auto, f32, f16, q8_0"),
+        ("slots", 0, r"slots must be 1\.\.256, not 0"),
+        ("slots", 257, r"slots must be 1\.\.256, not 257"),
         ("chunk", 0, "chunk must be a positive integer, or None for the default, not 0"),
         ("chunk", 2.5, "chunk must be a positive integer, or None for the default, not 2.5"),
         ("ctx", "64", "ctx must be a positive integer, or None for the default, not '64'"),
