@@ -11,6 +11,7 @@ from hybrid.engine.chunks import Chunk
 from hybrid.engine.inbox import GOES_ON
 from hybrid.engine.interface import PassRunner
 from hybrid.planning.passes import bucket_of
+from hybrid.spec.step import Option
 
 
 def submit(engine: PassRunner, slot: int, guesses: Sequence[int]) -> int:
@@ -24,7 +25,7 @@ def submit(engine: PassRunner, slot: int, guesses: Sequence[int]) -> int:
     if n + k >= engine.cache.ctx:
         raise ContextExceeded(f"slot {slot} has {n} tokens of {engine.cache.ctx}: no room for {k} guesses")
     tokens, rows = np.array([GOES_ON, *guesses], np.int32), np.arange(k + 1, dtype=np.int32)
-    options = engine.choosing.options([slot]) | {"verify"}
+    options: set[Option] = {*engine.choosing.options([slot]), "verify"}
     program = engine.program("prefill", bucket_of(k + 1, sizes.rows), sizes.wanted, options=options)
     return engine.run_chunk(Chunk(tokens, n + rows, np.full(k + 1, slot, np.int32), rows), program)
 
