@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -16,7 +15,7 @@ from hybrid.core.dtypes import CacheChoice
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
-from hybrid.devices.opening import NpuKind, Opened, open_devices
+from hybrid.devices.opening import NpuKind, Opened, opening_devices
 from hybrid.engine import batch
 from hybrid.engine.chunks import token_ids
 from hybrid.engine.config import EngineConfig
@@ -103,7 +102,11 @@ def load(
             schedule = find_schedule(checkpoint.hparams.family)
         elif not isinstance(schedule, Schedule):
             schedule = named_schedule(os.fspath(schedule))
-        opened = _open(schedule, device, npu, checkpoint, clock)
+        with opening_devices(schedule, device, npu) as found:
+            with clock.phase("tokenizer"):
+                checkpoint.tokenizer  # noqa: B018 (made at first use)
+            with clock.phase("device"):
+                opened = found()
         try:
             engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock)
             speculation = None
@@ -138,21 +141,6 @@ def _drafter(draft: str | os.PathLike[str] | Drafter | None, engine: Engine, dev
         raise ValueError(f"{os.fspath(draft)}: as a draft it needs the model's tokenizer, and has another "
                          f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)")  # fmt: skip
     return DraftModel(smaller.engine, f"draft {os.fspath(draft)} on {smaller.device}", smaller.close)
-
-
-def _open(schedule: Schedule, device: str, npu: NpuKind, checkpoint: Checkpoint, clock: LoadClock) -> Opened:
-    """The devices, opened while the tokenizer is made: drivers take their time, but not the interpreter."""
-    with ThreadPoolExecutor(1, "open") as background:
-        opening = background.submit(open_devices, schedule, device, npu)
-        try:
-            with clock.phase("tokenizer"):
-                checkpoint.tokenizer  # noqa: B018 (made at first use)
-        except BaseException:
-            if opening.exception() is None:  # waits
-                opening.result().device.close()
-            raise
-        with clock.phase("device"):
-            return opening.result()
 
 
 class Model:

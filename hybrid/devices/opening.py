@@ -5,7 +5,9 @@ What could not be used, and why, is part of the answer: nothing falls back silen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +44,20 @@ def open_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu")
     except BaseException:
         opened.main.close()
         raise
+
+
+@contextmanager
+def opening_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu") -> Iterator[Callable[[], Opened]]:
+    """`open_devices` in the background while the block does other work (drivers take their time, but not the interpreter); what
+    it gives waits for them. Where the block fails, they are closed."""
+    with ThreadPoolExecutor(1, "open") as background:
+        opening = background.submit(open_devices, schedule, device, npu)
+        try:
+            yield opening.result
+        except BaseException:
+            if opening.exception() is None:  # waits
+                opening.result().device.close()
+            raise
 
 
 def open_device(name: str) -> Opened:

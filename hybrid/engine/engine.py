@@ -364,8 +364,7 @@ class Engine:
         return ticket
 
     def submit_scheduled(self, program: Program, rows: Rows | None) -> int:
-        """Submit a scheduled pass with these rows, or (None) those of the pass before, going on; returns its ticket. Waits for none
-        but the pass whose message had this one's place."""
+        """Submit a scheduled pass with these rows, or (None) those of the pass before, going on; returns its ticket."""
         if rows is not None:
             self._decoding = None
             self.inbox.put(rows)
