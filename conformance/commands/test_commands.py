@@ -203,7 +203,7 @@ def machine(tmp_path, monkeypatch):
     manifest.write_text(json.dumps({"layers": [{"mediaType": kind, "digest": digest} for kind, digest in layers.items()]}))
     (manifest.parent / "broken").write_text("{")
     (home / "models" / "deep").mkdir(parents=True)
-    (home / "models" / "deep" / "demo.gguf").symlink_to(MODELS / "demo-gemma3-q8_0.gguf")
+    (home / "models" / "deep" / "demo.gguf").symlink_to(MODELS / "demo-gemma3-draft-q8_0.gguf")
     (home / "models" / "part-00002-of-00003.gguf").write_bytes(b"GGUF")
     (home / "models" / "damaged.gguf").write_bytes(b"GGUF")
     (tmp_path / "empty").mkdir()

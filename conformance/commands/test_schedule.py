@@ -97,8 +97,8 @@ def test_device_sheets():
 
 def test_a_schedule_is_named_or_a_file_and_else_the_known_ones_are_listed():
     assert named_schedule("gemma3") == named_schedule(SCHEDULES / "gemma3.toml")
-    with pytest.raises(ValueError, match=r"gemma4: neither a file nor a shipped schedule; .*gemma3-hybrid"):
-        named_schedule("gemma4")
+    with pytest.raises(ValueError, match=r"gemma9: neither a file nor a shipped schedule; .*gemma3-hybrid"):
+        named_schedule("gemma9")
 
 
 # ------------------------------------------------------------------------------------- schedules that extend another
@@ -266,7 +266,7 @@ def test_the_commands_say_what_is_extended_and_what_runs_elsewhere(tmp_path: Pat
     assert (said["extends"], said["elsewhere"]) == (["gemma3"], {"npu": ["blk.{l}.ffn_down (prefill)"]})
     assert command.main(["show", "gemma3", model]) == 0
     assert capsys.readouterr().out.startswith("gemma3.decode.r1.o1: ")
-    path = written(tmp_path, HEAD.replace('"gemma3"', '"gemma4"'))
+    path = written(tmp_path, HEAD.replace('"gemma3"', '"gemma9"'))
     assert spec(["check", "gemma3-hybrid", str(SCHEDULES / "gemma3-hybrid.toml"), str(path)]) == 1
     out, err = capsys.readouterr()
     assert "1 schedules are sound: gemma3-hybrid (extends gemma3); 2 are wrong" in out and f"error: {path}: extends: " in err
@@ -275,8 +275,9 @@ def test_the_commands_say_what_is_extended_and_what_runs_elsewhere(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('parts = ["choosing"]', 'parts = ["chosing"]'), "parts[0]: no part is called 'chosing'; did you mean 'choosing'?"),
-        (('parts = ["choosing"]', "parts = 7"), "parts[0]: no part is called 7"),
+        (('parts = ["passes", "choosing"]', 'parts = ["passes", "chosing"]'),
+         "parts[1]: no part is called 'chosing'; did you mean 'choosing'?"),
+        (('parts = ["passes", "choosing"]', "parts = 7"), "parts[0]: no part is called 7"),
         (("[tensors]", '[tensors]\nhistory = { kind = "io", dtype = "i32", shape = ["S"] }'),
          "tensors.history: specs/parts/choosing.toml sets it too; remove one of the two"),
         (("[tensors]", "[[tensors]]"), "tensors: "),
@@ -292,4 +293,4 @@ def test_parts_are_found_and_set_nothing_twice(tmp_path: Path, change: tuple[str
 
 def test_a_part_stands_around_a_schedules_own_steps() -> None:
     made = find_schedule("gemma3")
-    assert [s.name for s in made.after] == ["logits", "adjust_logits", "sample", "logprobs"] and "history" in made.tensors
+    assert [s.name for s in made.after] == ["logits", "adjust_logits", "sample", "verify", "logprobs"] and "history" in made.tensors

@@ -160,7 +160,7 @@ def test_workloads_have_the_sizes_of_models_and_passes() -> None:
     """By hand, for one of each kind: role, expression, variant, pass of a variant, no pass, attribute, tag."""
     found = {(o, w.id): w for o in ("decode_attention", "logits", "dequantize", "embed", "linear") for w in load_op(o).workload}
     one = found["decode_attention", "gemma3-27b.global.decode512"]
-    assert one.bind == {"T": 1, "HQ": 32, "HK": 16, "D": 128, "S": 1, "MB": 16, "B": 16, "BS": 32, "C": 512}
+    assert one.bind == {"T": 1, "HQ": 32, "HK": 16, "D": 128, "S": 1, "MB": 16, "B": 16, "BS": 32, "C": 512, "KV": 2, "R": 128}
     assert one.attrs == {"eps": 1e-6, "scale": 168**-0.5, "window": 0} and one.tags == ("decode", "perf")
     assert found["decode_attention", "gemma3-4b.local.decode"].attrs["window"] == 1024
     batch = found["decode_attention", "gemma3-4b.global.batch32"]
