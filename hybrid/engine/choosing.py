@@ -70,7 +70,7 @@ class Choosing:
 
     def constrained(self, slots: Iterable[int]) -> bool:
         """Whether one of these may not run ahead of what its constraint has been told."""
-        return any(s in self._constraints for s in slots)
+        return False if not self._constraints else any(s in self._constraints for s in slots)
 
     def prepare(self, slot: int) -> None:
         """Ask a slot's constraint, if it has one, what may come next; raises what the constraint raises, and ValueError for a
