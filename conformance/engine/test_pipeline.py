@@ -232,8 +232,8 @@ def test_a_slow_device_sees_the_same_caches_and_a_ring_for_one_pass_would_not_do
     wanted, found = logits(1), logits(2)
     assert wanted[0] and found[0] and np.array_equal(found[1], wanted[1])
 
-    def short(hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1) -> CacheShape:
-        return CacheShape(ctx, hp.window, rows, slots)
+    def short(hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1, held: tuple[int, int] = (0, 0)) -> CacheShape:
+        return CacheShape(ctx, hp.window, rows, slots, rows=rows, held=held)
 
     monkeypatch.setattr(CacheShape, "of", short)
     found = logits(2)

@@ -17,7 +17,7 @@ import hybrid
 from conformance.support.cooperative import give_up
 from conformance.support.devices import BACKENDS, open_backend
 from conformance.support.models import golden, prompt
-from conformance.support.paths import MODELS
+from conformance.support.paths import DEMO
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from conformance.support.ties import EXACT_NEAR, lead
@@ -207,7 +207,7 @@ def test_32_prompts_at_once_get_the_texts_of_single_runs(backend: str) -> None:
     if backend == "vulkan":
         open_backend("vulkan").close()
     count, step = (24, 5) if LONG else (4, 1)
-    with hybrid.load(MODELS / "demo-gemma3-bf16.gguf", backend, ctx=256, slots=32, chunk=128) as model:
+    with hybrid.load(DEMO, backend, ctx=256, slots=32, chunk=128, precision="exact") as model:
         text = prompt(200)
         known = [list(case.ids) for case in golden()]
         asked = [known[i % len(known)][: 4 + step * i // 3] if i % 2 else [2, *text[i : step * i + 8]] for i in range(32)]
