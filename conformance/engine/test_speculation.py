@@ -12,7 +12,9 @@ from conformance.support.devices import BACKENDS, open_backend
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.places import DEMO
+from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Lookup, Replay
+from hybrid.engine.sampling import Sampling
 from hybrid.engine.speculation import AHEAD, MOST, Costs, Counts, Pace, expected, most_guesses
 
 CTX, TOKENS = 96, 24
@@ -31,6 +33,9 @@ class Drafts:
 
     def __init__(self) -> None:
         self.now: Any = Lookup()
+
+    def fork(self) -> Drafts:
+        return self
 
     def propose(self, ids: Sequence[int], most: int) -> Sequence[int]:
         return self.now.propose(ids, most)
@@ -148,11 +153,39 @@ def test_a_model_guesses_for_itself(backend: str) -> None:
             assert f"guesses (draft {DEMO} on " in stats.guessed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_draft_follows_several_sequences_in_the_same_passes(backend: str) -> None:
+    """Each gets the guesses that it gets alone, also after some were wrong and where they have different numbers of new tokens."""
+    if backend == "vulkan":
+        open_backend("vulkan").close()
+    with hybrid.load(DEMO, backend, ctx=64, slots=2, precision="exact") as small:
+        ids = [small.encode(PROMPT), small.encode("class Reader:\n")]
+        wanted = [run_as_it_is(small, {"ids": i, "max_tokens": 12}) for i in ids]
+        draft = DraftModel(small.engine, "small", lambda: None)
+        assert draft.begin(Sampling(), "a") and draft.begin(Sampling(), "b") and not draft.begin(Sampling(), "c")
+        a, b = ids
+        assert draft.propose_all({"a": (a, 4), "b": (b, 2)}) == {"a": wanted[0][:4], "b": wanted[1][:2]}
+        before = small.engine.counters.copy()
+        a, b = [*a, *wanted[0][:2]], [*b, wanted[1][0]]  # as if the third and the second had been wrong
+        assert draft.propose_all({"a": (a, 3), "b": (b, 3), "c": (b, 3)}) == {"a": wanted[0][2:5], "b": wanted[1][1:4]}
+        assert small.engine.counters.minus(before).submits == 3, "a pass for each guess, of both"
+        a = [*a, *wanted[0][2:6]]  # one more than it has guessed
+        assert draft.propose_all({"a": (a, 1)}) == {"a": wanted[0][6:7]}
+        assert draft.propose_all({"a": (a[:1] * 64, 3)}) == {}, "no room is left"
+        draft.close()
+        assert not small.engine.positions
+
+
 def run_as_it_is(model: hybrid.Model, options: dict[str, Any]) -> list[int]:
-    for _ in model.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, **options):
+    for _ in model.generate(options.get("ids", PROMPT), **{"max_tokens": TOKENS, "ignore_eos": True, **_but_ids(options)}):
         pass
     assert model.stats is not None
     return list(model.stats.ids)
+
+
+def _but_ids(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "ids"}
 
 
 def run_plain(model: hybrid.Model, options: dict[str, Any]) -> list[int]:

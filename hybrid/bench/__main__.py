@@ -48,6 +48,30 @@ def span(text: str) -> tuple[int, int]:
     return found[0], found[-1]
 
 
+def rates(text: str) -> tuple[float, ...]:
+    """For probabilities such as 0.6,0.8."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (-1.0,)
+    if any(not 0 <= rate <= 1 for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of probabilities such as 0.6,0.8")
+    return found
+
+
+def guesses(text: str) -> tuple[int | None, ...]:
+    """For numbers of guesses such as auto,3,7; None: auto."""
+    from hybrid.engine.config import MOST_GUESSES
+
+    try:
+        found = tuple(None if part == "auto" else int(part) for part in text.split(","))
+    except ValueError:
+        found = (-1,)
+    if any(k is not None and not 1 <= k <= MOST_GUESSES for k in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of auto and numbers from 1 to {MOST_GUESSES} such as auto,3,7")
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m hybrid.bench",
@@ -72,6 +96,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut")
     p.add_argument("--energy", action="store_true", help="joules per token and watts, where the machine counts them")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    g = p.add_argument_group("guessed tokens", "Guesses of a known text, in place of -p: what they are worth here, one sequence.")
+    g.add_argument("--acceptance", type=rates, metavar="P,..", help="guesses that are right with these rates, each in turn")
+    g.add_argument("--speculate", type=guesses, default=(None,), metavar="K,..", help="so many in a pass: auto, 1 to 16 (auto)")
+    g.add_argument("--draft", metavar="FILE", help="run this smaller model for every guess, which then costs its time")
+    g.add_argument("--draft-random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models")
     g = p.add_argument_group("as a server gets them", "Random requests, up to -b at a time, in place of -p, -n and --ctx-depth.")
     g.add_argument("--requests", type=positive, metavar="N", help="so many requests, whose readers' times are shown")
     g.add_argument("--rate", type=amount, metavar="R", help="they arrive at R per second on average (all at once)")
@@ -96,6 +125,12 @@ def _main(args: argparse.Namespace, command: str) -> int:
     from hybrid.bench.report import as_dict, text
     from hybrid.spec.devicesheet import sheet_for
 
+    if args.acceptance:
+        from hybrid.bench.guessing import guessing
+
+        return guessing(args, command)
+    if args.draft or args.draft_random:
+        raise UsageError("--draft and --draft-random belong to --acceptance: how often its guesses are right")
     if args.requests or args.conversation:
         from hybrid.bench.online import online
 

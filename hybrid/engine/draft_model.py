@@ -1,58 +1,134 @@
-"""A smaller model that guesses what a larger one chooses: an engine of its own, on the same device or another, with a sequence
-that follows the larger model's."""
+"""A smaller model that guesses what a larger one chooses: an engine of its own, on the same device or another, each of whose slots
+follows one of the larger model's sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from hybrid.core.errors import NoFreeSlot
+from hybrid.core.plan import FAULTED
+from hybrid.engine.inbox import Rows
 from hybrid.engine.interface import PassRunner
 from hybrid.engine.sampling import Sampling
+from hybrid.planning.passes import bucket_of
+
+
+@dataclass(slots=True)
+class Followed:
+    """A slot, and the tokens that its cache holds: in part perhaps guesses that were wrong."""
+
+    slot: int
+    ids: list[int] = field(default_factory=list)
 
 
 class DraftModel:
-    """Drives one slot of an engine whose tokenizer is the target's. The slot chooses by the target's sampling parameters, so that
-    both add the same noise to their logits, and agree more often than two draws would."""
+    """Drives the slots of an engine whose tokenizer is the target's, one for each sequence that is followed. A slot chooses by the
+    target's sampling parameters, so that both add the same noise to their logits, and agree more often than two draws would."""
 
     def __init__(self, engine: PassRunner, name: str, close: Callable[[], object]) -> None:
         self.engine, self.name, self._close = engine, name, close
-        self._slot: int | None = None
-        self._ids: list[int] = []  # what the slot's cache holds, in part perhaps guesses that were wrong
+        self._followed: dict[Hashable, Followed] = {}
 
-    def begin(self, sampling: Sampling) -> None:
-        """Guess for a sequence that is chosen so, from its beginning."""
-        self.end()
-        self._slot = self.engine.admit(self.engine.cache.ctx, sampling)
-        self._ids = []
+    def fork(self) -> DraftModel:
+        """One serves all sequences, by their keys (`propose_all`)."""
+        return self
 
-    def end(self) -> None:
-        if self._slot is not None:
-            slot, self._slot = self._slot, None
-            self.engine.release(slot)
+    def begin(self, sampling: Sampling, key: Hashable = None) -> bool:
+        """Guess for a sequence that is chosen so, from its beginning. False where no slot is free."""
+        self.end(key)
+        try:
+            slot = self.engine.admit(self.engine.cache.ctx, sampling)
+        except NoFreeSlot:
+            return False
+        self._followed[key] = Followed(slot)
+        return True
+
+    def end(self, key: Hashable = None) -> None:
+        found = self._followed.pop(key, None)
+        if found is not None:
+            self.engine.release(found.slot)
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
-        """Run what is new of ids, then go on from its own tokens."""
-        if self._slot is None:
+        """As of every Drafter, for the one sequence without a key."""
+        if None not in self._followed:
             self.begin(Sampling())
-        assert self._slot is not None
-        engine, slot = self.engine, self._slot
-        most = min(most, engine.cache.ctx - len(ids))
-        if most < 1:
-            return []
-        held = self._same(ids)
-        if held < len(self._ids) and not engine.rewind(slot, held):
-            engine.rewind(slot, 0)
-            held = 0
-        ticket = engine.submit_prefill({slot: ids[held:]})
-        tickets = [ticket, *(engine.submit_decode((slot,)) for _ in range(most - 1))]
-        found = [engine.token(slot, len(ids) + i, ticket) for i, ticket in enumerate(tickets)]
-        self._ids = [*ids, *found[:-1]]
+        return self.propose_all({None: (ids, most)}).get(None, [])
+
+    def propose_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, list[int]]:
+        """Guesses for sequences that were begun: by key, (all tokens so far, guesses at most). Runs what is new of each, then goes
+        on from its own tokens, all sequences in the same passes, submitted one behind another before any guess is read."""
+        engine, ctx = self.engine, self.engine.cache.ctx
+        asked = {key: (ids, min(most, ctx - len(ids))) for key, (ids, most) in wanted.items() if key in self._followed}
+        asked = {key: found for key, found in asked.items() if found[1] > 0}
+        if not asked:
+            return {}
+        fresh = {key: self._fresh(self._followed[key], ids) for key, (ids, _) in asked.items()}
+        slots = [self._followed[key].slot for key in asked]
+        times = max(most for _, most in asked.values()) - 1
+        goes_on = np.full(len(slots), -1, np.int32)
+        if all(len(ids) == 1 for ids in fresh.values()):
+            tokens, at = [ids[0] for ids in fresh.values()], [len(ids) - 1 for ids, _ in asked.values()]
+            tickets = [self._submit(slots, np.array(tokens, np.int32), np.array(at, np.int32))]
+            self._advance(slots, 1)
+        else:
+            tickets = [engine.submit_prefill({self._followed[key].slot: ids for key, ids in fresh.items()})]
+            if times:
+                tickets.append(self._submit(slots, goes_on, goes_on))
+                self._advance(slots, 1)
+                times -= 1
+        tickets += [self._submit(slots) for _ in range(times)]
+        self._advance(slots, times)
+        found = {}
+        for key, (ids, most) in asked.items():
+            found[key] = guesses = self._read(self._followed[key].slot, len(ids), tickets[:most])
+            self._followed[key].ids = [*ids, *guesses[:-1]] if guesses else []
         return found
 
     def close(self) -> None:
-        self.end()
+        for key in list(self._followed):
+            self.end(key)
         self._close()
 
-    def _same(self, ids: Sequence[int]) -> int:
+    def _fresh(self, followed: Followed, ids: Sequence[int]) -> Sequence[int]:
+        """What the slot has to run: all but what its cache holds, which it goes back to."""
+        held, engine = self._same(followed.ids, ids), self.engine
+        if held < engine.positions[followed.slot] and not engine.rewind(followed.slot, held):
+            engine.rewind(followed.slot, 0)
+            held = 0
+        return ids[held:]
+
+    @staticmethod
+    def _same(held: Sequence[int], ids: Sequence[int]) -> int:
         """Tokens that the cache holds of ids, at most all but the last: its logits are wanted."""
-        most = min(len(self._ids), len(ids) - 1)
-        return next((i for i in range(most) if self._ids[i] != ids[i]), most)
+        most = min(len(held), len(ids) - 1)
+        if held[:most] == ids[:most]:
+            return most
+        return next((i for i in range(most) if held[i] != ids[i]), most)
+
+    def _submit(self, slots: Sequence[int], tokens: np.ndarray | None = None, at: np.ndarray | None = None) -> int:
+        """A decode pass of these slots' next rows; without tokens, of those of the pass before, going on."""
+        engine, n = self.engine, len(slots)
+        bucket = bucket_of(n, engine.sizes.outs)
+        program = engine.program("decode", bucket, bucket, options=engine.choosing.options(slots))
+        if tokens is None or at is None:
+            return engine.submit_scheduled(program, None)
+        return engine.submit_scheduled(program, Rows(tokens, at, np.array(slots, np.int32), np.arange(n, dtype=np.int32)))
+
+    def _advance(self, slots: Sequence[int], rows: int) -> None:
+        for slot in slots:
+            self.engine.positions[slot] += rows
+
+    def _read(self, slot: int, position: int, tickets: Sequence[int]) -> list[int]:
+        """The tokens chosen for positions from this one on; none from the first that is none (not finite, or of a void pass)."""
+        found: list[int] = []
+        for i, ticket in enumerate(tickets):
+            token = self.engine.device.peek("history", slot, position + i, ticket)
+            if token == FAULTED:
+                self.engine.settle()
+            if token < 0:
+                break
+            found.append(token)
+        return found

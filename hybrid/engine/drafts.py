@@ -21,6 +21,10 @@ class Drafter(Protocol):
 
     name: str
 
+    def fork(self) -> Drafter:
+        """A drafter for one more sequence, beside those of others; itself, where it keeps nothing of a sequence."""
+        ...
+
     def propose(self, ids: Sequence[int], most: int) -> Sequence[int]:
         """Up to `most` guesses of what follows ids, all tokens of the sequence so far; none is an answer too. Later ids usually
         begin with earlier ones; where they do not, it is another sequence."""
@@ -38,6 +42,9 @@ class Lookup:
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}  # n-gram -> where what followed it begins
+
+    def fork(self) -> Lookup:
+        return Lookup()
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         self._follow(ids)
@@ -76,6 +83,9 @@ class Replay:
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be a probability, 0 to 1, not {rate!r}")
         self._text, self._rate, self._seed = list(text), rate, seed
+
+    def fork(self) -> Replay:
+        return self
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         at = len(ids)

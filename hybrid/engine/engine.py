@@ -272,13 +272,13 @@ class Engine:
         planning.planner.plan."""
         key = (phase, rows, outs, capture, sample, pipeline_slot, frozenset(options))
         if key not in self._programs:
-            cooperative = self.cooperative and phase == "decode"  # the only passes that are run again
+            cooperative = self.cooperative and (phase == "decode" or "verify" in options)  # passes that are run again
             self._programs[key] = self.device.compile(self.plan(*key), profile=self.config.profile, cooperative=cooperative)
         return self._programs[key]
 
     def forget_programs(self, phase: Phase) -> None:
-        """Compile the programs of a phase anew at their next use."""
-        self._programs = {key: program for key, program in self._programs.items() if key[0] != phase}
+        """Compile the programs of a phase, and those that verify, anew at their next use."""
+        self._programs = {key: p for key, p in self._programs.items() if key[0] != phase and "verify" not in key[-1]}
         self._decoding = None
 
     def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0,
@@ -305,8 +305,8 @@ class Engine:
             self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=i, options=options)
         for outs in self.sizes.outs[:1] if options else self.sizes.outs:
             self.program("decode", outs, outs, options=options)
-        for bucket in dict.fromkeys(bucket_of(n, self.sizes.rows) for n in range(2, self.sizes.wanted + 1) if self.sizes.guesses):
-            self.program("prefill", bucket, self.sizes.wanted, options={*options, "verify"})
+        for n in range(2, min(self.sizes.guesses + 1, self.sizes.wanted) + 1 if self.sizes.guesses else 0):
+            self.program("prefill", bucket_of(n, self.sizes.rows), bucket_of(n, self.sizes.wants), options={*options, "verify"})
 
     # ------------------------------------------------------------------------------------------------------- internals
     def _largest_plans(self) -> list[Plan]:

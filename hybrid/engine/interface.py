@@ -10,6 +10,7 @@ from hybrid.core.device import Device, Program
 from hybrid.core.plan import TensorDecl
 from hybrid.engine.choosing import Choosing
 from hybrid.engine.chunks import Chunk
+from hybrid.engine.inbox import Rows
 from hybrid.engine.lock import EngineLock
 from hybrid.engine.sampling import Sampling
 from hybrid.planning.cache import CacheShape
@@ -45,6 +46,8 @@ class PassRunner(Protocol):
     def result(self, decl: TensorDecl) -> None: ...
     def next_pipeline_slot(self) -> int: ...
     def forget_programs(self, phase: Phase) -> None: ...
+    def submit_scheduled(self, program: Program, rows: Rows | None) -> int: ...
+    def settle(self) -> None: ...
     def program(
         self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0,
         options: Collection[Option] = (),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybrid.core.errors import ContextExceeded
+from hybrid.core.plan import FAULTED
+from hybrid.engine import voids
 from hybrid.engine.chunks import Chunk
 from hybrid.engine.inbox import GOES_ON
 from hybrid.engine.interface import PassRunner
@@ -26,7 +28,7 @@ def submit(engine: PassRunner, slot: int, guesses: Sequence[int]) -> int:
         raise ContextExceeded(f"slot {slot} has {n} tokens of {engine.cache.ctx}: no room for {k} guesses")
     tokens, rows = np.array([GOES_ON, *guesses], np.int32), np.arange(k + 1, dtype=np.int32)
     options: set[Option] = {*engine.choosing.options([slot]), "verify"}
-    program = engine.program("prefill", bucket_of(k + 1, sizes.rows), sizes.wanted, options=options)
+    program = engine.program("prefill", bucket_of(k + 1, sizes.rows), bucket_of(k + 1, sizes.wants), options=options)
     return engine.run_chunk(Chunk(tokens, n + rows, np.full(k + 1, slot, np.int32), rows), program)
 
 
@@ -34,6 +36,9 @@ def read(engine: PassRunner, slot: int, guesses: Sequence[int], ticket: int) -> 
     """The tokens that the pass has chosen: the guesses that are right, up to the first that is not, and the one after them. The
     slot goes on from there, on the device too (specs/ops/verify.toml). Waits for the pass. NotFinite."""
     n, found = engine.positions[slot], list[int]()
+    if engine.device.peek("history", slot, n + 1, ticket) == FAULTED:  # void: the slot stands where it stood
+        voids.drop(engine)
+        ticket = submit(engine, slot, guesses)
     for guess in (*guesses, None):
         found.append(engine.token(slot, n + 1 + len(found), ticket))
         if found[-1] != guess:

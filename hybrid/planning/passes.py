@@ -9,6 +9,7 @@ from hybrid.core.hparams import HParams
 from hybrid.spec.schedule import CAPABILITIES
 
 ROW_BUCKETS = (1, 8, 32, 128, 512)
+GUESSED_BUCKETS = (1, 2, 4, 8, 16, 32, 128, 512)  # where passes verify guesses: few rows cost by their number
 CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
 FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
 LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
@@ -54,12 +55,19 @@ class PassSizes:
         """Most rows of a prefill pass whose tokens are chosen: of every sequence one, and guesses."""
         return min(self.outs[-1] + self.guesses, self.rows[-1])
 
+    @property
+    def wants(self) -> tuple[int, ...]:
+        """The same as numbers to make plans for: of sequences, and, with guesses, of few rows of one."""
+        few = tuple(n for n in GUESSED_BUCKETS if n < self.wanted) if self.guesses and len(self.outs) < len(self.rows) else ()
+        return tuple(sorted({*self.outs, *few, self.wanted}))
+
 
 def pass_sizes(hp: HParams, ctx: int, slots: int, chunk: int, fixed: int | None = None, guesses: int = 0) -> PassSizes:
     """For `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows; or every pass of `fixed`. guesses: most
     guessed tokens of a pass."""
     most = fixed or max(min(chunk, ctx * slots), slots + guesses)
-    rows, outs = ((most,), (most,)) if fixed else (buckets(most), buckets(slots))
+    few = GUESSED_BUCKETS if guesses else ROW_BUCKETS
+    rows, outs = ((most,), (most,)) if fixed else (buckets(most, few), buckets(slots))
     logits = _within(rows, LOGITS_BYTES // (4 * hp.vocab))
     hidden = _within(rows, HIDDEN_BYTES // (4 * hp.n_streams * hp.hidden * (hp.n_layers + 1)))
     return PassSizes(rows, outs, logits, hidden, guesses)

@@ -29,7 +29,7 @@ Capability = Literal["f16_matrices"]
 """What a device may have that changes which precision pays: f16_matrices = subgroups multiply 16x16 f16 matrices."""
 CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 FEW_ROWS = 4
-"""Rows of a decode pass up to which reading the weights is all that takes time; with more it is a batch."""
+"""Rows of a pass up to which reading the weights is all that takes time; with more it is a batch."""
 
 
 class Head(Model):
@@ -55,11 +55,11 @@ class Profile(Model):
     """Device capability -> `act` of prefill on devices that have it; the first that holds."""
 
     batch: dict[Capability, Act] = Field(default_factory=dict)
-    """The same for decode passes of more than FEW_ROWS rows."""
+    """The same for decode passes of more than FEW_ROWS rows. With fewer a pass of either phase takes `act`."""
 
     def act_in(self, phase: Phase, rows: int, capabilities: Collection[str]) -> Act:
         """The dtype of matrix inputs in a pass of at most `rows` rows, on a device with these capabilities."""
-        instead = self.prefill if phase == "prefill" else self.batch if rows > FEW_ROWS else {}
+        instead = {} if rows <= FEW_ROWS else self.prefill if phase == "prefill" else self.batch
         return next((act for need, act in instead.items() if need in capabilities), self.act)
 
 
