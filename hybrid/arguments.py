@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 def add_model(p: argparse.ArgumentParser) -> None:
     """MODEL, or --random NAME with what belongs to it: commands that measure take either."""
     p.add_argument("model", nargs="?", metavar="MODEL", help=".gguf file or Hugging Face directory")
+    add_random(p)
+
+
+def add_random(p: argparse.ArgumentParser) -> None:
+    """--random NAME, a model in place of a file, and what belongs to it."""
     p.add_argument("--random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models, no file")
     p.add_argument("--type", metavar="TYPE", help="with --random: of matrices (q4_0)")
     p.add_argument("--head", metavar="TYPE", help="with --random: of embedding and head (q6_k; q8_0 for odd rows)")

@@ -1,4 +1,4 @@
-"""A share of perf.load: requests of every kind at once, each text equal to its single run, everything given back."""
+"""A share of perf.serving.load: requests of every kind at once, each text equal to its single run, everything given back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import hybrid
 from conformance.support.paths import DEMO
 from conformance.support.server import running
-from hybrid.perf.load import KEY, main
+from hybrid.perf.serving.load import KEY, main
 from hybrid.serve.settings import Settings
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_devices
+from hybrid.arguments import add_devices, add_random, open_model
 from hybrid.cli import PRECISIONS, Parser, UsageError, amount, positive, run, size
 from hybrid.core.places import DEMO
 from hybrid.serve.settings import LOOPBACK, Settings
@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
     )
+    add_random(p)
     p.add_argument("--host", default=HOST, help=f"address to listen on; 0.0.0.0 is every one of this machine ({HOST})")
     p.add_argument("--port", type=_port, default=PORT, metavar="N", help=f"0 takes a free one and prints it ({PORT})")
     p.add_argument("--name", default="", help="what the model is called in requests (the checkpoint's own name)")
@@ -93,16 +94,15 @@ def _main(args: argparse.Namespace) -> int:
         from hybrid.serve import process
     except ImportError as error:
         raise ValueError(f"the server needs {error.name}, which is not installed: pip install hybrid-kernels[serve]") from None
-    path = args.model
-    if path is None:
+    if args.model is None and args.random is None:
         if not DEMO.is_file():
             raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
-        path = DEMO
-    if not path.exists():
-        raise ValueError(f"{path} is not there: name a .gguf file or a Hugging Face directory")
+        args.model = DEMO
+    if args.model is not None and not args.model.exists():
+        raise ValueError(f"{args.model} is not there: name a .gguf file or a Hugging Face directory")
+    open_model(args).close()  # wrong usage and files that cannot be read are said before the port is taken
 
     options = {
-        "path": path,
         "schedule": args.schedule,
         "weights": args.weights,
         "ctx": args.ctx,
@@ -114,14 +114,16 @@ def _main(args: argparse.Namespace) -> int:
         "npu": args.npu,
     }
     if args.ray:
-        return _ray(args, options)
+        if args.random is not None:
+            raise UsageError("--random is for measuring one engine: leave out --ray")
+        return _ray(args, {"path": args.model, **options})
     if args.replica or args.ray_address:
         raise UsageError("--replica and --ray-address belong to --ray")
 
     def load() -> Any:
         import hybrid
 
-        return hybrid.load(**options, device=args.device, progress=sys.stderr.isatty())
+        return hybrid.load(open_model(args), **options, device=args.device, progress=sys.stderr.isatty())
 
     return process.serve(load, settings(args), host=args.host, port=args.port, drain=args.drain, access_log=args.access_log)
 

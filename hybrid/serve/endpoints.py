@@ -38,6 +38,7 @@ def router(service: Service) -> APIRouter:
             "created": began,
             "owned_by": "hybrid-kernels",
             "context_length": model.engine.cache.ctx,
+            "vocabulary": min(model.hparams.vocab, model.checkpoint.tokenizer.n_tokens),
             "device": model.device,
         }
 

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from hybrid.serve.app import make_app
 from hybrid.serve.settings import Settings
+from hybrid.serve.structured import missing
 
 if TYPE_CHECKING:
     from hybrid.model import Model
@@ -36,6 +37,8 @@ def serve(load: Callable[[], Model], settings: Settings, *, host: str, port: int
     app = make_app(load, settings, end)
     server = Server(configured(app, settings, drain, access_log), app.state.backend.stop)
     name = f"[{host}]" if ":" in host else host
+    if (what := missing()) is not None:
+        print(f"note: {what}", file=sys.stderr, flush=True)
     print(f"serving http://{name}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
     asyncio.run(server.serve([listening]))
     return ended[0][0] if ended else 0

@@ -6,13 +6,13 @@ has begun to write blanks may go on for ever, since every further one is allowed
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from hybrid.engine.constraint import mask_of, mask_words
 from hybrid.serve.errors import ApiError, bad_request
@@ -20,13 +20,21 @@ from hybrid.serve.wire import ResponseFormat
 from hybrid.text.tokenizer import CONTROL, UNKNOWN, Tokenizer
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from hybrid.engine.constraint import Constraint
 
 WHITESPACE = r"[ ]?|\n {0,16}"
 MARKS = ("<|tool_call>", "<tool_call|>", '<|"|>')
 """Tokens that grammars name and that are never part of a text, whatever their type."""
+MISSING = "response_format and tools need llguidance, which is not installed (pip install hybrid-kernels[serve])"
 _KEPT = 64
 """Grammars that are kept compiled."""
+
+
+def missing() -> str | None:
+    """What this installation cannot constrain and why; None where it can."""
+    return MISSING if importlib.util.find_spec("llguidance") is None else None
 
 
 def json_rule(schema: Mapping[str, Any], exact: bool = False) -> str:
@@ -60,10 +68,15 @@ class Grammars:
     interpreter's lock."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
-        self._tokenizer, self._vocab = tokenizer, vocab
+        """ApiError 400 where llguidance is not installed."""
+        try:
+            import llguidance
+        except ImportError:
+            raise bad_request(f"this server cannot constrain answers: {MISSING}", code="unsupported_value") from None
+        self._tokenizer, self._vocab, self._matcher = tokenizer, vocab, llguidance.LLMatcher
         self._ends = sorted(tokenizer.eos_ids)
-        wrapper = TokenizerWrapper(_Vocabulary(tokenizer, self._ends, marks_of(tokenizer)))
-        self._ll = LLTokenizer(wrapper, n_vocab=tokenizer.n_rows, eos_token=self._ends)
+        wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, self._ends, marks_of(tokenizer)))
+        self._ll = llguidance.LLTokenizer(wrapper, n_vocab=tokenizer.n_rows, eos_token=self._ends)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def constraint(self, lark: str, param: str) -> Constraint:
@@ -72,7 +85,7 @@ class Grammars:
             raise bad_request("this model has no end-of-text token: nothing could end a structured answer", param)
         base = self._compiled.get(lark)
         if base is None:
-            base = LLMatcher(self._ll, LLMatcher.grammar_from_lark(lark), log_level=0)
+            base = self._matcher(self._ll, self._matcher.grammar_from_lark(lark), log_level=0)
             if base.is_error():
                 raise self._refused(base.get_error(), param)
             self._compiled[lark] = base

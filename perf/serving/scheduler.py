@@ -1,4 +1,4 @@
-"""python -m perf.scheduler: what the scheduler costs the host for each pass, without any device.
+"""python -m perf.serving.scheduler: what the scheduler costs the host for each pass, without any device.
 
 Method: B sequences of 200 to 231 tokens decode in blocks of 32 positions, with local layers of a window of 1024; the process's
 time (of the processor, not of the clock) of each call over the passes after the first 40. Blocks are full every 32 passes of
@@ -50,7 +50,7 @@ def measure(rows: int, passes: int) -> dict[str, list[float]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.scheduler", description="Processor time of the scheduler for each pass, without a device.")
+    p = Parser(prog="python -m perf.serving.scheduler", description="Processor time of the scheduler for each pass, without a device.")
     p.add_argument("--rows", type=positive, nargs="+", default=[1, 32, 256], metavar="N", help="decoding rows (1 32 256)")
     p.add_argument("--passes", type=positive, default=320, metavar="N", help="of each (320)")
     return p

@@ -1,4 +1,4 @@
-"""python -m perf.load: a server under load, and whether every answer is right.
+"""python -m perf.serving.load: a server under load, and whether every answer is right.
 
 Requests of a fixed seed, many at a time, against a server on this machine: whole and streamed answers, clients that leave in the
 middle or at once, bodies that are broken, keys that are wrong, fields that cannot be. Each text must equal the one that the same
@@ -56,7 +56,7 @@ class Found:
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(
-        prog="python -m perf.load",
+        prog="python -m perf.serving.load",
         description="Load a server on this machine, and compare every answer with what the same request gets alone.",
         epilog="Exit code 1 where a text differs, a refusal is not the declared one, or blocks or memory do not come back.",
     )
