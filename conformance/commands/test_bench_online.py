@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from hybrid.bench import __main__ as bench
-from hybrid.bench import energy, requests, talk
-from hybrid.bench.energy import Energy, Meter, meter_for
+from hybrid.bench import requests, talk
 from hybrid.bench.requests import Served, quantiles, summary
 from hybrid.core.errors import QueueFull
+from hybrid.devices import energy
+from hybrid.devices.energy import Energy, Meter, meter_for
 from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, Usage
 from hybrid.engine.metrics import Metrics
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from conformance.support.paths import ROOT
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import running
+from hybrid.devices.energy import Meter
 from hybrid.serve.pages import FOLDER
-from hybrid.serve.power import watts
+from hybrid.serve.power import Joules
 
 NAMES = re.compile(r"\b((?:hybrid|process)_[a-z_]+)")
-ELSEWHERE = {"hybrid_device_watts"}
-"""Only where a sensor is."""
+ELSEWHERE = {"hybrid_device_joules_total"}
+"""Only where the machine counts it."""
 
 
 def test_the_dashboards_ask_for_what_is_there() -> None:
@@ -41,13 +42,40 @@ def test_counts_and_times() -> None:
     assert 'hybrid_blocks{kind="all",state="cached"} 2.0' in text and "hybrid_ready 1.0" in text
 
 
-def test_watts_are_read_where_a_sensor_is(tmp_path: Path) -> None:
-    assert watts(tmp_path / "none") is None and watts(tmp_path) is None
-    for n, (name, file, value) in enumerate([("amdgpu", "power1_average", "31000000"), ("k10temp", "temp1_input", "40000")]):
-        folder = tmp_path / f"hwmon{n}"
-        folder.mkdir()
-        (folder / "name").write_text(name + "\n")
-        (folder / file).write_text(value + "\n")
-    assert watts(tmp_path) == 31.0
-    (tmp_path / "hwmon0" / "power1_average").write_text("")
-    assert watts(tmp_path) is None
+def test_joules_are_a_counter_or_power_times_time(tmp_path: Path) -> None:
+    assert Joules(Meter("nothing")).read() is None
+    counted = iter([50.0, 80.0])
+    assert Joules(Meter("counter", counter=lambda: next(counted))).read() == 30.0
+    now, asleep = [0.0], [False]
+
+    def power() -> float:
+        if asleep[0]:
+            raise OSError("asleep")
+        return 10.0 + now[0]
+
+    joules = Joules(Meter("sensor", power=power), clock=lambda: now[0])
+    for at, sleeps, total in [(2.0, False, 22.0), (4.0, True, 22.0), (6.0, False, 22.0), (7.0, False, 38.5)]:
+        now[0], asleep[0] = at, sleeps
+        joules.look()
+        assert joules.read() == total
+
+
+def test_a_counter_that_has_gone_has_no_figure() -> None:
+    said: list[float | OSError] = [1.0, OSError("the GPU has gone")]
+
+    def counter() -> float:
+        value = said.pop(0)
+        if isinstance(value, OSError):
+            raise value
+        return value
+
+    assert Joules(Meter("counter", counter=counter)).read() is None
+
+
+def test_what_passes_took_is_told_by_phase() -> None:
+    with running(lambda: ScriptedModel(Script())) as server:
+        server.app.state.backend.joules = Joules(Meter("a counter", counter=iter(range(100)).__next__))
+        text = server.http.get("/metrics").text
+    for name, value in {"seconds": 0.25, "passes": 3.0, "rows": 5.0, "bytes": "1e+06", "operations": "2e+09"}.items():
+        assert f'hybrid_device_{name}_total{{phase="decode"}} {value}' in text
+    assert 'hybrid_device_joules_total{source="a counter"} 1.0' in text

@@ -20,6 +20,7 @@ from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.constraint import Constraint
 from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, TokenLogprob, Usage
 from hybrid.engine.metrics import Metrics
+from hybrid.engine.work import Total
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -43,7 +44,7 @@ class ScriptedModel:
     def __init__(self, script: Script, ctx: int = 512) -> None:
         self.script, self.checkpoint = script, open_checkpoint(DEMO)
         self.device, self.closed, self._open = "scripted", False, 0
-        self.engine = SimpleNamespace(cache=SimpleNamespace(ctx=ctx), precision={})
+        self.engine = SimpleNamespace(cache=SimpleNamespace(ctx=ctx), precision={}, device=SimpleNamespace(backend="cpu"))
         self.hparams = self.checkpoint.hparams
         self.eos_ids = self.checkpoint.tokenizer.eos_ids
         self._lock = threading.Lock()
@@ -55,7 +56,8 @@ class ScriptedModel:
         return self.checkpoint.tokenizer.decode(ids)
 
     def metrics(self) -> Metrics:
-        return Metrics(running=self._open, blocks={"all": {"used": 1, "cached": 2, "free": 3}}, finished={"eos": 1})
+        return Metrics(running=self._open, blocks={"all": {"used": 1, "cached": 2, "free": 3}}, finished={"eos": 1},
+                       work=lambda: {"decode": Total(3, 5, 0.25, 1e6, 2e9)})  # fmt: skip
 
     def close(self) -> None:
         self.closed = True

@@ -16,9 +16,9 @@ from hybrid.cli.progress import tracked
 from hybrid.devices.about import driver_of, kernels_of
 
 if TYPE_CHECKING:
-    from hybrid.bench.energy import Meter
     from hybrid.bench.measure import Row
     from hybrid.core.device import Device
+    from hybrid.devices.energy import Meter
     from hybrid.engine.engine import Engine
 
 
@@ -120,9 +120,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace, command: str) -> int:
     from hybrid.bench.ceiling import ceiling, impossible
-    from hybrid.bench.energy import meter_for
     from hybrid.bench.probe import probe
     from hybrid.bench.report import as_dict, text
+    from hybrid.devices.energy import meter_for
     from hybrid.spec.devicesheet import sheet_for
 
     if args.acceptance:

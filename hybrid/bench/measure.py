@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from hybrid.bench.energy import Energy, Meter
+from hybrid.devices.energy import Energy, Meter
 from hybrid.engine.engine import Engine
 from hybrid.engine.streams import submit_ahead
 from hybrid.planning.cost import Cost, plan_cost

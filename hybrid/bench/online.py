@@ -10,10 +10,10 @@ from typing import Any
 import hybrid
 from hybrid.arguments import open_model
 from hybrid.bench import requests, talk
-from hybrid.bench.energy import meter_for
 from hybrid.bench.report import SCHEMA, energy_dict
 from hybrid.cli import UsageError
 from hybrid.devices.about import driver_of, kernels_of, provenance
+from hybrid.devices.energy import meter_for
 
 WARM = 4  # tokens that the requests before the run generate
 

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from hybrid.bench.ceiling import Ceiling
-from hybrid.bench.energy import Energy
 from hybrid.bench.measure import Row
 from hybrid.bench.probe import Probes
 from hybrid.core.units import show_rate
 from hybrid.devices.about import provenance
+from hybrid.devices.energy import Energy
 
 SCHEMA = 1
 

@@ -70,9 +70,6 @@ def _vulkan() -> list[Memory]:
     except ImportError as error:
         raise NoDevice(f"the Vulkan backend cannot be imported ({error})") from None
     try:
-        return [
-            Memory(i.label, max(n for n, own in r.heaps if own), i.label, None, DryDevice.like(r))
-            for i, r in survey()
-        ]
+        return [Memory(i.label, max(n for n, own in r.heaps if own), i.label, None, DryDevice.like(r)) for i, r in survey()]
     except VulkanUnavailable as error:
         raise NoDevice(str(error)) from None

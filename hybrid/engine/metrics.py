@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from hybrid.engine.work import PassPhase, Total
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,5 +28,9 @@ class Metrics:
     preemptions: int = 0
     evictions: int = 0
     """Cached blocks that were given up for others."""
+    recomputed: int = 0
+    """Rows that were run again after a preemption or a void pass."""
+    work: Callable[[], Mapping[PassPhase, Total]] = dict
+    """What passes took, by phase; asked for apart, since declared costs take a moment."""
     blocks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By kind of layer: used, cached (of no running sequence, but found again) and free blocks of the KV cache."""

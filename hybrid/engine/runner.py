@@ -12,6 +12,7 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.inbox import Rows
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Limits, Pass, Run, Stream
+from hybrid.engine.work import Work
 from hybrid.planning.passes import bucket_of
 from hybrid.spec.schedule import Phase
 
@@ -54,6 +55,7 @@ class Runner:
         self.engine, self.refused = engine, refused
         self._rows: tuple[object, ...] = ()  # what the device's rows are set up for
         self._message = -1  # the number of messages when they were
+        self.work = Work()
 
     def start(self, p: Pass) -> Flight:
         """Submit a pass, which waits for none that runs."""
@@ -67,6 +69,7 @@ class Runner:
         rows = outs if onward else bucket_of(p.rows, engine.sizes.rows)
         slot = 0 if onward else engine.next_pipeline_slot()
         program = engine.program(phase, rows, outs, pipeline_slot=slot, options=options)
+        self.work.begin(p, onward, program.plan)
         same = (program, *slots)
         if onward and not p.writes and self._rows == same and self._message == engine.inbox.messages and _go_on(p):
             return Flight(p, engine.submit_scheduled(program, None))
@@ -79,7 +82,10 @@ class Runner:
         """The token that each run wanted, once the pass has finished; NOT_FINITE where there was none to choose. VoidPass."""
         peek, ticket = self.engine.device.peek, flight.ticket
         found = [peek("history", run.slot, run.start + (len(run.ids) if run.ids else 1), ticket) for run in flight.wanting]
+        if flight.wanting:  # else nothing was waited for
+            self.work.end(flight.scheduled)
         if FAULTED in found:
+            self.work.lost()
             self.engine.settle()
             raise VoidPass
         return found

@@ -149,6 +149,8 @@ class Serving:
                 passes=counts.passes,
                 preemptions=counts.preemptions,
                 evictions=blocks.evictions,
+                recomputed=counts.recomputed,
+                work=self.runner.work.totals,
                 blocks={name: dict(zip(("used", "cached", "free"), n, strict=True)) for name, n in held.items()},
             )
 
@@ -310,6 +312,7 @@ class Serving:
             return
         with self.engine.lock:
             self._flights.clear()
+            self.runner.work.lost()
             for job in jobs:
                 if job.stream.held is not None:  # else it was never added
                     self.scheduler.cancel(job.stream, "error")

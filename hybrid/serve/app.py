@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,7 @@ def _add_state(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
 
     @app.get("/metrics", summary="Counts and times in Prometheus' form")
     async def metrics_text() -> Response:
-        return Response(metrics.text(), media_type=METRICS_TYPE)
+        return Response(await asyncio.to_thread(metrics.text), media_type=METRICS_TYPE)
 
 
 async def _api_error(_request: Request, error: Any) -> Response:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid.cli import LOST, describe
 from hybrid.core.errors import DeviceLost
+from hybrid.devices.energy import meter_for
 from hybrid.serve.errors import unavailable
+from hybrid.serve.power import Joules
 
 if TYPE_CHECKING:
     from hybrid.model import Model
@@ -36,6 +38,9 @@ class Backend:
         self.state: State = "loading"
         self.losses = 0
         """Times that the device was lost."""
+        self.joules: Joules | None = None
+        """Of the device, once a model has been loaded."""
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def model(self) -> Model:
@@ -58,9 +63,11 @@ class Backend:
     async def _first(self) -> None:
         try:
             model = await asyncio.to_thread(self._load)
+            self.joules = await asyncio.to_thread(_joules, model)
         except Exception as error:
             self._end(LOST if isinstance(error, DeviceLost) else 1, f"error: {describe(error)}")
             return
+        self._watch = asyncio.get_running_loop().create_task(self.joules.watch())
         self._take(model)
 
     def _take(self, model: Model) -> None:
@@ -110,6 +117,15 @@ class Backend:
         if self._task is not None:
             task: asyncio.Task[Any] = self._task
             await asyncio.gather(task, return_exceptions=True)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         model, self._model = self._model, None
         if model is not None:
             await asyncio.to_thread(model.close)
+
+
+def _joules(model: Model) -> Joules:
+    """Of what runs a model; of several devices, the main one."""
+    device = model.engine.device
+    return Joules(meter_for(getattr(device, "main", device)))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hybrid.serve.power import watts
-
 if TYPE_CHECKING:
     from hybrid.engine.metrics import Metrics as EngineMetrics
+    from hybrid.engine.work import PassPhase, Total
     from hybrid.serve.backend import Backend
 
 disable_created_metrics()
@@ -60,9 +59,10 @@ class _Engine(Collector):
         yield CounterMetricFamily("hybrid_device_losses", "Times that the device was lost", value=backend.losses)
         if model is not None:
             yield from _snapshot(model.metrics())
-            power = watts() if model.device.startswith("vulkan") else None
-            if power is not None:
-                yield GaugeMetricFamily("hybrid_device_watts", "Power of this machine's AMD GPU", value=power)
+        if backend.joules is not None and (joules := backend.joules.read()) is not None:
+            energy = CounterMetricFamily("hybrid_device_joules", "Energy of the whole device since the start", labels=["source"])
+            energy.add_metric([backend.joules.source], joules)
+            yield energy
 
 
 def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
@@ -76,6 +76,7 @@ def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
         "refused": "Requests that found the queue full",
         "passes": "Runs of a plan",
         "preemptions": "Sequences that were put back into the queue to free blocks",
+        "recomputed": "Rows that were run again after a preemption or a void pass",
         "evictions": "Cached blocks that were given up for others",
     }
     for name, about in counts.items():
@@ -89,3 +90,21 @@ def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
         for state, n in sorted(states.items()):
             blocks.add_metric([kind, state], n)
     yield blocks
+    yield from _work(m.work())
+
+
+def _work(totals: Mapping[PassPhase, Total]) -> Iterable[Metric]:
+    """What passes took, by phase. Over the seconds, bytes and operations are the rates that the device reached."""
+    shown = {
+        "seconds": "Time that the device ran passes, as the host saw it",
+        "passes": "Runs of a plan",
+        "rows": "Rows of passes",
+        "nbytes": "Bytes that passes must move, as their plans declare",
+        "flops": "Operations of passes, as their plans declare",
+    }
+    names = {"nbytes": "bytes", "flops": "operations"}
+    for field, about in shown.items():
+        family = CounterMetricFamily(f"hybrid_device_{names.get(field, field)}", about, labels=["phase"])
+        for phase, total in sorted(totals.items()):
+            family.add_metric([phase], getattr(total, field))
+        yield family

@@ -1,31 +1,52 @@
-"""Watts of the GPU, where the kernel says them: amdgpu's sensor (hwmon), which any user may read. Other drivers keep theirs
-behind tools of their own; then there is no figure rather than a guess."""
+"""Joules since the server began, where the machine counts them (hybrid/devices/energy.py): of the whole device, whoever uses it."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+import time
+from collections.abc import Callable
 
-SENSORS = Path("/sys/class/hwmon")
+from hybrid.devices.energy import Meter
 
-
-def watts(sensors: Path = SENSORS) -> float | None:
-    """The sum over amdgpu's sensors, of which a machine with one GPU has one; None where there is none."""
-    found = [w for folder in _folders(sensors) if (w := _read(folder)) is not None]
-    return sum(found) if found else None
-
-
-def _folders(sensors: Path) -> list[Path]:
-    try:
-        return [f for f in sorted(sensors.iterdir()) if (f / "name").read_text().strip() == "amdgpu"]
-    except OSError:
-        return []
+SAMPLE = 0.5
+"""Seconds between two looks at a sensor of power."""
 
 
-def _read(folder: Path) -> float | None:
-    """power1_average of older chips, power1_input of newer ones; microwatts."""
-    for name in ("power1_average", "power1_input"):
+class Joules:
+    """A meter's counter, or its power times time. A sensor that cannot be read for a while (a GPU that sleeps) counts nothing
+    meanwhile."""
+
+    def __init__(self, meter: Meter, clock: Callable[[], float] = time.monotonic) -> None:
+        self.source, self._meter, self._clock = meter.source, meter, clock
+        self._first = meter.counter() if meter.counter is not None else 0.0
+        self._sum, self._last = 0.0, (clock(), self._watts())
+
+    def read(self) -> float | None:
+        """Joules up to now, or up to the last look at the sensor; None where nothing can be read (any more)."""
+        if self._meter.counter is not None:
+            try:
+                return self._meter.counter() - self._first
+            except OSError:
+                return None
+        return self._sum if self._meter.power is not None else None
+
+    def look(self) -> None:
+        """At the sensor, with a trapezoid since the last look."""
+        (before, watts), now, fresh = self._last, self._clock(), self._watts()
+        if watts is not None and fresh is not None:
+            self._sum += (watts + fresh) / 2 * (now - before)
+        self._last = now, fresh
+
+    async def watch(self) -> None:
+        """Look every SAMPLE seconds, for ever; returns at once where no sensor needs it."""
+        while self._meter.power is not None and self._meter.counter is None:
+            await asyncio.sleep(SAMPLE)
+            await asyncio.to_thread(self.look)
+
+    def _watts(self) -> float | None:
+        if self._meter.power is None or self._meter.counter is not None:
+            return None
         try:
-            return int((folder / name).read_text()) / 1e6
-        except (OSError, ValueError):  # not of this chip, or asleep
-            continue
-    return None
+            return self._meter.power()
+        except OSError:
+            return None

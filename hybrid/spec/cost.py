@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,9 +25,12 @@ class Cost:
         return Cost(self.flops * n, self.nbytes * n)
 
 
-def step_cost(plan: Plan, step: Step, context: int | None = None) -> Cost:
-    """Cost of a step when the longest sequence has `context` positions (default: as many as its table covers)."""
+def step_cost(plan: Plan, step: Step, context: int | None = None, sizes: Mapping[str, int] | None = None) -> Cost:
+    """Cost of a step when the longest sequence has `context` positions (default: as many as its table covers). sizes: other
+    numbers of the plan's rows (`tokens`), of its rows whose logits are wanted (`outs`) and of sequences (`slots`)."""
     bind = dict(step.bind)
+    for axis, n in _resized(plan, step, sizes or {}):
+        bind[axis] = n
     if context is not None and "MB" in bind and "BS" in bind:
         bind["MB"] = max(1, min(bind["MB"], -(-context // bind["BS"])))
     decls = {key: plan.tensors[name] for key, name in step.args.items()}
@@ -45,5 +49,16 @@ def _declared(op: str, bind: tuple[tuple[str, int], ...], dtypes: tuple[tuple[st
     return Cost(declared.flops(dict(bind), dict(attrs)), declared.nbytes(dict(bind), dict(dtypes), dict(attrs)))
 
 
-def plan_cost(plan: Plan, context: int | None = None) -> Cost:
-    return sum((step_cost(plan, s, context) for s in plan.steps), Cost())
+def _resized(plan: Plan, step: Step, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Axes of a step that have other sizes; those of a pass's rows by their size, since heads count wanted rows as tokens too."""
+    for axis, spec in load_ops()[step.op].axes.items() if sizes else ():
+        role = spec.role
+        if role == "tokens" and step.bind.get(axis) != plan.rows:
+            role = "outs"
+        if axis in step.bind and role in sizes:
+            yield axis, sizes[role]
+
+
+def plan_cost(plan: Plan, context: int | None = None, sizes: Mapping[str, int] | None = None) -> Cost:
+    """The sum over its steps; arguments as of `step_cost`."""
+    return sum((step_cost(plan, s, context, sizes) for s in plan.steps), Cost())

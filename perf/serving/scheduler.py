@@ -50,7 +50,9 @@ def measure(rows: int, passes: int) -> dict[str, list[float]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.serving.scheduler", description="Processor time of the scheduler for each pass, without a device.")
+    p = Parser(
+        prog="python -m perf.serving.scheduler", description="Processor time of the scheduler for each pass, without a device."
+    )
     p.add_argument("--rows", type=positive, nargs="+", default=[1, 32, 256], metavar="N", help="decoding rows (1 32 256)")
     p.add_argument("--passes", type=positive, default=320, metavar="N", help="of each (320)")
     return p

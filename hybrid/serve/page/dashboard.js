@@ -21,6 +21,10 @@ function parsed(text) {
 const total = (s, name) => (s.series.get(name) ?? []).reduce((sum, v) => sum + v.value, 0);
 const has = (s, name) => s.series.has(name);
 const rate = (now, name) => (before ? Math.max(0, total(now, name) - total(before, name)) / (now.at - before.at) : 0);
+const busy = (now, name, unit) => {
+  const seconds = rate(now, "hybrid_device_seconds_total");
+  return seconds ? rate(now, name) / seconds / unit : null;
+};
 
 function quantile(now, name, q) {
   // Of what was observed since the last look; linear within a bucket.
@@ -53,10 +57,13 @@ const CARDS = [
   ["Time to first token, p95", "ms", (s) => ms(quantile(s, "hybrid_time_to_first_token_seconds", 0.95))],
   ["Between tokens, median", "ms", (s) => ms(quantile(s, "hybrid_inter_token_seconds", 0.5))],
   ["Between tokens, p95", "ms", (s) => ms(quantile(s, "hybrid_inter_token_seconds", 0.95))],
+  ["Device busy", "% of the time", (s) => 100 * rate(s, "hybrid_device_seconds_total")],
+  ["Memory traffic while busy", "GB/s", (s) => busy(s, "hybrid_device_bytes_total", 1e9)],
+  ["Arithmetic while busy", "GFLOPS", (s) => busy(s, "hybrid_device_operations_total", 1e9)],
   ["Device passes", "per second", (s) => rate(s, "hybrid_passes_total")],
   ["Preemptions and evictions", "per second", (s) => rate(s, "hybrid_preemptions_total") + rate(s, "hybrid_evictions_total")],
   ["Memory of the process", "MiB", (s) => total(s, "process_resident_memory_bytes") / 2 ** 20],
-  ["Power of the device", "W", (s) => (has(s, "hybrid_device_watts") ? total(s, "hybrid_device_watts") : undefined)],
+  ["Power of the device", "W", (s) => (has(s, "hybrid_device_joules_total") ? rate(s, "hybrid_device_joules_total") : undefined)],
 ];
 
 function card(title, unit) {

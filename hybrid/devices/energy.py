@@ -1,4 +1,4 @@
-"""Energy of what a bench runs, where the machine can say: NVML, amdgpu's hwmon, RAPL.
+"""Energy of what runs, where the machine can say: NVML, amdgpu's hwmon, RAPL.
 
     NVIDIA GPU      NVML's energy counter (package nvidia-ml-py), or its power, sampled
     AMD GPU         power1_average or power1_input of amdgpu's hwmon, sampled
@@ -49,23 +49,22 @@ class Meter:
     two, or why there is none."""
 
     def __init__(self, source: str, counter: Callable[[], float] | None = None, power: Callable[[], float] | None = None) -> None:
-        self.source = source
-        self._counter, self._power = counter, power
+        self.source, self.counter, self.power = source, counter, power
         self._joules = self._seconds = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        begin, before = time.perf_counter(), self._counter() if self._counter else 0.0
-        with self._sampled() if self._power and not self._counter else _nothing():
+        begin, before = time.perf_counter(), self.counter() if self.counter else 0.0
+        with self._sampled() if self.power and not self.counter else _nothing():
             yield
-        if self._counter:
-            self._joules += self._counter() - before
+        if self.counter:
+            self._joules += self.counter() - before
         self._seconds += time.perf_counter() - begin
 
     def take(self) -> Energy:
         """What has been added up, and begin anew."""
         found, self._joules, self._seconds = (self._joules, self._seconds), 0.0, 0.0
-        if self._counter is None and self._power is None:
+        if self.counter is None and self.power is None:
             return Energy(None, found[1], self.source)
         if found[1] < SHORTEST:
             return Energy(None, found[1], f"runs of {found[1]:.2f} s are too short for {self.source}: ask for more tokens")
@@ -74,7 +73,7 @@ class Meter:
     @contextmanager
     def _sampled(self) -> Iterator[None]:
         """Power times time: looked at by a thread, and at the beginning and the end."""
-        power, done, failed = self._power, threading.Event(), list[OSError]()
+        power, done, failed = self.power, threading.Event(), list[OSError]()
         assert power is not None
         last, watts = time.perf_counter(), power()
 
@@ -137,10 +136,19 @@ def _nvml(name: str) -> Meter:
             pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         except pynvml.NVMLError:
             pynvml.nvmlDeviceGetPowerUsage(handle)
-            return Meter("NVML's power, sampled", power=lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
-        return Meter("NVML's energy counter", counter=lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+            return Meter("NVML's power, sampled", power=lambda: _thousandth(pynvml, pynvml.nvmlDeviceGetPowerUsage, handle))
+        counter = pynvml.nvmlDeviceGetTotalEnergyConsumption
+        return Meter("NVML's energy counter", counter=lambda: _thousandth(pynvml, counter, handle))
     except pynvml.NVMLError as error:
         return Meter(f"NVML: {error}")
+
+
+def _thousandth(pynvml: Any, ask: Callable[[Any], int], handle: Any) -> float:
+    """Milliwatts or millijoules as units. OSError, as of the other sources, where the GPU has gone."""
+    try:
+        return ask(handle) / 1e3
+    except pynvml.NVMLError as error:
+        raise OSError(f"NVML: {error}") from None
 
 
 def _text(name: str | bytes) -> str:
