@@ -85,12 +85,9 @@ def test_a_client_that_leaves_frees_its_rows_within_two_passes(
 
 def test_a_slow_reader_does_not_hold_up_another(model: hybrid.Model, small: Running) -> None:
     """One stream is opened and not read; the other comes to its end meanwhile."""
-    body = {"prompt": "import os", "max_tokens": 150, "ignore_eos": True, "stream": True, "temperature": 0}
-    with (
-        httpx.Client(base_url=small.url, timeout=60, trust_env=False) as client,
-        client.stream("POST", "/v1/completions", json=body) as slow,
-    ):
-        quick = client.post("/v1/completions", json={**body, "stream": False, "max_tokens": 5}).json()
+    body = {"prompt": "import os", "max_tokens": 60, "ignore_eos": True, "stream": True, "temperature": 0}
+    with small.http.stream("POST", "/v1/completions", json=body) as slow:
+        quick = small.http.post("/v1/completions", json={**body, "stream": False, "max_tokens": 5}).json()
         assert quick["usage"]["completion_tokens"] == 5
         lines = list(slow.iter_lines())
     assert lines[-2] == "data: [DONE]"

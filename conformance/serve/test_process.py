@@ -69,6 +69,9 @@ def test_a_second_signal_ends_at_once() -> None:
 def test_wrong_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     for more, code, word in [
         (["/no/such/model.gguf"], 1, "is not there"),
+        (["model.gguf", "--random", "gemma3-270m"], 1, "is not there"),
+        (["--random", "gemma3-270m", "--ray"], 2, "leave out --ray"),
+        (["--layers", "2"], 2, "belongs to --random"),
         (["--allow-host", "x", "--host", "0.0.0.0"], 2, "loopback"),
         (["--api-key", "\N{LATIN SMALL LETTER E WITH ACUTE}"], 2, "ASCII"),
         (["--host", "203.0.113.9"], 1, "cannot listen"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -20,6 +21,7 @@ from conformance.support.scripted import Script, ScriptedModel, walk
 from conformance.support.server import running
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.constraint import ids_of
+from hybrid.serve import structured
 from hybrid.serve.errors import ApiError
 from hybrid.serve.structured import Grammars, answer_lark
 from hybrid.text.tokenizer import Tokenizer
@@ -161,3 +163,13 @@ def test_over_http() -> None:
         wrong = {**hi, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "nothing"}}}}
         refused = server.post("/v1/chat/completions", wrong)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+
+
+def test_a_server_without_llguidance_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert "pip install" in (structured.missing() or "")
+    with running(lambda: ScriptedModel(Script())) as server:
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
+        for more in ({"response_format": {"type": "json_object"}}, {"tools": [{"type": "function", "function": {"name": "look"}}]}):
+            answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **more})
+            assert answer.status_code == 400 and "llguidance" in answer.json()["error"]["message"]

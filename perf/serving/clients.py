@@ -25,7 +25,6 @@ from hybrid.engine.handle import Completion, Timings, Usage
 from hybrid.engine.metrics import Metrics
 
 END = b"\r\n0\r\n\r\n"
-COUNTS = ("passes", "preemptions", "evictions")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -137,7 +136,7 @@ def _expect(answer: tuple[int, bytes]) -> bytes:
 async def _metrics(host: str, port: int, key: str) -> Metrics:
     said = _expect(await _whole(host, port, key, "GET", "/metrics")).decode()
     found = {m[1]: int(float(m[2])) for m in re.finditer(r"^hybrid_(\w+)_total (\S+)$", said, re.M)}
-    return Metrics(**{name: found[name] for name in COUNTS})
+    return Metrics(passes=found["passes"], preemptions=found["preemptions"], evictions=found["evictions"])
 
 
 async def _serve(host: str, port: int, key: str, wanted: Sequence[Request]) -> list[Served]:
