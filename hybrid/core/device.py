@@ -113,6 +113,11 @@ class Device(Protocol):
         """For reports: how matrix products use the host's processors; empty where they do not."""
         ...
 
+    @property
+    def room(self) -> int | None:
+        """Bytes that may still be allocated for tensors now; None where that is not known."""
+        ...
+
     def has(self, feature: str) -> bool:
         """Is a capability that schedules and bindings may ask about present and switched on?"""
         ...
@@ -182,6 +187,7 @@ class SingleDevice:
     failures: ClassVar[Sequence[str]] = ()
     copies: ClassVar[str] = ""
     threads: str = ""
+    room: int | None = None
 
     @property
     def drives(self) -> AbstractSet[str]:

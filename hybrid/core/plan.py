@@ -57,6 +57,8 @@ class TensorDecl:
     """`rope`: a table of positions, made by the host for `layer`. `kv`: part of the KV cache of `layer`."""
     layer: int | None = None
     """The first layer that names a tensor with a role."""
+    device: str = ""
+    """Weights: the device beside the main one that alone has steps with it, where nothing takes these over; empty: the main one."""
     row_types: tuple[tuple[str, int], ...] = ()
     """Weights whose sources differ in storage type: (dtype, rows) of each run of rows, in order; `dtype` is the widest."""
 

@@ -53,6 +53,10 @@ class MultiDevice:
     def threads(self) -> str:
         return self.main.threads
 
+    @property
+    def room(self) -> int | None:
+        return self.main.room
+
     def has(self, feature: str) -> bool:
         return self.main.has(feature)
 

@@ -1,4 +1,5 @@
-"""Opening what a schedule asks for: the devices of --device's chain in order, and the NPU beside the first that can be used.
+"""Opening what a schedule asks for: the devices of --device's chain in order, and beside the first that can be used those on
+which the schedule places steps: the NPU, or the host (`cpu`), whose weights stay in their file.
 
 What could not be used, and why, is part of the answer: nothing falls back silently.
 """
@@ -37,10 +38,8 @@ def open_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu")
     the schedule places steps on it. Where there is no NPU, the schedule's fallback takes these steps over.
     Raises NoDevice, ValueError for a name that is no chain, RuntimeError for an NPU that is missing and has no fallback."""
     opened = _first(schedule.chain(device))
-    if all(s.device == "main" for s in (*schedule.before, *schedule.layer, *schedule.after)):
-        return opened
     try:
-        return _with_npu(opened, schedule, npu)
+        return beside(opened, schedule, npu)
     except BaseException:
         opened.main.close()
         raise
@@ -93,18 +92,28 @@ def _open(name: str) -> Device:
         raise NoDevice(str(e)) from None
 
 
-def _with_npu(opened: Opened, schedule: Schedule, npu: NpuKind) -> Opened:
+def beside(opened: Opened, schedule: Schedule, npu: NpuKind = "npu") -> Opened:
+    """The main device, joined by the others on which the schedule places steps. Raises as open_devices does, and closes nothing."""
+    wanted = set(schedule.elsewhere) - {opened.main.backend}
+    if not wanted:
+        return opened
     from hybrid.devices.multi import MultiDevice  # only such schedules need it
-    from hybrid.kernels.npu.device import NpuDevice
-    from hybrid.kernels.npu.xrt import NpuUnavailable
 
     others: dict[str, Device] = {}
     passed_over, depth = opened.passed_over, 1
-    try:
-        others, depth = {"npu": NpuDevice(npu)}, pipeline_depth(schedule)
-    except Exception as error:  # NpuUnavailable, or whatever a driver's library raises while it is opened
-        why = str(error) if isinstance(error, NpuUnavailable) else f"{type(error).__name__}: {error}"
-        if "npu" not in schedule.fallback:
-            raise RuntimeError(f"schedule {schedule.schedule.name}: {why}") from None
-        passed_over = (*passed_over, f"npu: {why}")
+    if "cpu" in wanted:
+        from hybrid.kernels.oracle.device import CpuDevice  # a backend is imported where it is used: each takes its time
+
+        others["cpu"] = CpuDevice(memory=0)  # what a schedule places there has no room elsewhere: it stays in its file
+    if "npu" in wanted:
+        from hybrid.kernels.npu.device import NpuDevice  # likewise
+        from hybrid.kernels.npu.xrt import NpuUnavailable
+
+        try:
+            others["npu"], depth = NpuDevice(npu), pipeline_depth(schedule)
+        except Exception as error:  # NpuUnavailable, or whatever a driver's library raises while it is opened
+            why = str(error) if isinstance(error, NpuUnavailable) else f"{type(error).__name__}: {error}"
+            if "npu" not in schedule.fallback:
+                raise RuntimeError(f"schedule {schedule.schedule.name}: {why}") from None
+            passed_over = (*passed_over, f"npu: {why}")
     return Opened(MultiDevice(opened.main, others, schedule.fallback, depth), opened.main, passed_over)

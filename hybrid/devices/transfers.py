@@ -70,11 +70,16 @@ class Transfers:
         self._complete: dict[tuple[str, str], set[int]] = {}  # slots of which a copy has all that was appended since then
 
     def store(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> None:
-        """On the main device, in memory that others can use where that is possible; weights stay in its own memory."""
-        if decl.kind == "weight" or value is not None or parts or not self.others or not self._share(decl):
+        """On the main device, in memory that others can use where that is possible; weights stay in its own memory, or in that of
+        the other device that alone uses them."""
+        if decl.device in self.others:
+            self.others[decl.device].store(decl, value, parts)
+        elif decl.kind == "weight" or value is not None or parts or not self.others or not self._share(decl):
             self.main.store(decl, value, parts)
         self._decls[decl.name] = decl
         self.mark_written(decl.name)
+        if decl.device in self.others:
+            self._seen[decl.device, decl.name] = self._writes[decl.name]
 
     def _share(self, decl: TensorDecl) -> bool:
         """In anonymous pages, else in a buffer that another device exports; False where neither is possible (counts.why_not)."""

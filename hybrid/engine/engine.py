@@ -31,7 +31,7 @@ from hybrid.engine.sampling import Sampling
 from hybrid.engine.trace import Pass, Timing
 from hybrid.planning.cost import precision_by_phase
 from hybrid.planning.passes import bucket_of
-from hybrid.planning.pipeline import for_pipeline_slot, outlasting
+from hybrid.planning.pipeline import caches_elsewhere, for_pipeline_slot, outlasting
 from hybrid.planning.planner import plan, segments
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
 from hybrid.spec.step import OPTIONS, Option
@@ -64,7 +64,7 @@ class Engine:
         """Row counts that plans are made for."""
         self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
         self.cache = self.target.cache
-        self.blocks = Blocks(groups_of(self.cache), self.cache.block, reuse=device.drives == {device.backend})
+        self.blocks = Blocks(groups_of(self.cache), self.cache.block, reuse=not caches_elsewhere(schedule))
         """The KV cache's; a device with views of the cache of its own is told of what is appended, not of what is found again."""
         self.tables = BlockTables(self.cache, self.blocks)
         self.choosing = Choosing(device, self.target)

@@ -65,6 +65,19 @@ def room_for(memory: int, held: Footprint, cache: CacheShape) -> Room:
     return Room(memory, held.weights, rest, blocks, kv, sequences, cache.ctx)
 
 
+def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> str:
+    """What is missing for a model by this schedule in `config.memory`, or in what the device has left; empty where nothing is, or
+    the device does not know what it has."""
+    memory = device.room if config.memory is None else config.memory
+    if memory is None:
+        return ""
+    try:
+        fitted(replace(config, memory=memory), checkpoint, device, schedule)
+    except NoRoom as error:
+        return str(error)
+    return ""
+
+
 def fitted(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> tuple[EngineConfig, Room | None]:
     """The configuration with as many blocks as `config.memory` has room for; as it is where no memory is given."""
     if config.memory is None:
@@ -73,7 +86,7 @@ def fitted(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedul
     context, chunk = config.context(hp), chunk_of(capabilities) if config.chunk is None else config.chunk
     weights = stored_types(checkpoint, config.weights, device.backend)
     held = footprint(hp, weights, batch=config.slots, context=context, chunk=chunk, precision=config.precision, kv=config.kv,
-                     capabilities=capabilities, schedule=schedule)  # fmt: skip
+                     capabilities=capabilities, schedule=schedule, device=device.backend)  # fmt: skip
     rows = pass_sizes(hp, context, config.slots, chunk).rows[-1]
     room = room_for(config.memory, held, CacheShape.of(hp, context, config.slots, rows, pipeline_depth(schedule)))
     return replace(config, blocks=room.blocks), room

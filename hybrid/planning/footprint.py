@@ -64,11 +64,12 @@ def footprint(
     capabilities: frozenset[str] = frozenset(),
     beside: Callable[[Plan], int] = nothing_beside,
     schedule: Schedule | None = None,
+    device: str = "cpu",
 ) -> Footprint:
     """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default: what suits the
     capabilities) would hold it on a device that has `capabilities`, whose kernels take `beside(plan)` bytes of their own.
-    schedule: another than the family's. Where it places steps on a second device, this is what the main one holds, rows and
-    activations of every pass in flight included.
+    schedule: another than the family's. Where it places steps on a second device, this is what the main one (`device`) holds,
+    rows and activations of every pass in flight included, weights of the second one alone not.
 
     Logits and hidden states that are read back (model.logits, model.hidden_states) are not in it. ValueError for a
     batch or context that cannot be.
@@ -80,7 +81,7 @@ def footprint(
     schedule = schedule or find_schedule(hparams.family)
     depth = pipeline_depth(schedule)
     cache = CacheShape.of(hparams, context, batch, rows, depth)
-    target = Target(schedule, hparams, weights, cache, hparams.vocab, precision, kv, capabilities=capabilities)
+    target = Target(schedule, hparams, weights, cache, hparams.vocab, precision, kv, device, capabilities)
     target, times = thinned(target) if depth == 1 else (target, (1,) * hparams.n_layers)
     prefill = plan(target, rows, outs, "prefill", options=OPTIONS)
     passes = [
@@ -139,6 +140,8 @@ def _sum(plans: list[Plan], hparams: HParams, times: Sequence[int], beside: int)
     """times: how many layers each of the plans' layers stands for."""
     held = dict.fromkeys(("weights", "tables", "kv_global", "kv_local", "state", "io"), 0)
     for name, decl in outlasting(plans).items():
+        if decl.device:
+            continue
         kind, layer = purpose(decl), layer_of(name)
         if kind == "kv" and decl.layer is not None:
             layer = decl.layer

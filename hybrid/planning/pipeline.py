@@ -26,8 +26,14 @@ CACHES = ("k_cache", "v_cache")  # arguments that are read and appended to throu
 
 def pipeline_depth(schedule: Schedule) -> int:
     """Prefill passes that a schedule lets overlap: 1 where all its steps are the main device's."""
-    elsewhere = any(s.device != "main" for s in (*schedule.before, *schedule.layer, *schedule.after))
+    elsewhere = any(s.device != "main" for s in schedule.steps)
     return schedule.schedule.pipeline if elsewhere else 1
+
+
+def caches_elsewhere(schedule: Schedule) -> bool:
+    """Does a device other than the main one read or append to caches? One on the host sees the memory itself."""
+    ops = load_ops()
+    return any(s.device not in ("main", "cpu") and set(CACHES) & set(ops[s.op].tensors) for s in schedule.steps)
 
 
 def name_in_slot(name: str, pipeline_slot: int) -> str:

@@ -42,6 +42,8 @@ class Head(Model):
     source: str = ""
     pipeline: Literal[1, 2] = 1
     """Prefill passes that overlap where steps run on several devices: each holds rows and activations of its own."""
+    without_room: str = ""
+    """The shipped schedule that is taken instead where the device's memory has no room for this one's weights."""
     residual: Text = "x"
     """Activation of the residual stream: `<residual>.0` before the layers, `<residual>.{l+1}` after layer l."""
 
@@ -136,7 +138,7 @@ class Schedule(Tables):
         missing = {"auto", "exact", "fast"} - set(self.precision)
         if missing:
             raise ValueError(f"[precision] lacks the profiles {sorted(missing)}")
-        steps = [*self.before, *self.layer, *self.after]
+        steps = self.steps
         for i, step in enumerate(steps):
             for other in steps[:i]:
                 if step.name == other.name and step.meets(other):
@@ -144,10 +146,15 @@ class Schedule(Tables):
         return self
 
     @property
+    def steps(self) -> tuple[StepSpec, ...]:
+        """All of them: before, in and after the layers."""
+        return (*self.before, *self.layer, *self.after)
+
+    @property
     def elsewhere(self) -> dict[str, list[str]]:
         """Device -> its steps (`blk.{l}.ffn`, `blk.{l}.ffn (prefill)`), for the devices other than `main`."""
         found: dict[str, list[str]] = {}
-        for step in (*self.before, *self.layer, *self.after):
+        for step in self.steps:
             if step.device != "main":
                 found.setdefault(step.device, []).append(step.name + (f" ({step.phase})" if step.phase else ""))
         return found
@@ -270,7 +277,7 @@ def _joined(extension: Extension, base: Schedule, base_file: str) -> dict[str, A
     def twice(key: str) -> FieldError:
         return FieldError(key, f"{base_file} sets it too, and what it extends stays as it is; remove one of the two")
 
-    head = {key: getattr(base.schedule, key) for key in base.schedule.model_fields_set}
+    head = {key: getattr(base.schedule, key) for key in base.schedule.model_fields_set - {"without_room"}}
     for key in sorted(extension.schedule.model_fields_set):
         if key in head and key not in ("name", "summary"):
             raise twice(f"schedule.{key}")
@@ -314,4 +321,4 @@ def find_schedule(family: str) -> Schedule:
 def scheduled() -> frozenset[str]:
     """Operations that some shipped schedule names."""
     shipped = [load_schedule(path) for path in sorted(SCHEDULES.glob("*.toml"))]
-    return frozenset(step.op for s in shipped for step in (*s.before, *s.layer, *s.after))
+    return frozenset(step.op for s in shipped for step in s.steps)
