@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -15,7 +15,7 @@ from hybrid.core.dtypes import CacheChoice
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
-from hybrid.devices.opening import NpuKind, Opened, beside, opening_devices
+from hybrid.devices.opening import NpuKind, Opened, opening_devices
 from hybrid.engine import batch
 from hybrid.engine.chunks import token_ids
 from hybrid.engine.config import EngineConfig
@@ -28,7 +28,7 @@ from hybrid.engine.loading import LoadClock
 from hybrid.engine.metrics import Metrics
 from hybrid.engine.options import Options
 from hybrid.engine.request import Request
-from hybrid.engine.room import lacking
+from hybrid.engine.room import with_room
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.serving import QUEUE, Serving
 from hybrid.engine.session import Session
@@ -111,7 +111,7 @@ def load(
                 opened = found()
         try:
             if not given:
-                opened, schedule = _with_room(opened, schedule, config, checkpoint)
+                opened, schedule = with_room(opened, schedule, config, checkpoint)
             engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock)
             speculation = None
             if guesses:
@@ -128,15 +128,6 @@ def load(
         checkpoint.close()
         raise
     return Model(checkpoint, opened, engine, queue, speculation)
-
-
-def _with_room(opened: Opened, schedule: Schedule, config: EngineConfig, checkpoint: Checkpoint) -> tuple[Opened, Schedule]:
-    """The family's schedule, or where memory has no room for its weights the one that it names for that; `passed_over` says why."""
-    if not schedule.schedule.without_room or not (missing := lacking(config, checkpoint, opened.device, schedule)):
-        return opened, schedule
-    instead = find_schedule(schedule.schedule.without_room)
-    why = f"schedule {schedule.schedule.name}: {missing}; so {instead.schedule.name}"
-    return beside(replace(opened, passed_over=(*opened.passed_over, why)), instead), instead
 
 
 def _drafter(draft: str | os.PathLike[str] | Drafter | None, engine: Engine, device: str) -> Drafter:

@@ -114,7 +114,7 @@ class Device(Protocol):
         ...
 
     @property
-    def room(self) -> int | None:
+    def available(self) -> int | None:
         """Bytes that may still be allocated for tensors now; None where that is not known."""
         ...
 
@@ -187,7 +187,7 @@ class SingleDevice:
     failures: ClassVar[Sequence[str]] = ()
     copies: ClassVar[str] = ""
     threads: str = ""
-    room: int | None = None
+    available: int | None = None
 
     @property
     def drives(self) -> AbstractSet[str]:

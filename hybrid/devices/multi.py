@@ -54,8 +54,8 @@ class MultiDevice:
         return self.main.threads
 
     @property
-    def room(self) -> int | None:
-        return self.main.room
+    def available(self) -> int | None:
+        return self.main.available
 
     def has(self, feature: str) -> bool:
         return self.main.has(feature)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from hybrid.checkpoint import Checkpoint
 from hybrid.core.device import Device
 from hybrid.core.units import show_bytes
+from hybrid.devices.opening import Opened, beside
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.weights import stored_types
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.footprint import Footprint, footprint
 from hybrid.planning.passes import capabilities_of, chunk_of, pass_sizes
 from hybrid.planning.pipeline import pipeline_depth
-from hybrid.spec.schedule import Schedule
+from hybrid.spec.schedule import Schedule, find_schedule
 
 BESIDE = 96 << 20
 """Bytes that are left to what no plan declares: staging, kernels' own scratch, command buffers."""
@@ -65,10 +66,19 @@ def room_for(memory: int, held: Footprint, cache: CacheShape) -> Room:
     return Room(memory, held.weights, rest, blocks, kv, sequences, cache.ctx)
 
 
+def with_room(opened: Opened, schedule: Schedule, config: EngineConfig, checkpoint: Checkpoint) -> tuple[Opened, Schedule]:
+    """The family's schedule, or where memory has no room for its weights the one that it names for that; `passed_over` says why."""
+    if not schedule.schedule.without_room or not (missing := lacking(config, checkpoint, opened.device, schedule)):
+        return opened, schedule
+    instead = find_schedule(schedule.schedule.without_room)
+    why = f"schedule {schedule.schedule.name}: {missing}; so {instead.schedule.name}"
+    return beside(replace(opened, passed_over=(*opened.passed_over, why)), instead), instead
+
+
 def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> str:
     """What is missing for a model by this schedule in `config.memory`, or in what the device has left; empty where nothing is, or
     the device does not know what it has."""
-    memory = device.room if config.memory is None else config.memory
+    memory = device.available if config.memory is None else config.memory
     if memory is None:
         return ""
     try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
+from hybrid.core.plan import TensorDecl
 from hybrid.spec.expr import LAYER, Expr, ExprError
 from hybrid.spec.schedule import Declared, Phase, Schedule, StepSpec
 from hybrid.spec.step import ANY, EXTENTS
@@ -219,3 +220,13 @@ def _joined(infos: list[WeightInfo]) -> dict[str, Any]:
         runs.append((info.dtype, rows))
     widest = max((dtype for dtype, _ in runs), key=lambda dtype: DTYPES[dtype].bits)
     return {"dtype": widest, "row_types": tuple(runs) if len(runs) > 1 else ()}
+
+
+def housed(
+    tensors: Mapping[str, TensorDecl], users: Mapping[str, set[str]], schedule: Schedule, main: str
+) -> dict[str, TensorDecl]:
+    """Weights that one device beside the main one alone has steps with (`users`: devices by tensor), where nothing takes these
+    over, declared to lie there."""
+    away = {s.device for s in schedule.steps} - {"main", main, *schedule.fallback}
+    alone = {n: next(iter(users[n])) for n, d in tensors.items() if d.kind == "weight" and not d.role and len(users.get(n, ())) == 1}
+    return {n: replace(tensors[n], device=where) for n, where in alone.items() if where in away}

@@ -12,7 +12,7 @@ from hybrid.core.hparams import HParams
 from hybrid.core.plan import CONTROL_WORDS, INBOX_SETS, Extent, Plan, Step, TensorDecl
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
-from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused
+from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused, housed
 from hybrid.spec.op import OpSpec, load_ops
 from hybrid.spec.schedule import Phase, Profile, Schedule
 from hybrid.spec.step import Option, StepSpec
@@ -351,15 +351,8 @@ class _Planner:
             found[name] = next((n for n, end in pool.items() if end < first), name)
             pool[found[name]] = last
             self.tensors[found[name]] = replace(decl, name=found[name], kind="io")
-        self._house(users)
+        self.tensors |= housed(self.tensors, users, self.target.schedule, self.target.device)
         return [replace(s, args={k: found.get(n, n) for k, n in s.args.items()}) for s in steps] if found else steps
-
-    def _house(self, users: Mapping[str, set[str]]) -> None:
-        """Weights of a device that nothing takes over lie there alone, where no other device has steps with them."""
-        away = {s.device for s in self.target.schedule.steps} - {"main", self.target.device, *self.target.schedule.fallback}
-        for name, decl in self.tensors.items():
-            if decl.kind == "weight" and not decl.role and users.get(name, set()) <= away and len(users.get(name, ())) == 1:
-                self.tensors[name] = replace(decl, device=next(iter(users[name])))
 
     def _room(self, name: str) -> int:
         """Bytes of an activation's place: enough for every row, also where it holds the wanted ones, because a pass that reads

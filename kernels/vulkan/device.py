@@ -249,6 +249,11 @@ class VulkanDevice(Storage, SingleDevice):
             ticket = self._queue.ticket
         self.wait_ticket(ticket)
 
+    @property
+    def available(self) -> int:  # type: ignore[override]
+        """See Device.available."""
+        return self.memory_pool.available("device")
+
     def memory(self) -> dict[str, int]:
         """Bytes held, by purpose; `scratch` and `programs` (grids) beside the protocol's."""
         names = ("weights", "state", "io", "activations", "staging", "scratch", "programs")
