@@ -228,5 +228,6 @@ def housed(
     """Weights that one device beside the main one alone has steps with (`users`: devices by tensor), where nothing takes these
     over, declared to lie there."""
     away = {s.device for s in schedule.steps} - {"main", main, *schedule.fallback}
-    alone = {n: next(iter(users[n])) for n, d in tensors.items() if d.kind == "weight" and not d.role and len(users.get(n, ())) == 1}
+    weights = [n for n, d in tensors.items() if d.kind == "weight" and not d.role]
+    alone = {n: next(iter(users[n])) for n in weights if len(users.get(n, ())) == 1}
     return {n: replace(tensors[n], device=where) for n, where in alone.items() if where in away}
