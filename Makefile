@@ -9,6 +9,8 @@ PORT   ?= 8000
 # Of what was compiled before and has not changed since, one in so many is compiled again.
 SHARE  ?= $(if $(filter long,$(HYBRID_CONFORMANCE)),1,12)
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+# Hundreds of processes are started here: without byte code beside the sources each would compile them again, for 2 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help generate serve test quick lint check gates conformance processors docs spirv doctor mesa report clean
 

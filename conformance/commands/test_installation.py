@@ -119,7 +119,8 @@ def install(root: Path) -> None:
     _quiet(sys.executable, "-c", build, cwd=root / "source")
     made = Installation(root, root, root)
     _quiet(sys.executable, "-m", "venv", "--without-pip", str(root / "env"))
-    _quiet(*pip, "--python", str(made.python), "install", "--no-deps", "--no-index", "--no-compile", str(made.wheel))
+    # Compiled once, as pip does it: commands leave no byte code (env), and without any each would compile what it imports.
+    _quiet(*pip, "--python", str(made.python), "install", "--no-deps", "--no-index", str(made.wheel))
     # What the project depends on is that of these tests; nothing of the project is there (it is installed by its path).
     (made.packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (root / "files.json").write_text(json.dumps(files(made.packages)))
