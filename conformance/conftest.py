@@ -67,9 +67,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Where the part that needs matrix units ran, if it did not run here."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if not skipped:
+        return  # the records take longer to read than a mutant's tests to run
     from conformance.support import units
 
-    skipped = terminalreporter.stats.get("skipped", [])
     if wanted := units.left_out((r.nodeid, r.longrepr[2]) for r in skipped if isinstance(r.longrepr, tuple)):
         from hybrid.kernels.vulkan.kernel import kernels_digest
         from hybrid.perf.record.schema import load_records

@@ -42,8 +42,9 @@ def models(open_models: Models) -> Iterator[Models]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_logits(models: Models, backend: str, name: str) -> None:
+    """On Vulkan's CPU driver the long prompt is the long profile's: layers are followed past the window below."""
     model = models.get(backend, "f32", name)
-    for case in golden(name)[None if LONG else -2 :]:
+    for case in golden(name)[None if LONG else -2 : None if LONG or backend == "cpu" else -1]:
         rows = case.rows if LONG else case.rows[:2]  # of the long prompt the first half
         logits = model.logits(case.ids[: rows[-1] + 1])
         assert np.abs(logits[rows] - case.logits[: len(rows)]).max() < 4e-3
