@@ -151,6 +151,36 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         assert s.recv(100).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_head_that_comes_byte_by_byte_is_not_waited_for(answered: bool) -> None:
+    """On a new connection, and on one that is kept after an answer."""
+    with running(lambda: ScriptedModel(Script()), Settings(idle=1.5)) as server, server.raw() as s:
+        whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        if answered:
+            for _ in range(2):
+                s.sendall(whole)
+                said = b""
+                while not said.endswith(b"}"):
+                    said += s.recv(1000)
+                assert said.startswith(b"HTTP/1.1 200")
+        came = b""
+        s.settimeout(0.05)
+        end = time.monotonic() + 30
+        while not came and time.monotonic() < end:
+            try:
+                s.sendall(b"G")
+                came = s.recv(1000)
+            except TimeoutError:
+                continue
+        assert came.startswith(b"HTTP/1.1 408")
+        assert server.http.get("/health").status_code == 200
+
+
+def test_a_connection_that_says_nothing_is_closed() -> None:
+    with running(lambda: ScriptedModel(Script()), Settings(idle=0.3)) as server, server.raw() as s:
+        assert s.recv(100) == b""
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_lost_device_is_503_and_the_model_is_loaded_again(stream: bool) -> None:
     lost = Script(error=lambda: DeviceLost("vulkan:0 at /dev/dri/card0 was reset"), after=1)

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from hybrid.serve.app import make_app
+from hybrid.serve.connection import connection
 from hybrid.serve.settings import Settings
 from hybrid.serve.structured import missing
 
@@ -51,7 +52,7 @@ def configured(app: FastAPI, settings: Settings, drain: float, access_log: bool 
         log_level="info" if access_log else "warning",
         access_log=access_log,
         lifespan="on",
-        http="h11",
+        http=connection(settings.idle),
         ws="none",
         timeout_keep_alive=int(max(1, settings.idle)),
         timeout_graceful_shutdown=max(1, round(drain)),

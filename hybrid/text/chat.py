@@ -77,6 +77,9 @@ OWN_TEMPLATES = {("<start_of_turn>", "<end_of_turn>"): GEMMA_TEMPLATE, ("<|turn>
 thought before an answer, which only their own templates write."""
 
 
+OWN_ROLES = ("assistant", "model")
+
+
 def template_of(tokenizer: Tokenizer, template: str | None) -> str:
     """The checkpoint's template, or Gemma's where it has none but knows turn markers. ChatError otherwise."""
     if template:
@@ -156,17 +159,18 @@ def _nested(tokenizer: Tokenizer, value: Any, guard: str) -> Any:
 
 
 def _quoted(tokenizer: Tokenizer, message: Message, guard: str) -> Message:
-    if message.get("tool_calls"):
-        message = {**message, "tool_calls": _nested(tokenizer, message["tool_calls"], guard)}
-    content = message.get("content")
+    """Whatever a message says but its role. In what the model itself has said, marks that print stay: templates look for them,
+    to cut thoughts."""
+    content, marks = message.get("content"), message.get("role") not in OWN_ROLES
+    other = {k: v if k == "role" else _nested(tokenizer, v, guard) for k, v in message.items() if k != "content"}
     if isinstance(content, str):
-        return {**message, "content": tokenizer.quote(content, guard)}
+        return {**other, "content": tokenizer.quote(content, guard, marks=marks)}
     if not isinstance(content, list):
-        return message
+        return message if "content" not in message else {**other, "content": content}
     parts = [
-        {**p, "text": tokenizer.quote(p["text"], guard, joined=True)}
+        {**p, "text": tokenizer.quote(p["text"], guard, joined=True, marks=marks)}
         if isinstance(p, Mapping) and isinstance(p.get("text"), str)
         else p
         for p in content
     ]
-    return {**message, "content": parts}
+    return {**other, "content": parts}

@@ -26,6 +26,10 @@ MARKERS = (
 )  # fmt: skip
 """Control tokens of Gemma by their text: some writers give them another type. Gemma 4's marks of thoughts and tool calls are
 not among them: its files type them so that they print."""
+PRINTED_MARKS = (
+    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+)  # fmt: skip
+"""These: user-defined pieces that only a template and the model write, and that a message holds as text (`quote`)."""
 _CACHED_WORDS = 1 << 16
 
 
@@ -101,7 +105,9 @@ class Tokenizer:
         self.types = _effective_types(v, self._ids, markers)
         """Of the pieces, as they are used."""
         mergeable = (NORMAL, USER_DEFINED, UNUSED)
-        self._mergeable = {p: i for i, p in enumerate(v.pieces) if self.types[i] in mergeable and " " not in p}
+        self._mergeable = {
+            p: i for i, p in enumerate(v.pieces) if self.types[i] in mergeable and " " not in p and p not in PRINTED_MARKS
+        }
         # What a pair is looked up by: its union, or both halves with a space between.
         self._joint = "" if v.merges is None else " "
         if v.merges is None:
@@ -114,7 +120,9 @@ class Tokenizer:
         user = {p: i for i, p in enumerate(v.pieces) if self.types[i] == USER_DEFINED and " " not in p and p}
         hidden = (CONTROL, UNKNOWN)
         control = {p.replace(" ", SPACE): i for i, p in enumerate(v.pieces) if self.types[i] in hidden and p}
+        marks = {p: i for p, i in user.items() if p in PRINTED_MARKS}
         self._user, self._special, self._control = _Cutter(user), _Cutter(control | user), _Cutter(control)
+        self._quoted, self._unmarked = _Cutter(control | marks), _Cutter({p: i for p, i in user.items() if p not in marks})
         # Where no piece has a space after another character, no merge crosses the start of a word: words are
         # merged one by one, and remembered.
         self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._mergeable)
@@ -137,20 +145,21 @@ class Tokenizer:
             if known is not None:
                 ids.append(known)
             elif guard and guard in piece:
-                for quoted, own in self._user.cut(piece.replace(guard, "")):
+                for quoted, own in self._unmarked.cut(piece.replace(guard, "")):
                     ids.extend(self._encode_plain(quoted) if own is None else (own,))
             else:
                 ids.extend(self._encode_plain(piece))
         return ids[1:] if begin and ids[1:2] == [self.bos_id] else ids
 
-    def quote(self, text: str, guard: str, *, joined: bool = False) -> str:
-        """`text` with its control tokens taken apart by the character `guard`, for `encode`. `joined`: also what may
-        become one when other text is appended."""
+    def quote(self, text: str, guard: str, *, joined: bool = False, marks: bool = True) -> str:
+        """`text` with its control tokens taken apart by the character `guard`, for `encode`, and with `marks` those of
+        PRINTED_MARKS too. `joined`: also what may become one when other text is appended."""
+        cutter = self._quoted if marks else self._control
         if joined:
-            firsts = "".join(re.escape(c) for c in sorted(self._control.firsts))
+            firsts = "".join(re.escape(c) for c in sorted(cutter.firsts))
             return re.sub(f"([{firsts}])", rf"\1{guard}", text) if firsts else text
         out, at = [], 0
-        for piece, known in self._control.cut(text.replace(" ", SPACE)):
+        for piece, known in cutter.cut(text.replace(" ", SPACE)):
             own = text[at : at + len(piece)]
             at += len(piece)
             out.append(own if known is None else "".join(c + guard for c in own))

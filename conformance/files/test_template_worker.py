@@ -1,0 +1,85 @@
+"""Workers that expand templates: kept, bounded, replaced where they end, and nobody else's after a fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hybrid.text.template_worker import KEPT, Late, Pool
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def job(template: str, **variables: object) -> dict[str, object]:
+    return {"template": template, "variables": variables, "most": 1000, "seconds": 20.0}
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool()
+    yield made
+    made.close()
+
+
+def test_one_process_does_one_job_after_another(pool: Pool) -> None:
+    said = "{% set ns = namespace(n=0) %}{% set ns.n = ns.n + x %}{{ ns.n }}"
+    assert [pool.run(job(said, x=n), 20) for n in (1, 2, 3)] == [{"text": "1"}, {"text": "2"}, {"text": "3"}]
+    (worker,) = pool._free
+    assert worker.jobs == 3
+    assert "error" in pool.run(job("{{ nope.x }}"), 20) and pool.run(job("a\n{{ x }}", x="\ud83d"), 20) == {"text": "a\n\ud83d"}
+    assert pool._free == [worker]
+
+
+def test_several_at_a_time_have_a_process_each_and_few_are_kept(pool: Pool) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda n: pool.run(job("{{ n }}", n=n), 60), range(12)))
+    assert found == [{"text": str(n)} for n in range(12)] and 1 <= len(pool._free) <= KEPT
+
+
+def test_one_that_is_late_is_ended_and_the_next_job_gets_another(pool: Pool) -> None:
+    assert pool.run(job("a"), 20) == {"text": "a"}
+    (worker,) = pool._free
+    with pytest.raises(Late):
+        pool.run(job(ENDLESS), 0.5)
+    assert not pool._free and worker._process.returncode == -signal.SIGKILL
+    assert pool.run(job("b"), 20) == {"text": "b"}
+
+
+def test_one_that_ended_while_nobody_asked_is_replaced(pool: Pool) -> None:
+    pool.run(job("a"), 20)
+    (worker,) = pool._free
+    os.kill(worker._process.pid, signal.SIGKILL)
+    worker._process.wait(20)
+    assert pool.run(job("b"), 20) == {"text": "b"}
+    assert pool._free != [worker]
+
+
+def test_memory_is_given_back_after_a_job_that_took_too_much(pool: Pool) -> None:
+    for _ in range(2):
+        assert "MiB" in pool.run(job("{{ 'a' * 10 ** 10 }}"), 20)["error"]
+    assert pool.run(job("a"), 20) == {"text": "a"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_starts_its_own(pool: Pool) -> None:
+    pool.run(job("a"), 20)
+    (worker,) = pool._free
+    pid = os.fork()
+    if not pid:
+        try:
+            pool.after_fork()
+            mine = pool.run(job("c"), 20)
+            pool.close()
+            os._exit(0 if mine == {"text": "c"} else 1)
+        except BaseException:
+            os._exit(2)
+    until = time.monotonic() + 60
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0 and ended[0] == pid
+    assert pool.run(job("b"), 20) == {"text": "b"} and pool._free == [worker]
