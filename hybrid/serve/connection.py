@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -50,6 +49,6 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-def connection(seconds: float) -> Callable[..., Connection]:
+def connection(seconds: float) -> type[Connection]:
     """A protocol for uvicorn's configuration."""
     return type("BoundedConnection", (Connection,), {"seconds": seconds})
