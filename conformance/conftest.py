@@ -3,6 +3,7 @@
 HYBRID_CONFORMANCE=long        many random examples, every named workload and dtype combination
 HYBRID_CONFORMANCE=quick       a share of each test's parameters, nothing that takes seconds (conformance/support/profile.py)
 HYBRID_REQUIRE_VULKAN=1        a missing Vulkan device is a failure, not a skip
+HYBRID_REQUIRE_COMPILER=1      so is a missing shader compiler, which mutated and new shaders need
 HYBRID_VULKAN_DEVICE=vulkan:1  which one
 HYBRID_VULKAN_VALIDATION=1     with the validation layer; any message fails the test in which it appears
 HYBRID_ROUGH_PRODUCTS=1        cpu's products add up in an order that depends on their shape (conformance/support/rough.py)
