@@ -13,6 +13,7 @@ from conformance.npu.test_npu_attention import Direct, inputs
 from conformance.support.models import MODELS
 from conformance.support.paths import ATTENTION
 from conformance.support.profile import LONG
+from hybrid.core.errors import SpecError
 from hybrid.core.tensor import Tensor
 from hybrid.kernels.npu.attend import capacity, shape_of
 from hybrid.kernels.npu.designs.attention import Attention
@@ -243,3 +244,20 @@ def test_a_cache_that_was_written_elsewhere_is_read_again() -> None:
         again = model.logits(ids)
         assert {"kv.0.k", "kv.0.v"} == set(told) and np.abs(again - wanted).max() < 1e-5 * np.abs(wanted).max()
 
+
+def test_attention_refuses_a_cache_of_codes() -> None:
+    """Its views are copies of numbers; the line says which step, what it takes and what to do."""
+    says = r"blk\.0\.attention: .*backends\.npu\.dtypes\.k_cache: q8_0 is not allowed; allowed: f32, f16; choose one of them by kv"
+    with pytest.raises(SpecError, match=says):
+        hybrid.load(FILE, "cpu", ATTENTION, ctx=64, npu="sim", kv="q8_0")
+
+
+def test_projections_run_beside_a_cache_of_codes() -> None:
+    """Where attention stays on the main device the NPU never sees the cache."""
+    with hybrid.load(FILE, "cpu", ctx=64) as alone:
+        wanted = alone.logits(ids := alone.encode("def read_file(path):"))
+    with hybrid.load(FILE, "cpu", "gemma3-hybrid", ctx=64, npu="sim", kv="q8_0") as model:
+        found = model.logits(ids)
+        assert model.engine.device.read("kv.0.k").dtype == "q8_0" and not model.engine.device.failures
+        runs = model.engine.device.others["npu"].host.counters.runs
+        assert runs > 0 and np.abs(found - wanted).max() < 0.05 * np.abs(wanted).max()

@@ -231,7 +231,8 @@ class OpSpec(Model):
             narrow = self._backend(backend).dtypes.get(name) if backend else None
             if narrow is not None and dtype not in narrow:
                 key = f"backends.{backend}.dtypes.{name}"
-                raise self._error(key, f"{dtype} is not allowed; allowed: {', '.join(narrow)}")
+                help_ = f"; choose one of them by kv, or place {self.name} elsewhere" if spec.role == "cache" else ""
+                raise self._error(key, f"{dtype} is not allowed; allowed: {', '.join(narrow)}{help_}")
         for i, rule in enumerate(self.dtype_rules):
             if all(dtypes.get(t) in allowed for t, allowed in rule.when.items()):
                 for tensor, allowed in rule.require.items():
