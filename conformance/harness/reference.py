@@ -88,7 +88,7 @@ def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dt
 def _on_matrix_units(spec: OpSpec, case: Case) -> bool:
     """May matrix units, where there are any, compute this case?"""
     units = spec.numerics.matrices
-    return units is not None and all(case.dtypes[t] == d for t, d in units.dtypes.items()) and bool(units.when.eval(case.bind))
+    return units is not None and all(case.dtypes[t] in d for t, d in units.dtypes.items()) and bool(units.when.eval(case.bind))
 
 
 def _real(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor, ref: np.ndarray) -> Verdict:

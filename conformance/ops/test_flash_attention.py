@@ -1,4 +1,5 @@
-"""Flash attention on matrix units: every head size, share of its columns and result type, over tiles, slots, windows, chunks."""
+"""Flash attention on matrix units: every cache type, head size, share of its columns and result type, over tiles, slots,
+windows, chunks."""
 
 from __future__ import annotations
 
@@ -35,31 +36,32 @@ def device(devices: Devices) -> Any:
     return found
 
 
-def _cases(d: int) -> Iterator[Case]:
+def _cases(kv: str, d: int) -> Iterator[Case]:
     for i, sizes in enumerate(SIZES):
         for j, o in enumerate(SPEC.outputs["o"].dtype):
-            dtypes = SPEC.dtypes({"k_cache": "f16", "o": o})
+            dtypes = SPEC.dtypes({"k_cache": kv, "o": o})
             case = variant(SPEC, {**base_bind(SPEC), **sizes, "D": d}, dtypes, 10 * i + j)
             for window in (0, 1, 19, 64):
                 yield replace(case, attrs={**case.attrs, "window": window})
 
 
-VARIANTS = [(d, own) for d in FLASH for own in FAMILY.candidates["columns"] if own <= d]
+VARIANTS = [(kv, d, own) for kv, heads in FLASH.items() for d, built in heads.items() for own in built]
 
 
 @pytest.mark.parametrize("style", ["ragged", "mixed", "empty", "full"])
-@pytest.mark.parametrize(("d", "own"), VARIANTS)
-def test_tiles(device: Any, monkeypatch: pytest.MonkeyPatch, d: int, own: int, style: str) -> None:
+@pytest.mark.parametrize(("kv", "d", "own"), VARIANTS)
+def test_tiles(device: Any, monkeypatch: pytest.MonkeyPatch, kv: str, d: int, own: int, style: str) -> None:
     chosen = spy_kernels(device, monkeypatch)
     with device.tuning.forced(FAMILY.name, {"columns": own}):
-        for case in _cases(d):
+        for case in _cases(kv, d):
             run_case(SPEC, device, replace(case, style=style))
-    assert f"flash_attention.{d}.{own}" in chosen and not any(k.startswith("attention.") for k in chosen)
+    name = f"flash_attention.{d}.{own}" if kv == "f16" else f"flash_attention.{kv}.{d}.{own}"
+    assert name in chosen and not any(k.startswith("attention.") for k in chosen)
 
 
-@pytest.mark.parametrize(("d", "own"), VARIANTS)
+@pytest.mark.parametrize(("kv", "d", "own"), VARIANTS)
 @pytest.mark.parametrize("kind", [("q", "all_zero"), ("v_cache", "outlier"), ("block_table", "ring")])
-def test_edge_values(device: Any, d: int, own: int, kind: tuple[str, str]) -> None:
-    case = next(c for c in _cases(d) if c.dtypes["o"] == "f32")
+def test_edge_values(device: Any, kv: str, d: int, own: int, kind: tuple[str, str]) -> None:
+    case = next(c for c in _cases(kv, d) if c.dtypes["o"] == "f32")
     with device.tuning.forced(FAMILY.name, {"columns": own}):
         run_case(SPEC, device, replace(case, kinds=dict([kind])))

@@ -114,7 +114,7 @@ def _numerics(o: OpSpec) -> str:
             f"{n.determinism.replace('_', ' ')}; non-finite values: {n.nonfinite}.\n")  # fmt: skip
     line += "".join(f"Beside {x} activations the numbers of weights are rounded to {w}.\n" for x, w in n.operands.items())
     if n.matrices:
-        types = " and ".join(f"{t} is {d}" for t, d in n.matrices.dtypes.items())
+        types = " and ".join(f"{t} is {'/'.join(d)}" for t, d in n.matrices.dtypes.items())
         line += f"Where {types} and `{n.matrices.when}`, matrix units may round operands to f16.\n"
     tolerances = [(d, "results of this dtype", t) for d, t in o.tolerance.items()]
     tolerances += [(d, name, t) for name, spec in o.tensors.items() for d, t in spec.tolerance.items()]

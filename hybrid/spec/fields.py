@@ -255,8 +255,8 @@ class MatrixUnits(Model):
     """Where a device with matrix units (f16_matrices) may round every operand of a product to f16 once: u_f16*scale is
     then added to the bounds with scale = "abs"."""
 
-    dtypes: dict[str, str]
-    """Tensor -> the type that it must have."""
+    dtypes: dict[str, DTypeList]
+    """Tensor -> the types of which it must have one."""
     when: Expr = Expr(1)
     """Condition on the axes."""
 

@@ -1,7 +1,7 @@
 """attention: flash attention over the paged cache.
 
-On matrix units, for many rows, an f16 cache and heads of up to 256: one dispatch, tiles of rows and heads against tiles of
-positions. Else in two dispatches, partial results of KV splits and their merge.
+On matrix units, for many rows, an f16 or q8_0 cache and the heads of FLASH: one dispatch, tiles of rows and heads against
+tiles of positions. Else in two dispatches, partial results of KV splits and their merge.
 
 Few rows: one row and kv head per tile, its context in KV splits so that the device is full.
 Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and its KV splits are as long as a shader's
@@ -28,7 +28,11 @@ MIN_SPLIT = 128  # positions of a KV split, at least, where there are few rows
 LOOPS = 60_000  # iterations of all loops of one invocation: llvmpipe ends every loop, silently, after 65535 in all
 MAX_SPLITS = 64
 MAX_PARTS = 1024  # rows * KV splits, at most: bounds the scratch memory
-FLASH = (64, 128, 256)  # values of head_dim that flash_attention.slang is built for
+# By type of the cache and head_dim: columns of a subgroup that flash_attention.slang is built for.
+FLASH: dict[str, dict[int, tuple[int, ...]]] = {
+    "f16": {64: (64,), 128: (64, 128), 256: (64, 128, 256), 512: (128,)},
+    "q8_0": {128: (128,), 256: (128,), 512: (128,)},
+}
 OUTPUTS = {"f32": 0, "f16": 1, "q8_act": 2}  # as in any_output.slang
 PAIRS = 128  # rows times heads of its tile, where each subgroup has all columns of a head
 FLASH_DEFAULT = {"columns": 256}
@@ -84,26 +88,36 @@ def two_parts(o: DeviceTensor) -> list[Slice]:
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """o[T,HQ*D] = softmax(scale q.k) v over what each live row may see; o f32, f16 or q8_act."""
-    rows, d, cache = step.bind["T"], step.bind["D"], cache_layout(step, t)
-    device = rec.device
-    if (rows > DECODE_ROWS and cache.dtype == "f16" and d in FLASH and device.subgroup_size == 32
-            and device.has("f16_matrices") and step.extent == "rows"):
-        record_flash(rec, step, t, cache)
+    cache, device = cache_layout(step, t), rec.device
+    on_units = device.subgroup_size == 32 and device.has("f16_matrices")
+    own = flash_columns(rec, step, cache) if on_units and step.bind["T"] > DECODE_ROWS and step.extent == "rows" else 0
+    if own:
+        record_flash(rec, step, t, cache, own)
     else:
         record_split(rec, step, t, cache)
 
 
-def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout) -> None:
-    """On matrix units: heads and tiles of rows, the rows that see most first."""
-    rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
-    window = int(step.attrs["window"])
+def flash_columns(rec: Recorder, step: Step, cache: CacheLayout) -> int:
+    """Columns of a head that a subgroup of flash_attention.slang has: as many as the tuning table allows, of those that it is
+    built for; 0 where it is built for none of these."""
+    rows, d, window = step.bind["T"], step.bind["D"], int(step.attrs["window"])
+    built = FLASH.get(cache.dtype, {}).get(d, ())
+    if not built:
+        return 0
     span = min(window, cache.context) if window else cache.context
     chosen = rec.device.tuning.choose("flash_attention", FLASH_DEFAULT, rows=rows, head_dim=d, span=span)
-    own = min(chosen["columns"], d)
+    return max((own for own in built if own <= chosen["columns"]), default=0)
+
+
+def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache: CacheLayout, own: int) -> None:
+    """On matrix units: heads and tiles of rows, the rows that see most first. `own`: columns of a subgroup."""
+    rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
+    window = int(step.attrs["window"])
     pairs = PAIRS * own // d
     tile_heads = min(heads // kv_heads, pairs)
     tile_rows = pairs // tile_heads
-    kernel = rec.kernel(f"flash_attention.{d}.{own}", OUTPUT=OUTPUTS[t["o"].dtype])
+    of = "" if cache.dtype == "f16" else f"{cache.dtype}."
+    kernel = rec.kernel(f"flash_attention.{of}{d}.{own}", OUTPUT=OUTPUTS[t["o"].dtype])
     push = struct.pack("<8If2I", rows, heads, kv_heads, cache.block_size, cache.table_width, cache.slots, cache.blocks,
                        window, step.attrs["scale"], tile_rows, tile_heads)
     names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
