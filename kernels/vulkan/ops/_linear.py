@@ -27,13 +27,15 @@ def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: i
     gather = int(out_rows is not None)
     for chunk in w.chunks:
         parts, beside, more = chunk.parts, NOTHING, b""
-        if rows <= GEMV_TOKENS:
-            use = gemv(rec, "linear", chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
+        made = gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, GATHER=gather) if rows > GEMV_TOKENS else None
+        if made:
+            kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
+        elif rows <= GEMV_TOKENS or _few_tiles(rec, chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1]):
+            use = gemv(rec, "linear", chunk.dtype, x.dtype, min(rows, GEMV_TOKENS), chunk.rows, w.shape[-1])
             kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", GATHER=gather, **use)
             per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS * use["PASSES"]
-            grid = _grid(chunk.rows, per, rows, extent)
-        elif made := gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, GATHER=gather):
-            kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
+            across, further = wide(-(-chunk.rows // per))
+            grid = across, Live(extent, per=use["TOKENS"], cap=rows), further
         else:
             kernel = rec.kernel(f"linear.tile.{chunk.dtype}.{x.dtype}", GATHER=gather)
             grid = _grid(chunk.rows, TILE_THREADS * TILE_ROWS, rows, extent)
@@ -101,6 +103,13 @@ def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) 
     steps = -(-pieces // (split * subgroup)) if use["steps"] else 0
     return {"SUBGROUP": subgroup, "TOKENS": _tokens(rows), "THREADS": groups * split * subgroup, "SPLIT": split,
             "PASSES": passes, "STEPS": steps}
+
+
+def _few_tiles(rec: Recorder, w: str, x: str, rows: int, n: int, k: int) -> bool:
+    """Whether the tiles of a product leave most of the device idle: of a narrow matrix, a thread that goes through all of K takes
+    longer than reading the matrix again for every four rows, spread over the device."""
+    use = rec.device.tuning.choose("linear.tile", {"least": 0}, w=w, x=x, rows=rows, n=n, k=k)
+    return -(-n // (TILE_THREADS * TILE_ROWS)) * -(-rows // TILE_TOKENS) < use["least"]
 
 
 def _tokens(rows: int) -> int:
