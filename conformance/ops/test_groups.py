@@ -3,7 +3,7 @@ left in memory, and everything that does not fit is recorded step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,36 +41,47 @@ STEPS = (
     ("add_rmsnorm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "w_next": "w_next", "sum": "s", "y": "y"}),
     ("fused_qkv", {"x": "y", "w": "w_qkv", "qkv": "qkv"}),
 )
+# With the layer's own input, and queries alone.
+OWN_STEPS = (
+    *STEPS[:3],
+    ("add_norm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "sum": "e", "y": "g"}),
+    ("per_layer_input", {"x": "g", "w_gate": "w_gate", "ple": "ple", "w_proj": "w_proj", "h": "i", "y": "j"}),
+    ("add_rmsnorm", {"a": "j", "residual": "e", "w_post": "w_post_own", "w_next": "w_next", "sum": "s", "y": "y"}),
+    ("linear", {"x": "y", "w": "w_qkv", "y": "qkv"}),
+)
+OWN_BUFFERS = 40  # bound by layer.*.own
 USES = [{"workgroups": n, "threads": t} for n in (1, 132) for t in (256, 768)]
 
 
 def cases(sizes: Mapping[str, int], w: str, rows: int, act: str, seed: int, live: int) -> list[Case]:
-    """One case for each step of the group."""
+    """One case for each step of the group; with `own` among the sizes, of that with the layer's own input."""
     n, t = dict(sizes), {"T": rows}
-    binds = (
-        {**t, "K": n["heads"], "N": n["hidden"]},
-        {**t, "H": n["hidden"]},
-        {**t, "H": n["hidden"], "F": n["ffn"]},
-        {**t, "H": n["hidden"]},
-        {**t, "H": n["hidden"], "HQ": n["hq"], "HK": n["hk"], "D": n["d"]},
-    )
-    dtypes = ({"x": act, "w": w}, {"y": act}, {"x": act, "w_gate_up": w, "w_down": w, "h": act}, {"y": act}, {"x": act, "w": w})
+    h = {**t, "H": n["hidden"]}
+    first = ({**t, "K": n["heads"], "N": n["hidden"]}, h, {**h, "F": n["ffn"]}, h)
+    product = {"x": act, "w": w}
+    dtypes = [product, {"y": act}, {"x": act, "w_gate_up": w, "w_down": w, "h": act}, {"y": act}, product]
+    steps, binds, attrs = STEPS, (*first, {**h, "HQ": n["hq"], "HK": n["hk"], "D": n["d"]}), {3: {"scale": 0.75}}
+    if "own" in n:
+        steps, attrs = OWN_STEPS, {4: {"layer": 1}, 5: {"scale": 0.75}}
+        binds = (*first, {**h, "P": n["own"], "E": 3 * n["own"]}, h, {**t, "K": n["hidden"], "N": n["hq"] * n["d"]})
+        dtypes[4:] = [{"x": act, "w_gate": w, "w_proj": w, "h": act}, {"y": act}, product]
     return [
-        Case(op, bind, dict(SPECS[op].dtypes(types)), SPECS[op].attrs(bind, {}), live, live, seed=seed + i, style="full")
-        for i, ((op, _), bind, types) in enumerate(zip(STEPS, binds, dtypes, strict=True))
-    ]
+        Case(op, bind, dict(SPECS[op].dtypes(types)), {**SPECS[op].attrs(bind, {}), **attrs.get(i, {})}, live, live, seed=seed + i,
+             style="full")
+        for i, ((op, _), bind, types) in enumerate(zip(steps, binds, dtypes, strict=True))
+    ]  # fmt: skip
 
 
 def planned(
-    made: list[Case], device: str, order: tuple[int, ...] = (0, 1, 2, 3, 4), swaps: Mapping[str, str] = {}
+    made: list[Case], device: str, order: Sequence[int] = (), swaps: Mapping[str, str] = {}
 ) -> tuple[Plan, dict[str, Tensor]]:
     """The steps as one plan, and values of what none of them writes first. `swaps`: other tensors for arguments,
     "step.argument" -> tensor."""
     values: dict[str, Tensor] = {}
     decls: dict[str, TensorDecl] = {}
     steps = []
-    for i in order:
-        (op, args), case = STEPS[i], made[i]
+    for i in order or range(len(made)):
+        (op, args), case = (OWN_STEPS if len(made) == len(OWN_STEPS) else STEPS)[i], made[i]
         args = {a: swaps.get(f"{i}.{a}", t) for a, t in args.items()}
         drawn = make(SPECS[op], case)
         for arg, name in args.items():
@@ -172,6 +183,26 @@ def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
     prove()
 
 
+@pytest.mark.parametrize("w", ["q8_0", "q4_0"])
+def test_a_layer_with_its_own_input_in_one_dispatch(devices: Devices, w: str) -> None:
+    """Gates of fewer rows than workgroups, and of as many as threads; then Gemma 4 E2B's shape where workgroups exchange it."""
+    device = devices.get("vulkan", guard=GUARD)
+    shapes = [{**SIZES, "own": 32}, {**SIZES, "hidden": 544, "own": 64, "heads": 160}]
+    if device.cores > 1:
+        shapes.append({"hidden": 1536, "heads": 2048, "ffn": 6144, "hq": 8, "hk": 1, "d": 256, "own": 256})
+    for sizes in shapes:
+        for live in (1, 0):
+            for use in USES:
+                found = judged(device, use, cases(sizes, w, 1, "q8_act", 7, live))
+                assert found == (1 if device.storage_buffers >= OWN_BUFFERS else 10)
+
+
+def test_own_inputs_of_other_types_are_recorded_step_by_step(devices: Devices) -> None:
+    device = devices.get("vulkan", guard=GUARD)
+    assert judged(device, USES[0], cases({**SIZES, "own": 32}, "q4_1", 1, "q8_act", 7, 1)) == 10
+    assert judged(device, USES[0], cases({**SIZES, "own": 288}, "q4_0", 1, "q8_act", 7, 1)) == 10
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -256,14 +287,19 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
     """A mutated kernel or binding of a fused group makes a step fail."""
     if mutant.kind == "shader":
         need_compiler()
-    made = cases(SIZES, "q4_0", 1, "q8_act", 3, 1)
     sound = devices.get("vulkan", guard=GUARD)
+    own = mutant.op == "layer_own"
+    if own and sound.storage_buffers < OWN_BUFFERS:
+        pytest.skip(f"{sound.name} binds {sound.storage_buffers} buffers, {OWN_BUFFERS} are needed")
+    made = cases({**SIZES, "own": 64} if own else SIZES, "q4_0", 1, "q8_act", 3, 1)
     chosen = spy_kernels(sound, monkeypatch)
     assert judged(sound, USES[0], made) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options: dict[str, Any] = {"spirv": mutated_spirv(mutant, chosen, tmp_path)} if mutant.kind == "shader" else {}
     if mutant.kind == "binding":
-        monkeypatch.setitem(GROUPS, _layer.OPS, mutated_function(mutant, "record"))
+        wrong = mutated_function(mutant, "record")
+        for ops in (_layer.OPS, _layer.QUERIES_WITH_OWN):
+            monkeypatch.setitem(GROUPS, ops, wrong)
     with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
         cancelled(device, USES[0], made)
 

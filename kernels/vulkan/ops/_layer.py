@@ -13,9 +13,15 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 OPS = ("linear", "add_rmsnorm", "fused_ffn", "add_rmsnorm", "fused_qkv")
 WITH_ATTENTION = (*OPS, "decode_attention")
+WITH_OWN = (*OPS[:3], "add_norm", "per_layer_input", *OPS[3:])
+"""With the layer's own input (Gemma 4)."""
+QUERIES, QUERIES_WITH_OWN = (*OPS[:-1], "linear"), (*WITH_OWN[:-1], "linear")
+"""Of layers that project queries alone, or keys that are the values too."""
 # Data dependencies of the steps: (step, its output) and (later step, its input).
-EDGES = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")), ((3, "y"), (4, "x")))
-UNUSUAL = ((1, "scale", 1.0), (3, "scale", 1.0), (2, "sparsity", 0.0))  # step, attribute, the value that the shader computes with
+START = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")))
+EDGES = (*START, ((3, "y"), (4, "x")))
+OWN_EDGES = (*START, ((3, "y"), (4, "x")), ((3, "sum"), (5, "residual")), ((4, "y"), (5, "a")), ((5, "y"), (6, "x")))
+OWN_TYPES = ("q8_0", "q4_0")
 ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
 BLOCK_WORDS = 10  # and mailbox.slang's: mailbox words of a block of h
 DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 48, "heads": 1, "ahead": 4}
@@ -45,8 +51,8 @@ class Layer:
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
-    """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T, for one row. False where
-    the kernel does not fit (`prepare`)."""
+    """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T, for one row; in between the
+    layer's own input where the steps have one. False where the kernel does not fit (`prepare`)."""
     layer = prepare(rec, steps, t)
     if layer is None or len(layer.reads) + len(layer.writes) + 2 > rec.device.storage_buffers:
         return False
@@ -56,36 +62,50 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
 
 def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> Layer | None:
     """None where the kernel does not fit: these steps do not follow from one another, several rows, weights of different
-    types or in several chunks, activations that are not q8_act, a device whose tuning table does not ask for it, or a program
-    that excludes waits."""
-    out, add, ffn, then, qkv = t[: len(OPS)]
-    weights = (out["w"], ffn["w_gate_up"], ffn["w_down"], qkv["w"])
-    activations = (out["x"], add["y"], ffn["h"], then["y"])
-    follow = all(steps[i].args[a] == steps[j].args[b] for (i, a), (j, b) in EDGES)
+    types or in several chunks, activations that are not q8_act, sparse gates, a device whose tuning table does not ask for it,
+    or a program that excludes waits."""
+    own = t[3:5] if steps[3].op == "add_norm" else ()
+    (out, add, ffn), (then, qkv) = t[:3], t[3 + len(own) : 5 + len(own)]
+    norms = [steps[i] for i in ((1, 3, 5) if own else (1, 3))]
+    projected = qkv["y" if steps[4 + len(own)].op == "linear" else "qkv"]
+    weights = [out["w"], ffn["w_gate_up"], ffn["w_down"], qkv["w"]]
+    activations = [out["x"], add["y"], ffn["h"], then["y"]]
+    if own:
+        weights += [own[1]["w_gate"], own[1]["w_proj"]]
+        activations += [own[0]["y"], own[1]["h"]]
+    follow = all(steps[i].args[a] == steps[j].args[b] for (i, a), (j, b) in (OWN_EDGES if own else EDGES))
     kinds = {chunk.dtype for w in weights for chunk in w.chunks}
     alone = all(len(w.chunks) == 1 for w in weights) and len(kinds) == 1
     if not (rec.cooperative and follow and alone and out["x"].shape[0] == 1 and {x.dtype for x in activations} == {"q8_act"}):
         return None
     (kind,), device = kinds, rec.device
-    sizes = {"HIDDEN": add["a"].shape[-1], "ATTENDED": out["x"].shape[-1], "FFN": ffn["h"].shape[-1], "QKV": qkv["qkv"].shape[-1]}
+    sizes = {"HIDDEN": add["a"].shape[-1], "ATTENDED": out["x"].shape[-1], "FFN": ffn["h"].shape[-1], "QKV": projected.shape[-1]}
+    if own:
+        sizes["OWNED"] = own[1]["h"].shape[-1]
     use = device.tuning.choose("layer", DEFAULT, w=kind, hidden=sizes["HIDDEN"])
     threads = min(use["threads"], device.max_threads)
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
     widest = max(sizes["HIDDEN"], sizes["ATTENDED"])
     shared = 4 * shares + widest // PIECE * (PIECE + 8) + 3 * threads
-    norms = (add["residual"], add["w_post"], add["w_next"], then["w_post"], then["w_next"])
-    made = (add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], qkv["qkv"])
-    reads, writes = ([p for x in some for p in x.parts] for some in ((out["x"], *norms, *weights), made))
     if not (grid and shared <= device.shared_bytes and sizes["HIDDEN"] <= HELD * threads and sizes["QKV"] % ROWS == 0):
         return None
-    plain = all(steps[i].attrs.get(name, usual) == usual for i, name, usual in UNUSUAL)
-    if not plain or steps[1].attrs["eps"] != steps[3].attrs["eps"]:
+    if own and (kind not in OWN_TYPES or sizes["OWNED"] > min(threads, widest)):
         return None
+    if float(steps[2].attrs.get("sparsity", 0.0)) or len({s.attrs["eps"] for s in norms}) > 1 or norms[0].attrs.get("scale", 1.0) != 1:
+        return None
+    between = own[0] if own else then  # the norm behind the feed-forward
+    reads = [out["x"], add["residual"], add["w_post"], add["w_next"], between["w_post"], then["w_next"], *weights]
+    made = [add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], projected]
     constants = {"SUBGROUP": device.subgroup_size, "THREADS": threads, "GRID": grid, "SHARES": shares, "WIDEST": widest,
                  "POLLS": device.polls, **sizes}  # fmt: skip
-    push = struct.pack("<fI", steps[1].attrs["eps"], CONTROL[steps[0].extent])
-    return Layer(f"layer.{kind}", constants, reads, writes, push, mailbox_words(sizes, grid), use, shared)
+    push = struct.pack("<fIf", norms[0].attrs["eps"], CONTROL[steps[0].extent], norms[-1].attrs.get("scale", 1.0))
+    if own:
+        reads += [then["w_post"], own[1]["ple"]]
+        made += [own[0]["sum"], own[0]["y"], own[1]["h"], own[1]["y"]]
+        push += struct.pack("<I", int(steps[4].attrs["layer"]) * sizes["OWNED"])
+    return Layer(f"layer.{kind}.own" if own else f"layer.{kind}", constants, [p for x in reads for p in x.parts],
+                 [p for x in made for p in x.parts], push, mailbox_words(sizes, grid), use, shared)  # fmt: skip
 
 
 def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -96,15 +116,18 @@ def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
 def mailbox_words(sizes: Mapping[str, int], grid: int) -> int:
     """Words of the inter-workgroup mailbox (layer_mailbox.slang)."""
     blocks = sizes["FFN"] // BLOCK
-    return 4 + 2 * sizes["HIDDEN"] + BLOCK_WORDS * blocks + BLOCK * (blocks % grid)
+    words = 4 + 2 * sizes["HIDDEN"] + BLOCK_WORDS * blocks + BLOCK * (blocks % grid)
+    return words + (sizes["HIDDEN"] + sizes["OWNED"] if "OWNED" in sizes else 0)
 
 
 def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int) -> int:
     """Partial row sums of a workgroup, at most: of each row one for every subgroup that has pieces of it."""
     hidden, ffn = sizes["HIDDEN"], sizes["FFN"]
     # Columns, quads of rows, and how many of them stay together.
-    products = ((sizes["ATTENDED"], hidden // ROWS, 1), (hidden, ffn // 2, BLOCK // 2), (ffn, hidden // ROWS, 1),
-                (hidden, sizes["QKV"] // ROWS, 1))  # fmt: skip
+    products = [(sizes["ATTENDED"], hidden // ROWS, 1), (hidden, ffn // 2, BLOCK // 2), (ffn, hidden // ROWS, 1),
+                (hidden, sizes["QKV"] // ROWS, 1)]  # fmt: skip
+    if own := sizes.get("OWNED"):
+        products += [(hidden, own // ROWS, 1), (own, hidden // ROWS, 1)]
     return max(most_quads(quads, per, grid) * ROWS * min(subgroups, -(-(k // PIECE) // lanes)) for k, quads, per in products)
 
 
