@@ -92,7 +92,8 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
         return None
     if own and (kind not in OWN_TYPES or sizes["OWNED"] > min(threads, widest)):
         return None
-    if float(steps[2].attrs.get("sparsity", 0.0)) or len({s.attrs["eps"] for s in norms}) > 1 or norms[0].attrs.get("scale", 1.0) != 1:
+    one_eps = len({s.attrs["eps"] for s in norms}) == 1
+    if steps[2].attrs.get("sparsity", 0.0) or norms[0].attrs.get("scale", 1.0) != 1.0 or not one_eps:
         return None
     between = own[0] if own else then  # the norm behind the feed-forward
     reads = [out["x"], add["residual"], add["w_post"], add["w_next"], between["w_post"], then["w_next"], *weights]
