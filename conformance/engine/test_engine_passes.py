@@ -17,7 +17,17 @@ from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling import Sampling
 from hybrid.kernels.oracle.device import CpuDevice
-from hybrid.planning.passes import HIDDEN_BYTES, LOGITS_BYTES, bucket_of, buckets, capabilities_of, chunk_of, fixed_rows, pass_sizes
+from hybrid.planning.passes import (
+    HIDDEN_BYTES,
+    LOGITS_BYTES,
+    bucket_of,
+    buckets,
+    capabilities_of,
+    chunk_of,
+    decode_buckets_of,
+    fixed_rows,
+    pass_sizes,
+)
 
 IDS = [2, *range(20, 60)]
 
@@ -55,7 +65,10 @@ def test_buckets_hold_what_they_must() -> None:
 def test_passes_that_read_logits_back_fit_in_host_memory() -> None:
     hp = tiny(vocab=1 << 20, hidden=1 << 15)
     sizes = pass_sizes(hp, ctx=256, slots=2, chunk=128)
-    assert sizes.rows == (1, 8, 32, 128) and sizes.outs == (1, 2)
+    assert sizes.rows == (1, 8, 32, 128) and sizes.outs == sizes.decode == (1, 2)
+    for can, decode in ((["f16_matrices"], (1, 2, 4, 8, 16, 20)), ([], (1, 8, 20))):
+        sizes = pass_sizes(hp, ctx=256, slots=20, chunk=128, decode=decode_buckets_of(can))
+        assert sizes.outs == (1, 8, 20) and sizes.decode == decode
     assert sizes.logits == 8 and sizes.logits * 4 * hp.vocab <= LOGITS_BYTES < 32 * 4 * hp.vocab
     assert sizes.hidden == 128 and sizes.hidden * 4 * hp.hidden * (hp.n_layers + 1) <= HIDDEN_BYTES
     assert pass_sizes(tiny(vocab=1 << 30), 256, 1, 128).logits == 1  # one row, whatever it takes

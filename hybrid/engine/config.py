@@ -12,7 +12,7 @@ from hybrid.core.dtypes import CACHE_CHOICES, CacheChoice
 from hybrid.core.hparams import HParams
 from hybrid.engine.weights import stored_types
 from hybrid.planning.cache import MAX_SLOTS, CacheShape
-from hybrid.planning.passes import PassSizes, capabilities_of, chunk_of, fixed_rows, pass_sizes
+from hybrid.planning.passes import PassSizes, capabilities_of, chunk_of, decode_buckets_of, fixed_rows, pass_sizes
 from hybrid.planning.planner import PrecisionName, Target
 from hybrid.spec.schedule import Schedule
 
@@ -77,9 +77,10 @@ class EngineConfig:
 
 def sizes_for(config: EngineConfig, hparams: HParams, device: Device) -> PassSizes:
     """Row counts that plans are made for. ValueError where the device cannot be deterministic for so many slots."""
-    chunk = chunk_of(capabilities_of(device.has)) if config.chunk is None else config.chunk
+    can = capabilities_of(device.has)
+    chunk = chunk_of(can) if config.chunk is None else config.chunk
     fixed = fixed_rows(device.backend, config.slots) if config.deterministic else None
-    return pass_sizes(hparams, config.context(hparams), config.slots, chunk, fixed, config.guesses)
+    return pass_sizes(hparams, config.context(hparams), config.slots, chunk, fixed, config.guesses, decode_buckets_of(can))
 
 
 def target_for(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule, sizes: PassSizes) -> Target:

@@ -303,7 +303,7 @@ class Engine:
             if rows > largest:
                 self.program("prefill", largest, 0, pipeline_slot=i)  # only full chunks can lack a last row
             self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=i, options=options)
-        for outs in self.sizes.outs[:1] if options else self.sizes.outs:
+        for outs in self.sizes.decode[:1] if options else self.sizes.decode:
             self.program("decode", outs, outs, options=options)
         for n in range(2, min(self.sizes.guesses + 1, self.sizes.wanted) + 1 if self.sizes.guesses else 0):
             self.program("prefill", bucket_of(n, self.sizes.rows), bucket_of(n, self.sizes.wants), options={*options, "verify"})
@@ -326,7 +326,7 @@ class Engine:
         """The message of rows that decode one token of each slot, in every pass from now on."""
         self._settle()
         n = len(slots)
-        bucket, options = bucket_of(n, self.sizes.outs), self.choosing.options(slots)
+        bucket, options = bucket_of(n, self.sizes.decode), self.choosing.options(slots)
         self._decoder = self.program("decode", bucket, bucket, options=options)
         onward, masks = np.full(n, GOES_ON, np.int32), self._mask_rows(slots)
         self.inbox.put(Rows(onward, onward, np.array(slots, np.int32), np.arange(n, dtype=np.int32), masks))

@@ -36,8 +36,8 @@ def plans_of_model(
         cache = CacheShape.of(hp, config.context(hp), slots, sizes.rows[-1], pipeline_depth(chosen))
         whole = Target(chosen, hp, stored_types(checkpoint, None, backend), cache, hp.vocab, device=backend)
         target, _ = thinned(whole)
-        for outs in sizes.outs:
-            yield plan(target, outs, outs, "decode")
+        for count in sizes.decode:
+            yield plan(target, count, count, "decode")
         for rows in sizes.rows:
             yield plan(target, rows, max(o for o in (*sizes.outs, 1) if o <= rows), "prefill")
         yield plan(target, sizes.logits, sizes.logits, "prefill", sample=False)

@@ -65,7 +65,7 @@ class Runner:
         options = engine.choosing.options(slots)
         onward = len(wanting) == len(p.runs) == p.rows and not engine.config.deterministic  # one row of each sequence
         phase: Phase = "decode" if onward else "prefill"
-        outs = bucket_of(p.outs, engine.sizes.outs) if p.outs else 0
+        outs = bucket_of(p.outs, engine.sizes.decode if onward else engine.sizes.outs) if p.outs else 0
         rows = outs if onward else bucket_of(p.rows, engine.sizes.rows)
         slot = 0 if onward else engine.next_pipeline_slot()
         program = engine.program(phase, rows, outs, pipeline_slot=slot, options=options)

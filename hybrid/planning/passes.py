@@ -10,6 +10,7 @@ from hybrid.spec.schedule import CAPABILITIES
 
 ROW_BUCKETS = (1, 8, 32, 128, 512)
 GUESSED_BUCKETS = (1, 2, 4, 8, 16, 32, 128, 512)  # where passes verify guesses: few rows cost by their number
+MATRIX_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of decode passes where few rows have other kernels than many
 CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
 FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
 LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
@@ -38,13 +39,20 @@ def chunk_of(capabilities: Collection[str]) -> int:
     return MATRIX_CHUNK if "f16_matrices" in capabilities else CHUNK
 
 
+def decode_buckets_of(capabilities: Collection[str]) -> tuple[int, ...]:
+    """Row counts of decode passes on a device with these capabilities. Where matrix units multiply, few rows and many have other
+    kernels; elsewhere a pass costs what its live rows cost."""
+    return MATRIX_BUCKETS if "f16_matrices" in capabilities else ROW_BUCKETS
+
+
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """Row counts to make plans for, ascending: of prefill passes (`rows`), and of sequences that get a token (`outs`). `logits`,
-    `hidden`: most rows of a pass that reads those back."""
+    """Row counts to make plans for, ascending: of prefill passes (`rows`), of sequences that get a token there (`outs`), of decode
+    passes (`decode`). `logits`, `hidden`: most rows of a pass that reads those back."""
 
     rows: tuple[int, ...]
     outs: tuple[int, ...]
+    decode: tuple[int, ...]
     logits: int
     hidden: int
     guesses: int = 0
@@ -62,15 +70,16 @@ class PassSizes:
         return tuple(sorted({*self.outs, *few, self.wanted}))
 
 
-def pass_sizes(hp: HParams, ctx: int, slots: int, chunk: int, fixed: int | None = None, guesses: int = 0) -> PassSizes:
+def pass_sizes(hp: HParams, ctx: int, slots: int, chunk: int, fixed: int | None = None, guesses: int = 0,
+               decode: Sequence[int] = ROW_BUCKETS) -> PassSizes:  # fmt: skip
     """For `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows; or every pass of `fixed`. guesses: most
-    guessed tokens of a pass."""
+    guessed tokens of a pass. decode: rows of decode passes."""
     most = fixed or max(min(chunk, ctx * slots), slots + guesses)
     few = GUESSED_BUCKETS if guesses else ROW_BUCKETS
-    rows, outs = ((most,), (most,)) if fixed else (buckets(most, few), buckets(slots))
+    rows, outs, alone = ((most,),) * 3 if fixed else (buckets(most, few), buckets(slots), buckets(slots, decode))
     logits = _within(rows, LOGITS_BYTES // (4 * hp.vocab))
     hidden = _within(rows, HIDDEN_BYTES // (4 * hp.n_streams * hp.hidden * (hp.n_layers + 1)))
-    return PassSizes(rows, outs, logits, hidden, guesses)
+    return PassSizes(rows, outs, alone, logits, hidden, guesses)
 
 
 def fixed_rows(backend: str, slots: int) -> int:
