@@ -55,18 +55,18 @@ class Expr:
     names: the names it reads; tensors: those inside bytes(...); truth: it is a condition, not a number.
     """
 
-    __slots__ = ("_tree", "names", "tensors", "text", "truth")
+    __slots__ = ("_value", "names", "tensors", "text", "truth")
 
     text: str
     names: frozenset[str]
     tensors: frozenset[str]
     truth: bool
-    _tree: ast.expr
+    _value: _Value
 
     def __init__(self, text: str | int | float) -> None:
         text = str(text).strip()
-        tree, names, tensors, truth = _parse(text)
-        for key, value in (("text", text), ("names", names), ("tensors", tensors), ("truth", truth), ("_tree", tree)):
+        found, names, tensors, truth = _parse(text)
+        for key, value in (("text", text), ("names", names), ("tensors", tensors), ("truth", truth), ("_value", found)):
             object.__setattr__(self, key, value)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -79,7 +79,7 @@ class Expr:
         beyond 2**127.
         """
         try:
-            return _value(self._tree, env, bytes)
+            return self._value(env, bytes)
         except ExprError as e:
             raise ExprError(f"{self.text!r}: {e}") from None
         except (ArithmeticError, ValueError, TypeError) as e:
@@ -119,7 +119,7 @@ class Expr:
 
 
 @lru_cache(maxsize=4096)
-def _parse(text: str) -> tuple[ast.expr, frozenset[str], frozenset[str], bool]:
+def _parse(text: str) -> tuple[_Value, frozenset[str], frozenset[str], bool]:
     def refuse(reason: str) -> ExprError:
         return ExprError(f"{text if len(text) <= 60 else text[:57] + '...'!r}: {reason}")
 
@@ -142,7 +142,7 @@ def _parse(text: str) -> tuple[ast.expr, frozenset[str], frozenset[str], bool]:
         truth = _kind(tree, 0, names, tensors)
     except ExprError as e:
         raise refuse(str(e)) from None
-    return tree, frozenset(names), frozenset(tensors), truth
+    return _compiled(tree), frozenset(names), frozenset(tensors), truth
 
 
 def _kind(node: ast.expr, depth: int, names: set[str], tensors: set[str]) -> bool:
@@ -236,39 +236,57 @@ def _call(node: ast.Call, names: set[str], tensors: set[str], number: Callable[[
         number(argument)
 
 
-def _value(node: ast.expr, env: Mapping[str, Any], bytes: Callable[[str], float] | None) -> Any:
-    """Value of a node that _kind has accepted."""
+_Value = Callable[[Mapping[str, Any], "Callable[[str], float] | None"], Any]
+"""Value of an expression for names and, where it asks for them, bytes of tensors."""
+
+
+def _compiled(node: ast.expr) -> _Value:
+    """A node that _kind has accepted, as a function: an expression is read once and evaluated a thousand times."""
     if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Name):
-        if node.id not in env:
-            raise ExprError(f"no value for {node.id}")
-        return env[node.id]
-    if (name := _of_layer(node)) is not None:
-        if name not in env:
-            raise ExprError(f"no value for {name}")
-        return env[name]
+        value = node.value
+        return lambda env, bytes: value
+    if (name := node.id if isinstance(node, ast.Name) else _of_layer(node)) is not None:
+        return lambda env, bytes: _named(env, name)
     if isinstance(node, ast.UnaryOp):
-        value = _value(node.operand, env, bytes)
-        return -value if isinstance(node.op, ast.USub) else value
+        operand = _compiled(node.operand)
+        return (lambda env, bytes: -operand(env, bytes)) if isinstance(node.op, ast.USub) else operand
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, env, bytes), _value(node.right, env, bytes)
-        return _bounded(_ARITHMETIC[type(node.op)][1](left, right))
+        function, left, right = _ARITHMETIC[type(node.op)][1], _compiled(node.left), _compiled(node.right)
+        return lambda env, bytes: _bounded(function(left(env, bytes), right(env, bytes)))
     if isinstance(node, ast.Compare):
-        values = [_value(v, env, bytes) for v in (node.left, *node.comparators)]
-        return all(_COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, values, values[1:], strict=False))
+        terms, holds = [_compiled(v) for v in (node.left, *node.comparators)], [_COMPARE[type(op)] for op in node.ops]
+
+        def compare(env: Mapping[str, Any], bytes: Callable[[str], float] | None) -> bool:
+            values = [term(env, bytes) for term in terms]
+            return all(hold(a, b) for hold, a, b in zip(holds, values, values[1:], strict=False))
+
+        return compare
     if isinstance(node, ast.BoolOp):
-        test = all if isinstance(node.op, ast.And) else any
-        return test(_value(v, env, bytes) for v in node.values)
+        test, conditions = all if isinstance(node.op, ast.And) else any, [_compiled(v) for v in node.values]
+        return lambda env, bytes: test(condition(env, bytes) for condition in conditions)
     assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     if node.func.id == "bytes":
         assert isinstance(node.args[0], ast.Name)
-        if bytes is None:
-            raise ExprError(f"bytes({node.args[0].id}) needs the tensors' dtypes")
-        return bytes(node.args[0].id)
+        tensor = node.args[0].id
+        return lambda env, bytes: _bytes_of(tensor, bytes)
+    arguments = [_compiled(a) for a in node.args]
     if node.func.id == "select":
-        return _value(node.args[1 if _value(node.args[0], env, bytes) else 2], env, bytes)
-    return _bounded(_FUNCTIONS[node.func.id][2](*(_value(a, env, bytes) for a in node.args)))
+        when, yes, no = arguments
+        return lambda env, bytes: (yes if when(env, bytes) else no)(env, bytes)
+    call = _FUNCTIONS[node.func.id][2]
+    return lambda env, bytes: _bounded(call(*(a(env, bytes) for a in arguments)))
+
+
+def _named(env: Mapping[str, Any], name: str) -> Any:
+    if name not in env:
+        raise ExprError(f"no value for {name}")
+    return env[name]
+
+
+def _bytes_of(tensor: str, bytes: Callable[[str], float] | None) -> float:
+    if bytes is None:
+        raise ExprError(f"bytes({tensor}) needs the tensors' dtypes")
+    return bytes(tensor)
 
 
 def _bounded(value: Any) -> Any:

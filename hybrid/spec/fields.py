@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
@@ -249,6 +250,11 @@ class DTypeRule(Model):
 
     when: dict[str, DTypeList]
     require: dict[str, DTypeList]
+
+    def allows(self, dtypes: Mapping[str, str]) -> bool:
+        """Whether an assignment of dtypes to all tensors keeps the rule."""
+        applies = all(dtypes[t] in allowed for t, allowed in self.when.items())
+        return not applies or all(dtypes[t] in allowed for t, allowed in self.require.items())
 
 
 class MatrixUnits(Model):

@@ -124,7 +124,10 @@ class OpSpec(Model):
         """Shape of one tensor; only the axes it uses need be bound."""
         dims = []
         for i, dim in enumerate(self._tensor(tensor).shape):
-            value = self._eval(f"{self.section(tensor)}.{tensor}.shape[{i}]", dim, bind)
+            try:
+                value = dim.eval(bind)
+            except ExprError as e:
+                raise self._error(f"{self.section(tensor)}.{tensor}.shape[{i}]", str(e)) from None
             if value != int(value) or value < 0:
                 raise self._error(f"{tensor}.shape[{i}]", f"{dim} = {value} is not a size")
             dims.append(int(value))
@@ -243,8 +246,9 @@ class OpSpec(Model):
 
     def dtype_choices(self, backend: str | None = None) -> tuple[Mapping[str, str], ...]:
         """Every valid assignment of dtypes to all tensors (of `backend`, where it supports fewer)."""
-        narrower = backend is not None and self._backend(backend).dtypes
-        return tuple(self._choices(backend)) if narrower else self._every_choice
+        if backend is None or not self._backend(backend).dtypes:
+            return self._every_choice
+        return self._choices_of.get(backend) or self._choices_of.setdefault(backend, tuple(self._choices(backend)))
 
     def dtypes(self, given: Mapping[str, str] | None = None) -> Mapping[str, str]:
         """The first valid assignment that agrees with `given`. Raises SpecError when there is none."""
@@ -261,6 +265,11 @@ class OpSpec(Model):
     @cached_property
     def _first_choice(self) -> dict[tuple[tuple[str, str], ...], Mapping[str, str]]:
         """What `dtypes` has found: the workloads of an operation ask for the same few."""
+        return {}
+
+    @cached_property
+    def _choices_of(self) -> dict[str, tuple[Mapping[str, str], ...]]:
+        """What `dtype_choices` has found for backends that support fewer."""
         return {}
 
     def tolerance_of(self, tensor: str, dtype: str) -> Tolerance:
@@ -307,14 +316,13 @@ class OpSpec(Model):
         free = [n for n, t in self.tensors.items() if t.same is None]
         narrow = self._backend(backend).dtypes if backend else {}
         lists = [[d for d in self.tensors[n].dtype if d in narrow.get(n, (d,))] for n in free]
+        sources = {n: t.same or n for n, t in self.tensors.items()}
         for values in itertools.product(*lists):
             chosen = dict(zip(free, values, strict=True))
-            full = {n: chosen[t.same or n] for n, t in self.tensors.items()}
-            try:
-                self.check_dtypes(full, backend)
-            except SpecError:
-                continue  # a combination that a rule excludes is not a choice
-            yield MappingProxyType(full)
+            full = {n: chosen[source] for n, source in sources.items()}
+            # Every type is one of its tensor's; where one follows another, the backend may still leave it out.
+            if all(d in narrow.get(n, (d,)) for n, d in full.items()) and all(rule.allows(full) for rule in self.dtype_rules):
+                yield MappingProxyType(full)
 
     def _eval(self, key: str, expr: Expr, env: Mapping[str, Any], size: Any = None) -> Any:
         try:
