@@ -63,6 +63,37 @@ def add_devices(p: argparse.ArgumentParser) -> None:
     )
 
 
+def add_ray(p: argparse.ArgumentParser, what: str) -> None:
+    """--ray, --replica and --ray-address: several engines, started by Ray. what: --ray's own help."""
+    p.add_argument("--ray", action="store_true", help=f"{what} (extra: ray)")
+    p.add_argument(
+        "--replica",
+        action="append",
+        default=[],
+        metavar="DEVICE",
+        help="with --ray: a replica on this device, as of --device; may be repeated (every real GPU here, else cpu)",
+    )
+    p.add_argument("--ray-address", metavar="ADDRESS", help="with --ray: a running cluster's (one of this machine's own)")
+
+
+def replicas(args: argparse.Namespace) -> list[str]:
+    """The devices that --ray starts an engine on; empty without it. UsageError."""
+    if not args.ray:
+        if args.replica or args.ray_address:
+            raise UsageError("--replica and --ray-address belong to --ray")
+        return []
+    if args.replica or args.device != "auto":
+        return args.replica or [args.device]
+    from hybrid.kernels.vulkan.api import VulkanUnavailable
+    from hybrid.kernels.vulkan.instance import list_devices
+
+    try:
+        found = [f"vulkan:{d.index}" for d in list_devices() if d.kind != "cpu"]
+    except VulkanUnavailable:
+        found = []
+    return found or ["cpu"]
+
+
 def open_devices(args: argparse.Namespace, checkpoint: Checkpoint, held: ExitStack) -> tuple[Schedule, Opened]:
     """The schedule and the devices that the arguments of `add_devices` name, closed with `held`."""
     from hybrid.devices import opening

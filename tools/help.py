@@ -26,6 +26,7 @@ COMMANDS = (
     "perf.op",
     "perf.profile",
     "perf.serving.load",
+    "perf.serving.clients",
     "perf.tune",
     "perf.probe",
     "perf.acceptance",

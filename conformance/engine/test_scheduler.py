@@ -7,6 +7,7 @@ import pytest
 from conformance.support.fake_runner import Loop
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.blocks import Group
+from hybrid.engine.queue import KEPT
 from hybrid.engine.sequence import Limits, Pass, Stream
 
 
@@ -129,6 +130,23 @@ def test_a_request_that_is_cancelled_or_late_gives_all_back():
     assert server.scheduler.expire() == []
     server.drain()
     assert server.right(other) and server.scheduler.counts.finished == {"deadline": 2, "stop": 1, "length": 1}
+
+
+def test_requests_that_have_ended_are_not_kept_until_their_deadlines():
+    """Whatever ends long before its deadline is forgotten, and those that go on are ended by theirs."""
+    now = [0.0]
+    server = loop(slots=2, clock=lambda: now[0])
+    waiting = server.add(prompt(9, 1), 150, deadline=100.0)
+    for i in range(6 * KEPT):
+        server.add(prompt(4, i), 1, deadline=600.0 + i)
+        while server.scheduler.running > 1 or server.scheduler.waiting:
+            assert server.step() is not None
+            if waiting.finish is None and len(waiting.generated) > 100:
+                server.scheduler.cancel(waiting)
+                waiting = server.add(prompt(9, i), 150, deadline=100.0)
+    assert len(server.scheduler._queue._deadlines) <= 2 * KEPT + 2
+    now[0] = 100.0
+    assert server.scheduler.expire() == [waiting] and waiting.finish == "deadline"
 
 
 def test_a_full_queue_says_when_to_come_again():
@@ -380,7 +398,7 @@ def test_misuse_is_said():
 
 
 def test_its_cost_is_measured(capsys):
-    from hybrid.perf import scheduler
+    from hybrid.perf.serving import scheduler
 
     spent = scheduler.measure(3, 20)
     assert all(len(us) >= 18 and min(us) >= 0 and sum(us) > 0 for us in spent.values())

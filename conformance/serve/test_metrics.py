@@ -79,3 +79,11 @@ def test_what_passes_took_is_told_by_phase() -> None:
     for name, value in {"seconds": 0.25, "passes": 3.0, "rows": 5.0, "bytes": "1e+06", "operations": "2e+09"}.items():
         assert f'hybrid_device_{name}_total{{phase="decode"}} {value}' in text
     assert 'hybrid_device_joules_total{source="a counter"} 1.0' in text
+
+
+def test_the_pages_share_a_head() -> None:
+    with running(lambda: ScriptedModel(Script())) as server:
+        heads = [server.http.get(path).text.partition("</head>")[0] for path in ("/", "/dashboard")]
+        assert server.http.get("/page/head.html").status_code == 404
+    for head in heads:
+        assert '<meta charset="utf-8">' in head and "page.css" in head and "<!--" not in head

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from hybrid.core.errors import ContextExceeded, QueueFull
@@ -13,6 +13,8 @@ from hybrid.engine.blocks import Blocks
 from hybrid.engine.sequence import Limits, Stream
 
 in_order = attrgetter("order")
+KEPT = 64
+"""Requests that have ended whose deadlines are kept in any case."""
 
 
 def remove(streams: list[Stream], stream: Stream) -> None:
@@ -50,7 +52,8 @@ class Queue:
         """In order."""
         self._limits, self._clock = limits, clock
         self._arrivals = self._back = 0  # _back: those that have run and wait again
-        self._deadlines: list[tuple[float, int, Stream]] = []
+        self._deadlines: list[tuple[float, int, Stream]] = []  # a heap; of some that have ended too
+        self._stale = 0  # requests with a deadline that have ended since it was made
         self._ends: deque[float] = deque(maxlen=33)  # when requests ended
 
     def put(self, stream: Stream) -> None:
@@ -89,16 +92,22 @@ class Queue:
         return stream
 
     def late(self) -> list[Stream]:
-        """Those whose deadline has passed, each once, whether they wait, run or have ended."""
+        """Those whose deadline has passed, each once, whether they wait or run; some that have ended may be among them."""
         found: list[Stream] = []
         now = self._clock() if self._deadlines else 0.0
         while self._deadlines and self._deadlines[0][0] <= now:
             found.append(heappop(self._deadlines)[2])
         return found
 
-    def ended(self) -> None:
-        """Note that a request has ended: how long others wait is guessed from that."""
+    def ended(self, stream: Stream) -> None:
+        """Note that a request has ended: how long others wait is guessed from that. Its deadline is forgotten when as many have
+        ended as have not, so that a server's memory does not hold the requests of its last minutes."""
         self._ends.append(self._clock())
+        self._stale += stream.deadline is not None
+        if self._stale > KEPT and 2 * self._stale > len(self._deadlines):
+            self._deadlines = [d for d in self._deadlines if d[2].finish is None]
+            heapify(self._deadlines)
+            self._stale = 0
 
     def _until_one_ends(self) -> float:
         """Seconds, by those that ended last."""

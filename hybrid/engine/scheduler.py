@@ -393,7 +393,7 @@ class Scheduler:
     def _end(self, stream: Stream, reason: Ending) -> None:
         stream.finish = reason
         self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
-        self._queue.ended()
+        self._queue.ended(stream)
         if stream.slot is None:
             self._queue.remove(stream)
         else:

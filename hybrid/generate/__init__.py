@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_devices
+from hybrid.arguments import add_devices, add_ray, replicas
 from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, check_writable, positive, run, usage
 from hybrid.core.places import DEMO
 
@@ -138,13 +138,12 @@ def parser() -> argparse.ArgumentParser:
         help="the KV cache takes what weights and activations leave of this much, such as 16GiB (what its sequences need at most)",
     )
     p.add_argument("--slots", type=positive, metavar="N", help="with --batch: prompts that run at a time (8)")
+    add_ray(p, "with --batch: shared out between engines, through Ray Data")
     p.add_argument(
         "--draft", metavar="FILE", help="guess what comes next by a smaller model with the same tokenizer, or by `lookup`"
     )
     p.add_argument("--draft-device", metavar="NAME", help="what the draft model runs on (as --device)")
-    p.add_argument(
-        "--speculate", type=_speculate, metavar="K", help="guesses of a pass: auto, 0 to 16 (auto with --draft, else 0)"
-    )
+    p.add_argument("--speculate", type=_speculate, metavar="K", help="guesses of a pass: auto, 0 to 16 (auto with --draft, else 0)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
     p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
@@ -192,25 +191,26 @@ def _main(args: argparse.Namespace) -> int:
         text = sys.stdin.read()
     elif text is None:
         text = DEFAULT_PROMPT
-    model = hybrid.load(
-        path,
-        args.device,
-        args.schedule,
-        args.weights,
-        args.ctx,
-        args.kv,
-        args.precision,
-        deterministic=args.deterministic,
-        chunk=args.chunk,
-        profile=args.trace is not None,
-        progress=True,
-        npu=args.npu,
-        memory=args.gpu_memory,
-        slots=1 if asked is None else args.slots or BATCH_SLOTS,
-        draft=args.draft,
-        draft_device=args.draft_device,
-        speculate=args.speculate,
-    )
+    options = {
+        "schedule": args.schedule,
+        "weights": args.weights,
+        "ctx": args.ctx,
+        "kv": args.kv,
+        "precision": args.precision,
+        "deterministic": args.deterministic,
+        "chunk": args.chunk,
+        "npu": args.npu,
+        "memory": args.gpu_memory,
+        "slots": 1 if asked is None else args.slots or BATCH_SLOTS,
+        "draft": args.draft,
+        "draft_device": args.draft_device,
+        "speculate": args.speculate,
+    }
+    if devices := replicas(args):
+        if asked is None:
+            raise UsageError("--ray belongs to --batch FILE")
+        return _ray(path, options, asked, args, devices)
+    model = hybrid.load(path, args.device, **options, profile=args.trace is not None, progress=True)
     if model.engine.room is not None:
         print(model.engine.room.line(), file=sys.stderr)
     with model:
@@ -242,21 +242,38 @@ def _batch(args: argparse.Namespace) -> Any:
 def _run_batch(model: Any, asked: Any, args: argparse.Namespace) -> int:
     from hybrid.generate.many import run_batch
 
+    return run_batch(model, lambda text: _encoded(model, text, args), asked, _options(args), output=args.output, as_json=args.json)
+
+
+def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespace, devices: list[str]) -> int:
+    try:
+        from hybrid.generate import scale
+    except ImportError as error:
+        raise ValueError(f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[ray]") from None
+    from hybrid.generate.many import write_all
+
+    load = {"path": str(path.resolve()), **loading}
+    prompts = scale.Prompts(args.chat, args.system, args.parse_special)
+    with scale.engines(load, devices, args.ray_address) as pool:
+
+        def results(rest: Any, first: int) -> Any:
+            return pool.results(rest, first, _options(args), prompts)
+
+        return write_all(results, asked, ", ".join(devices), output=args.output, as_json=args.json)
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of Model.submit."""
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
     options = {name: getattr(args, name) for name in names} | _penalties(args)
-    options["max_tokens"] = DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens
-    return run_batch(model, lambda text: _encoded(model, text, args), asked, options, output=args.output, as_json=args.json)
+    return {**options, "max_tokens": DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens}
 
 
 def _encoded(model: Any, text: str, args: argparse.Namespace) -> list[int]:
     """A prompt's ids; with --chat those of a user's turn."""
-    if not args.chat:
-        return model.encode(text, parse_special=args.parse_special)
-    from hybrid.text.chat import encode
+    from hybrid.generate.many import encoded
 
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    messages += [{"role": "user", "content": text}]
-    return list(encode(model.checkpoint.tokenizer, messages, model.checkpoint.chat_template, args.parse_special))
+    return encoded(model, text, args.chat, args.system, args.parse_special)
 
 
 def _penalties(args: argparse.Namespace) -> dict[str, Any]:

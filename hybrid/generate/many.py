@@ -94,24 +94,46 @@ def written(path: Path, asked: Sequence[Asked]) -> int:
     return len(lines)
 
 
+def encoded(model: Any, text: str, chat: bool, system: str, parse_special: bool) -> list[int]:
+    """A prompt's ids; with `chat` those of a user's turn, after a `system` text where there is one."""
+    if not chat:
+        return list(model.encode(text, parse_special=parse_special))
+    from hybrid.text.chat import encode
+
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": "user", "content": text}]
+    return list(encode(model.checkpoint.tokenizer, messages, model.checkpoint.chat_template, parse_special))
+
+
 def run_batch(model: Any, encode: Callable[[str], Sequence[int]], asked: Sequence[Asked], options: Mapping[str, Any], *,
               output: Path | None, as_json: bool) -> int:  # fmt: skip
     """Generate for all; prints or writes the results, then a line of totals on standard error. Returns the exit code."""
+
+    def results(rest: Sequence[Asked], first: int) -> Iterator[dict[str, Any]]:
+        requests = ((encode(a.prompt), {**options, **a.options}) for a in rest)
+        for index, (a, one) in enumerate(zip(rest, completions(model.submit, requests), strict=True), first):
+            yield result(index, a, one)
+
+    return write_all(results, asked, model.device, output=output, as_json=as_json)
+
+
+def write_all(results: Callable[[Sequence[Asked], int], Iterator[dict[str, Any]]], asked: Sequence[Asked], device: str, *,
+              output: Path | None, as_json: bool) -> int:  # fmt: skip
+    """Print or write what `results` makes of the prompts that have none yet, of which the first has that index; in order."""
     done = 0 if output is None else written(output, asked)
     rest = asked[done:]
     if done:
         print(f"{output}: {done} of {len(asked)} results are there already", file=sys.stderr)
-    requests = ((encode(a.prompt), {**options, **a.options}) for a in rest)
     target: IO[str] = sys.stdout if output is None else output.open("a", encoding="utf-8")
     totals = _Totals()
     try:
         with progress_bar(len(asked), "prompts", False, "prompts", after=1.0) as advance:
             advance(done)
-            results: Iterator[Completion] = completions(model.submit, requests)
-            for index, (a, one) in enumerate(zip(rest, results, strict=True), done):
+            for one in results(rest, done) if rest else ():
                 totals.add(one)
-                print(_line(index, a, one) if as_json or output is not None else one.text, file=target, flush=True)
-                if not as_json and output is None and index + 1 < len(asked):
+                whole = as_json or output is not None
+                print(json.dumps(one, ensure_ascii=False) if whole else one["text"], file=target, flush=True)
+                if not whole and one["index"] + 1 < len(asked):
                     print(BREAK.strip("\n"), file=target)
                 advance(1)
     except KeyboardInterrupt:
@@ -119,18 +141,19 @@ def run_batch(model: Any, encode: Callable[[str], Sequence[int]], asked: Sequenc
     finally:
         if output is not None:
             target.close()
-        print(totals.line(model.device), file=sys.stderr)
+        print(totals.line(device), file=sys.stderr)
     return 0
 
 
-def _line(index: int, asked: Asked, one: Completion) -> str:
+def result(index: int, asked: Asked, one: Completion) -> dict[str, Any]:
+    """A prompt's result as plain data: a line of --output."""
     usage = {f.name: getattr(one.usage, f.name) for f in fields(one.usage)}
     timings = {f.name: getattr(one.timings, f.name) for f in fields(one.timings)}
     found = {"index": index, "prompt": asked.prompt, "text": one.text, "ids": list(one.ids), "finish": one.finish,
              "usage": usage, "timings": timings}  # fmt: skip
     if one.logprobs is not None:
         found["logprobs"] = [{"id": p.id, "logprob": p.logprob, "top": [list(t) for t in p.top]} for p in one.logprobs]
-    return json.dumps(found, ensure_ascii=False)
+    return found
 
 
 class _Totals:
@@ -138,11 +161,11 @@ class _Totals:
         self.results = self.prompt = self.cached = self.generated = 0
         self._begin = time.perf_counter()
 
-    def add(self, one: Completion) -> None:
+    def add(self, one: Mapping[str, Any]) -> None:
         self.results += 1
-        self.prompt += one.usage.prompt_tokens
-        self.cached += one.usage.cached_tokens
-        self.generated += one.usage.completion_tokens
+        self.prompt += one["usage"]["prompt_tokens"]
+        self.cached += one["usage"]["cached_tokens"]
+        self.generated += one["usage"]["completion_tokens"]
 
     def line(self, device: str) -> str:
         seconds = time.perf_counter() - self._begin

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_devices, add_random, open_model
+from hybrid.arguments import add_devices, add_random, add_ray, open_model, replicas
 from hybrid.cli import PRECISIONS, Parser, UsageError, amount, positive, run, size
 from hybrid.core.places import DEMO
 from hybrid.serve.settings import LOOPBACK, Settings
@@ -71,15 +71,7 @@ def parser() -> argparse.ArgumentParser:
         help="load the model again, or end with exit code 3 (restart)",
     )
     p.add_argument("--seed", type=int, metavar="N", help="of the seeds of requests that name none (from the system)")
-    p.add_argument("--ray", action="store_true", help="one replica for each device, through Ray Serve (extra: ray)")
-    p.add_argument(
-        "--replica",
-        action="append",
-        default=[],
-        metavar="DEVICE",
-        help="with --ray: a replica on this device, as of --device; may be repeated (every real GPU here, else cpu)",
-    )
-    p.add_argument("--ray-address", metavar="ADDRESS", help="with --ray: a running cluster's (one of this machine's own)")
+    add_ray(p, "one replica for each device, through Ray Serve")
     p.add_argument("--access-log", action="store_true", help="a line on standard error for each request")
     return p
 
@@ -113,12 +105,11 @@ def _main(args: argparse.Namespace) -> int:
         "queue": args.queue,
         "npu": args.npu,
     }
-    if args.ray:
+    devices = replicas(args)
+    if devices:
         if args.random is not None:
             raise UsageError("--random is for measuring one engine: leave out --ray")
-        return _ray(args, {"path": args.model, **options})
-    if args.replica or args.ray_address:
-        raise UsageError("--replica and --ray-address belong to --ray")
+        return _ray(args, {"path": args.model, **options}, devices)
 
     def load() -> Any:
         import hybrid
@@ -128,29 +119,14 @@ def _main(args: argparse.Namespace) -> int:
     return process.serve(load, settings(args), host=args.host, port=args.port, drain=args.drain, access_log=args.access_log)
 
 
-def _ray(args: argparse.Namespace, options: dict[str, Any]) -> int:
+def _ray(args: argparse.Namespace, options: dict[str, Any], devices: list[str]) -> int:
     if args.access_log:
         raise UsageError("--access-log: with --ray, Ray's proxy keeps the log of requests")
     try:
         from hybrid.serve.scale import ray
     except ImportError as error:
         raise ValueError(f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[serve,ray]") from None
-    devices = args.replica or _devices(args.device)
     return ray.run(options, settings(args), devices, host=args.host, port=args.port, drain=args.drain, address=args.ray_address)
-
-
-def _devices(device: str) -> list[str]:
-    """What --ray deploys on where no --replica is named: every real GPU of this machine, or the one device that was named."""
-    from hybrid.kernels.vulkan.api import VulkanUnavailable
-    from hybrid.kernels.vulkan.instance import list_devices
-
-    if device != "auto":
-        return [device]
-    try:
-        found = [f"vulkan:{d.index}" for d in list_devices() if d.kind != "cpu"]
-    except VulkanUnavailable:
-        found = []
-    return found or ["cpu"]
 
 
 def settings(args: argparse.Namespace) -> Settings:

@@ -17,16 +17,25 @@ POLICY = (
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
+HEAD = "head.html"
+"""What the pages' heads share; a comment with this name stands for it."""
+
+
+def content(path: Path) -> bytes:
+    """A file as it is answered."""
+    return path.read_bytes().replace(f"<!-- {HEAD} -->\n".encode(), (FOLDER / HEAD).read_bytes())
+
+
 def router() -> APIRouter:
     """Every file is read once, now; only these names are answered."""
     r = APIRouter(include_in_schema=False)
-    files = {p.name: (p.read_bytes(), TYPES[p.suffix]) for p in sorted(FOLDER.iterdir()) if p.suffix in TYPES}
+    files = {p.name: (content(p), TYPES[p.suffix]) for p in sorted(FOLDER.iterdir()) if p.suffix in TYPES and p != FOLDER / HEAD}
 
     def answer(name: str) -> Response:
         if name not in files:
             raise ApiError(404, "there is nothing at this address", code="unknown_url")
-        content, kind = files[name]
-        return Response(content, media_type=kind, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
+        body, kind = files[name]
+        return Response(body, media_type=kind, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
 
     @r.get("/")
     async def chat() -> Response:
