@@ -395,12 +395,3 @@ def test_misuse_is_said():
     for wrong, said in (({"rows": 1}, "rows must be at least the number of slots, 2, not 1"), ({"ahead": 0}, "ahead must be pos")):
         with pytest.raises(ValueError, match=said):
             Limits(**{"slots": 2, "ctx": 9, "rows": 9, **wrong})
-
-
-def test_its_cost_is_measured(capsys):
-    from hybrid.perf.serving import scheduler
-
-    spent = scheduler.measure(3, 20)
-    assert all(len(us) >= 18 and min(us) >= 0 and sum(us) > 0 for us in spent.values())
-    assert scheduler.main(["--rows", "2", "--passes", "5"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["rows", "2"]
