@@ -24,14 +24,14 @@ from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Drafter, Lookup
 from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle
+from hybrid.engine.job import Job
 from hybrid.engine.loading import LoadClock
 from hybrid.engine.metrics import Metrics
 from hybrid.engine.options import Options
 from hybrid.engine.request import Request
 from hybrid.engine.room import with_room
-from hybrid.engine.sampling import Sampling
 from hybrid.engine.serving import QUEUE, Serving
-from hybrid.engine.session import Session
+from hybrid.engine.session import Session, in_own_slot
 from hybrid.engine.speculation import Counts, Speculation, check_speculation, most_guesses
 from hybrid.engine.stats import EngineReport, Stats
 from hybrid.planning.cost import plan_cost
@@ -51,7 +51,7 @@ def load(
     precision: PrecisionName = "auto",
     *,
     deterministic: bool = False,
-    slots: int = 1,
+    slots: int | None = None,
     queue: int = QUEUE,
     memory: int | str | None = None,
     chunk: int | None = None,
@@ -68,7 +68,8 @@ def load(
     (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32 converts
     matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
     weights: int8 activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv
-    overrides the cache's type. slots: sequences that the cache has room for at a time (engine.logits_of).
+    overrides the cache's type. slots: sequences that run at a time, for each of which the cache has room at its longest (default: a
+    few, which share the room of one).
     queue: submitted requests that may wait beside those that run. memory: bytes on the device, or text such as 16GiB: the
     cache gets what weights and activations leave of it (default: what `slots` sequences need at their longest).
     chunk: rows of a prefill pass (default: what suits the device).
@@ -88,7 +89,8 @@ def load(
         kv=kv,
         weights=weights,
         ctx=ctx,
-        slots=slots,
+        slots=1 if slots is None else slots,
+        shared=slots is None and not guesses,
         memory=parse_bytes(memory) if isinstance(memory, str) else memory,
         chunk=chunk,
         deterministic=deterministic,
@@ -138,7 +140,7 @@ def _drafter(draft: str | os.PathLike[str] | Drafter | None, engine: Engine, dev
         return draft
     with open_checkpoint(draft) as found:
         ctx = min(engine.cache.ctx, found.hparams.context_length)
-    smaller = load(draft, device, ctx=ctx)
+    smaller = load(draft, device, ctx=ctx, slots=1)
     ours, theirs = (c.tokenizer.vocabulary.pieces for c in (engine.checkpoint, smaller.checkpoint))
     if ours != theirs:
         smaller.close()
@@ -167,6 +169,7 @@ class Model:
         """Guesses of what comes next, where it was loaded with any, and how many were right."""
         self._opened: Opened | None = opened
         self._serving = Serving(engine, checkpoint.tokenizer, opened.device.check_open, queue)
+        self._apart = speculation is not None or engine.device.pipeline_depth > 1 or not engine.blocks.reuse
 
     @property
     def hparams(self) -> HParams:
@@ -224,23 +227,15 @@ class Model:
         engine = self._engine()
         if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
             raise ValueError(f"tokens_per_submit must be a positive integer, not {tokens_per_submit!r}")
-        sampling = Sampling(
-            temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias
-        )
-        sampling.check(engine.target.n_tokens)
-        request = Request(
-            self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt),
-            self.checkpoint.tokenizer,
-            vocab=engine.target.hparams.vocab,
-            ctx=engine.cache.ctx,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=stop,
-            ignore_eos=ignore_eos,
-        )
+        options = Options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, 0, 0, None, repetition_penalty,
+                          presence_penalty, frequency_penalty, logit_bias)  # fmt: skip
+        request = self._serving.request(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
         if session is not None and not session.of(engine):
             raise ValueError("the session belongs to another model: use one that this model made")
-        return engine.lock.steps(self._run(engine, request, session, tokens_per_submit))
+        if self._apart:
+            steps = in_own_slot(engine, request, session, tokens_per_submit, self.speculation, self._engine, self._note)
+            return engine.lock.steps(steps)
+        return self._run(engine, request, options, session, tokens_per_submit)
 
     def submit(
         self,
@@ -287,59 +282,44 @@ class Model:
         return self._serving.metrics()
 
     def session(self) -> Session:
-        """A sequence that stays in the cache between generations, for conversations. Takes the model's slot with
-        its first use: close it before generating without it."""
+        """For a conversation: one generation at a time. What its prompts have in common with what was said before is found in the
+        cache, as it is without a session."""
         return Session(self._engine())
 
-    def _run(
-        self, engine: Engine, request: Request, session: Session | None, tokens_per_submit: int
-    ) -> Generator[str, None, None]:
-        """The pieces of a request's text. Holds a slot of the cache from the first piece on until it is closed."""
+    def _run(self, engine: Engine, request: Request, options: Options, session: Session | None,
+             at_once: int) -> Generator[str, None, None]:  # fmt: skip
+        """The pieces of a request's text, which takes its turn with all others from the first piece on until it is closed."""
         self._engine()  # it may have been closed since `generate`
-        held = Session(engine) if session is None else session
-        length = len(request.prompt) + request.limit if session is None else None
-        slot, cached = held.begin(request.prompt, request.sampling, length)
-        running, intact, counts = held.running, True, Counts()
+        serving, mark = self._serving, None if session is None else session.enter()
         try:
-            engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
-            ids, guessing = request.begin(cached), self.speculation
-            if guessing is None or tokens_per_submit > 1:
-                tokens = engine.stream(slot, ids, request.limit, tokens_per_submit)
-            else:
-                tokens = guessing.stream(engine, slot, ids, request.limit, request.sampling, request.prompt[:cached], counts)
-            for token in tokens:
-                piece = request.push(token)
-                if piece:
+            with engine.lock:
+                cached = serving.cached(request.prompt)
+                engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
+                job = serving.begin(request, options, at_once)
+            try:
+                while (piece := serving.piece(job)) is not None:
                     yield piece
-                if request.finish is not None:
-                    break
-                if piece:  # whoever took it may have closed the model or the session
-                    self._engine()
-                    if held.running is not running:
+                    if session is not None and session.running is not mark and request.finish is None:
                         raise ValueError("the session was closed while this generation ran: it cannot go on")
-        except GeneratorExit:
-            raise
-        except BaseException:
-            intact = False  # interrupted or failed between two passes: what the cache holds is not known
-            raise
+            finally:
+                engine.lock.call_soon(lambda: self._end(job))  # closed by the garbage collector: not in midst of a pass
         finally:
-            request.cancel()
+            if session is not None:
+                session.leave(mark)
 
-            def give_back() -> None:
-                if self._opened is None:  # closed in the middle: nothing to give back
-                    return
-                engine.wait()
-                ours = held.running is running  # else the session was closed
-                passes = engine.positions[slot] - len(request.prompt) if ours else 0
-                if counts.passes:
-                    passes = counts.passes - 1
-                if ours and intact and session is not None:
-                    session.end(request.ids)
-                elif ours:
-                    held.close()
-                self.stats = request.stats(self._report(engine, len(request.prompt) + len(request.out) // 2, passes, counts))
+    def _end(self, job: Job) -> None:
+        """A generation is over, whatever the reason."""
+        if self._opened is None:  # closed in the middle
+            return
+        self._serving.end(job)
+        job.request.cached = job.stream.cached
+        self._note(job.request, self._serving.runner.decoded, Counts())
 
-            engine.lock.call_soon(give_back)  # collected as garbage, this may run while another thread holds the lock
+    def _note(self, request: Request, passes: int, counts: Counts) -> None:
+        """`stats` are those of this request from now on."""
+        if self._opened is not None:
+            context = len(request.prompt) + len(request.out) // 2
+            self.stats = request.stats(self._report(self.engine, context, passes, counts))
 
     def _report(self, engine: Engine, context: int, passes: int, counts: Counts) -> EngineReport:
         """The engine's part of statistics. context: mean length of the sequence; passes: decode passes since the prefill; counts:

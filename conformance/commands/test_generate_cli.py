@@ -107,8 +107,7 @@ def test_a_model_survives_wrong_arguments_and_generations_that_are_dropped_close
                 model.logits(ids)
         pieces = model.generate("the", 9, ignore_eos=True)
         begun = next(pieces)
-        with pytest.raises(hybrid.NoFreeSlot, match="end or close the generation"):
-            model.logits([2, 5])
+        assert model.logits([2, 5]).shape[0] == 2  # takes a slot for as long
         assert begun + "".join(pieces) == truth
         with model.session() as session:
             pieces = model.generate("the", 9, ignore_eos=True, session=session)

@@ -74,7 +74,7 @@ def test_a_generation_and_a_conversation_count_the_same_tokens(model: Model) -> 
     assert model.stats is not None and list(model.stats.ids) == run(model, PROMPT, 12, **STRONG)
     first, s = list(model.stats.ids), Sampling(**STRONG)
     with model.session() as session:
-        "".join(model.generate(PROMPT, 12, ignore_eos=True, session=session))  # without penalties: nothing is noted
+        "".join(model.generate(PROMPT, 30, ignore_eos=True, session=session))  # without penalties: nothing is noted
         second = [*PROMPT, *model.stats.ids, 30]
         "".join(model.generate(second, 12, ignore_eos=True, session=session, **STRONG))
         assert model.stats.cached_tokens > len(PROMPT)

@@ -69,8 +69,8 @@ def test_requests_together_get_the_texts_that_they_get_alone(folder: Path, devic
             assert 0 <= one.timings.queued <= one.timings.first_token <= one.timings.total
         assert not model.engine.positions, "a slot was kept"
         counted = model.metrics()
-        assert (counted.waiting, counted.running, counted.finished) == (0, 0, {"length": len(wanted)})
-        assert counted.generated_tokens == sum(n for _, n, _ in wanted)
+        assert (counted.waiting, counted.running, counted.finished) == (0, 0, {"length": 2 * len(wanted)})
+        assert counted.generated_tokens == 2 * sum(n for _, n, _ in wanted)
 
 
 def test_pieces_events_and_result_say_the_same(model: Model) -> None:
@@ -152,32 +152,28 @@ def test_refusals(folder: Path) -> None:
                 model.submit(PROMPTS[0], **{name: value})
         with pytest.raises(ContextExceeded):
             model.submit([2] * 96)
-        held = model.generate(PROMPTS[0], 50, ignore_eos=True)
-        next(held)  # the only slot
-        waiting = model.submit(PROMPTS[0], max_tokens=2, ignore_eos=True)
-        with pytest.raises(QueueFull, match="try again in") as full:
-            model.submit(PROMPTS[1])
-        assert full.value.retry_after >= 1 and model.metrics().refused == 1
-        with pytest.raises(TimeoutError, match="has not ended after"):
-            waiting.result(0.02)
-        held.close()
+        with model.engine.lock:  # nothing is begun
+            waiting = model.submit(PROMPTS[0], max_tokens=2, ignore_eos=True)
+            with pytest.raises(QueueFull, match="try again in") as full:
+                model.submit(PROMPTS[1])
+            assert full.value.retry_after >= 1 and model.metrics().refused == 1
+            with pytest.raises(TimeoutError, match="has not ended after"):
+                waiting.result(0.02)
         assert waiting.result(PATIENCE).finish == "length"
 
 
 def test_greater_priority_is_begun_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(folder, "cpu", 1) as model:
-        held = model.generate(PROMPTS[0], 50, ignore_eos=True)
-        next(held)
         begun: list[int] = []
         start = model._serving.runner.start
 
-        def noted(scheduled: Any) -> Any:
+        def noted(scheduled: Any, times: int) -> Any:
             begun.extend(stream.n_prompt for stream in scheduled.params)
-            return start(scheduled)
+            return start(scheduled, times)
 
         monkeypatch.setattr(model._serving.runner, "start", noted)
-        handles = [model.submit(PROMPTS[i], max_tokens=2, ignore_eos=True, priority=p) for i, p in enumerate((0, 1, 5, 1))]
-        held.close()
+        with model.engine.lock:  # nothing is begun
+            handles = [model.submit(PROMPTS[i], max_tokens=2, ignore_eos=True, priority=p) for i, p in enumerate((0, 1, 5, 1))]
         for handle in handles:
             handle.result(PATIENCE)
         assert begun == [len(PROMPTS[i]) for i in (2, 1, 3, 0)]

@@ -1,4 +1,4 @@
-"""Sessions: a sequence that stays in the cache goes on as one that is run from its first token."""
+"""Conversations: what the cache holds of a prompt is not run again, and the text is that of a prompt run from its first token."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import hybrid
 from conformance.support.devices import BACKENDS, Devices
 from conformance.support.synthetic import tiny, write_hf
+from hybrid.planning.cache import BLOCK
 
 
 @pytest.fixture(params=BACKENDS)
@@ -18,40 +19,50 @@ def models(request: pytest.FixtureRequest, devices: Devices, tmp_path: Path) -> 
     """Two of the same, deterministic: how many rows a pass has changes no bit."""
     devices.get(request.param)  # skips where there is no Vulkan
     folder = write_hf(tmp_path, tiny(), dtype="f32")
+    options = {"ctx": 256, "deterministic": True, "memory": "1GiB"}
     with ExitStack() as stack:
-        yield [stack.enter_context(hybrid.load(folder, request.param, ctx=128, deterministic=True)) for _ in range(2)]
+        yield [stack.enter_context(hybrid.load(folder, request.param, **options)) for _ in range(2)]
 
 
-IDS = [2, *range(20, 40)]
+IDS = [2, *range(20, 79)]  # a block and most of the next
 
 
-def test_a_conversation_that_goes_on_exactly_runs_the_last_token_first(models: list[hybrid.Model]) -> None:
-    """The last token of a generation has been chosen but not run: the cache holds one token less than was said."""
+def forget(model: hybrid.Model) -> None:
+    """Let the next prompt find nothing."""
+    model.engine.blocks.clear()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_conversation_that_goes_on_exactly_runs_the_last_token_first(models: list[hybrid.Model], held: bool) -> None:
+    """The last token of a generation has been chosen but not run: the cache holds one token less than was said, of which whole
+    blocks are found again; in a session or without."""
     model, anew = models
     with model.session() as session:
         ids, said = list(IDS), 0
-        for more in ([], [], [70, 9]):
-            "".join(model.generate([*ids, *more], 5, ignore_eos=True, session=session))
+        for more in ([], [70, 9], []):  # the first answer ends where a block does
+            "".join(model.generate([*ids, *more], BLOCK - len(IDS) % BLOCK, ignore_eos=True, session=session if held else None))
             stats = model.stats
-            assert stats.cached_tokens == (len(ids) - 1 if said else 0)
+            assert stats.cached_tokens == ((len(ids) - 1) // BLOCK * BLOCK if said else 0)
             assert stats.cached_tokens + stats.prompt_tokens == len(ids) + len(more)
-            "".join(anew.generate([*ids, *more], 5, ignore_eos=True))
+            forget(anew)
+            "".join(anew.generate([*ids, *more], BLOCK - len(IDS) % BLOCK, ignore_eos=True))
             assert anew.stats.ids == stats.ids and anew.stats.cached_tokens == 0
             ids, said = [*ids, *more, *stats.ids], said + 5
 
 
 def test_what_differs_is_run_again(models: list[hybrid.Model]) -> None:
-    """Of what a session holds only what the new prompt begins with is kept, and never the whole prompt."""
+    """Only blocks that the new prompt begins with are found, and never the whole prompt."""
     model, anew = models
-    with model.session() as session:
-        "".join(model.generate(IDS, 4, ignore_eos=True, session=session))
-        held = [*IDS, *model.stats.ids]
-        for ids, same in ((IDS, len(IDS) - 1), ([*IDS[:9], 77, 78], 9), ([5, *held], 0)):
-            "".join(model.generate(ids, 4, ignore_eos=True, session=session))
-            found = model.stats
-            assert found.cached_tokens == same and found.prompt_tokens == len(ids) - same
-            "".join(anew.generate(ids, 4, ignore_eos=True))
-            assert anew.stats.ids == found.ids
+    "".join(model.generate(IDS, 4, ignore_eos=True))
+    held = [*IDS, *model.stats.ids]
+    changed, other = [*IDS[:40], 77, 78], [*IDS[:9], 77, *IDS[10:]]
+    for ids, same in ((IDS, BLOCK), (IDS[:BLOCK], 0), (changed, BLOCK), (other, 0), ([5, *held], 0)):
+        "".join(model.generate(ids, 4, ignore_eos=True))
+        found = model.stats
+        assert found.cached_tokens == same and found.prompt_tokens == len(ids) - same
+        forget(anew)
+        "".join(anew.generate(ids, 4, ignore_eos=True))
+        assert anew.stats.ids == found.ids
 
 
 def test_a_session_is_for_one_generation_at_a_time(models: list[hybrid.Model]) -> None:
@@ -64,7 +75,6 @@ def test_a_session_is_for_one_generation_at_a_time(models: list[hybrid.Model]) -
     session.close()
     with pytest.raises(ValueError, match="the session was closed while this generation ran"):
         list(first)
-    assert not model.engine.positions, "the slot is given back"
     "".join(model.generate(IDS, 2, session=session))
-    assert model.stats.cached_tokens == 0
+    assert set(model.engine.blocks.used.values()) == {0}, "blocks are given back"
     session.close()

@@ -121,6 +121,11 @@ def test_a_text_ends_among_guesses_where_it_would_have(model: hybrid.Model, plai
     long = [*prompt, *text, *text][: CTX - 5]
     wanted = run(model, None, ids=long, max_tokens=50)
     assert run(model, Replay([*long, *wanted], 1.0), ids=long, max_tokens=50) == wanted and model.stats.finish == "context"
+
+
+@pytest.mark.slow
+def test_a_session_with_guesses_runs_what_it_does_not_hold(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
+    prompt, text = model.encode(PROMPT), plain["greedy"]
     with model.session() as session:
         for _ in range(2):  # the second goes on from what the first left, guesses that it did not take among it
             said = "".join(model.generate(prompt, max_tokens=6, ignore_eos=True, session=session))

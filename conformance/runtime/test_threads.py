@@ -97,11 +97,26 @@ def test_an_iterator_that_was_begun_elsewhere_and_dropped_blocks_nobody(folder):
         assert together(lambda: text(model, PROMPTS[1])) == [alone]
         held = model.generate(PROMPTS[0], 24)
         next(held)
-        (error,) = together(lambda: text(model, PROMPTS[1]))
-        assert isinstance(error, NoFreeSlot) and "all 2 slots are in use" in str(error)
+        assert together(lambda: text(model, PROMPTS[1])) == [alone]  # no slot is left, for as long as others run
         kept.clear()
-        assert together(lambda: text(model, PROMPTS[1])) == [alone] and len(model.engine.positions) == 1
         held.close()
+        assert not model._serving._jobs and set(model.engine.blocks.used.values()) == {0}
+
+
+def test_sequences_of_the_engine_get_slots_of_requests_and_keep_them_for_a_bounded_time(folder, monkeypatch):
+    monkeypatch.setattr("hybrid.engine.serving.BLOCKED", 0.1)
+    with load(folder, "cpu", 1) as model:
+        wanted, logits = text(model, PROMPTS[1]), model.logits(PROMPTS[2])
+        pieces = model.generate(PROMPTS[1], 24, ignore_eos=True)
+        found = [next(pieces)]
+        assert np.array_equal(model.logits(PROMPTS[2]), logits)  # the generation gives its slot up, and goes on afterwards
+        assert "".join([*found, *pieces]) == wanted and model.metrics().preemptions == 1
+        parts = model.engine.logits_of([PROMPTS[2]], 4)
+        next(parts)
+        with pytest.raises(NoFreeSlot, match="end or close what holds them"):
+            text(model, PROMPTS[1])
+        parts.close()
+        assert text(model, PROMPTS[1]) == wanted
 
 
 def test_an_iterator_that_garbage_collection_closes_in_the_midst_of_a_pass_waits_for_its_end(folder):
@@ -111,17 +126,17 @@ def test_an_iterator_that_garbage_collection_closes_in_the_midst_of_a_pass_waits
         next(cycle[0])
         cycle.append(cycle)
         del cycle
-        submit = model.engine.submit_prefill
+        submit = model.engine.submit_scheduled
 
-        def collecting(prompts: Any) -> int:
+        def collecting(*args: Any) -> int:
             if not seen:
                 gc.collect()
-                seen.append(set(model.engine.positions))
-            return submit(prompts)
+                seen.append(len(model._serving._jobs))
+            return submit(*args)
 
-        model.engine.submit_prefill = collecting  # type: ignore[method-assign]
+        model.engine.submit_scheduled = collecting  # type: ignore[method-assign]
         assert text(model, PROMPTS[1]) == alone
-        assert seen == [{0, 1}] and not model.engine.positions  # still held during the pass, then given back
+        assert seen == [2] and not model._serving._jobs  # still there during the pass, then ended
 
 
 @pytest.mark.parametrize("device", BACKENDS)

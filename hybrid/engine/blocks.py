@@ -302,13 +302,24 @@ class Blocks:
                 pool.drop(block, 0)
         self.given += 1
 
-    def clear(self) -> None:
-        """Forget every prefix: what the device held is lost. Nobody may hold a block."""
+    def clear(self, since: int = 0) -> None:
+        """Forget every prefix that pass `since` or a later one completed: what those left on the device is lost."""
         for pool in self.pools:
-            for key in list(pool.by_key):
-                pool.forget(key)
+            for key in [key for key, block in pool.by_key.items() if pool.born[block] >= since]:
+                self._forget(pool, key)
+
+    def reset(self, reserved: Iterable[Mapping[str, Sequence[int]]]) -> None:
+        """Forget every sequence and prefix; only what is reserved stays taken."""
+        for g, pool in enumerate(self.pools):
+            self.pools[g] = Pool(pool.group)
+        for pool in self.pools:
+            for blocks in reserved:
+                for block in blocks[pool.group.name]:
+                    pool.free.remove(block)
+                    pool.refs[block] = 1
         self._parent.clear()
         self._children.clear()
+        self.given += 1
 
     def _pass(self, held: Held, g: int, first: int) -> None:
         """Give up a group's blocks before `first`."""

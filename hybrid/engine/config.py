@@ -18,6 +18,7 @@ from hybrid.spec.schedule import Schedule
 
 DEFAULT_CTX = 4096
 MOST_GUESSES = 16
+SHARING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class EngineConfig:
     blocks: tuple[int, int] = (0, 0)
     """Blocks of the KV cache in global and in local layers (0: what `slots` sequences need at their longest). With fewer,
     scheduled sequences take turns."""
+    shared: bool = False
+    """In place of `slots` and `blocks`: SHARING slots, with blocks for one sequence at its longest."""
     memory: int | None = None
     """Bytes on the device: the KV cache takes what weights and activations leave of them, in place of `blocks`."""
     chunk: int | None = None

@@ -83,7 +83,7 @@ class Engine:
         self._timing = Timing(self.trace)
         self._last_pipeline_slot = device.pipeline_depth - 1  # of the last prefill pass
         self._slot_ticket: dict[int, int] = {}  # the ticket of a pipeline slot's last pass
-        self._programs: dict[tuple[Phase, int, int, bool, bool, int, frozenset[Option]], Program] = {}
+        self.programs: dict[tuple[Phase, int, int, bool, bool, int, frozenset[Option]], Program] = {}
         self._decoding: tuple[int, ...] | None = None  # sequences that the device's rows are set up for
         self._decoder: Program | None = None
         self.inbox = Inbox(device, self.cache)
@@ -271,14 +271,14 @@ class Engine:
         """The compiled plan of a pass with these row counts (buckets of `sizes`), compiled at its first use; see
         planning.planner.plan."""
         key = (phase, rows, outs, capture, sample, pipeline_slot, frozenset(options))
-        if key not in self._programs:
+        if key not in self.programs:
             cooperative = self.cooperative and (phase == "decode" or "verify" in options)  # passes that are run again
-            self._programs[key] = self.device.compile(self.plan(*key), profile=self.config.profile, cooperative=cooperative)
-        return self._programs[key]
+            self.programs[key] = self.device.compile(self.plan(*key), profile=self.config.profile, cooperative=cooperative)
+        return self.programs[key]
 
     def forget_programs(self, phase: Phase) -> None:
         """Compile the programs of a phase, and those that verify, anew at their next use."""
-        self._programs = {key: p for key, p in self._programs.items() if key[0] != phase and "verify" not in key[-1]}
+        self.programs = {key: p for key, p in self.programs.items() if key[0] != phase and "verify" not in key[-1]}
         self._decoding = None
 
     def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0,
@@ -363,17 +363,17 @@ class Engine:
             self._slot_ticket[pipeline_slot] = ticket
         return ticket
 
-    def submit_scheduled(self, program: Program, rows: Rows | None) -> int:
-        """Submit a scheduled pass with these rows, or (None) those of the pass before, going on; returns its ticket."""
+    def submit_scheduled(self, program: Program, rows: Rows | None, times: int = 1) -> int:
+        """Submit a scheduled pass with these rows (None: the last ones), and `times` - 1 that go on from there; its ticket."""
         if rows is not None:
             self._decoding = None
             self.inbox.put(rows)
             self._message = True
         self.served = True
-        return self._submit(program)
+        return self._submit(program, times)
 
     def settle(self) -> None:
-        """Until every pass has finished, void ones run again or, where they were scheduled, dropped."""
+        """Until every pass has finished, void ones run again; those of the scheduler are dropped."""
         self._settle()
 
     def _submit(self, program: Program, times: int = 1) -> int:

@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybrid.engine.stats import Finish
 
@@ -23,8 +25,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Text that can be passed on, often "" (an unfinished character, the beginning of a stop string), and the tokens since the
     event before."""
 
@@ -66,6 +67,46 @@ class Completion:
     timings: Timings
 
 
+class Wakes:
+    """Readers with news whose event loops are still to be told: each loop is woken once for all of them."""
+
+    def __init__(self) -> None:
+        self._marks: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+
+    def add(self, loop: asyncio.AbstractEventLoop, mark: asyncio.Event) -> None:
+        self._marks.setdefault(loop, []).append(mark)
+
+    def send(self) -> None:
+        while self._marks:
+            loop, marks = self._marks.popitem()
+            with contextlib.suppress(RuntimeError):  # that loop is closed: its readers are gone
+                loop.call_soon_threadsafe(_set_all, marks)
+
+
+def _set_all(marks: list[asyncio.Event]) -> None:
+    for mark in marks:
+        mark.set()
+
+
+class Pieces:
+    """The text of one request whose only reader runs its passes itself (serving.py), or finds that others have. Guarded by the
+    engine's lock."""
+
+    def __init__(self) -> None:
+        self.texts: deque[str] = deque()
+        """What the reader has not taken yet."""
+        self.completion: Completion | None = None
+        self.error: BaseException | None = None
+        self.cancelled = False
+
+    def push(self, event: Event, wakes: Wakes) -> None:
+        if event.text:
+            self.texts.append(event.text)
+
+    def end(self, completion: Completion | None, error: BaseException | None, wakes: Wakes) -> None:
+        self.completion, self.error = completion, error
+
+
 class Stream:
     """Events of one request, from the thread that owns the device to its readers."""
 
@@ -78,23 +119,25 @@ class Stream:
         self.wake: Callable[[], object] = lambda: None
         """Tells the thread that owns the device that `cancelled` was set."""
         self._changed = threading.Condition()
+        self._sleeping = 0  # threads that wait
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     @property
     def ended(self) -> bool:
         return self.completion is not None or self.error is not None
 
-    def push(self, event: Event) -> None:
+    def push(self, event: Event, wakes: Wakes) -> None:
+        """wakes: told of the readers in event loops; its caller sends them."""
         with self._changed:
             self.events.append(event)
-            self._tell()
+            self._tell(wakes)
 
-    def end(self, completion: Completion | None, error: BaseException | None = None) -> None:
+    def end(self, completion: Completion | None, error: BaseException | None, wakes: Wakes) -> None:
         """The last that happens to it; what comes later is dropped."""
         with self._changed:
             if not self.ended:
                 self.completion, self.error = completion, error
-                self._tell()
+                self._tell(wakes)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -106,7 +149,7 @@ class Stream:
         while True:
             with self._changed:
                 while at == len(self.events) and not self.ended:
-                    self._changed.wait(1.0)
+                    self._sleep(1.0)
                 fresh = self.events[at:]
             if not fresh:
                 self._end_of_reading()
@@ -144,13 +187,20 @@ class Stream:
                 left = 1.0 if until is None else min(1.0, until - time.monotonic())
                 if left <= 0:
                     raise TimeoutError(f"the request has not ended after {timeout:g} s: wait longer, or cancel() it")
-                self._changed.wait(left)
+                self._sleep(left)
 
-    def _tell(self) -> None:
-        self._changed.notify_all()
-        for loop, mark in self._waiting:
-            with contextlib.suppress(RuntimeError):  # that loop is closed: its reader is gone
-                loop.call_soon_threadsafe(mark.set)
+    def _sleep(self, seconds: float) -> None:
+        self._sleeping += 1
+        try:
+            self._changed.wait(seconds)
+        finally:
+            self._sleeping -= 1
+
+    def _tell(self, wakes: Wakes) -> None:
+        if self._sleeping:
+            self._changed.notify_all()
+        for mark in self._waiting:
+            wakes.add(*mark)
 
     def _end_of_reading(self) -> None:
         if self.error is not None:

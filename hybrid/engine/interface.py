@@ -11,6 +11,7 @@ from hybrid.core.plan import TensorDecl
 from hybrid.engine.choosing import Choosing
 from hybrid.engine.chunks import Chunk
 from hybrid.engine.inbox import Rows
+from hybrid.engine.kv import BlockTables
 from hybrid.engine.lock import EngineLock
 from hybrid.engine.sampling import Sampling
 from hybrid.planning.cache import CacheShape
@@ -27,6 +28,7 @@ class PassRunner(Protocol):
     device: Device
     target: Target
     choosing: Choosing
+    tables: BlockTables
     sizes: PassSizes
     cache: CacheShape
     lock: EngineLock

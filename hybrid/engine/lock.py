@@ -30,19 +30,20 @@ class EngineLock:
         if self._owner == me:
             self._depth += 1
             return self
-        waiter = me, threading.Lock()
-        waiter[1].acquire()
+        waiter = None
         with self._state:
-            free = self._owner is None
-            if free:
+            if self._owner is None:
                 self._owner = me
             else:
+                waiter = me, threading.Lock()
+                waiter[1].acquire()
                 self._queue.append(waiter)
-        if not free:
+        if waiter is not None:
             self._wait(waiter)
         self._depth = 1
         try:
-            self._run_deferred()
+            if self._deferred:
+                self._run_deferred()
         except BaseException:
             self._release()
             raise
@@ -102,7 +103,8 @@ class EngineLock:
         """Run what was deferred, then hand the lock to the first of the queue."""
         self._depth = 1  # deferred calls may take the lock again
         try:
-            self._run_deferred()
+            if self._deferred:
+                self._run_deferred()
         finally:
             self._depth = 0
             with self._state:

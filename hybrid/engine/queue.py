@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
@@ -41,6 +41,21 @@ def length_at_end(stream: Stream, ctx: int, blocks: Blocks) -> int:
                 "more memory"
             )
     return last
+
+
+def has_room(blocks: Blocks, running: Sequence[Stream], prompts: Sequence[Stream], stream: Stream) -> bool:
+    """Whether there are blocks for what is known of a sequence, beside what the others need: those whose prompts run, all of
+    theirs, and every other one a block. What is alone always fits (`length_at_end`)."""
+    if not running:
+        return True
+    for g, pool in enumerate(blocks.pools):
+        want = len(running)
+        for s in (*prompts, stream):
+            assert s.held is not None
+            want += max(0, pool.group.need(len(s.ids) + 1, blocks.block) - (s.held.size - s.held.first[g]))
+        if want > pool.available:
+            return False
+    return True
 
 
 class Queue:

@@ -8,7 +8,7 @@ from hybrid.checkpoint import Checkpoint
 from hybrid.core.device import Device
 from hybrid.core.units import show_bytes
 from hybrid.devices.opening import Opened, beside
-from hybrid.engine.config import EngineConfig
+from hybrid.engine.config import SHARING, EngineConfig, sizes_for
 from hybrid.engine.weights import stored_types
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.footprint import Footprint, footprint
@@ -89,10 +89,18 @@ def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedu
 
 
 def fitted(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> tuple[EngineConfig, Room | None]:
-    """The configuration with as many blocks as `config.memory` has room for; as it is where no memory is given."""
+    """The configuration with as many blocks as `config.memory` has room for; with `shared`
+    slots that share those of one sequence; as it is where neither is asked for."""
+    hp = checkpoint.hparams
+    alone = device.pipeline_depth > 1 or (config.deterministic and device.backend == "cpu")  # runs one sequence at a time
+    if config.shared and not alone:
+        config = replace(config, slots=SHARING)
+        rows = sizes_for(config, hp, device).rows[-1]
+        one = CacheShape.of(hp, config.context(hp), 1, rows)
+        config = replace(config, blocks=(one.table, one.ring))
     if config.memory is None:
         return config, None
-    hp, capabilities = checkpoint.hparams, capabilities_of(device.has)
+    capabilities = capabilities_of(device.has)
     context, chunk = config.context(hp), chunk_of(capabilities) if config.chunk is None else config.chunk
     weights = stored_types(checkpoint, config.weights, device.backend)
     held = footprint(hp, weights, batch=config.slots, context=context, chunk=chunk, precision=config.precision, kv=config.kv,

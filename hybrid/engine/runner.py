@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hybrid.core.device import Program
 from hybrid.core.plan import FAULTED
 from hybrid.engine.engine import Engine
 from hybrid.engine.inbox import Rows
@@ -26,16 +27,11 @@ class VoidPass(Exception):
     """A pass chose no tokens (voids.py), and those behind it neither: the cache holds nothing of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(NamedTuple):
     """A pass that was submitted, with its ticket."""
 
     scheduled: Pass
     ticket: int
-
-    @property
-    def wanting(self) -> list[Run]:
-        return [run for run in self.scheduled.runs if run.wants]
 
 
 def scheduler_of(engine: Engine, clock: Callable[[], float], queue: int) -> Scheduler:
@@ -53,36 +49,63 @@ class Runner:
 
     def __init__(self, engine: Engine, refused: Callable[[Stream, Exception], object]) -> None:
         self.engine, self.refused = engine, refused
-        self._rows: tuple[object, ...] = ()  # what the device's rows are set up for
+        self._last: Program | None = None  # of the pass before, where it had one row of each sequence
+        self._sequences: list[tuple[Any, ...]] = []  # that the device's rows are set up for, with their slots
         self._message = -1  # the number of messages when they were
         self.work = Work()
+        self._programs: object = None  # those of the engine at that time
+        self.decoded = 0
+        """Passes since the last with rows of a prompt."""
 
-    def start(self, p: Pass) -> Flight:
-        """Submit a pass, which waits for none that runs."""
-        engine = self.engine
-        wanting = [run for run in p.runs if run.wants]
+    def start(self, p: Pass, times: int = 1) -> Flight:
+        """Submit a pass, which waits for none that runs, and with it those after it that continue it, `times` in all."""
+        engine, same = self.engine, [run[:2] for run in p.runs]
+        if self._last is not None and same == self._sequences and not p.writes and self._continues_last(p):
+            self.decoded += times
+            self.work.begin(p, True, self._last.plan)
+            return Flight(p, engine.submit_scheduled(self._last, None, times))
+        wanting = p.wanting
         slots = [run.slot for run in wanting]
         options = engine.choosing.options(slots)
-        onward = len(wanting) == len(p.runs) == p.rows and not engine.config.deterministic  # one row of each sequence
+        onward = _onward(p) and not engine.config.deterministic
         phase: Phase = "decode" if onward else "prefill"
         outs = bucket_of(p.outs, engine.sizes.decode if onward else engine.sizes.outs) if p.outs else 0
         rows = outs if onward else bucket_of(p.rows, engine.sizes.rows)
         slot = 0 if onward else engine.next_pipeline_slot()
         program = engine.program(phase, rows, outs, pipeline_slot=slot, options=options)
         self.work.begin(p, onward, program.plan)
-        same = (program, *slots)
-        if onward and not p.writes and self._rows == same and self._message == engine.inbox.messages and _go_on(p):
-            return Flight(p, engine.submit_scheduled(program, None))
         tokens, positions, of, out_rows = p.arrays()
-        ticket = engine.submit_scheduled(program, Rows(tokens, positions, of, out_rows, self._masks(wanting), p.writes))
-        self._rows, self._message = same, engine.inbox.messages
+        ticket = engine.submit_scheduled(program, Rows(tokens, positions, of, out_rows, self._masks(wanting), p.writes), times)
+        self._last, self._sequences = program if onward else None, same
+        self._message, self._programs = engine.inbox.messages, engine.programs
+        if any(run.start < run.seq.n_prompt for run in p.runs):
+            self.decoded, engine.prefilled = 0, engine.counters.copy()
+        else:
+            self.decoded += times
         return Flight(p, ticket)
+
+    def follow(self, flight: Flight, p: Pass) -> Flight:
+        """A pass that the submit of another runs too."""
+        assert self._last is not None
+        self.work.begin(p, True, self._last.plan)
+        return Flight(p, flight.ticket)
+
+    def _continues_last(self, p: Pass) -> bool:
+        """Whether the device goes on with a pass as it is, with the rows of the pass before: nobody has used it meanwhile."""
+        engine = self.engine
+        return self._message == engine.inbox.messages and self._programs is engine.programs and _go_on(p)
+
+    def continues(self, first: Pass, p: Pass) -> bool:
+        """Whether the submit of a pass may run this one too, after it: the same rows, each going on."""
+        if p.writes or p.params or self.engine.config.deterministic or not _onward(first):
+            return False
+        return _go_on(p) and [run[:2] for run in p.runs] == [run[:2] for run in first.runs]
 
     def tokens(self, flight: Flight) -> list[int]:
         """The token that each run wanted, once the pass has finished; NOT_FINITE where there was none to choose. VoidPass."""
-        peek, ticket = self.engine.device.peek, flight.ticket
-        found = [peek("history", run.slot, run.start + (len(run.ids) if run.ids else 1), ticket) for run in flight.wanting]
-        if flight.wanting:  # else nothing was waited for
+        peek, ticket, runs = self.engine.device.peek, flight.ticket, flight.scheduled.wanting
+        found = [peek("history", slot, start + (len(ids) if ids else 1), ticket) for _, slot, start, ids, _ in runs]
+        if runs:  # else nothing was waited for
             self.work.end(flight.scheduled)
         if FAULTED in found:
             self.work.lost()
@@ -104,5 +127,10 @@ class Runner:
         return np.array(rows, np.int32)
 
 
+def _onward(p: Pass) -> bool:
+    """Whether it has one row of each sequence."""
+    return p.rows == p.outs == len(p.runs)
+
+
 def _go_on(p: Pass) -> bool:
-    return all(run.ids is None for run in p.runs)
+    return [run[3] for run in p.runs].count(None) == len(p.runs)

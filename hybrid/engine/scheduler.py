@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hybrid.engine.blocks import Blocks, Write
-from hybrid.engine.queue import Queue, in_order, length_at_end, remove
+from hybrid.engine.queue import Queue, has_room, in_order, length_at_end, remove
 from hybrid.engine.sequence import Counts, Ending, Limits, Pass, Run, Stream
 
 SHARE = 4
@@ -37,7 +37,8 @@ class Scheduler:
         self.blocks, self.limits, self.counts = blocks, limits, Counts()
         self.max_writes = len(blocks.pools) * (limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block))
         """Of a pass."""
-        self._number = 0  # of the last pass
+        self.number = 0
+        """Of the last pass."""
         self._queue = Queue(limits, clock)
         self._running: list[Stream] = []  # in order
         self._prompts: list[Stream] = []  # those of the running whose prompts are not scheduled whole
@@ -97,11 +98,12 @@ class Scheduler:
 
     # --- a pass ------------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Pass | None:
-        """The next pass; None where nothing can run before a pass has been committed, or before more requests come."""
-        if len(self._flights) >= self.limits.ahead or not (self._running or self._queue.streams):
+    def schedule(self, at_once: int = 1) -> Pass | None:
+        """The next pass; None where nothing can run before a pass has been committed, or before more requests come. at_once: passes
+        in flight that count as one, because one submit runs them."""
+        if len(self._flights) >= self.limits.ahead * at_once or not (self._running or self._queue.streams):
             return None
-        runs, now, limit = list[Run](), self._number + 1, self.limits.rows
+        runs, now, limit = list[Run](), self.number + 1, self.limits.rows
         if self._prompts and self._prompts[0] is self._running[0]:
             self._first_goes_on(self._prompts[0], now)
         rows = self._decode(runs)
@@ -114,10 +116,9 @@ class Scheduler:
         if not runs:
             return None
         outs = sum([run[4] for run in runs])
-        context = max([run[0].position for run in runs])
-        done = Pass(now, runs, self._writes, self._params, self._released, rows, outs, context)
+        done = Pass(now, runs, self._writes, self._params, self._released, rows, outs)
         self._writes, self._params, self._released, self._adopted = [], [], [], 0
-        self._number = now
+        self.number = now
         self._flights.append(done)
         self.counts.passes += 1
         self.counts.rows += rows
@@ -170,12 +171,13 @@ class Scheduler:
         self.counts.accepted += len(ids) - before - 1
         if stream.slot is not None:
             stream.position = len(ids) - 1  # rows of drafts that were refused are run again, with other tokens
-            self.blocks.seal(stream.held, ids, len(ids) - 1, self._number)  # type: ignore[arg-type]
+            self.blocks.seal(stream.held, ids, len(ids) - 1, self.number)  # type: ignore[arg-type]
         return len(ids) - before
 
-    def lose(self) -> None:
-        """The device and what it held are lost: forget passes in flight and the cache; every sequence starts again from the
-        tokens that are known."""
+    def lose(self, cache: bool = True) -> None:
+        """The passes in flight have done nothing: forget them, and what they were to leave in the cache, or (cache) all that it
+        holds; every sequence starts again from the tokens that are known."""
+        since = self._flights[0].number if self._flights else self.number + 1
         self._flights.clear()
         for stream in reversed(list(self._running)):
             self._park(stream)
@@ -183,32 +185,41 @@ class Scheduler:
             stream.flying = 0
         self._slots.extend(slot for _, slot in self._cooling)
         self._cooling.clear()
-        self.blocks.clear()
+        self.blocks.clear(0 if cache else since)
+
+    def put_back_last(self) -> bool:
+        """Let the last in order wait, for somebody else who needs a slot or blocks; False where none runs. No pass may be in
+        flight."""
+        if not self._running:
+            return False
+        self._preempt(self._running[-1])
+        return True
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def _decode(self, runs: list[Run]) -> int:
         """A row of every sequence that decodes, and its drafts; returns how many."""
-        rows, limits = 0, self.limits
-        most = min(limits.mixed or limits.rows, limits.outs or limits.slots)
-        spare = most - min(len(self._running) + self.waiting, limits.slots)  # for drafts: every stream may want a row
+        rows, limits, spare = 0, self.limits, -1
         for stream in self._running:  # it loses its last ones where some are preempted
             position, flying = stream.position, stream.flying
             if stream.steady and position < stream.stop:
-                ids: tuple[int, ...] | None = None if flying else (stream.ids[-1],)
-                runs.append(tuple.__new__(Run, (stream, stream.slot, position, ids, 1)))  # half of the time of Run(...)
+                runs.append(tuple.__new__(Run, (stream, stream.slot, position, None, 1)))  # half of the time of Run(...)
                 stream.position, stream.flying = position + 1, flying + 1
                 rows += 1
                 continue
             total = len(stream.ids) + flying
             if position != total - 1 or total >= stream.last or (flying and not stream.ahead):
                 continue
+            if spare < 0:  # rows for drafts: every stream may want one
+                most = min(limits.mixed or limits.rows, limits.outs or limits.slots)
+                spare = most - min(len(self._running) + self.waiting, limits.slots)
             drafts, stream.drafts = stream.drafts[: max(0, min(spare, stream.last - total - 1))] if stream.drafts else (), ()
             if drafts and position + len(drafts) >= stream.until and not self._grow(stream, position + len(drafts) + 1):
                 drafts = ()
             if position >= stream.until and not self._extend(stream, position + 1):
                 continue
-            ids, n = None if flying else (stream.ids[-1], *drafts), 1 + len(drafts)
+            ids: tuple[int, ...] | None = None if flying else (stream.ids[-1], *drafts)
+            n = 1 + len(drafts)
             assert stream.slot is not None
             runs.append(Run(stream, stream.slot, position, ids, n))
             stream.position, stream.flying, stream.steady = position + n, flying + 1, stream.ahead
@@ -300,7 +311,7 @@ class Scheduler:
         n, _ = blocks.match(held, stream.ids, (len(stream.ids) - 1) // blocks.block, now)
         stream.slot, mark = self._slots[-1], len(self._writes)
         fits = self._adopt(stream, n)
-        if not fits or not self._has_room(stream):
+        if not fits or not has_room(self.blocks, self._running, self._prompts, stream):
             blocks.release(held)
             if fits:
                 self._adopted -= n
@@ -320,21 +331,6 @@ class Scheduler:
             self.counts.cached += stream.cached
         return True
 
-    def _has_room(self, stream: Stream) -> bool:
-        """Whether there are blocks for what is known of a sequence, beside what the others need: those whose prompts run, all of
-        theirs, and every other one a block. What is alone always fits (`add`)."""
-        if not self._running:
-            return True
-        block = self.blocks.block
-        for g, pool in enumerate(self.blocks.pools):
-            want = len(self._running)
-            for s in (*self._prompts, stream):
-                assert s.held is not None
-                want += max(0, pool.group.need(len(s.ids) + 1, block) - (s.held.size - s.held.first[g]))
-            if want > pool.available:
-                return False
-        return True
-
     def _first_goes_on(self, stream: Stream, now: int) -> None:
         """The first in order, a prompt, has room for a row before those that decode take theirs, whoever must go for it."""
         if not self._follow(stream, now) and stream.position >= stream.until:
@@ -346,9 +342,7 @@ class Scheduler:
             last = self._running[-1]
             if last is stream:
                 return False
-            self.counts.preemptions += 1
-            last.preemptions += 1
-            self._park(last)
+            self._preempt(last)
         return True
 
     def _grow(self, stream: Stream, positions: int) -> bool:
@@ -361,6 +355,11 @@ class Scheduler:
         stream.until = held.size * block
         stream.stop = min(stream.until, stream.last - 1)
         return True
+
+    def _preempt(self, stream: Stream) -> None:
+        self.counts.preemptions += 1
+        stream.preemptions += 1
+        self._park(stream)
 
     def _park(self, stream: Stream) -> None:
         """Let a running sequence wait, with nothing of its own but its tokens."""

@@ -132,8 +132,16 @@ class Pass:
     released: list[int] = field(default_factory=list)
     rows: int = 0
     outs: int = 0
-    context: int = 0
-    """Of the longest sequence, in positions."""
+
+    @property
+    def context(self) -> int:
+        """Of the longest sequence, in positions."""
+        return max(run.start + (1 if run.ids is None else len(run.ids)) for run in self.runs)
+
+    @property
+    def wanting(self) -> list[Run]:
+        """The runs of which a token is wanted."""
+        return self.runs if self.outs == len(self.runs) == self.rows else [run for run in self.runs if run.wants]
 
     def check(self, tokens: int, counts: Sequence[int] | None) -> None:
         """ValueError unless so many tokens, `counts` for each run that wants any (None: one each), are what the pass can choose."""

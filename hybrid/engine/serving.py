@@ -1,10 +1,12 @@
-"""Requests that run in the background: one thread owns the device while there are any, `submit` is callable from every thread.
+"""Requests of one engine: those of `Model.submit` run in the background, by one thread that owns the device while there are any;
+those of `Model.generate` are run by whoever reads them. `submit` is callable from every thread.
 
     submit -> arrived -> the scheduler: waits, runs in passes together with others, is put back, ends -> events all the while
 
-The thread takes what has arrived, lets the scheduler make passes as long as it wants any, submits them, and reads the oldest
-while the next one runs. What goes wrong with one request ends that one; what goes wrong with the device ends all of them. The
-thread ends after a while without work.
+Whoever runs passes (holding the engine's lock for one at a time) takes what has arrived, lets the scheduler make passes as long
+as it wants any, submits them, hands out the tokens of the pass before, and reads the oldest while the next one runs. A pass has
+rows of all requests, whoever runs it. What goes wrong with one request ends that one; what goes wrong with the device ends all of
+them. The thread ends after a while without work.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from hybrid.core.errors import QueueFull
+from hybrid.core.errors import NoFreeSlot, QueueFull
 from hybrid.engine.engine import Engine
-from hybrid.engine.faults import fault
-from hybrid.engine.handle import Completion, Event, Handle, Timings, TokenLogprob, Usage
+from hybrid.engine.handle import Handle, Pieces
 from hybrid.engine.handle import Stream as Readers
+from hybrid.engine.job import Job
 from hybrid.engine.metrics import Metrics
 from hybrid.engine.options import Options
 from hybrid.engine.queue import length_at_end
 from hybrid.engine.request import Request
-from hybrid.engine.runner import Flight, Runner, VoidPass, scheduler_of
-from hybrid.engine.sequence import Stream
+from hybrid.engine.rounds import Rounds
+from hybrid.engine.runner import scheduler_of
 from hybrid.text.tokenizer import Tokenizer
 
 QUEUE = 1024
@@ -36,65 +38,25 @@ QUEUE = 1024
 IDLE = 5.0  # seconds without work after which the thread ends; the next request begins another
 JOIN = 600.0  # seconds that closing waits for the thread's last pass
 RECHECK = 0.005  # seconds until requests for which there is no room are looked at again
+BLOCKED = 10.0  # seconds that a reader waits for room that is not the scheduler's
 _serving: weakref.WeakSet[Serving] = weakref.WeakSet()
 
 
-class Job:
-    """A request with its options, its readers, and what the scheduler knows of it."""
-
-    def __init__(self, number: int, request: Request, options: Options) -> None:
-        self.request, self.options, self.readers = request, options, Readers()
-        self.arrived = time.perf_counter()
-        self.begun: float | None = None
-        self.first: float | None = None
-        self.text: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.stream = Stream(
-            number, request.prompt, request.limit, ends=request.end_ids, priority=options.priority, tag=self,
-            deadline=None if options.deadline is None else self.arrived + options.deadline, ahead=options.constraint is None,
-        )  # fmt: skip
-
-    def push(self, token: int, logprob: TokenLogprob | None = None) -> None:
-        """The next token: an event, and the end where it is one."""
-        if self.first is None:
-            self.first = time.perf_counter()
-        text = self.request.push(token)
-        self.text.append(text)
-        of = () if logprob is None else (logprob,)
-        self.logprobs += of
-        self.readers.push(Event(text, (token,), of or None))
-
-    def end(self) -> None:
-        """Tell the readers that it has ended, as the request says or, where that has not ended, the scheduler."""
-        request, stream = self.request, self.stream
-        if request.finish is None and (rest := request.cancel("deadline" if stream.finish == "deadline" else "cancelled")):
-            self.text.append(rest)
-            self.readers.push(Event(rest))
-        assert request.finish is not None
-        usage = Usage(len(request.prompt), stream.cached, len(request.out))
-        times = [None if t is None else t - self.arrived for t in (self.begun, self.first)]
-        timings = Timings(times[0], times[1], time.perf_counter() - self.arrived)
-        logprobs = tuple(self.logprobs) if self.options.logprobs else None
-        self.readers.end(Completion("".join(self.text), tuple(request.out), request.finish, logprobs, usage, timings))
-
-
-class Serving:
+class Serving(Rounds):
     """The queue and the thread of one engine. check: raises where the model cannot be used (closed, device lost)."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, check: Callable[[], object], queue: int = QUEUE) -> None:
         if not isinstance(queue, int) or queue < 1:
             raise ValueError(f"queue must be a positive integer, the requests that may wait, not {queue!r}")
-        self.engine, self.tokenizer, self.check, self.queue = engine, tokenizer, check, queue
-        self.scheduler = scheduler_of(engine, time.perf_counter, queue)
-        self.runner = Runner(engine, self._refused)
-        # The scheduler, the runner and the flights are the thread's, which holds the engine's lock meanwhile.
-        self._flights: deque[Flight] = deque()
-        # The rest is guarded by this; who holds it takes no other lock.
+        super().__init__(engine, queue)
+        self.tokenizer, self.check = tokenizer, check
+        # What is here is guarded by this; who holds it takes no other lock. The rest is of who holds the engine's lock.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._arrived: list[Job] = []
-        self._jobs: dict[int, Job] = {}  # by number, all that have not ended
+        self._behind = 0  # requests that the thread runs
+        self._timed = False  # whether one ever had a deadline
         self._number = self._refusals = 0
         self._closed: BaseException | None = None
         self._woken = False
@@ -105,10 +67,7 @@ class Serving:
     # ------------------------------------------------------------------------------------------------- from any thread
     def submit(self, prompt: Sequence[int], options: Options) -> Handle:
         """Put a request into the queue. ValueError, ContextExceeded (the prompt), QueueFull."""
-        hp, o = self.engine.target.hparams, options
-        (sampling := o.sampling()).check(self.engine.target.n_tokens)
-        request = Request(prompt, self.tokenizer, vocab=hp.vocab, ctx=self.engine.cache.ctx, max_tokens=o.max_tokens,
-                          sampling=sampling, stop=o.stop, ignore_eos=o.ignore_eos)  # fmt: skip
+        request, readers = self.request(prompt, options), Readers()
         with self._changed:
             if self._closed is not None:
                 raise self._closed
@@ -116,15 +75,81 @@ class Serving:
             if waiting >= self.queue:
                 self._refusals += 1
                 raise QueueFull(waiting, self._retry_after())
-            self._number += 1
-            job = Job(self._number, request, options)
-            length_at_end(job.stream, self.engine.cache.ctx, self.engine.blocks)  # ContextExceeded where it would never fit
-            job.readers.wake = self.wake
-            self._jobs[self._number] = job
-            self._arrived.append(job)
+            self._put(request, options, readers)
+            readers.wake = self.wake
+            self._behind += 1
             self._start()
             self._changed.notify_all()
-        return Handle(job.readers)
+        return Handle(readers)
+
+    def request(self, prompt: Sequence[int], options: Options) -> Request:
+        """ValueError for what cannot be, ContextExceeded for a prompt that leaves no room for a token."""
+        hp, o = self.engine.target.hparams, options
+        (sampling := o.sampling()).check(self.engine.target.n_tokens)
+        return Request(prompt, self.tokenizer, vocab=hp.vocab, ctx=self.engine.cache.ctx, max_tokens=o.max_tokens,
+                       sampling=sampling, stop=o.stop, ignore_eos=o.ignore_eos)  # fmt: skip
+
+    def begin(self, request: Request, options: Options, at_once: int = 1) -> Job:
+        """A request that whoever asked reads piece by piece, and so runs."""
+        with self._changed:
+            if self._closed is not None:
+                raise self._closed
+            return self._put(request, options, Pieces(), at_once)
+
+    def piece(self, job: Job) -> str | None:
+        """The next piece of text of a request of `begin`, after as many passes as that takes; None at its end. Raises what ended
+        it; NoFreeSlot where others keep the slots or the blocks that it needs."""
+        pieces, until = job.pieces, 0.0
+        assert pieces is not None
+        texts = pieces.texts
+        while True:
+            with self.engine.lock:
+                if not texts and pieces.error is None and pieces.completion is None:
+                    self.check()
+                    blocked = self._guarded()
+                if texts:
+                    return texts.popleft()
+                if pieces.error is not None:
+                    raise pieces.error
+                if pieces.completion is not None:
+                    return None
+            if not blocked:
+                until = 0.0
+                continue
+            until = until or time.monotonic() + BLOCKED
+            if time.monotonic() > until:
+                raise NoFreeSlot(f"for {BLOCKED:g} s all {self.engine.cache.slots} slots, or too many blocks of the KV cache, have "
+                                 "been in use by sequences of the engine: end or close what holds them")  # fmt: skip
+            time.sleep(RECHECK)
+
+    def end(self, job: Job) -> None:
+        """End a request of `begin`, if it has not ended, and wait for what still runs where it was the last. The caller holds the
+        engine's lock."""
+        with self._changed:
+            self._arrived = [j for j in self._arrived if j is not job]
+        if job.stream.held is not None:
+            self.scheduler.cancel(job.stream)
+        self._end(job)
+        try:
+            while self._flights and not self._jobs:
+                self._take()
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+
+    def cached(self, prompt: Sequence[int]) -> int:
+        """How many of a prompt's tokens the cache holds now."""
+        blocks = self.engine.blocks
+        return blocks.block * blocks.match(blocks.held(), prompt, (len(prompt) - 1) // blocks.block, self.scheduler.number + 1)[0]
+
+    def _put(self, request: Request, options: Options, readers: Readers | Pieces, at_once: int = 1) -> Job:
+        job = Job(self._number + 1, request, options, readers, at_once)
+        length_at_end(job.stream, self.engine.cache.ctx, self.engine.blocks)  # ContextExceeded where it would never fit
+        self._number += 1
+        self._jobs[self._number] = job
+        self._arrived.append(job)
+        self._timed = self._timed or options.deadline is not None
+        return job
 
     def wake(self) -> None:
         """Something has changed that the thread should see before its next pass."""
@@ -179,7 +204,7 @@ class Serving:
             try:
                 with self.engine.lock:
                     self.check()
-                    blocked = self._round()
+                    blocked = self._round() if self._behind or not self._jobs else False
             except Exception as error:  # of the device, or of what was not foreseen: nobody is left waiting
                 self._fail_all(error)
                 continue
@@ -196,29 +221,54 @@ class Serving:
                 if self._closed is not None:
                     self._thread = None
                     return False
-                if self._jobs or self._flights:
+                if self._behind or (self._flights and not self._jobs):
                     return True
                 if (left := until - time.monotonic()) <= 0:
                     self._thread = None
                     return False
                 self._changed.wait(left)
 
-    def _round(self) -> bool:
-        """Submit what the scheduler wants, then take the tokens of the oldest pass. True: nothing can run now."""
-        self._look()
-        scheduler = self.scheduler
-        while (scheduled := scheduler.schedule()) is not None:
-            for stream in scheduled.params:
-                self._place(stream.tag)
-            self._flights.append(self.runner.start(scheduled))
-        if not self._flights:
-            return bool(self._jobs)
+    def _guarded(self) -> bool:
+        """A round in the thread of somebody who may be interrupted, or whom an error reaches at once."""
         try:
-            self._take(self._flights[0])
-        except VoidPass:  # every sequence starts again from the tokens that it has
-            self._flights.clear()
-            scheduler.lose()
+            return self._round()
+        except Exception as error:
+            self._fail_all(error)
+            raise
+        except BaseException:
+            if self._deciding:
+                self._begin_anew()
+            elif self.scheduler.in_flight != len(self._flights):  # one was made and not submitted
+                self._flights.clear()
+                self.scheduler.lose(cache=False)
+            self._due = True
+            raise
+
+    def _round(self) -> bool:
+        """Take the tokens of the oldest pass, submit what the scheduler wants, hand them out. True: nothing can run now."""
+        if (self._due or self._arrived or self._woken) and self._go_on():
+            return False
+        if not self._flights:
+            self._due = True
+            return bool(self._jobs)
+        self._take()
+        self._go_on()
         return False
+
+    def _go_on(self) -> bool:
+        """Submit what the scheduler wants and hand out what was taken; whether anything was."""
+        self._due, self._deciding = False, True
+        if self._arrived or self._woken or self._timed:
+            self._look()
+        if self._chosen and self.scheduler.limits.ahead == 1:  # submitting is running: tokens would come late
+            self._due = True
+        else:
+            self._submit()
+        given = bool(self._chosen)
+        if given:
+            self._deliver()
+        self._deciding = False
+        return given
 
     def _look(self) -> None:
         """Take in what has arrived, end what was cancelled or is late."""
@@ -227,6 +277,9 @@ class Serving:
             woken, self._woken = self._woken, False
             cancelled = [j for j in self._jobs.values() if j.readers.cancelled] if woken else []
         for job in arrived:
+            if job.pieces is not None and self.scheduler.waiting >= self.queue:  # its reader waits, whom nobody refuses
+                self._arrived.append(job)
+                continue
             try:
                 self.scheduler.add(job.stream)
             except Exception as error:  # it would never fit
@@ -237,68 +290,16 @@ class Serving:
         for stream in self.scheduler.expire():
             self._end(stream.tag)
 
-    def _place(self, job: Job) -> None:
-        """It has a slot, for the first time or again: its tokens are chosen as its options say."""
-        stream, choosing = job.stream, self.engine.choosing
-        if job.begun is None:
-            job.begun = time.perf_counter()
-            job.request.begin(0)
-        if job.request.sampling.counts:  # `history` is written here: no pass may note a token of the slot's last sequence there
-            self.engine.device.wait()
-        assert stream.slot is not None
-        choosing.admit(stream.slot, job.request.sampling, job.request.prompt, job.options.constraint, stream.generated)
-
-    def _take(self, flight: Flight) -> None:
-        """Wait for a pass, hand its tokens out, end what ends with them."""
-        tokens, wrong = self.runner.tokens(flight), {}
-        found: dict[int, TokenLogprob | None] = {}
-        for run, token in zip(flight.wanting, tokens, strict=True):
-            if run.seq.finish is not None:
-                continue
-            at = run.start + (len(run.ids) if run.ids else 1)
-            if token < 0:
-                wrong[run.seq.id] = fault(token, self.engine.checkpoint.path, run.slot, at)
-            elif run.seq.tag.options.logprobs:
-                said = self.engine.choosing.reported(run.slot, at, flight.ticket)
-                found[run.seq.id] = None if said is None else TokenLogprob(*said[0], said[1])
-        for number, error in wrong.items():
-            job = self._jobs[number]
-            self.scheduler.cancel(job.stream, "error")
-            self._end(job, error)
-        self._flights.popleft()
-        for stream, n in self.scheduler.commit(flight.scheduled, tokens):
-            job = stream.tag
-            for token in stream.ids[len(stream.ids) - n :]:
-                self._hand_out(job, token, found.get(stream.id))
-
-    def _hand_out(self, job: Job, token: int, logprob: TokenLogprob | None) -> None:
-        stream, constraint = job.stream, job.options.constraint
-        job.push(token, logprob)
-        if job.request.finish is not None:
-            self.scheduler.cancel(stream, "stop")  # where the scheduler has not seen the end itself
-            self._end(job)
-        elif constraint is not None:
-            try:
-                if stream.slot is None:  # put back: it has no slot at the moment
-                    constraint.accept(token)
-                else:
-                    self.engine.choosing.accept(stream.slot, token)
-            except Exception as error:  # whatever somebody's constraint raises
-                self._refused(stream, error)
-
-    def _refused(self, stream: Stream, error: Exception) -> None:
-        if self.scheduler.cancel(stream, "error"):
-            self._end(stream.tag, error)
-
     def _end(self, job: Job, error: BaseException | None = None) -> None:
         """Tell the readers of one that the scheduler has let go of."""
         with self._changed:
             if self._jobs.pop(job.stream.id, None) is None:
                 return
+            self._behind -= job.pieces is None
         if error is None:
-            job.end()
+            job.end(self._wakes)
         else:
-            job.readers.end(None, error)
+            job.readers.end(None, error, self._wakes)
         reason = "error" if error is not None else str(job.request.finish)
         with self._changed:
             self._finished[reason] = self._finished.get(reason, 0) + 1
@@ -313,11 +314,27 @@ class Serving:
         with self.engine.lock:
             self._flights.clear()
             self.runner.work.lost()
+            self._chosen.clear()
             for job in jobs:
                 if job.stream.held is not None:  # else it was never added
                     self.scheduler.cancel(job.stream, "error")
                 self._end(job, error)
+            self._wakes.send()
             self.scheduler.lose()
+
+    def _begin_anew(self) -> None:
+        """Somebody was interrupted in the midst of deciding: what the scheduler holds is not known, and every request ends."""
+        with self._changed:
+            jobs, self._arrived = list(self._jobs.values()), []
+        self._flights.clear()
+        self._chosen.clear()
+        for job in jobs:
+            self._end(job, RuntimeError("the program was interrupted while this request was scheduled: submit it again"))
+        self._wakes.send()
+        counts = self.scheduler.counts
+        self.engine.tables.forget_scheduled()
+        self.scheduler = scheduler_of(self.engine, time.perf_counter, self.queue)
+        self.scheduler.counts = counts
 
     def _retry_after(self) -> float:
         """Seconds until a place in the queue is likely to be free, by how the last requests ended."""

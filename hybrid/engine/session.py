@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 
 from hybrid.engine.engine import Engine
+from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
+from hybrid.engine.speculation import Counts, Speculation
+
+Note = Callable[[Request, int, Counts], object]
 
 
 class Session:
@@ -24,6 +28,18 @@ class Session:
     def of(self, engine: Engine) -> bool:
         """Whether this is a session of that engine."""
         return self._engine is engine
+
+    def enter(self) -> object:
+        """A generation runs in it: what identifies that."""
+        if self.running is not None:
+            raise ValueError("the session is in use by a generation that has not ended: end or close that one first")
+        self.running = object()
+        return self.running
+
+    def leave(self, mark: object) -> None:
+        """That generation has ended."""
+        if self.running is mark:
+            self.running = None
 
     def begin(self, ids: Sequence[int], sampling: Sampling, length: int | None = None) -> tuple[int, int]:
         """(slot, how many leading `ids` the cache holds: fewer than all, because the last one's logits are needed). length:
@@ -68,3 +84,53 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def in_own_slot(engine: Engine, request: Request, session: Session | None, at_once: int, guessing: Speculation | None,
+                check: Callable[[], object], note: Note) -> Generator[str, None, None]:  # fmt: skip
+    """The pieces of a request's text, in a slot of its own, which it holds from the first piece on until it is closed: passes that
+    verify guesses, and those of several devices at a time, are not scheduled together with others. check: raises where the
+    model is closed. note: told at the end of decode passes, and of guesses."""
+    check()  # it may have been closed since it was asked for
+    held = Session(engine) if session is None else session
+    length = len(request.prompt) + request.limit if session is None else None
+    slot, cached = held.begin(request.prompt, request.sampling, length)
+    running, intact, counts = held.running, True, Counts()
+    try:
+        engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
+        ids = request.begin(cached)
+        if guessing is None or at_once > 1:
+            tokens = engine.stream(slot, ids, request.limit, at_once)
+        else:
+            tokens = guessing.stream(engine, slot, ids, request.limit, request.sampling, request.prompt[:cached], counts)
+        for token in tokens:
+            piece = request.push(token)
+            if piece:
+                yield piece
+            if request.finish is not None:
+                break
+            if piece:  # whoever took it may have closed the model or the session
+                check()
+                if held.running is not running:
+                    raise ValueError("the session was closed while this generation ran: it cannot go on")
+    except GeneratorExit:
+        raise
+    except BaseException:
+        intact = False  # interrupted or failed between two passes: what the cache holds is not known
+        raise
+    finally:
+        request.cancel()
+
+        def give_back() -> None:
+            live = slot in engine.positions  # else the model was closed in the middle: nothing to give back
+            if live:
+                engine.wait()
+            ours = live and held.running is running  # else the session was closed
+            passes = engine.positions[slot] - len(request.prompt) if ours else 0
+            if ours and intact and session is not None:
+                session.end(request.ids)
+            elif ours:
+                held.close()
+            note(request, counts.passes - 1 if counts.passes else passes, counts)
+
+        engine.lock.call_soon(give_back)  # collected as garbage, this may run while another thread holds the lock

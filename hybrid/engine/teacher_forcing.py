@@ -20,9 +20,11 @@ def logits_of(engine: PassRunner, sequences: Sequence[Sequence[int]], chunk: int
     """See Engine.logits_of."""
     rows = min(chunk or engine.sizes.logits, engine.sizes.logits)
     decl = TensorDecl("logits", "f32", (engine.sizes.logits, engine.target.hparams.vocab), "io")
-    free = max(1, engine.cache.slots - len(engine.positions))
-    for at in range(0, len(sequences), free):
-        for done, (logits,) in _passes(engine, sequences[at : at + free], rows, [decl], capture=False):
+    left = list(sequences)
+    while left:
+        n = engine.tables.fitting([len(ids) for ids in left])
+        now, left = left[:n], left[n:]
+        for done, (logits,) in _passes(engine, now, rows, [decl], capture=False):
             check_finite(engine.checkpoint.path, logits, done.positions)
             yield logits
 
