@@ -24,7 +24,7 @@ from hybrid.harness.cases import Case
 from hybrid.harness.compare import Disagreement, same_bits
 from hybrid.harness.inputs import make
 from hybrid.harness.reference import check, expect
-from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _layer
+from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_next, _layer
 from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_ops
 
@@ -49,6 +49,13 @@ OWN_STEPS = (
     ("add_rmsnorm", {"a": "j", "residual": "e", "w_post": "w_post_own", "w_next": "w_next", "sum": "s", "y": "y"}),
     ("linear", {"x": "y", "w": "w_qkv", "y": "qkv"}),
 )
+# The end of a layer of AltUp's streams, and the next one's prediction.
+STREAM_STEPS = (
+    ("altup_add", {"corrected": "c", "a": "j", "w_post": "w_post", "streams": "s"}),
+    ("altup_predict", {"streams": "s", "w_router_norm": "w_router_norm", "w_router": "w_router", "w_predict": "w_predict",
+                       "w_norm": "w_norm", "predicted": "p", "normed": "n", "y": "y"}),
+)  # fmt: skip
+CHAINS = {len(steps): steps for steps in (STEPS, OWN_STEPS, STREAM_STEPS)}
 OWN_BUFFERS = 40  # bound by layer.*.own
 USES = [{"workgroups": n, "threads": t} for n in (1, 132) for t in (256, 768)]
 
@@ -81,7 +88,7 @@ def planned(
     decls: dict[str, TensorDecl] = {}
     steps = []
     for i in order or range(len(made)):
-        (op, args), case = (OWN_STEPS if len(made) == len(OWN_STEPS) else STEPS)[i], made[i]
+        (op, args), case = CHAINS[len(made)][i], made[i]
         args = {a: swaps.get(f"{i}.{a}", t) for a, t in args.items()}
         drawn = make(SPECS[op], case)
         for arg, name in args.items():
@@ -197,6 +204,26 @@ def test_a_layer_with_its_own_input_in_one_dispatch(devices: Devices, w: str) ->
                 assert found == (1 if device.storage_buffers >= OWN_BUFFERS else 10)
 
 
+def stream_cases(hidden: int, rows: int, act: str, live: int) -> list[Case]:
+    bind = {"T": rows, "H": hidden, "A": 4}
+    return [
+        Case(op, bind, dict(SPECS[op].dtypes({"y": act} if "y" in args else {})), SPECS[op].attrs(bind, {}), live, live, seed=i,
+             style="full")
+        for i, (op, args) in enumerate(STREAM_STEPS)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("act", ["q8_act", "f16"])
+def test_streams_that_end_a_layer_and_begin_the_next(devices: Devices, act: str) -> None:
+    """Rows of one sweep of a workgroup, of two, and, of more than its registers hold."""
+    device = devices.get("vulkan", guard=GUARD)
+    for hidden, rows, live in ((96, 1, 1), (1056, 3, 3), (2048, 1, 0), (8224, 2, 2)):
+        fits = act == "q8_act" or 1024 < hidden <= 2048
+        grids = int(rows > 1)  # of live rows
+        assert run(device, stream_cases(hidden, rows, act, live)) == (1 if fits else 2) + grids
+    assert run(device, stream_cases(96, 1, "q8_act", 1), swaps={"1.streams": "other"}) == 2
+
+
 def test_own_inputs_of_other_types_are_recorded_step_by_step(devices: Devices) -> None:
     device = devices.get("vulkan", guard=GUARD)
     assert judged(device, USES[0], cases({**SIZES, "own": 32}, "q4_1", 1, "q8_act", 7, 1)) == 10
@@ -288,20 +315,21 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
     if mutant.kind == "shader":
         need_compiler()
     sound = devices.get("vulkan", guard=GUARD)
-    own = mutant.op == "layer_own"
+    own, streams = mutant.op == "layer_own", mutant.op == "altup_next"
     if own and sound.storage_buffers < OWN_BUFFERS:
         pytest.skip(f"{sound.name} binds {sound.storage_buffers} buffers, {OWN_BUFFERS} are needed")
-    made = cases({**SIZES, "own": 64} if own else SIZES, "q4_0", 1, "q8_act", 3, 1)
+    sizes = {**SIZES, "own": 64} if own else SIZES
+    made = stream_cases(1056, 1, "q8_act", 1) if streams else cases(sizes, "q4_0", 1, "q8_act", 3, 1)
     chosen = spy_kernels(sound, monkeypatch)
     assert judged(sound, USES[0], made) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options: dict[str, Any] = {"spirv": mutated_spirv(mutant, chosen, tmp_path)} if mutant.kind == "shader" else {}
     if mutant.kind == "binding":
         wrong = mutated_function(mutant, "record")
-        for ops in (_layer.OPS, _layer.QUERIES_WITH_OWN):
+        for ops in (_altup_next.OPS,) if streams else (_layer.OPS, _layer.QUERIES_WITH_OWN):
             monkeypatch.setitem(GROUPS, ops, wrong)
     with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
-        cancelled(device, USES[0], made)
+        (run if streams else cancelled)(device, *(() if streams else (USES[0],)), made)
 
 
 def test_every_group_has_a_shader_and_a_binding_mutant() -> None:

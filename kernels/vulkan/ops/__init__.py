@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 
 from hybrid.kernels.vulkan.groups import Binding, Group
-from hybrid.kernels.vulkan.ops import _layer, _layer_attention
+from hybrid.kernels.vulkan.ops import _altup_next, _layer, _layer_attention
 
 BINDINGS: dict[str, Binding] = {
     m.name: importlib.import_module(f"{__name__}.{m.name}").record
@@ -18,5 +18,6 @@ BINDINGS: dict[str, Binding] = {
 # Fused groups by the operations of their consecutive steps (kernels/vulkan/groups.py), longer ones first.
 GROUPS: dict[tuple[str, ...], Group] = {
     _layer_attention.OPS: _layer_attention.record,
+    _altup_next.OPS: _altup_next.record,
     **{ops: _layer.record for ops in (_layer.WITH_OWN, _layer.QUERIES_WITH_OWN, _layer.OPS, _layer.QUERIES)},
 }

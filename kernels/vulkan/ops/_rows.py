@@ -15,7 +15,8 @@ def record_rows(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], reads:
     """One dispatch of the operation's kernel for the live rows; a last output `y` is f32, f16 or q8_act."""
     rows, hidden, device = step.bind["T"], step.bind["H"], rec.device
     dtype = f".{t['y'].dtype}" if writes[-1] == "y" else ""
-    kernel = rec.kernel(f"{step.op}{dtype}.{workgroup(hidden, device.max_threads)}", SUBGROUP=device.subgroup_size)
+    kernel = rec.kernel(f"{step.op}{dtype}.{workgroup(hidden, device.max_threads)}", SUBGROUP=device.subgroup_size,
+                        STREAMS=step.bind.get("A", 1))
     push = struct.pack("<4I2f", CONTROL[step.extent], rows, hidden // 4, step.bind.get("A", 1),
                        step.attrs.get("eps", 0.0), step.attrs.get("least", 0.0))
     rec.dispatch(kernel, [p for name in reads for p in t[name].parts], [p for name in writes for p in t[name].parts], push,
