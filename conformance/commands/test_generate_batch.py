@@ -95,3 +95,20 @@ def test_wrong_files_and_options_are_refused_before_the_model_is_loaded(
     for more in (["--prompt", "b"], ["--tokens-per-submit", "2"]):
         assert command(folder, "--batch", file, *more) == 2
     assert generate.main([str(folder), "--output", str(file)]) == 2 and "belong to --batch" in capsys.readouterr().err
+
+
+def test_engines_of_ray_are_for_batches(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, said in [
+        (["--ray", "--prompt", "a"], "--ray belongs to --batch"),
+        (["--replica", "cpu", "--prompt", "a"], "belong to --ray"),
+        (["--ray-address", "auto", "--prompt", "a"], "belong to --ray"),
+    ]:
+        assert generate.main([str(folder), *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_parts_of_a_batch_are_some_for_each_engine_and_keep_its_slots_full() -> None:
+    pytest.importorskip("ray.data", reason="the extra `ray` is not installed")
+    from hybrid.generate.scale import part_of
+
+    assert [part_of(n, 2, 8) for n in (1, 64, 100, 400, 10_000)] == [8, 8, 13, 50, 64]
