@@ -101,3 +101,17 @@ def test_a_full_server_still_answers_what_needs_no_engine(model: hybrid.Model, s
             assert small.http.get(path).status_code == 200
     assert all(len(h.result(60).ids) == 1 for h in handles)
     until(lambda: at_rest(model))
+
+
+def test_plans_are_looked_through_once_for_all_requests(
+    model: hybrid.Model, small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a model computes with takes long to say, and it is said in every answer."""
+    body = {"prompt": "a", "max_tokens": 1}
+    first = small.post("/v1/completions", body).json()["system_fingerprint"]
+
+    def asked(self: Any) -> None:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(type(model.engine), "precision", property(asked))
+    assert small.post("/v1/completions", body).json()["system_fingerprint"] == first

@@ -41,6 +41,7 @@ class Service:
         self.seeds = Seeds(settings.seed)
         self._lock = threading.Lock()
         self._grammars: tuple[Model, Grammars] | None = None
+        self._fingerprint: tuple[Model, str] | None = None
 
     def model(self, asked: str | None) -> Model:
         """The model, if it is the one that was asked for. ApiError 404 or 503."""
@@ -55,9 +56,12 @@ class Service:
         return self.settings.name or model.checkpoint.name
 
     def fingerprint(self, model: Model) -> str:
-        """Of what computes: the project, the device and the precision. The same where equal seeds give equal texts."""
-        what = repr((__version__, model.device, sorted(model.engine.precision.items())))
-        return f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+        """Of what computes: the project, the device and the precision. The same where equal seeds give equal texts. Made once for
+        a model: its precision is found by looking through its plans, which takes as long as several passes."""
+        if self._fingerprint is None or self._fingerprint[0] is not model:
+            what = repr((__version__, model.device, sorted(model.engine.precision.items())))
+            self._fingerprint = model, f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+        return self._fingerprint[1]
 
     def tokens(self, model: Model) -> Tokens:
         return Tokens(model.checkpoint.tokenizer)
