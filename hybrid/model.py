@@ -16,7 +16,7 @@ from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
 from hybrid.devices.opening import NpuKind, Opened, opening_devices
-from hybrid.engine import batch
+from hybrid.engine import batch, warming
 from hybrid.engine.chunks import token_ids
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.constraint import Constraint
@@ -61,6 +61,7 @@ def load(
     draft: str | os.PathLike[str] | Drafter | None = None,
     draft_device: str | None = None,
     speculate: Literal["auto"] | int | None = None,
+    warm: bool = False,
 ) -> Model:
     """Open a .gguf file or a Hugging Face directory (or take an open checkpoint) and make it ready on a device.
 
@@ -80,6 +81,7 @@ def load(
     with the same tokenizer (on draft_device; default: as `device`), or "lookup": what followed the last tokens where they stood
     before. speculate: how many are guessed, auto (by what is accepted and what passes take here), a number, or 0 for none; alone
     it means "lookup".
+    warm: make what passes of many sequences need now, so that no request waits for that.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
     guesses = most_guesses(draft, speculate)
@@ -123,6 +125,8 @@ def load(
                 speculation = Speculation(drafter, fixed, engine.faults.append)
             with clock.phase("pipelines"):
                 engine.warm_up()
+                if warm:
+                    warming.warm(engine)
         except BaseException:
             opened.device.close()
             raise
@@ -215,23 +219,27 @@ class Model:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
+        logprobs: int = 0,
     ) -> Generator[str, None, None]:
         """Pieces of text as they come; joined they are `decode` of the generated ids, cut before a stop string.
 
         Ids are used verbatim; text gets a begin-of-text token. Ends after max_tokens, at an end-of-text token (unless
         ignore_eos), at a stop string, or at the context's end; `stats` says which. With a `session`, what the prompt
         shares with the session's last sequence is not run again. With several tokens_per_submit pieces come that many
-        at a time, with less work for the host; an end of text is then noticed late. How tokens are chosen:
+        at a time, with less work for the host; an end of text is then noticed late. logprobs: as for `submit`, in
+        `stats`. How tokens are chosen:
         hybrid.engine.sampling.Sampling. Raises at once for wrong arguments.
         """
         engine = self._engine()
         if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
             raise ValueError(f"tokens_per_submit must be a positive integer, not {tokens_per_submit!r}")
-        options = Options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, 0, 0, None, repetition_penalty,
-                          presence_penalty, frequency_penalty, logit_bias)  # fmt: skip
+        options = Options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, logprobs, 0, None,
+                          repetition_penalty, presence_penalty, frequency_penalty, logit_bias)  # fmt: skip
         request = self._serving.request(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
         if session is not None and not session.of(engine):
             raise ValueError("the session belongs to another model: use one that this model made")
+        if self._apart and logprobs:
+            raise ValueError("logprobs come with requests that are scheduled: load without draft and speculate, or use submit")
         if self._apart:
             steps = in_own_slot(engine, request, session, tokens_per_submit, self.speculation, self._engine, self._note)
             return engine.lock.steps(steps)
@@ -295,7 +303,7 @@ class Model:
             with engine.lock:
                 cached = serving.cached(request.prompt)
                 engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
-                job = serving.begin(request, options, at_once)
+                job = serving.begin(request, options, 1 if options.logprobs else at_once)
             try:
                 while (piece := serving.piece(job)) is not None:
                     yield piece
@@ -313,6 +321,7 @@ class Model:
             return
         self._serving.end(job)
         job.request.cached = job.stream.cached
+        job.request.logprobs = tuple(job.logprobs) if job.options.logprobs else None
         self._note(job.request, self._serving.runner.decoded, Counts())
 
     def _note(self, request: Request, passes: int, counts: Counts) -> None:

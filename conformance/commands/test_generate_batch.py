@@ -54,6 +54,20 @@ def test_objects_with_options_and_json(folder: Path, texts: list[str], tmp_path:
     assert found[0]["usage"]["completion_tokens"] == 6 and found[0]["timings"]["total"] > 0
 
 
+def test_a_prompt_that_cannot_be_run_has_an_error_and_the_others_go_on(folder: Path, texts: list[str], tmp_path: Path,
+                                                                       capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    file.write_text("\n".join([PROMPTS[0], "the bee " * 40, PROMPTS[2]]), encoding="utf-8")
+    assert command(folder, "--batch", file, "--output", output) == 1
+    found = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [f.get("text") for f in found] == [texts[0], None, texts[2]] and [f["index"] for f in found] == [0, 1, 2]
+    assert found[1]["error"].startswith(f"{file}: line 2: a prompt of ") and "leaves no room" in found[1]["error"]
+    said = capsys.readouterr().err
+    assert f"error: {found[1]['error']}" in said and "2 results, 1 errors" in said
+    assert command(folder, "--batch", file) == 1  # as text: nothing stands where there is none
+    assert capsys.readouterr().out == "\n\f\n".join([texts[0], "", texts[2]]) + "\n"
+
+
 def test_output_goes_on_where_it_was_interrupted(folder: Path, texts: list[str], tmp_path: Path,
                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"

@@ -19,6 +19,7 @@ import numpy as np
 
 from hybrid.core.errors import ContextExceeded
 from hybrid.engine.chunks import check_ids
+from hybrid.engine.handle import TokenLogprob
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.stats import EngineReport, Finish, Stats
 from hybrid.text.stops import StopFilter
@@ -64,6 +65,8 @@ class Request:
         """Why it ended; None while it has not."""
         self.cached = 0
         """Tokens of the prompt that the KV cache held when it began."""
+        self.logprobs: tuple[TokenLogprob, ...] | None = None
+        """Of each generated token, where they were asked for; whoever runs it sets them."""
         self.end_ids = frozenset[int]() if ignore_eos else tokenizer.eos_ids
         self._text = StreamDecoder(tokenizer)
         self._stops = StopFilter([stop] if isinstance(stop, str) else stop or ())
@@ -118,6 +121,7 @@ class Request:
             cached_tokens=self.cached,
             tokens=len(self.out),
             ids=tuple(self.out),
+            logprobs=self.logprobs,
             finish=self.finish or "cancelled",
             first_token_seconds=self._first - self._began,
             total_seconds=ended - self._began,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid.core.units import show_bytes, show_rate
 from hybrid.engine.loading import Load
 from hybrid.spec.devicesheet import sheet_for
+
+if TYPE_CHECKING:
+    from hybrid.engine.handle import TokenLogprob
 
 Finish = Literal["eos", "stop", "length", "context", "cancelled", "deadline"]
 
@@ -75,6 +78,8 @@ class Stats:
     """Guesses of the next tokens, where there are any: how many, how many of them right, tokens of a pass."""
     drafted: int = 0
     accepted: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of each generated token, where they were asked for."""
 
     @property
     def prompt_per_second(self) -> float:
@@ -145,4 +150,7 @@ class Stats:
         """Everything, ready for JSON."""
         rates = ("tokens_per_second", "gb_per_second", "share_of_peak")  # null where there is none
         found = {r: getattr(self, r) if self.timed else None for r in rates}
-        return {**asdict(self), "prompt_per_second": self.prompt_per_second, **found}
+        said = {**asdict(self), "prompt_per_second": self.prompt_per_second, **found}
+        if self.logprobs is None:
+            del said["logprobs"]
+        return said

@@ -145,6 +145,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--draft-device", metavar="NAME", help="what the draft model runs on (as --device)")
     p.add_argument("--speculate", type=_speculate, metavar="K", help="guesses of a pass: auto, 0 to 16 (auto with --draft, else 0)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    p.add_argument(
+        "--logprobs", type=int, default=0, metavar="N", help="with --json or --output: of each token, and of the N best (0)"
+    )
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
     p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
     p.add_argument(
@@ -173,9 +176,11 @@ def _main(args: argparse.Namespace) -> int:
             raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
         path = DEMO
     with usage():  # refused before the model is loaded
-        Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, **_penalties(args))
+        Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, **_penalties(args), logprobs=args.logprobs)
         most_guesses(args.draft, args.speculate)
         StopFilter(args.stop)
+    if args.logprobs and not args.json and args.output is None:
+        raise UsageError("--logprobs are printed with --json, or written with --batch FILE --output FILE")
     if args.system and not args.chat:
         raise UsageError("--system belongs to --chat: a plain prompt has no turns")
     if args.trace is not None:
@@ -264,7 +269,7 @@ def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespa
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Of Model.submit."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "logprobs")
     options = {name: getattr(args, name) for name in names} | _penalties(args)
     return {**options, "max_tokens": DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens}
 
@@ -315,6 +320,7 @@ def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
         args.stop,
         args.ignore_eos,
         tokens_per_submit=args.tokens_per_submit,
+        logprobs=args.logprobs,
         **_penalties(args),
     )
     if not args.json and not args.chat:

@@ -12,14 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import nearest
 from hybrid.core.units import show_rate
-from hybrid.engine.batch import completions
-from hybrid.engine.handle import Completion
+from hybrid.engine.batch import outcomes
+from hybrid.engine.handle import Completion, Handle
 from hybrid.engine.options import Options
 from hybrid.text.stops import StopFilter
 
@@ -34,6 +35,8 @@ class Asked:
 
     prompt: str
     options: Mapping[str, Any]
+    where: str = ""
+    """The file and its line."""
 
 
 def read(path: Path, text: str) -> list[Asked]:
@@ -49,7 +52,7 @@ def read(path: Path, text: str) -> list[Asked]:
 
 def _parsed(where: str, line: str) -> Asked:
     if not line.lstrip().startswith("{"):
-        return Asked(line, {})
+        return Asked(line, {}, where)
     try:
         given = json.loads(line)
     except json.JSONDecodeError as error:
@@ -71,7 +74,7 @@ def _parsed(where: str, line: str) -> Asked:
         Options(**given).sampling()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
-    return Asked(prompt, given)
+    return Asked(prompt, given, where)
 
 
 def written(path: Path, asked: Sequence[Asked]) -> int:
@@ -107,11 +110,16 @@ def encoded(model: Any, text: str, chat: bool, system: str, parse_special: bool)
 
 def run_batch(model: Any, encode: Callable[[str], Sequence[int]], asked: Sequence[Asked], options: Mapping[str, Any], *,
               output: Path | None, as_json: bool) -> int:  # fmt: skip
-    """Generate for all; prints or writes the results, then a line of totals on standard error. Returns the exit code."""
+    """Generate for all; prints or writes the results, then a line of totals on standard error. Returns the exit code: 1 where a
+    prompt has an error in place of a text."""
 
     def results(rest: Sequence[Asked], first: int) -> Iterator[dict[str, Any]]:
-        requests = ((encode(a.prompt), {**options, **a.options}) for a in rest)
-        for index, (a, one) in enumerate(zip(rest, completions(model.submit, requests), strict=True), first):
+        def asked_for(a: Asked) -> Handle:
+            handle: Handle = model.submit(encode(a.prompt), **{**options, **a.options})
+            return handle
+
+        done = outcomes(partial(asked_for, a) for a in rest)
+        for index, (a, one) in enumerate(zip(rest, done, strict=True), first):
             yield result(index, a, one)
 
     return write_all(results, asked, model.device, output=output, as_json=as_json)
@@ -132,7 +140,9 @@ def write_all(results: Callable[[Sequence[Asked], int], Iterator[dict[str, Any]]
             for one in results(rest, done) if rest else ():
                 totals.add(one)
                 whole = as_json or output is not None
-                print(json.dumps(one, ensure_ascii=False) if whole else one["text"], file=target, flush=True)
+                if "error" in one:
+                    print(f"error: {one['error']}", file=sys.stderr)
+                print(json.dumps(one, ensure_ascii=False) if whole else one.get("text", ""), file=target, flush=True)
                 if not whole and one["index"] + 1 < len(asked):
                     print(BREAK.strip("\n"), file=target)
                 advance(1)
@@ -142,11 +152,13 @@ def write_all(results: Callable[[Sequence[Asked], int], Iterator[dict[str, Any]]
         if output is not None:
             target.close()
         print(totals.line(device), file=sys.stderr)
-    return 0
+    return 1 if totals.errors else 0
 
 
-def result(index: int, asked: Asked, one: Completion) -> dict[str, Any]:
-    """A prompt's result as plain data: a line of --output."""
+def result(index: int, asked: Asked, one: Completion | Exception) -> dict[str, Any]:
+    """A prompt's result as plain data: a line of --output, which says what was wrong where there is no text."""
+    if isinstance(one, Exception):
+        return {"index": index, "prompt": asked.prompt, "error": f"{asked.where}: {one}" if asked.where else str(one)}
     usage = {f.name: getattr(one.usage, f.name) for f in fields(one.usage)}
     timings = {f.name: getattr(one.timings, f.name) for f in fields(one.timings)}
     found = {"index": index, "prompt": asked.prompt, "text": one.text, "ids": list(one.ids), "finish": one.finish,
@@ -158,10 +170,13 @@ def result(index: int, asked: Asked, one: Completion) -> dict[str, Any]:
 
 class _Totals:
     def __init__(self) -> None:
-        self.results = self.prompt = self.cached = self.generated = 0
+        self.results = self.errors = self.prompt = self.cached = self.generated = 0
         self._begin = time.perf_counter()
 
     def add(self, one: Mapping[str, Any]) -> None:
+        if "error" in one:
+            self.errors += 1
+            return
         self.results += 1
         self.prompt += one["usage"]["prompt_tokens"]
         self.cached += one["usage"]["cached_tokens"]
@@ -171,4 +186,6 @@ class _Totals:
         seconds = time.perf_counter() - self._begin
         cached = f", {self.cached} of them cached" if self.cached else ""
         speed = show_rate(self.generated / seconds, "tok/s") if seconds > 0 else ""
-        return f"{device} | {self.results} results | prompts {self.prompt} tokens{cached} | generated {self.generated}, {speed}"
+        wrong = f", {self.errors} errors" if self.errors else ""
+        results = f"{self.results} results{wrong}"
+        return f"{device} | {results} | prompts {self.prompt} tokens{cached} | generated {self.generated}, {speed}"

@@ -11,12 +11,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import ray
 import ray.data
 
-from hybrid.engine.batch import completions
+from hybrid.engine.batch import outcomes
+from hybrid.engine.handle import Handle
 from hybrid.generate.many import Asked, encoded, result
 
 PARTS = 4
@@ -46,8 +48,8 @@ class Devices:
 
 
 class Engine:
-    """Maps parts of the dataset: rows with `asked`, JSON of [index, prompt, options], get `result`, JSON of a result or of why
-    there is none."""
+    """Maps parts of the dataset: rows with `asked`, JSON of [index, prompt, options, line], get `result`, JSON of a result or of
+    why there is none."""
 
     def __init__(self, load: Mapping[str, Any], devices: Any, options: Mapping[str, Any], prompts: Mapping[str, Any]) -> None:
         import hybrid
@@ -57,20 +59,19 @@ class Engine:
 
     def __call__(self, part: dict[str, Any]) -> dict[str, Any]:
         rows = [json.loads(str(row)) for row in part["asked"]]
-        asked = [(index, Asked(prompt, options)) for index, prompt, options in rows]
+        asked = [(index, Asked(prompt, options, where)) for index, prompt, options, where in rows]
         return {"result": [json.dumps(one) for one in self._results(asked)]}
 
     def _results(self, asked: Sequence[tuple[int, Asked]]) -> list[dict[str, Any]]:
         p = self._prompts
-        try:
-            requests = (
-                (encoded(self._model, a.prompt, p.chat, p.system, p.parse_special), {**self._options, **_with_ids(a.options)})
-                for _, a in asked
-            )
-            done = completions(self._model.submit, requests)
-            return [result(index, a, one) for (index, a), one in zip(asked, done, strict=True)]
-        except ValueError as error:  # of a prompt or its options: said once, and the end
-            return [{"error": str(error)}] * len(asked)
+
+        def asked_for(a: Asked) -> Handle:
+            ids = encoded(self._model, a.prompt, p.chat, p.system, p.parse_special)
+            handle: Handle = self._model.submit(ids, **{**self._options, **_with_ids(a.options)})
+            return handle
+
+        done = outcomes(partial(asked_for, a) for _, a in asked)
+        return [result(index, a, one) for (index, a), one in zip(asked, done, strict=True)]
 
 
 def _with_ids(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,9 +88,9 @@ class Pool:
     devices: Sequence[str]
 
     def results(self, rest: Sequence[Asked], first: int, options: Mapping[str, Any], prompts: Prompts) -> Iterator[dict[str, Any]]:
-        """Of each prompt, in order, as they come; `first`: the first one's index. ValueError where one cannot be run."""
+        """Of each prompt, in order, as they come; `first`: the first one's index."""
         part = part_of(len(rest), len(self.devices), int(self.load["slots"]))
-        rows = [{"asked": json.dumps([i, a.prompt, dict(a.options)])} for i, a in enumerate(rest, first)]
+        rows = [{"asked": json.dumps([i, a.prompt, dict(a.options), a.where])} for i, a in enumerate(rest, first)]
         devices = ray.remote(num_cpus=0)(Devices).remote(list(self.devices))
         made = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // part)).map_batches(
             Engine,
@@ -100,8 +101,6 @@ class Pool:
         )
         for row in made.iter_rows():
             found: dict[str, Any] = json.loads(row["result"])
-            if "error" in found:
-                raise ValueError(found["error"])
             yield found
 
 

@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
     p.add_argument("--deterministic", action="store_true", help="the same bits whatever runs beside a request (slower)")
     p.add_argument("--slots", type=positive, default=SLOTS, metavar="N", help=f"requests that run at a time ({SLOTS})")
+    p.add_argument("--no-warm-up", action="store_true", help="start sooner: a pass of a new size is compiled when it first comes")
     p.add_argument("--queue", type=positive, default=256, metavar="N", help="requests that wait; further ones get 429 (256)")
     p.add_argument("--max-body", type=size, default="4MiB", metavar="SIZE", help="largest body of a request (4MiB)")
     p.add_argument("--max-prompt", type=positive, metavar="N", help="most tokens of a prompt (what the context holds)")
@@ -114,7 +115,7 @@ def _main(args: argparse.Namespace) -> int:
     def load() -> Any:
         import hybrid
 
-        return hybrid.load(open_model(args), **options, device=args.device, progress=sys.stderr.isatty())
+        return hybrid.load(open_model(args), **options, device=args.device, progress=sys.stderr.isatty(), warm=not args.no_warm_up)
 
     return process.serve(load, settings(args), host=args.host, port=args.port, drain=args.drain, access_log=args.access_log)
 
