@@ -13,11 +13,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hybrid.core.device import SingleDevice
 from hybrid.core.plan import Plan, TensorDecl
+from hybrid.kernels.vulkan import lanes
 from hybrid.kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
 from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes
 from hybrid.kernels.vulkan.groups import Binding
@@ -106,6 +108,7 @@ class VulkanDevice(Storage, SingleDevice):
             self._closing.callback(self.clear_names)
             self._kernels = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters)
             self._closing.callback(self._kernels.close)
+            self.report = replace(self.report, lanes=lanes.measured(self))
         except BaseException:
             self.close()
             raise

@@ -135,6 +135,9 @@ class Report:
     """Kind of driver: a name of DRIVERS, else VkDriverId's number."""
     matrices: tuple[MatrixShape, ...] = ()
     """Cooperative matrices of subgroup scope; empty where the feature is missing or off."""
+    lanes: bool = False
+    """Whether lanes hold those elements of a matrix that kernels count on which decode weights where they are multiplied:
+    measured when the device is opened (lanes.py)."""
 
     @property
     def missing(self) -> tuple[Feature, ...]:
@@ -147,6 +150,8 @@ class Report:
             return all(known[n] for n in ("cooperativeMatrix", "VK_KHR_cooperative_matrix", "vulkanMemoryModel"))
         if name == "f16_matrices":  # what the kernels multiply with
             return self.has("cooperative_matrix") and F16_MATRIX in self.matrices
+        if name == "matrix_lanes":
+            return self.lanes
         key = _SHORT.get(name, name)
         if key not in known:
             raise KeyError(f"no Vulkan feature {name!r} is ever asked about; known: {', '.join([*_SHORT, *known])}")

@@ -1,0 +1,34 @@
+"""Which elements of a matrix operand a lane holds is the implementation's choice; kernels that decode weights into the
+registers of the lane that multiplies them (stream.slang) are for one choice. A device is asked when it is opened: one dispatch
+of a few microseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid.core.plan import Plan, Step, TensorDecl
+from hybrid.kernels.vulkan.program import Program
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.spec.cost import Cost
+
+KERNEL, SUBGROUP = "probe_lanes", 32
+
+
+def measured(device: Any) -> bool:
+    """Does every lane of the device hold what probe_lanes.slang says? False where the device has no such matrix units, or its
+    folder of kernels lacks the one that asks."""
+    if not device.has("f16_matrices") or device.subgroup_size != SUBGROUP or not device.kernels_named(KERNEL):
+        return False
+    device.store(TensorDecl(KERNEL, "u32", (1,), "io"))
+    program = None
+    try:
+        words = device.tensor(KERNEL).parts
+        recorder = Recorder(device, words[0])
+        recorder.dispatch(device.kernel(KERNEL), reads=(), writes=words)
+        program = Program(device, Plan(KERNEL, 1, 0, (Step(KERNEL, KERNEL, {}, {}),), {}), recorder, False, cost=Cost())
+        device.wait(program.submit())
+        return int(device.read(KERNEL).array[0]) == SUBGROUP
+    finally:
+        if program is not None:
+            program.close()
+        device.drop(KERNEL)
