@@ -8,14 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from conformance.support.devices import GUARD, Devices, need_matrix_units
+from conformance.support.devices import GUARD, Devices, need_matrix_units, spy_kernels
 from hybrid.core.dtypes import DTYPES
 from hybrid.harness import POISON, prepare, run_case
 from hybrid.harness.cases import Case
 from hybrid.harness.fixed import variant
 from hybrid.harness.inputs import make
 from hybrid.harness.sizes import base_bind
-from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_SPLITS, TILES, TYPES, split_k
+from hybrid.harness.tuned import plan_for
+from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_SPLITS, STREAM, STREAMED, TILES, TYPES, split_k
 from hybrid.spec import load_op
 
 
@@ -50,10 +52,11 @@ def test_what_is_cut_takes_fewer_stages_and_no_tile_is_lost():
 
 SIZES = (11, 133, 261)  # rows: tiles that are all cut, and, of the smaller ones, some that are beside some that are not
 BIND = {"linear": {"N": 331, "K": 224}, "fused_ffn": {"H": 160, "F": 352}}
+PAIRS = {"linear": {"N": 331, "K": 320}, "fused_ffn": {"H": 320, "F": 448}}  # whole pairs of blocks, for stream.slang
 
 
-def case_for(op: str, rows: int, dtype: str) -> Case:
-    spec, bind = load_op(op), {**BIND[op], "T": rows}
+def case_for(op: str, rows: int, dtype: str, shapes: dict[str, dict[str, int]] = BIND) -> Case:
+    spec, bind = load_op(op), {**shapes[op], "T": rows}
     types = {"x": "f16", "w": dtype} if op == "linear" else {"x": "f16", "h": "f16", "w_gate_up": dtype, "w_down": dtype}
     return variant(spec, {**base_bind(spec), **bind}, spec.dtypes(types), 0, frozenset(bind))
 
@@ -67,7 +70,8 @@ def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(devices: Devic
     for dtype, groups in (("q4_0", 24), ("f16", 24), ("q8_0", 1056)):
         with device.tuning.forced(family, {"tile": tile, "groups": groups}):
             for live in (rows, rows // 2):
-                run_case(load_op(op), device, replace(case_for(op, rows, dtype), rows=live))
+                case = case_for(op, rows, dtype, PAIRS if tile in STREAM else BIND)
+                run_case(load_op(op), device, replace(case, rows=live))
 
 
 def test_counters_are_left_as_they_were_found(devices: Devices) -> None:
@@ -90,8 +94,22 @@ def test_few_rows_meet_weights_that_were_rounded_once(devices: Devices, dtype: s
     """With one element in a row of x nothing hides how a weight was decoded: its f16 is the definition's."""
     device, spec = devices.get("vulkan", guard=GUARD), load_op("linear")
     need_matrix_units(device)
-    for rows, tile in zip((11, 27), FEW, strict=True):
+    for rows, tile in zip((11, 27, 11, 27, 61), (*FEW, *sorted(STREAM)), strict=True):
         bind = {"T": rows, "N": 331, "K": 512}
         case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes({"x": "f16", "w": dtype}), rows, frozenset(bind))
         with device.tuning.forced("linear.gemm", {"tile": tile}):
             run_case(spec, device, replace(case, kinds={"x": "one_hot"}))
+
+
+@pytest.mark.parametrize(("known", "k", "dtype", "streamed"), [
+    (True, 320, "q4_0", True), (False, 320, "q4_0", False), (True, 224, "q4_0", False), (True, 320, "q8_0", False),
+])  # fmt: skip
+def test_weights_go_straight_to_lanes_where_these_hold_what_the_kernel_counts_on(monkeypatch, known, k, dtype, streamed):
+    features = {"f16_matrices": True, "matrix_lanes": known}
+    dry = DryDevice(features=lambda name: features.get(name, False), tuning="nvidia")
+    chosen = spy_kernels(dry, monkeypatch)
+    case = case_for("linear", 11, dtype, {"linear": {"N": 331, "K": k}})
+    with dry.tuning.forced("linear.gemm", {"tile": STREAM[-1]}):
+        record(plan_for(load_op("linear"), case), dry)
+    assert (f"linear.gemm.{dtype}.f16.{STREAM[-1]}" in chosen) == streamed and len(chosen) == 1
+    assert dtype in STREAMED["linear"] or not streamed
