@@ -21,15 +21,18 @@ class Life:
 
 def place(lives: Sequence[Life]) -> tuple[dict[str, int], int]:
     """Byte offsets by name, multiples of ALIGN, and the arena's size in bytes."""
-    placed: list[tuple[int, int, Life]] = []  # (offset, size, life)
+    placed: dict[int, list[tuple[int, int]]] = {}  # step -> what is taken during it, as (begin, end)
     offsets: dict[str, int] = {}
+    total = 0
     for life in sorted(lives, key=lambda v: (-v.nbytes, v.first, v.name)):
         size = max(ALIGN, -(-life.nbytes // ALIGN) * ALIGN)
-        busy = sorted((o, o + s) for o, s, other in placed if life.first <= other.last and other.first <= life.last)
-        offset = _best_gap(busy, size)
-        placed.append((offset, size, life))
+        during = [placed.setdefault(step, []) for step in range(life.first, life.last + 1)]
+        offset = _best_gap(sorted({taken for step in during for taken in step}), size)
+        for step in during:
+            step.append((offset, offset + size))
         offsets[life.name] = offset
-    return offsets, max((o + s for o, s, _ in placed), default=0)
+        total = max(total, offset + size)
+    return offsets, total
 
 
 def _best_gap(busy: list[tuple[int, int]], size: int) -> int:

@@ -47,14 +47,18 @@ class Names:
         self.hparams = hparams
         self.base: dict[str, int | float] = hparams.numbers | dict(sizes)
         self._numbers: dict[int | None, dict[str, int | float]] = {}
+        self._axes: dict[int | None, dict[str, int]] = {}
 
-    def axes(self, layer: int | None) -> dict[str, int]:
-        """[axes] of a layer; outside the layers those that are the same in all of them."""
+    def axes(self, layer: int | None) -> Mapping[str, int]:
+        """[axes] of a layer; outside the layers those that are the same in all of them. Every step asks."""
+        if layer in self._axes:
+            return self._axes[layer]
         found: dict[str, int] = {}
         env = self._given(layer)
         for name, expr in self.schedule.axes.items():
             if layer is not None or not any(n.startswith(f"{LAYER}.") for n in expr.names):
                 found[name] = self._whole(expr, {**env, **found}, f"axes.{name}")
+        self._axes[layer] = found
         return found
 
     def numbers(self, layer: int | None) -> dict[str, int | float]:
@@ -90,7 +94,7 @@ class Names:
             known = ["l", "l+1", "L", *self.schedule.values, *(n for n in self.numbers(layer) if n.startswith(f"{LAYER}."))]
             raise self.error(text, f"unknown {{{name}}}{nearest(name, known)}")
 
-        return _HOLE.sub(hole, text)
+        return _HOLE.sub(hole, text) if "{" in text else text
 
     def value(self, name: str, layer: int | None) -> str:
         """The text of [values] NAME for a layer: the first condition that holds."""

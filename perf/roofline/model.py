@@ -93,7 +93,8 @@ def modelled_sheet(name: str) -> DeviceSheet:
 
 
 def estimate(work: Work, sheet: DeviceSheet, level: Level) -> Estimate:
-    steps = tuple(_timed(item, sheet, level) for item in work.items)
+    times: dict[tuple[object, ...], tuple[float, str]] = {}  # layers repeat: each distinct step is timed once
+    steps = tuple(_timed(item, sheet, level, times) for item in work.items)
     if level == "ceiling":  # memory and arithmetic overlap across steps
         memory = work.streamed / bandwidth(sheet, level)
         by_rate: dict[str, float] = {
@@ -109,7 +110,15 @@ def estimate(work: Work, sheet: DeviceSheet, level: Level) -> Estimate:
     return Estimate(level, work, sum(spent.values()) + submit, max(spent, key=lambda b: spent[b]), steps)
 
 
-def _timed(item: Item, sheet: DeviceSheet, level: Level) -> Timed:
+def _timed(item: Item, sheet: DeviceSheet, level: Level, times: dict[tuple[object, ...], tuple[float, str]]) -> Timed:
+    key = (item.nbytes, item.activations, item.flops, item.rate, item.dispatches, item.barriers)
+    if key not in times:
+        times[key] = _time(item, sheet, level)
+    return Timed(item, *times[key])
+
+
+def _time(item: Item, sheet: DeviceSheet, level: Level) -> tuple[float, str]:
+    """Seconds of a step, and what bounds it."""
     moved = item.nbytes if level == "expected" else item.nbytes - item.activations
     parts: dict[str, float] = {"memory": moved / bandwidth(sheet, level), item.rate: item.flops / rate(sheet, item.rate, level)}
     busy = max(parts.values())
@@ -119,7 +128,7 @@ def _timed(item: Item, sheet: DeviceSheet, level: Level) -> Timed:
         waits = item.barriers * (drain if drain and busy > drain * item.barriers else _cost(sheet, "dependent_dispatch_us"))
         waits += (item.dispatches - item.barriers) * _cost(sheet, "independent_dispatch_us")
     bound = "dispatch" if waits > busy else max(parts, key=lambda p: parts[p])
-    return Timed(item, busy + waits, bound)
+    return busy + waits, bound
 
 
 def _cost(sheet: DeviceSheet, name: str) -> float:
