@@ -54,6 +54,17 @@ def test_a_prompt_passes_shared_layers_with_the_wanted_rows_alone(family: str) -
     assert [hidden.tensors[f"hidden.{i}"].shape for i in range(hp.n_layers + 1)] == [(32, width)] * (hp.n_layers + 1)
 
 
+def test_what_is_made_of_the_wanted_rows_is_not_made_again_where_all_are_wanted() -> None:
+    """Gemma 4's first shared layer norms a prompt's wanted rows; of a decoded row the layer before has."""
+    hp = FAMILIES["gemma4"]
+    border = f"blk.{hp.n_kv_layers}.attn_norm"
+    made = {phase: {s.name: s.args for s in plan(target(hp), 2, 2, phase).steps} for phase in ("prefill", "decode")}
+    assert border in made["prefill"] and border not in made["decode"]
+    before, after = f"blk.{hp.n_kv_layers - 1}.own_add", f"blk.{hp.n_kv_layers}.attn_qkv"
+    assert made["decode"][after]["x"] == made["decode"][before]["y"]
+    assert made["prefill"][after]["x"] == made["prefill"][border]["y"] != made["prefill"][before]["y"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_layers_own_no_cache(family: str) -> None:
     hp = FAMILIES[family]
@@ -135,6 +146,7 @@ def test_schedules_that_say_what_no_layer_has_are_one_line() -> None:
         ({"layer": (first, first.model_copy(update={"when": "l == 0"}), *rest)}, "two steps of this name"),
         ({"layer": (first.model_copy(update={"extent": "{kind}"}), *rest)}, "is 'local'; use one of rows, outs, wanted"),
         ({"layer": (first.model_copy(update={"alias": {"z": "x"}}), *rest)}, "alias: fused_qkv has no result z"),
+        ({"layer": (first.model_copy(update={"same": {"z": "x.0"}}), *rest)}, "same: fused_qkv has no result z"),
     ):  # fmt: skip
         with pytest.raises(SpecError) as error:
             plan(target(tiny(), changed(**change)), 1, 1, "decode")

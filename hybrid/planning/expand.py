@@ -37,6 +37,7 @@ class Draft:
     args: Mapping[str, str]
     extent: str
     """One of EXTENTS."""
+    same: Mapping[str, str]
 
 
 class Names:
@@ -150,7 +151,8 @@ def expand(names: Names, phase: Phase) -> list[Draft]:
         extent = names.fill(spec.extent, layer)
         if extent not in EXTENTS:
             raise names.error(f"{spec.name}.extent", f"{spec.extent} is {extent!r}; use one of {', '.join(EXTENTS)}")
-        drafts.append(Draft(spec, names.fill(spec.name, layer), layer, args, extent))
+        same = {key: names.fill(value, layer) for key, value in spec.same.items()}
+        drafts.append(Draft(spec, names.fill(spec.name, layer), layer, args, extent, same))
     seen: set[str] = set()
     for draft in drafts:
         if draft.name in seen:

@@ -135,7 +135,7 @@ class _Planner:
         """A step of an option that this plan is made without, or one that picks rows where every row is wanted."""
         if spec.option is not None:
             return spec.option not in self.options
-        return bool(spec.alias) and self._every_row
+        return bool(spec.alias or spec.same) and self._every_row
 
     def _aliased(self, edges: list[tuple[Draft, dict[str, str]]]) -> list[tuple[Draft, dict[str, str]]]:
         """Without the steps that are left out: what they would write is what they would read (`alias`)."""
@@ -147,7 +147,11 @@ class _Planner:
             for result, given in draft.spec.alias.items():
                 if result not in op.outputs or given not in op.inputs:
                     raise self._error(draft, f"alias: {op.name} has no result {result} or no input {given}")
+            for result in draft.same:
+                if result not in op.outputs:
+                    raise self._error(draft, f"same: {op.name} has no result {result}")
             if self._left_out(draft.spec):
+                new |= {args[result]: new.get(name, name) for result, name in draft.same.items()}
                 new |= {args[result]: own[given] for result, given in draft.spec.alias.items()}
                 continue
             kept.append((draft, own))

@@ -53,6 +53,9 @@ class StepSpec(Model):
     alias: dict[str, str] = Field(default_factory=dict)
     """Result -> input, of a step that may be left out: one with an option, in a plan without it, or one that picks the wanted
     rows of tensors, in a plan that wants every row. Its results are then those inputs."""
+    same: dict[str, str] = Field(default_factory=dict)
+    """Result -> tensor that another step has made, of a step that is left out where every row is wanted, because what it makes of
+    the wanted rows is there for all of them."""
     phase: Phase | None = None
     """Only in this phase; None: in both."""
     when: When = ANY
