@@ -27,10 +27,11 @@ def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: i
     gather = int(out_rows is not None)
     for chunk in w.chunks:
         parts, beside, more = chunk.parts, NOTHING, b""
-        made = gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, GATHER=gather) if rows > GEMV_TOKENS else None
+        few = rows <= GEMV_TOKENS or _few_tiles(rec, chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
+        made = None if few else gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, GATHER=gather)
         if made:
             kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
-        elif rows <= GEMV_TOKENS or _few_tiles(rec, chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1]):
+        elif few:
             use = gemv(rec, "linear", chunk.dtype, x.dtype, min(rows, GEMV_TOKENS), chunk.rows, w.shape[-1])
             kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", GATHER=gather, **use)
             per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS * use["PASSES"]
