@@ -133,9 +133,8 @@ class _Planner:
 
     def _left_out(self, spec: StepSpec) -> bool:
         """A step of an option that this plan is made without, or one that picks rows where every row is wanted."""
-        if spec.option is not None:
-            return spec.option not in self.options
-        return bool(spec.alias or spec.same) and self._every_row
+        picks = bool(spec.alias or spec.same) and self._every_row
+        return picks if spec.option is None else spec.option not in self.options
 
     def _aliased(self, edges: list[tuple[Draft, dict[str, str]]]) -> list[tuple[Draft, dict[str, str]]]:
         """Without the steps that are left out: what they would write is what they would read (`alias`)."""
@@ -147,14 +146,13 @@ class _Planner:
             for result, given in draft.spec.alias.items():
                 if result not in op.outputs or given not in op.inputs:
                     raise self._error(draft, f"alias: {op.name} has no result {result} or no input {given}")
-            for result in draft.same:
-                if result not in op.outputs:
-                    raise self._error(draft, f"same: {op.name} has no result {result}")
-            if self._left_out(draft.spec):
-                new |= {args[result]: new.get(name, name) for result, name in draft.same.items()}
-                new |= {args[result]: own[given] for result, given in draft.spec.alias.items()}
+            if unknown := draft.same.keys() - op.outputs.keys():
+                raise self._error(draft, f"same: {op.name} has no result {min(unknown)}")
+            if not self._left_out(draft.spec):
+                kept.append((draft, own))
                 continue
-            kept.append((draft, own))
+            new |= {args[result]: new.get(name, name) for result, name in draft.same.items()}
+            new |= {args[result]: own[given] for result, given in draft.spec.alias.items()}
         return kept
 
     def _args(self, draft: Draft) -> dict[str, str]:
@@ -167,8 +165,7 @@ class _Planner:
             ("act", draft.spec.act, {**op.inputs, **op.scratch}),
             ("attrs", draft.spec.attrs, op.attributes),
         ):
-            unknown = set(written) - set(known)
-            if unknown:
+            if unknown := set(written) - set(known):
                 key = min(unknown)
                 raise self._error(draft, f"{kind}.{key}: {op.name} has no such name{nearest(key, known)}")
         args = {}
