@@ -17,7 +17,7 @@ from hybrid.bench.requests import Served, quantiles, summary
 from hybrid.core.errors import QueueFull
 from hybrid.devices import energy
 from hybrid.devices.energy import Energy, Meter, meter_for
-from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, Usage
+from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, Usage, Wakes
 from hybrid.engine.metrics import Metrics
 
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu"]
@@ -74,10 +74,13 @@ def test_a_full_queue_is_asked_again():
         stream = Stream()
 
         def answer():
+            wakes = Wakes()
             for i in range(max_tokens):
-                stream.push(Event("", (i,)))
+                stream.push(Event("", (i,)), wakes)
+                wakes.send()
             usage, times = Usage(len(ids), 0, max_tokens), Timings(0.0, 0.0, 0.0)
-            stream.end(Completion("", tuple(range(max_tokens)), "length", None, usage, times))
+            stream.end(Completion("", tuple(range(max_tokens)), "length", None, usage, times), None, wakes)
+            wakes.send()
 
         threading.Thread(target=answer).start()
         return Handle(stream)
@@ -121,7 +124,7 @@ def test_a_prompt_that_should_be_new_and_is_not_voids_a_conversation():
     def submit(ids, *, max_tokens, ignore_eos):
         stream = Stream()
         usage, times = Usage(len(ids), 32, max_tokens), Timings(0.0, 0.1, 0.2)
-        stream.end(Completion("", (1,) * max_tokens, "length", None, usage, times))
+        stream.end(Completion("", (1,) * max_tokens, "length", None, usage, times), None, Wakes())
         return Handle(stream)
 
     with pytest.raises(RuntimeError, match="32 tokens of a prompt that is new were found in the cache"):

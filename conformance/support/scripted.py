@@ -18,7 +18,7 @@ from conformance.support.paths import DEMO
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.constraint import Constraint
-from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, TokenLogprob, Usage
+from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, TokenLogprob, Usage, Wakes
 from hybrid.engine.metrics import Metrics
 from hybrid.engine.work import Total
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
@@ -87,6 +87,7 @@ class ScriptedModel:
         else:
             ids = list(islice(walk(constraint, self.checkpoint.tokenizer, options["seed"]), options["max_tokens"]))
         said: list[int] = []
+        wakes = Wakes()
         text = StreamDecoder(self.checkpoint.tokenizer)
         error: Exception | None = None
         until = time.monotonic() + 60
@@ -102,8 +103,9 @@ class ScriptedModel:
                 time.sleep(script.pause)
             said.append(token)
             logprobs = (TokenLogprob(token, -0.5, ((token, -0.5), (5, -1.0))),) if options.get("logprobs") else None
-            stream.push(Event(text.push(token), (token,), logprobs))
-        stream.push(Event(text.flush()))
+            stream.push(Event(text.push(token), (token,), logprobs), wakes)
+            wakes.send()
+        stream.push(Event(text.flush()), wakes)
         with self._lock:
             self._open -= 1
         finish: Any = "cancelled" if stream.cancelled else script.finish
@@ -111,7 +113,9 @@ class ScriptedModel:
             finish = "length"
         usage = Usage(len(prompt), 3, len(said))
         took = Timings(0.0, 0.0, time.perf_counter() - began)
-        stream.end(Completion(self.decode(said), tuple(said), finish, None, usage, took) if error is None else None, error)
+        done = Completion(self.decode(said), tuple(said), finish, None, usage, took) if error is None else None
+        stream.end(done, error, wakes)
+        wakes.send()
 
 
 CLOSING = ('"', "]", "}", "0", "<tool_call|>", '<|"|>')
