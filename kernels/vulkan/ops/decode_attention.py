@@ -1,7 +1,9 @@
 """decode_attention: norm, rotation, append and attention of one new row per sequence in one dispatch.
 
 The grid is constant (kv heads, rows of the plan, KV splits): how much of it has work follows from the positions in device
-memory, and the splits that no row needs come last. Where the splits are merged by a dispatch of its own, it is attention's.
+memory, and the splits that no row needs come last. With several rows it may be (kv heads, so many workgroups) instead, which
+take the splits that there are in turn: a long context among short ones is then everybody's work. Where the splits are merged
+by a dispatch of its own, it is attention's.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 MOST_SPLITS = 64
+LEAST_DEALT = 16  # KV splits of a row that has most positions, where they are dealt out
+MAX_PARTS = 1024  # rows * such KV splits, at most: bounds the scratch memory
 LEAST_SUBGROUPS = 4  # two query heads, the new k and v
 WORD, ELEMENTS = 16, {"f32": 4, "f16": 8, "q8_0": 16}  # bytes that a lane loads at once, and elements of each type in them
-DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1}
+DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1, "dealt": 0}
 HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane (as many as 512 elements need)
 
 
@@ -31,7 +35,8 @@ class Shape:
 
     heads: query heads of a workgroup. units, lanes: words of 16 bytes per lane, and lanes, that hold a key. piece: quads of
     the result that a subgroup merges at a time. ahead: splits' partial results that it loads at once. merge: 1: the last
-    subgroup to arrive merges; 2: the same, but it polls for the partial results themselves; 0: a dispatch of its own does."""
+    subgroup to arrive merges; 2: the same, but it polls for the partial results themselves; 0: a dispatch of its own does.
+    dealt: workgroups that share the splits of a kv head's tile, taking them in turn; 0: each split has one of its own."""
 
     heads: int
     units: int
@@ -42,6 +47,7 @@ class Shape:
     splits: int
     min_split: int
     merge: int
+    dealt: int
 
 
 def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: int, block: int, subgroup: int,
@@ -68,10 +74,15 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: in
     lanes = 1 << (-(-words // units) - 1).bit_length()
     piece = min(subgroup, max(8, 1 << (tile * head_dim // 4 // subgroups - 1).bit_length()))
     groups = rows * kv_heads * -(-ratio // tile)
-    splits = max(1, min(-(-chosen["groups"] // groups), MOST_SPLITS, -(-span // chosen["min_split"])))
+    enough, dealt = -(-chosen["groups"] // groups), 0
+    if chosen["dealt"] and rows > 1:
+        enough = min(max(enough, LEAST_DEALT), MAX_PARTS // rows)
+        dealt = -(-chosen["groups"] * rows // groups)
+    splits = max(1, min(enough, MOST_SPLITS, -(-span // chosen["min_split"])))
+    dealt = min(dealt, rows * splits)
     # Blocks of 32 that straddle two heads are not one workgroup's to write.
     merge = chosen["merge"] if head_dim % block == 0 else 0
-    return Shape(tile, units, lanes, piece, chosen["ahead"], subgroups, splits, chosen["min_split"], merge)
+    return Shape(tile, units, lanes, piece, chosen["ahead"], subgroups, splits, chosen["min_split"], merge, dealt)
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
@@ -86,7 +97,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
                                       head_dim=d, span=span)
     s = shape(rows, heads, kv_heads, d, cache.dtype, span, DTYPES[o.dtype].block, subgroup,
               rec.device.shared_bytes, {**chosen, **choice})
-    if s.merge == 2 and not rec.cooperative:
+    if s.merge == 2 and (s.dealt or not rec.cooperative):
         s = replace(s, merge=1)
     tiles = -(-(heads // kv_heads) // s.heads)
     context, rotary = t["rope"].shape
@@ -94,16 +105,18 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
                         THREADS=s.subgroups * subgroup, LANES=s.lanes, MERGED=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype],
                         QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead,
                         PROJECTIONS=step.bind["KV"], ROTARY=rotary // 4, VALUE_NORM=int(step.attrs["value_norm"]),
+                        DEALT=int(s.dealt > 0),
                         POLLS=rec.device.polls)
     parts = rows * heads * s.splits
     memory = rec.zeros if s.merge == 2 else rec.scratch
     part_o, part_ml = memory(parts * d * 4), memory(parts * (d // 4 if s.merge else 1) * 8)
     arrived = rec.counters(rows * kv_heads * tiles * -(-s.heads * d // 4 // s.piece))
-    push = struct.pack("<6I2f3I", rows, context, cache.table_width, cache.slots, cache.blocks, window, step.attrs["eps"],
-                       step.attrs["scale"], s.splits, s.min_split, CONTROL[step.extent])
+    push = struct.pack("<6I2f4I", rows, context, cache.table_width, cache.slots, cache.blocks, window, step.attrs["eps"],
+                       step.attrs["scale"], s.splits, s.min_split, CONTROL[step.extent], s.dealt)
     names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
     reads = [p for name in names for p in t[name].parts]
     writes = [*t["k_cache"].parts, *t["v_cache"].parts, part_o, part_ml, arrived, *two_parts(o)]
-    rec.dispatch(kernel, reads, writes, push, (kv_heads * tiles, rows, s.splits))
+    grid = (kv_heads * tiles, s.dealt, 1) if s.dealt else (kv_heads * tiles, rows, s.splits)
+    rec.dispatch(kernel, reads, writes, push, grid)
     if not s.merge:
         record_combine(rec, step, t, part_o, part_ml, s.splits, s.min_split)
