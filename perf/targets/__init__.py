@@ -81,7 +81,7 @@ class Judged:
     modelled: str
     measured: str
     needs: str = ""
-    """What does not exist yet and the target cannot be reached without."""
+    """What the target cannot be reached without and the device does not settle."""
     together: bool = False
     """By several sequences at a time (hybrid.bench --batch-size runs them), their speeds added."""
 
@@ -108,7 +108,7 @@ def judge(target: Target, sheet: DeviceSheet, measured_on: str) -> Judged:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A verdict as if all that `needs` names existed."""
+    """A verdict as if all that `needs` names were so."""
 
     verdict: Verdict
     how: str
@@ -118,9 +118,10 @@ class Answer:
     together: bool = False
 
 
-def missing(config: Config) -> str:
-    """What of a configuration this project does not have yet; empty where it can be run today."""
-    return "a draft model" if config.draft else ""
+def assumed(config: Config) -> str:
+    """What a configuration's speed rests on beside the device: a draft that is right so often, which depends on the two models and
+    on the text (perf.acceptance measures it). Empty: nothing."""
+    return f"a draft that is right {config.draft[1]:g} of the time" if config.draft else ""
 
 
 def _speed(t: Target, sheet: DeviceSheet) -> Answer:
@@ -137,7 +138,7 @@ def _speed(t: Target, sheet: DeviceSheet) -> Answer:
     verdict, speed = found
     c, need = speed.config, memory_of(t.model, speed.config.dtype, speed.config.batch, t.context, sheet)
     ran = f"together: {c}; {one}" if c.batch > 1 else f"one sequence: {c}"
-    return Answer(verdict, f"{ran} ({show_bytes(need)})", speed.bound, _rates(speed), missing(c), c.batch > 1)
+    return Answer(verdict, f"{ran} ({show_bytes(need)})", speed.bound, _rates(speed), assumed(c), c.batch > 1)
 
 
 def _alone(model: str, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
@@ -149,7 +150,7 @@ def _best_single(t: Target, sheet: DeviceSheet, want: float) -> str:
     """What one sequence can do that does not reach `want` today."""
     drafting = _first(list(drafted(t.model, t.context, sheet)), want)
     if drafting:
-        return f"one sequence: needs a draft model ({drafting[1].config})"
+        return f"one sequence: with {assumed(drafting[1].config)} ({drafting[1].config})"
     best = max(_alone(t.model, t.context, sheet), key=lambda s: s.ceiling)
     return f"one sequence: no, at most {best.ceiling:.0f}{' speculating' if best.config.draft else ''}"
 
@@ -206,7 +207,7 @@ def _first_token(t: Target, sheet: DeviceSheet) -> Answer:
         how = f"one pass over the weights takes {1e3 * once.seconds:.0f} ms"
     longest = model_of(t.model, "q4_0", sheet).work("prefill", max(ceiling, 1), 1, max(ceiling, 32), 1)
     bound = estimate(longest, sheet, "ceiling").bound
-    lacking = missing(Config(t.model, "q4_0", 1, t.context))
+    lacking = assumed(Config(t.model, "q4_0", 1, t.context))
     return Answer(verdict, how, bound, f"{expected} tokens (ceiling {ceiling})", lacking)
 
 
@@ -219,7 +220,7 @@ def _token_time(t: Target, sheet: DeviceSheet) -> Answer:
         return Answer("no", f"at best {best.config}", best.bound, modelled)
     verdict, s = found
     how = f"{s.config}; without a draft {1e3 / best.ceiling:.0f} ms at least" if s.config.draft else str(s.config)
-    return Answer(verdict, how, s.bound, f"{1e3 / s.expected:.0f} ms (ceiling {1e3 / s.ceiling:.0f})", missing(s.config))
+    return Answer(verdict, how, s.bound, f"{1e3 / s.expected:.0f} ms (ceiling {1e3 / s.ceiling:.0f})", assumed(s.config))
 
 
 def _budget(t: Target, sheet: DeviceSheet) -> Answer:
@@ -229,7 +230,7 @@ def _budget(t: Target, sheet: DeviceSheet) -> Answer:
         need = memory_of(t.model, "q4_0", batch, t.context, sheet)
         if need <= want:
             how = f"q4_0 with up to {batch} sequences of {t.context} positions"
-            return Answer("yes", how, "memory", show_bytes(need), missing(Config(t.model, "q4_0", batch, t.context)))
+            return Answer("yes", how, "memory", show_bytes(need), assumed(Config(t.model, "q4_0", batch, t.context)))
     known = load_models()
     alike = [n for n in reversed(known) if t.model in known and known[n].model.family == known[t.model].model.family]
     smaller = [(n, d) for n in alike for d in TYPES if memory_of(n, d, 1, 2048, sheet) <= want]
@@ -336,8 +337,8 @@ def _advise(args: argparse.Namespace, sheet: DeviceSheet) -> int:
     for s in found:
         c = s.config
         need = memory_of(c.model, c.dtype, c.batch, args.context, sheet)
-        lacking = missing(c)
-        basis = f"  needs {lacking}, which is not there yet" if lacking else ""
+        lacking = assumed(c)
+        basis = f"  needs {lacking}" if lacking else ""
         speeds = f"{s.expected:7.1f} expected, {s.ceiling:7.1f} ceiling, {show_bytes(need):>9}"
         print(f"  {c.model:12} {c!s:46} {speeds}{basis}")
     if not found:
