@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from conformance.support.synthetic import tiny
 from hybrid.checkpoint.families import tensors
+from hybrid.core.device import FEW_ROWS
 from hybrid.core.errors import SpecError
 from hybrid.core.plan import ALIGN, Plan
 from hybrid.kernels.vulkan.dry import count
@@ -19,7 +20,7 @@ from hybrid.planning.cost import step_cost
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.planner import Target, plan, segments
 from hybrid.spec.op import load_ops
-from hybrid.spec.schedule import FEW_ROWS, find_schedule
+from hybrid.spec.schedule import find_schedule
 
 GEMMA3 = find_schedule("gemma3")
 
@@ -138,11 +139,12 @@ def test_each_matrix_has_the_precision_of_its_own_type():
 
 
 def test_a_capability_changes_the_precision_of_prefill_and_of_batches():
-    """Activations of prefill, and of decode with more than a few rows, are f16 where matrix units multiply them; decode of
-    few rows, and the cache, stay as they are."""
+    """Activations of more than a few rows are f16 where matrix units multiply them; those of few rows, and the cache, stay as
+    they are. The device says what few are."""
     units = target("q4_0", capabilities=frozenset({"f16_matrices"}), slots=8)
     for phase, rows, act in (
-        ("prefill", 3, "f16"),
+        ("prefill", FEW_ROWS, "q8_act"),
+        ("prefill", FEW_ROWS + 1, "f16"),
         ("decode", 1, "q8_act"),
         ("decode", FEW_ROWS, "q8_act"),
         ("decode", FEW_ROWS + 1, "f16"),
@@ -153,6 +155,8 @@ def test_a_capability_changes_the_precision_of_prefill_and_of_batches():
         assert {without.tensors[n].dtype for n in ("y.1", "z.1", "h.1", "o.1")} == {"q8_act"}
         assert made.tensors["kv.1.k"].dtype == without.tensors["kv.1.k"].dtype
     assert plan(target("f16", capabilities=frozenset({"f16_matrices"})), 3, 1, "prefill").tensors["y.1"].dtype == "f32"
+    for rows, act in ((2, "q8_act"), (3, "f16")):
+        assert plan(replace(units, few_rows=2), rows, 1, "decode").tensors["y.1"].dtype == act
 
 
 def test_a_joined_matrix_keeps_the_types_of_its_sources():

@@ -96,6 +96,11 @@ class Device(Protocol):
         ...
 
     @property
+    def few_rows(self) -> int:
+        """Rows of a pass up to which int8 activations pay beside quantised weights; with more it is a batch (Profile.batch)."""
+        ...
+
+    @property
     def counters(self) -> Counters: ...
 
     @property
@@ -179,11 +184,16 @@ class Device(Protocol):
     def close(self) -> None: ...
 
 
+FEW_ROWS = 4
+"""Rows of a pass up to which reading the weights is all that takes time, where a device does not say otherwise."""
+
+
 class SingleDevice:
     """What Device says of one backend that runs whole plans by itself. A base class of the backends' devices."""
 
     backend: ClassVar[str]
     pipeline_depth: ClassVar[int] = 1
+    few_rows: int = FEW_ROWS
     failures: ClassVar[Sequence[str]] = ()
     copies: ClassVar[str] = ""
     threads: str = ""

@@ -57,6 +57,10 @@ class MultiDevice:
     def available(self) -> int | None:
         return self.main.available
 
+    @property
+    def few_rows(self) -> int:
+        return self.main.few_rows
+
     def has(self, feature: str) -> bool:
         return self.main.has(feature)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from hybrid.core.device import FEW_ROWS
 from hybrid.core.dtypes import DTYPES, CacheChoice
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
@@ -36,6 +37,8 @@ class Target:
     """What the schedule's device `main` is."""
     capabilities: frozenset[str] = frozenset()
     """What the device can do that schedules ask about (hybrid.planning.passes.capabilities_of)."""
+    few_rows: int = FEW_ROWS
+    """Rows of a pass that are few for the device."""
 
     def profile(self, weight_dtype: str) -> Profile:
         """Dtypes for the matrix inputs and the KV cache that go with weights of this type."""
@@ -193,7 +196,7 @@ class _Planner:
         if info is None:
             shown = args.get(arg, "no argument of this step")
             raise self._error(draft, f"act.{key} = {text!r}: {arg} is {shown}, not a weight of the checkpoint")
-        return self.target.profile(info.dtype).act_in(self.phase, self.rows, self.target.capabilities)
+        return self.target.profile(info.dtype).act_in(self.phase, self.rows, self.target.capabilities, self.target.few_rows)
 
     def _wanted_dtypes(self, edges: list[tuple[Draft, dict[str, str]]]) -> dict[str, str]:
         """Activation -> the dtype that its readers take. Two readers that differ are an error."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from hybrid.core.device import FEW_ROWS
 from hybrid.core.dtypes import DTYPES, CacheType
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS
@@ -28,8 +29,6 @@ Act = Literal["f32", "f16", "q8_act"]
 Capability = Literal["f16_matrices"]
 """What a device may have that changes which precision pays: f16_matrices = subgroups multiply 16x16 f16 matrices."""
 CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
-FEW_ROWS = 4
-"""Rows of a pass up to which reading the weights is all that takes time; with more it is a batch."""
 
 
 class Head(Model):
@@ -57,11 +56,12 @@ class Profile(Model):
     """Device capability -> `act` of prefill on devices that have it; the first that holds."""
 
     batch: dict[Capability, Act] = Field(default_factory=dict)
-    """The same for decode passes of more than FEW_ROWS rows. With fewer a pass of either phase takes `act`."""
+    """The same for decode passes of more rows than the device calls few. With few a pass of either phase takes `act`."""
 
-    def act_in(self, phase: Phase, rows: int, capabilities: Collection[str]) -> Act:
-        """The dtype of matrix inputs in a pass of at most `rows` rows, on a device with these capabilities."""
-        instead = {} if rows <= FEW_ROWS else self.prefill if phase == "prefill" else self.batch
+    def act_in(self, phase: Phase, rows: int, capabilities: Collection[str], few: int = FEW_ROWS) -> Act:
+        """The dtype of matrix inputs in a pass of at most `rows` rows, on a device with these capabilities, for which `few` rows
+        are few (Device.few_rows)."""
+        instead = {} if rows <= few else self.prefill if phase == "prefill" else self.batch
         return next((act for need, act in instead.items() if need in capabilities), self.act)
 
 

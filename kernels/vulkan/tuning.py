@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from hybrid.core.device import FEW_ROWS
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.kernels.vulkan.features import Report
 from hybrid.spec.load import Model, load_toml, shown_path
@@ -148,11 +149,19 @@ class Entry(Model):
         return self
 
 
+class Passes(Model):
+    """What whole passes take on this class of devices."""
+
+    few_rows: int = Field(default=FEW_ROWS, ge=0, le=512)
+    """See Device.few_rows (hybrid/core/device.py)."""
+
+
 class Table(Model):
     """One file tuning/CLASS.toml."""
 
     schema_version: Literal[1] = Field(alias="schema")
     match: Match
+    passes: Passes = Field(default_factory=Passes)
     measured: dict[str, Measured] = Field(default_factory=dict)
     """By family."""
     family: tuple[Entry, ...] = ()
