@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from conformance.support.synthetic import tiny
 from hybrid.checkpoint.families import tensors
-from hybrid.core.device import FEW_ROWS
 from hybrid.core.errors import SpecError
-from hybrid.core.plan import ALIGN, Plan
+from hybrid.core.plan import ALIGN, FEW_ROWS, Plan
 from hybrid.kernels.vulkan.dry import count
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
-from hybrid.core.plan import Plan, TensorDecl
+from hybrid.core.plan import FEW_ROWS, Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
 
 
@@ -182,10 +182,6 @@ class Device(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-FEW_ROWS = 4
-"""Rows of a pass up to which reading the weights is all that takes time, where a device does not say otherwise."""
 
 
 class SingleDevice:

@@ -21,6 +21,9 @@ CONTROL = {"rows": 0, "outs": 1, "context": 2}
 FAULT_WORD = 3  # and a word that a kernel sets where a wait within a dispatch was given up: this pass and those after it are void
 FAULTED = -2  # in `history`, in place of a token: the pass was void
 
+FEW_ROWS = 4
+"""Rows of a pass up to which reading the weights is all that takes time, where a device does not say otherwise."""
+
 INBOX_TENSOR = "inbox"
 INBOX_SETS = 4
 """Messages of rows that the inbox has room for: the host writes one while the passes of others run."""

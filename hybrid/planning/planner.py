@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hybrid.core.device import FEW_ROWS
 from hybrid.core.dtypes import DTYPES, CacheChoice
 from hybrid.core.errors import SpecError, nearest
 from hybrid.core.hparams import HParams
-from hybrid.core.plan import CONTROL_WORDS, INBOX_SETS, Extent, Plan, Step, TensorDecl
+from hybrid.core.plan import CONTROL_WORDS, FEW_ROWS, INBOX_SETS, Extent, Plan, Step, TensorDecl
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused, housed
@@ -33,12 +32,10 @@ class Target:
     """Ids that may be chosen: the tokenizer's size, at most the vocabulary's rows."""
     precision: PrecisionName = "auto"
     kv: CacheChoice = "auto"
-    device: str = "cpu"
-    """What the schedule's device `main` is."""
+    device: str = "cpu"  # what the schedule's device `main` is
     capabilities: frozenset[str] = frozenset()
     """What the device can do that schedules ask about (hybrid.planning.passes.capabilities_of)."""
-    few_rows: int = FEW_ROWS
-    """Rows of a pass that are few for the device."""
+    few_rows: int = FEW_ROWS  # of a pass, for the device
 
     def profile(self, weight_dtype: str) -> Profile:
         """Dtypes for the matrix inputs and the KV cache that go with weights of this type."""

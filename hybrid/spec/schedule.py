@@ -14,10 +14,10 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from hybrid.core.device import FEW_ROWS
 from hybrid.core.dtypes import DTYPES, CacheType
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS
+from hybrid.core.plan import FEW_ROWS
 from hybrid.spec.expr import Expr
 from hybrid.spec.load import Model, read_toml, shown_path, validate
 from hybrid.spec.placement import MOST, Placement, placed

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from hybrid.core.device import FEW_ROWS
 from hybrid.core.errors import FieldError, SpecError, nearest
+from hybrid.core.plan import FEW_ROWS
 from hybrid.kernels.vulkan.features import Report
 from hybrid.spec.load import Model, load_toml, shown_path
 
