@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,12 +22,42 @@ from conformance.support.profile import LONG
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.audit import audit
 from hybrid.engine.blocks import Blocks, Group
+from hybrid.engine.drafting import Drafting
+from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Limits, Pass, Stream
 
 TOKENS = st.integers(0, VOCAB - 1)
 TOTALS: Counter[str] = Counter()
 """What all machines of this process have done."""
+
+
+WAYS = ("right", "wrong", "mixed", "long", "none", "fails")
+
+
+class Liar:
+    """Guesses by the way that it is told: what comes, what does not, both, more than it was asked for, nothing; or it fails."""
+
+    name = "liar"
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle, self.way, self.closed = oracle, WAYS[0], False
+
+    def fork(self) -> Liar:
+        return self
+
+    def propose(self, ids: Sequence[int], most: int) -> list[int]:
+        match self.way:
+            case "fails":
+                raise RuntimeError("no more")
+            case "none":
+                return []
+        text = self.oracle.text(ids, most + (self.way == "long"), frozenset())
+        wrong = {"wrong": 0, "mixed": (len(ids) * 7) % 5}.get(self.way, len(text))
+        return [token if i < wrong else (token + 1) % VOCAB for i, token in enumerate(text)]
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Serving(RuleBasedStateMachine):
@@ -44,9 +75,10 @@ class Serving(RuleBasedStateMachine):
         ahead=st.integers(1, 3),
         queue=st.sampled_from([3, 30]),
         overtakes=st.sampled_from([0, 1, 5]),
+        guesses=st.sampled_from([0, 1, 3, None, None]),
         data=st.data(),
     )
-    def start(self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, data):
+    def start(self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, data):
         table = -(-ctx // block)
         groups = [Group("global", table + spare[0])]
         if window:
@@ -68,10 +100,17 @@ class Serving(RuleBasedStateMachine):
         self.others: list[tuple[int, dict[str, list[int]]]] = []
         self.runner = Runner(blocks.groups, block, slots, table)
         self.oracle = Oracle([g.window for g in blocks.groups])
+        self.failures: list[str] = []
+        self.liar, room = Liar(self.oracle), self.limits.outs or slots
+        self.hosts: set[int] = set()  # the host chooses for these, as under constraints
+        self.drafting = Drafting(self.liar, room, guesses, None, self.wish, lambda s, e: None, self.failures.append)
         self.streams: list[Stream] = []
         self.flights: list[Pass] = []
         self.overtaken: Counter[int] = Counter()
         self.systems = data.draw(st.lists(st.lists(TOKENS, min_size=1, max_size=ctx - 4), min_size=1, max_size=3))
+
+    def wish(self, stream: Stream) -> tuple[Sampling, int | None, bool]:
+        return Sampling(), stream.tag, stream.id in self.hosts
 
     # --- what may happen ---------------------------------------------------------------------------------------------
 
@@ -85,6 +124,7 @@ class Serving(RuleBasedStateMachine):
                 assert self.scheduler.waiting >= self.limits.queue and refusal.retry_after > 0
         else:
             self.streams.append(stream)
+            self.hosts |= set() if stream.ahead else {stream.id}
 
     @rule(
         system=st.integers(0, 2),
@@ -95,11 +135,12 @@ class Serving(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 1, 2]),
         patience=st.one_of(st.none(), st.integers(0, 20)),
         ahead=st.sampled_from([True, True, False]),
+        speculate=st.sampled_from([None, None, 0, 2]),
     )
-    def arrive(self, system, keep, own, limit, ends, priority, patience, ahead):
+    def arrive(self, system, keep, own, limit, ends, priority, patience, ahead, speculate):
         prompt = self.systems[system % len(self.systems)][:keep] + own
         deadline = None if patience is None else self.now + patience
-        self.add(prompt, limit, ends=ends, priority=priority, deadline=deadline, ahead=ahead)
+        self.add(prompt, limit, ends=ends, priority=priority, deadline=deadline, ahead=ahead, tag=speculate)
 
     @precondition(lambda self: self.streams)
     @rule(of=st.integers(0, 99), keep=st.integers(1, 70), own=st.lists(TOKENS, min_size=1, max_size=4), limit=st.integers(1, 30))
@@ -130,6 +171,10 @@ class Serving(RuleBasedStateMachine):
             stream = some[of % len(some)]
             self.scheduler.draft(stream, self.oracle.text(stream.ids, right, frozenset()) + wrong)
 
+    @rule(way=st.sampled_from(WAYS[:-1] * 2 + WAYS[-1:]))
+    def guess_otherwise(self, way):
+        self.liar.way = way
+
     @rule(times=st.integers(1, 6))
     def prepare(self, times):
         """Passes, as many ahead as may be."""
@@ -153,6 +198,7 @@ class Serving(RuleBasedStateMachine):
             known = {run.seq: len(run.seq.ids) for run in done.runs}
             live = {run.seq for run in done.runs if run.wants and run.seq.finish is None}
             news = self.scheduler.commit(done, tokens, counts if sum(counts) != len(counts) else None)
+            self.drafting.committed(done, news, 1 + 0.02 * done.rows)
             assert {s for s, _ in news} == live and all(len(s.ids) == known[s] + n for s, n in news)
 
     @precondition(lambda self: self.free)
@@ -189,6 +235,10 @@ class Serving(RuleBasedStateMachine):
         scheduler, limits = self.scheduler, self.limits
         waiting = [s for s in self.streams if s.slot is None and s.finish is None and not s.entered]
         flying = {s: s.flying for s in self.streams}
+        if not self.drafting.prepare(scheduler):
+            assert self.flights, "nothing is in flight, and no pass may be made"
+            TOTALS["waits for guesses"] += 1
+            return None
         done = scheduler.schedule()
         for stream in waiting:  # counted again, by another rule: who came later and went first
             if not stream.entered:
@@ -246,6 +296,9 @@ class Serving(RuleBasedStateMachine):
                 case _:
                     assert stream.finish in ("cancelled", "deadline")
         self.prefixes_are_right()
+        assert len(self.failures) <= 1 and bool(self.failures) == (self.drafting.drafter is None)
+        assert self.drafting.counts.drafted <= scheduler.counts.drafted
+        TOTALS.update({"drafted for streams": self.drafting.counts.drafted, "drafters that failed": len(self.failures)})
         counts = asdict(scheduler.counts)
         for reason, n in counts.pop("finished").items():
             TOTALS[f"finished: {reason}"] += n

@@ -87,11 +87,14 @@ class Guessing:
 
     def __init__(self, engine: Engine, repeats: int, draft: PassRunner | None = None, name: str = "") -> None:
         self.engine, self.repeats, self.draft, self.name = engine, repeats, draft, name if draft is not None else "looked up"
+        self._texts: dict[tuple[int, int], tuple[float, list[int]]] = {}
 
     def run(self, n: int, depth: int, rate: float, k: int | None) -> Guessed:
         """RuntimeError where a text with guesses is not the plain one."""
         prompt = [1 + i % 1000 for i in range(max(depth, 2))]
-        plain, text = self._plain(prompt, n)
+        if (n, depth) not in self._texts:
+            self._texts[n, depth] = self._plain(prompt, n)
+        plain, text = self._texts[n, depth]
         replay = Replay([*prompt, *text], rate)
         seconds, counts = [], Counts()
         drafter = self._drafter(replay)

@@ -21,6 +21,13 @@ MOST_GUESSES = 16
 SHARING = 4
 
 
+def check_guesses(speculate: object) -> int:
+    """A number of tokens to guess in a pass. ValueError."""
+    if isinstance(speculate, bool) or not isinstance(speculate, Integral) or not 0 <= speculate <= MOST_GUESSES:
+        raise ValueError(f"speculate must be auto, or a number of tokens to guess, 0 to {MOST_GUESSES}, not {speculate!r}")
+    return int(speculate)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Checked when made: ValueError names the field and what it may be. None: decided by the model or the device."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from hybrid.core.errors import NoFreeSlot
 from hybrid.core.plan import FAULTED
+from hybrid.engine.config import MOST_GUESSES
 from hybrid.engine.inbox import Rows
 from hybrid.engine.interface import PassRunner
 from hybrid.engine.sampling import Sampling
@@ -31,10 +32,15 @@ class DraftModel:
     def __init__(self, engine: PassRunner, name: str, close: Callable[[], object]) -> None:
         self.engine, self.name, self._close = engine, name, close
         self._followed: dict[Hashable, Followed] = {}
+        self.steady = True
+        """Whether the last guesses took no longer than those that come: no prompt was run for them."""
 
     def fork(self) -> DraftModel:
         """One serves all sequences, by their keys (`propose_all`)."""
         return self
+
+    def follows(self, key: Hashable) -> bool:
+        return key in self._followed
 
     def begin(self, sampling: Sampling, key: Hashable = None) -> bool:
         """Guess for a sequence that is chosen so, from its beginning. False where no slot is free."""
@@ -66,6 +72,7 @@ class DraftModel:
         if not asked:
             return {}
         fresh = {key: self._fresh(self._followed[key], ids) for key, (ids, _) in asked.items()}
+        self.steady = all(len(ids) <= MOST_GUESSES + 1 for ids in fresh.values())
         slots = [self._followed[key].slot for key in asked]
         times = max(most for _, most in asked.values()) - 1
         goes_on = np.full(len(slots), -1, np.int32)

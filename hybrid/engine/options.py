@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from hybrid.engine.config import check_guesses
 from hybrid.engine.constraint import Constraint
 from hybrid.engine.sampling import Sampling
 
@@ -31,12 +32,16 @@ class Options:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     constraint: Constraint | None = None
+    speculate: int | None = None
+    """Guesses of a pass; None: as the model was loaded."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, Integral):
             raise ValueError(f"priority must be an integer (0; greater ones go first), not {self.priority!r}")
         if self.deadline is not None and not (isinstance(self.deadline, Real) and 0 < self.deadline < math.inf):
             raise ValueError(f"deadline must be seconds from now, above 0, or None, not {self.deadline!r}")
+        if self.speculate is not None:
+            check_guesses(self.speculate)
         verbs = (getattr(self.constraint, name, None) for name in ("mask", "accept", "copy"))
         if self.constraint is not None and not all(map(callable, verbs)):
             raise ValueError("constraint must have mask(), accept(token) and copy() (see hybrid.engine.constraint), not be "

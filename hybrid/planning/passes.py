@@ -9,6 +9,8 @@ from hybrid.core.hparams import HParams
 from hybrid.spec.schedule import CAPABILITIES
 
 ROW_BUCKETS = (1, 8, 32, 128, 512)
+GUESSED_ROWS = 32
+"""Rows of a pass up to which several sequences may all have guesses."""
 GUESSED_BUCKETS = (1, 2, 4, 8, 16, 32, 128, 512)  # where passes verify guesses: few rows cost by their number
 MATRIX_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of decode passes where few rows have other kernels than many
 CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
@@ -60,8 +62,9 @@ class PassSizes:
 
     @property
     def wanted(self) -> int:
-        """Most rows of a prefill pass whose tokens are chosen: of every sequence one, and guesses."""
-        return min(self.outs[-1] + self.guesses, self.rows[-1])
+        """Most rows of a prefill pass whose tokens are chosen: of every sequence one, and guesses of one or of several."""
+        slots = self.outs[-1]
+        return min(max(slots + self.guesses, min(GUESSED_ROWS, slots * (1 + self.guesses))), self.rows[-1])
 
     @property
     def wants(self) -> tuple[int, ...]:
@@ -74,7 +77,7 @@ def pass_sizes(hp: HParams, ctx: int, slots: int, chunk: int, fixed: int | None 
                decode: Sequence[int] = ROW_BUCKETS) -> PassSizes:  # fmt: skip
     """For `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows; or every pass of `fixed`. guesses: most
     guessed tokens of a pass. decode: rows of decode passes."""
-    most = fixed or max(min(chunk, ctx * slots), slots + guesses)
+    most = fixed or max(min(chunk, ctx * slots), slots + guesses, min(GUESSED_ROWS, slots * (1 + guesses)))
     few = GUESSED_BUCKETS if guesses else ROW_BUCKETS
     rows, outs, alone = ((most,),) * 3 if fixed else (buckets(most, few), buckets(slots), buckets(slots, decode))
     logits = _within(rows, LOGITS_BYTES // (4 * hp.vocab))

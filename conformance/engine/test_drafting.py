@@ -1,0 +1,145 @@
+"""How many tokens are guessed, and for whom: seconds by given costs of passes, on the device of the scheduler's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from conformance.support.fake_runner import VOCAB, Oracle, Runner
+from hybrid.engine.audit import audit
+from hybrid.engine.blocks import Blocks, Group
+from hybrid.engine.drafting import Drafting
+from hybrid.engine.drafts import Replay
+from hybrid.engine.pace import AHEAD, MOST, Costs, Counts, Pace, expected, hopeful, share
+from hybrid.engine.sampling import Sampling
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.sequence import Limits, Stream
+
+BLOCK, WINDOW = 4, 2
+TOKENS = 400
+
+
+def reads(rows: int) -> float:
+    """Of a device whose time is that of reading weights."""
+    return 1 + 0.03 * rows
+
+
+def computes(rows: int) -> float:
+    return float(rows)
+
+
+def full(rows: int) -> float:
+    """Reads weights up to 32 rows, and computes from there on."""
+    return 1.5 if rows <= 32 else 1.5 * rows / 32
+
+
+class Rated:
+    """Guesses that are right with a rate, by the text of the sequence; `guess` seconds each."""
+
+    name = "rated"
+
+    def __init__(self, oracle: Oracle, rate: float) -> None:
+        self.oracle, self.rate, self.asked = oracle, rate, 0
+
+    def fork(self) -> Rated:
+        return self
+
+    def propose(self, ids: Sequence[int], most: int) -> list[int]:
+        self.asked = max(self.asked, most)
+        text = [*ids, *self.oracle.text(ids, most, frozenset())]
+        return [token % VOCAB for token in Replay(text, self.rate, seed=5).propose(ids, most)]
+
+    def close(self) -> None:
+        pass
+
+
+def spent(rate: float, cost: Callable[[int], float], sequences: int = 1, guess: float = 0.0, k: int | None = None,
+          wanted: int | None = None, tokens: int = TOKENS) -> tuple[float, Counts, Drafting]:  # fmt: skip
+    """Seconds of a text of `tokens` tokens of each sequence, what was guessed, and by whom. wanted: guesses that requests ask for."""
+    room = max(sequences + MOST, min(32, sequences * (1 + MOST)))
+    limits = Limits(sequences, tokens + 4, rows=room, outs=room, ahead=1)
+    blocks = Blocks([Group("local", sequences * 40, WINDOW)], BLOCK)
+    scheduler, seconds = Scheduler(blocks, limits, lambda: 0.0), 0.0
+    runner, drafter = Runner(blocks.groups, BLOCK, sequences, -(-limits.ctx // BLOCK)), Rated(Oracle([WINDOW]), rate)
+    wish = lambda stream: (Sampling(), wanted, False)  # noqa: E731
+    drafting = Drafting(drafter, room, k, None, wish, lambda s, e: None, lambda why: None)
+    streams = [Stream(i, [i % VOCAB], tokens) for i in range(sequences)]
+    for stream in streams:
+        scheduler.add(stream)
+    while not scheduler.idle:
+        drafter.asked = 0
+        assert drafting.prepare(scheduler)
+        done = scheduler.schedule()
+        assert done is not None
+        drafting.costs.guess = guess  # what a clock would say
+        seconds += (took := cost(done.rows)) + guess * drafter.asked
+        chosen, counts = runner.run(done)
+        drafting.committed(done, scheduler.commit(done, chosen, counts), took)
+        audit(scheduler)
+    assert all(s.generated == drafter.oracle.text(s.ids[:1], tokens, frozenset()) for s in streams)
+    assert drafting.counts.tokens == tokens * sequences
+    return seconds, drafting.counts, drafting
+
+
+@pytest.mark.parametrize(("rate", "cost", "guess", "most"), [
+    (0.0, reads, 0.0, 1.03), (0.0, computes, 0.0, 1.05), (0.0, reads, 0.3, 1.05), (0.9, computes, 0.1, 1.05),
+    (0.9, reads, 0.0, 0.35), (0.8, reads, 0.05, 0.55), (1.0, reads, 0.0, 0.25),
+])  # fmt: skip
+def test_what_guesses_cost_and_bring(rate: float, cost: Callable[[int], float], guess: float, most: float) -> None:
+    """Of a text of 400 tokens: half of the tries of an unguessable one are in its first 64."""
+    seconds, counts, _ = spent(rate, cost, guess=guess)
+    assert seconds <= most * TOKENS * cost(1), counts
+
+
+def test_where_the_batch_fills_the_device_nothing_is_guessed() -> None:
+    seconds, counts, _ = spent(0.9, full, sequences=32, tokens=100)
+    assert seconds <= 1.02 * 100 * full(32), counts
+    some, counts, _ = spent(0.9, full, sequences=4, tokens=100)
+    assert some < 0.4 * 100 * full(4) and counts.drafted / counts.verified > 3
+    few, fewer, _ = spent(0.9, full, sequences=12, tokens=100)
+    assert few < 0.7 * 100 * full(12) and 1 <= fewer.drafted / fewer.verified <= 2.5, "32 rows for 12 sequences"
+
+
+def test_requests_may_ask_for_their_own_number() -> None:
+    _, counts, drafting = spent(1.0, reads, wanted=3)
+    assert counts.drafted == 3 * counts.verified or counts.drafted == counts.accepted
+    assert counts.passes == -(-TOKENS // 4) + 1 and drafting.costs.of(4) == reads(4)
+    assert spent(1.0, reads, wanted=0)[1].drafted == 0
+    assert spent(0.0, computes, k=2)[1].verified == TOKENS - 2, "as many as asked for, whatever they are worth"
+
+
+def test_more_is_guessed_where_more_is_right() -> None:
+    assert [round(expected(0.5, k), 3) for k in range(4)] == [1.0, 1.5, 1.75, 1.875]
+    mean = [c.drafted / c.verified for _, c, _ in (spent(rate, reads, guess=0.05) for rate in (0.5, 0.7, 0.95))]
+    assert mean[0] < mean[1] < mean[2]
+
+
+def test_guesses_go_where_they_are_likeliest_to_be_right() -> None:
+    costs, sure, doubtful, fixed = Costs({1: 1.0, 3: 1.01, 8: 1.1, 20: 3.0}), Pace(), Pace(), Pace(2, fixed=True)
+    for _ in range(30):
+        sure.verified(4, 4)
+        doubtful.verified(4, 0)
+    assert share([sure, doubtful], 3, 7, costs) == [4, 0], "room for four"
+    assert share([doubtful, sure], 3, 20, costs)[0] == 0
+    assert share([fixed, doubtful], 3, 4, costs) == [1, 0], "as many as there is room for"
+    assert share([sure], 3, 3, costs) == [0]
+    steep = Costs({1: 1.0, 2: 2.0, 8: 8.0})
+    assert share([sure], 1, 8, steep) == [0] and not hopeful(1, 8, steep) and hopeful(3, 8, costs)
+
+
+def test_tries_in_vain_become_rare() -> None:
+    pace, rests = Pace(), []
+    for _ in range(8):
+        assert pace.due and pace.offer(0, True) == 2
+        pace.settle(0, 2)
+        assert pace.due and pace.offer(0, True) == 0, "tried, and not worth it"
+        pace.settle(0, 0)
+        rests.append(next(n for n in range(1, 1000) if pace.chosen(1) or pace.due))
+    assert rests == [16, 32, 64, 128, 256, 512, 512, 512]
+    pace.settle(3, 3)
+    assert pace.offer(0, False) == 0
+    pace.settle(0, 0)
+    assert next(n for n in range(1, 1000) if pace.chosen(1) or pace.due) == 16, "after guesses that paid"
+    pace.pause(AHEAD)
+    assert not pace.due

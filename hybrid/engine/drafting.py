@@ -1,0 +1,184 @@
+"""Guesses for the sequences that a scheduler runs: before each pass, which of them get how many, and from whom.
+
+A sequence with guesses is not run ahead of the host: its last token must be known before more are guessed, and all such
+sequences share one pass. So there are two ways of going on, and `prepare` changes between them: passes ahead of the host without
+guesses, and, where guesses are due, one pass at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybrid.engine.choosing import Choosing
+from hybrid.engine.draft_model import DraftModel
+from hybrid.engine.drafts import Drafter
+from hybrid.engine.pace import AHEAD, MOST, Costs, Counts, Pace, hopeful, share
+from hybrid.engine.sampling import Sampling
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.sequence import Pass, Stream
+
+
+class Following:
+    """A sequence that is guessed for."""
+
+    def __init__(self, stream: Stream, pace: Pace, drafter: Drafter, constrained: bool) -> None:
+        self.stream, self.pace, self.drafter, self.constrained = stream, pace, drafter, constrained
+        self.counts = Counts()
+        self.asked = 0
+        """Guesses that the next pass may have for it."""
+
+    def run_ahead(self, may: bool) -> None:
+        """Whether its next row may run before its last token is known."""
+        may = may and not self.constrained
+        if self.stream.ahead != may:
+            self.stream.ahead, self.stream.steady = may, False
+
+
+class Drafting:
+    """drafter: who guesses. room: most rows of a pass whose tokens are chosen. k: guesses of a pass (None: by their worth).
+    wish: of a sequence, how its tokens are chosen, how many guesses its request asks for (None: as k), and whether it is under a
+    constraint. refused: told of a sequence whose constraint fails. failed: told once why guessing ended, where a drafter failed."""
+
+    def __init__(self, drafter: Drafter, room: int, k: int | None, choosing: Choosing | None,
+                 wish: Callable[[Stream], tuple[Sampling, int | None, bool]], refused: Callable[[Stream, Exception], object],
+                 failed: Callable[[str], object]) -> None:  # fmt: skip
+        self.drafter: Drafter | None = drafter
+        self.name, self.room, self.k, self.costs, self.counts = drafter.name, room, k, Costs(), Counts()
+        self._choosing, self._wish, self._refused, self._failed = choosing, wish, refused, failed
+        self._of: dict[Any, Following] = {}
+
+    def prepare(self, scheduler: Scheduler) -> bool:
+        """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been read."""
+        if len(self._of) > scheduler.running:
+            self._forget()
+        if self.drafter is None:
+            return True
+        streams = scheduler.decoding()
+        following = [self._follow(stream) for stream in streams]
+        due = [f for f in following if f.pace.due]
+        shares = self._share(due, len(streams)) if due else []
+        asked = [f for f in due if f.asked > 0]
+        if asked and scheduler.in_flight:
+            for f in asked:
+                f.run_ahead(False)
+            return False
+        for f, k in zip(due, shares, strict=True):
+            if f.pace.due:  # else it waits for what a pass takes
+                f.pace.settle(k, f.asked)
+        if not asked or not self._draft(scheduler, asked):
+            self._let_go(following)
+        return True
+
+    def committed(self, done: Pass, news: Sequence[tuple[Stream, int]], seconds: float) -> None:
+        """A pass has chosen so many tokens of each sequence, and took so long, alone or behind the one before."""
+        wants = {run.seq.id: run.wants for run in done.runs}
+        if all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
+            self.costs.took(done.rows, seconds)
+        for stream, n in news:
+            guesses = wants[stream.id] - 1
+            for counts in (self.counts, *((found.counts,) if (found := self._of.get(stream.id)) else ())):
+                counts.chose(n, guesses)
+            if found is not None and guesses:
+                found.pace.verified(guesses, n - 1)
+            elif found is not None:
+                found.pace.chosen(n)
+
+    def of(self, stream: Stream) -> Counts:
+        """What was guessed for a sequence."""
+        found = self._of.get(stream.id)
+        return Counts() if found is None else found.counts
+
+    def close(self) -> None:
+        drafter, self.drafter = self.drafter, None
+        self._of.clear()
+        if drafter is not None:
+            drafter.close()
+
+    # --- who gets how many -------------------------------------------------------------------------------------------
+
+    def _follow(self, stream: Stream) -> Following:
+        found = self._of.get(stream.id)
+        if found is None:
+            assert self.drafter is not None
+            _, wanted, constrained = self._wish(stream)
+            k = self.k if wanted is None else wanted
+            pace = Pace(MOST if k is None else k, fixed=k is not None)
+            found = self._of[stream.id] = Following(stream, pace, self.drafter.fork(), constrained)
+        return found
+
+    def _share(self, due: list[Following], rows: int) -> list[int]:
+        """How many guesses each gets by its worth, in a pass of so many rows without; sets `asked`, which may be a few to try."""
+        shares = share([f.pace for f in due], rows, self.room, self.costs)
+        hope = hopeful(rows, self.room, self.costs)
+        for f, k in zip(due, shares, strict=True):
+            if not self.costs.of(rows) and not f.pace.fixed:  # what a pass without guesses takes must be known
+                f.asked = 0
+                f.pace.pause(1)
+            else:
+                f.asked = min(f.pace.offer(k, hope), f.stream.last - len(f.stream.ids) - f.stream.flying - 1)
+        return shares
+
+    # --- who guesses -------------------------------------------------------------------------------------------------
+
+    def _draft(self, scheduler: Scheduler, asked: list[Following]) -> bool:
+        """Whether there were any guesses."""
+        began = time.perf_counter()
+        try:
+            found, steady = self._propose(asked)
+        except Exception as error:  # whatever another model's device or files raise: a text does not depend on guesses
+            drafter, self.drafter = self.drafter, None
+            assert drafter is not None
+            self._failed(f"{drafter.name}: {type(error).__name__}: {error}; no more tokens are guessed")
+            self._forget()
+            return False
+        most = max(map(len, found), default=0)
+        if most and steady:
+            self.costs.guessed(most, time.perf_counter() - began)
+        any_given = False
+        for f, guesses in zip(asked, found, strict=True):
+            if guesses := self._allowed(f, guesses[: f.asked]):
+                f.run_ahead(False)
+                scheduler.draft(f.stream, guesses)
+                any_given = True
+            else:
+                f.pace.pause(AHEAD)
+        return any_given
+
+    def _propose(self, asked: list[Following]) -> tuple[list[Sequence[int]], bool]:
+        """Guesses for each, and whether they took no longer than they will again."""
+        if not isinstance(self.drafter, DraftModel):
+            return [list(f.drafter.propose(f.stream.ids, f.asked)) for f in asked], True
+        model = self.drafter
+        for f in asked:
+            if not model.follows(f.stream.id):
+                model.begin(self._wish(f.stream)[0], f.stream.id)
+        found = model.propose_all({f.stream.id: (f.stream.ids, f.asked) for f in asked})
+        return [found.get(f.stream.id, []) for f in asked], model.steady
+
+    def _allowed(self, f: Following, guesses: Sequence[int]) -> tuple[int, ...]:
+        """Those that may be verified under the sequence's constraint."""
+        if not f.constrained or self._choosing is None or not guesses:
+            return tuple(guesses)
+        assert f.stream.slot is not None
+        try:
+            return self._choosing.guessed(f.stream.slot, guesses)
+        except Exception as error:  # whatever somebody's constraint raises
+            self._refused(f.stream, error)
+            return ()
+
+    # --- coming and going --------------------------------------------------------------------------------------------
+
+    def _let_go(self, following: Sequence[Following]) -> None:
+        for f in following:
+            f.run_ahead(True)
+
+    def _forget(self) -> None:
+        """Sequences that have ended; all of them, where nobody guesses any more."""
+        for key, f in list(self._of.items()):
+            if f.stream.finish is not None or self.drafter is None:
+                del self._of[key]
+                f.run_ahead(True)
+                if isinstance(self.drafter, DraftModel):
+                    self.drafter.end(key)
