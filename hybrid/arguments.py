@@ -94,6 +94,33 @@ def replicas(args: argparse.Namespace) -> list[str]:
     return found or ["cpu"]
 
 
+def _speculate(text: str) -> str | int:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write auto, or how many tokens to guess") from None
+
+
+def add_guesses(p: argparse.ArgumentParser) -> None:
+    """--draft, --draft-device and --speculate, as hybrid.load takes them (`check_guesses`)."""
+    p.add_argument(
+        "--draft", metavar="FILE", help="guess what comes next by a smaller model with the same tokenizer, or by `lookup`"
+    )
+    p.add_argument("--draft-device", metavar="NAME", help="what the draft model runs on (as --device)")
+    p.add_argument(
+        "--speculate", type=_speculate, metavar="K", help="guesses of a pass: auto, 0 to 16 (auto with --draft, else 0)"
+    )
+
+
+def check_guesses(args: argparse.Namespace) -> None:
+    """ValueError for numbers that hybrid.load would refuse, before anything is loaded."""
+    from hybrid.engine.drafting import most_guesses
+
+    most_guesses(args.draft, args.speculate)
+
+
 def open_devices(args: argparse.Namespace, checkpoint: Checkpoint, held: ExitStack) -> tuple[Schedule, Opened]:
     """The schedule and the devices that the arguments of `add_devices` name, closed with `held`."""
     from hybrid.devices import opening

@@ -21,6 +21,7 @@ from hybrid.engine.chunks import token_ids
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.constraint import Constraint
 from hybrid.engine.draft_model import DraftModel
+from hybrid.engine.drafting import Drafting, check_drafting, most_guesses
 from hybrid.engine.drafts import Drafter, Lookup
 from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle
@@ -28,11 +29,11 @@ from hybrid.engine.job import Job
 from hybrid.engine.loading import LoadClock
 from hybrid.engine.metrics import Metrics
 from hybrid.engine.options import Options
+from hybrid.engine.pace import Counts
 from hybrid.engine.request import Request
 from hybrid.engine.room import with_room
 from hybrid.engine.serving import QUEUE, Serving
 from hybrid.engine.session import Session, in_own_slot
-from hybrid.engine.speculation import Counts, Speculation, check_speculation, most_guesses
 from hybrid.engine.stats import EngineReport, Stats
 from hybrid.planning.cost import plan_cost
 from hybrid.planning.planner import PrecisionName
@@ -92,7 +93,7 @@ def load(
         weights=weights,
         ctx=ctx,
         slots=1 if slots is None else slots,
-        shared=slots is None and not guesses,
+        shared=slots is None,
         memory=parse_bytes(memory) if isinstance(memory, str) else memory,
         chunk=chunk,
         deterministic=deterministic,
@@ -117,12 +118,10 @@ def load(
             if not given:
                 opened, schedule = with_room(opened, schedule, config, checkpoint)
             engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock)
-            speculation = None
+            drafter = None
             if guesses:
-                check_speculation(engine)
-                drafter = _drafter(draft, engine, device if draft_device is None else draft_device)
-                fixed = guesses if isinstance(speculate, int) else None
-                speculation = Speculation(drafter, fixed, engine.faults.append)
+                check_drafting(engine)
+                drafter = _drafter(draft, engine, device if draft_device is None else draft_device, slots)
             with clock.phase("pipelines"):
                 engine.warm_up()
                 if warm:
@@ -133,10 +132,10 @@ def load(
     except BaseException:
         checkpoint.close()
         raise
-    return Model(checkpoint, opened, engine, queue, speculation)
+    return Model(checkpoint, opened, engine, queue, drafter, guesses if isinstance(speculate, int) else None)
 
 
-def _drafter(draft: str | os.PathLike[str] | Drafter | None, engine: Engine, device: str) -> Drafter:
+def _drafter(draft: str | os.PathLike[str] | Drafter | None, engine: Engine, device: str, slots: int | None) -> Drafter:
     """What `load` was told to guess by. ValueError for a model with another tokenizer."""
     if draft is None or draft == "lookup":
         return Lookup()
@@ -144,7 +143,7 @@ def _drafter(draft: str | os.PathLike[str] | Drafter | None, engine: Engine, dev
         return draft
     with open_checkpoint(draft) as found:
         ctx = min(engine.cache.ctx, found.hparams.context_length)
-    smaller = load(draft, device, ctx=ctx, slots=1)
+    smaller = load(draft, device, ctx=ctx, slots=slots)
     ours, theirs = (c.tokenizer.vocabulary.pieces for c in (engine.checkpoint, smaller.checkpoint))
     if ours != theirs:
         smaller.close()
@@ -159,7 +158,7 @@ class Model:
     of whichever generation ended last."""
 
     def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine, queue: int = QUEUE,
-                 speculation: Speculation | None = None) -> None:  # fmt: skip
+                 drafter: Drafter | None = None, k: int | None = None) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.engine = engine
         self.device = opened.device.name
@@ -169,11 +168,14 @@ class Model:
         """What loading took."""
         self.stats: Stats | None = None
         """Of the last generation that ended."""
-        self.speculation = speculation
-        """Guesses of what comes next, where it was loaded with any, and how many were right."""
         self._opened: Opened | None = opened
-        self._serving = Serving(engine, checkpoint.tokenizer, opened.device.check_open, queue)
-        self._apart = speculation is not None or engine.device.pipeline_depth > 1 or not engine.blocks.reuse
+        self._serving = Serving(engine, checkpoint.tokenizer, opened.device.check_open, queue, drafter, k)
+        self._apart = engine.device.pipeline_depth > 1 or not engine.blocks.reuse
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """Guesses of what comes next, where it was loaded with any, and how many were right."""
+        return self._serving.drafting
 
     @property
     def hparams(self) -> HParams:
@@ -220,28 +222,29 @@ class Model:
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
         logprobs: int = 0,
+        speculate: int | None = None,
     ) -> Generator[str, None, None]:
         """Pieces of text as they come; joined they are `decode` of the generated ids, cut before a stop string.
 
         Ids are used verbatim; text gets a begin-of-text token. Ends after max_tokens, at an end-of-text token (unless
         ignore_eos), at a stop string, or at the context's end; `stats` says which. With a `session`, what the prompt
         shares with the session's last sequence is not run again. With several tokens_per_submit pieces come that many
-        at a time, with less work for the host; an end of text is then noticed late. logprobs: as for `submit`, in
-        `stats`. How tokens are chosen:
+        at a time, with less work for the host; an end of text is then noticed late, and nothing is guessed. speculate:
+        guesses of a pass (default: as the model was loaded; 0: none). logprobs: as for `submit`, in `stats`. How tokens are chosen:
         hybrid.engine.sampling.Sampling. Raises at once for wrong arguments.
         """
         engine = self._engine()
         if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
             raise ValueError(f"tokens_per_submit must be a positive integer, not {tokens_per_submit!r}")
         options = Options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, logprobs, 0, None,
-                          repetition_penalty, presence_penalty, frequency_penalty, logit_bias)  # fmt: skip
+                          repetition_penalty, presence_penalty, frequency_penalty, logit_bias, None, speculate)  # fmt: skip
         request = self._serving.request(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
         if session is not None and not session.of(engine):
             raise ValueError("the session belongs to another model: use one that this model made")
         if self._apart and logprobs:
             raise ValueError("logprobs come with requests that are scheduled: load without draft and speculate, or use submit")
         if self._apart:
-            steps = in_own_slot(engine, request, session, tokens_per_submit, self.speculation, self._engine, self._note)
+            steps = in_own_slot(engine, request, session, tokens_per_submit, self._engine, self._note)
             return engine.lock.steps(steps)
         return self._run(engine, request, options, session, tokens_per_submit)
 
@@ -265,6 +268,7 @@ class Model:
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
         constraint: Constraint | None = None,
+        speculate: int | None = None,
     ) -> Handle:
         """Put a request into the queue, from any thread; returns at once. Requests run together, up to `slots` at a time, and
         are read from the handle, in threads or with asyncio.
@@ -276,7 +280,7 @@ class Model:
         """
         self._engine()
         options = Options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, logprobs, priority, deadline,
-                          repetition_penalty, presence_penalty, frequency_penalty, logit_bias, constraint)  # fmt: skip
+                          repetition_penalty, presence_penalty, frequency_penalty, logit_bias, constraint, speculate)  # fmt: skip
         return self._serving.submit(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
 
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], *, progress: bool = False, **options: Any) -> list[str]:
@@ -322,13 +326,13 @@ class Model:
         self._serving.end(job)
         job.request.cached = job.stream.cached
         job.request.logprobs = tuple(job.logprobs) if job.options.logprobs else None
-        self._note(job.request, self._serving.runner.decoded, Counts())
+        self._note(job.request, self._serving.runner.decoded, job.guessed)
 
-    def _note(self, request: Request, passes: int, counts: Counts) -> None:
+    def _note(self, request: Request, passes: int, counts: Counts | None = None) -> None:
         """`stats` are those of this request from now on."""
         if self._opened is not None:
             context = len(request.prompt) + len(request.out) // 2
-            self.stats = request.stats(self._report(self.engine, context, passes, counts))
+            self.stats = request.stats(self._report(self.engine, context, passes, counts or Counts()))
 
     def _report(self, engine: Engine, context: int, passes: int, counts: Counts) -> EngineReport:
         """The engine's part of statistics. context: mean length of the sequence; passes: decode passes since the prefill; counts:
@@ -347,7 +351,7 @@ class Model:
             reencoded=tuple(r.line() for r in engine.reencoded),
             memory=dict(engine.device.memory()),
             threads=engine.device.threads,
-            guessed=counts.line(self.speculation.name) if self.speculation is not None else "",
+            guessed=counts.line(self.drafting.name) if self.drafting is not None else "",
             drafted=counts.drafted,
             accepted=counts.accepted,
         )
@@ -356,8 +360,6 @@ class Model:
         """Free every device object and let go of the files; the model cannot be used afterwards. Requests that have not ended
         fail."""
         self._serving.close(ValueError(CLOSED))
-        if self.speculation is not None:
-            self.speculation.close()
         with self.engine.lock:
             if self._opened is not None:
                 opened, self._opened = self._opened, None

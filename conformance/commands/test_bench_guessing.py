@@ -28,7 +28,7 @@ def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(tmp_path, capsys):
     options = ["--acceptance", "1", "--speculate", "auto,3", "--draft", str(draft), "--ctx-depth", "4"]
     assert bench.main([*SMALL, *options]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert f"guesses {draft} on cpu, right by set rates" in said[1] and "tokens/pass" in said[3]
+    assert f"guesses of {draft} on cpu, right by set rates" in said[1] and "tokens/pass" in said[3]
     assert "100 %" in said[5] and float(said[5].split()[10]) > 0, "drafting has taken time"
 
 

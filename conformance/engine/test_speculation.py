@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hybrid
@@ -14,10 +15,12 @@ from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
+from hybrid.engine.audit import audit
 from hybrid.engine.draft_model import DraftModel
+from hybrid.engine.drafting import most_guesses
 from hybrid.engine.drafts import Lookup, Replay
+from hybrid.engine.pace import MOST
 from hybrid.engine.sampling import Sampling
-from hybrid.engine.speculation import AHEAD, MOST, Costs, Counts, Pace, expected, most_guesses
 
 CTX, TOKENS = 96, 24
 PROMPT = "def area(width, height):\n    return width * height\n\n\ndef area_of_square(width):\n"
@@ -55,6 +58,36 @@ class Failing(Replay):
         return super().propose(ids, most)
 
 
+class Known(Drafts):
+    """Guesses out of whichever of these texts begins as the sequence does; most of them right."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+
+    def propose(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        found = next((text for text in self.texts if text[: len(ids)] == list(ids)), [])
+        return Replay(found, 0.8).propose(ids, most)
+
+
+class Alternating:
+    """Tokens of even ids, then of odd ones, and so on."""
+
+    def __init__(self, model: hybrid.Model, said: int = 0) -> None:
+        self.model, self.said = model, said
+
+    def mask(self) -> np.ndarray:
+        vocab = self.model.engine.target.hparams.vocab
+        words = np.full(-(-vocab // 32), 0xAAAAAAAA if self.said % 2 else 0x55555555, np.uint32)
+        return words
+
+    def accept(self, token: int) -> None:
+        assert token % 2 == self.said % 2
+        self.said += 1
+
+    def copy(self) -> Alternating:
+        return Alternating(self.model, self.said)
+
+
 @pytest.fixture(scope="module", params=BACKENDS)
 def model(request: pytest.FixtureRequest) -> Iterator[hybrid.Model]:
     """In float32, where a choice that rounding could change is as good as never met."""
@@ -62,7 +95,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[hybrid.Model]:
         open_backend("vulkan").close()
     few = request.param == "vulkan" and not LONG  # its CPU driver is slow, and no test is about what a text says
     file = cut(open_checkpoint(DEMO), BOTH) if few else DEMO
-    with hybrid.load(file, request.param, ctx=CTX, precision="exact", draft=Drafts(), speculate=3) as made:
+    with hybrid.load(file, request.param, ctx=CTX, slots=4, precision="exact", draft=Drafts(), speculate=3) as made:
         yield made
 
 
@@ -72,20 +105,18 @@ def plain(model: hybrid.Model) -> dict[str, list[int]]:
     return {way: run(model, None, **options) for way, options in WAYS.items()}
 
 
+def told(model: hybrid.Model, drafts: Any) -> dict[str, int]:
+    """Guess so from now on (None: not at all): options of a request."""
+    assert model.drafting is not None and isinstance(model.drafting.drafter, Drafts)
+    model.drafting.drafter.now = Lookup() if drafts is None else drafts
+    return {"speculate": 0} if drafts is None else {}
+
+
 def run(model: hybrid.Model, drafts: Any, **options: Any) -> list[int]:
     """The ids of a text with these guesses (None: without)."""
-    guessing = model.speculation
-    assert guessing is not None and guessing.drafter is not None
-    kept = guessing.drafter
-    if drafts is None:
-        model.speculation = None
-    else:
-        kept.now = drafts
-    try:
-        for _ in model.generate(options.pop("ids", PROMPT), **{"max_tokens": TOKENS, "ignore_eos": True, **options}):
-            pass
-    finally:
-        model.speculation, guessing.drafter = guessing, kept
+    ids, told_so = options.pop("ids", PROMPT), told(model, drafts)
+    for _ in model.generate(ids, **{"max_tokens": TOKENS, "ignore_eos": True, **told_so, **options}):
+        pass
     assert model.stats is not None
     return list(model.stats.ids)
 
@@ -139,11 +170,16 @@ def test_a_session_with_guesses_runs_what_it_does_not_hold(model: hybrid.Model, 
 @pytest.mark.slow
 def test_a_draft_that_fails_ends_guessing_and_not_the_text(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
     ids = [*model.encode(PROMPT), *plain["sampled"]]
+    assert model.drafting is not None
+    drafter = model.drafting.drafter
     assert run(model, Failing(ids, 1.0), **WAYS["sampled"]) == plain["sampled"]
-    found = list(model.engine.faults)
+    found, stats = list(model.engine.faults), model.stats
     model.engine.faults.clear()
+    assert model.drafting.drafter is None
+    assert run_as_it_is(model, WAYS["sampled"]) == plain["sampled"] and not model.engine.faults, "reported once"
+    model.drafting.drafter = drafter
     assert len(found) == 1 and "by hand: RuntimeError: the draft's device is gone; no more tokens are guessed" in found[0]
-    assert model.stats is not None and model.stats.accepted > 0 and any(found[0] == p for p in model.stats.passed_over)
+    assert stats is not None and stats.accepted > 0 and any(found[0] == p for p in stats.passed_over)
 
 
 @pytest.mark.slow
@@ -198,10 +234,62 @@ def _but_ids(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_plain(model: hybrid.Model, options: dict[str, Any]) -> list[int]:
-    guessing, model.speculation = model.speculation, None
-    found = run_as_it_is(model, options)
-    model.speculation = guessing
-    return found
+    return run_as_it_is(model, {**options, "speculate": 0})
+
+
+@pytest.mark.slow
+def test_requests_that_run_together_are_guessed_for_together(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
+    """Of several kinds, one without guesses; each text is that of its request alone, and its usage says what was guessed."""
+    prompt = model.encode(PROMPT)
+    known = Known([[*prompt, *ids] for ids in plain.values()])
+    options = told(model, known)
+    for _ in range(2):  # the second finds the prompt in the cache
+        handles = [model.submit(prompt, max_tokens=TOKENS, ignore_eos=True, **how, **options) for how in WAYS.values()]
+        handles.append(model.submit(prompt, max_tokens=TOKENS, ignore_eos=True, speculate=0))
+        done = [handle.result(timeout=300) for handle in handles]
+        assert [list(d.ids) for d in done] == [*plain.values(), plain["greedy"]]
+        assert all(d.usage.accepted_tokens >= d.usage.drafted_tokens // 3 > 0 for d in done[:-1])
+        assert done[-1].usage.drafted_tokens == done[-1].usage.accepted_tokens == 0
+    found = model.metrics()
+    assert found.drafted >= found.accepted > 0 and found.verified > 0
+    assert not model.engine.faults
+    audit(model._serving.scheduler)
+
+
+@pytest.mark.slow
+def test_guesses_keep_to_constraints_and_report_every_token(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
+    prompt = model.encode(PROMPT)
+    options = {"max_tokens": 12, "ignore_eos": True, "logprobs": 2}
+    wanted = model.submit(prompt, **options, constraint=Alternating(model), speculate=0).result(timeout=300)
+    lines = [*prompt, *wanted.ids]
+    for drafts in (Known([lines]), Known([[*prompt, *plain["greedy"]]])):  # guesses that it allows, and some that it forbids
+        told(model, drafts)
+        found = model.submit(prompt, **options, constraint=Alternating(model)).result(timeout=300)
+        assert found.ids == wanted.ids and found.logprobs is not None and wanted.logprobs is not None
+        assert [p.id for p in found.logprobs] == list(found.ids)
+        assert all(abs(a.logprob - b.logprob) < 1e-3 for a, b in zip(found.logprobs, wanted.logprobs, strict=True))
+    told(model, Known([lines]))
+    assert model.submit(prompt, **options, constraint=Alternating(model)).result(timeout=300).usage.accepted_tokens >= 6
+    handle = model.submit(prompt, max_tokens=TOKENS, ignore_eos=True)
+    next(iter(handle.events()))
+    handle.cancel()
+    assert handle.result(timeout=300).finish in ("cancelled", "length"), "between guesses and their verification"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_draft_model_follows_what_runs_together(backend: str) -> None:
+    """Two of three requests, as it has slots for; blocks of the cache are given back."""
+    if backend == "vulkan":
+        open_backend("vulkan").close()
+    with hybrid.load(DEMO, backend, ctx=64, slots=2, precision="exact", draft=DEMO, speculate=2) as model:
+        prompts = [model.encode(text) for text in (PROMPT[:40], "class Reader:\n", "import os\n")]
+        wanted = [run_plain(model, {"ids": ids, "max_tokens": 10}) for ids in prompts]
+        done = [h.result(timeout=300) for h in [model.submit(ids, max_tokens=10, ignore_eos=True) for ids in prompts]]
+        assert [list(d.ids) for d in done] == wanted
+        assert all(d.usage.accepted_tokens >= 0.5 * d.usage.drafted_tokens > 0 for d in done)
+        assert not model.engine.faults and model.drafting is not None and not model.engine.blocks.used["global"]
+        audit(model._serving.scheduler)
 
 
 def test_what_cannot_guess_is_said(tmp_path: Any) -> None:
@@ -239,47 +327,3 @@ def test_replay_is_right_as_often_as_asked() -> None:
     assert Replay(text, 1.0).propose(text, 3) == [], "nothing is known behind its end"
     with pytest.raises(ValueError, match="rate must be a probability"):
         Replay(text, 1.5)
-
-
-def spent(rate: float, costs: dict[int, float], guess: float, tokens: int = 2000) -> tuple[float, Counts]:
-    """Seconds that a text of so many tokens takes where every guess is right with this rate, and what was guessed."""
-    pace, counts, seconds, done = Pace(known := Costs()), Counts(), 0.0, 0
-    right = Replay([0] * (tokens + 20), rate, seed=5)
-    while done < tokens:
-        k = pace.guesses()
-        if not k:
-            burst = max(AHEAD, pace.plain())
-            known.took(1, costs[1])
-            pace.chosen(burst)
-            seconds, done = seconds + burst * costs[1], done + burst
-            continue
-        guesses = right.propose([0] * (done + 1), k)
-        accepted = next((i for i, g in enumerate(guesses) if g), k)
-        known.took(k + 1, costs[k + 1])
-        known.guessed(k, k * guess)
-        pace.verified(k, accepted)
-        counts.chose(accepted + 1, k)
-        seconds, done = seconds + costs[k + 1] + k * guess, done + accepted + 1
-    return seconds / done * tokens, counts
-
-
-FLAT = {n: 1.0 + 0.03 * n for n in range(1, MOST + 2)}  # a device that reads weights
-STEEP = {n: float(n) for n in range(1, MOST + 2)}  # one that computes
-
-
-@pytest.mark.parametrize(("rate", "costs", "guess", "most"), [
-    (0.0, FLAT, 0.0, 1.03), (0.0, STEEP, 0.0, 1.03), (0.0, FLAT, 0.3, 1.03), (0.9, STEEP, 0.1, 1.03),
-    (0.9, FLAT, 0.0, 0.3), (0.8, FLAT, 0.05, 0.5), (1.0, FLAT, 0.0, 0.2),
-])  # fmt: skip
-def test_guesses_never_cost_more_than_three_percent(rate: float, costs: dict[int, float], guess: float, most: float) -> None:
-    seconds, counts = spent(rate, costs, guess)
-    assert seconds <= most * 2000 * costs[1], counts
-
-
-def test_more_is_guessed_where_more_is_right() -> None:
-    assert [round(expected(0.5, k), 3) for k in range(4)] == [1.0, 1.5, 1.75, 1.875]
-    mean = [c.drafted / c.verified for _, c in (spent(rate, FLAT, 0.05) for rate in (0.5, 0.7, 0.95))]
-    assert mean[0] < mean[1] < mean[2]
-    pace = Pace(Costs(), 5, fixed=True)
-    pace.verified(5, 0)
-    assert pace.guesses() == 5

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import hybrid
@@ -23,13 +22,10 @@ from hybrid.bench.report import SCHEMA
 from hybrid.cli import UsageError
 from hybrid.devices.about import driver_of, kernels_of, provenance
 from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafts import Drafter, Replay
-from hybrid.engine.engine import Engine
-from hybrid.engine.interface import PassRunner
-from hybrid.engine.sampling import Sampling
-from hybrid.engine.speculation import MOST, Counts, Speculation, expected
+from hybrid.engine.drafts import Replay
+from hybrid.engine.pace import MOST, Costs, expected
 
-NOISE = Sampling(temperature=1e6, seed=1)
+NOISE = 1e6  # the temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,82 +61,67 @@ class Guessed:
         return expected(self.rate, round(self.drafted / self.verified)) if self.verified else 1.0
 
 
-class Rehearsed(DraftModel):
-    """A draft model whose passes are run and whose guesses are a known text's: as if its cache held these."""
+class Rehearsed:
+    """Guesses a known text; with a draft model, runs its passes for every guess, as if its cache held what is guessed."""
 
-    replay: Drafter
+    def __init__(self, model: hybrid.Model | None, name: str) -> None:
+        self.name, self.replay = name, Replay((), 0.0)
+        self._draft = None if model is None else DraftModel(model.engine, name, model.close)
 
-    def propose_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, list[int]]:
-        vocab = self.engine.target.n_tokens  # the other model may have more
-        wanted = {key: ([i % vocab for i in ids], most) for key, (ids, most) in wanted.items()}
-        found = super().propose_all(wanted)
-        for key, own in found.items():
-            ids, most = wanted[key]
-            found[key] = known = list(self.replay.propose(ids, most))[: len(own)]
-            self._followed[key].ids = [*ids, *(i % vocab for i in known[: len(own) - 1])]
-        return found
+    def fork(self) -> Rehearsed:
+        return self
+
+    def propose(self, ids: Sequence[int], most: int) -> list[int]:
+        guesses = self.replay.propose(ids, most)
+        if self._draft is not None and guesses:
+            vocab = self._draft.engine.target.n_tokens  # the other model may have more
+            run = self._draft.propose([i % vocab for i in ids], len(guesses))
+            self._draft.suppose([*(i % vocab for i in ids), *(i % vocab for i in guesses[: len(run) - 1])])
+        return guesses
+
+    def close(self) -> None:
+        if self._draft is not None:
+            self._draft.close()
 
 
 class Guessing:
-    """Tests on an engine that nothing else uses, made with guesses. draft: the engine of a draft model, None where guesses are to
-    cost nothing, and its name."""
+    """Tests on a model that nothing else uses, loaded with this drafter."""
 
-    def __init__(self, engine: Engine, repeats: int, draft: PassRunner | None = None, name: str = "") -> None:
-        self.engine, self.repeats, self.draft, self.name = engine, repeats, draft, name if draft is not None else "looked up"
+    def __init__(self, model: hybrid.Model, drafter: Rehearsed, repeats: int) -> None:
+        self.model, self.drafter, self.repeats = model, drafter, repeats
         self._texts: dict[tuple[int, int], tuple[float, list[int]]] = {}
 
     def run(self, n: int, depth: int, rate: float, k: int | None) -> Guessed:
         """RuntimeError where a text with guesses is not the plain one."""
-        prompt = [1 + i % 1000 for i in range(max(depth, 2))]
+        prompt, drafting = [1 + i % 1000 for i in range(max(depth, 2))], self.model.drafting
+        assert drafting is not None
         if (n, depth) not in self._texts:
-            self._texts[n, depth] = self._plain(prompt, n)
+            self._texts[n, depth] = self._timed(prompt, n, None)
         plain, text = self._texts[n, depth]
-        replay = Replay([*prompt, *text], rate)
-        seconds, counts = [], Counts()
-        drafter = self._drafter(replay)
-        failures: list[str] = []
-        guessing = Speculation(drafter, k, failures.append)
-        try:
-            for run in range(-1, self.repeats):
-                counts = Counts()
-                spent, found = self._timed(prompt, lambda slot: guessing.stream(self.engine, slot, prompt, n, NOISE, (), counts))  # noqa: B023
-                if failures or found != text:
-                    raise RuntimeError(f"the text with guesses is another ({failures or 'other tokens'}): the figures are void")
-                if run >= 0:
-                    seconds.append(spent)
-        finally:
-            drafter.close()
-        costs = guessing.costs
-        return Guessed(n, depth, rate, k, self.name, plain, (n - 1) / statistics.median(seconds), counts.drafted, counts.accepted,
-                       counts.verified, counts.passes, {r: 1e3 * s for r, s in sorted(costs.passes.items())}, 1e3 * costs.guess)
+        self.drafter.replay = Replay([*prompt, *text], rate)
+        drafting.k, drafting.costs = k, Costs()
+        before = replace(drafting.counts)
+        speed, _ = self._timed(prompt, n, text)
+        runs, done, costs = self.repeats + 1, drafting.counts, drafting.costs
+        names = ("drafted", "accepted", "verified", "passes")
+        counted = {name: (getattr(done, name) - getattr(before, name)) // runs for name in names}
+        return Guessed(n, depth, rate, k, self.drafter.name, plain, speed, **counted,
+                       pass_ms={r: 1e3 * s for r, s in sorted(costs.passes.items())}, guess_ms=1e3 * costs.guess)
 
-    def _drafter(self, replay: Replay) -> Drafter:
-        if self.draft is None:
-            return replay
-        made = Rehearsed(self.draft, self.name, lambda: None)
-        made.replay = replay
-        return made
-
-    def _plain(self, prompt: Sequence[int], n: int) -> tuple[float, list[int]]:
-        """Tokens per second, and the text."""
-        runs = [self._timed(prompt, lambda slot: self.engine.stream(slot, prompt, n)) for _ in range(self.repeats + 1)]
-        if len({tuple(text) for _, text in runs}) > 1:
-            raise RuntimeError("plain texts differ from one another: the figures are void")
-        return (n - 1) / statistics.median(seconds for seconds, _ in runs[1:]), runs[0][1]
-
-    def _timed(self, prompt: Sequence[int], stream: Callable[[int], Any]) -> tuple[float, list[int]]:
-        """Seconds from the first token to the last, and all of them."""
-        engine = self.engine
-        slot = engine.admit(engine.cache.ctx, NOISE)
-        try:
-            tokens = stream(slot)
-            found = [next(tokens)]
-            begin = time.perf_counter()
-            found += tokens
-            return time.perf_counter() - begin, found
-        finally:
-            engine.wait()
-            engine.release(slot)
+    def _timed(self, prompt: Sequence[int], n: int, wanted: list[int] | None) -> tuple[float, list[int]]:
+        """Tokens per second, those after the first, and the text; with guesses where a text is wanted."""
+        speeds, text = [], wanted
+        for _ in range(self.repeats + 1):
+            for _ in self.model.generate(prompt, n, NOISE, seed=1, ignore_eos=True, speculate=0 if wanted is None else None):
+                pass
+            stats = self.model.stats
+            assert stats is not None
+            if self.model.engine.faults or list(stats.ids) != (text or list(stats.ids)):
+                raise RuntimeError(f"texts differ ({'; '.join(self.model.engine.faults) or 'other tokens'}): the figures are void")
+            text = list(stats.ids)
+            speeds.append(stats.tokens_per_second)
+        assert text is not None
+        return statistics.median(speeds[1:]), text
 
 
 def as_dicts(found: Sequence[Guessed]) -> list[dict[str, Any]]:
@@ -171,14 +152,10 @@ def guessing(args: argparse.Namespace, command: str) -> int:
     ctx = max(max(args.ctx_depth), 2) + max(args.tokens) + 1
     options = {"schedule": args.schedule, "precision": args.precision, "kv": args.kv, "progress": True, "npu": args.npu}
     with ExitStack() as held:
+        drafter = _drafter(args, ctx, held)
         model = held.enter_context(hybrid.load(open_model(args), args.device, weights=args.weights, ctx=ctx, chunk=args.chunk,
-                                               draft="lookup", speculate=most, **options))  # fmt: skip
-        draft = name = None
-        if args.draft or args.draft_random:
-            draft, name = _draft(args, ctx, held), args.draft or args.draft_random
-        tests = Guessing(model.engine, args.repetitions)
-        if draft is not None:
-            tests = Guessing(model.engine, args.repetitions, draft.engine, f"{name} on {draft.device}")
+                                               slots=1, draft=drafter, speculate=most, **options))  # fmt: skip
+        tests = Guessing(model, drafter, args.repetitions)
         found = as_dicts([tests.run(n, depth, rate, k) for depth in args.ctx_depth for n in args.tokens if n
                           for rate in args.acceptance for k in args.speculate])  # fmt: skip
         main = getattr(model.engine.device, "main", model.engine.device)
@@ -190,7 +167,7 @@ def guessing(args: argparse.Namespace, command: str) -> int:
             "kernels": kernels_of(main),
             "model": model.checkpoint.name,
             "precision": {k: list(v) for k, v in model.engine.precision.items()},
-            "draft": tests.name,
+            "draft": drafter.name,
             "passed_over": [*model.passed_over, *model.engine.faults],
             "guessed": found,
         }
@@ -201,8 +178,12 @@ def guessing(args: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def _draft(args: argparse.Namespace, ctx: int, held: ExitStack) -> hybrid.Model:
+def _drafter(args: argparse.Namespace, ctx: int, held: ExitStack) -> Rehearsed:
     from hybrid.checkpoint.random import random_checkpoint
 
+    if not (args.draft or args.draft_random):
+        return Rehearsed(None, "looked up")
     found = args.draft or random_checkpoint(args.draft_random, args.type or "q4_0", args.head, None, args.vocab)
-    return held.enter_context(hybrid.load(found, args.device, ctx=ctx, kv=args.kv, precision=args.precision, progress=True))
+    made = hybrid.load(found, args.device, ctx=ctx, kv=args.kv, precision=args.precision, slots=1, progress=True)
+    held.callback(made.close)
+    return Rehearsed(made, f"of {args.draft or args.draft_random} on {made.device}")

@@ -58,7 +58,7 @@ class EngineConfig:
     """Passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt was cut nor on
     what runs beside it. Slower: prompts go through a few rows at a time; on cpu one row, and one sequence."""
     guesses: int = 0
-    """Most guessed tokens that a pass verifies (hybrid/engine/speculation.py)."""
+    """Most guessed tokens that a pass verifies (hybrid/engine/drafting.py)."""
     profile: bool = False
     """Time every step (Engine.trace), at the cost of a wait after each pass."""
     progress: bool = False

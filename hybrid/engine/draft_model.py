@@ -11,10 +11,13 @@ import numpy as np
 from hybrid.core.errors import NoFreeSlot
 from hybrid.core.plan import FAULTED
 from hybrid.engine.config import MOST_GUESSES
-from hybrid.engine.inbox import Rows
+from hybrid.engine.inbox import GOES_ON, Rows
 from hybrid.engine.interface import PassRunner
 from hybrid.engine.sampling import Sampling
 from hybrid.planning.passes import bucket_of
+
+FEW = 3
+"""New tokens that are run one after another."""
 
 
 @dataclass(slots=True)
@@ -74,25 +77,25 @@ class DraftModel:
         fresh = {key: self._fresh(self._followed[key], ids) for key, (ids, _) in asked.items()}
         self.steady = all(len(ids) <= MOST_GUESSES + 1 for ids in fresh.values())
         slots = [self._followed[key].slot for key in asked]
-        times = max(most for _, most in asked.values()) - 1
-        goes_on = np.full(len(slots), -1, np.int32)
-        if all(len(ids) == 1 for ids in fresh.values()):
-            tokens, at = [ids[0] for ids in fresh.values()], [len(ids) - 1 for ids, _ in asked.values()]
-            tickets = [self._submit(slots, np.array(tokens, np.int32), np.array(at, np.int32))]
-            self._advance(slots, 1)
+        times, behind = max(most for _, most in asked.values()) - 1, max(map(len, fresh.values()))
+        if behind <= FEW:  # as decode passes, which take less time than a pass of as many rows
+            tickets = [self._known(fresh, left) for left in range(behind, 0, -1)][-1:]
         else:
             tickets = [engine.submit_prefill({self._followed[key].slot: ids for key, ids in fresh.items()})]
             if times:
+                goes_on = np.full(len(slots), GOES_ON, np.int32)
                 tickets.append(self._submit(slots, goes_on, goes_on))
-                self._advance(slots, 1)
                 times -= 1
         tickets += [self._submit(slots) for _ in range(times)]
-        self._advance(slots, times)
         found = {}
         for key, (ids, most) in asked.items():
             found[key] = guesses = self._read(self._followed[key].slot, len(ids), tickets[:most])
             self._followed[key].ids = [*ids, *guesses[:-1]] if guesses else []
         return found
+
+    def suppose(self, ids: Sequence[int], key: Hashable = None) -> None:
+        """Go on from these tokens as if its cache held them, of which as many rows have been run: where only time counts."""
+        self._followed[key].ids = list(ids)
 
     def close(self) -> None:
         for key in list(self._followed):
@@ -118,15 +121,20 @@ class DraftModel:
     def _submit(self, slots: Sequence[int], tokens: np.ndarray | None = None, at: np.ndarray | None = None) -> int:
         """A decode pass of these slots' next rows; without tokens, of those of the pass before, going on."""
         engine, n = self.engine, len(slots)
-        bucket = bucket_of(n, engine.sizes.outs)
+        bucket = bucket_of(n, engine.sizes.decode)
         program = engine.program("decode", bucket, bucket, options=engine.choosing.options(slots))
+        for slot in slots:
+            engine.positions[slot] += 1
         if tokens is None or at is None:
             return engine.submit_scheduled(program, None)
         return engine.submit_scheduled(program, Rows(tokens, at, np.array(slots, np.int32), np.arange(n, dtype=np.int32)))
 
-    def _advance(self, slots: Sequence[int], rows: int) -> None:
-        for slot in slots:
-            self.engine.positions[slot] += rows
+    def _known(self, fresh: Mapping[Hashable, Sequence[int]], left: int) -> int:
+        """A decode pass of the tokens that are so many before the end of what is new, of the sequences that have so many."""
+        rows = [(self._followed[key].slot, ids[-left]) for key, ids in fresh.items() if len(ids) >= left]
+        slots = [slot for slot, _ in rows]
+        at = [self.engine.positions[slot] for slot in slots]
+        return self._submit(slots, np.array([token for _, token in rows], np.int32), np.array(at, np.int32))
 
     def _read(self, slot: int, position: int, tickets: Sequence[int]) -> list[int]:
         """The tokens chosen for positions from this one on; none from the first that is none (not finite, or of a void pass)."""

@@ -12,12 +12,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybrid.engine.choosing import Choosing
+from hybrid.engine.config import check_guesses
 from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Drafter
+from hybrid.engine.interface import PassRunner
 from hybrid.engine.pace import AHEAD, MOST, Costs, Counts, Pace, hopeful, share
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Pass, Stream
+
+
+def most_guesses(draft: object, speculate: object) -> int:
+    """Of a pass, by what a user asks for (hybrid.load): 0 where tokens are not to be guessed. ValueError."""
+    if speculate is None:
+        speculate = 0 if draft is None else "auto"
+    return MOST if speculate == "auto" else check_guesses(speculate)
+
+
+def check_drafting(engine: PassRunner) -> None:
+    """ValueError where an engine cannot verify guesses."""
+    if engine.device.pipeline_depth > 1:
+        raise ValueError("a schedule whose passes overlap on two devices verifies no guesses: load without draft and speculate")
+    if engine.sizes.wanted < 2:
+        raise ValueError("deterministic on cpu runs one row a pass, so it verifies no guesses: load without draft and speculate")
 
 
 class Following:
@@ -51,8 +68,6 @@ class Drafting:
 
     def prepare(self, scheduler: Scheduler) -> bool:
         """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been read."""
-        if len(self._of) > scheduler.running:
-            self._forget()
         if self.drafter is None:
             return True
         streams = scheduler.decoding()
@@ -85,9 +100,14 @@ class Drafting:
             elif found is not None:
                 found.pace.chosen(n)
 
-    def of(self, stream: Stream) -> Counts:
-        """What was guessed for a sequence."""
-        found = self._of.get(stream.id)
+    def end(self, stream: Stream) -> Counts:
+        """A sequence has ended: forget it; returns what was guessed for it."""
+        found = self._of.pop(stream.id, None)
+        if isinstance(self.drafter, DraftModel):
+            try:
+                self.drafter.end(stream.id)
+            except Exception as error:  # its device may be gone
+                self._end_drafting(error)
         return Counts() if found is None else found.counts
 
     def close(self) -> None:
@@ -128,10 +148,7 @@ class Drafting:
         try:
             found, steady = self._propose(asked)
         except Exception as error:  # whatever another model's device or files raise: a text does not depend on guesses
-            drafter, self.drafter = self.drafter, None
-            assert drafter is not None
-            self._failed(f"{drafter.name}: {type(error).__name__}: {error}; no more tokens are guessed")
-            self._forget()
+            self._end_drafting(error)
             return False
         most = max(map(len, found), default=0)
         if most and steady:
@@ -170,15 +187,12 @@ class Drafting:
 
     # --- coming and going --------------------------------------------------------------------------------------------
 
+    def _end_drafting(self, error: Exception) -> None:
+        """Nobody guesses any more: sequences run ahead from now on."""
+        self.drafter = None
+        self._failed(f"{self.name}: {type(error).__name__}: {error}; no more tokens are guessed")
+        self._let_go(list(self._of.values()))
+
     def _let_go(self, following: Sequence[Following]) -> None:
         for f in following:
             f.run_ahead(True)
-
-    def _forget(self) -> None:
-        """Sequences that have ended; all of them, where nobody guesses any more."""
-        for key, f in list(self._of.items()):
-            if f.stream.finish is not None or self.drafter is None:
-                del self._of[key]
-                f.run_ahead(True)
-                if isinstance(self.drafter, DraftModel):
-                    self.drafter.end(key)

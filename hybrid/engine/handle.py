@@ -38,11 +38,13 @@ class Event(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of a request. cached: those of the prompt that were not computed, because the KV cache held them; completion:
-    generated, the end-of-text token included."""
+    generated, the end-of-text token included; drafted: guesses that passes verified, and of these those that were right."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

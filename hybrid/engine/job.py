@@ -7,6 +7,7 @@ import time
 from hybrid.engine.handle import Completion, Event, Pieces, Timings, TokenLogprob, Usage, Wakes
 from hybrid.engine.handle import Stream as Readers
 from hybrid.engine.options import Options
+from hybrid.engine.pace import Counts
 from hybrid.engine.request import Request
 from hybrid.engine.sequence import Stream
 
@@ -24,6 +25,8 @@ class Job:
         self.first: float | None = None
         self.text: list[str] = []
         self.logprobs: list[TokenLogprob] = []
+        self.guessed = Counts()
+        """Set at its end."""
         self.stream = Stream(
             number, request.prompt, request.limit, ends=request.end_ids, priority=options.priority, tag=self,
             deadline=None if options.deadline is None else self.arrived + options.deadline, ahead=options.constraint is None,
@@ -54,7 +57,7 @@ class Job:
             self.text.append(rest)
             self.readers.push(Event(rest), wakes)
         assert request.finish is not None
-        usage = Usage(len(request.prompt), stream.cached, len(request.out))
+        usage = Usage(len(request.prompt), stream.cached, len(request.out), self.guessed.drafted, self.guessed.accepted)
         times = [None if t is None else t - self.arrived for t in (self.begun, self.first)]
         timings = Timings(times[0], times[1], time.perf_counter() - self.arrived)
         logprobs = tuple(self.logprobs) if self.options.logprobs else None

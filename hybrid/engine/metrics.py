@@ -25,6 +25,11 @@ class Metrics:
     refused: int = 0
     """Requests that found the queue full."""
     passes: int = 0
+    drafted: int = 0
+    """Guessed tokens that passes verified; accepted: those of them that were right; verified: passes with guesses, of each
+    sequence."""
+    accepted: int = 0
+    verified: int = 0
     preemptions: int = 0
     evictions: int = 0
     """Cached blocks that were given up for others."""

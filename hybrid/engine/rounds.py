@@ -6,22 +6,30 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from hybrid.engine.drafting import Drafting
+from hybrid.engine.drafts import Drafter
 from hybrid.engine.engine import Engine
 from hybrid.engine.faults import fault
 from hybrid.engine.handle import TokenLogprob, Wakes
 from hybrid.engine.job import Job
 from hybrid.engine.runner import Flight, Runner, VoidPass, scheduler_of
+from hybrid.engine.sampling import Sampling
 from hybrid.engine.sequence import Pass, Stream
 
 
 class Rounds:
     """The scheduler of an engine, the runner of its passes, and those in flight. Serving, which is one, has the requests."""
 
-    def __init__(self, engine: Engine, queue: int) -> None:
+    def __init__(self, engine: Engine, queue: int, drafter: Drafter | None = None, k: int | None = None) -> None:
         self.engine, self.queue = engine, queue
         self.scheduler = scheduler_of(engine, time.perf_counter, queue)
         self.runner = Runner(engine, self._refused)
         engine.tables.make_room = self._make_room
+        self.drafting: Drafting | None = None
+        if drafter is not None:
+            room = engine.sizes.wants[-1]
+            self.drafting = Drafting(drafter, room, k, engine.choosing, _wish, self._refused, engine.faults.append)
+        self._read = 0.0  # when the last pass had been waited for
         self._flights: deque[Flight] = deque()
         self._chosen: list[tuple[Job, int, TokenLogprob | None]] = []  # tokens that are still to be handed out
         self._wakes = Wakes()
@@ -44,7 +52,8 @@ class Rounds:
             return
         group: list[Pass] = []
         while True:
-            made = scheduler.schedule(at_once)
+            may = self.drafting is None or self.drafting.prepare(scheduler)
+            made = scheduler.schedule(at_once) if may else None
             if group and (made is None or not self.runner.continues(group[0], made)):
                 self._start_passes(group)
                 group = []
@@ -95,7 +104,8 @@ class Rounds:
         flight = self._flights[0]
         self._due = True
         try:
-            tokens = self.runner.tokens(flight)
+            tokens, counts = self.runner.tokens(flight)
+            seconds, self._read = time.perf_counter() - max(self._read, flight.began), time.perf_counter()
         except VoidPass:  # every sequence starts again from the tokens that it has
             self._deciding = True
             self._flights.clear()
@@ -103,28 +113,35 @@ class Rounds:
             self._deciding = False
             return
         wrong: dict[int, BaseException] = {}
-        found: dict[int, TokenLogprob | None] = {}
-        for run, token in zip(flight.scheduled.wanting, tokens, strict=True):
+        found: dict[int, list[TokenLogprob | None]] = {}
+        end = 0
+        for i, run in enumerate(flight.scheduled.wanting):
+            begin, end = end, end + (1 if counts is None else counts[i])
             if run.seq.finish is not None:
                 continue
-            at = run.start + (len(run.ids) if run.ids else 1)
-            if token < 0:
-                wrong[run.seq.id] = fault(token, self.engine.checkpoint.path, run.slot, at)
-            elif run.seq.tag.options.logprobs:
-                said = self.engine.choosing.reported(run.slot, at, flight.ticket)
-                found[run.seq.id] = None if said is None else TokenLogprob(*said[0], said[1])
+            first = run.start + (len(run.ids) if run.ids else 1) - run.wants + 1
+            for at, token in enumerate(tokens[begin:end], first):
+                if token < 0:
+                    wrong[run.seq.id] = fault(token, self.engine.checkpoint.path, run.slot, at)
+                elif run.seq.tag.options.logprobs:
+                    said = self.engine.choosing.reported(run.slot, at, flight.ticket)
+                    found.setdefault(run.seq.id, []).append(None if said is None else TokenLogprob(*said[0], said[1]))
         self._deciding = True
         for number, error in wrong.items():
             job = self._jobs[number]
             self.scheduler.cancel(job.stream, "error")
             self._end(job, error)
         self._flights.popleft()
-        for stream, n in self.scheduler.commit(flight.scheduled, tokens):
-            job, logprob = stream.tag, found.get(stream.id)
-            for token in stream.ids[-n:]:
-                if stream.ahead:
+        news = self.scheduler.commit(flight.scheduled, tokens, counts)
+        if self.drafting is not None:
+            self.drafting.committed(flight.scheduled, news, seconds)
+        for stream, n in news:
+            job, said_of = stream.tag, found.get(stream.id)
+            for i, token in enumerate(stream.ids[-n:]):
+                logprob = None if said_of is None else said_of[i]
+                if job.options.constraint is None:
                     self._chosen.append((job, token, logprob))
-                else:
+                elif job.request.finish is None:
                     self._hand_out(job, token, logprob)
         self._deciding = False
 
@@ -154,3 +171,9 @@ class Rounds:
             self._take()
         self._due = True
         return self.scheduler.put_back_last()
+
+
+def _wish(stream: Stream) -> tuple[Sampling, int | None, bool]:
+    """See Drafting."""
+    job: Job = stream.tag
+    return job.request.sampling, 0 if job.at_once > 1 else job.options.speculate, job.options.constraint is not None

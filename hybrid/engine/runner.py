@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from hybrid.core.device import Program
 from hybrid.core.plan import FAULTED
 from hybrid.engine.engine import Engine
-from hybrid.engine.inbox import Rows
+from hybrid.engine.inbox import GOES_ON, Rows
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Limits, Pass, Run, Stream
 from hybrid.engine.work import Work
@@ -32,6 +33,8 @@ class Flight(NamedTuple):
 
     scheduled: Pass
     ticket: int
+    began: float = 0.0
+    """When submitting it began, on time.perf_counter()."""
 
 
 def scheduler_of(engine: Engine, clock: Callable[[], float], queue: int) -> Scheduler:
@@ -40,7 +43,7 @@ def scheduler_of(engine: Engine, clock: Callable[[], float], queue: int) -> Sche
     device = engine.device
     alone = device.backend == "cpu" or device.drives != {device.backend}  # submitting is running, or overlaps of itself
     mixed = max(slots, min(sizes.rows[-1], MIXED_ROWS))
-    limits = Limits(slots, engine.cache.ctx, sizes.rows[-1], mixed, sizes.outs[-1], ahead=1 if alone else AHEAD, queue=queue)
+    limits = Limits(slots, engine.cache.ctx, sizes.rows[-1], mixed, sizes.wants[-1], ahead=1 if alone else AHEAD, queue=queue)
     return Scheduler(engine.blocks, limits, clock, engine.tables.free)
 
 
@@ -59,17 +62,19 @@ class Runner:
 
     def start(self, p: Pass, times: int = 1) -> Flight:
         """Submit a pass, which waits for none that runs, and with it those after it that continue it, `times` in all."""
-        engine, same = self.engine, [run[:2] for run in p.runs]
+        engine, same, began = self.engine, [run[:2] for run in p.runs], time.perf_counter()
         if self._last is not None and same == self._sequences and not p.writes and self._continues_last(p):
             self.decoded += times
             self.work.begin(p, True, self._last.plan)
-            return Flight(p, engine.submit_scheduled(self._last, None, times))
+            return Flight(p, engine.submit_scheduled(self._last, None, times), began)
         wanting = p.wanting
         slots = [run.slot for run in wanting]
-        options = engine.choosing.options(slots)
+        options, wants = engine.choosing.options(slots), engine.sizes.outs
+        if p.outs > len(wanting):
+            options, wants = options | {"verify"}, engine.sizes.wants
         onward = _onward(p) and not engine.config.deterministic
         phase: Phase = "decode" if onward else "prefill"
-        outs = bucket_of(p.outs, engine.sizes.decode if onward else engine.sizes.outs) if p.outs else 0
+        outs = bucket_of(p.outs, engine.sizes.decode if onward else wants) if p.outs else 0
         rows = outs if onward else bucket_of(p.rows, engine.sizes.rows)
         slot = 0 if onward else engine.next_pipeline_slot()
         program = engine.program(phase, rows, outs, pipeline_slot=slot, options=options)
@@ -82,13 +87,13 @@ class Runner:
             self.decoded, engine.prefilled = 0, engine.counters.copy()
         else:
             self.decoded += times
-        return Flight(p, ticket)
+        return Flight(p, ticket, began)
 
     def follow(self, flight: Flight, p: Pass) -> Flight:
         """A pass that the submit of another runs too."""
         assert self._last is not None
         self.work.begin(p, True, self._last.plan)
-        return Flight(p, flight.ticket)
+        return Flight(p, flight.ticket, flight.began)
 
     def _continues_last(self, p: Pass) -> bool:
         """Whether the device goes on with a pass as it is, with the rows of the pass before: nobody has used it meanwhile."""
@@ -101,16 +106,31 @@ class Runner:
             return False
         return _go_on(p) and [run[:2] for run in p.runs] == [run[:2] for run in first.runs]
 
-    def tokens(self, flight: Flight) -> list[int]:
-        """The token that each run wanted, once the pass has finished; NOT_FINITE where there was none to choose. VoidPass."""
+    def tokens(self, flight: Flight) -> tuple[list[int], list[int] | None]:
+        """The tokens that each run wanted, once the pass has finished: one, or, where it has drafts, those that are right and the
+        one after them; NOT_FINITE where there was none to choose. And how many of each run (None: one each). VoidPass."""
         peek, ticket, runs = self.engine.device.peek, flight.ticket, flight.scheduled.wanting
-        found = [peek("history", slot, start + (len(ids) if ids else 1), ticket) for _, slot, start, ids, _ in runs]
+        if flight.scheduled.outs == len(runs):
+            found = [peek("history", slot, start + (len(ids) if ids else 1), ticket) for _, slot, start, ids, _ in runs]
+            counts = None
+        else:
+            each = [self._verified(run, ticket) for run in runs]
+            found, counts = [token for tokens in each for token in tokens], [len(tokens) for tokens in each]
         if runs:  # else nothing was waited for
             self.work.end(flight.scheduled)
         if FAULTED in found:
             self.work.lost()
             self.engine.settle()
             raise VoidPass
+        return found, counts
+
+    def _verified(self, run: Run, ticket: int) -> list[int]:
+        ids = run.ids or (GOES_ON,)
+        at, drafts, found = run.start + len(ids) - run.wants + 1, ids[len(ids) - run.wants + 1 :], list[int]()
+        for draft in (*drafts, None):
+            found.append(self.engine.device.peek("history", run.slot, at + len(found), ticket))
+            if found[-1] != draft:
+                break
         return found
 
     def _masks(self, wanting: list[Run]) -> np.ndarray | None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from hybrid.core.errors import NoFreeSlot, QueueFull
+from hybrid.engine.drafts import Drafter
 from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle, Pieces
 from hybrid.engine.handle import Stream as Readers
@@ -45,10 +46,11 @@ _serving: weakref.WeakSet[Serving] = weakref.WeakSet()
 class Serving(Rounds):
     """The queue and the thread of one engine. check: raises where the model cannot be used (closed, device lost)."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, check: Callable[[], object], queue: int = QUEUE) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, check: Callable[[], object], queue: int = QUEUE,
+                 drafter: Drafter | None = None, k: int | None = None) -> None:  # fmt: skip
         if not isinstance(queue, int) or queue < 1:
             raise ValueError(f"queue must be a positive integer, the requests that may wait, not {queue!r}")
-        super().__init__(engine, queue)
+        super().__init__(engine, queue, drafter, k)
         self.tokenizer, self.check = tokenizer, check
         # What is here is guarded by this; who holds it takes no other lock. The rest is of who holds the engine's lock.
         self._changed = threading.Condition()
@@ -86,6 +88,8 @@ class Serving(Rounds):
         """ValueError for what cannot be, ContextExceeded for a prompt that leaves no room for a token."""
         hp, o = self.engine.target.hparams, options
         (sampling := o.sampling()).check(self.engine.target.n_tokens)
+        if o.speculate and self.drafting is None:
+            raise ValueError("speculate: the model was loaded without guesses: load it with draft= or speculate=")
         return Request(prompt, self.tokenizer, vocab=hp.vocab, ctx=self.engine.cache.ctx, max_tokens=o.max_tokens,
                        sampling=sampling, stop=o.stop, ignore_eos=o.ignore_eos)  # fmt: skip
 
@@ -172,6 +176,9 @@ class Serving(Rounds):
                 finished=dict(self._finished),
                 refused=self._refusals,
                 passes=counts.passes,
+                drafted=counts.drafted,
+                accepted=counts.accepted,
+                verified=0 if self.drafting is None else self.drafting.counts.verified,
                 preemptions=counts.preemptions,
                 evictions=blocks.evictions,
                 recomputed=counts.recomputed,
@@ -189,6 +196,8 @@ class Serving(Rounds):
         if thread is not None and thread is not threading.current_thread() and self._process == os.getpid():
             thread.join(JOIN)  # it waits for nothing but the device, which bounds its waits itself
         self._fail_all(error)
+        if self.drafting is not None:
+            self.drafting.close()
 
     # ---------------------------------------------------------------------------------------------- the device's thread
     def _start(self) -> None:
@@ -296,6 +305,8 @@ class Serving(Rounds):
             if self._jobs.pop(job.stream.id, None) is None:
                 return
             self._behind -= job.pieces is None
+        if self.drafting is not None:
+            job.guessed = self.drafting.end(job.stream)
         if error is None:
             job.end(self._wakes)
         else:

@@ -8,9 +8,8 @@ from types import TracebackType
 from hybrid.engine.engine import Engine
 from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
-from hybrid.engine.speculation import Counts, Speculation
 
-Note = Callable[[Request, int, Counts], object]
+Note = Callable[[Request, int], object]
 
 
 class Session:
@@ -86,24 +85,19 @@ class Session:
         self.close()
 
 
-def in_own_slot(engine: Engine, request: Request, session: Session | None, at_once: int, guessing: Speculation | None,
-                check: Callable[[], object], note: Note) -> Generator[str, None, None]:  # fmt: skip
-    """The pieces of a request's text, in a slot of its own, which it holds from the first piece on until it is closed: passes that
-    verify guesses, and those of several devices at a time, are not scheduled together with others. check: raises where the
-    model is closed. note: told at the end of decode passes, and of guesses."""
+def in_own_slot(engine: Engine, request: Request, session: Session | None, at_once: int, check: Callable[[], object],
+                note: Note) -> Generator[str, None, None]:  # fmt: skip
+    """The pieces of a request's text, in a slot of its own, which it holds from the first piece on until it is closed: passes of
+    several devices at a time are not scheduled together with others. check: raises where the model is closed. note: told at the
+    end of decode passes."""
     check()  # it may have been closed since it was asked for
     held = Session(engine) if session is None else session
     length = len(request.prompt) + request.limit if session is None else None
     slot, cached = held.begin(request.prompt, request.sampling, length)
-    running, intact, counts = held.running, True, Counts()
+    running, intact = held.running, True
     try:
         engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
-        ids = request.begin(cached)
-        if guessing is None or at_once > 1:
-            tokens = engine.stream(slot, ids, request.limit, at_once)
-        else:
-            tokens = guessing.stream(engine, slot, ids, request.limit, request.sampling, request.prompt[:cached], counts)
-        for token in tokens:
+        for token in engine.stream(slot, request.begin(cached), request.limit, at_once):
             piece = request.push(token)
             if piece:
                 yield piece
@@ -131,6 +125,6 @@ def in_own_slot(engine: Engine, request: Request, session: Session | None, at_on
                 session.end(request.ids)
             elif ours:
                 held.close()
-            note(request, counts.passes - 1 if counts.passes else passes, counts)
+            note(request, passes)
 
         engine.lock.call_soon(give_back)  # collected as garbage, this may run while another thread holds the lock

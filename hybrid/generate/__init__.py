@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_devices, add_ray, replicas
+from hybrid.arguments import add_devices, add_guesses, add_ray, check_guesses, replicas
 from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, check_writable, positive, run, usage
 from hybrid.core.places import DEMO
 
@@ -24,15 +24,6 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: write ID=B, a token id and a number, such as 107=-100") from None
-
-
-def _speculate(text: str) -> str | int:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write auto, or how many tokens to guess") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,11 +130,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--slots", type=positive, metavar="N", help="with --batch: prompts that run at a time (8)")
     add_ray(p, "with --batch: shared out between engines, through Ray Data")
-    p.add_argument(
-        "--draft", metavar="FILE", help="guess what comes next by a smaller model with the same tokenizer, or by `lookup`"
-    )
-    p.add_argument("--draft-device", metavar="NAME", help="what the draft model runs on (as --device)")
-    p.add_argument("--speculate", type=_speculate, metavar="K", help="guesses of a pass: auto, 0 to 16 (auto with --draft, else 0)")
+    add_guesses(p)
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument(
         "--logprobs", type=int, default=0, metavar="N", help="with --json or --output: of each token, and of the N best (0)"
@@ -167,7 +154,6 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     import hybrid
     from hybrid.engine.sampling import Sampling
-    from hybrid.engine.speculation import most_guesses
     from hybrid.text.stops import StopFilter
 
     path = args.model
@@ -177,7 +163,7 @@ def _main(args: argparse.Namespace) -> int:
         path = DEMO
     with usage():  # refused before the model is loaded
         Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, **_penalties(args), logprobs=args.logprobs)
-        most_guesses(args.draft, args.speculate)
+        check_guesses(args)
         StopFilter(args.stop)
     if args.logprobs and not args.json and args.output is None:
         raise UsageError("--logprobs are printed with --json, or written with --batch FILE --output FILE")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_devices, add_random, add_ray, open_model, replicas
-from hybrid.cli import PRECISIONS, Parser, UsageError, amount, positive, run, size
+from hybrid.arguments import add_devices, add_guesses, add_random, add_ray, check_guesses, open_model, replicas
+from hybrid.cli import PRECISIONS, Parser, UsageError, amount, positive, run, size, usage
 from hybrid.core.places import DEMO
 from hybrid.serve.settings import LOOPBACK, Settings
 
@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--deterministic", action="store_true", help="the same bits whatever runs beside a request (slower)")
     p.add_argument("--slots", type=positive, default=SLOTS, metavar="N", help=f"requests that run at a time ({SLOTS})")
     p.add_argument("--no-warm-up", action="store_true", help="start sooner: a pass of a new size is compiled when it first comes")
+    add_guesses(p)
     p.add_argument("--queue", type=positive, default=256, metavar="N", help="requests that wait; further ones get 429 (256)")
     p.add_argument("--max-body", type=size, default="4MiB", metavar="SIZE", help="largest body of a request (4MiB)")
     p.add_argument("--max-prompt", type=positive, metavar="N", help="most tokens of a prompt (what the context holds)")
@@ -95,6 +96,8 @@ def _main(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.model} is not there: name a .gguf file or a Hugging Face directory")
     open_model(args).close()  # wrong usage and files that cannot be read are said before the port is taken
 
+    with usage():
+        check_guesses(args)
     options = {
         "schedule": args.schedule,
         "weights": args.weights,
@@ -105,6 +108,9 @@ def _main(args: argparse.Namespace) -> int:
         "slots": args.slots,
         "queue": args.queue,
         "npu": args.npu,
+        "draft": args.draft,
+        "draft_device": args.draft_device,
+        "speculate": args.speculate,
     }
     devices = replicas(args)
     if devices:
