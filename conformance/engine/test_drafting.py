@@ -56,7 +56,8 @@ class Rated:
 
 def spent(rate: float, cost: Callable[[int], float], sequences: int = 1, guess: float = 0.0, k: int | None = None,
           wanted: int | None = None, tokens: int = TOKENS) -> tuple[float, Counts, Drafting]:  # fmt: skip
-    """Seconds of a text of `tokens` tokens of each sequence, what was guessed, and by whom. wanted: guesses that requests ask for."""
+    """Seconds of a text of `tokens` tokens of each sequence, what was guessed, and by whom. wanted: guesses that requests ask
+    for."""
     room = max(sequences + MOST, min(32, sequences * (1 + MOST)))
     limits = Limits(sequences, tokens + 4, rows=room, outs=room, ahead=1)
     blocks = Blocks([Group("local", sequences * 40, WINDOW)], BLOCK)
@@ -128,6 +129,15 @@ def test_guesses_go_where_they_are_likeliest_to_be_right() -> None:
     assert share([sure], 1, 8, steep) == [0] and not hopeful(1, 8, steep) and hopeful(3, 8, costs)
 
 
+def rested(pace: Pace) -> int:
+    """Tokens until the next try."""
+    n = 0
+    while not pace.due:
+        pace.chosen(1)
+        n += 1
+    return n
+
+
 def test_tries_in_vain_become_rare() -> None:
     pace, rests = Pace(), []
     for _ in range(8):
@@ -135,11 +145,11 @@ def test_tries_in_vain_become_rare() -> None:
         pace.settle(0, 2)
         assert pace.due and pace.offer(0, True) == 0, "tried, and not worth it"
         pace.settle(0, 0)
-        rests.append(next(n for n in range(1, 1000) if pace.chosen(1) or pace.due))
+        rests.append(rested(pace))
     assert rests == [16, 32, 64, 128, 256, 512, 512, 512]
     pace.settle(3, 3)
     assert pace.offer(0, False) == 0
     pace.settle(0, 0)
-    assert next(n for n in range(1, 1000) if pace.chosen(1) or pace.due) == 16, "after guesses that paid"
+    assert rested(pace) == 16, "after guesses that paid"
     pace.pause(AHEAD)
     assert not pace.due

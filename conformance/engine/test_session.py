@@ -78,3 +78,19 @@ def test_a_session_is_for_one_generation_at_a_time(models: list[hybrid.Model]) -
     "".join(model.generate(IDS, 2, session=session))
     assert set(model.engine.blocks.used.values()) == {0}, "blocks are given back"
     session.close()
+
+
+def test_in_a_slot_of_its_own_a_session_runs_what_it_does_not_hold(models: list[hybrid.Model]) -> None:
+    """As on schedules whose passes several devices run: all but the last token is held, whatever a block holds."""
+    model, anew = models
+    "".join(anew.generate(IDS, 6, ignore_eos=True))
+    wanted = anew.stats.ids
+    model._apart = True
+    with model.session() as session:
+        for ids, cached in ((IDS, 0), (IDS, len(IDS) - 1), ([*IDS, *wanted[:3]], len(IDS) + 2)):
+            text = list(wanted)[len(ids) - len(IDS) :]
+            "".join(model.generate(ids, len(text), ignore_eos=True, session=session))
+            assert list(model.stats.ids) == text and model.stats.cached_tokens == cached
+        said = [*IDS, *wanted]
+        "".join(model.generate(said, 1, ignore_eos=True, session=session))
+        assert model.stats.cached_tokens == len(said) - 1, "the last token was chosen and not run"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import get_args
 
+import numpy as np
+
 from hybrid.checkpoint import Checkpoint
 from hybrid.core.device import Device
 from hybrid.core.dtypes import CACHE_CHOICES, CacheChoice
@@ -23,7 +25,7 @@ SHARING = 4
 
 def check_guesses(speculate: object) -> int:
     """A number of tokens to guess in a pass. ValueError."""
-    if isinstance(speculate, bool) or not isinstance(speculate, Integral) or not 0 <= speculate <= MOST_GUESSES:
+    if isinstance(speculate, bool) or not isinstance(speculate, int | np.integer) or not 0 <= speculate <= MOST_GUESSES:
         raise ValueError(f"speculate must be auto, or a number of tokens to guess, 0 to {MOST_GUESSES}, not {speculate!r}")
     return int(speculate)
 

@@ -70,7 +70,7 @@ class Drafting:
         """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been read."""
         if self.drafter is None:
             return True
-        streams = scheduler.decoding()
+        streams = [s for s in scheduler._running if s.decodes]
         following = [self._follow(stream) for stream in streams]
         due = [f for f in following if f.pace.due]
         shares = self._share(due, len(streams)) if due else []

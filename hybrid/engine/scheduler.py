@@ -96,10 +96,6 @@ class Scheduler:
             raise ValueError("drafts are for a sequence with ahead=False, none of whose tokens is in flight")
         stream.drafts = tuple(ids)
 
-    def decoding(self) -> list[Stream]:
-        """Those that run and whose next row is that of their last token, known or not yet."""
-        return [s for s in self._running if s.position == len(s.ids) + s.flying - 1 and s.position < s.last - 1]
-
     # --- a pass ------------------------------------------------------------------------------------------------------
 
     def schedule(self, at_once: int = 1) -> Pass | None:

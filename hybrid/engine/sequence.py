@@ -104,6 +104,11 @@ class Stream:
         return len(self.ids) + self.flying - self.position
 
     @property
+    def decodes(self) -> bool:
+        """Whether it runs and its next row is that of its last token, known or not yet, and another may come."""
+        return self.slot is not None and self.rest == 1 and self.position < self.last - 1
+
+    @property
     def generated(self) -> list[int]:
         return self.ids[self.n_prompt :]
 
