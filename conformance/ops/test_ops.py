@@ -85,11 +85,14 @@ def test_workload(devices: Devices, op: str, backend: str, found: list[Case]) ->
 
 
 def _variants(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
-    """All in the long profile; else of the NPU's attention every second head size for each kind of scores, as each is compiled."""
+    """All in the long profile; else, as each is compiled, of the NPU's attention every second head size for each kind of scores,
+    of Vulkan's decode attention every third: by their order each head size, and each number of query heads on a key head."""
     found = list(variant_cases(spec, backend))
-    if LONG or backend != "npu" or not spec.name.startswith("attention"):
-        return iter(found)
-    names = list(dict.fromkeys(name for name, _ in found))[spec.name == "attention_i8" :: 2]
+    names = list(dict.fromkeys(name for name, _ in found))
+    if backend == "npu" and spec.name.startswith("attention") and not LONG:
+        names = names[spec.name == "attention_i8" :: 2]
+    if (backend, spec.name) == ("vulkan", "decode_attention") and not LONG:
+        names = names[::3]
     return (f for f in found if f[0] in names)
 
 
