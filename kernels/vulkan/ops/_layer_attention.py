@@ -9,7 +9,7 @@ from dataclasses import replace
 from hybrid.core.plan import Step
 from hybrid.kernels.vulkan.cache import cache_layout
 from hybrid.kernels.vulkan.ops import _layer
-from hybrid.kernels.vulkan.ops.attention import two_parts
+from hybrid.kernels.vulkan.ops._combine import two_parts
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 

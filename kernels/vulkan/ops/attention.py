@@ -3,7 +3,8 @@
 On matrix units, for many rows, an f16 or q8_0 cache and the heads of FLASH: one dispatch, tiles of rows and heads against
 tiles of positions. Else in two dispatches, partial results of KV splits and their merge.
 
-Few rows: one row and kv head per tile, its context in KV splits so that the device is full.
+Few rows: one row and kv head per tile, its context in KV splits so that the device is full; or, where the tuning table says so,
+decode_attention's kernel, given queries that are ready.
 Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and its KV splits are as long as a shader's
 loops may run.
 """
@@ -17,12 +18,12 @@ from dataclasses import dataclass
 from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.cache import CacheLayout, cache_layout
-from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.ops import decode_attention
+from hybrid.kernels.vulkan.ops._combine import OUTPUTS, record_combine, two_parts
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 WIDTH = 32  # threads of a workgroup of attention.slang: WIDTH / subgroup size tiles
-COMBINE = 64 * 4  # elements per workgroup of attention_combine.slang
 DECODE_ROWS = 32  # plans of at most so many rows take KV splits to fill the device
 MIN_SPLIT = 128  # positions of a KV split, at least, where there are few rows
 LOOPS = 60_000  # iterations of all loops of one invocation: llvmpipe ends every loop, silently, after 65535 in all
@@ -33,9 +34,8 @@ FLASH: dict[str, dict[int, tuple[int, ...]]] = {
     "f16": {64: (64,), 128: (64, 128), 256: (64, 128, 256), 512: (128,)},
     "q8_0": {128: (128,), 256: (128,), 512: (128,)},
 }
-OUTPUTS = {"f32": 0, "f16": 1, "q8_act": 2}  # as in any_output.slang
 PAIRS = 128  # rows times heads of its tile, where each subgroup has all columns of a head
-FLASH_DEFAULT = {"columns": 256}
+FLASH_DEFAULT, FEW_DEFAULT = {"columns": 256}, {"decode": 0}
 QUERIES = {1: (2, 4, 8), 2: (2, 4, 8), 4: (2, 4), 8: (2,), 16: (2,)}  # built variants, by units per lane
 
 
@@ -81,18 +81,17 @@ def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int, kv: s
     return Tiling(units, queries, 1, min(ratio, queries), splits, MIN_SPLIT)
 
 
-def two_parts(o: DeviceTensor) -> list[Slice]:
-    """The parts of an output as any_output.slang binds them."""
-    return [o.parts[0], o.parts[-1]]
-
-
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """o[T,HQ*D] = softmax(scale q.k) v over what each live row may see; o f32, f16 or q8_act."""
-    cache, device = cache_layout(step, t), rec.device
+    rows, cache, device, window = step.bind["T"], cache_layout(step, t), rec.device, int(step.attrs["window"])
+    span = min(window, cache.context) if window else cache.context
+    facts = {"rows": rows, "head_dim": step.bind["D"], "span": span}
     on_units = device.subgroup_size == 32 and device.has("f16_matrices")
-    own = flash_columns(rec, step, cache) if on_units and step.bind["T"] > DECODE_ROWS and step.extent == "rows" else 0
+    own = flash_columns(rec, step, cache) if on_units and rows > DECODE_ROWS and step.extent == "rows" else 0
     if own:
         record_flash(rec, step, t, cache, own)
+    elif rows <= DECODE_ROWS and device.tuning.choose("few_attention", FEW_DEFAULT, **facts)["decode"]:
+        decode_attention.attend(rec, step, t, ready=True)
     else:
         record_split(rec, step, t, cache)
 
@@ -146,13 +145,3 @@ def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
     rec.dispatch(kernel, [p for name in names for p in t[name].parts], [part_o, part_ml], push, grid)
 
     record_combine(rec, step, t, part_o, part_ml, tile.splits, tile.min_split)
-
-
-def record_combine(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], part_o: Slice, part_ml: Slice, splits: int,
-                   min_split: int) -> None:
-    """The merge of attention's (or decode_attention's) partial results into o."""
-    rows, heads, d = (step.bind[axis] for axis in ("T", "HQ", "D"))
-    kernel = rec.kernel(f"attention_combine.{t['o'].dtype}", SUBGROUP=rec.device.subgroup_size)
-    push = struct.pack("<7I", rows, heads, d // 4, int(step.attrs["window"]), splits, min_split, CONTROL[step.extent])
-    rec.dispatch(kernel, [part_o, part_ml, *t["positions"].parts], [*t["o"].parts], push,
-                 (-(-heads * d // COMBINE), Live(step.extent, cap=rows)))

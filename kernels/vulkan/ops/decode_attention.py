@@ -16,7 +16,7 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.cache import cache_layout
-from hybrid.kernels.vulkan.ops.attention import OUTPUTS, record_combine, two_parts
+from hybrid.kernels.vulkan.ops._combine import OUTPUTS, record_combine, two_parts
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
@@ -88,6 +88,11 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: in
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
     """o[T,HQ*D] from qkv[T,(HQ+KV*HK)*D], its k and v (unless KV is 0) appended to k_cache, v_cache [B,BS,HK,D]. `choice`
     overrides what the tuning table says."""
+    attend(rec, step, t, **choice)
+
+
+def attend(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool = False, **choice: int) -> None:
+    """As `record`; ready: for attention's step, from q[T,HQ*D] that is normed and rotated, and a cache that holds the rows."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window, o = int(step.attrs["window"]), t["o"]
     cache = cache_layout(step, t)
@@ -100,22 +105,25 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: i
     if s.merge == 2 and (s.dealt or not rec.cooperative):
         s = replace(s, merge=1)
     tiles = -(-(heads // kv_heads) // s.heads)
-    context, rotary = t["rope"].shape
+    context, rotary = (cache.context, 0) if ready else t["rope"].shape
     kernel = rec.kernel(f"decode_attention.{cache.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
                         THREADS=s.subgroups * subgroup, LANES=s.lanes, MERGED=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype],
                         QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead,
-                        PROJECTIONS=step.bind["KV"], ROTARY=rotary // 4, VALUE_NORM=int(step.attrs["value_norm"]),
-                        DEALT=int(s.dealt > 0),
+                        PROJECTIONS=0 if ready else step.bind["KV"], ROTARY=rotary // 4,
+                        VALUE_NORM=0 if ready else int(step.attrs["value_norm"]), DEALT=int(s.dealt > 0),
                         POLLS=rec.device.polls)
     parts = rows * heads * s.splits
     memory = rec.zeros if s.merge == 2 else rec.scratch
     part_o, part_ml = memory(parts * d * 4), memory(parts * (d // 4 if s.merge else 1) * 8)
     arrived = rec.counters(rows * kv_heads * tiles * -(-s.heads * d // 4 // s.piece))
-    push = struct.pack("<6I2f4I", rows, context, cache.table_width, cache.slots, cache.blocks, window, step.attrs["eps"],
-                       step.attrs["scale"], s.splits, s.min_split, CONTROL[step.extent], s.dealt)
-    names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
-    reads = [p for name in names for p in t[name].parts]
-    writes = [*t["k_cache"].parts, *t["v_cache"].parts, part_o, part_ml, arrived, *two_parts(o)]
+    push = struct.pack("<6I2f4I", rows, context, cache.table_width, cache.slots, cache.blocks, window,
+                       0.0 if ready else step.attrs["eps"], step.attrs["scale"], s.splits, s.min_split, CONTROL[step.extent],
+                       s.dealt)
+    queries = ("q",) * 4 if ready else ("qkv", "w_q_norm", "w_k_norm", "rope")
+    reads = [p for name in (*queries, "positions", "slots", "block_table") for p in t[name].parts]
+    cached = [p for name in ("k_cache", "v_cache") for p in t[name].parts]
+    writes = [part_o, part_ml, arrived, *two_parts(o)]
+    reads, writes = ([*reads, *cached], writes) if ready else (reads, [*cached, *writes])
     grid = (kv_heads * tiles, s.dealt, 1) if s.dealt else (kv_heads * tiles, rows, s.splits)
     rec.dispatch(kernel, reads, writes, push, grid)
     if not s.merge:
