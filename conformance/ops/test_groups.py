@@ -203,7 +203,7 @@ def test_a_layer_with_its_own_input_in_one_dispatch(devices: Devices, w: str) ->
         for live in (1, 0):
             for use in USES:
                 found = judged(device, use, cases(sizes, w, 1, "q8_act", 7, live))
-                assert found == (1 if device.storage_buffers >= OWN_BUFFERS else 10)
+                assert found == (1 if device.storage_buffers >= OWN_BUFFERS else 9)
 
 
 def stream_cases(hidden: int, rows: int, act: str, live: int) -> list[Case]:
@@ -229,7 +229,7 @@ def test_streams_that_end_a_layer_and_begin_the_next(devices: Devices, act: str)
 def test_own_inputs_of_other_types_are_recorded_step_by_step(devices: Devices) -> None:
     device = devices.get("vulkan", guard=GUARD)
     assert judged(device, USES[0], cases({**SIZES, "own": 32}, "q4_1", 1, "q8_act", 7, 1)) == 10
-    assert judged(device, USES[0], cases({**SIZES, "own": 288}, "q4_0", 1, "q8_act", 7, 1)) == 10
+    assert judged(device, USES[0], cases({**SIZES, "own": 288}, "q4_0", 1, "q8_act", 7, 1)) == 9  # its gate is one dispatch
 
 
 @pytest.mark.parametrize(
