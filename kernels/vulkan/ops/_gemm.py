@@ -15,15 +15,17 @@ from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 # These repeat the shader's: rows and columns of a workgroup's tile by name, its subgroups' size, and the types that
 # operands.slang decodes.
 TILES = {"128x192": (128, 192), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64),
-         "32x128": (32, 128), "16x128": (16, 128), "64x256": (64, 256), "32x256": (32, 256), "16x256": (16, 256)}  # fmt: skip
+         "32x128": (32, 128), "16x128": (16, 128), "64x384": (64, 384), "64x256": (64, 256), "32x256": (32, 256),
+         "16x256": (16, 256)}  # fmt: skip
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
 # Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang), and of
 # those whose weights go straight into registers (stream.slang): for these types by family, pairs of blocks, and devices whose
 # lanes hold the elements that it counts on (lanes.py). Elsewhere they are a choice that does not hold.
 STAGE, FEW_STAGE, STREAM_STAGE = 64, 128, 256
-FEW, STREAM = ("16x128", "32x128"), ("16x256", "32x256", "64x256")
-STREAMED = {"linear": ("q4_0", "q6_k"), "ffn_up": ("q4_0",)}
+FEW, STREAM = ("16x128", "32x128"), ("16x256", "32x256", "64x256", "64x384")
+STREAMED = {("linear", "q4_0"): ("16x256", "32x256", "64x256"), ("linear", "q6_k"): ("16x256", "32x256", "64x256"),
+            ("ffn_up", "q4_0"): ("16x256", "32x256", "64x384")}  # fmt: skip
 MOST_SPLITS = 16
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
@@ -75,7 +77,7 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
         unpack(rec, w, "f16", scratch, k, first=0)
         parts, dtype = (scratch,), "f16"
     tile = use["tile"]
-    if tile in STREAM and not (dtype in STREAMED[family] and k % 64 == 0 and device.has("matrix_lanes")):
+    if tile in STREAM and not (tile in STREAMED.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")):
         tile = default_tile(rows, w.rows)
     tall, across = TILES[tile]
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", **constants)
