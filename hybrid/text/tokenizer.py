@@ -96,6 +96,7 @@ class Tokenizer:
         markers: Iterable[str] = (),
     ) -> None:
         v = self.vocabulary = vocabulary
+        self._texts: dict[int, str | None] = {}
         self.n_tokens = len(v.pieces)
         self.n_rows = max(self.n_tokens, rows or 0)
         self.bos_id = v.bos_id if v.add_bos else None
@@ -168,6 +169,15 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; control and unknown tokens print nothing, bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def whole_text(self, token: int) -> str | None:
+        """What a token prints; None where that is not whole characters. TokenizerError as for `token_bytes`."""
+        if token not in self._texts:
+            try:
+                self._texts[token] = self.token_bytes(token).decode("utf-8")
+            except UnicodeDecodeError:
+                self._texts[token] = None
+        return self._texts[token]
 
     def token_bytes(self, token: int) -> bytes:
         """What a token prints: nothing for control tokens and for rows of the embedding beyond the pieces.
@@ -251,15 +261,21 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = False  # whether a character is unfinished
 
     def push(self, token: int) -> str:
         """Text that `token` completes; "" while a character is unfinished."""
-        return self._utf8.decode(self._tokenizer.token_bytes(token))
+        if not self._open and (text := self._tokenizer.whole_text(token)) is not None:
+            return text
+        text = self._utf8.decode(self._tokenizer.token_bytes(token))
+        self._open = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """What an unfinished character leaves (U+FFFD); the decoder may be used again afterwards."""
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
+        self._open = False
         return rest
 
 

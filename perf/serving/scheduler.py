@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m perf.serving.scheduler", description="Processor time of the scheduler for each pass, without a device."
     )
     p.add_argument("--rows", type=positive, nargs="+", default=[1, 32, 256], metavar="N", help="decoding rows (1 32 256)")
+    p.add_argument("--readers", action="store_true", help="instead: the engine's thread, while asyncio reads every token")
     p.add_argument("--passes", type=positive, default=320, metavar="N", help="of each (320)")
     return p
 
@@ -64,6 +65,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.readers:
+        from hybrid.perf.serving import readers
+
+        print(f"{'rows':>6}{'engine us':>12}{'process us':>12}{'passes':>8}")
+        for rows in args.rows:
+            one = readers.measure(rows, args.passes)
+            print(f"{rows:6}{one.engine:12.1f}{one.process:12.1f}{one.passes:8}")
+        return 0
     print(f"{'rows':>6}" + "".join(f"{name + ' us':>14}{'p99':>8}" for name in ("schedule", "arrays", "commit")))
     for rows in args.rows:
         spent = measure(rows, args.passes)

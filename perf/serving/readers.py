@@ -1,0 +1,74 @@
+"""What an engine's thread costs the host for each pass while asyncio reads every token, without a device: the passes are submitted
+to one that does nothing and answers after a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybrid.checkpoint.random import random_checkpoint
+from hybrid.engine.config import EngineConfig
+from hybrid.engine.engine import Engine
+from hybrid.engine.options import Options
+from hybrid.engine.serving import Serving
+from hybrid.kernels.oracle.device import CpuDevice
+
+PASS = 0.004  # seconds that a pass takes
+WARM, CTX, VOCAB, PROMPT = 20, 1024, 512, 24
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Microseconds of a pass, of the processor: of the engine's thread, and of the process, readers included."""
+
+    engine: float
+    process: float
+    passes: int
+
+
+def measure(rows: int, passes: int) -> Spent:
+    """`rows` sequences decode `passes` tokens each, every one read by a task of one event loop."""
+    device: Any = CpuDevice()
+    try:
+        with random_checkpoint("gemma3-270m", "q8_0", None, 1, VOCAB) as checkpoint:
+            engine: Any = Engine(checkpoint, device, EngineConfig(ctx=CTX, slots=rows, n_tokens=VOCAB))
+            serving: Any = Serving(engine, checkpoint.tokenizer, lambda: None, rows)
+            serving.scheduler.limits = replace(serving.scheduler.limits, ahead=2)  # as on a device beside the host
+            device.peek = lambda *place: VOCAB // 2
+            tokens, turn, marks = serving.runner.tokens, serving._round, list[tuple[float, float, int]]()
+
+            def submit(program: Any, times: int = 1) -> int:
+                engine.inbox.begun += times
+                engine._message = False
+                return 0
+
+            def answered(flight: Any) -> Any:
+                time.sleep(PASS)
+                return tokens(flight)
+
+            def counted() -> bool:
+                done: bool = turn()
+                marks.append((time.thread_time(), time.process_time(), serving.scheduler.counts.passes))
+                return done
+
+            engine._submit, serving.runner.tokens, serving._round = submit, answered, counted
+            asyncio.run(_read(serving, rows, passes + 2 * WARM))
+            serving.close(RuntimeError("measured"))
+    finally:
+        device.close()
+    inside = [m for m in marks if WARM <= m[2] < marks[-1][2] - WARM]
+    first, last = inside[0], inside[-1]
+    n = last[2] - first[2]
+    return Spent(1e6 * (last[0] - first[0]) / n, 1e6 * (last[1] - first[1]) / n, n)
+
+
+async def _read(serving: Serving, rows: int, count: int) -> None:
+    async def one(i: int) -> int:
+        handle = serving.submit([(7 * i + j) % VOCAB for j in range(PROMPT)], Options(max_tokens=count, ignore_eos=True))
+        return sum([len(event.ids) async for event in handle.aevents()])
+
+    found = await asyncio.gather(*(one(i) for i in range(rows)))
+    if set(found) != {count}:
+        raise RuntimeError(f"readers got {sorted(set(found))} tokens, not {count}: the figures are void")
