@@ -312,6 +312,7 @@ class Model:
                 while (piece := serving.piece(job)) is not None:
                     yield piece
                     if session is not None and session.running is not mark and request.finish is None:
+                        self._engine()  # or it is the model that was closed
                         raise ValueError("the session was closed while this generation ran: it cannot go on")
             finally:
                 engine.lock.call_soon(lambda: self._end(job))  # closed by the garbage collector: not in midst of a pass

@@ -180,6 +180,25 @@ def test_void_passes_cost_no_token(on: Callable[..., Stepped]) -> None:
         made.engine.forget_programs("decode")
 
 
+def test_a_pass_that_was_never_submitted_leaves_no_message(on: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = on()
+    wanted = alone(made.engine, [2, 5, 6], 8)
+
+    def broken(*args: Any) -> int:
+        raise MemoryError("injected")
+
+    for n in (1, 2, 3):
+        handle = made.submit(LONG_PROMPT[n:], max_tokens=5)
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(made.engine, "_submit", broken)
+            made.step()
+        made.serving._fail_all(MemoryError("injected"))
+        assert handle.done
+    last = made.submit([2, 5, 6], max_tokens=8)
+    made.finish()
+    same(made.engine, [2, 5, 6], list(last.result(0).ids), wanted)
+
+
 def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[..., Stepped]) -> None:
     made = on("vulkan")
 

@@ -66,7 +66,7 @@ class Runner:
         if self._last is not None and same == self._sequences and not p.writes and self._continues_last(p):
             self.decoded += times
             self.work.begin(p, True, self._last.plan)
-            return Flight(p, engine.submit_scheduled(self._last, None, times), began)
+            return Flight(p, self._submit(self._last, None, times), began)
         wanting = p.wanting
         slots = [run.slot for run in wanting]
         options, wants = engine.choosing.options(slots), engine.sizes.outs
@@ -80,7 +80,7 @@ class Runner:
         program = engine.program(phase, rows, outs, pipeline_slot=slot, options=options)
         self.work.begin(p, onward, program.plan)
         tokens, positions, of, out_rows = p.arrays()
-        ticket = engine.submit_scheduled(program, Rows(tokens, positions, of, out_rows, self._masks(wanting), p.writes), times)
+        ticket = self._submit(program, Rows(tokens, positions, of, out_rows, self._masks(wanting), p.writes), times)
         self._last, self._sequences = program if onward else None, same
         self._message, self._programs = engine.inbox.messages, engine.programs
         if any(run.start < run.seq.n_prompt for run in p.runs):
@@ -88,6 +88,13 @@ class Runner:
         else:
             self.decoded += times
         return Flight(p, ticket, began)
+
+    def _submit(self, program: Program, rows: Rows | None, times: int) -> int:
+        try:
+            return self.engine.submit_scheduled(program, rows, times)
+        except BaseException:
+            self.engine.inbox.lost_count()  # a later pass would take this message for its own
+            raise
 
     def follow(self, flight: Flight, p: Pass) -> Flight:
         """A pass that the submit of another runs too."""
