@@ -88,10 +88,10 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: in
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
     """o[T,HQ*D] from qkv[T,(HQ+KV*HK)*D], its k and v (unless KV is 0) appended to k_cache, v_cache [B,BS,HK,D]. `choice`
     overrides what the tuning table says."""
-    attend(rec, step, t, **choice)
+    attend(rec, step, t, ready=False, **choice)
 
 
-def attend(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool = False, **choice: int) -> None:
+def attend(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool, **choice: int) -> None:
     """As `record`; ready: for attention's step, from q[T,HQ*D] that is normed and rotated, and a cache that holds the rows."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window, o = int(step.attrs["window"]), t["o"]
