@@ -63,12 +63,12 @@ def spans(made: Plan) -> dict[str, tuple[int, int]]:
     return found
 
 
-def assert_apart(made: Plan) -> None:
-    """Activations that live at the same time share no bytes."""
+def assert_apart(made: Plan, after: int = 0) -> None:
+    """Activations that live at the same time share no bytes, `after`: nor with those of so many steps more."""
     live = spans(made)
     for a, (first, last) in live.items():
         for b, (start, stop) in live.items():
-            if a < b and first <= stop and start <= last:
+            if a < b and first <= stop + after and start <= last + after:
                 x, y = made.tensors[a], made.tensors[b]
                 assert x.offset + x.nbytes <= y.offset or y.offset + y.nbytes <= x.offset, (a, b)
 
@@ -89,7 +89,7 @@ def test_a_plan_is_whole(phase, rows, outs):
             if (key in op.outputs or key in op.scratch) and decl.kind == "activation":
                 assert name not in written
                 written.add(name)
-    assert_apart(made)
+    assert_apart(made, after=phase == "decode")  # in a fused group one workgroup reads what another is past
     assert [s.op for s in made.steps][-1] == ("sample" if outs else "add_rmsnorm")
     assert made.steps[0].op == "begin_pass"
     assert [s.device for s in segments(made)] == ["cpu"]

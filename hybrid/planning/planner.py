@@ -361,11 +361,11 @@ class _Planner:
         return self.rooms.get(name, self.tensors[name].nbytes)
 
     def _place(self) -> int:
-        """Offsets for all activations; returns the arena's bytes."""
-        lives = [Life(n, self._room(n), a, b) for n, (a, b) in self.lives.items()]
+        """Offsets for all activations; returns the arena's bytes. In decode an input keeps its place for a step more: in a
+        fused group some workgroups may still read it while others write results of the next step."""
+        lives = [Life(n, self._room(n), a, b + (self.phase == "decode")) for n, (a, b) in self.lives.items()]
         offsets, size = place(lives)
-        for name, offset in offsets.items():
-            self.tensors[name] = replace(self.tensors[name], offset=offset)
+        self.tensors |= {name: replace(self.tensors[name], offset=offset) for name, offset in offsets.items()}
         return size
 
     def _place_as(self, layout: Plan) -> int:
