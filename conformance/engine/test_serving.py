@@ -95,6 +95,31 @@ def test_asyncio_reads_many_at_once(model: Model) -> None:
     assert asyncio.run(every()) == [alone(model, p, 10) for p in PROMPTS]
 
 
+class Anything:
+    """A constraint that forbids nothing, whose requests' tokens are handed out by themselves."""
+
+    def mask(self) -> None:
+        return None
+
+    def accept(self, token: int) -> None:
+        pass
+
+    def copy(self) -> Anything:
+        return self
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_asyncio_is_told_of_what_is_handed_out_at_once(model: Model, cancelled: bool) -> None:
+    async def read() -> str:
+        handle = model.submit(PROMPTS[0], max_tokens=200 if cancelled else 6, ignore_eos=True, constraint=Anything())
+        async for _ in handle:
+            if cancelled:
+                handle.cancel()
+        return (await handle.aresult()).finish
+
+    assert asyncio.run(asyncio.wait_for(read(), PATIENCE)) == ("cancelled" if cancelled else "length")
+
+
 def test_a_batch_is_in_order_and_larger_than_the_queue(folder: Path) -> None:
     with load(folder, "cpu", 2, queue=2) as model:
         prompts = [p for p in PROMPTS for _ in range(2)]

@@ -77,7 +77,7 @@ class Rounds:
         self._deciding = True
 
     def _deliver(self) -> None:
-        """Hand out the tokens that were taken."""
+        """Hand out the tokens that were taken, and wake the readers of these and of what was handed out at once or ended."""
         chosen, self._chosen = self._chosen, []
         for job, token, logprob in chosen:
             if job.stream.id in self._jobs:
@@ -169,6 +169,7 @@ class Rounds:
         runs."""
         while self._flights:
             self._take()
+        self._wakes.send()
         self._due = True
         return self.scheduler.put_back_last()
 

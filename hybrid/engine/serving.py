@@ -137,6 +137,7 @@ class Serving(Rounds):
         try:
             while self._flights and not self._jobs:
                 self._take()
+            self._wakes.send()
         except BaseException as error:
             self._fail_all(error)
             raise
@@ -274,8 +275,7 @@ class Serving(Rounds):
         else:
             self._submit()
         given = bool(self._chosen)
-        if given:
-            self._deliver()
+        self._deliver()
         self._deciding = False
         return given
 
