@@ -90,11 +90,11 @@ def test_memory_of_a_plan_is_told_by_purpose(engine: Engine) -> None:
 def test_warming_up_compiles_what_a_prompt_needs(engine: Engine) -> None:
     for rows in (32, 9):  # two full passes; one that is not
         engine.warm_up(rows)
-        programs, counters = len(engine._programs), engine.counters.copy()
+        programs, counters = len(engine.programs), engine.counters.copy()
         engine.prefill({0: list(range(2, 2 + rows))})
         engine.decode(2)
         done = engine.counters.minus(counters)
-        assert len(engine._programs) == programs and done.recordings == done.allocations == done.pipelines == 0, rows
+        assert len(engine.programs) == programs and done.recordings == done.allocations == done.pipelines == 0, rows
         engine.release(0)
 
 

@@ -100,9 +100,9 @@ def test_requests_that_ask_for_nothing_are_what_they_were(model: Model) -> None:
 
 
 def test_neutral_options_choose_the_same_plan(model: Model) -> None:
-    before = dict(model.engine._programs)
+    before = dict(model.engine.programs)
     model.submit(PROMPT, max_tokens=3, repetition_penalty=1, presence_penalty=0.0, logit_bias={}, logprobs=0).result(PATIENCE)
-    assert not [key for key in model.engine._programs.keys() - before.keys() if key[-1]]
+    assert not [key for key in model.engine.programs.keys() - before.keys() if key[-1]]
 
 
 def test_log_probabilities_are_those_of_the_models_own_logits(model: Model) -> None:

@@ -42,7 +42,7 @@ def once(action: Callable[[Any], object]) -> gated.Step:
 
 def forget(made: Any) -> None:
     """Compiled plans, so that the next token records again."""
-    made._programs.clear()
+    made.programs.clear()
     made._decoding = None
 
 
