@@ -170,7 +170,7 @@ def test_a_page_quotes_the_records_and_names_what_is_there(page):
         ("docs/performance.md", "<!-- figures of: an example", "<!-- figures of: -->", "no partner, or no name"),
         ("README.md", "<!-- end -->", "", "has no partner"),
         ("docs/npu.md", "`kernels/npu/design.py`", "`kernels/npu/designer.py`", "kernels/npu/designer.py does not exist"),
-        ("docs/architecture.md", "Engine.token`", "Engine.tokens`", "engine.py does not define Engine.tokens"),
+        ("docs/architecture.md", "Engine.warm_up`", "Engine.warm_ups`", "engine.py does not define Engine.warm_ups"),
         ("docs/roofline.md", "python -m perf.targets", "python -m perf.target", "perf.target: there is no such module"),
         ("docs/roofline.md", "(performance.md)", "(speed.md)", "the link speed.md leads nowhere"),
         ("docs/performance.md", "(#gates)", "(#gate)", "performance.md has no such heading"),

@@ -237,7 +237,7 @@ def rate_of(step: Step, used: Mapping[str, TensorDecl], units: bool) -> Rate:
     """What a step's products are made of: int8 codes, f16 numbers, or f32; by its tensors, and by what its specification
     lets matrix units round, where the device has them."""
     rounded = load_op(step.op).numerics.matrices
-    if units and rounded and rounded.when.eval(step.bind) and all(used[k].dtype == d for k, d in rounded.dtypes.items()):
+    if units and rounded and rounded.when.eval(step.bind) and all(used[k].dtype in d for k, d in rounded.dtypes.items()):
         return "f16"
     inputs = {used[k].dtype for k in ("x", "h") if k in used}
     matrix = any(d.kind == "weight" and len(d.shape) == 2 and not d.role for d in used.values())
