@@ -107,12 +107,13 @@ def mutated_spirv(mutant: Mutant, kernels: set[str], folder: Path) -> Path:
     """A folder of SPIR-V in which those of `kernels` that use the mutated shader are built from it."""
     from hybrid.kernels.vulkan.build import build
     from hybrid.kernels.vulkan.kernel import SPIRV
+    from hybrid.kernels.vulkan.lanes import KERNEL
 
     source, out = folder / "shaders", folder / "spirv"
     shutil.copytree(FOLDERS["shader"], source)
     (source / mutant.file).write_text(mutant.mutated())
     out.mkdir()
-    for name in kernels | {"grid"}:
+    for name in kernels | {"grid", KERNEL}:
         shutil.copy(SPIRV / f"{name}.spv", out)
     shutil.copy(SPIRV / "manifest.json", out)
     built = [m for name in sorted(kernels) for m in build(source, out, only=name)]

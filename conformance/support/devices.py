@@ -27,7 +27,7 @@ class Devices:
         self._open: dict[tuple[Any, ...], Any] = {}
 
     def get(self, backend: str, **options: Any) -> Any:
-        key = (backend, *sorted(options.items()))
+        key = (backend, *sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items()))
         if key not in self._open:
             self._open[key] = open_backend(backend, **options)
         return self._open[key]

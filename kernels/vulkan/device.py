@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,8 @@ class VulkanDevice(Storage, SingleDevice):
     around every tensor (activations included) for check_guards(). budget: bytes of device memory at most.
     validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that every wait may take (None:
     HYBRID_VULKAN_TIMEOUT, else in proportion to what is waited for: bounds.py). staging: bytes of one staging chunk. tuning:
-    another class's table (kernels/vulkan/tuning) than this device's own.
+    another class's table (kernels/vulkan/tuning) than this device's own. without: features (has) to do as though it lacked them,
+    so that kernels of lesser devices are proved on it too.
 
     A device that was lost or did not finish in time raises VulkanLost from then on, whatever is asked of it; close() it and
     open another. One that was open when this process was forked from its own raises ForkedDevice.
@@ -73,7 +74,7 @@ class VulkanDevice(Storage, SingleDevice):
     def __init__(self, selector: str = "auto", *, spirv: Path | None = None,
                  bindings: Mapping[str, Binding] | None = None, max_range: int | None = None, guard: int = 0,
                  budget: int | None = None, validation: bool | str | None = None, timeout: float | None = None,
-                 staging: int = CHUNK_BYTES, tuning: str | None = None) -> None:
+                 staging: int = CHUNK_BYTES, tuning: str | None = None, without: Collection[str] = ()) -> None:
         self._queue: Queue | None = None
         self._left: Queue | None = None  # of a device that was closed too early
         self._closing = ExitStack()  # everything made here, freed in reverse order
@@ -83,7 +84,8 @@ class VulkanDevice(Storage, SingleDevice):
         q = Queue(selector, validation, timeout)
         self._closing.callback(q.close)
         self._queue, self.handle = q, q.handle
-        self.name, self.info, self.report, self.counters = q.info.label, q.info, q.report, q.counters
+        self.name, self.info, self.counters = q.info.label, q.info, q.counters
+        self.report = replace(q.report, hidden=frozenset(f for f in without if q.report.has(f)))
         self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
         # A chunk of a weight is one binding in one allocation, and drivers may allow less for the second.
         limits = self.report.limits

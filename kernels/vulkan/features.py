@@ -138,6 +138,8 @@ class Report:
     lanes: bool = False
     """Whether lanes hold those elements of a matrix that kernels count on which decode weights where they are multiplied:
     measured when the device is opened (lanes.py)."""
+    hidden: frozenset[str] = frozenset()
+    """Names that `has` denies."""
 
     @property
     def missing(self) -> tuple[Feature, ...]:
@@ -145,6 +147,8 @@ class Report:
 
     def has(self, name: str) -> bool:
         """Is a feature or an extension (`cooperative_matrix`, or its full name) present and switched on?"""
+        if name in self.hidden:
+            return False
         known = {f.name: f.present for f in (*self.features, *self.extensions)}
         if name == "cooperative_matrix":
             return all(known[n] for n in ("cooperativeMatrix", "VK_KHR_cooperative_matrix", "vulkanMemoryModel"))
