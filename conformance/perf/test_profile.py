@@ -24,6 +24,7 @@ KEYS = {
     "model",
     "phase",
     "context",
+    "batch",
     "repetitions",
     "probes",
     "passes",
@@ -73,6 +74,22 @@ def test_bytes_and_operations_are_the_plans(devices):
     whole = plan_cost(engine.plan("decode", 1, 1), 11)
     assert (sum(s.nbytes for s in steps), sum(s.flops for s in steps)) == (whole.nbytes, whole.flops)
     assert steps[0].start == 0 and steps[1].start == pytest.approx(steps[0].us) and len(passes) == 1
+
+
+def test_a_pass_of_several_sequences_is_profiled_whole(devices):
+    from hybrid.checkpoint.random import random_checkpoint
+    from hybrid.engine.config import EngineConfig
+    from hybrid.engine.engine import Engine
+    from hybrid.kernels.oracle.device import CpuDevice
+
+    checkpoint = random_checkpoint("gemma3-270m", layers=1, vocab=64)
+    engine = Engine(checkpoint, CpuDevice(), EngineConfig(ctx=32, n_tokens=64, chunk=8, slots=3, profile=True))
+    steps, (one,) = profile.measure(engine, "decode", 9, 1)
+    whole = plan_cost(engine.plan("decode", 3, 3), 11)
+    assert (sum(s.nbytes for s in steps), sum(s.flops for s in steps)) == (whole.nbytes, whole.flops) and one["rows"] == 3
+    _, passes = profile.measure(engine, "prefill", 9, 1)
+    assert [p["rows"] for p in passes] == [8, 8, 8, 3]
+    assert profile.subject({"phase": "decode", "context": 9, "batch": 3}) == "one token after 9, 3 sequences"
 
 
 def test_operations_are_summed_the_longest_first():

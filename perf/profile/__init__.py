@@ -83,22 +83,22 @@ def by_op(steps: Sequence[StepRow], copy_gb_s: float, matrix_tflops: float | Non
 
 
 def measure(engine: Any, phase: str, context: int, repeats: int) -> tuple[list[StepRow], list[dict[str, Any]]]:
-    """Steps of all passes of one token after `context` others, or of a prompt of `context` tokens; and the passes. The
-    engine was made with profile=True. RuntimeError for a device without timestamps."""
+    """Steps of all passes of one token after `context` others, or of a prompt of `context` tokens, of every slot; and the
+    passes. The engine was made with profile=True. RuntimeError for a device without timestamps."""
     from hybrid.bench.measure import Bench
 
     bench, runs, lives = Bench(engine, 1), [], []
-    prompt = bench.ids(context)
+    prompts = {slot: bench.ids(context) for slot in bench.slots}
     for _ in tracked(range(repeats + 1), "passes"):  # the first warms up
         bench.fill(0 if phase == "prefill" else context)
         if phase == "decode":
-            bench.engine.wait(engine.submit_prefill({0: bench.ids(1)}))
+            bench.engine.wait(engine.submit_prefill({slot: bench.ids(1) for slot in bench.slots}))
         engine.trace.clear()
-        lives = [(len(c.tokens), len(c.out_rows), round(float(c.positions.mean())) + 1) for c in engine.passes({0: prompt})]
-        engine.wait(engine.submit_prefill({0: prompt}) if phase == "prefill" else engine.submit_decode((0,)))
+        lives = [(len(c.tokens), len(c.out_rows), round(float(c.positions.mean())) + 1) for c in engine.passes(prompts)]
+        engine.wait(engine.submit_prefill(prompts) if phase == "prefill" else engine.submit_decode(bench.slots))
         runs.append(list(engine.trace))
     if phase == "decode":
-        lives = [(1, 1, context + 2)]
+        lives = [(len(bench.slots), len(bench.slots), context + 2)]
     if not all(p.steps for p in runs[-1]):
         raise RuntimeError(f"{engine.device.name} has no timestamps")
     steps: list[StepRow] = []
@@ -144,7 +144,7 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
         if ctx > checkpoint.hparams.context_length:
             raise ValueError(f"--context {args.context}: the model was made for {checkpoint.hparams.context_length} positions")
         config = EngineConfig(precision=args.precision, kv=args.kv, ctx=ctx, chunk=args.chunk, n_tokens=checkpoint.hparams.vocab,
-                              profile=True, progress=True)  # fmt: skip
+                              slots=args.batch, profile=True, progress=True)  # fmt: skip
         engine = Engine(checkpoint, device, config, schedule=schedule)
         steps, passes = measure(engine, args.phase, args.context, args.repetitions)
         return {
@@ -157,6 +157,7 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
             "precision": {k: list(v) for k, v in engine.precision.items()},
             "phase": args.phase,
             "context": args.context,
+            "batch": args.batch,
             "repetitions": args.repetitions,
             "passed_over": fallbacks(opened, engine),
             "probes": asdict(probes),
@@ -180,9 +181,16 @@ def read(path: Path) -> dict[str, Any]:
     return report
 
 
+def subject(report: Mapping[str, Any]) -> str:
+    """What was profiled, for people."""
+    batch = report.get("batch", 1)
+    what = f"one token after {report['context']}" if report["phase"] == "decode" else f"a prompt of {report['context']} tokens"
+    return what if batch == 1 else f"{what}, {batch} sequences"
+
+
 def text(report: Mapping[str, Any]) -> str:
     """For people."""
-    what = f"one token after {report['context']}" if report["phase"] == "decode" else f"a prompt of {report['context']} tokens"
+    what = subject(report)
     lines = [
         f"{report['device']}, {report['driver']}; {provenance(report['device'])}, medians of {report['repetitions']}",
         *(f"passed over: {reason}" for reason in report.get("passed_over", ())),
@@ -217,6 +225,7 @@ def parser() -> argparse.ArgumentParser:
     add_model(p)
     p.add_argument("--phase", default="decode", choices=("decode", "prefill"), help="one token, or a prompt (decode)")
     p.add_argument("--context", type=positive, default=512, metavar="N", help="positions before the token, or of the prompt (512)")
+    p.add_argument("-b", "--batch", type=positive, default=1, metavar="N", help="sequences, each with such a token or prompt (1)")
     p.add_argument("-r", "--repetitions", type=positive, default=9, metavar="N", help="of every pass, after one to warm up (9)")
     add_devices(p)
     p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")

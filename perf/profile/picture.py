@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybrid.perf.profile import subject
+
 KINDS = (".png", ".svg")
 
 
@@ -44,8 +46,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     top.set_xlim(0, 1.35 * max(r["us"] for r in ops))
     top.set_xlabel("us of the device")
     top.spines[["top", "right"]].set_visible(False)
-    what = f"one token after {report['context']}" if report["phase"] == "decode" else f"a prompt of {report['context']} tokens"
-    top.set_title(f"{report['model']}, {what}: {device / 1e3:.2f} ms of the device, measured\n"
+    top.set_title(f"{report['model']}, {subject(report)}: {device / 1e3:.2f} ms of the device, measured\n"
                   f"{report['device']}, {report['driver']}", fontsize=9)  # fmt: skip
     first = report["passes"][0]["device_us"]
     for op, colour in colours.items():

@@ -123,6 +123,8 @@ class Profile(Model):
     dtype: str
     phase: Phase
     context: int
+    batch: int = 1
+    """Sequences in a pass."""
     copy_gb_s: float
     matrix_tflops: float | None
     host_us: float
@@ -131,7 +133,7 @@ class Profile(Model):
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.model, self.dtype, self.phase, self.context
+        return self.model, self.dtype, self.phase, self.context, self.batch
 
 
 class Record(Model):

@@ -98,6 +98,7 @@ def profile_of(made: Made) -> Profile:
         dtype=dtype_of(made),
         phase=made["phase"],
         context=made["context"],
+        batch=made.get("batch", 1),
         copy_gb_s=made["probes"]["copy_gb_s"],
         matrix_tflops=made["probes"]["matrix_tflops"],
         host_us=sum(p["host_us"] for p in made["passes"]),

@@ -147,7 +147,7 @@ def _run(records: Sequence[Record], device: str, row: Row) -> tuple[Record, Run]
 def _profile(records: Sequence[Record], found: Quoted) -> tuple[Record, Profile]:
     wanted = found.profile
     for record, one in profiles(records, found.device):
-        if (one.model, one.phase, one.context) == (wanted.model, wanted.phase, wanted.context):
+        if (one.model, one.phase, one.context, one.batch) == (wanted.model, wanted.phase, wanted.context, 1):
             return record, one
     raise SpecError(f"{FILE.name}: no profile of {wanted.model}, {wanted.phase} {wanted.context}, in perf/records")
 

@@ -117,7 +117,7 @@ def profile(found: Profile) -> Table:
 
 def what(found: Profile) -> str:
     tokens = f"one token after {found.context}" if found.phase == "decode" else f"a prompt of {found.context} tokens"
-    return f"{found.model} {found.dtype}, {tokens}"
+    return f"{found.model} {found.dtype}, {tokens}" + (f", {found.batch} sequences" if found.batch > 1 else "")
 
 
 def ablations(records: Iterable[Record], device: str) -> list[tuple[Record, Ablation]]:
