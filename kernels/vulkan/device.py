@@ -84,8 +84,7 @@ class VulkanDevice(Storage, SingleDevice):
         q = Queue(selector, validation, timeout)
         self._closing.callback(q.close)
         self._queue, self.handle = q, q.handle
-        self.name, self.info, self.counters = q.info.label, q.info, q.counters
-        self.report = replace(q.report, hidden=frozenset(f for f in without if q.report.has(f)))
+        self.name, self.info, self.report, self.counters = q.info.label, q.info, q.report, q.counters
         self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
         # A chunk of a weight is one binding in one allocation, and drivers may allow less for the second.
         limits = self.report.limits
@@ -104,6 +103,7 @@ class VulkanDevice(Storage, SingleDevice):
         self.submit_info, self.submit_command_info, self.wait_ticket = q.submit_info, q.submit_now, q.wait_ticket
         self.check = q.check
         try:
+            self.report = replace(q.report, hidden=q.report.known(without))
             memory = Memory(q.info.handle, self.handle, self.report.limits, self.counters,
                             self.report.has("memory_budget"), budget, lambda: q.pending)
             self._closing.callback(memory.close)

@@ -4,6 +4,7 @@ size that is wanted."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,6 +161,10 @@ class Report:
         if key not in known:
             raise KeyError(f"no Vulkan feature {name!r} is ever asked about; known: {', '.join([*_SHORT, *known])}")
         return known[key]
+
+    def known(self, names: Collection[str]) -> frozenset[str]:
+        """The names. KeyError for one that `has` does not know."""
+        return frozenset(name for name in names if self.has(name) is not None)
 
     def demand(self, device: str) -> None:
         """Raise VulkanUnavailable when a required feature is missing."""
