@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -15,7 +16,7 @@ from hybrid.core.dtypes import CacheChoice
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
-from hybrid.devices.opening import NpuKind, Opened, opening_devices
+from hybrid.devices.opening import NpuKind, Opened, open_again, opening_devices
 from hybrid.engine import batch, warming
 from hybrid.engine.chunks import token_ids
 from hybrid.engine.config import EngineConfig
@@ -44,7 +45,7 @@ CLOSED = "this model is closed: load it again"
 
 def load(
     path: str | os.PathLike[str] | Checkpoint,
-    device: str = "auto",
+    device: str | Opened = "auto",
     schedule: str | os.PathLike[str] | Schedule | None = None,
     weights: str | None = None,
     ctx: int | None = None,
@@ -59,14 +60,14 @@ def load(
     profile: bool = False,
     progress: bool = False,
     npu: NpuKind = "npu",
-    draft: str | os.PathLike[str] | Drafter | None = None,
+    draft: str | os.PathLike[str] | Checkpoint | Drafter | None = None,
     draft_device: str | None = None,
     speculate: Literal["auto"] | int | None = None,
     warm: bool = False,
 ) -> Model:
     """Open a .gguf file or a Hugging Face directory (or take an open checkpoint) and make it ready on a device.
 
-    device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, or another chain of the schedule. schedule: a file
+    device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, another chain of the schedule, or open ones. schedule: a file
     (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32 converts
     matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
     weights: int8 activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv
@@ -79,9 +80,9 @@ def load(
     profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or, only
     when asked for, its simulator.
     draft: guesses of the next tokens, which passes of several rows verify, so that a text is the same, sooner: a smaller model
-    with the same tokenizer (on draft_device; default: as `device`), or "lookup": what followed the last tokens where they stood
-    before. speculate: how many are guessed, auto (by what is accepted and what passes take here), a number, or 0 for none; alone
-    it means "lookup".
+    with the same tokenizer (on draft_device; default: where this one runs, in turns with it), or "lookup": what followed the last
+    tokens where they stood before. speculate: how many are guessed, auto (by what is accepted and what passes take here), a
+    number, or 0 for none; alone it means "lookup".
     warm: make what passes of many sequences need now, so that no request waits for that.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
@@ -109,7 +110,7 @@ def load(
             schedule = find_schedule(checkpoint.hparams.family)
         elif not isinstance(schedule, Schedule):
             schedule = named_schedule(os.fspath(schedule))
-        with opening_devices(schedule, device, npu) as found:
+        with opening_devices(schedule, device, npu) if isinstance(device, str) else nullcontext(lambda: device) as found:
             with clock.phase("tokenizer"):
                 checkpoint.tokenizer  # noqa: B018 (made at first use)
             with clock.phase("device"):
@@ -121,7 +122,7 @@ def load(
             drafter = None
             if guesses:
                 check_drafting(engine)
-                drafter = _drafter(draft, engine, device if draft_device is None else draft_device, slots)
+                drafter = _drafter(draft, engine, opened if draft_device is None else draft_device, slots)
             with clock.phase("pipelines"):
                 engine.warm_up()
                 if warm:
@@ -135,21 +136,27 @@ def load(
     return Model(checkpoint, opened, engine, queue, drafter, guesses if isinstance(speculate, int) else None)
 
 
-def _drafter(draft: str | os.PathLike[str] | Drafter | None, engine: Engine, device: str, slots: int | None) -> Drafter:
-    """What `load` was told to guess by. ValueError for a model with another tokenizer."""
+def _drafter(draft: str | os.PathLike[str] | Checkpoint | Drafter | None, engine: Engine, device: str | Opened,
+             slots: int | None) -> Drafter:  # fmt: skip
+    """What `load` was told to guess by; a model runs on `device`, or where those run that are open. ValueError for one with another
+    tokenizer."""
     if draft is None or draft == "lookup":
         return Lookup()
-    if not isinstance(draft, str | os.PathLike):
+    if not isinstance(draft, str | os.PathLike | Checkpoint):
         return draft
-    with open_checkpoint(draft) as found:
+    found = draft if isinstance(draft, Checkpoint) else open_checkpoint(draft)
+    try:
+        ours, theirs = (c.tokenizer.vocabulary.pieces for c in (engine.checkpoint, found))
+        if ours != theirs:
+            raise ValueError(f"{found.path}: as a draft it needs the model's tokenizer, and has another "
+                             f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)")  # fmt: skip
         ctx = min(engine.cache.ctx, found.hparams.context_length)
-    smaller = load(draft, device, ctx=ctx, slots=slots)
-    ours, theirs = (c.tokenizer.vocabulary.pieces for c in (engine.checkpoint, smaller.checkpoint))
-    if ours != theirs:
-        smaller.close()
-        raise ValueError(f"{os.fspath(draft)}: as a draft it needs the model's tokenizer, and has another "
-                         f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)")  # fmt: skip
-    return DraftModel(smaller.engine, f"draft {os.fspath(draft)} on {smaller.device}", smaller.close)
+        where = open_again(device, find_schedule(found.hparams.family)) if isinstance(device, Opened) else device
+    except BaseException:
+        found.close()
+        raise
+    smaller = load(found, where, ctx=ctx, slots=slots)
+    return DraftModel(smaller.engine, f"draft {found.path} on {smaller.device}", smaller.close)
 
 
 class Model:

@@ -23,7 +23,7 @@ from hybrid.core.errors import DeviceLost
 from hybrid.core.plan import Step
 from hybrid.core.tensor import Tensor
 from hybrid.kernels.vulkan import timeline
-from hybrid.kernels.vulkan.api import vk
+from hybrid.kernels.vulkan.api import VulkanError, vk
 from hybrid.kernels.vulkan.build import build
 from hybrid.kernels.vulkan.device import free_left
 from hybrid.kernels.vulkan.recorder import Recorder
@@ -165,6 +165,21 @@ def test_memory_of_work_that_does_not_end_is_not_freed_under_it(spinning: Spinni
         spinning.device.wait()
     pool.release(piece, "scratch")
     assert piece.buffer.handle is not None and pool.held["scratch"] >= 1 << 28
+
+
+def test_devices_on_one_queue_are_lost_and_freed_together(spinning: Spinning, spirv: Path) -> None:
+    other = spinning.device.sibling(bindings=BINDINGS, spirv=SPIRV)
+    with pytest.raises(DeviceLost):
+        spinning.device.wait(spinning.ticket)
+    with pytest.raises(DeviceLost, match="hangs"):
+        other.wait()
+    spinning.device.close()
+    with pytest.raises(VulkanError, match="is closed"):
+        other.check_open()
+    assert other.handle is not None, "the kernel runs on: nothing of both may be destroyed"
+    spinning.stop()
+    assert other.handle is None
+    toys_work()
 
 
 # --- what drivers answer ---------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import hybrid
 from hybrid.arguments import open_model
 from hybrid.bench.report import SCHEMA
+from hybrid.checkpoint import Checkpoint
 from hybrid.cli import UsageError
 from hybrid.devices.about import driver_of, kernels_of, provenance
 from hybrid.engine.draft_model import DraftModel
@@ -61,51 +61,51 @@ class Guessed:
         return expected(self.rate, round(self.drafted / self.verified)) if self.verified else 1.0
 
 
-class Rehearsed:
-    """Guesses a known text; with a draft model, runs its passes for every guess, as if its cache held what is guessed."""
+class Rehearsed(DraftModel):
+    """Guesses a known text in place of what a draft model chooses, whose passes are run for every guess, as if its cache held what is
+    guessed."""
 
-    def __init__(self, model: hybrid.Model | None, name: str) -> None:
-        self.name, self.replay = name, Replay((), 0.0)
-        self._draft = None if model is None else DraftModel(model.engine, name, model.close)
+    def __init__(self, draft: DraftModel) -> None:
+        super().__init__(draft.engine, draft.name, draft.close)
+        self.replay = Replay((), 0.0)
 
-    def fork(self) -> Rehearsed:
-        return self
-
-    def propose(self, ids: Sequence[int], most: int) -> list[int]:
-        guesses = self.replay.propose(ids, most)
-        if self._draft is not None and guesses:
-            vocab = self._draft.engine.target.n_tokens  # the other model may have more
-            run = self._draft.propose([i % vocab for i in ids], len(guesses))
-            self._draft.suppose([*(i % vocab for i in ids), *(i % vocab for i in guesses[: len(run) - 1])])
-        return guesses
-
-    def close(self) -> None:
-        if self._draft is not None:
-            self._draft.close()
+    def propose_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, list[int]]:
+        found = {}
+        for key, run in super().propose_all(wanted).items():
+            ids = wanted[key][0]
+            found[key] = guesses = self.replay.propose(ids, len(run))
+            self.suppose([*ids, *guesses[:-1]], key)
+        return found
 
 
 class Guessing:
-    """Tests on a model that nothing else uses, loaded with this drafter."""
+    """Tests on a model that nothing else uses, loaded with a draft model or `lookup`, whose place it takes."""
 
-    def __init__(self, model: hybrid.Model, drafter: Rehearsed, repeats: int) -> None:
-        self.model, self.drafter, self.repeats = model, drafter, repeats
+    def __init__(self, model: hybrid.Model, repeats: int) -> None:
+        assert model.drafting is not None
+        self.model, self.drafting, self.repeats = model, model.drafting, repeats
+        drafter = model.drafting.drafter
+        self.rehearsed = Rehearsed(drafter) if isinstance(drafter, DraftModel) else None
+        self.name = "what was looked up" if self.rehearsed is None else self.rehearsed.name
         self._texts: dict[tuple[int, int], tuple[float, list[int]]] = {}
 
     def run(self, n: int, depth: int, rate: float, k: int | None) -> Guessed:
         """RuntimeError where a text with guesses is not the plain one."""
-        prompt, drafting = [1 + i % 1000 for i in range(max(depth, 2))], self.model.drafting
-        assert drafting is not None
+        prompt, drafting = [1 + i % 1000 for i in range(max(depth, 2))], self.drafting
         if (n, depth) not in self._texts:
             self._texts[n, depth] = self._timed(prompt, n, None)
         plain, text = self._texts[n, depth]
-        self.drafter.replay = Replay([*prompt, *text], rate)
+        replay = Replay([*prompt, *text], rate)
+        if self.rehearsed is not None:
+            self.rehearsed.replay = replay
+        drafting.drafter = self.rehearsed or replay
         drafting.k, drafting.costs = k, Costs()
         before = replace(drafting.counts)
         speed, _ = self._timed(prompt, n, text)
         runs, done, costs = self.repeats + 1, drafting.counts, drafting.costs
         names = ("drafted", "accepted", "verified", "passes")
         counted = {name: (getattr(done, name) - getattr(before, name)) // runs for name in names}
-        return Guessed(n, depth, rate, k, self.drafter.name, plain, speed, **counted,
+        return Guessed(n, depth, rate, k, self.name, plain, speed, **counted,
                        pass_ms={r: 1e3 * s for r, s in sorted(costs.passes.items())}, guess_ms=1e3 * costs.guess)
 
     def _timed(self, prompt: Sequence[int], n: int, wanted: list[int] | None) -> tuple[float, list[int]]:
@@ -151,11 +151,9 @@ def guessing(args: argparse.Namespace, command: str) -> int:
     most = max((k for k in args.speculate if k is not None), default=MOST)
     ctx = max(max(args.ctx_depth), 2) + max(args.tokens) + 1
     options = {"schedule": args.schedule, "precision": args.precision, "kv": args.kv, "progress": True, "npu": args.npu}
-    with ExitStack() as held:
-        drafter = _drafter(args, ctx, held)
-        model = held.enter_context(hybrid.load(open_model(args), args.device, weights=args.weights, ctx=ctx, chunk=args.chunk,
-                                               slots=1, draft=drafter, speculate=most, **options))  # fmt: skip
-        tests = Guessing(model, drafter, args.repetitions)
+    with hybrid.load(open_model(args), args.device, weights=args.weights, ctx=ctx, chunk=args.chunk, slots=1,
+                     draft=_draft(args), speculate=most, **options) as model:  # fmt: skip
+        tests = Guessing(model, args.repetitions)
         found = as_dicts([tests.run(n, depth, rate, k) for depth in args.ctx_depth for n in args.tokens if n
                           for rate in args.acceptance for k in args.speculate])  # fmt: skip
         main = getattr(model.engine.device, "main", model.engine.device)
@@ -167,23 +165,21 @@ def guessing(args: argparse.Namespace, command: str) -> int:
             "kernels": kernels_of(main),
             "model": model.checkpoint.name,
             "precision": {k: list(v) for k, v in model.engine.precision.items()},
-            "draft": drafter.name,
+            "draft": tests.name,
             "passed_over": [*model.passed_over, *model.engine.faults],
             "guessed": found,
         }
     head = [f"{report['device']}, {report['driver']}; {provenance(report['device'])}",
             *(f"passed over: {reason}" for reason in report["passed_over"]),
-            f"{report['model']}, guesses {report['draft']}, right by set rates"]  # fmt: skip
+            f"{report['model']}, guesses of {report['draft']}, right by set rates"]  # fmt: skip
     print(json.dumps(report) if args.json else "\n".join([*head, "", *text(found)]))
     return 0
 
 
-def _drafter(args: argparse.Namespace, ctx: int, held: ExitStack) -> Rehearsed:
+def _draft(args: argparse.Namespace) -> Checkpoint | str:
+    """What guesses, as hybrid.load takes it."""
     from hybrid.checkpoint.random import random_checkpoint
 
-    if not (args.draft or args.draft_random):
-        return Rehearsed(None, "looked up")
-    found = args.draft or random_checkpoint(args.draft_random, args.type or "q4_0", args.head, None, args.vocab)
-    made = hybrid.load(found, args.device, ctx=ctx, kv=args.kv, precision=args.precision, slots=1, progress=True)
-    held.callback(made.close)
-    return Rehearsed(made, f"of {args.draft or args.draft_random} on {made.device}")
+    if args.draft_random:
+        return random_checkpoint(args.draft_random, args.type or "q4_0", args.head, args.layers, args.vocab)
+    return args.draft or "lookup"

@@ -181,6 +181,11 @@ class Device(Protocol):
         """Bytes held, by purpose: weights, state, io, activations, staging."""
         ...
 
+    def sibling(self) -> Device:
+        """Another device with tensors and programs of its own where this one runs, for a model that runs in turns with this one's: on
+        a GPU by the same queue, so that nothing lies between passes of both. Closed with this one, if not before."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -198,3 +203,7 @@ class SingleDevice:
     @property
     def drives(self) -> AbstractSet[str]:
         return frozenset({self.backend})
+
+    def sibling(self) -> Device:
+        """See Device."""
+        return type(self)()  # type: ignore[return-value]  # a class that is derived from this one is a Device

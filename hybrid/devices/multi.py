@@ -113,6 +113,9 @@ class MultiDevice:
             held |= {f"{name}.{k}": v for k, v in own.items() if v}
         return held
 
+    def sibling(self) -> Device:
+        return self.main.sibling()
+
     def close(self) -> None:
         self.in_flight.clear()
         for device in self.others.values():

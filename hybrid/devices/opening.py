@@ -59,6 +59,16 @@ def opening_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "np
             raise
 
 
+def open_again(opened: Opened, schedule: Schedule) -> Opened:
+    """The same devices for another model that runs in turns with the first (Device.sibling). Raises as open_devices does."""
+    again = opened.main.sibling()
+    try:
+        return beside(Opened(again, again), schedule)
+    except BaseException:
+        again.close()
+        raise
+
+
 def open_device(name: str) -> Opened:
     """The device that --device names for work that has no schedule: one operation, a probe. `gpu`: a real one, or none."""
     return _first(("vulkan:gpu",) if name == "gpu" else find_schedule("gemma3").chain(name))

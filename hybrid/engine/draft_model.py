@@ -69,6 +69,14 @@ class DraftModel:
     def propose_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, list[int]]:
         """Guesses for sequences that were begun: by key, (all tokens so far, guesses at most). Runs what is new of each, then goes
         on from its own tokens, all sequences in the same passes, submitted one behind another before any guess is read."""
+        found = {}
+        for key, (ids, tickets) in self.submit_all(wanted).items():
+            found[key] = guesses = self._read(self._followed[key].slot, len(ids), tickets)
+            self._followed[key].ids = [*ids, *guesses[:-1]] if guesses else []
+        return found
+
+    def submit_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, tuple[Sequence[int], list[int]]]:
+        """The passes of `propose_all`: by key, (all tokens so far, the tickets of its guesses)."""
         engine, ctx = self.engine, self.engine.cache.ctx
         asked = {key: (ids, min(most, ctx - len(ids))) for key, (ids, most) in wanted.items() if key in self._followed}
         asked = {key: found for key, found in asked.items() if found[1] > 0}
@@ -87,11 +95,7 @@ class DraftModel:
                 tickets.append(self._submit(slots, goes_on, goes_on))
                 times -= 1
         tickets += [self._submit(slots) for _ in range(times)]
-        found = {}
-        for key, (ids, most) in asked.items():
-            found[key] = guesses = self._read(self._followed[key].slot, len(ids), tickets[:most])
-            self._followed[key].ids = [*ids, *guesses[:-1]] if guesses else []
-        return found
+        return {key: (ids, tickets[:most]) for key, (ids, most) in asked.items()}
 
     def suppose(self, ids: Sequence[int], key: Hashable = None) -> None:
         """Go on from these tokens as if its cache held them, of which as many rows have been run: where only time counts."""

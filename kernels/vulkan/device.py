@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
@@ -17,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybrid.core.device import SingleDevice
+from hybrid.core.device import Counters, SingleDevice
 from hybrid.core.plan import Plan, TensorDecl
-from hybrid.kernels.vulkan import lanes
+from hybrid.kernels.vulkan import alive, lanes
+from hybrid.kernels.vulkan.alive import free_left
 from hybrid.kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
 from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes
 from hybrid.kernels.vulkan.groups import Binding
@@ -38,12 +38,9 @@ from hybrid.kernels.vulkan.transfer import CHUNK_BYTES, Transfer
 from hybrid.kernels.vulkan.tuning import Tuning, device_class, traits
 from hybrid.spec.cost import Cost
 
-__all__ = ["DeviceInfo", "VulkanDevice", "VulkanUnavailable", "list_devices", "open_device"]
+__all__ = ["DeviceInfo", "VulkanDevice", "VulkanUnavailable", "free_left", "list_devices", "open_device"]
 
 log = logging.getLogger("hybrid.vulkan")
-_open_devices: weakref.WeakSet[VulkanDevice] = weakref.WeakSet()
-_left: list[VulkanDevice] = []  # closed while work that does not end held their objects
-_parent = ""  # devices that the process from which this one was forked had open
 
 
 def open_device(selector: str = "auto", **options: Any) -> VulkanDevice:
@@ -63,7 +60,7 @@ class VulkanDevice(Storage, SingleDevice):
     validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that every wait may take (None:
     HYBRID_VULKAN_TIMEOUT, else in proportion to what is waited for: bounds.py). staging: bytes of one staging chunk. tuning:
     another class's table (kernels/vulkan/tuning) than this device's own. without: features (has) to do as though it lacked them,
-    so that kernels of lesser devices are proved on it too.
+    so that kernels of lesser devices are proved on it too. on: an open device whose queue this one shares (`sibling`).
 
     A device that was lost or did not finish in time raises VulkanLost from then on, whatever is asked of it; close() it and
     open another. One that was open when this process was forked from its own raises ForkedDevice.
@@ -74,17 +71,24 @@ class VulkanDevice(Storage, SingleDevice):
     def __init__(self, selector: str = "auto", *, spirv: Path | None = None,
                  bindings: Mapping[str, Binding] | None = None, max_range: int | None = None, guard: int = 0,
                  budget: int | None = None, validation: bool | str | None = None, timeout: float | None = None,
-                 staging: int = CHUNK_BYTES, tuning: str | None = None, without: Collection[str] = ()) -> None:
+                 staging: int = CHUNK_BYTES, tuning: str | None = None, without: Collection[str] = (),
+                 on: VulkanDevice | None = None) -> None:
         self._queue: Queue | None = None
-        self._left: Queue | None = None  # of a device that was closed too early
+        self.unfreed: Queue | None = None
+        """Of a device that was closed too early."""
         self._closing = ExitStack()  # everything made here, freed in reverse order
-        if _parent:
-            raise ForkedDevice(forked_message(_parent))
+        self._siblings: weakref.WeakSet[VulkanDevice] = weakref.WeakSet()
+        if parent := alive.parent():
+            raise ForkedDevice(forked_message(parent))
         free_left()
-        q = Queue(selector, validation, timeout)
-        self._closing.callback(q.close)
-        self._queue, self.handle = q, q.handle
-        self.name, self.info, self.report, self.counters = q.info.label, q.info, q.report, q.counters
+        if on is None:
+            q = Queue(selector, validation, timeout)
+            self._closing.callback(q.close)
+        else:
+            q = on.queue
+            on._siblings.add(self)
+        self._queue, self.handle, self.counters = q, q.handle, Counters()
+        self.name, self.info, self.report = q.info.label, q.info, q.report
         self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
         # A chunk of a weight is one binding in one allocation, and drivers may allow less for the second.
         limits = self.report.limits
@@ -100,10 +104,10 @@ class VulkanDevice(Storage, SingleDevice):
         self._arena: Slice | None = None
         self._scratch: list[Slice] = []
         self.command_buffer, self.free_command, self.barrier_all = q.command_buffer, q.free_command, q.barrier_all
-        self.submit_info, self.submit_command_info, self.wait_ticket = q.submit_info, q.submit_now, q.wait_ticket
+        self.submit_info, self._submit_now, self.wait_ticket = q.submit_info, q.submit_now, q.wait_ticket
         self.check = q.check
         try:
-            self.report = replace(q.report, hidden=q.report.known(without))
+            self.report = replace(q.report, hidden=q.report.known(without)) if on is None else on.report
             memory = Memory(q.info.handle, self.handle, self.report.limits, self.counters,
                             self.report.has("memory_budget"), budget, lambda: q.pending)
             self._closing.callback(memory.close)
@@ -111,11 +115,23 @@ class VulkanDevice(Storage, SingleDevice):
             self._closing.callback(self.clear_names)
             self._kernels = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters)
             self._closing.callback(self._kernels.close)
-            self.report = replace(self.report, lanes=lanes.measured(self))
+            if on is None:
+                self.report = replace(self.report, lanes=lanes.measured(self))
         except BaseException:
             self.close()
             raise
-        _open_devices.add(self)
+        alive.devices.add(self)
+
+    @property
+    def queue(self) -> Queue:
+        self.check_open()
+        assert self._queue is not None
+        return self._queue
+
+    def sibling(self, **options: Any) -> VulkanDevice:
+        """Another device with tensors and programs of its own on the same queue: what is submitted to both runs in one order, and
+        the GPU changes no context between them. A loss is of both; closing this one closes it."""
+        return VulkanDevice(on=self, **options)
 
     # --- what bindings ask -------------------------------------------------------------------------------------------
 
@@ -239,10 +255,14 @@ class VulkanDevice(Storage, SingleDevice):
             self.loader.drain()
         if self.transfer.pending:
             self.transfer.flush()
-        return self.submit_command_info(info)
+        ticket = self._submit_now(info)
+        self.counters.submits += 1
+        return ticket
 
     def submit_command(self, command: Any, cost: Cost) -> int:
-        return self.submit_command_info(self.submit_info(command, 1, lambda: cost))
+        """Submit a command buffer of no program, without more ado."""
+        self.counters.submits += 1
+        return self._submit_now(self.submit_info(command, 1, lambda: cost))
 
     def wait(self, ticket: int | None = None) -> None:
         """Wait until that submit, or everything submitted (queued uploads included), has finished."""
@@ -320,7 +340,9 @@ class VulkanDevice(Storage, SingleDevice):
         q, self._queue = self._queue, None
         if q is None:
             return
-        _open_devices.discard(self)
+        alive.devices.discard(self)
+        for sibling in list(self._siblings):
+            sibling.close()
         settled, level = False, logging.WARNING if q.gone is None else logging.INFO  # an error has said it
         try:
             settled = q.settled()
@@ -328,18 +350,19 @@ class VulkanDevice(Storage, SingleDevice):
             if not settled:
                 self._leave(q, level)
         if settled:
-            self._free(q)
+            self.free(q)
 
     def _leave(self, q: Queue, level: int) -> None:
         """Keep everything as it is: the driver, or another process, still uses it."""
-        self._left = q
-        _left.append(self)
+        self.unfreed = q
+        alive.left.append(self)
         if os.getpid() == q.process:
             held = sum(self.memory_pool.held.values()) / MIB
             log.log(level, "%s was closed while work that does not end runs on it: %.0f MiB of its memory stay taken until that "
                     "ends, or this process", self.name, held)
 
-    def _free(self, q: Queue) -> None:
+    def free(self, q: Queue) -> None:
+        """Destroy what it made; its work has ended."""
         try:
             for program in list(self.programs):
                 program.close()
@@ -363,35 +386,3 @@ def _binding(op: str, bindings: Mapping[str, Binding]) -> Binding:
     if op not in bindings:
         raise VulkanError(f"the Vulkan backend has no binding for operation {op!r}; it has: {', '.join(sorted(bindings))}")
     return bindings[op]
-
-
-def free_left() -> None:
-    """Free devices that were closed too early, where their work has ended since."""
-    for device in list(_left):
-        q = device._left
-        if q is not None and q.process == os.getpid() and q.ended():
-            _left.remove(device)
-            device._left = None
-            device._free(q)
-
-
-@atexit.register
-def _close_all() -> None:
-    # Drivers and layers have their own exit handlers: nothing of ours may outlive them.
-    for close in (*(device.close for device in list(_open_devices)), free_left):
-        try:
-            close()
-        except VulkanError as error:
-            print(f"closing: {error}", file=sys.stderr)
-
-
-def _forked() -> None:
-    """In a process forked from this one: its devices belong to the parent, and their drivers' threads stayed there."""
-    global _parent
-    _parent = ", ".join(sorted(device.name for device in (*_open_devices, *_left)))
-    for device in list(_open_devices):
-        device.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from hybrid.core.device import Counters
 from hybrid.kernels.vulkan.api import (
     ForkedDevice,
     VulkanError,
@@ -45,12 +44,11 @@ class Submit(NamedTuple):
 class Queue:
     """One compute queue of one device. Every submit gets the next ticket of a timeline semaphore.
 
-    The attributes are the device's: `info`, `report` (features and limits), `subgroup_size`, `counters`, and
-    `validation_messages` (what the validation layer said, if it is on).
+    The attributes are the device's: `info`, `report` (features and limits), `subgroup_size`, and `validation_messages` (what the
+    validation layer said, if it is on). Several devices may share one (VulkanDevice.sibling).
     """
 
     def __init__(self, selector: str, validation: bool | str | None, timeout: float | None) -> None:
-        self.counters = Counters()
         self.validation_messages: list[str] = []
         self.handle: Any = None
         self.pool: Any = None
@@ -148,7 +146,6 @@ class Queue:
         while self._running and self._running[0][0] <= self._done:
             self._running.popleft()
         self._running.append((self.ticket, submit.cost))
-        self.counters.submits += 1
         return self.ticket
 
     def wait_ticket(self, ticket: int) -> None:
