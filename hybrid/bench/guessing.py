@@ -23,7 +23,7 @@ from hybrid.cli import UsageError
 from hybrid.devices.about import driver_of, kernels_of, provenance
 from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Replay
-from hybrid.engine.pace import MOST, Costs, expected
+from hybrid.engine.pace import MOST, expected
 
 NOISE = 1e6  # the temperature
 
@@ -49,7 +49,7 @@ class Guessed:
     pass_ms: Mapping[int, float]
     """Milliseconds of a pass by its rows, as the host waits for it."""
     guess_ms: float
-    """Of drafting, for each guess."""
+    """Of drafting, for each of the most guesses of a pass."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -62,8 +62,8 @@ class Guessed:
 
 
 class Rehearsed(DraftModel):
-    """Guesses a known text in place of what a draft model chooses, whose passes are run for every guess, as if its cache held what is
-    guessed."""
+    """Guesses a known text in place of what a draft model chooses, whose passes are run for every guess, as if its cache held
+    what is guessed."""
 
     def __init__(self, draft: DraftModel) -> None:
         super().__init__(draft.engine, draft.name, draft.close)
@@ -99,14 +99,16 @@ class Guessing:
         if self.rehearsed is not None:
             self.rehearsed.replay = replay
         drafting.drafter = self.rehearsed or replay
-        drafting.k, drafting.costs = k, Costs()
+        drafting.k = k
+        drafting.forget()
         before = replace(drafting.counts)
         speed, _ = self._timed(prompt, n, text)
         runs, done, costs = self.repeats + 1, drafting.counts, drafting.costs
+        most = max(costs.drafts, default=1)
         names = ("drafted", "accepted", "verified", "passes")
         counted = {name: (getattr(done, name) - getattr(before, name)) // runs for name in names}
         return Guessed(n, depth, rate, k, self.name, plain, speed, **counted,
-                       pass_ms={r: 1e3 * s for r, s in sorted(costs.passes.items())}, guess_ms=1e3 * costs.guess)
+                       pass_ms={r: 1e3 * s for r, s in sorted(costs.passes.items())}, guess_ms=1e3 * costs.drafting(most) / most)
 
     def _timed(self, prompt: Sequence[int], n: int, wanted: list[int] | None) -> tuple[float, list[int]]:
         """Tokens per second, those after the first, and the text; with guesses where a text is wanted."""

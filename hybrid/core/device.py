@@ -182,8 +182,8 @@ class Device(Protocol):
         ...
 
     def sibling(self) -> Device:
-        """Another device with tensors and programs of its own where this one runs, for a model that runs in turns with this one's: on
-        a GPU by the same queue, so that nothing lies between passes of both. Closed with this one, if not before."""
+        """Another device with tensors and programs of its own where this one runs, for a model that runs in turns with this
+        one's: on a GPU by the same queue, so that nothing lies between passes of both. Closed with this one, if not before."""
         ...
 
     def close(self) -> None: ...

@@ -16,7 +16,7 @@ from hybrid.engine.config import check_guesses
 from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Drafter
 from hybrid.engine.interface import PassRunner
-from hybrid.engine.pace import AHEAD, MOST, Costs, Counts, Pace, hopeful, share
+from hybrid.engine.pace import AHEAD, MOST, PROBE, PROBES, Budget, Costs, Counts, Pace, Rightness, hopeful, share
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Pass, Stream
@@ -62,9 +62,15 @@ class Drafting:
                  wish: Callable[[Stream], tuple[Sampling, int | None, bool]], refused: Callable[[Stream, Exception], object],
                  failed: Callable[[str], object]) -> None:  # fmt: skip
         self.drafter: Drafter | None = drafter
-        self.name, self.room, self.k, self.costs, self.counts = drafter.name, room, k, Costs(), Counts()
+        self.name, self.room, self.k, self.counts = drafter.name, room, k, Counts()
+        self.forget()
         self._choosing, self._wish, self._refused, self._failed = choosing, wish, refused, failed
         self._of: dict[Any, Following] = {}
+
+    def forget(self) -> None:
+        """What passes and guesses cost, and how often they were right."""
+        self.costs, self.budget, self.rightness = Costs(), Budget(), Rightness()
+        self._took = 0.0  # drafting for the next pass
 
     def prepare(self, scheduler: Scheduler) -> bool:
         """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been read."""
@@ -86,19 +92,34 @@ class Drafting:
             self._let_go(following)
         return True
 
-    def committed(self, done: Pass, news: Sequence[tuple[Stream, int]], seconds: float) -> None:
-        """A pass has chosen so many tokens of each sequence, and took so long, alone or behind the one before."""
+    def committed(self, done: Pass, news: Sequence[tuple[Stream, int]], seconds: float, between: float = 0.0) -> None:
+        """A pass has chosen so many tokens of each sequence, and took so long, alone or behind the one before; so long after the
+        end of that it began."""
         wants = {run.seq.id: run.wants for run in done.runs}
         if all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
             self.costs.took(done.rows, seconds)
+            self._account(done, news, seconds, between)
         for stream, n in news:
             guesses = wants[stream.id] - 1
             for counts in (self.counts, *((found.counts,) if (found := self._of.get(stream.id)) else ())):
                 counts.chose(n, guesses)
+            if guesses:
+                self.rightness.verified(guesses, n - 1)
             if found is not None and guesses:
                 found.pace.verified(guesses, n - 1)
             elif found is not None:
                 found.pace.chosen(n)
+
+    def _account(self, done: Pass, news: Sequence[tuple[Stream, int]], seconds: float, between: float) -> None:
+        """What guesses have saved or lost. Between two passes more may lie than drafting, such as a reader that waits."""
+        sequences = len(done.runs)
+        if not (plain := self.costs.of(sequences)):
+            return
+        if done.rows == sequences:
+            self.budget.passed(plain, seconds)
+        elif not any(f.pace.fixed for run in done.runs if run.wants > 1 and (f := self._of.get(run.seq.id)) is not None):
+            seconds += min(between, self._took + plain)
+            self.budget.passed(plain, seconds, plain * sum(n for _, n in news) / sequences)
 
     def end(self, stream: Stream) -> Counts:
         """A sequence has ended: forget it; returns what was guessed for it."""
@@ -124,7 +145,7 @@ class Drafting:
             assert self.drafter is not None
             _, wanted, constrained = self._wish(stream)
             k = self.k if wanted is None else wanted
-            pace = Pace(MOST if k is None else k, fixed=k is not None)
+            pace = Pace(MOST if k is None else k, fixed=k is not None, rate=self.rightness.rate)
             found = self._of[stream.id] = Following(stream, pace, self.drafter.fork(), constrained)
         return found
 
@@ -138,7 +159,24 @@ class Drafting:
                 f.pace.pause(1)
             else:
                 f.asked = min(f.pace.offer(k, hope), f.stream.last - len(f.stream.ids) - f.stream.flying - 1)
+        self._afford([f for f in due if not f.pace.fixed], rows)
         return shares
+
+    def _afford(self, trying: list[Following], rows: int) -> None:
+        """Ask for fewer guesses, or for none for a while, where the budget has not what they lose if all of them are wrong."""
+        for most in (self.room, PROBE, 1):
+            asked = [min(f.asked, most) for f in trying]
+            if not any(asked):
+                return
+            loss = self.costs.of(rows + sum(asked)) - self.costs.of(rows) + self.costs.drafting(max(asked))
+            if self.budget.allows(loss):
+                for f, k in zip(trying, asked, strict=True):
+                    f.asked = k
+                return
+        tokens = min(self.budget.until(loss, self.costs.of(rows)), PROBES[1])
+        for f in trying:
+            f.asked = 0
+            f.pace.pause(max(tokens, AHEAD))
 
     # --- who guesses -------------------------------------------------------------------------------------------------
 
@@ -151,8 +189,9 @@ class Drafting:
             self._end_drafting(error)
             return False
         most = max(map(len, found), default=0)
+        self._took = time.perf_counter() - began
         if most and steady:
-            self.costs.guessed(most, time.perf_counter() - began)
+            self.costs.drafted(most, self._took)
         any_given = False
         for f, guesses in zip(asked, found, strict=True):
             if guesses := self._allowed(f, guesses[: f.asked]):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MOST = 7
 """Guesses of a pass for one sequence at most, unless asked for: with the token before them they fill the smallest batch of rows."""
-PROBES = (16, 512)  # tokens between two tries where guesses do not pay: doubled after each try in vain
+PROBES = (8, 128)  # tokens between two tries where guesses do not pay: doubled after each try in vain
 PROBE = 2  # guesses of such a try
+SHARE, FIRST, SAVED = 0.01, 2.5, 16.0  # of a Budget: a share of the time; passes at the beginning, and at most
 AHEAD = 4
 """Tokens chosen ahead of the host where no guess is at hand."""
-_KEPT = 0.9  # of what was counted before, at each verification
+_KEPT, _KEPT_OF_ALL = 0.9, 0.98  # of what was counted before, at each verification of one sequence, and of any
 _SLOWER = 0.8  # weight of earlier passes in a mean time
 
 
@@ -42,30 +44,67 @@ class Counts:
 
 @dataclass(slots=True)
 class Costs:
-    """Mean seconds of a pass by its rows, prompts' excluded, and of drafting one more guess for all sequences. What was not
-    measured lies between what was; beyond the most rows that were, it costs what those do: so it is tried once."""
+    """Mean seconds of a pass by its rows, prompts' excluded, and of drafting, for all sequences, by the most guesses of one. What
+    was not measured lies between what was; beyond the most rows that were, it costs what those do: so it is tried once."""
 
     passes: dict[int, float] = field(default_factory=dict)
-    guess: float = 0.0
+    drafts: dict[int, float] = field(default_factory=dict)
 
     def took(self, rows: int, seconds: float) -> None:
-        before = self.passes.get(rows, seconds)
-        self.passes[rows] = seconds if seconds < before / 2 else _SLOWER * before + (1 - _SLOWER) * seconds
+        _note(self.passes, rows, seconds)
 
-    def guessed(self, count: int, seconds: float) -> None:
-        each = seconds / max(count, 1)
-        self.guess = each if not self.guess else _SLOWER * self.guess + (1 - _SLOWER) * each
+    def drafted(self, guesses: int, seconds: float) -> None:
+        _note(self.drafts, guesses, seconds)
 
     def of(self, rows: int) -> float:
         """0: nothing is known of so few."""
-        passes = self.passes
-        if rows in passes:
-            return passes[rows]
-        below = max((n for n in passes if n < rows), default=0)
-        above = min((n for n in passes if n > rows), default=0)
-        if not below or not above:
-            return passes[below] if below else 0.0
-        return passes[below] + (passes[above] - passes[below]) * (rows - below) / (above - below)
+        return _between(self.passes, rows) if any(n <= rows for n in self.passes) else 0.0
+
+    def drafting(self, guesses: int) -> float:
+        """Of so many guesses; in proportion where only more were measured, by the last difference where only fewer were."""
+        known = self.drafts
+        if not known or not guesses:
+            return 0.0
+        least, most = min(known), max(known)
+        if guesses <= least:
+            return known[least] * guesses / least
+        each = (known[most] - known[least]) / (most - least) if most > least else known[most] / most
+        return _between(known, guesses) + max(0.0, each) * max(0, guesses - most)
+
+
+def _note(table: dict[int, float], n: int, seconds: float) -> None:
+    before = table.get(n, seconds)
+    table[n] = seconds if seconds < before / 2 else _SLOWER * before + (1 - _SLOWER) * seconds
+
+
+def _between(table: dict[int, float], n: int) -> float:
+    """By the nearest that are known, of which one is not greater; as the greatest beyond it."""
+    below, above = max(k for k in table if k <= n), min((k for k in table if k >= n), default=0)
+    if above <= below:
+        return table[below]
+    return table[below] + (table[above] - table[below]) * (n - below) / (above - below)
+
+
+class Budget:
+    """Seconds that guesses may lose against passes without any: FIRST passes, SHARE of the time of all, and what guesses have saved
+    lately. A pass is affordable where it would not lose more if all of its guesses were wrong: so texts with guesses take longer
+    by no more than that, and by what a pass of so many rows took more than was known, once for each such number."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None  # nothing is known of passes
+
+    def passed(self, plain: float, seconds: float, worth: float | None = None) -> None:
+        """A pass took so long, drafting included; without guesses its tokens would have taken `worth` (None: it had none). plain:
+        of a pass without any."""
+        before = FIRST * plain if self.seconds is None else self.seconds
+        self.seconds = min(before + SHARE * seconds + (0.0 if worth is None else worth - seconds), SAVED * plain)
+
+    def allows(self, loss: float) -> bool:
+        return self.seconds is not None and loss <= self.seconds
+
+    def until(self, loss: float, plain: float) -> int:
+        """Passes without guesses after which it allows that."""
+        return max(1, math.ceil((loss - (self.seconds or 0.0)) / (SHARE * plain) - 1e-6))
 
 
 def expected(rate: float, guesses: int) -> float:
@@ -73,18 +112,29 @@ def expected(rate: float, guesses: int) -> float:
     return sum(rate**i for i in range(guesses + 1))
 
 
-class Pace:
-    """Of one sequence. most: guesses of a pass at most; fixed: always as many."""
+class Rightness:
+    """How often a guess is right where those before it are. rate: what is supposed before anything was verified."""
 
-    def __init__(self, most: int = MOST, fixed: bool = False) -> None:
-        self.most, self.fixed = most, fixed
-        self._right, self._tried = 1.5, 2.0  # as if 3 of 4 had been right
-        self._rest, self._wait, self._probed = 0, PROBES[0], False  # tokens until the next try; after one in vain, so many
+    def __init__(self, rate: float = 0.75, kept: float = _KEPT_OF_ALL) -> None:
+        self._right, self._tried, self._kept = 2 * rate, 2.0, kept
 
     @property
     def rate(self) -> float:
-        """Of a guess to be right where those before it are."""
         return self._right / self._tried
+
+    def verified(self, guessed: int, accepted: int) -> None:
+        """So many of a pass's guesses were right."""
+        self._right = self._kept * self._right + accepted
+        self._tried = self._kept * self._tried + accepted + (accepted < guessed)
+
+
+class Pace(Rightness):
+    """Of one sequence. most: guesses of a pass at most; fixed: always as many. rate: of other sequences."""
+
+    def __init__(self, most: int = MOST, fixed: bool = False, rate: float = 0.75) -> None:
+        super().__init__(rate, _KEPT)
+        self.most, self.fixed = most, fixed
+        self._rest, self._wait, self._probed = 0, PROBES[0], False  # tokens until the next try; after one in vain, so many
 
     @property
     def due(self) -> bool:
@@ -111,11 +161,6 @@ class Pace:
         if not offered:
             self._rest, self._wait = self._wait, min(2 * self._wait, PROBES[1])
 
-    def verified(self, guessed: int, accepted: int) -> None:
-        """So many of a pass's guesses were right."""
-        self._right = _KEPT * self._right + accepted
-        self._tried = _KEPT * self._tried + accepted + (accepted < guessed)
-
     def chosen(self, tokens: int) -> None:
         """So many tokens were chosen without guesses."""
         self._rest = max(0, self._rest - tokens)
@@ -125,6 +170,7 @@ def share(paces: Sequence[Pace], rows: int, room: int, costs: Costs) -> list[int
     """How many guesses each sequence gets in a pass that has `rows` rows without any, and at most `room`: those that give the most
     tokens in a second, all sequences together; first those that are likelier to be right."""
     counts, tokens = [0] * len(paces), float(rows)
+    room = min(room, max(rows + PROBE, 2 * max(costs.passes, default=room)))  # steps into what is not known are small
     for i, pace in enumerate(paces):
         if pace.fixed:
             counts[i] = min(pace.most, max(0, room - rows))
@@ -147,5 +193,5 @@ def hopeful(rows: int, room: int, costs: Costs) -> bool:
 
 
 def _speed(tokens: float, rows: int, guesses: int, costs: Costs) -> float:
-    seconds = costs.of(rows) + guesses * costs.guess
+    seconds = costs.of(rows) + costs.drafting(guesses)
     return tokens / seconds if seconds else 0.0

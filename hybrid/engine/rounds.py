@@ -105,7 +105,8 @@ class Rounds:
         self._due = True
         try:
             tokens, counts = self.runner.tokens(flight)
-            seconds, self._read = time.perf_counter() - max(self._read, flight.began), time.perf_counter()
+            now = time.perf_counter()
+            seconds, between, self._read = now - max(self._read, flight.began), max(0.0, flight.began - self._read), now
         except VoidPass:  # every sequence starts again from the tokens that it has
             self._deciding = True
             self._flights.clear()
@@ -134,7 +135,7 @@ class Rounds:
         self._flights.popleft()
         news = self.scheduler.commit(flight.scheduled, tokens, counts)
         if self.drafting is not None:
-            self.drafting.committed(flight.scheduled, news, seconds)
+            self.drafting.committed(flight.scheduled, news, seconds, between)
         for stream, n in news:
             job, said_of = stream.tag, found.get(stream.id)
             for i, token in enumerate(stream.ids[-n:]):
