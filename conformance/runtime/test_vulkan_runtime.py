@@ -206,30 +206,6 @@ def test_runs_of_one_submit_follow_each_other(device: VulkanDevice) -> None:
     np.testing.assert_array_equal(device.read("x").array, X + 7 * 1.5)
 
 
-def test_devices_on_one_queue_run_in_turns_and_keep_apart(device: VulkanDevice) -> None:
-    other = device.sibling(bindings=BINDINGS, spirv=SPIRV)
-    try:
-        programs = []
-        for one, factor in ((device, 2.0), (other, 3.0)):
-            prepare(one)
-            programs.append(one.compile(chain({"scale": factor})))
-        before = device.counters.submits
-        tickets = [p.submit() for p in (*programs, *programs)]
-        assert tickets == list(range(tickets[0], tickets[0] + 4)), "one order"
-        other.wait(tickets[3])
-        device.wait(tickets[2])
-        assert device.counters.submits == before + 2, "each counts its own"
-        np.testing.assert_array_equal(device.read("y").array, 2 * X)
-        np.testing.assert_array_equal(other.read("y").array, 3 * X)
-    finally:
-        other.close()
-    device.wait(programs[0].submit())
-    with open_toys() as first:
-        second = first.sibling(bindings=BINDINGS, spirv=SPIRV)
-    with pytest.raises(VulkanError, match="is closed"):
-        second.check_open()
-
-
 def test_control_written_inside_a_plan_resizes_the_grids_after_it(device: VulkanDevice) -> None:
     prepare(device, rows=0, context=0)
     program = device.compile(chain({"op": "bump"}, {"extent": "context", "add": 1.0}))

@@ -1,0 +1,34 @@
+"""Devices on one queue: what is submitted to them runs in one order, and nothing else is shared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conformance.runtime.test_vulkan_runtime import BINDINGS, SPIRV, X, chain, open_toys, prepare
+from hybrid.kernels.vulkan.api import VulkanError
+
+
+def test_devices_on_one_queue_run_in_turns_and_keep_apart() -> None:
+    device = open_toys()
+    other = device.sibling(bindings=BINDINGS, spirv=SPIRV)
+    try:
+        programs = []
+        for one, factor in ((device, 2.0), (other, 3.0)):
+            prepare(one)
+            programs.append(one.compile(chain({"scale": factor})))
+        before = device.counters.submits
+        tickets = [p.submit() for p in (*programs, *programs)]
+        assert tickets == list(range(tickets[0], tickets[0] + 4)), "one order"
+        other.wait(tickets[3])
+        device.wait(tickets[2])
+        assert device.counters.submits == before + 2, "each counts its own"
+        np.testing.assert_array_equal(device.read("y").array, 2 * X)
+        np.testing.assert_array_equal(other.read("y").array, 3 * X)
+    finally:
+        other.close()
+    device.wait(programs[0].submit())
+    second = device.sibling(bindings=BINDINGS, spirv=SPIRV)
+    device.close()
+    with pytest.raises(VulkanError, match="is closed"):
+        second.check_open()
