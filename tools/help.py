@@ -27,6 +27,7 @@ COMMANDS = (
     "perf.profile",
     "perf.serving.load",
     "perf.serving.clients",
+    "perf.serving.pairs",
     "perf.tune",
     "perf.probe",
     "perf.acceptance",

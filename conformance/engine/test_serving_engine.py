@@ -1,15 +1,23 @@
 """Scheduled passes on a real engine: prompts and decoding in the same passes, blocks found again and taken away, faults. Every
-text is that of its sequence alone."""
+text is that of its sequence alone.
+
+`python -m conformance.engine.test_serving_engine STEPS SEED` runs many steps of the state machine and prints what happened.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
+import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
@@ -22,7 +30,7 @@ from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from conformance.support.ties import EXACT_NEAR, lead
 from hybrid.checkpoint import Checkpoint, open_checkpoint
-from hybrid.core.errors import ContextExceeded, QueueFull
+from hybrid.core.errors import ContextExceeded, DeviceLost, QueueFull
 from hybrid.core.tensor import Tensor
 from hybrid.engine.audit import audit
 from hybrid.engine.config import EngineConfig
@@ -34,6 +42,8 @@ from hybrid.kernels.oracle.device import CpuDevice
 
 LONG_PROMPT = [2, *range(20, 90)]  # more than two blocks
 PATIENCE = 120.0
+TOTALS: Counter[str] = Counter()
+"""What all machines of this process have done."""
 
 
 @pytest.fixture(scope="module")
@@ -252,21 +262,26 @@ class Arrivals(RuleBasedStateMachine):
     def begin(self) -> None:
         self.handles: list[tuple[Handle, list[int], int]] = []
         self.made.serving.scheduler.blocks.clear()
+        TOTALS["machines"] += 1
 
     @rule(prefix=st.sampled_from([0, 3, 33, 70]), own=st.integers(1, 5), count=st.integers(1, 40), priority=st.integers(0, 2))
     def arrive(self, prefix: int, own: int, count: int, priority: int) -> None:
         ids = [*LONG_PROMPT[: prefix or 1], *range(100 * own, 100 * own + 4 * own)]
+        TOTALS["steps"] += 1
         try:
             self.handles.append((self.made.submit([i % 300 for i in ids], max_tokens=count, priority=priority), ids, count))
         except QueueFull as full:
             assert full.retry_after >= 1
+            TOTALS["refused"] += 1
 
     @rule(count=st.integers(1, 9))
     def go_on(self, count: int) -> None:
+        TOTALS["steps"] += 1
         self.made.step(count)
 
     @rule(which=st.integers(0, 30), drop=st.booleans())
     def cancel(self, which: int, drop: bool) -> None:
+        TOTALS["steps"] += 1
         if self.handles:
             if drop:
                 del self.handles[which % len(self.handles)]
@@ -274,9 +289,10 @@ class Arrivals(RuleBasedStateMachine):
             else:
                 self.handles[which % len(self.handles)][0].cancel()
 
-    @rule(error=st.sampled_from([MemoryError("injected"), RuntimeError("injected")]))
+    @rule(error=st.sampled_from([MemoryError("injected"), RuntimeError("injected"), DeviceLost("injected")]))
     def fail(self, error: Exception) -> None:
         """In the midst of a submit: as the serving thread takes it."""
+        TOTALS["steps"] += 1
         serving, engine = self.made.serving, self.made.engine
         kept = engine._submit
 
@@ -292,6 +308,7 @@ class Arrivals(RuleBasedStateMachine):
         except Exception as raised:
             assert raised is error
             serving._fail_all(raised)
+            TOTALS[f"{type(error).__name__} injected"] += 1
         finally:
             engine._submit = kept  # type: ignore[method-assign]
 
@@ -301,9 +318,11 @@ class Arrivals(RuleBasedStateMachine):
             ids = [i % 300 for i in ids]
             try:
                 one = handle.result(0)
-            except (MemoryError, RuntimeError) as error:
+            except (MemoryError, RuntimeError) as error:  # DeviceLost is one
                 assert "injected" in str(error)
+                TOTALS["failed"] += 1
                 continue
+            TOTALS[one.finish] += 1
             key = (tuple(ids), 40)
             if key not in self.wanted:
                 self.wanted[key] = alone(self.made.engine, ids, 40)
@@ -314,16 +333,22 @@ class Arrivals(RuleBasedStateMachine):
 
 @pytest.mark.blas
 def test_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
-    made = on(blocks=(7, 7), slots=3, chunk=16)
+    drive(on(blocks=(7, 7), slots=3, chunk=16), 200 if LONG else 8)
+
+
+def drive(made: Stepped, examples: int, number: int | None = None) -> None:
+    """So many machines on one engine; number: a seed, None for the test's own."""
 
     class Machine(Arrivals):
         pass
 
     Machine.made, Machine.wanted = Stepped(made.engine, queue=6), {}
-    most = 200 if LONG else 8
-    checks = list(HealthCheck)
-    wanted = settings(max_examples=most, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=checks)
-    run_state_machine_as_test(Machine, settings=wanted)
+    wanted = settings(max_examples=examples, stateful_step_count=30, deadline=None, derandomize=number is None, database=None,
+                      suppress_health_check=list(HealthCheck))  # fmt: skip
+    run_state_machine_as_test(Machine if number is None else seed(number)(Machine), settings=wanted)
+    seen = Machine.made.serving.metrics()
+    counts = ("passes", "preemptions", "evictions", "prompt_tokens", "cached_tokens", "generated_tokens")
+    TOTALS.update({name: getattr(seen, name) for name in counts})
 
 
 def test_deterministic_requests_have_the_same_bits_in_any_company(on: Callable[..., Stepped]) -> None:
@@ -340,3 +365,13 @@ def test_deterministic_requests_have_the_same_bits_in_any_company(on: Callable[.
         handles = [made.submit(ids, max_tokens=12, temperature=0.9, seed=4) for ids in asked]
         made.finish()
         assert [h.result(0).ids for h in handles] == single
+
+
+if __name__ == "__main__":
+    steps, begin = int(sys.argv[1]), int(sys.argv[2])
+    with tempfile.TemporaryDirectory() as folder:
+        read, device = open_checkpoint(write_hf(Path(folder), tiny(), dtype="f32")), CpuDevice()
+        engine = Engine(read, device, EngineConfig(ctx=128, slots=3, chunk=16, blocks=(7, 7)))
+        while TOTALS["steps"] < steps:
+            drive(Stepped(engine), 100, begin + TOTALS["machines"])
+            print(json.dumps(TOTALS), flush=True)

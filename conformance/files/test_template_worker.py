@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 
+from hybrid.text import template_worker
 from hybrid.text.template_worker import KEPT, Late, Pool
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -39,6 +42,55 @@ def test_several_at_a_time_have_a_process_each_and_few_are_kept(pool: Pool) -> N
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda n: pool.run(job("{{ n }}", n=n), 60), range(12)))
     assert found == [{"text": str(n)} for n in range(12)] and 1 <= len(pool._free) <= KEPT
+
+
+class Fake:
+    """A worker whose jobs end when they may."""
+
+    made: ClassVar[list[Fake]] = []
+    gate: ClassVar[threading.Event] = threading.Event()
+
+    def __init__(self) -> None:
+        self.jobs, self.closed = 0, False
+        self.made.append(self)
+
+    def run(self, job: bytes, seconds: float) -> dict[str, object]:
+        assert self.gate.wait(60)
+        self.jobs += 1
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("start", [60.0, 0.01])
+def test_many_at_a_time_wait_for_few_but_not_for_long(start: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """start: with as long as they like, nobody starts more than are kept; else everybody has one, and the rest are ended."""
+    monkeypatch.setattr(template_worker, "START", start)
+    monkeypatch.setattr(template_worker, "Worker", Fake)
+    monkeypatch.setattr(Fake, "made", [])
+    monkeypatch.setattr(Fake, "gate", threading.Event())
+    pool, count = Pool(), 6
+    with ThreadPoolExecutor(count) as threads:
+        asked = [threads.submit(pool.run, {}, 1.0) for _ in range(count)]
+        until = time.monotonic() + 60
+        while len(Fake.made) < (KEPT if start > 1 else count) and time.monotonic() < until:
+            time.sleep(0.001)
+        Fake.gate.set()
+        assert [a.result(60) for a in asked] == [{}] * count
+    assert len(Fake.made) == (KEPT if start > 1 else count) and pool._busy == 0
+    assert len(pool._free) == KEPT and sum(w.closed for w in Fake.made) == len(Fake.made) - KEPT
+
+
+def test_one_that_cannot_be_started_is_counted_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(template_worker, "Worker", failing)
+    pool = Pool()
+    with pytest.raises(OSError, match="no more processes"):
+        pool.run({}, 1.0)
+    assert pool._busy == 0
 
 
 def test_one_that_is_late_is_ended_and_the_next_job_gets_another(pool: Pool) -> None:

@@ -28,7 +28,7 @@ from conformance.support.profile import LONG
 FOLDER = Path(__file__).resolve().parent / "mutants" / "host"
 SHIPPED = "as shipped"
 
-SLOW = ("npu", "scheduler", "serving", "cache", "choosing")
+SLOW = ("npu", "scheduler", "server", "serving", "cache", "choosing")
 
 
 @dataclass(frozen=True, slots=True)

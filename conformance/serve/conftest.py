@@ -14,7 +14,7 @@ from conformance.support.server import Running, running
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
-    with running(lambda: hybrid.load(DEMO, device="cpu", slots=4, ctx=512)) as found:
+    with running(lambda: hybrid.load(DEMO, device="cpu", slots=4, ctx=512, precision="exact")) as found:
         yield found
 
 

@@ -4,6 +4,7 @@ what perf.serving.clients measures."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from conformance.support.paths import DEMO
 from conformance.support.server import Running, running
 from hybrid.arguments import open_model
 from hybrid.bench import requests
-from hybrid.perf.serving import clients
+from hybrid.perf.serving import clients, pairs
 from hybrid.perf.serving.load import KEY, main
 from hybrid.serve import parser
 from hybrid.serve.settings import Settings
@@ -84,3 +85,16 @@ def test_answers_that_are_not_whole_are_no_figures(pieces: list[bytes], word: st
 def test_load_is_for_servers_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", "http://203.0.113.9:8000"]) == 2
     assert "loopback" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_server_beside_its_engine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu", "--slots", "2", "--pairs", "1"]
+    assert pairs.main([*small, "--requests", "3", "--prompt-lengths", "4", "--output-lengths", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ((engine, server),) = [(r["engine"], r["server"]) for r in found["rounds"]]
+    assert engine["generated_tokens"] == server["generated_tokens"] == 9
+    for side, stations in ((engine, pairs.STATIONS[1:]), (server, pairs.STATIONS)):
+        ways = [side["stations_ms"][s] for s in stations]
+        assert all(0 < a[q] <= b[q] for a, b in itertools.pairwise(ways) for q in ("p5", "p50", "p95"))
+    assert len(pairs.text(found["about"], [(engine, server)])) == 5 + len(pairs.STATIONS)

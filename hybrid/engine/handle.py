@@ -161,14 +161,12 @@ class Stream:
 
     async def follow_async(self) -> AsyncIterator[Event]:
         """As `follow`, without a thread."""
-        at, mark = 0, (asyncio.get_running_loop(), asyncio.Event())
+        at, mark = 0, asyncio.Event()
         try:
-            with self._changed:
-                self._waiting.add(mark)
+            self.watch(mark)
             while True:
-                mark[1].clear()
-                with self._changed:
-                    fresh, ended = self.events[at:], self.ended
+                mark.clear()
+                fresh, ended = self.news(at)
                 if not fresh and ended:
                     self._end_of_reading()
                     return
@@ -176,10 +174,23 @@ class Stream:
                 for event in fresh:
                     yield event
                 if not fresh:
-                    await mark[1].wait()
+                    await mark.wait()
         finally:
-            with self._changed:
-                self._waiting.discard(mark)
+            self.unwatch(mark)
+
+    def news(self, at: int) -> tuple[list[Event], bool]:
+        """Events from the `at`-th on, and whether no more will come."""
+        with self._changed:
+            return self.events[at:], self.ended
+
+    def watch(self, mark: asyncio.Event) -> None:
+        """Set a mark of the running event loop at whatever happens from now on."""
+        with self._changed:
+            self._waiting.add((asyncio.get_running_loop(), mark))
+
+    def unwatch(self, mark: asyncio.Event) -> None:
+        with self._changed:
+            self._waiting = {w for w in self._waiting if w[1] is not mark}
 
     def wait(self, timeout: float | None) -> None:
         """Until it has ended. TimeoutError."""
@@ -236,6 +247,14 @@ class Handle:
         """As `events`, for asyncio."""
         async for event in self._stream.follow_async():
             yield event
+
+    def news(self, at: int) -> tuple[list[Event], bool]:
+        """Events from the `at`-th on, without waiting, and whether no more will come: then `result` has the end."""
+        return self._stream.news(at)
+
+    def watch(self, mark: asyncio.Event) -> None:
+        """Have a mark of the running event loop set when there is news: one mark may watch many handles."""
+        self._stream.watch(mark)
 
     @property
     def done(self) -> bool:

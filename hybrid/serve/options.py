@@ -18,7 +18,7 @@ class Seeds:
     """Seeds of requests that name none, from the server's own, so that a server can be run again with the same ones."""
 
     def __init__(self, seed: int | None) -> None:
-        self._random = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._random = random.Random(seed)
 
     def draw(self) -> int:
         return self._random.getrandbits(63)

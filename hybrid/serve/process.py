@@ -58,7 +58,6 @@ def configured(app: FastAPI, settings: Settings, drain: float, access_log: bool 
         timeout_graceful_shutdown=max(1, round(drain)),
         server_header=False,
         backlog=BACKLOG,
-        h11_max_incomplete_event_size=64 << 10,
     )
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybrid.core.errors import DeviceLost
+from hybrid.engine.handle import Event, Handle
 from hybrid.serve.backend import Backend
-from hybrid.serve.errors import from_engine
+from hybrid.serve.errors import ApiError, from_engine
 from hybrid.serve.metrics import Metrics
 
 HEARTBEAT = 15.0
@@ -42,43 +43,35 @@ class Feed:
 
     def __init__(self, backend: Backend, metrics: Metrics, jobs: Sequence[Job], began: float) -> None:
         self._backend, self._metrics, self._model = backend, metrics, backend.model
-        self._began = began
-        self._pending: dict[int, tuple[list[Any], Any]] = {}
-        self._error: BaseException | None = None
         self._wake = asyncio.Event()
-        self._handles: list[Any] = []
-        self._left = len(jobs)
+        self._handles: list[Handle] = []
         try:
             for job in jobs:
                 self._handles.append(self._model.submit(job.prompt, **job.options))
         except BaseException as error:
             self.cancel()
-            if isinstance(error, DeviceLost):
-                backend.lost(self._model, error)
             if isinstance(error, Exception):
-                raise from_engine(error) from None
+                raise self._refusal(error) from None
             raise
-        self._tasks = [asyncio.create_task(self._pump(i, h)) for i, h in enumerate(self._handles)]
+        for handle in self._handles:
+            handle.watch(self._wake)
+        self._open = {i: _Read(began) for i in range(len(jobs))}
 
     async def batches(self) -> AsyncIterator[list[Item]]:
         """Until every job has ended; an empty one after HEARTBEAT seconds of silence. ApiError where a job failed."""
-        loop = asyncio.get_running_loop()
+        silence = _Silence(self._wake)
         try:
-            while True:
-                if not self._pending and self._error is None:
-                    if not self._left:
-                        return
-                    self._wake.clear()
-                    timer = loop.call_later(HEARTBEAT, self._wake.set)
-                    try:
-                        await self._wake.wait()
-                    finally:
-                        timer.cancel()
-                if self._error is not None:
-                    raise from_engine(self._error) from None
-                taken, self._pending = self._pending, {}
-                yield [Item(i, events, done) for i, (events, done) in taken.items()]
+            while self._open:
+                self._wake.clear()
+                if items := self._take():
+                    silence.broken()
+                    yield items
+                elif silence.long():
+                    yield []
+                if self._open:
+                    await self._wake.wait()  # set by the loop alone, so whoever else is ready has a turn before the next batch
         finally:
+            silence.end()
             self.cancel()
 
     def cancel(self) -> None:
@@ -87,31 +80,72 @@ class Feed:
             if not handle.done:
                 handle.cancel()
 
-    def _put(self, index: int, event: Any, done: Any) -> None:
-        events, _ = self._pending.setdefault(index, ([], None))
-        if event is not None:
-            events.append(event)
-        self._pending[index] = events, done
-        self._wake.set()
+    def _take(self) -> list[Item]:
+        """What has come since the last time."""
+        items = []
+        for i, read in list(self._open.items()):
+            events, ended = self._handles[i].news(read.events)
+            done = None
+            if ended:
+                try:
+                    done = self._handles[i].result(0)
+                except Exception as error:
+                    if not events:
+                        raise self._refusal(error) from None
+                    self._wake.set()  # raised once what came before it has been given
+                else:
+                    del self._open[i]
+            if events or done is not None:
+                read.take(events, self._metrics)
+                items.append(Item(i, events, done))
+        return items
 
-    async def _pump(self, index: int, handle: Any) -> None:
-        last = 0.0
-        try:
-            async for event in handle.aevents():
-                now = time.perf_counter()
-                if event.ids:
-                    if last:
-                        self._metrics.between(now - last, len(event.ids))
-                    else:
-                        self._metrics.first.observe(now - self._began)
-                    last = now
-                self._put(index, event, None)
-            done = handle.result(timeout=1.0)
-            self._left -= 1
-            self._put(index, None, done)
-        except Exception as error:
-            if isinstance(error, DeviceLost):
-                self._backend.lost(self._model, error)
-            self._error = self._error or error
-            self._left -= 1
-            self._wake.set()
+    def _refusal(self, error: Exception) -> ApiError:
+        if isinstance(error, DeviceLost):
+            self._backend.lost(self._model, error)
+        return from_engine(error)
+
+
+class _Read:
+    """How far a choice was read, and when. began: of its request, as time.perf_counter() has it."""
+
+    def __init__(self, began: float) -> None:
+        self.events, self._tokens, self._last = 0, 0, began
+
+    def take(self, events: Sequence[Event], metrics: Metrics) -> None:
+        self.events += len(events)
+        if not (tokens := sum(len(e.ids) for e in events)):
+            return
+        now = time.perf_counter()
+        if self._tokens:
+            metrics.between(now - self._last, tokens)
+        else:
+            metrics.first.observe(now - self._last)
+        self._tokens, self._last = self._tokens + tokens, now
+
+
+class _Silence:
+    """Sets a mark when nothing has been heard for HEARTBEAT seconds: one timer, however many batches come."""
+
+    def __init__(self, mark: asyncio.Event) -> None:
+        self._mark, self._loop = mark, asyncio.get_running_loop()
+        self._heard, self._is_long = self._loop.time(), False
+        self._timer = self._loop.call_later(HEARTBEAT, self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if now - self._heard >= HEARTBEAT:
+            self._heard, self._is_long = now, True
+            self._mark.set()
+        self._timer = self._loop.call_at(self._heard + HEARTBEAT, self._look)
+
+    def broken(self) -> None:
+        self._heard, self._is_long = self._loop.time(), False
+
+    def long(self) -> bool:
+        """Once for each HEARTBEAT seconds of it."""
+        was, self._is_long = self._is_long, False
+        return was
+
+    def end(self) -> None:
+        self._timer.cancel()

@@ -117,7 +117,8 @@ class Service:
 
     async def _chunks(self, feed: Feed, form: Form, request: Request) -> AsyncIterator[bytes]:
         try:
-            yield form.open()
+            if chunk := form.open():
+                yield chunk
             async for batch in feed.batches():
                 chunk = b"".join(form.push(item) for item in batch) if batch else WAITING
                 if chunk:

@@ -2,8 +2,9 @@
 
 A job is a line of JSON, and so is its answer. A worker has one job at a time, bounded in processor time and memory by the
 kernel where it can be, and by the clock of whoever waits; one that is late is killed, one that has had nothing to do for IDLE
-seconds ends by itself, and at most KEPT wait for work. Workers belong to the process that started them: a forked child
-starts its own.
+seconds ends by itself, and at most KEPT wait for work. Who finds all of them busy waits about as long as starting another would
+take, and only then starts one: many short jobs at once are done by few workers, and a long one holds nobody up. Workers belong
+to the process that started them: a forked child starts its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 IDLE = 60.0
 KEPT = 2
+START = 0.2
+"""Seconds that a job waits for a worker that others use."""
 
 
 class Late(Exception):
@@ -88,44 +91,60 @@ class Pool:
     """Workers without a job. For any thread."""
 
     def __init__(self) -> None:
-        self._lock, self._free, self._owner = threading.Lock(), list[Worker](), os.getpid()
+        self._changed, self._free, self._owner = threading.Condition(), list[Worker](), os.getpid()
+        self._busy = 0
 
     def run(self, job: dict[str, Any], seconds: float) -> dict[str, Any]:
         """On a worker that waits, or a new one. Late, OSError."""
         packed = json.dumps(job).encode()
         while True:
-            worker = self._take() or Worker()
-            kept = worker.jobs > 0
+            worker = self._take()
+            kept, whole = worker.jobs > 0, False
             try:
                 answer = worker.run(packed, seconds)
-            except BaseException as error:
-                worker.close()
-                if kept and isinstance(error, OSError):  # it had ended while nobody asked
+                whole = True
+            except OSError:
+                if kept:  # it had ended while nobody asked
                     continue
                 raise
-            self._give(worker)
+            finally:
+                self._give(worker, whole)
             return answer
 
     def close(self) -> None:
         """End those that wait."""
-        with self._lock:
+        with self._changed:
             free, self._free = self._free, []
         for worker in free:
             worker.close()
 
-    def _take(self) -> Worker | None:
-        with self._lock:
-            return self._free.pop() if self._free else None
+    def _take(self) -> Worker:
+        with self._changed:
+            if self._busy >= KEPT:
+                self._changed.wait_for(lambda: self._free, START)
+            self._busy += 1
+            if self._free:
+                return self._free.pop()
+        try:
+            return Worker()
+        except BaseException:
+            self._give(None, False)
+            raise
 
-    def _give(self, worker: Worker) -> None:
-        with self._lock:
-            if len(self._free) < KEPT and self._owner == os.getpid():
+    def _give(self, worker: Worker | None, whole: bool) -> None:
+        """Back from a job; whole: it can do another."""
+        with self._changed:
+            mine = self._owner == os.getpid()
+            self._busy -= mine
+            if worker is not None and whole and mine and len(self._free) < KEPT:
                 self._free.append(worker)
-                return
-        worker.close()
+                worker = None
+            self._changed.notify()
+        if worker is not None:
+            worker.close()
 
     def after_fork(self) -> None:
         """In a forked child: forget the parent's."""
         for worker in self._free:
             worker.drop()
-        self._lock, self._free, self._owner = threading.Lock(), [], os.getpid()
+        self._changed, self._free, self._owner, self._busy = threading.Condition(), [], os.getpid(), 0

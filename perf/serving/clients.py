@@ -77,8 +77,10 @@ async def _measured(args: argparse.Namespace, host: str, port: int) -> dict[str,
 
     await _serve(host, port, args.key, drawn(args.warm or args.requests, None, (4, 4), args.seed + 1))
     before = await _metrics(host, port, args.key)
+    began = time.perf_counter()
     served = await _serve(host, port, args.key, drawn(args.requests, args.rate, args.output_lengths, args.seed))
-    return summary(served, before, await _metrics(host, port, args.key))
+    found = summary(served, before, await _metrics(host, port, args.key))
+    return {**found, "began": began, "first_token_s": [s.times[0] for s in served]}
 
 
 class Reader(asyncio.Protocol):

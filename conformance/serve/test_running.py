@@ -1,0 +1,164 @@
+"""What a request brings as its reader takes it, and the bytes of a connection: with handles whose news the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import h11
+import pytest
+
+from hybrid.core.errors import DeviceLost
+from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, Usage, Wakes
+from hybrid.serve import running
+from hybrid.serve.connection import FULL, Gathered, Wire
+from hybrid.serve.errors import ApiError
+from hybrid.serve.running import Feed, Item, Job
+
+DONE = Completion("ab", (1, 2), "length", None, Usage(1, 0, 2), Timings(0.0, 0.0, 0.0))
+
+
+class Asked:
+    """A feed of some jobs, its streams, and what the server noted of it."""
+
+    def __init__(self, count: int) -> None:
+        self.streams = [Stream() for _ in range(count)]
+        self.lost: list[BaseException] = []
+        self.noted: list[str] = []
+        handles = iter(Handle(s) for s in self.streams)
+        model = SimpleNamespace(submit=lambda prompt, **options: next(handles))
+        backend: Any = SimpleNamespace(model=model, lost=lambda model, error: self.lost.append(error))
+        metrics: Any = SimpleNamespace(
+            first=SimpleNamespace(observe=lambda seconds: self.noted.append("first")),
+            between=lambda seconds, tokens: self.noted.append(f"{tokens} later"),
+        )
+        self.feed = Feed(backend, metrics, [Job([1], {})] * count, 0.0)
+
+    def say(self, which: int, *ids: int, done: Completion | None = None, error: BaseException | None = None) -> None:
+        wakes = Wakes()
+        for i in ids:
+            self.streams[which].push(Event(chr(96 + i), (i,)), wakes)
+        if done is not None or error is not None:
+            self.streams[which].end(done, error, wakes)
+        wakes.send()
+
+
+def in_loop(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def told(items: list[Item]) -> list[tuple[int, list[int], bool]]:
+    return [(i.choice, [t for e in i.events for t in e.ids], i.done is not None) for i in items]
+
+
+def test_a_batch_is_all_that_has_come_since_the_last() -> None:
+    async def run() -> None:
+        a = Asked(2)
+        batches = a.feed.batches()
+        a.say(0, 1)
+        assert told(await anext(batches)) == [(0, [1], False)]
+        a.say(0, 2, 3)
+        a.say(1, 4, 5, done=DONE)
+        assert told(await anext(batches)) == [(0, [2, 3], False), (1, [4, 5], True)]
+        waiting = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "a batch of nothing"
+        a.say(0, done=DONE)
+        assert told(await waiting) == [(0, [], True)]
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+        assert a.noted == ["first", "2 later", "first"] and not any(s.cancelled for s in a.streams)
+
+    in_loop(run)
+
+
+def test_what_came_before_an_error_is_given_first_and_a_loss_is_told() -> None:
+    async def run() -> None:
+        a = Asked(2)
+        batches = a.feed.batches()
+        a.say(1, 1, error=DeviceLost("gone"))
+        assert told(await anext(batches)) == [(1, [1], False)]
+        with pytest.raises(ApiError) as raised:
+            await anext(batches)
+        assert raised.value.status == 503 and [str(e) for e in a.lost] == ["gone"]
+        assert a.streams[0].cancelled, "the other choice goes on for nobody"
+
+    in_loop(run)
+
+
+def test_silence_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "HEARTBEAT", 0.02)
+
+    async def run() -> None:
+        a = Asked(1)
+        batches = a.feed.batches()
+        assert [await anext(batches) for _ in range(3)] == [[], [], []]
+        a.say(0, 1, done=DONE)
+        found = await anext(batches)
+        while not found:  # silence may have been noticed just before
+            found = await anext(batches)
+        assert told(found) == [(0, [1], True)]
+
+    in_loop(run)
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("length", [None, b"6"])
+def test_the_short_way_writes_what_h11_writes(version: bytes, length: bytes | None) -> None:
+    """Two answers on one connection: states and bytes are h11's."""
+
+    def answered(conn: h11.Connection) -> list[Any]:
+        out: list[Any] = []
+        for _ in range(2):
+            conn.receive_data(b"GET / HTTP/%b\r\nHost: x\r\nConnection: keep-alive\r\n\r\n" % version)
+            while conn.next_event() not in (h11.NEED_DATA, h11.PAUSED):
+                pass
+            headers = [(b"content-length", length)] if length else []
+            events = [h11.Response(status_code=200, headers=headers), *(h11.Data(data=d) for d in (b"abc", b"", b"def"))]
+            out += [conn.send(e) for e in (*events, h11.EndOfMessage())] + [conn.our_state]
+            if conn.our_state is not h11.DONE:
+                return out
+            conn.start_next_cycle()
+        with pytest.raises(h11.LocalProtocolError):
+            conn.send(h11.Data(data=b"before its answer"))
+        return out
+
+    assert answered(Wire(h11.SERVER)) == answered(h11.Connection(h11.SERVER))
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.said: list[bytes] = []
+        self.closing = False
+
+    def write(self, data: bytes) -> None:
+        self.said.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+
+def test_a_turn_of_the_loop_is_one_write_unless_it_is_much() -> None:
+    async def run() -> None:
+        sink: Any = Sink()
+        wire = Gathered(sink, asyncio.get_running_loop())
+        wire.write(b"a")
+        wire.write(b"b")
+        assert sink.said == []
+        await asyncio.sleep(0)
+        assert sink.said == [b"ab"]
+        wire.write(b"c" * FULL)
+        assert len(sink.said[-1]) == FULL, "kept although it is much: nobody would be told to wait"
+        wire.write(b"d")
+        wire.close()
+        assert sink.said[-1] == b"d" and sink.closing
+        wire.write(b"e")
+        await asyncio.sleep(0)
+        assert sink.said[-1] == b"d", "written to a connection that is closed"
+
+    in_loop(run)
