@@ -11,7 +11,7 @@ import pytest
 import hybrid
 from conformance.support import plain_gemma3n, plain_gemma4
 from conformance.support.devices import BACKENDS
-from conformance.support.models import Models, demo, documents, golden, golden_nats, nats
+from conformance.support.models import WINDOW, Models, demo, documents, golden, golden_nats, nats
 from conformance.support.profile import LONG
 from conformance.support.ties import EXACT_NEAR, INT8_RMS, agree, generated, leads
 from hybrid.checkpoint import open_checkpoint
@@ -38,12 +38,17 @@ def models(open_models: Models) -> Iterator[Models]:
     open_models.inspect()
 
 
+def several(models: Models, backend: str, name: str) -> hybrid.Model:
+    """The model in float32 with room for three sequences, opened once for all tests."""
+    return models.get(backend, "f32", name, slots=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_logits(models: Models, backend: str, name: str) -> None:
     """On Vulkan's CPU driver the long prompt is the long profile's: layers are followed past the window below."""
-    model = models.get(backend, "f32", name)
+    model = several(models, backend, name)
     for case in golden(name)[None if LONG else -2 : None if LONG or backend == "cpu" else -1]:
         rows = case.rows if LONG else case.rows[:2]  # of the long prompt the first half
         logits = model.logits(case.ids[: rows[-1] + 1])
@@ -54,9 +59,9 @@ def test_golden_logits(models: Models, backend: str, name: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_text(models: Models, backend: str, name: str) -> None:
-    model, exact = models.get(backend, "f32", name), models.get("cpu", "f32", name)
+    model, exact = several(models, backend, name), several(models, "cpu", name)
     for case in golden(name)[: None if LONG else 3 if backend == "cpu" else 1]:
-        many = len(case.greedy) if LONG else 24
+        many = len(case.greedy) if LONG else 24 if backend == "cpu" else 12
         ahead = leads(exact, case.ids, case.greedy)
         agree(generated(model, case.ids, many), case.greedy[:many], ahead[:many], EXACT_NEAR)
         assert case.text == model.decode(case.greedy)
@@ -76,7 +81,7 @@ def test_held_out_loss(models: Models, name: str, file: str, bound: float) -> No
     if LONG:
         assert losses.size == 3025 and abs(losses.mean() - golden_nats(name)) < bound
     else:
-        exact = models.get("cpu", "f32", name)
+        exact = several(models, "cpu", name)
         assert abs((losses - np.concatenate([nats(exact.logits(ids), ids) for ids in texts])).mean()) < 3 * bound
 
 
@@ -94,11 +99,11 @@ def test_held_out_loss_on_vulkan(models: Models, name: str, file: str, bound: fl
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_are_those_of_the_equations(models: Models, backend: str, name: str) -> None:
     """Every layer's residual stream (of several the active one) against float64, past the sliding window."""
-    ids = golden(name)[-1].ids[:141]
+    ids = golden(name)[-1].ids[: WINDOW + 5]
     with open_checkpoint(demo("q8_0", name)) as checkpoint:
         _, hidden = (plain_gemma3n if name == "demo-gemma3n" else plain_gemma4).forward(checkpoint, ids)
     wanted = hidden[:, :, 0] if hidden.ndim == 4 else hidden
-    ours = models.get(backend, "f32", name).hidden_states(ids)
+    ours = several(models, backend, name).hidden_states(ids)
     assert ours.shape == wanted.shape
     worst = np.abs(ours - wanted).max(axis=(1, 2)) / np.abs(wanted).max(axis=(1, 2))
     assert worst.max() < 2e-5, f"relative error by layer: {worst}"
@@ -109,7 +114,8 @@ def test_layers_are_those_of_the_equations(models: Models, backend: str, name: s
 @pytest.mark.parametrize("name", FAMILIES)
 def test_requests_together_are_requests_alone(models: Models, backend: str, name: str) -> None:
     """Ragged prompts that share passes, and a prompt again, whose beginning the cache may still hold."""
-    model, exact, many = models.get(backend, "f32", name, slots=3), models.get("cpu", "f32", name), 12
+    model, exact = several(models, backend, name), several(models, "cpu", name)
+    many = 12 if LONG or backend == "cpu" else 8
     cases = golden(name)[: 5 if LONG or backend == "cpu" else 4]
     handles = [model.submit(list(c.ids), max_tokens=many, ignore_eos=True) for c in (*cases, cases[3])]
     for case, handle in zip((*cases, cases[3]), handles, strict=True):
@@ -120,7 +126,7 @@ def test_requests_together_are_requests_alone(models: Models, backend: str, name
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shared_layers_take_the_wanted_rows_of_a_prompt(models: Models, name: str) -> None:
     """Of 32 rows the one whose logits are wanted; in decode every row, without a step that gathers."""
-    model = models.get("cpu", "f32", name)
+    model = several(models, "cpu", name)
     engine, first = model.engine, model.hparams.n_kv_layers
     for phase, rows in (("prefill", 32), ("decode", 1)):
         steps = [(s, s.layer) for s in engine.program(phase, rows, 1).plan.steps if s.layer is not None]  # type: ignore[arg-type]
@@ -155,7 +161,7 @@ form = "linear_rows"
 def test_a_placement_extends_either_family(models: Models, name: str, tmp_path: Path) -> None:
     """Prefill's products on the simulated NPU, sparse layers and wanted rows included: the integers of the main device."""
     (tmp_path / "placed.toml").write_text(PLACED.format(family=name.removeprefix("demo-")))
-    exact, ids = models.get("cpu", "f32", name), golden(name)[1].ids
+    exact, ids = several(models, "cpu", name), golden(name)[1].ids
     with hybrid.load(demo("q8_0", name), "cpu", tmp_path / "placed.toml", ctx=64, npu="sim") as model:
         assert len(generated(model, ids, 4)) == 4
         assert model.stats is not None and model.stats.device.endswith("+ sim-npu1")

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS, Devices
+from conformance.support.devices import BACKENDS, check_validation, open_backend
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.planning.cache import BLOCK
 
 
-@pytest.fixture(params=BACKENDS)
-def models(request: pytest.FixtureRequest, devices: Devices, tmp_path: Path) -> Iterator[list[hybrid.Model]]:
+@pytest.fixture(scope="module", params=BACKENDS)
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[hybrid.Model]]:
     """Two of the same, deterministic: how many rows a pass has changes no bit."""
-    devices.get(request.param)  # skips where there is no Vulkan
-    folder = write_hf(tmp_path, tiny(), dtype="f32")
+    if request.param == "vulkan":
+        open_backend("vulkan").close()  # says so if there is none
+    folder = write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32")
     options = {"ctx": 256, "deterministic": True, "memory": "1GiB"}
     with ExitStack() as stack:
         yield [stack.enter_context(hybrid.load(folder, request.param, **options)) for _ in range(2)]
+
+
+@pytest.fixture
+def models(opened: list[hybrid.Model]) -> Iterator[list[hybrid.Model]]:
+    """They hold nothing of an earlier test's."""
+    for model in opened:
+        forget(model)
+    yield opened
+    for model in opened:
+        check_validation(model.engine.device)
 
 
 IDS = [2, *range(20, 79)]  # a block and most of the next
@@ -80,12 +90,14 @@ def test_a_session_is_for_one_generation_at_a_time(models: list[hybrid.Model]) -
     session.close()
 
 
-def test_in_a_slot_of_its_own_a_session_runs_what_it_does_not_hold(models: list[hybrid.Model]) -> None:
+def test_in_a_slot_of_its_own_a_session_runs_what_it_does_not_hold(
+    models: list[hybrid.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on schedules whose passes several devices run: all but the last token is held, whatever a block holds."""
     model, anew = models
     "".join(anew.generate(IDS, 6, ignore_eos=True))
     wanted = anew.stats.ids
-    model._apart = True
+    monkeypatch.setattr(model, "_apart", True)
     with model.session() as session:
         for ids, cached in ((IDS, 0), (IDS, len(IDS) - 1), ([*IDS, *wanted[:3]], len(IDS) + 2)):
             text = list(wanted)[len(ids) - len(IDS) :]
