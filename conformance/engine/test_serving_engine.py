@@ -329,7 +329,8 @@ class Arrivals(RuleBasedStateMachine):
             key = (tuple(ids), 40)
             if key not in self.wanted:
                 self.wanted[key] = alone(self.made.engine, ids, 40)
-            assert one.finish in ("length", "cancelled") and (one.finish == "cancelled" or len(one.ids) == count)
+            ends = {"length": count, "context": self.made.engine.cache.ctx - len(ids), "cancelled": len(one.ids)}
+            assert len(one.ids) == ends[one.finish] <= count, f"{len(one.ids)} tokens of {count}, then {one.finish}"
             same(self.made.engine, ids, list(one.ids), self.wanted[key])
         self.handles = []
 

@@ -22,14 +22,18 @@ from hybrid.planning.cost import Cost, plan_cost
 
 
 class Machine:
-    """A driver without a GPU and its clock: a wait takes 0.2 s, and submits finish at the given seconds."""
+    """A driver without a GPU and its clocks: a wait takes 0.2 s, of which the process gets a share of a processor, and submits
+    finish at the given seconds."""
 
-    def __init__(self, *finished: float) -> None:
-        self.now, self.finished = 0.0, finished
+    def __init__(self, *finished: float, share: float = 1.0) -> None:
+        self.now, self.finished, self.share = 0.0, finished, share
         self.driver = Driver(vkWaitSemaphores=self.wait, vkGetSemaphoreCounterValue=self.value)
 
     def monotonic(self) -> float:
         return self.now
+
+    def process_time(self) -> float:
+        return self.share * self.now
 
     def done(self) -> int:
         return sum(self.now >= at for at in self.finished)
@@ -75,6 +79,29 @@ def test_a_wait_is_bounded_by_what_is_queued_and_begins_anew_with_progress(
 
 
 @pytest.mark.parametrize(
+    ("own", "share", "waited"),
+    [(False, 0.0, 25), (True, 2.0, 25), (True, 0.5, 50), (True, 0.0, 25 * bounds.STARVED)],
+)
+def test_a_device_in_this_process_is_given_time_to_be_late_in(
+        own: bool, share: float, waited: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU driver has had of the processors counts, not what others took; a GPU computes with none of it."""
+    with open_toys() as device:
+        queue = device._queue
+        assert queue is not None
+        queue.bounds = Bounds(floor=25.0, gb_s=1.0, tflops=1.0, own=own)
+        machine = Machine(10_000.0, share=share)
+        monkeypatch.setattr(timeline, "lib", machine.driver)
+        monkeypatch.setattr(timeline, "time", machine)
+        queue._running.append((1, Cost))
+        queue.ticket = 1
+        with pytest.raises(DeviceLost, match=f"within {waited} s"):
+            queue.wait_ticket(1)
+        assert machine.now == pytest.approx(waited, abs=1)
+        monkeypatch.undo()
+        queue.gone, queue.pending, queue.ticket = None, False, 0
+
+
+@pytest.mark.parametrize(
     ("name", "kind", "floor", "per_gb", "per_tflop"),
     [
         ("NVIDIA H200", "discrete", FLOOR_S, 200 / 4800, 200 / 67), ("Some GPU", "discrete", FLOOR_S, 200 / 50, 200 / 1.0),
@@ -84,7 +111,7 @@ def test_a_wait_is_bounded_by_what_is_queued_and_begins_anew_with_progress(
 )  # fmt: skip
 def test_bounds_follow_the_sheet_or_the_class(name: str, kind: str, floor: float, per_gb: float, per_tflop: float) -> None:
     found = bounds_of(DeviceInfo(0, name, kind))
-    assert floor >= 10 and found.seconds(Cost()) == floor
+    assert floor >= 10 and found.seconds(Cost()) == floor and found.own == (kind == "cpu")
     assert found.seconds(Cost(nbytes=10**9)) == pytest.approx(floor + per_gb)
     assert found.seconds(Cost(flops=10**12)) == pytest.approx(floor + per_tflop)
 

@@ -61,7 +61,7 @@ def test_clients_say_what_is_wrong(small: Running, capsys: pytest.CaptureFixture
 
 
 async def _broken(pieces: list[bytes]) -> clients.Reader:
-    reader = clients.Reader(b"")
+    reader = clients.Reader()
     for piece in pieces:
         reader.data_received(piece)
     return reader

@@ -7,12 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
+from conformance.support.devices import open_backend
+from conformance.support.profile import LONG
 from conformance.support.server import until
 from hybrid.serve import main
 
@@ -20,9 +23,9 @@ COMMAND = [sys.executable, "-m", "hybrid.serve", "--device", "cpu", "--port", "0
 
 
 @contextmanager
-def command(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(*more: str, start: Sequence[str] = COMMAND) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command with the embedded model, and its address, once it is ready."""
-    process = subprocess.Popen([*COMMAND, "--slots", "2", *more], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    process = subprocess.Popen([*start, "--slots", "2", *more], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     try:
         assert process.stderr is not None
         found = re.search(r"http://\S+", process.stderr.readline())
@@ -39,6 +42,71 @@ def lines(url: str, tokens: int) -> Iterator[str]:
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": tokens, "ignore_eos": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False) as answer:
         yield from (line for line in answer.iter_lines() if line.startswith("data: "))
+
+
+LOSING = """
+import os, sys, time
+import hybrid
+from hybrid.kernels.vulkan import timeline
+from hybrid.kernels.vulkan.api import lib, vk
+from hybrid.serve import main
+
+lose, hold, load = sys.argv[1], sys.argv[2], hybrid.load
+
+
+class Driver:
+    def __getattr__(self, name):
+        return getattr(lib, name)
+
+    def vkQueueSubmit(self, *args):
+        if os.path.exists(lose):
+            os.remove(lose)
+            return vk.VK_ERROR_DEVICE_LOST
+        return lib.vkQueueSubmit(*args)
+
+
+def held(*args, **more):
+    end = time.monotonic() + 60
+    while os.path.exists(hold) and time.monotonic() < end:
+        time.sleep(0.01)
+    return load(*args, **more)
+
+
+timeline.lib, hybrid.load = Driver(), held
+sys.exit(main(sys.argv[3:]))
+"""
+"""The command, with a driver that loses its device at the next submit where a file is, and loads nothing where another is."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["restart", "exit"] if LONG else ["restart"])
+def test_a_lost_device_is_loaded_again_or_ends_the_process(choice: str, tmp_path: Path) -> None:
+    open_backend("vulkan").close()
+    lose, hold = tmp_path / "lose", tmp_path / "hold"
+    start = [sys.executable, "-c", LOSING, str(lose), str(hold), "--device", "vulkan", "--port", "0", "--no-warm-up"]
+    asked = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    small = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--ctx", "64"]
+    with command(*small, "--on-device-loss", choice, start=start) as (process, url):
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            text = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+            hold.touch()
+            lose.touch()
+            refused = client.post("/v1/completions", json=asked)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "device_lost"
+            if choice == "restart":
+                assert client.get("/ready").json() == {"status": "lost"} and client.get("/ready").status_code == 503
+                again = client.post("/v1/completions", json=asked)
+                assert again.status_code == 503 and "retry-after" in again.headers
+                hold.unlink()
+                until(lambda: client.get("/ready").status_code == 200)
+                assert client.post("/v1/completions", json=asked).json()["choices"][0]["text"] == text
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == (0 if choice == "restart" else 3)
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert "Traceback" not in said and "was lost while submitting" in said
+        if choice == "exit":
+            assert said.strip().splitlines()[-1].startswith("error: the device was lost: vulkan:")
 
 
 @pytest.mark.slow

@@ -166,14 +166,14 @@ class Queue:
 
     def _wait_long(self, ticket: int) -> int:
         """Goes on waiting. Work has its bound from when the last submit before it is seen to have finished."""
-        reached, since = self.reached(), time.monotonic()
+        reached, since, used = self.reached(), time.monotonic(), time.process_time()
         bound = self._bound(reached, ticket)
         while (result := lib.vkWaitSemaphores(self.handle, self._wait, _POLL_NS)) == vk.VK_TIMEOUT:
             now, at = time.monotonic(), self.reached()
             if at != reached and self.bounds.flat is None:
-                reached, since, bound = at, now, self._bound(at, ticket)
-            if now - since > bound:
-                raise self._lose(late_message(self.info.label, ticket, bound))
+                reached, since, used, bound = at, now, time.process_time(), self._bound(at, ticket)
+            if (given := self.bounds.late(bound, now - since, time.process_time() - used)) is not None:
+                raise self._lose(late_message(self.info.label, ticket, given))
         return result
 
     def _bound(self, reached: int, ticket: int) -> float:

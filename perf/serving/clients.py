@@ -1,7 +1,7 @@
 """python -m perf.serving.clients: what the clients of a running server see, in the figures of `hybrid.bench --requests`.
 
 The same seed draws the same requests as there: arrivals, prompts of token ids, lengths; an end of text ends nothing. Each has a
-connection of its own and reads a stream. While the run lasts a client notes when bytes came and nothing else, and what they say
+connection of its own, open shortly before its time as that of a client which has asked before, and reads a stream. While the run lasts a client notes when bytes came and nothing else, and what they say
 is read afterwards, so that clients on the server's machine take little of it. A chunk of text may hold several tokens, or one
 may have no text yet: a stream's tokens are counted by its last chunk, and spread over the chunks in order.
 """
@@ -24,6 +24,8 @@ from hybrid.cli import Parser, UsageError, amount, positive, run
 from hybrid.engine.handle import Completion, Timings, Usage
 from hybrid.engine.metrics import Metrics
 
+EARLY = 1.0
+"""Seconds before a request's time at which its connection is made."""
 END = b"\r\n0\r\n\r\n"
 
 
@@ -77,8 +79,7 @@ async def _measured(args: argparse.Namespace, host: str, port: int) -> dict[str,
 
     await _serve(host, port, args.key, drawn(args.warm or args.requests, None, (4, 4), args.seed + 1))
     before = await _metrics(host, port, args.key)
-    began = time.perf_counter()
-    served = await _serve(host, port, args.key, drawn(args.requests, args.rate, args.output_lengths, args.seed))
+    began, served = await _serve(host, port, args.key, drawn(args.requests, args.rate, args.output_lengths, args.seed))
     found = summary(served, before, await _metrics(host, port, args.key))
     return {**found, "began": began, "first_token_s": [s.times[0] for s in served]}
 
@@ -86,14 +87,9 @@ async def _measured(args: argparse.Namespace, host: str, port: int) -> dict[str,
 class Reader(asyncio.Protocol):
     """One request on a connection of its own. pieces: bytes, and when they came."""
 
-    def __init__(self, sent: bytes) -> None:
+    def __init__(self) -> None:
         self.pieces: list[tuple[float, bytes]] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sent = sent
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._sent)
 
     def data_received(self, data: bytes) -> None:
         self.pieces.append((time.perf_counter(), data))
@@ -112,20 +108,29 @@ class Reader(asyncio.Protocol):
         return int(found[1]), head
 
 
-async def _ask(host: str, port: int, key: str, method: str, path: str, body: bytes = b"") -> Reader:
+def _request(host: str, key: str, method: str, path: str, body: bytes = b"") -> bytes:
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close", "Content-Type: application/json"]
     lines += [f"Content-Length: {len(body)}"] + ([f"Authorization: Bearer {key}"] if key else [])
-    sent = "\r\n".join([*lines, "", ""]).encode() + body
-    transport, reader = await asyncio.get_running_loop().create_connection(lambda: Reader(sent), host, port)
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+async def _answer(connection: tuple[asyncio.Transport, Reader], sent: bytes) -> Reader:
+    """All that comes after a request, until the connection ends."""
+    transport, reader = connection
     try:
+        transport.write(sent)
         await reader.ended
     finally:
         transport.close()
     return reader
 
 
+async def _connection(host: str, port: int) -> tuple[asyncio.Transport, Reader]:
+    return await asyncio.get_running_loop().create_connection(Reader, host, port)
+
+
 async def _whole(host: str, port: int, key: str, method: str, path: str) -> tuple[int, bytes]:
-    reader = await _ask(host, port, key, method, path)
+    reader = await _answer(await _connection(host, port), _request(host, key, method, path))
     return reader.head[0], b"".join(data for _, data in reader.pieces).partition(b"\r\n\r\n")[2]
 
 
@@ -141,21 +146,28 @@ async def _metrics(host: str, port: int, key: str) -> Metrics:
     return Metrics(passes=found["passes"], preemptions=found["preemptions"], evictions=found["evictions"])
 
 
-async def _serve(host: str, port: int, key: str, wanted: Sequence[Request]) -> list[Served]:
+async def _serve(host: str, port: int, key: str, wanted: Sequence[Request]) -> tuple[float, list[Served]]:
+    """When the run began, as time.perf_counter() has it, and what came. The run begins when its first connections are open."""
+    early = [await _connection(host, port) if r.at < EARLY else None for r in wanted]
     begin = time.perf_counter()
 
-    async def one(request: Request) -> tuple[float, Reader]:
+    async def one(request: Request, connection: tuple[asyncio.Transport, Reader] | None) -> tuple[float, Reader]:
         body = {"prompt": request.ids, "max_tokens": request.n, "ignore_eos": True, "temperature": 0, "stream": True,
                 "stream_options": {"include_usage": True}}  # fmt: skip
-        sent = json.dumps(body).encode()
+        sent = _request(host, key, "POST", "/v1/completions", json.dumps(body).encode())
+        if connection is None:
+            await asyncio.sleep(max(0.0, begin + request.at - EARLY - time.perf_counter()))
+            connection = await _connection(host, port)
         await asyncio.sleep(max(0.0, begin + request.at - time.perf_counter()))
         submitted = time.perf_counter() - begin
-        while (reader := await _ask(host, port, key, "POST", "/v1/completions", sent)).head[0] == 429:
+        while (reader := await _answer(connection, sent)).head[0] == 429:
             again = re.search(rb"retry-after: (\d+)", reader.head[1], re.I)
             await asyncio.sleep(float(again[1]) if again else 1.0)
+            connection = await _connection(host, port)
         return submitted, reader
 
-    return [served(reader, at, begin) for at, reader in await asyncio.gather(*map(one, wanted))]
+    found = await asyncio.gather(*map(one, wanted, early))
+    return begin, [served(reader, at, begin) for at, reader in found]
 
 
 def served(reader: Reader, submitted: float, begin: float) -> Served:

@@ -145,7 +145,8 @@ def _engine(args: argparse.Namespace, model: Any, stations: Stations, seed: int)
     before, begin = model.metrics(), time.perf_counter()
     served: list[Served] = serve(model.submit, wanted)
     found = summary(served, before, model.metrics())
-    return {**found, "stations_ms": stations.taken(begin, args.requests, [s.times[0] for s in served])}
+    read = [at - begin + s.first for (at, _), s in zip(stations.submitted, served, strict=True)]
+    return {**found, "stations_ms": stations.taken(begin, args.requests, read)}
 
 
 def _clients(args: argparse.Namespace, url: str, stations: Stations, seed: int) -> dict[str, Any]:
