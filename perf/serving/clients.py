@@ -1,9 +1,10 @@
 """python -m perf.serving.clients: what the clients of a running server see, in the figures of `hybrid.bench --requests`.
 
 The same seed draws the same requests as there: arrivals, prompts of token ids, lengths; an end of text ends nothing. Each has a
-connection of its own, open shortly before its time as that of a client which has asked before, and reads a stream. While the run lasts a client notes when bytes came and nothing else, and what they say
-is read afterwards, so that clients on the server's machine take little of it. A chunk of text may hold several tokens, or one
-may have no text yet: a stream's tokens are counted by its last chunk, and spread over the chunks in order.
+connection of its own, open shortly before its time as that of a client which has asked before, and reads a stream. While the run
+lasts a client notes when bytes came and nothing else, and what they say is read afterwards, so that clients on the server's
+machine take little of it. A chunk of text may hold several tokens, or one may have no text yet: a stream's tokens are counted by
+its last chunk, and spread over the chunks in order.
 """
 
 from __future__ import annotations
