@@ -38,10 +38,11 @@ def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
 
 
 def uses(declared: Family) -> list[dict[str, Value]]:
-    """Choices in which every value of every number of a family occurs, and those of every table."""
+    """Choices in which every value of every number of a family occurs, and those of every table, each once."""
     values = list(declared.candidates.values())
     # Each in two companies: together they decide which module runs.
     rows = [[v[(i + shift * j) % len(v)] for j, v in enumerate(values)]
             for shift in (0, 1) for i in range(max(map(len, values)))]  # fmt: skip
     tuned = [e.use for table in tables().values() for e in table.family if e.name == declared.name]
-    return [dict(zip(declared.candidates, row, strict=True)) for row in rows] + tuned
+    every = [dict(zip(declared.candidates, row, strict=True)) for row in rows] + tuned
+    return list({tuple(sorted(use.items())): use for use in every}.values())

@@ -15,6 +15,7 @@ mutants/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import types
@@ -105,7 +106,7 @@ def mutated_function(mutant: Mutant, of: str) -> Callable[..., Any]:
 
 def mutated_spirv(mutant: Mutant, kernels: set[str], folder: Path) -> Path:
     """A folder of SPIR-V in which those of `kernels` that use the mutated shader are built from it."""
-    from hybrid.kernels.vulkan.build import build
+    from hybrid.kernels.vulkan.build import compile_variant, digest, variants
     from hybrid.kernels.vulkan.kernel import SPIRV
     from hybrid.kernels.vulkan.lanes import KERNEL
 
@@ -115,11 +116,15 @@ def mutated_spirv(mutant: Mutant, kernels: set[str], folder: Path) -> Path:
     out.mkdir()
     for name in kernels | {"grid", KERNEL}:
         shutil.copy(SPIRV / f"{name}.spv", out)
-    shutil.copy(SPIRV / "manifest.json", out)
-    built = [m for name in sorted(kernels) for m in build(source, out, only=name)]
-    if not built:
+    manifest = json.loads((SPIRV / "manifest.json").read_text())
+    changed = [v for v in variants(source) if v.module in kernels and digest(v) != manifest[v.module]["digest"]]
+    if not changed:
         raise StaleMutant(f"mutants/{mutant.op}.toml: {mutant.name}: none of {sorted(kernels)}, which the case runs, "
                           f"uses {mutant.file}")  # fmt: skip
+    for v in changed:
+        code, manifest[v.module] = compile_variant(v)
+        (out / f"{v.module}.spv").write_bytes(code)
+    (out / "manifest.json").write_text(json.dumps(manifest))
     return out
 
 

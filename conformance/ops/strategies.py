@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -24,9 +25,12 @@ def _sizes(spec: OpSpec, backend: str, axis: str, dtypes: Mapping[str, str]) -> 
 
 
 @st.composite
-def cases(draw: st.DrawFn, spec: OpSpec, backend: str, dtypes: Mapping[str, str]) -> Case:
-    """Small valid cases of one dtype combination, with sizes around the backend's tiles."""
-    bind = complete(spec, {name: draw(st.sampled_from(_sizes(spec, backend, name, dtypes))) for name in spec.axes})
+def cases(
+    draw: st.DrawFn, spec: OpSpec, backend: str, dtypes: Mapping[str, str], fixed: Mapping[str, int] = MappingProxyType({})
+) -> Case:
+    """Small valid cases of one dtype combination, with sizes around the backend's tiles; `fixed`: axes that are not drawn."""
+    drawn = {n: fixed[n] if n in fixed else draw(st.sampled_from(_sizes(spec, backend, n, dtypes))) for n in spec.axes}
+    bind = complete(spec, drawn)
     attrs = {name: draw(st.sampled_from(attribute_choices(spec, name, bind))) for name in spec.attributes}
     exact = spec.name in EXACT and draw(st.booleans())
     if exact:

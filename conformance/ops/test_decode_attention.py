@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from hybrid.harness.sizes import base_bind
 from hybrid.spec import load_op
 
 SPEC = load_op("decode_attention")
+TYPES, RESULTS = SPEC.tensors["k_cache"].dtype, SPEC.outputs["o"].dtype
 # Stretches shorter than a step, of about one and of several; as many as there may be; heads of a group apart.
 FORMS = {
     "last arrival": {"merge": 1, "groups": 4096, "min_split": 5},
@@ -42,6 +44,17 @@ SIZES: tuple[Mapping[str, int], ...] = (
 )
 
 
+def cases(form: str) -> Iterator[Case]:
+    """Every size with every combination of types. In the short profile, where each is compiled, three of the sizes, so that a
+    form has every type of cache and of result once, and all forms every combination of both."""
+    nth = list(FORMS).index(form)
+    for i, sizes in enumerate(SIZES):
+        for j, dtypes in enumerate(covering(SPEC, "vulkan")):
+            kv, o = TYPES.index(dtypes["k_cache"]), RESULTS.index(dtypes["o"])
+            if LONG or ((i + nth) % 2, kv, o) == (0, (i + nth) % 3, (kv + nth) % 3):
+                yield variant(SPEC, {**base_bind(SPEC), **sizes}, dtypes, 10 * i + j)
+
+
 @pytest.fixture(scope="module", params=list(FORMS))
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     from hybrid.kernels.vulkan.ops import BINDINGS
@@ -53,24 +66,33 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     opened.close()  # type: ignore[attr-defined]
 
 
-def _cases() -> Iterator[Case]:
-    """Every size with every combination of types; in the short profile each type with every second or third size."""
-    for i, sizes in enumerate(SIZES):
-        for j, dtypes in enumerate(covering(SPEC, "vulkan")):
-            if not LONG and (i + j) % (3 if dtypes["k_cache"] == "q8_0" else 2):
-                continue
-            yield variant(SPEC, {**base_bind(SPEC), **sizes}, dtypes, 10 * i + j)
+@pytest.fixture
+def own(device: Any, request: pytest.FixtureRequest) -> list[Case]:
+    """The cases of the device's form, in the style whose contexts are the longest."""
+    return [replace(c, style="full") for c in cases(request.node.callspec.params["device"])]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=f"D={c.bind['D']},{c.dtypes['k_cache']},{c.dtypes['o']}") for c in _cases()])
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [pytest.param(form, c, id=f"{form}-D={c.bind['D']},{c.dtypes['k_cache']},{c.dtypes['o']}")
+     for form in FORMS for c in cases(form)],
+    indirect=["device"], scope="module",
+)  # fmt: skip
 def test_form(device: Any, case: Case) -> None:
     for style in ("ragged", "full", "empty"):
         run_case(SPEC, device, replace(case, style=style))
 
 
-def test_sums_of_zero_arrive(device: Any) -> None:
+def test_every_type_meets_every_form() -> None:
+    for form in FORMS:
+        assert {c.dtypes["k_cache"] for c in cases(form)} == set(TYPES) and {c.dtypes["o"] for c in cases(form)} == set(RESULTS)
+    ran = {(c.dtypes["k_cache"], c.dtypes["o"], c.bind["MB"]) for form in FORMS for c in cases(form)}
+    assert {r[:2] for r in ran} == set(itertools.product(TYPES, RESULTS)) and {r[2] for r in ran} == {s["MB"] for s in SIZES}
+
+
+def test_sums_of_zero_arrive(device: Any, own: list[Case]) -> None:
     """A part that is waited for is zero until it comes, and may be zero when it has."""
-    case = replace(next(c for c in _cases() if c.dtypes["k_cache"] == "f16" and c.dtypes["o"] == "f32"), style="full")
+    case = next(c for c in own if c.dtypes["k_cache"] != "q8_0" and c.dtypes["o"] != "q8_act")
     values = make(SPEC, case)
     values["v_cache"] = Tensor.of(np.zeros_like(values["v_cache"].array))
     heads = values["qkv"].array.reshape(-1, case.bind["HQ"] + 2 * case.bind["HK"], case.bind["D"])
@@ -80,18 +102,17 @@ def test_sums_of_zero_arrive(device: Any) -> None:
     assert not device.read("o").rows(0, case.rows).array.any()
 
 
-def test_memory_between_workgroups_is_zero_again(device: Any) -> None:
+def test_memory_between_workgroups_is_zero_again(device: Any, own: list[Case]) -> None:
     """Counters and parts, for the next run."""
-    case = replace(next(_cases()), style="full")
+    case = own[0]
     program = prepare(SPEC, device, case, make(SPEC, case), 0xFF)
     device.wait(program.submit(2))
     assert left_zero(device, program)
 
 
-def test_every_run_gives_the_same_bits(device: Any) -> None:
+def test_every_run_gives_the_same_bits(device: Any, own: list[Case]) -> None:
     """Whichever workgroup is last; and the counters are back at zero each time."""
-    case = next(c for c in _cases() if c.dtypes["o"] == "q8_act" and c.dtypes["k_cache"] == "f16")
-    case = replace(case, style="full")
+    case = next(c for c in own if c.dtypes["o"] == "q8_act")
     program = prepare(SPEC, device, case, make(SPEC, case), 0xFF)
     results: list[Tensor] = []
     for times in (1, 3, 1):

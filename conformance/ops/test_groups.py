@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.mutation.mutate import Mutant, load, mutated_function, mutated_spirv
@@ -169,7 +169,7 @@ def test_workgroups_that_exchange_results(devices: Devices, w: str) -> None:
 @pytest.mark.parametrize("w", TYPES)
 def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
     """Every type of weights, fixed sizes for every number of the tuning space (in the short profile of two types alone: each
-    number is another pipeline, which takes a CPU driver four seconds to compile), then drawn ones."""
+    number is another pipeline, which takes a CPU driver four seconds to compile), then drawn ones (there one)."""
     device = devices.get("vulkan", guard=GUARD)
     uses = USES if LONG or w in ("q8_0", "q4_0") else USES[:1]
     granule = 256 if w == "q6_k" else 32
@@ -185,6 +185,7 @@ def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
         "d": st.sampled_from([16, 32, 48]),
     })  # fmt: skip
 
+    @settings(max_examples=settings().max_examples if LONG else 1)
     @given(shapes, st.sampled_from(uses), st.integers(0, 999))
     def prove(sizes: dict[str, int], use: dict[str, int], seed: int) -> None:
         assert judged(device, use, cases(sizes, w, 1, "q8_act", seed, 1)) == dispatches
@@ -232,15 +233,18 @@ def test_own_inputs_of_other_types_are_recorded_step_by_step(devices: Devices) -
     assert judged(device, USES[0], cases({**SIZES, "own": 288}, "q4_0", 1, "q8_act", 7, 1)) == 9  # its gate is one dispatch
 
 
+EDGES = (
+    {"hidden": 1056},  # a second sweep of few
+    {"hidden": 32, "heads": 32, "ffn": 32, "hq": 1, "hk": 1, "d": 16},  # fewer rows than workgroups
+    {"heads": 8224},  # more pieces of a row than 256 threads
+    {"hidden": 2048},  # two sweeps of 256 threads, both full
+    {"ffn": 2080},
+)
+
+
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"hidden": 2048},  # two sweeps of 256 threads, both full
-        {"hidden": 1056},  # a second sweep of few
-        {"hidden": 32, "heads": 32, "ffn": 32, "hq": 1, "hk": 1, "d": 16},  # fewer rows than workgroups
-        {"heads": 8224},  # more pieces of a row than 256 threads
-        {"ffn": 2080},
-    ],
+    EDGES if LONG else EDGES[:3],
     ids=lambda s: ".".join(f"{k}{n}" for k, n in s.items()),
 )
 def test_sizes_at_the_edges(devices: Devices, sizes: dict[str, int]) -> None:
@@ -268,8 +272,10 @@ def test_no_live_row_is_written(devices: Devices) -> None:
 
 
 @pytest.mark.parametrize("use", [{"workgroups": n, "threads": t} for f in space().family if f.name == "layer"
-                                 for n in f.candidates["workgroups"] for t in f.candidates["threads"]], ids=str)  # fmt: skip
+                                 for n in f.candidates["workgroups"] for t in f.candidates["threads"]
+                                 if LONG or {"workgroups": 1, "threads": t} not in USES], ids=str)  # fmt: skip
 def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices: Devices, use: dict[str, int]) -> None:
+    """In the short profile the numbers of threads that no other test has."""
     judged(devices.get("vulkan", guard=GUARD), use, cases({**SIZES, "hidden": 544}, "q8_0", 1, "q8_act", 5, 1))
 
 

@@ -58,7 +58,7 @@ def test_every_way_to_decode_gives_the_same_tokens(baseline, name):
 
 def test_the_command_measures_what_it_is_asked(device, capsys):
     shape = ["--random", "gemma3-270m", "--layers", "2", "--vocab", "2048", "--device", device]
-    given = [*shape, "--depth", "16", "--tokens", "4", "-r", "2", "--only", "recorded-commands", "int8-activations", "--json"]
+    given = [*shape, "--depth", "16", "--tokens", "4", "-r", "2", "--only", "recorded-commands", "fused-qkv", "--json"]
     assert ablate.main(given) == 0
     found = {w["name"]: w for w in json.loads(capsys.readouterr().out)["speedups"]}
     for one in found.values():

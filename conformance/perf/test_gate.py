@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from conformance.support.devices import without_vulkan
+from conformance.support.profile import LONG
 from hybrid.core.errors import SpecError
 from hybrid.engine.engine import Engine
 from hybrid.perf import gate
@@ -84,6 +85,7 @@ def test_a_larger_module_is_caught():
     assert not worse("spirv", {**declared, name: declared[name] * 1.01})
 
 
+@pytest.mark.skipif(not LONG, reason="measures for half a minute: the long profile")
 def test_a_quarter_more_work_is_caught_and_the_same_work_is_not():
     """Measured as the gate measures: 10 passes against 8, and 8 against 8; 10 pairs show it as well as 20 do."""
     margin = gate.load_gate("ratios").margin
