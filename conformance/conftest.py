@@ -36,6 +36,8 @@ settings.load_profile(PROFILE)
 
 # Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled once.
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+# Compiling a tile kernel of the NPU takes longer than all that most tests do with it.
+os.environ.setdefault("CXXFLAGS", "-Og")
 if rough.wanted():
     rough.install()
 

@@ -33,7 +33,7 @@ def _tile(source: Path | None, q_pos: int, k_len: int, junk: float, seed: int) -
     """(out [L, D], m [L]) of one key tile; keys and values from k_len on hold `junk`."""
     macros = {"LQ": L, "LK": L, "DIM_D": D, "GROUP": 1, "SCALE": 0.5}
     names = ("attention_start", "attention_tile", "attention_finish")
-    start, tile, finish = (npu.kernel(n, source=source, options=("-O0",), **macros) for n in names)
+    start, tile, finish = (npu.kernel(n, source=source, **macros) for n in names)
     rng = np.random.default_rng(seed)
     q, k, v = (bf16(rng.standard_normal((L, D)).astype(np.float32)) for _ in range(3))
     k[k_len:] = v[k_len:] = bf16(np.array([junk]))[0]
@@ -61,7 +61,7 @@ def prove_maximum(source: Path | None = None) -> None:
 
 def prove_sums(source: Path | None = None) -> None:
     """Sums in int32 leave as they are, the lowest too, in whatever mode a kernel before left the tile."""
-    k = npu.kernel("gemm_i8", source=source, options=("-O0",), DIM_M=8, DIM_K=8, DIM_N=16)
+    k = npu.kernel("gemm_i8", source=source, DIM_M=8, DIM_K=8, DIM_N=16)
     a, b = npu.buffer(64, np.int8), npu.buffer(128, np.int8)
     for mode in ("none", "saturate", "symmetric"):
         c = npu.buffer(128, np.int32, -(2**31))
@@ -76,7 +76,7 @@ def prove_exp2_below(source: Path | None = None) -> None:
     size = -(-len(x) // 32) * 32
     given, y = npu.buffer(size, np.uint16), npu.buffer(size, np.uint16, 0x7FC1)
     given[: len(x)] = x
-    npu.kernel("exp2_bf16", source=source, options=("-O0",), SIZE=size)(given, y)
+    npu.kernel("exp2_bf16", source=source, SIZE=size)(given, y)
     step = np.rint(np.maximum(real(x).astype(np.float64), -200) * 256) / 256
     whole = np.floor(step)
     assert (real(y)[: len(x)] == np.where(step < -126, 0, np.exp2(whole) * real(bf16(np.exp2(step - whole))))).all()

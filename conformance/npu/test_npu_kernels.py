@@ -39,7 +39,7 @@ DTYPES = {
     "attention": {"k_cache": "f32", "o": "f32"},
     "attention_i8": {"k_cache": "f16", "o": "f32"},
 }
-KERNELS = Kernels(options=("-O1",))  # two thirds of the time to compile; the simulator's cases run the shipped -O2
+KERNELS = Kernels()
 FILES = list(RUNS)
 AIE_MUTANTS = [s for s in load() if s.kind == "aie"]
 # Each takes a compiler a second: all of them in the long profile, else the first of each kernel.
@@ -104,7 +104,7 @@ def test_modes_are_set_by_the_kernels(file: str, modes: tuple[str, str]) -> None
 def prove_requantisation(source: Path | None = None) -> None:
     """int32 to int8 for every shift: ties to even, clamped, whatever the tile was left in."""
     size = 8 * 32
-    k = npu.kernel("gemm_i8_requant", source=source, options=("-O0",), DIM_M=8, DIM_K=8, DIM_N=32)
+    k = npu.kernel("gemm_i8_requant", source=source, DIM_M=8, DIM_K=8, DIM_N=32)
     c, out = npu.buffer(size, np.int32), npu.buffer(size, np.int8)
     for shift in range(32):
         k.modes = ("ceil", "none")
@@ -192,7 +192,7 @@ def test_rmsnorm_of_a_row_that_overflows_nothing() -> None:
 
 def counts(name: str, **macros: int) -> dict[str, int]:
     """Of one call on zeros, those that are not 0."""
-    k = npu.kernel(name, options=("-O0",), **macros)
+    k = npu.kernel(name, **macros)
     sizes = k.entry.sizes(macros)
     scalars = {"q_pos": macros.get("LK"), "k_len": macros.get("LK")}
     k(*(scalars.get(n) or 0 if a.scalar else npu.buffer(sizes[n], a.numpy) for n, a in k.args.items()))
@@ -279,7 +279,7 @@ def built(one: Mutant, folder: Path) -> Kernels:
     for path in [*AIE.glob("*.cc"), *AIE.glob("*.h")]:
         shutil.copy(path, folder)
     (folder / one.file).write_text(one.mutated())
-    return Kernels(sources={p.name: p for p in folder.glob("*.cc")}, options=("-O0",))  # a third of the time to compile
+    return Kernels(sources={p.name: p for p in folder.glob("*.cc")})
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_every_kernel_has_mutants() -> None:
 
 @pytest.mark.slow
 def test_kernels_under_sanitisers(tmp_path: Path) -> None:
-    """One case of every kernel (in the short profile of every second) with AddressSanitizer and UBSan, every array ending where
+    """One case of every kernel (in the short profile of every third) with AddressSanitizer and UBSan, every array ending where
     its memory does."""
     compiler = npu._compiler()[0]
     runtimes = [subprocess.run([compiler, f"-print-file-name=lib{n}.so"], capture_output=True, text=True, check=True).stdout.strip()
@@ -315,7 +315,7 @@ def test_kernels_under_sanitisers(tmp_path: Path) -> None:
     if not all(os.path.isabs(r) for r in runtimes[:2]):
         pytest.skip(f"{compiler} has no sanitiser runtimes (Debian: libasan, libubsan)")
     env = {**os.environ, "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
-    files = FILES if LONG else FILES[::2]
+    files = FILES if LONG else FILES[::3]
     command = [sys.executable, "-m", "conformance.npu.sanitised", *files]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=AIE.parents[2])
     assert done.returncode == 0 and done.stdout.split() == ["caught", *files], done.stdout + done.stderr[-4000:]

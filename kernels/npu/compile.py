@@ -14,7 +14,8 @@ A tile keeps its rounding and saturation modes between calls. Every kernel() obj
 (they begin as ("floor", "none"), the core's state after reset). A simulator of several tiles uses one library for all of
 them, so it puts the tile's modes there before a call and keeps what it finds after it.
 
-Libraries lie in $XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that they are made of: the source, its
+The compiler is g++, or what CXX names, with FLAGS and then the words of CXXFLAGS. Libraries lie in
+$XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that they are made of: the source, its
 headers, hostapi/, macros, flags, the compiler's version. `digest(name, **macros)` is the part of it that does not depend on
 this computer. `options` are further flags of the compiler: SANITISE builds with AddressSanitizer and UBSan (the process must
 have their runtimes loaded).
@@ -28,6 +29,7 @@ import ctypes
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -171,6 +173,11 @@ def _compiler() -> tuple[str, str]:
     return path, subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
+def _flags() -> tuple[str, ...]:
+    """FLAGS and the environment's own, which count where both set something."""
+    return (*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")))
+
+
 def gxx() -> str:
     """The path of g++. CompileError without it."""
     return _compiler()[0]
@@ -184,7 +191,7 @@ def cache_folder() -> Path:
 def _library(source: Path, of: Path, macros: tuple[tuple[str, Number], ...], options: tuple[str, ...]) -> ctypes.CDLL:
     """The library of a source file's entry points (`of`: the file that declares them)."""
     compiler, version = _compiler()
-    flags = [*FLAGS, *options]
+    flags = [*_flags(), *options]
     headers = [(p.relative_to(HOSTAPI).as_posix(), p.read_text()) for p in sorted(HOSTAPI.rglob("*.h*"))]
     wrapper = _wrapper(source, [e for e in entries(of.parent).values() if e.source == of])
     name = _digest(source, wrapper.replace(str(source), source.name), macros, flags, version, headers)[:32]
@@ -212,7 +219,7 @@ def _precompiled(options: tuple[str, ...]) -> list[str]:
 @lru_cache(maxsize=8)
 def _header(options: tuple[str, ...]) -> Path:
     compiler, version = _compiler()
-    flags = [f for f in (*FLAGS, *options) if f != "-shared"]
+    flags = [f for f in (*_flags(), *options) if f != "-shared"]
     text = "#include <aie_api/aie.hpp>\n#include <string>\n"
     headers = [(p.relative_to(HOSTAPI).as_posix(), p.read_text()) for p in sorted(HOSTAPI.rglob("*.h*"))]
     target = cache_folder() / f"host-{hashlib.sha256(repr((text, flags, version, headers)).encode()).hexdigest()[:32]}.h"
