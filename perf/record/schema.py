@@ -184,9 +184,8 @@ def ceiling_of(one: Run, device: str) -> float | None:
         return None
     model = subject(one.model, one.dtype, precision=one.precision, capabilities=sheet.limits.capabilities)
     context = max(one.context, 32)
-    if one.phase == "decode":
-        return estimate(model.decode(one.batch, context), sheet, "ceiling").tokens_per_second
-    return estimate(model.work("prefill", context, 1, context, 1), sheet, "ceiling").tokens_per_second
+    rows, outs, slots = (one.batch,) * 3 if one.phase == "decode" else (context, 1, 1)
+    return estimate(model.work(one.phase, rows, outs, context, slots, counted=False), sheet, "ceiling").tokens_per_second
 
 
 def load_record(path: Path) -> Record:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,8 +80,9 @@ class Subject(ABC):
     """What the figures follow from."""
 
     @abstractmethod
-    def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Work:
-        """A pass over `rows` rows of `slots` sequences that hold `context` positions each."""
+    def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int, counted: bool = True) -> Work:
+        """A pass over `rows` rows of `slots` sequences that hold `context` positions each. Not `counted`: as if every step were
+        one dispatch, which a ceiling does not ask about and takes half of the time to find out."""
 
     @abstractmethod
     def memory(self, slots: int, context: int) -> int:
@@ -125,10 +127,10 @@ class Planned(Subject):
             raise ValueError(f"{self.name}: a context of {context} is outside 1..{self.hparams.context_length}")
         return plan(self.target(rows, context, slots), rows, outs, phase)
 
-    def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int) -> Work:
-        key = (phase, rows, outs, context, slots)
+    def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int, counted: bool = True) -> Work:
+        key = (phase, rows, outs, context, slots, counted)
         if key not in self._works:
-            self._works[key] = _work(self.plan(phase, rows, outs, context, slots), context, self._dry)
+            self._works[key] = _work(self.plan(phase, rows, outs, context, slots), context, self._dry, counted)
         return self._works[key]
 
     def memory(self, slots: int, context: int) -> int:
@@ -164,11 +166,16 @@ def subject(
         return _opened(name, precision, kv, frozenset(capabilities))
     if name not in load_models():
         raise SpecError(f"no model is called {name!r}{nearest(name, load_models())}")
-    return _named(name, Wanted(dtype, dict(by_class or {})), precision, kv, frozenset(capabilities))
+    return _named(name, dtype, tuple(sorted((by_class or {}).items())), precision, kv, frozenset(capabilities))
 
 
-def _named(name: str, wanted: Wanted, precision: PrecisionName, kv: CacheChoice, capabilities: frozenset[str]) -> Planned:
-    return of_shape(name, find_model(name).hparams(), wanted, precision, kv, capabilities)
+@lru_cache(maxsize=64)
+def _named(
+    name: str, dtype: str, by_class: tuple[tuple[str, str], ...], precision: PrecisionName, kv: CacheChoice,
+    capabilities: frozenset[str],
+) -> Planned:
+    """One of each: it keeps the passes that were planned."""
+    return of_shape(name, find_model(name).hparams(), Wanted(dtype, dict(by_class)), precision, kv, capabilities)
 
 
 def of_shape(
@@ -202,8 +209,8 @@ def _infos(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> d
     return {n: WeightInfo(native(k, "vulkan") if len(shapes[n]) > 1 else k, shapes[n]) for n, k in kinds.items()}
 
 
-def _work(made: Plan, context: int, device: DryDevice) -> Work:
-    counted = count(made, device)
+def _work(made: Plan, context: int, device: DryDevice, counted: bool) -> Work:
+    found = count(made, device) if counted else None
     costs: dict[tuple[object, ...], tuple[int, int, int]] = {}  # layers repeat: each distinct step is evaluated once
     items = []
     for step in made.steps:
@@ -217,7 +224,7 @@ def _work(made: Plan, context: int, device: DryDevice) -> Work:
         if key not in costs:
             cost = step_cost(made, step, context)
             costs[key] = cost.flops, cost.nbytes, _activations(step, used)
-        counts = counted.dispatches[step.name], counted.barriers[step.name]
+        counts = (found.dispatches[step.name], found.barriers[step.name]) if found else (1, 1)
         items.append(Item(step.name, step.op, rate_of(step, used, device.has("f16_matrices")), *costs[key], *counts))
     return Work(made.rows, made.outs, tuple(items))
 
