@@ -41,6 +41,7 @@ from hybrid.spec.cost import Cost
 __all__ = ["DeviceInfo", "VulkanDevice", "VulkanUnavailable", "free_left", "list_devices", "open_device"]
 
 log = logging.getLogger("hybrid.vulkan")
+MOST_BUILDERS = 16  # threads that build pipelines
 
 
 def open_device(selector: str = "auto", **options: Any) -> VulkanDevice:
@@ -113,7 +114,8 @@ class VulkanDevice(Storage, SingleDevice):
             self._closing.callback(memory.close)
             super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
             self._closing.callback(self.clear_names)
-            self._kernels = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters)
+            builders = 1 if q.info.kind == "cpu" else min(os.cpu_count() or 1, MOST_BUILDERS)
+            self._kernels = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters, builders)
             self._closing.callback(self._kernels.close)
             if on is None:
                 self.report = replace(self.report, lanes=lanes.measured(self))

@@ -1,5 +1,6 @@
-"""Kernels: a SPIR-V module with its specialisation constants, as a compute pipeline. Built once per device and kept;
-the driver's compiled code is cached on disk between processes."""
+"""Kernels: a SPIR-V module with its specialisation constants, as a compute pipeline. Built once per device and kept, those of a
+program on several cores at once (a GPU's driver compiles a large kernel for seconds); the driver's compiled code is cached on disk
+between processes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +38,20 @@ def most_polls(kind: str) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A pipeline and what a dispatch of it must supply."""
+    """A pipeline, which may still be on its way, and what a dispatch of it must supply."""
 
     name: str
     bindings: int
     push: int
     local_size: tuple[int, int, int]
-    pipeline: Any = None
+    made: Future[Any] | None = None
     layout: Any = None
     set_layout: Any = None
+
+    @property
+    def pipeline(self) -> Any:
+        """Waits for the driver's compiler; VulkanError where it refused. None for a kernel that is only recorded."""
+        return None if self.made is None else self.made.result()
 
 
 @functools.cache
@@ -90,7 +97,10 @@ class KernelCache:
     create_flags = 0
     """VkPipelineCreateFlags of every pipeline: tools that read compilers' statistics ask for them here."""
 
-    def __init__(self, device: Any, report: Report, subgroup_size: int, folder: Path | None, counters: Any) -> None:
+    def __init__(self, device: Any, report: Report, subgroup_size: int, folder: Path | None, counters: Any,
+                 builders: int = 1) -> None:
+        """builders: threads that build pipelines; 1: whoever asks for a kernel builds it."""
+        self._builders = ThreadPoolExecutor(builders, "pipelines") if builders > 1 else None
         self.device, self.report, self.subgroup_size, self.counters = device, report, subgroup_size, counters
         self.folder = folder or SPIRV
         path = self.folder / "manifest.json"
@@ -139,11 +149,17 @@ class KernelCache:
         self._fits(name, constants, info, entry)  # before the driver sees a module that it may not know
         module = self._module(name, code)
         layout = self._layout(entry["bindings"], entry["push"])
-        pipeline = self._pipeline(name, module, ids, info, layout)
+        made = self._start(lambda: self._pipeline(name, module, ids, info, layout))
         self.counters.pipelines += 1
         self.unsaved = True
-        return Kernel(name, entry["bindings"], entry["push"], info.local_size, pipeline, layout,
-                      self.set_layouts[entry["bindings"]])
+        return Kernel(name, entry["bindings"], entry["push"], info.local_size, made, layout, self.set_layouts[entry["bindings"]])
+
+    def _start(self, build: Callable[[], Any]) -> Future[Any]:
+        if self._builders is not None:
+            return self._builders.submit(build)
+        made: Future[Any] = Future()
+        made.set_result(build())
+        return made
 
     def _fits(self, name: str, constants: Mapping[str, int], info: ModuleInfo, entry: Mapping[str, Any]) -> None:
         limits, x = self.report.limits, info.local_size
@@ -227,8 +243,11 @@ class KernelCache:
 
     def close(self) -> None:
         """Destroy everything. What was built is already saved: compile() does that."""
+        if self._builders is not None:
+            self._builders.shutdown()
         for kernel in self.kernels.values():
-            vk.vkDestroyPipeline(self.device, kernel.pipeline, None)
+            if kernel.made is not None and kernel.made.exception() is None:
+                vk.vkDestroyPipeline(self.device, kernel.pipeline, None)
         for module in self.modules.values():
             vk.vkDestroyShaderModule(self.device, module, None)
         for layout in self.layouts.values():
