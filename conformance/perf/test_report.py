@@ -206,8 +206,9 @@ def test_a_campaign_is_its_declared_commands(tmp_path, monkeypatch, capsys):
     """Each in a process of its own; what was made is not made again, what fails leaves no file."""
     assert campaign.main(["--list", "--device", "vulkan:1", "--jobs", "3", "--out", str(tmp_path)]) == 0
     listed = capsys.readouterr().out
-    more = "conformance/ops/test_flash_attention.py conformance/ops/test_gemm_parts.py conformance/ops/test_tuning.py"
-    assert f"pytest -q -n 3 conformance/ops/test_ops.py {more} --junitxml={tmp_path}/proof.xml" in listed
+    files = " ".join(f"conformance/ops/test_{of}.py" for of in (
+        "ops", "flash_attention", "gemm_parts", "tuning", "decode_attention", "groups"))  # fmt: skip
+    assert f"pytest -q -n 3 {files} --junitxml={tmp_path}/proof.xml" in listed
     assert "perf.ablate --random gemma3-27b --device vulkan:1 --json" in listed
     steps = [
         campaign.Step(name="one", command="hybrid.inspect gemma3-1b --json"),
