@@ -15,17 +15,20 @@ mutants/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from conformance.mutation.edits import StaleMutant, edited, tables
 from conformance.support.paths import MUTANTS, ROOT
+from conformance.support.profile import LONG
 from hybrid.harness.cases import Case
 from hybrid.harness.fixed import variant
 from hybrid.harness.sizes import base_bind
@@ -39,6 +42,8 @@ FOLDERS = {
     "aie": KERNELS / "npu" / "aie",
     "npu": KERNELS / "npu",
 }
+SHARE = 4
+"""In the short profile one mutant of a shader in so many runs, at least one of an operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,25 @@ def load(folder: Path = MUTANTS) -> Iterator[Mutant]:
         for kind, entries in found.items():
             for entry in entries:
                 yield Mutant(path.stem, kind, **entry)
+
+
+def tried(mutants: Iterable[Mutant]) -> list[Mutant]:
+    """All in the long profile; else of the shaders', each of which is compiled twice, every SHARE-th of an operation, in an order
+    that follows from the texts of the mutated files. Of matrix units', which a CPU driver skips, all."""
+    mutants = list(mutants)
+    if LONG:
+        return mutants
+    shaders: dict[str, list[Mutant]] = defaultdict(list)
+    for m in mutants:
+        if m.kind == "shader" and not m.needs:
+            shaders[m.op].append(m)
+    kept = {id(m) for of in shaders.values() for m in sorted(of, key=_order)[::SHARE]}
+    return [m for m in mutants if m.kind != "shader" or m.needs or id(m) in kept]
+
+
+def _order(mutant: Mutant) -> str:
+    """Changes with the mutated file."""
+    return hashlib.sha256(mutant.path.read_bytes() + mutant.name.encode()).hexdigest()
 
 
 def case_of(mutant: Mutant, spec: OpSpec) -> Case:
