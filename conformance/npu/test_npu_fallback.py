@@ -15,7 +15,7 @@ import pytest
 
 import hybrid
 from conformance.support.devices import MultiDevice
-from conformance.support.models import MODELS
+from conformance.support.models import BOTH, demo
 from conformance.support.paths import ATTENTION, ROOT
 from conformance.support.profile import LONG
 from conformance.support.pyxrt_standin import NAME, folder_of, installed, standin
@@ -32,7 +32,7 @@ from hybrid.kernels.npu.iron import IronError
 from hybrid.kernels.npu.needed import designs
 from hybrid.kernels.npu.xrt import NpuUnavailable, open_host
 
-FILE = MODELS / "demo-gemma3-q8_0.gguf"
+FILE = demo(layers=BOTH)  # what is tried is the same in each layer
 PROMPT, CTX = "def read_file(path):", 64
 
 pytestmark = [pytest.mark.usefixtures("sim_machine"), pytest.mark.slow]

@@ -10,7 +10,7 @@ import pytest
 
 import hybrid
 from conformance.npu.test_npu_attention import Direct, inputs
-from conformance.support.models import MODELS
+from conformance.support.models import BOTH, demo
 from conformance.support.paths import ATTENTION
 from conformance.support.profile import LONG
 from hybrid.core.errors import SpecError
@@ -25,7 +25,7 @@ from hybrid.kernels.npu.views import KeyView
 from hybrid.kernels.npu.xrt import HostCounters
 from hybrid.kernels.oracle import ORACLE
 
-FILE = MODELS / "demo-gemma3-q8_0.gguf"
+FILE = demo(layers=BOTH)  # what is tried is the same in each layer
 
 pytestmark = [pytest.mark.usefixtures("sim_machine"), pytest.mark.slow]
 

@@ -73,17 +73,18 @@ def prompt(length: int) -> list[int]:
 
 
 @cache
-def demo(kind: str = "q8_0", name: str = "demo-gemma3") -> Path:
-    """A demonstration model as a file: the shipped one, or one of another type made of its numbers, which goes when the process
-    ends."""
+def demo(kind: str = "q8_0", name: str = "demo-gemma3", layers: tuple[int, ...] | None = None) -> Path:
+    """A demonstration model as a file: the shipped one, or one of another type or of some of its layers, made of its numbers,
+    which goes when the process ends."""
     shipped = MODELS / f"{name}-q8_0.gguf"
-    if kind == "q8_0":
+    if kind == "q8_0" and not layers:
         return shipped
     folder = tempfile.TemporaryDirectory(prefix="demo-")
     atexit.register(folder.cleanup)
     made = Path(folder.name) / f"{name}-{kind}.gguf"
     with open_checkpoint(shipped) as source:
-        convert(source, made, Wanted(kind, TABLES) if name != SHIPPED[0] and kind == "q4_0" else kind)
+        of = cut(source, layers) if layers else source
+        convert(of, made, Wanted(kind, TABLES) if name != SHIPPED[0] and kind == "q4_0" else kind)
     return made
 
 
