@@ -15,6 +15,7 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.dtypes import CacheChoice
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
+from hybrid.core.plan import GUESSES_TENSOR
 from hybrid.core.units import parse_bytes
 from hybrid.devices.opening import NpuKind, Opened, open_again, opening_devices
 from hybrid.engine import batch, warming
@@ -151,7 +152,9 @@ def _drafter(draft: str | os.PathLike[str] | Checkpoint | Drafter | None, engine
             raise ValueError(f"{found.path}: as a draft it needs the model's tokenizer, and has another "
                              f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)")  # fmt: skip
         ctx = min(engine.cache.ctx, found.hparams.context_length)
-        where = open_again(device, find_schedule(found.hparams.family)) if isinstance(device, Opened) else device
+        where = device
+        if isinstance(device, Opened):
+            where = open_again(device, find_schedule(found.hparams.family), {"history": GUESSES_TENSOR})
     except BaseException:
         found.close()
         raise

@@ -14,7 +14,7 @@ from hybrid.engine.drafts import Replay
 from hybrid.engine.pace import AHEAD, FIRST, MOST, SHARE, Budget, Costs, Counts, Pace, expected, hopeful, share
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.sequence import Limits, Stream
+from hybrid.engine.sequence import Limits, Pass, Run, Stream
 
 BLOCK, WINDOW = 4, 2
 TOKENS = 400
@@ -55,9 +55,9 @@ class Rated:
 
 
 def spent(rate: float, cost: Callable[[int], float], sequences: int = 1, guess: float = 0.0, k: int | None = None,
-          wanted: int | None = None, tokens: int = TOKENS) -> tuple[float, Counts, Drafting]:  # fmt: skip
+          wanted: int | None = None, tokens: int = TOKENS, slow: float = 0.0) -> tuple[float, Counts, Drafting]:  # fmt: skip
     """Seconds of a text of `tokens` tokens of each sequence, what was guessed, and by whom. wanted: guesses that requests ask
-    for."""
+    for. slow: seconds that the first guesses seem to take."""
     room = max(sequences + MOST, min(32, sequences * (1 + MOST)))
     limits = Limits(sequences, tokens + 4, rows=room, outs=room, ahead=1)
     blocks = Blocks([Group("local", sequences * 40, WINDOW)], BLOCK)
@@ -73,7 +73,10 @@ def spent(rate: float, cost: Callable[[int], float], sequences: int = 1, guess: 
         assert drafting.prepare(scheduler)
         done = scheduler.schedule()
         assert done is not None
-        drafting.costs.drafts = {1: guess, MOST: MOST * guess} if guess else {}  # what a clock would say
+        if slow and drafter.asked:
+            drafting.costs.drafts, slow = {drafter.asked: slow}, 0.0
+        elif not drafting.costs.faded and max(drafting.costs.drafts.values(), default=0.0) < 5:
+            drafting.costs.drafts = {1: guess, MOST: MOST * guess} if guess else {}  # what a clock would say
         seconds += (took := cost(done.rows)) + guess * drafter.asked
         chosen, counts = runner.run(done)
         drafting.committed(done, scheduler.commit(done, chosen, counts), took, guess * drafter.asked)
@@ -138,8 +141,22 @@ def test_drafting_costs_what_was_measured_and_what_follows_from_it() -> None:
     assert costs.drafting(2) == 2.5 and costs.drafting(8) == 10.0 and costs.drafting(0) == 0.0, "in proportion"
     costs.drafted(2, 3.0)
     assert [costs.drafting(k) for k in (1, 2, 3, 4, 6)] == [1.5, 3.0, 4.0, 5.0, 7.0], "it has a constant part"
+    costs.fade()
+    assert costs.drafting(4) == 1.25, "trusted less"
+    costs.drafted(2, 9.0)
+    assert costs.drafting(4) == 18.0, "measured anew"
     costs.took(3, 2.0)
     assert costs.of(2) == 0.0 and costs.of(9) == 2.0
+
+
+def test_a_drafter_that_was_slow_once_is_found_again() -> None:
+    """Its first guesses took as long as thirty passes; and a pass that made programs is no pass's cost."""
+    _, counts, drafting = spent(0.9, reads, guess=0.05, slow=30.0)
+    assert counts.drafted / counts.verified > 2 and counts.tokens / counts.passes > 2, counts
+    before = dict(drafting.costs.passes), drafting.budget.seconds
+    stream = Stream(9, [1], 4)
+    drafting.committed(Pass(1, [Run(stream, 0, 0, None, 1)], rows=1, outs=1), [(stream, 1)], 0.0)
+    assert before == (drafting.costs.passes, drafting.budget.seconds)
 
 
 def test_where_the_batch_fills_the_device_nothing_is_guessed() -> None:

@@ -69,11 +69,14 @@ def _rows(case: Case, kind: str, rows: int, next_position: np.ndarray) -> np.nda
         "host_rows": (choice >= 0, choice >= 0),
         "going_on": (choice < 0, choice < 0),
         "ahead": (choice > 0, choice < 0),
+        "guessed": (choice < 0, choice < 2),
     }.get(kind, (choice % 2 == 0, choice < 2))
     after = np.where(kind == "going_on", 0, after)
     where = np.where(fixed, places, next_position[slots] + after)
     tokens = (slots * 7919 + where * 31 + case.seed) % 262144
-    found = np.stack([np.where(host, tokens, -1), np.where(fixed, places, -1 - after), slots], axis=1)
+    guessed = -2 - (slots * 13 + where * 5 + case.seed) % (b["S"] + 1)  # the last of them is not there
+    tokens = np.where(host, tokens, guessed if kind == "guessed" else -1)
+    found = np.stack([tokens, np.where(fixed, places, -1 - after), slots], axis=1)
     if kind == "outside":
         found[::2, 2] = OUTSIDE
     return found

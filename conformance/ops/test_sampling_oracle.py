@@ -157,7 +157,7 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     tables = [np.zeros((3, 4), np.int32) for _ in range(2)]
     passed = {n: np.zeros(3, np.int32) for n in ("tokens", "positions", "slots", "out_rows", "mask_rows")}
     begun = {"turn": np.array([6], np.uint32), "live": np.array([1, 1, 0, 1, 9, 9, 9, 9], np.uint32), **state, **passed}
-    begun |= {"global_table": tables[0], "local_table": tables[1]}
+    begun |= {"global_table": tables[0], "local_table": tables[1], "guesses": np.arange(-3, 15, dtype=np.int32).reshape(3, 6)}
     message = [7, 3, 2, 1, 0, 0, 0, 0, -1, -1, 0, 4, 2, 1, 9, -2, 2, 0, -1, 2, 5, 1, 2, 3, 8]
     assert call("begin_pass", {"inbox": np.array([9, *message[1:]], np.int32), **begun}, {"sets": 1}, {}) == {}  # for pass 9
     assert begun["turn"].tolist() == [7] and begun["tokens"][:2].tolist() == [2, 0]
@@ -169,3 +169,6 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     assert begun["out_rows"].tolist() == [0, 2, 0] and begun["mask_rows"].tolist() == [-1, 5, 0]
     assert state["history"][1, 2] == 4 and np.argwhere(tables[1]).tolist() == [[2, 3]] and tables[1][2, 3] == 8
     assert begun["live"].tolist() == [3, 2, 7, 1, 9, 0, 0, 0]
+    guessed = [8, 3, 0, 0, 0, 0, 0, 0, -3, 4, 0, -2, 1, 1, -9, 3, 2]  # slot 1's for position 4, slot 0's for 1 (none), nobody's
+    call("begin_pass", {"inbox": np.array(guessed, np.int32), **begun}, {"sets": 1}, {})
+    assert begun["tokens"].tolist() == [7, 0, 0] and state["history"][0, 4] == 7

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance.runtime.test_vulkan_runtime import BINDINGS, SPIRV, X, chain, open_toys, prepare
+from conformance.runtime.test_vulkan_runtime import BINDINGS, SPIRV, X, chain, decl, open_toys, prepare
+from hybrid.core.plan import TensorDecl
 from hybrid.kernels.vulkan.api import VulkanError
 
 
@@ -28,6 +29,17 @@ def test_devices_on_one_queue_run_in_turns_and_keep_apart() -> None:
     finally:
         other.close()
     device.wait(programs[0].submit())
+    third = device.sibling({"x": "y", "control": "control"}, bindings=BINDINGS, spirv=SPIRV)
+    third.store(decl("x", "io"))
+    third.store(TensorDecl("control", "u32", (7,), "io"))
+    assert third.shares("x") and not third.shares("control") and not third.shares("y"), "lent where it is alike"
+    third.drop("control")
+    third.store(TensorDecl("control", "u32", (8,), "io"))
+    third.store(decl("y"))
+    third.wait([p.submit() for p in (programs[0], third.compile(chain({"scale": 3.0})))][1])
+    np.testing.assert_array_equal(third.read("y").array, 6 * X, "what the first has written, without a wait")
+    third.close()
+    np.testing.assert_array_equal(device.read("y").array, 2 * X)
     second = device.sibling(bindings=BINDINGS, spirv=SPIRV)
     device.close()
     with pytest.raises(VulkanError, match="is closed"):

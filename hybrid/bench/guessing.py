@@ -69,13 +69,11 @@ class Rehearsed(DraftModel):
         super().__init__(draft.engine, draft.name, draft.close)
         self.replay = Replay((), 0.0)
 
-    def propose_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, list[int]]:
-        found = {}
-        for key, run in super().propose_all(wanted).items():
-            ids = wanted[key][0]
-            found[key] = guesses = self.replay.propose(ids, len(run))
-            self.suppose([*ids, *guesses[:-1]], key)
-        return found
+    def _guessed(self, ids: Sequence[int], chosen: list[int]) -> list[int]:
+        return self.replay.propose(ids, len(chosen))
+
+    def _words(self, key: Hashable, ids: Sequence[int], count: int) -> list[int]:
+        return self.replay.propose(ids, count)
 
 
 class Guessing:

@@ -154,8 +154,8 @@ class Device(Protocol):
         ...
 
     def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
-        """One element of a stored integer io matrix, when `ticket` (default: everything submitted) is done, while later
-        submits run: costs the same whatever the matrix's size."""
+        """One element of a stored integer io matrix, or vector (column 0), when `ticket` (default: everything submitted) is done,
+        while later submits run: costs the same whatever the size."""
         ...
 
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
@@ -181,9 +181,14 @@ class Device(Protocol):
         """Bytes held, by purpose: weights, state, io, activations, staging."""
         ...
 
-    def sibling(self) -> Device:
+    def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
         """Another device with tensors and programs of its own where this one runs, for a model that runs in turns with this
-        one's: on a GPU by the same queue, so that nothing lies between passes of both. Closed with this one, if not before."""
+        one's: on a GPU by the same queue, so that nothing lies between passes of both. Closed with this one, if not before. lent:
+        names of its tensors, to be written in turns -> those of this device that they are, where they are alike (`shares`)."""
+        ...
+
+    def shares(self, name: str) -> bool:
+        """Whether a tensor is lent by the device that this is a sibling of."""
         ...
 
     def close(self) -> None: ...
@@ -204,6 +209,10 @@ class SingleDevice:
     def drives(self) -> AbstractSet[str]:
         return frozenset({self.backend})
 
-    def sibling(self) -> Device:
+    def shares(self, name: str) -> bool:
+        """See Device."""
+        return False
+
+    def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
         """See Device."""
         return type(self)()  # type: ignore[return-value]  # a class that is derived from this one is a Device

@@ -25,6 +25,8 @@ FEW_ROWS = 4
 """Rows of a pass up to which reading the weights is all that takes time, where a device does not say otherwise."""
 
 INBOX_TENSOR = "inbox"
+GUESSES_TENSOR = "guesses"
+"""Where the tokens are that another engine on the same queue has chosen (its `history`)."""
 INBOX_SETS = 4
 """Messages of rows that the inbox has room for: the host writes one while the passes of others run."""
 MESSAGE_HEADER, ROW_WORDS, OUT_WORDS, ENTRY_WORDS = 8, 3, 2, 4

@@ -113,8 +113,11 @@ class MultiDevice:
             held |= {f"{name}.{k}": v for k, v in own.items() if v}
         return held
 
-    def sibling(self) -> Device:
-        return self.main.sibling()
+    def shares(self, name: str) -> bool:
+        return self.main.shares(name)
+
+    def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
+        return self.main.sibling(lent)
 
     def close(self) -> None:
         self.in_flight.clear()

@@ -6,7 +6,7 @@ What could not be used, and why, is part of the answer: nothing falls back silen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,9 +59,10 @@ def opening_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "np
             raise
 
 
-def open_again(opened: Opened, schedule: Schedule) -> Opened:
-    """The same devices for another model that runs in turns with the first (Device.sibling). Raises as open_devices does."""
-    again = opened.main.sibling()
+def open_again(opened: Opened, schedule: Schedule, lent: Mapping[str, str] | None = None) -> Opened:
+    """The same devices for another model that runs in turns with the first; `lent` and that: Device.sibling. Raises as
+    open_devices does."""
+    again = opened.main.sibling(lent)
     try:
         return beside(Opened(again, again), schedule)
     except BaseException:

@@ -10,8 +10,7 @@ import numpy as np
 
 from hybrid.core.errors import NoFreeSlot
 from hybrid.core.plan import FAULTED
-from hybrid.engine.config import MOST_GUESSES
-from hybrid.engine.inbox import GOES_ON, Rows
+from hybrid.engine.inbox import GOES_ON, GUESSED, Rows
 from hybrid.engine.interface import PassRunner
 from hybrid.engine.sampling import Sampling
 from hybrid.planning.passes import bucket_of
@@ -34,9 +33,15 @@ class DraftModel:
 
     def __init__(self, engine: PassRunner, name: str, close: Callable[[], object]) -> None:
         self.engine, self.name, self._close = engine, name, close
+        self.chains = engine.device.shares("history")
+        """Whether a pass of the larger model may find guesses on the device, where they are made (`ahead`)."""
         self._followed: dict[Hashable, Followed] = {}
+        self._open: dict[Hashable, tuple[list[int], list[int]]] = {}
+        """By key, what was submitted last and not read yet: the tokens before it, the ticket of each guess."""
         self.steady = True
-        """Whether the last guesses took no longer than those that come: no prompt was run for them."""
+        """Whether the last guesses took no longer than those that come: little was new of their sequences."""
+        self.compiled = False
+        """Whether a program was made for them, which no others take time for."""
 
     def fork(self) -> DraftModel:
         """One serves all sequences, by their keys (`propose_all`)."""
@@ -69,21 +74,46 @@ class DraftModel:
     def propose_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, list[int]]:
         """Guesses for sequences that were begun: by key, (all tokens so far, guesses at most). Runs what is new of each, then goes
         on from its own tokens, all sequences in the same passes, submitted one behind another before any guess is read."""
-        found = {}
-        for key, (ids, tickets) in self.submit_all(wanted).items():
-            found[key] = guesses = self._read(self._followed[key].slot, len(ids), tickets)
-            self._followed[key].ids = [*ids, *guesses[:-1]] if guesses else []
+        self._submit_all(wanted)
+        return self._read_all()
+
+    def ahead(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, list[int]]:
+        """The same without waiting: words by which a pass on the same queue finds the guesses (inbox.GUESSED), which it may be
+        submitted with at once. For an engine whose `history` is lent (`chains`)."""
+        self._submit_all(wanted)
+        return {key: self._words(key, ids, len(tickets)) for key, (ids, tickets) in self._open.items()}
+
+    def finish(self) -> None:
+        """Wait for what was submitted last."""
+        if self._open:
+            self.engine.device.wait(max(tickets[-1] for _, tickets in self._open.values()))
+
+    def _words(self, key: Hashable, ids: Sequence[int], count: int) -> list[int]:
+        return [GUESSED - self._followed[key].slot] * count
+
+    def _read_all(self) -> dict[Hashable, list[int]]:
+        """The guesses of what was submitted last, after which the caches hold all of them but the last."""
+        found, done, self._open = {}, self._open, {}
+        for key, (ids, tickets) in done.items():
+            if key in self._followed:
+                found[key] = guesses = self._guessed(ids, self._read(self._followed[key].slot, len(ids), tickets))
+                self._followed[key].ids = [*ids, *guesses[:-1]] if guesses else []
         return found
 
-    def submit_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, tuple[Sequence[int], list[int]]]:
-        """The passes of `propose_all`: by key, (all tokens so far, the tickets of its guesses)."""
+    def _guessed(self, ids: Sequence[int], chosen: list[int]) -> list[int]:
+        """What is guessed after ids."""
+        return chosen
+
+    def _submit_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> None:
+        """The passes of `propose_all`."""
+        self._read_all()
         engine, ctx = self.engine, self.engine.cache.ctx
         asked = {key: (ids, min(most, ctx - len(ids))) for key, (ids, most) in wanted.items() if key in self._followed}
         asked = {key: found for key, found in asked.items() if found[1] > 0}
         if not asked:
-            return {}
+            return
         fresh = {key: self._fresh(self._followed[key], ids) for key, (ids, _) in asked.items()}
-        self.steady = all(len(ids) <= MOST_GUESSES + 1 for ids in fresh.values())
+        recorded = engine.device.counters.recordings
         slots = [self._followed[key].slot for key in asked]
         times, behind = max(most for _, most in asked.values()) - 1, max(map(len, fresh.values()))
         if behind <= FEW:  # as decode passes, which take less time than a pass of as many rows
@@ -95,11 +125,8 @@ class DraftModel:
                 tickets.append(self._submit(slots, goes_on, goes_on))
                 times -= 1
         tickets += [self._submit(slots) for _ in range(times)]
-        return {key: (ids, tickets[:most]) for key, (ids, most) in asked.items()}
-
-    def suppose(self, ids: Sequence[int], key: Hashable = None) -> None:
-        """Go on from these tokens as if its cache held them, of which as many rows have been run: where only time counts."""
-        self._followed[key].ids = list(ids)
+        self.steady, self.compiled = behind <= FEW, engine.device.counters.recordings > recorded
+        self._open = {key: (list(ids), tickets[:most]) for key, (ids, most) in asked.items()}  # a sequence's own list grows
 
     def close(self) -> None:
         for key in list(self._followed):

@@ -70,7 +70,8 @@ class Drafting:
     def forget(self) -> None:
         """What passes and guesses cost, and how often they were right."""
         self.costs, self.budget, self.rightness = Costs(), Budget(), Rightness()
-        self._took = 0.0  # drafting for the next pass
+        self._took = 0.0  # drafting for the next pass, but for what it takes once
+        self._drafting: tuple[float, int] | None = None  # that the device does: since when, the most guesses if they count
 
     def prepare(self, scheduler: Scheduler) -> bool:
         """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been read."""
@@ -93,10 +94,10 @@ class Drafting:
         return True
 
     def committed(self, done: Pass, news: Sequence[tuple[Stream, int]], seconds: float, between: float = 0.0) -> None:
-        """A pass has chosen so many tokens of each sequence, and took so long, alone or behind the one before; so long after the
-        end of that it began."""
+        """A pass has chosen so many tokens of each sequence, and took so long, alone or behind the one before (0: it has taken what
+        others will not); so long after the end of that it began."""
         wants = {run.seq.id: run.wants for run in done.runs}
-        if all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
+        if seconds and all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
             self.costs.took(done.rows, seconds)
             self._account(done, news, seconds, between)
         for stream, n in news:
@@ -153,6 +154,8 @@ class Drafting:
         """How many guesses each gets by its worth, in a pass of so many rows without; sets `asked`, which may be a few to try."""
         shares = share([f.pace for f in due], rows, self.room, self.costs)
         hope = hopeful(rows, self.room, self.costs)
+        if not hope and hopeful(rows, self.room, Costs(self.costs.passes)):
+            self.costs.fade()  # a device may have been busy when drafting was measured
         for f, k in zip(due, shares, strict=True):
             if not self.costs.of(rows) and not f.pace.fixed:  # what a pass without guesses takes must be known
                 f.asked = 0
@@ -189,9 +192,9 @@ class Drafting:
             self._end_drafting(error)
             return False
         most = max(map(len, found), default=0)
-        self._took = time.perf_counter() - began
-        if most and steady:
-            self.costs.drafted(most, self._took)
+        self._drafting = None if self._reads(asked) else (began, most if steady else 0)
+        if self._drafting is None:
+            self._note(began, most if steady else 0)
         any_given = False
         for f, guesses in zip(asked, found, strict=True):
             if guesses := self._allowed(f, guesses[: f.asked]):
@@ -202,16 +205,41 @@ class Drafting:
                 f.pace.pause(AHEAD)
         return any_given
 
+    def _note(self, began: float, most: int) -> None:
+        """Drafting of most guesses (0: not to be compared) began then, and is over."""
+        took = time.perf_counter() - began
+        self._took = 0.0 if isinstance(self.drafter, DraftModel) and self.drafter.compiled else took
+        if most and self._took:
+            self.costs.drafted(most, took)
+
+    def finish(self, done: Pass) -> float:
+        """Before a pass is waited for: wait for the drafting on the same queue that it follows, if any; when that was over."""
+        begun, self._drafting = self._drafting, None
+        if begun is None or done.outs == len(done.wanting) or not isinstance(self.drafter, DraftModel):
+            return 0.0
+        try:
+            self.drafter.finish()
+        except Exception as error:  # as where it is submitted
+            self._end_drafting(error)
+            return 0.0
+        self._note(*begun)
+        return time.perf_counter()
+
     def _propose(self, asked: list[Following]) -> tuple[list[Sequence[int]], bool]:
-        """Guesses for each, and whether they took no longer than they will again."""
+        """Guesses for each, or words by which the device finds them, and whether they took no longer than they will again."""
         if not isinstance(self.drafter, DraftModel):
             return [list(f.drafter.propose(f.stream.ids, f.asked)) for f in asked], True
         model = self.drafter
         for f in asked:
             if not model.follows(f.stream.id):
                 model.begin(self._wish(f.stream)[0], f.stream.id)
-        found = model.propose_all({f.stream.id: (f.stream.ids, f.asked) for f in asked})
+        wanted = {f.stream.id: (f.stream.ids, f.asked) for f in asked}
+        found = model.propose_all(wanted) if self._reads(asked) else model.ahead(wanted)
         return [found.get(f.stream.id, []) for f in asked], model.steady
+
+    def _reads(self, asked: list[Following]) -> bool:
+        """Whether guesses are to be known before they are verified: a constraint must hear of them."""
+        return not (isinstance(self.drafter, DraftModel) and self.drafter.chains) or any(f.constrained for f in asked)
 
     def _allowed(self, f: Following, guesses: Sequence[int]) -> tuple[int, ...]:
         """Those that may be verified under the sequence's constraint."""

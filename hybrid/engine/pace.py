@@ -49,12 +49,19 @@ class Costs:
 
     passes: dict[int, float] = field(default_factory=dict)
     drafts: dict[int, float] = field(default_factory=dict)
+    faded: bool = False
 
     def took(self, rows: int, seconds: float) -> None:
         _note(self.passes, rows, seconds)
 
     def drafted(self, guesses: int, seconds: float) -> None:
+        if self.faded:
+            self.drafts, self.faded = {}, False
         _note(self.drafts, guesses, seconds)
+
+    def fade(self) -> None:
+        """Trust less in what was measured of drafting, so that it is measured anew some time."""
+        self.drafts, self.faded = {n: seconds / 4 for n, seconds in self.drafts.items()}, True
 
     def of(self, rows: int) -> float:
         """0: nothing is known of so few."""

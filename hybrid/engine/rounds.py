@@ -30,6 +30,7 @@ class Rounds:
             room = engine.sizes.wants[-1]
             self.drafting = Drafting(drafter, room, k, engine.choosing, _wish, self._refused, engine.faults.append)
         self._read = 0.0  # when the last pass had been waited for
+        self._recorded = engine.counters.recordings  # programs at that time
         self._flights: deque[Flight] = deque()
         self._chosen: list[tuple[Job, int, TokenLogprob | None]] = []  # tokens that are still to be handed out
         self._wakes = Wakes()
@@ -104,9 +105,12 @@ class Rounds:
         flight = self._flights[0]
         self._due = True
         try:
+            drafted = 0.0 if self.drafting is None else self.drafting.finish(flight.scheduled)
             tokens, counts = self.runner.tokens(flight)
-            now = time.perf_counter()
-            seconds, between, self._read = now - max(self._read, flight.began), max(0.0, flight.began - self._read), now
+            now, began = time.perf_counter(), max(flight.began, drafted)
+            seconds, between, self._read = now - max(self._read, began), max(0.0, began - self._read), now
+            if self._recorded != (recorded := self.engine.counters.recordings):  # a program was made meanwhile
+                seconds, self._recorded = 0.0, recorded
         except VoidPass:  # every sequence starts again from the tokens that it has
             self._deciding = True
             self._flights.clear()

@@ -65,6 +65,7 @@ EDGE_VALUES: dict[str, str] = {
     "ahead": "guesses at positions after the next one",
     "last_set": "the message in the inbox's last place",
     "outside": "slots, table indices and tables that are not there: nothing is written for them",
+    "guessed": "every token from guesses, of whichever slot",
     "no_rows": "a message with table entries alone",
     "top_p_border": "top-p, with logits that a cut off by a thousandth would keep or drop",
     "neutral": "no penalty and no bias",

@@ -150,7 +150,8 @@ class HostDevice(SingleDevice):
 
     def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
         self.wait(ticket)
-        return self.whole(name).array.item(row, column)
+        array = self.whole(name).array
+        return array.item(row, column) if array.ndim == 2 else array.item(row)
 
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
         self.check_open()

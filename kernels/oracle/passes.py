@@ -13,6 +13,7 @@ def begin_pass(
     inbox: np.ndarray,
     next_token: np.ndarray,
     next_position: np.ndarray,
+    guesses: np.ndarray,
     turn: np.ndarray,
     live: np.ndarray,
     tokens: np.ndarray,
@@ -51,6 +52,9 @@ def begin_pass(
     known = np.where(there, slot, 0)
     at = np.where(position >= 0, position, np.where(there, next_position[known] - 1 - position, 0))
     slots[:rows], positions[:rows] = slot, at
+    guessed = (token < -1) & (-2 - token < guesses.shape[0]) & (at < guesses.shape[1])
+    guess = np.maximum(guesses[np.where(guessed, -2 - token, 0), np.where(guessed, at, 0)], 0)
+    token = np.where(token < -1, np.where(guessed, guess, 0), token)
     tokens[:rows] = np.where(token >= 0, token, np.where(there, next_token[known], 0))
     noted = (token >= 0) & there & (at < history.shape[1])
     history[slot[noted], at[noted]] = token[noted]

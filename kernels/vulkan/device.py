@@ -130,10 +130,16 @@ class VulkanDevice(Storage, SingleDevice):
         assert self._queue is not None
         return self._queue
 
-    def sibling(self, **options: Any) -> VulkanDevice:
+    def shares(self, name: str) -> bool:
+        """Whether a tensor is one of the device beside which this one was opened."""
+        return name in self._lent and self._tensors.get(name) is self._lent[name]
+
+    def sibling(self, lent: Mapping[str, str] | None = None, **options: Any) -> VulkanDevice:
         """Another device with tensors and programs of its own on the same queue: what is submitted to both runs in one order, and
-        the GPU changes no context between them. A loss is of both; closing this one closes it."""
-        return VulkanDevice(on=self, **options)
+        the GPU changes no context between them. A loss is of both; closing this one closes it. lent: Device.sibling."""
+        made = VulkanDevice(on=self, **options)
+        made._lent = {theirs: self.tensor(ours) for theirs, ours in (lent or {}).items()}
+        return made
 
     # --- what bindings ask -------------------------------------------------------------------------------------------
 

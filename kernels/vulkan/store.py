@@ -22,7 +22,7 @@ from hybrid.kernels.vulkan.transfer import Transfer
 # As f32 and bf16 a huge number, as f16 a NaN: a kernel that reads beyond its tensor shows in its result too.
 GUARD_BYTE = 0x7F
 # io tensors that only the host reads: cached host memory, which kernels write to but do not read.
-HOST_READ = ("history",)
+HOST_READ = ("history", "guesses", "accepted")
 
 
 class Storage(ABC):
@@ -40,6 +40,8 @@ class Storage(ABC):
         self._guards: dict[str, list[Slice]] = {}
         self._views: dict[str, np.ndarray] = {}
         """Of what is peeked at."""
+        self._lent: dict[str, DeviceTensor] = {}
+        """Tensors of another device on the same queue, by the names that they are to have here."""
 
     @abstractmethod
     def check_open(self) -> None:
@@ -60,6 +62,10 @@ class Storage(ABC):
             raise ValueError(f"tensor {decl.name} is already stored on this device")
         if decl.kind == "activation":
             raise ValueError(f"{decl.name} is an activation: it lives in the arena (reserve), not in a stored tensor")
+        lent = None if value is not None or parts or self.guard else self._lent.get(decl.name)
+        if lent is not None and (lent.dtype, lent.shape) == (decl.dtype, decl.shape):
+            self._kinds[decl.name], self._tensors[decl.name] = decl.kind, lent
+            return
         pool = "device"
         if decl.kind == "io" and decl.dtype != "f32":  # computed numbers stay in device memory and are copied out
             pool = "read" if decl.name in HOST_READ else "shared"
@@ -142,12 +148,12 @@ class Storage(ABC):
         return view.item(row, column)
 
     def _view(self, name: str) -> np.ndarray:
-        """int32 [rows, columns] over a mapped io tensor."""
+        """int32 [rows, columns] over a mapped io tensor; of one axis: [rows, 1]."""
         tensor = self.tensor(name)
         (piece,) = tensor.parts
         if self._kinds[name] != "io" or tensor.dtype not in ("i32", "u32") or piece.buffer.view is None:
             raise ValueError(f"{name} ({self._kinds[name]} {tensor.dtype}) is no mapped integer tensor: read() copies it")
-        return piece.bytes.view(DTYPES[tensor.dtype].parts[0].dtype).reshape(tensor.shape)
+        return piece.bytes.view(DTYPES[tensor.dtype].parts[0].dtype).reshape(tensor.shape[0], -1)
 
     def tensor(self, name: str) -> DeviceTensor:
         """A stored tensor by name."""

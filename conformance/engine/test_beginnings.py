@@ -1,0 +1,110 @@
+"""Text from beginnings that the models were not trained on: the same with guesses and without, greedy and sampled.
+
+`python -m conformance.engine.test_beginnings DEVICE [COUNT TOKENS]` runs many (200 of 24 tokens) and prints what happened.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import hybrid
+from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.models import GOLDEN
+from conformance.support.paths import MODELS
+from conformance.support.profile import LONG
+from conformance.support.ties import EXACT_NEAR
+from hybrid.core.places import DEMO
+from hybrid.engine.handle import Completion
+from hybrid.harness.compare import Disagreement
+from hybrid.harness.sampling import Params, judge
+
+DRAFTS = {"lookup": "lookup", "model": MODELS / "demo-gemma3-draft-q8_0.gguf"}
+WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 11}}
+LENGTHS = (3, 9, 17, 33, 48)
+SLOTS, CTX = 8, 128
+
+
+def beginnings(model: hybrid.Model, count: int) -> list[list[int]]:
+    """Of several lengths, from all over the held-out documents."""
+    text = [model.encode(d) for d in (GOLDEN / "held-out.txt").read_bytes().decode().split("\n\f\n")]
+    found = []
+    for i in range(count):
+        ids, n = text[i % len(text)], LENGTHS[i % len(LENGTHS)]
+        at = 1 + (i * 7919) % max(len(ids) - n - 1, 1)
+        found.append([ids[0], *ids[at : at + n]])
+    return found
+
+
+def texts(model: hybrid.Model, prompts: list[list[int]], **options: Any) -> list[Completion]:
+    handles = [model.submit(prompt, ignore_eos=True, **options) for prompt in prompts]
+    return [handle.result(timeout=3600) for handle in handles]
+
+
+def run(draft: Any, device: str, count: int, tokens: int, **options: Any) -> Counter[str]:
+    """Asserts that texts are the same, up to a choice that rounding can change; returns what was counted."""
+    done: Counter[str] = Counter()
+    how = {"precision": "exact", "slots": SLOTS, **options}
+    with hybrid.load(DEMO, device, ctx=CTX, draft=draft, speculate=3, **how) as model:
+        prompts = beginnings(model, count)
+        for way, chosen in WAYS.items():
+            began = time.perf_counter()
+            plain, guessed = (texts(model, prompts, max_tokens=tokens, **chosen, **more) for more in ({"speculate": 0}, {}))
+            for prompt, one, other in zip(prompts, plain, guessed, strict=True):
+                same = one.ids == other.ids
+                if not same:
+                    assert "deterministic" not in options, f"bit for bit: {one.ids}, with guesses {other.ids}"
+                    close(model, prompt, list(one.ids), list(other.ids), chosen)
+                done[f"{way} same" if same else f"{way} from a near tie on"] += 1
+                done["drafted"] += other.usage.drafted_tokens
+                done["accepted"] += other.usage.accepted_tokens
+                assert not one.usage.drafted_tokens
+            done[f"{way} seconds"] = round(time.perf_counter() - began)
+        assert not model.engine.faults
+    return done
+
+
+def close(model: hybrid.Model, prompt: list[int], one: list[int], other: list[int], chosen: dict[str, Any]) -> None:
+    """Assert that where two texts part, some rounding of the logits allows either choice."""
+    at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    logits = model.logits([*prompt, *one[:at]])[-1][: model.engine.target.n_tokens].astype(float)
+    if not chosen:
+        assert logits.max() - min(logits[one[at]], logits[other[at]]) < EXACT_NEAR, (prompt, at, one, other)
+        return
+    for token in (one[at], other[at]):
+        judge(f"after {len(prompt) + at} tokens", logits, Params(**chosen), len(prompt) + at - 1, token, slack=EXACT_NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", DRAFTS if LONG else ["model"])
+@pytest.mark.parametrize("backend", BACKENDS if LONG else ["cpu"])
+def test_texts_are_the_same_with_guesses(backend: str, draft: str) -> None:
+    if backend == "vulkan":
+        open_backend("vulkan").close()
+    count, tokens = (200, 24) if LONG else (6, 12)
+    done = run(DRAFTS[draft], backend, count, tokens)
+    assert done["greedy same"] + done["sampled same"] >= 1.9 * count, done
+    assert done["accepted"] > 0 and done["drafted"] >= (count if draft == "model" else 1), done
+
+
+def test_where_texts_part_either_choice_must_be_allowed() -> None:
+    """What the comparison lets pass, and what not."""
+    with hybrid.load(DEMO, "cpu", ctx=CTX, precision="exact") as model:
+        (prompt,) = beginnings(model, 1)
+        logits = model.logits(prompt)[-1]
+        best = int(logits.argmax())
+        with pytest.raises(AssertionError):
+            close(model, prompt, [best], [int(logits.argmin())], {})
+        with pytest.raises(Disagreement):
+            close(model, prompt, [best], [int(logits.argmin())], WAYS["sampled"])
+
+
+if __name__ == "__main__":
+    where, amounts = sys.argv[1], [int(x) for x in sys.argv[2:]] or [200, 24]
+    print("deterministic", dict(run("lookup", where, *amounts, slots=4, deterministic=True)) if where != "cpu" else "-", flush=True)
+    for name, made in DRAFTS.items():
+        print(name, dict(run(made, where, *amounts)), flush=True)
