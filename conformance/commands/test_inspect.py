@@ -70,17 +70,13 @@ def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(tmp_pat
 
 @pytest.mark.slow
 def test_what_kernels_take_beside_the_arena_is_counted_and_taken_once(devices: Devices) -> None:
-    """Prompts of every bucket, the smallest first: 32 rows are cut into stretches and take more than 128."""
+    """Programs of every bucket, the smallest first: 32 rows are cut into stretches and take more than 128."""
     device = devices.get("vulkan")
     checkpoint = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
     engine = Engine(checkpoint, device, EngineConfig(ctx=256, n_tokens=2048))
     try:
-        sizes = engine.sizes.rows
-        for rows in sizes:
-            slot = engine.admit()
-            engine.wait(engine.submit_prefill({slot: [2] * min(rows, 255)}))
-            engine.token(slot, min(rows, 255), engine.submit_decode((slot,)))
-            engine.release(slot)
+        for rows in engine.sizes.rows:
+            engine.warm_up(rows)
         planned = footprint(checkpoint.hparams, engine.target.weights, context=256, **planned_on(DryDevice.like(device.report)))
         assert planned.beside == device.memory()["scratch"] > 0
     finally:

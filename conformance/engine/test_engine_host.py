@@ -12,7 +12,6 @@ from conformance.engine.test_engine_cpu import IDS
 from conformance.support.devices import BACKENDS
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
-from hybrid.checkpoint.random import random_checkpoint
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 
@@ -22,6 +21,11 @@ MOST_CALLS = 20  # of Python functions, per token
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return open_checkpoint(write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32")
 
 
 @pytest.fixture
@@ -92,9 +96,9 @@ def test_a_batch_of_tokens_ends_with_the_context(checkpoint, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_end_of_text_inside_a_batch_is_seen_late_but_seen(devices, backend):
+def test_an_end_of_text_inside_a_batch_is_seen_late_but_seen(devices, folder, backend):
     devices.get(backend)  # skips where there is no Vulkan
-    with hybrid.load(random_checkpoint("gemma3-270m", layers=1, vocab=512), backend, ctx=64) as model:
+    with hybrid.load(folder, backend, ctx=64) as model:
         every = "".join(model.generate([2, 5], 12, ignore_eos=True))
         ids = model.stats.ids
         model.checkpoint.tokenizer.eos_ids = frozenset({ids[4]})
@@ -145,9 +149,9 @@ def test_deterministic_sequences_do_not_depend_on_their_neighbours(checkpoint, d
 
 @pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_deterministic_model_says_the_same_again(devices, backend):
+def test_a_deterministic_model_says_the_same_again(devices, folder, backend):
     devices.get(backend)
-    with hybrid.load(random_checkpoint("gemma3-270m", layers=1, vocab=512), backend, ctx=64, deterministic=True) as model:
+    with hybrid.load(folder, backend, ctx=64, weights="q4_0", deterministic=True) as model:
         prompt = list(range(2, 25))
         first, logits = "".join(model.generate(prompt, 12, ignore_eos=True)), model.logits(prompt)
         with model.session() as session:  # the second run finds the first one's tokens in the cache

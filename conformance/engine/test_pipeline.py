@@ -17,11 +17,12 @@ import pytest
 
 from conformance.engine.test_hybrid import drivers_memory
 from conformance.support.devices import BACKENDS, open_backend, own_memory
-from conformance.support.models import MODELS
+from conformance.support.models import BOTH, MODELS, cut
 from conformance.support.paths import ATTENTION, PROJECTIONS
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
+from hybrid.convert import convert
 from hybrid.core.hparams import HParams
 from hybrid.devices import transfers
 from hybrid.devices.inflight import InFlight
@@ -286,12 +287,14 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
     with device:
         apart = own_memory(device)  # then copies between the two wait for all that the main device was given
     prompt = "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write_file(path"
-    shipped, found, said = ATTENTION.read_text(), {}, set()
+    shipped, found, said, model = ATTENTION.read_text(), {}, set(), tmp_path / "few.gguf"
+    with open_checkpoint(DEMO) as whole:
+        convert(cut(whole, BOTH), model, "q8_0")
     for depth in (1, 2):
         schedule, trace = tmp_path / f"{depth}.toml", tmp_path / f"{depth}.json"
         schedule.write_text(shipped.replace("\npipeline = 2", f"\npipeline = {depth}"))
         args = ["--schedule", str(schedule), "--npu", "sim", "--device", "vulkan", "--ctx", "128", "--chunk", "8", "-n", "3"]
-        assert main([str(DEMO), "--prompt", prompt, "--ignore-eos", "--trace", str(trace), *args]) == 0
+        assert main([str(model), "--prompt", prompt, "--ignore-eos", "--trace", str(trace), *args]) == 0
         said.add(capsys.readouterr().out)
         spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
         found[depth] = [e for e in spans if ".prefill." in e["args"].get("plan", "")]
@@ -300,7 +303,7 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
     for depth, trace_of in found.items():
         rows = {r: sorted((e["ts"], e["ts"] + e["dur"], e["args"]["pass"]) for e in trace_of if e["tid"] == r) for r in (1, 2)}
         chunks = len({number for *_, number in rows[1]})
-        assert chunks >= 4 and len(rows[2]) == 12 * chunks and len(rows[1]) > 4 * len(rows[2])
+        assert chunks >= 4 and len(rows[2]) == len(BOTH) * chunks and len(rows[1]) > 4 * len(rows[2])
         for row in rows.values():
             assert all(b[0] > a[1] - slack for a, b in pairwise(row)), "a device does one thing at a time"
         both = [(p, q) for a, b, p in rows[1] for c, d, q in rows[2] if min(b, d) > max(a, c) + slack]
