@@ -288,8 +288,7 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
         apart = own_memory(device)  # then copies between the two wait for all that the main device was given
     prompt = "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write_file(path"
     shipped, found, said, model = ATTENTION.read_text(), {}, set(), tmp_path / "few.gguf"
-    with open_checkpoint(DEMO) as whole:
-        convert(cut(whole, BOTH), model, "q8_0")
+    convert(cut(open_checkpoint(DEMO), BOTH), model, "q8_0")
     for depth in (1, 2):
         schedule, trace = tmp_path / f"{depth}.toml", tmp_path / f"{depth}.json"
         schedule.write_text(shipped.replace("\npipeline = 2", f"\npipeline = {depth}"))
