@@ -3,6 +3,7 @@ whose tokens and failures the test decides."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -15,6 +16,7 @@ import pytest
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, running, until
 from hybrid.core.errors import DeviceLost
+from hybrid.serve.connection import LARGE
 from hybrid.serve.settings import Settings
 
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -163,16 +165,31 @@ def test_a_head_that_comes_byte_by_byte_is_not_waited_for(answered: bool) -> Non
                 while not said.endswith(b"}"):
                     said += s.recv(1000)
                 assert said.startswith(b"HTTP/1.1 200")
-        came = b""
+        came, endless = b"", itertools.chain(b"GET / HTTP/1.1\r\nX: ", itertools.repeat(ord("a")))
         s.settimeout(0.05)
         end = time.monotonic() + 30
         while not came and time.monotonic() < end:
             try:
-                s.sendall(b"G")
+                s.sendall(bytes([next(endless)]))
                 came = s.recv(1000)
             except TimeoutError:
                 continue
         assert came.startswith(b"HTTP/1.1 408")
+        assert server.http.get("/health").status_code == 200
+
+
+def test_a_head_that_does_not_end_is_refused() -> None:
+    with running(lambda: ScriptedModel(Script())) as server, server.raw() as s:
+        s.settimeout(10)
+        said = LARGE
+        try:
+            s.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+            for n in range(10):  # 80 KiB in all
+                s.sendall(b"X-%d: %b\r\n" % (n, b"a" * 8000))
+            said = s.recv(100)
+        except ConnectionError:  # closed while more of it came
+            pass
+        assert said == LARGE
         assert server.http.get("/health").status_code == 200
 
 

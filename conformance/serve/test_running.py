@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-import h11
 import pytest
 
 from hybrid.core.errors import DeviceLost
 from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, Usage, Wakes
 from hybrid.serve import running
-from hybrid.serve.connection import FULL, Gathered, Wire
+from hybrid.serve.connection import FULL, Gathered
 from hybrid.serve.errors import ApiError
 from hybrid.serve.running import Feed, Item, Job
 
@@ -102,30 +101,6 @@ def test_silence_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> Non
         assert told(found) == [(0, [1], True)]
 
     in_loop(run)
-
-
-@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-@pytest.mark.parametrize("length", [None, b"6"])
-def test_the_short_way_writes_what_h11_writes(version: bytes, length: bytes | None) -> None:
-    """Two answers on one connection: states and bytes are h11's."""
-
-    def answered(conn: h11.Connection) -> list[Any]:
-        out: list[Any] = []
-        for _ in range(2):
-            conn.receive_data(b"GET / HTTP/%b\r\nHost: x\r\nConnection: keep-alive\r\n\r\n" % version)
-            while conn.next_event() not in (h11.NEED_DATA, h11.PAUSED):
-                pass
-            headers = [(b"content-length", length)] if length else []
-            events = [h11.Response(status_code=200, headers=headers), *(h11.Data(data=d) for d in (b"abc", b"", b"def"))]
-            out += [conn.send(e) for e in (*events, h11.EndOfMessage())] + [conn.our_state]
-            if conn.our_state is not h11.DONE:
-                return out
-            conn.start_next_cycle()
-        with pytest.raises(h11.LocalProtocolError):
-            conn.send(h11.Data(data=b"before its answer"))
-        return out
-
-    assert answered(Wire(h11.SERVER)) == answered(h11.Connection(h11.SERVER))
 
 
 class Sink:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,13 +63,21 @@ class Backend:
 
     async def _first(self) -> None:
         try:
-            model = await asyncio.to_thread(self._load)
+            model = await asyncio.to_thread(self._loaded_and_kept)
             self.joules = await asyncio.to_thread(_joules, model)
         except Exception as error:
             self._end(LOST if isinstance(error, DeviceLost) else 1, f"error: {describe(error)}")
             return
         self._watch = asyncio.get_running_loop().create_task(self.joules.watch())
         self._take(model)
+
+    def _loaded_and_kept(self) -> Model:
+        """What a model consists of lives until it is closed: no collection in the midst of requests looks through it."""
+        gc.unfreeze()  # what was left of one before
+        model = self._load()
+        gc.collect()
+        gc.freeze()
+        return model
 
     def _take(self, model: Model) -> None:
         self._model = model
@@ -98,7 +107,7 @@ class Backend:
         for wait in self._waits:
             await asyncio.sleep(wait)
             try:
-                model = await asyncio.to_thread(self._load)
+                model = await asyncio.to_thread(self._loaded_and_kept)
             except Exception as error:
                 said = describe(error)
                 print(f"loading again failed: {said}", file=sys.stderr, flush=True)

@@ -1,34 +1,19 @@
-"""Connections whose clients must say what they want, and whose streams are cheap to write. uvicorn bounds the silence after an
-answer, this that before a request. Of what a stream's piece costs the loop, h11's states and the system's call for each write were
-the largest parts."""
+"""Connections whose clients must say what they want, and whose answers cost the loop few writes. uvicorn bounds the silence after
+an answer, this the time and the size of a request's head."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD = 64 << 10
-"""Bytes of a request's head at most."""
+"""Bytes of a request's head at most; whole pieces of what comes from the system are counted."""
 FULL = 64 << 10
 """Bytes that are not kept for the end of a turn."""
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-
-class Wire(h11.Connection):
-    """h11 with a short way for pieces of a chunked body, which change none of its states."""
-
-    _chunked = False  # the answer that is being sent
-
-    def send(self, event: Any) -> bytes | None:  # type: ignore[override]
-        if self._chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
-        sent = super().send(event)
-        if type(event) is h11.Response:
-            self._chunked = sent is not None and b"transfer-encoding: chunked\r\n" in sent.lower()
-        return sent
+LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class Gathered:
@@ -60,7 +45,7 @@ class Gathered:
             self._transport.write(b"".join(kept))
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """A head that is not whole `seconds` after the connection was made, or after the first byte that follows an answer, ends the
     connection, however often a byte of it comes; bodies have limits of their own (guard.py)."""
 
@@ -69,19 +54,32 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._late: asyncio.TimerHandle | None = None
-        self.conn = Wire(h11.SERVER, HEAD)
+        self._whole = False  # the last head that was begun
+        self._came = 0  # bytes of one that is not
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         gathered: Any = Gathered(transport, self.loop)
         super().connection_made(gathered)
-        self._late = self.loop.call_later(self.seconds, self._end)
+        self._late = self.loop.call_later(self.seconds, self._end, LATE)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
+        if self._whole:
             self._in_time()
-        elif self._late is None:
-            self._late = self.loop.call_later(self.seconds, self._end)
+            return
+        if self._late is None:
+            self._late = self.loop.call_later(self.seconds, self._end, LATE)
+        self._came += len(data)
+        if self._came > HEAD:
+            self._end(LARGE)
+
+    def on_message_begin(self) -> None:
+        self._whole, self._came = False, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._whole = True
+        super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
@@ -92,11 +90,11 @@ class Connection(H11Protocol):
             self._late.cancel()
             self._late = None
 
-    def _end(self) -> None:
-        self._late = None
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            if self.conn.trailing_data[0]:
-                self.transport.write(LATE)
+    def _end(self, said: bytes) -> None:
+        self._in_time()
+        if not self._whole and not self.transport.is_closing():
+            if self._came:
+                self.transport.write(said)
             self.transport.close()
 
 
