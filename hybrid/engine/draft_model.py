@@ -15,6 +15,8 @@ from hybrid.engine.interface import PassRunner
 from hybrid.engine.sampling import Sampling
 from hybrid.planning.passes import bucket_of
 
+BEHIND = 32
+"""Tokens that a sequence may be ahead of the draft after a while without guesses: their passes' programs are made at once."""
 FEW = 3
 """New tokens that are run one after another."""
 
@@ -33,6 +35,9 @@ class DraftModel:
 
     def __init__(self, engine: PassRunner, name: str, close: Callable[[], object]) -> None:
         self.engine, self.name, self._close = engine, name, close
+        for rows in engine.sizes.rows:
+            if rows <= BEHIND:
+                engine.warm_up(rows)
         self.chains = engine.device.shares("history")
         """Whether a pass of the larger model may find guesses on the device, where they are made (`ahead`)."""
         self._followed: dict[Hashable, Followed] = {}

@@ -16,7 +16,7 @@ from hybrid.engine.config import check_guesses
 from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Drafter
 from hybrid.engine.interface import PassRunner
-from hybrid.engine.pace import AHEAD, MOST, PROBE, PROBES, Budget, Costs, Counts, Pace, Rightness, hopeful, share
+from hybrid.engine.pace import AHEAD, MOST, PROBES, Budget, Costs, Counts, Pace, Rightness, share, trial
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Pass, Stream
@@ -153,29 +153,26 @@ class Drafting:
     def _share(self, due: list[Following], rows: int) -> list[int]:
         """How many guesses each gets by its worth, in a pass of so many rows without; sets `asked`, which may be a few to try."""
         shares = share([f.pace for f in due], rows, self.room, self.costs)
-        hope = hopeful(rows, self.room, self.costs)
-        if not hope and hopeful(rows, self.room, Costs(self.costs.passes)):
+        tries = trial(rows, self.room, self.costs)
+        if not tries and trial(rows, self.room, Costs(self.costs.passes)):
             self.costs.fade()  # a device may have been busy when drafting was measured
         for f, k in zip(due, shares, strict=True):
             if not self.costs.of(rows) and not f.pace.fixed:  # what a pass without guesses takes must be known
                 f.asked = 0
                 f.pace.pause(1)
             else:
-                f.asked = min(f.pace.offer(k, hope), f.stream.last - len(f.stream.ids) - f.stream.flying - 1)
+                f.asked = min(f.pace.offer(k, tries), f.stream.last - len(f.stream.ids) - f.stream.flying - 1)
         self._afford([f for f in due if not f.pace.fixed], rows)
         return shares
 
     def _afford(self, trying: list[Following], rows: int) -> None:
-        """Ask for fewer guesses, or for none for a while, where the budget has not what they lose if all of them are wrong."""
-        for most in (self.room, PROBE, 1):
-            asked = [min(f.asked, most) for f in trying]
-            if not any(asked):
-                return
-            loss = self.costs.of(rows + sum(asked)) - self.costs.of(rows) + self.costs.drafting(max(asked))
-            if self.budget.allows(loss):
-                for f, k in zip(trying, asked, strict=True):
-                    f.asked = k
-                return
+        """Ask for none for a while, where the budget has not what they lose if all of them are wrong."""
+        asked = [f.asked for f in trying]
+        if not any(asked):
+            return
+        loss = self.costs.of(rows + sum(asked)) - self.costs.of(rows) + self.costs.drafting(max(asked))
+        if self.budget.allows(loss):
+            return
         tokens = min(self.budget.until(loss, self.costs.of(rows)), PROBES[1])
         for f in trying:
             f.asked = 0

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 MOST = 7
 """Guesses of a pass for one sequence at most, unless asked for: with the token before them they fill the smallest batch of rows."""
 PROBES = (8, 128)  # tokens between two tries where guesses do not pay: doubled after each try in vain
-PROBE = 2  # guesses of such a try
-SHARE, FIRST, SAVED = 0.01, 2.5, 16.0  # of a Budget: a share of the time; passes at the beginning, and at most
+TRUST = 0.85  # rightness that such a try is made for
+PROBE = 2  # guesses of a pass with more rows than any before, at least
+SHARE, FIRST, SAVED = 0.01, 4.0, 16.0  # of a Budget: a share of the time; passes at the beginning, and at most
 AHEAD = 4
 """Tokens chosen ahead of the host where no guess is at hand."""
 _KEPT, _KEPT_OF_ALL = 0.9, 0.98  # of what was counted before, at each verification of one sequence, and of any
@@ -152,12 +153,11 @@ class Pace(Rightness):
         """No guesses for so many tokens."""
         self._rest = max(self._rest, tokens)
 
-    def offer(self, guesses: int, hope: bool) -> int:
-        """Guesses for the next pass, where `share` gives so many. Where that is none, a few are tried once in a while, if right
-        ones would pay (hope)."""
+    def offer(self, guesses: int, tries: int) -> int:
+        """Guesses for the next pass, where `share` gives so many. Where that is none, so many are tried now and then (`trial`)."""
         if guesses or self.fixed:
             return guesses
-        return min(PROBE, self.most) if hope and not self._probed else 0
+        return 0 if self._probed else min(tries, self.most)
 
     def settle(self, guesses: int, offered: int) -> None:
         """The next pass has as many guesses as `offer` said."""
@@ -193,10 +193,9 @@ def share(paces: Sequence[Pace], rows: int, room: int, costs: Costs) -> list[int
     return best
 
 
-def hopeful(rows: int, room: int, costs: Costs) -> bool:
-    """Whether right guesses of one sequence would make passes of so many rows pay."""
-    more = rows + PROBE
-    return more <= room and _speed(more, more, PROBE, costs) > _speed(rows, rows, 0, costs)
+def trial(rows: int, room: int, costs: Costs) -> int:
+    """How many guesses of one sequence would pay in passes of so many rows if most of them were right; 0: none would."""
+    return share([Pace(rate=TRUST)], rows, room, costs)[0]
 
 
 def _speed(tokens: float, rows: int, guesses: int, costs: Costs) -> float:
