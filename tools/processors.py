@@ -7,8 +7,8 @@
 
 OpenBLAS takes its kernels by OPENBLAS_CORETYPE, NumPy leaves out its own by NPY_DISABLE_CPU_FEATURES, llvmpipe's subgroups
 are as wide as LP_NATIVE_VECTOR_WIDTH. Each kind is a pytest process of its own: a library reads these when it is loaded.
-The short profile has each set of kernels, each number of threads and each width once: the suite itself runs this processor's
-own kernels on one thread.
+The short profile has each set of kernels, each number of threads and each width once, and rough products on one of them: the
+suite itself runs this processor's own kernels on one thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LONG = os.environ.get("HYBRID_CONFORMANCE") == "long"
 BLAS = ("-m", "blas", "-k", "not vulkan")  # the marker comes second
 WIDTH = ("-m", "width", "-k", "vulkan" if LONG else "vulkan and (prime or past_failure)")  # each shader is compiled for it
-SHORT = ("haswell-2", "nehalem-1", "rough", "width-512")
+SHORT = ("haswell-2", "nehalem-rough", "width-512")
+ROUGH = {"HYBRID_ROUGH_PRODUCTS": "1"}
 AVX512, AVX = ("AVX512", "X86_V4"), ("AVX", "X86_V3", "X86_V4", "FMA", "F16C")
 
 
@@ -56,16 +57,17 @@ class Kind:
         return f"this processor lacks {self.flag}" if self.flag and self.flag not in flags else ""
 
 
-def _x86(name: str, core: str, threads: int, without: tuple[str, ...], flag: str) -> Kind:
-    env = {"OPENBLAS_CORETYPE": core, "OPENBLAS_NUM_THREADS": str(threads)}
-    return Kind(f"{name}-{threads}", env, without=without, flag=flag, x86=True)
+def _x86(name: str, core: str, threads: int, without: tuple[str, ...], flag: str, rough: bool = False) -> Kind:
+    env = {"OPENBLAS_CORETYPE": core, "OPENBLAS_NUM_THREADS": str(threads), **(ROUGH if rough else {})}
+    return Kind(f"{name}-{'rough' if rough else threads}", env, without=without, flag=flag, x86=True)
 
 
 KINDS = (
     Kind("own-2", {"OPENBLAS_NUM_THREADS": "2"}),
     *(_x86("haswell", "Haswell", threads, AVX512, "avx2") for threads in (1, 2)),
     *(_x86("nehalem", "Nehalem", threads, AVX, "sse4_2") for threads in (1, 2)),
-    Kind("rough", {"HYBRID_ROUGH_PRODUCTS": "1"}),
+    _x86("nehalem", "Nehalem", 1, AVX, "sse4_2", rough=True),
+    Kind("own-rough", ROUGH),
     Kind("width-512", {"LP_NATIVE_VECTOR_WIDTH": "512"}, WIDTH),
 )
 
@@ -91,8 +93,8 @@ def files_with(marker: str) -> list[str]:
 
 
 def usual(flags: frozenset[str], long: bool = LONG) -> list[str]:
-    """The kinds that run if none is named. Where no other processor's kernels can, two threads are proved on its own."""
-    stands_in = {"own-2"} if any(k.lacks(flags) for k in KINDS if k.name == "haswell-2") else set()
+    """The kinds that run if none is named. Where another processor's kernels cannot, what they prove beside is on its own."""
+    stands_in = {"own-" + k.name.split("-")[1] for k in KINDS if k.name in SHORT and k.lacks(flags)}
     return [k.name for k in KINDS if long or k.name in {*SHORT, *stands_in}]
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conformance.support.devices import open_backend
-from conformance.support.models import MODELS
+from conformance.support.models import BOTH, demo
 
 FORKED = """
 import os, signal, sys
@@ -55,7 +55,7 @@ print("parent ::", began + "".join(pieces) == text and "".join(model.generate("d
 @pytest.mark.parametrize("how", ["close", "leave"])
 def test_a_forked_process_is_told_that_the_model_is_not_its_own_and_ends(how: str) -> None:
     open_backend("vulkan").close()
-    command = [sys.executable, "-c", FORKED, str(MODELS / "demo-gemma3-q8_0.gguf"), how]
+    command = [sys.executable, "-c", FORKED, str(demo(layers=BOTH)), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     said = dict(line.split(" :: ", 1) for line in done.stdout.splitlines() if " :: " in line)
     assert "was done" not in done.stdout and said.pop("cpu") == "cpu", done.stdout
