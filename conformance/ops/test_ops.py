@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from conformance.ops.past import PAST
 from conformance.ops.strategies import cases
@@ -55,8 +55,9 @@ DTYPES = [pytest.param(op, b, d, id=_ids(op, b, d)) for op, b in SUPPORTED for d
 
 
 # A CPU driver compiles each kernel for a second. In the short profile, of products beside `linear`, where each type of weights and
-# of rows is a kernel for each size, the sizes take turns over the types; of decode attention fewer cases are drawn.
-IN_TURN, DRAWN_ONCE = ("fused_ffn", "logits", "altup_unembed", "per_layer_input"), ("decode_attention",)
+# of rows is a kernel for each size, the sizes take turns over the types, and drawn cases keep axes that are a kernel's constants.
+IN_TURN = ("fused_ffn", "logits", "altup_unembed", "per_layer_input")
+CONSTANTS = {"decode_attention": ("HQ", "HK", "D", "BS", "R", "KV")}
 
 
 def sized(op: str, backend: str, dtypes: Mapping[str, str]) -> list[Case]:
@@ -69,17 +70,22 @@ def sized(op: str, backend: str, dtypes: Mapping[str, str]) -> list[Case]:
     return [found[turn % len(found)]]
 
 
+def kept(op: str, backend: str, found: list[Case]) -> Mapping[str, int]:
+    """Axes that drawn cases of a combination whose sizes are `found` have in common."""
+    if LONG or backend != "vulkan":
+        return {}
+    fixed = {a: found[0].bind[a] for a in CONSTANTS.get(op, ())}
+    return fixed | ({axis: min(8, found[0].bind[axis])} if (axis := SPECS[op].token_axis) and op in IN_TURN else {})
+
+
 @pytest.mark.parametrize(("op", "backend", "dtypes"), DTYPES)
 def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, str]) -> None:
-    """Its sizes, then drawn cases: of a size in turn, with as many rows."""
+    """Its sizes, then drawn cases."""
     device, spec, ran = devices.get(backend, guard=GUARD), SPECS[op], 0
     for case in (found := sized(op, backend, dtypes)):
         run_case(spec, device, case)
-    rows = {spec.token_axis: min(8, found[0].bind[spec.token_axis])} if spec.token_axis and len(found) == 1 else {}
-    few = not LONG and backend == "vulkan" and op in DRAWN_ONCE
 
-    @settings(max_examples=1 if few else settings().max_examples)
-    @given(cases(spec, backend, dtypes, rows))
+    @given(cases(spec, backend, dtypes, kept(op, backend, found)))
     def prove(case: Case) -> None:
         nonlocal ran
         run_case(SPECS[op], device, case)
