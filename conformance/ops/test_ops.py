@@ -72,10 +72,11 @@ def sized(op: str, backend: str, dtypes: Mapping[str, str]) -> list[Case]:
 
 def kept(op: str, backend: str, found: list[Case]) -> Mapping[str, int]:
     """Axes that drawn cases of a combination whose sizes are `found` have in common."""
-    if LONG or backend != "vulkan":
+    if LONG:
         return {}
-    fixed = {a: found[0].bind[a] for a in CONSTANTS.get(op, ())}
-    return fixed | ({axis: min(8, found[0].bind[axis])} if (axis := SPECS[op].token_axis) and op in IN_TURN else {})
+    fixed = {a: found[0].bind[a] for a in (CONSTANTS.get(op, ()) if backend == "vulkan" else SPECS[op].backends[backend].static)}
+    rows = backend == "vulkan" and op in IN_TURN and SPECS[op].token_axis
+    return fixed | ({rows: min(8, found[0].bind[rows])} if rows else {})
 
 
 @pytest.mark.parametrize(("op", "backend", "dtypes"), DTYPES)
