@@ -17,7 +17,8 @@ BINDINGS: dict[str, Binding] = {
 
 # Fused groups by the operations of their consecutive steps (kernels/vulkan/groups.py), longer ones first.
 GROUPS: dict[tuple[str, ...], Group] = {
-    _layer_attention.OPS: _layer_attention.record,
+    **{ops: _layer_attention.record for ops in _layer_attention.OPS},
+    **{ops: _layer.record for ops in (_layer.WITH_OWN, _layer.QUERIES_WITH_OWN, _layer.OPS, _layer.QUERIES, _layer.LAST_WITH_OWN,
+                                      _layer.LAST)},
     _altup_next.OPS: _altup_next.record,
-    **{ops: _layer.record for ops in (_layer.WITH_OWN, _layer.QUERIES_WITH_OWN, _layer.OPS, _layer.QUERIES)},
 }
