@@ -17,7 +17,7 @@ from hybrid.harness.inputs import make
 from hybrid.harness.sizes import base_bind
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.vulkan.dry import DryDevice, record
-from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_PARTS, STREAM, STREAMED, TILES, TYPES, split_k
+from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_PARTS, NARROW, STREAM, STREAMED, TILES, TYPES, split_k
 from hybrid.spec import load_op
 
 
@@ -59,7 +59,7 @@ def test_what_is_dealt_out_takes_fewer_stages_and_every_part_has_a_place(groups)
 
 SIZES = (11, 133, 261)  # rows: tiles that are all cut, and, of the smaller ones, some that are beside some that are not
 BIND = {"linear": {"N": 331, "K": 224}, "fused_ffn": {"H": 160, "F": 352}}
-PAIRS = {"linear": {"N": 331, "K": 320}, "fused_ffn": {"H": 320, "F": 448}}  # whole pairs of blocks, for stream.slang
+PAIRS = {"linear": {"N": 331, "K": 320}, "fused_ffn": {"H": 320, "F": 448}}  # whole pairs of blocks, for stream.slang and narrow.slang
 
 
 def case_for(op: str, rows: int, dtype: str, shapes: dict[str, dict[str, int]] = BIND) -> Case:
@@ -77,7 +77,7 @@ def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(devices: Devic
     for dtype, groups in (("q4_0", 24), ("f16", 24), ("q8_0", 1056)):
         with device.tuning.forced(family, {"tile": tile, "groups": groups}):
             for live in (rows, rows // 2):
-                case = case_for(op, rows, dtype, PAIRS if tile in STREAM else BIND)
+                case = case_for(op, rows, dtype, PAIRS if tile in (*STREAM, NARROW) else BIND)
                 run_case(load_op(op), device, replace(case, rows=live))
 
 
@@ -101,22 +101,36 @@ def test_few_rows_meet_weights_that_were_rounded_once(devices: Devices, dtype: s
     """With one element in a row of x nothing hides how a weight was decoded: its f16 is the definition's."""
     device, spec = devices.get("vulkan", guard=GUARD), load_op("linear")
     need_matrix_units(device)
-    for rows, tile in zip((11, 27, 11, 27, 61, 61), (*FEW, *STREAM), strict=True):
+    for rows, tile in zip((11, 27, 11, 27, 61, 61, 43), (*FEW, *STREAM, NARROW), strict=True):
         bind = {"T": rows, "N": 331, "K": 512}
         case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes({"x": "f16", "w": dtype}), rows, frozenset(bind))
         with device.tuning.forced("linear.gemm", {"tile": tile}):
             run_case(spec, device, replace(case, kinds={"x": "one_hot"}))
 
 
+@pytest.mark.parametrize("width", [64, 96, 256])
+def test_both_products_of_a_layers_own_input_as_narrow_ones(devices: Devices, width: int) -> None:
+    """Whose second K is no whole pair of blocks with 96 columns: that product takes another tile."""
+    device, spec = devices.get("vulkan", guard=GUARD), load_op("per_layer_input")
+    need_matrix_units(device)
+    types = spec.dtypes({"x": "f16", "h": "f16", "w_gate": "q4_0", "w_proj": "q4_0"})
+    with device.tuning.forced("linear.gemm", {"tile": NARROW}):
+        for rows, live in ((5, 5), (37, 21), (64, 64)):
+            bind = {"T": rows, "H": 4672 if width == 256 else 320, "P": width, "E": 3 * width}
+            case = variant(spec, {**base_bind(spec), **bind}, types, rows, frozenset(bind))
+            run_case(spec, device, replace(case, rows=live, attrs={**case.attrs, "layer": 2}))
+
+
+@pytest.mark.parametrize("tile", [STREAM[0], NARROW])
 @pytest.mark.parametrize(("known", "k", "dtype", "streamed"), [
     (True, 320, "q4_0", True), (False, 320, "q4_0", False), (True, 224, "q4_0", False), (True, 320, "q8_0", False),
 ])  # fmt: skip
-def test_weights_go_straight_to_lanes_where_these_hold_what_the_kernel_counts_on(monkeypatch, known, k, dtype, streamed):
+def test_weights_go_straight_to_lanes_where_these_hold_what_the_kernel_counts_on(monkeypatch, tile, known, k, dtype, streamed):
     features = {"f16_matrices": True, "matrix_lanes": known}
     dry = DryDevice(features=lambda name: features.get(name, False), tuning="nvidia")
     chosen = spy_kernels(dry, monkeypatch)
     case = case_for("linear", 11, dtype, {"linear": {"N": 331, "K": k}})
-    with dry.tuning.forced("linear.gemm", {"tile": STREAM[0]}):
+    with dry.tuning.forced("linear.gemm", {"tile": tile}):
         record(plan_for(load_op("linear"), case), dry)
-    assert (f"linear.gemm.{dtype}.f16.{STREAM[0]}" in chosen) == streamed and len(chosen) == 1
+    assert (f"linear.gemm.{dtype}.f16.{tile}" in chosen) == streamed and len(chosen) == 1
     assert ("linear", dtype) in STREAMED or not streamed

@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.kernels.vulkan.kernel import Kernel
@@ -17,7 +18,7 @@ from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 # operands.slang decodes.
 TILES = {"128x192": (128, 192), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64),
          "32x128": (32, 128), "16x128": (16, 128), "64x384": (64, 384), "64x256": (64, 256), "32x256": (32, 256),
-         "16x256": (16, 256)}  # fmt: skip
+         "16x256": (16, 256), "32x16": (32, 16)}  # fmt: skip
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
 # Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang), and of
@@ -29,6 +30,9 @@ STREAMED = {("linear", "q4_0"): ("16x256", "32x256", "64x256"), ("linear", "q6_k
             ("ffn_up", "q4_0"): ("16x256", "32x256", "64x384")}  # fmt: skip
 MOST_PARTS, MOST_SUBGROUPS = 16, 16  # of a tile
 ENDS, SUMS = 160, 60  # columns that are multiplied in the time that it takes to begin and to end a tile, and to add a part's sums
+# And of the tile for small matrices (narrow.slang): its subgroups, at most, share K, two of them 256 columns, and of each the
+# sums lie in shared memory.
+NARROW, NARROWED, NARROW_SUBGROUPS, NARROW_STAGE, PATCH_BYTES = "32x16", ("q4_0",), 16, 256, 2560
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
 GROUPS = 24  # workgroups that even a small device runs at once
@@ -71,8 +75,7 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
         return None
     if not device.has("f16_matrices") or device.subgroup_size != SUBGROUP:
         return None
-    default = {"tile": default_tile(rows, w.rows), "unpack": False, "groups": GROUPS}
-    use = device.tuning.choose(f"{family}.gemm", default, w=w.dtype, rows=rows, n=w.rows, k=k)
+    use = tile_for(device, family, w.dtype, rows, w.rows, k)
     parts_of_w, dtype = w.parts, w.dtype
     if use["unpack"] and dtype != "f16" and 2 * w.rows * k <= device.max_range:
         scratch = rec.scratch(2 * w.rows * k)
@@ -81,7 +84,12 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     tile = use["tile"]
     if tile in STREAM and not (tile in STREAMED.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")):
         tile = default_tile(rows, w.rows)
+    if tile == NARROW and not is_narrow(device, family, dtype, k):
+        tile = default_tile(rows, w.rows)
     tall, across = TILES[tile]
+    if tile == NARROW:
+        kernel = rec.kernel(f"linear.gemm.{dtype}.{x.dtype}.{NARROW}", THREADS=narrow_threads(device, k), **constants)
+        return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts_of_w, b"", ())
     down, columns = -(-rows // tall), -(-w.rows // across)
     stage = STREAM_STAGE if tile in STREAM else FEW_STAGE if tile in FEW and DTYPES[dtype].quantised else STAGE
     whole, parts = split_k(down, columns, k, stage, use["groups"], device.max_range // (4 * tall * across))
@@ -93,6 +101,22 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", SEVERAL=several, **constants)
     grid = (Live(extent, per=tall, cap=rows), whole + parts, 1)
     return Gemm(kernel, grid, parts_of_w, struct.pack("<2I", whole, parts), beside)
+
+
+def tile_for(device: Any, family: str, dtype: str, rows: int, n: int, k: int) -> dict[str, Any]:
+    """What the device's tuning table says of `rows` rows by w [n, k]."""
+    default = {"tile": default_tile(rows, n), "unpack": False, "groups": GROUPS}
+    return device.tuning.choose(f"{family}.gemm", default, w=dtype, rows=rows, n=n, k=k)
+
+
+def is_narrow(device: Any, family: str, dtype: str, k: int) -> bool:
+    """Whether narrow.slang computes such a product on the device."""
+    return family == "linear" and dtype in NARROWED and k % 64 == 0 and device.has("matrix_lanes")
+
+
+def narrow_threads(device: Any, k: int) -> int:
+    """Of a workgroup of narrow.slang."""
+    return SUBGROUP * min(NARROW_SUBGROUPS, device.shared_bytes // PATCH_BYTES, -(-k // NARROW_STAGE) * 2)
 
 
 @lru_cache(maxsize=1024)

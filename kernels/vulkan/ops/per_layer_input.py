@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.core.plan import CONTROL, Step
+from hybrid.kernels.vulkan.ops._gemm import NARROW, TILES, is_narrow, narrow_threads, tile_for
 from hybrid.kernels.vulkan.ops._linear import GEMV_TOKENS, linear
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
@@ -16,9 +17,12 @@ OUTS, TYPES = 32, ("q8_0", "q4_0")  # of own_gate.slang: outputs of a workgroup,
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """y f32 [T,H] = h @ w_proj [H,P].T, h [T,P] = gelu_tanh(x @ w_gate [P,H].T) * the layer's columns of ple f32 [T,E]: h in one
     dispatch for few rows with int8 activations, in two for others."""
-    w, few = t["w_gate"], step.bind["T"] <= GEMV_TOKENS and t["x"].dtype == t["h"].dtype == "q8_act"
-    if few and len(w.chunks) == 1 and w.dtype in TYPES:
+    w, few, types = t["w_gate"], step.bind["T"] <= GEMV_TOKENS, (t["x"].dtype, t["h"].dtype)
+    alone = len(w.chunks) == 1
+    if few and alone and types == ("q8_act", "q8_act") and w.dtype in TYPES:
         _own_gate(rec, step, t)
+    elif not few and alone and types == ("f16", "f16") and _narrow(rec, step, w.dtype):
+        _narrow_gate(rec, step, t)
     else:
         _product_and_gate(rec, step, t)
     linear(rec, t["h"], t["w_proj"], t["y"].parts[0], rows=step.bind["T"], extent=step.extent)
@@ -32,6 +36,22 @@ def _own_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
                        int(step.attrs["layer"]) * bind["P"])
     reads = [*t["x"].parts, *w.parts, *t["ple"].parts]
     rec.dispatch(kernel, reads, t["h"].parts, push, grid=(bind["P"] // OUTS, 1, 1))
+
+
+def _narrow(rec: Recorder, step: Step, dtype: str) -> bool:
+    """Whether the product with the gate is one that narrow.slang computes, and the tuning table asks for it."""
+    rows, width, k = step.bind["T"], step.bind["P"], step.bind["H"]
+    return is_narrow(rec.device, "linear", dtype, k) and tile_for(rec.device, "linear", dtype, rows, width, k)["tile"] == NARROW
+
+
+def _narrow_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
+    bind, w = step.bind, t["w_gate"].chunks[0]
+    kernel = rec.kernel(f"own_gate.{w.dtype}.f16", THREADS=narrow_threads(rec.device, bind["H"]))
+    push = struct.pack("<7If", bind["P"], bind["H"], int(step.attrs["layer"]) * bind["P"], bind["E"], CONTROL[step.extent], bind["T"],
+                       bind["T"], 0.0)  # fmt: skip
+    tall, across = TILES[NARROW]
+    rec.dispatch(kernel, [*t["x"].parts, *w.parts, *t["ple"].parts], t["h"].parts, push,
+                 grid=(Live(step.extent, per=tall, cap=bind["T"]), -(-bind["P"] // across), 1))  # fmt: skip
 
 
 def _product_and_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
