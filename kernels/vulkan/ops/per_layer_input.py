@@ -47,11 +47,11 @@ def _narrow(rec: Recorder, step: Step, dtype: str) -> bool:
 def _narrow_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     bind, w = step.bind, t["w_gate"].chunks[0]
     kernel = rec.kernel(f"own_gate.{w.dtype}.f16", THREADS=narrow_threads(rec.device, bind["H"]))
-    push = struct.pack("<7If", bind["P"], bind["H"], int(step.attrs["layer"]) * bind["P"], bind["E"], CONTROL[step.extent], bind["T"],
-                       bind["T"], 0.0)  # fmt: skip
+    rows, first = bind["T"], int(step.attrs["layer"]) * bind["P"]
+    push = struct.pack("<7If", bind["P"], bind["H"], first, bind["E"], CONTROL[step.extent], rows, rows, 0.0)
     tall, across = TILES[NARROW]
     rec.dispatch(kernel, [*t["x"].parts, *w.parts, *t["ple"].parts], t["h"].parts, push,
-                 grid=(Live(step.extent, per=tall, cap=bind["T"]), -(-bind["P"] // across), 1))  # fmt: skip
+                 grid=(Live(step.extent, per=tall, cap=rows), -(-bind["P"] // across), 1))
 
 
 def _product_and_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
