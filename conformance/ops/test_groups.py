@@ -22,8 +22,10 @@ from hybrid.core.tensor import Tensor
 from hybrid.harness import POISON, control_of, declared, poisoned
 from hybrid.harness.cases import Case
 from hybrid.harness.compare import Disagreement, same_bits
+from hybrid.harness.fixed import variant
 from hybrid.harness.inputs import make
 from hybrid.harness.reference import check, expect
+from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_next, _layer
 from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_ops
@@ -49,13 +51,18 @@ OWN_STEPS = (
     ("add_rmsnorm", {"a": "j", "residual": "e", "w_post": "w_post_own", "w_next": "w_next", "sum": "s", "y": "y"}),
     ("linear", {"x": "y", "w": "w_qkv", "y": "qkv"}),
 )
+TAKEN = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table", "k_cache", "v_cache")
+ATTENTION = ("decode_attention", {**{name: name for name in TAKEN}, "o": "attended"})
 # The end of a layer of AltUp's streams, and the next one's prediction.
 STREAM_STEPS = (
     ("altup_add", {"corrected": "c", "a": "j", "w_post": "w_post", "streams": "s"}),
     ("altup_predict", {"streams": "s", "w_router_norm": "w_router_norm", "w_router": "w_router", "w_predict": "w_predict",
                        "w_norm": "w_norm", "predicted": "p", "normed": "n", "y": "y"}),
 )  # fmt: skip
-CHAINS = {len(steps): steps for steps in (STEPS, STEPS[:-1], OWN_STEPS, OWN_STEPS[:-1], STREAM_STEPS)}
+CHAINS = {
+    tuple(op for op, _ in steps): steps
+    for steps in (STEPS, STEPS[:-1], OWN_STEPS, OWN_STEPS[:-1], STREAM_STEPS, (*STEPS, ATTENTION), (*OWN_STEPS, ATTENTION))
+}
 OWN_BUFFERS = 53  # bound by layer.*.own
 USES = [{"workgroups": n, "threads": t} for n in (1, 132) for t in (256, 768)]
 
@@ -88,7 +95,7 @@ def planned(
     decls: dict[str, TensorDecl] = {}
     steps = []
     for i in order or range(len(made)):
-        (op, args), case = CHAINS[len(made)][i], made[i]
+        (op, args), case = CHAINS[tuple(c.op for c in made)][i], made[i]
         args = {a: swaps.get(f"{i}.{a}", t) for a, t in args.items()}
         drawn = make(SPECS[op], case)
         for arg, name in args.items():
@@ -124,7 +131,8 @@ def run(device: Any, made: list[Case], given: Mapping[str, Tensor] = {}, **how: 
     for step in plan.steps if made[0].rows else ():
         spec, case = SPECS[step.op], made[int(step.name[0])]
         held = {arg: found[0][name] for arg, name in step.args.items()}
-        call = expect(spec, case, {n: held[n] for n in spec.inputs}, device.has("f16_matrices"))
+        caches = {arg: given[step.args[arg]] for arg in spec.state}  # as they were
+        call = expect(spec, case, {**{n: held[n] for n in spec.inputs}, **caches}, device.has("f16_matrices"))
         check(spec, case, f"{device.name}: {step.name} of {case}", call, held)
     return program.dispatches
 
@@ -206,6 +214,28 @@ def test_a_layer_with_its_own_input_in_one_dispatch(devices: Devices, w: str) ->
             for use in uses:
                 found = judged(device, use, cases(sizes, w, 1, "q8_act", 7, live))
                 assert found == (1 if device.storage_buffers >= OWN_BUFFERS else 9)
+
+
+@pytest.mark.parametrize(
+    ("own", "projections", "value_norm", "rotary", "buffers"),
+    [(64, 0, 1, 32, OWN_BUFFERS), (64, 2, 1, 32, OWN_BUFFERS), (0, 2, 0, 32, 41), (0, 2, 1, 16, 41)],
+)
+def test_a_layer_that_ends_with_the_next_attention(
+    devices: Devices, own: int, projections: int, value_norm: int, rotary: int, buffers: int
+) -> None:
+    """Of queries alone, or of queries, keys and values; values normed, heads that rotate in part. One head, so that one workgroup,
+    which is all that a CPU driver surely runs at once, has a KV split for it."""
+    device, spec = devices.get("vulkan", guard=GUARD), SPECS["decode_attention"]
+    if device.storage_buffers < buffers:
+        pytest.skip(f"{device.name} binds {device.storage_buffers} buffers, {buffers} are needed")
+    bind = {**base_bind(spec), "T": 1, "HQ": 1, "HK": 1, "D": 32, "S": 2, "B": 16, "MB": 4, "BS": 16, "C": 64}
+    bind |= {"KV": projections, "R": rotary}
+    last = variant(spec, bind, spec.dtypes({"o": "q8_act", "k_cache": "f16", "v_cache": "f16"}), 5, frozenset(bind))
+    last = replace(last, attrs={**last.attrs, "value_norm": value_norm}, rows=1, outs=1)
+    sizes = {**SIZES, "hq": 1 + projections, "hk": 0, **({"own": own} if own else {"hq": 1, "hk": 1})}
+    caches = {n: make(spec, last)[n] for n in ("k_cache", "v_cache")}
+    use = {"workgroups": 1, "threads": 256, "attention": 1}
+    assert judged(device, use, [*cases(sizes, "q4_0", 1, "q8_act", 7, 1), last], given=caches) == 1
 
 
 def test_a_last_layer_in_one_dispatch(devices: Devices) -> None:
