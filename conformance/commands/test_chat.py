@@ -249,6 +249,7 @@ def test_chats_that_cannot_be(tmp_path: Path, options: list[str], words: str, ca
     assert words in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_control_tokens_in_a_prompt_count_when_asked(capsys: Any) -> None:
     import json
 

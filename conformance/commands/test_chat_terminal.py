@@ -105,6 +105,7 @@ def test_a_conversation_at_a_terminal(tmp_path: Path) -> None:
     assert t.close() == 0 and "Traceback" not in t.seen
 
 
+@pytest.mark.slow
 def test_exit_and_statistics(tmp_path: Path) -> None:
     t = Terminal(str(write_hf(tmp_path, tiny())), "--device", "cpu", "--chat", "--stats", "-n", "3", "--ignore-eos")
     t.until("> $")
@@ -125,6 +126,7 @@ c.Conversation.ask = ask
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
 def test_what_belongs_together_is_one_turn(tmp_path: Path, term: str) -> None:
     """A paste where the terminal marks it, and where it does not; a line that goes on; lines typed one by one are not."""

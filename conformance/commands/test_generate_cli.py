@@ -90,6 +90,7 @@ def test_a_closed_model_has_closed_its_device(folder, devices, backend):
         device.read("logits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_survives_wrong_arguments_and_generations_that_are_dropped_closed_or_crossed(folder, devices, backend):
     devices.get(backend)
@@ -136,6 +137,7 @@ def test_a_closed_standard_stream_is_no_error(folder, closed):
     assert done.returncode == 0 and b"error" not in done.stdout + done.stderr, done
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_ends_with_statistics_and_130(folder):
     code = ("import hybrid.engine.engine as e, sys, time; old = e.Engine.token\n"

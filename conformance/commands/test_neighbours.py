@@ -76,6 +76,7 @@ def test_a_neighbour_and_a_kill_leave_the_text_as_it_is(trials):
     assert found[3].kills == 1
 
 
+@pytest.mark.slow
 def test_a_token_that_changes_beside_a_neighbour_is_found(trials, monkeypatch):
     trials.alone()
     read = trials.engine.token

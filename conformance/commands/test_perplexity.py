@@ -20,6 +20,7 @@ HELD_OUT = GOLDEN / "held-out.txt"
 SAME = 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.blas
 def test_the_held_out_loss_of_the_demonstration_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The beginnings of two documents; all of them whole give the golden loss (test_models)."""

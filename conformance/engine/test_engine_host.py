@@ -95,6 +95,7 @@ def test_a_batch_of_tokens_ends_with_the_context(checkpoint, device):
     assert max(engine.positions.values()) < 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_end_of_text_inside_a_batch_is_seen_late_but_seen(devices, folder, backend):
     devices.get(backend)  # skips where there is no Vulkan
@@ -113,6 +114,7 @@ def test_an_end_of_text_inside_a_batch_is_seen_late_but_seen(devices, folder, ba
             model.generate([2], tokens_per_submit=0)
 
 
+@pytest.mark.slow
 @pytest.mark.blas
 @pytest.mark.parametrize("device", BACKENDS, indirect=True)
 @pytest.mark.parametrize("weights", ["q4_0", "f32"])

@@ -35,6 +35,7 @@ def said(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], *
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_file_goes_through_every_command(folder: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, source = folder
     made, text = tmp_path / "made.gguf", tmp_path / "text.txt"

@@ -99,6 +99,7 @@ def test_it_passes_through_int8_activations(tmp_path, device, weights):
             next(engine.stream(engine.admit(), PROMPT, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_name", BACKENDS)
 def test_other_sequences_and_what_comes_after_are_untouched(tmp_path, device_name):
     """A token whose embedding is spoilt: prompts without it run, beside it, before it and after it. The one that ends in it

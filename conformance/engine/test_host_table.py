@@ -31,6 +31,7 @@ def texts(model: hybrid.Model) -> list[list[str]]:
     return [alone, model.generate_batch(PROMPTS, max_tokens=6, ignore_eos=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_is_the_same_and_the_table_is_not_on_the_device(tmp_path: Path, family: str, backend: str) -> None:

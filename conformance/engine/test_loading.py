@@ -206,6 +206,7 @@ def test_loading_again_takes_no_more_memory(devices: Devices, tmp_path: Path) ->
     assert seen[1] == seen[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell a process's peak memory")
 def test_a_load_holds_little_on_the_host(devices: Devices, tmp_path: Path) -> None:
     """Beyond the device's memory (which is the host's on a CPU driver) and its staging: no copy, no mapped page."""
@@ -243,6 +244,7 @@ def test_what_a_load_took_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert load["bytes_up"] > 9e6 and load["peak_host"] > 1e7 and sum(load["seconds"].values()) > 0
 
 
+@pytest.mark.slow
 def test_random_files_may_have_fewer_layers_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "r.gguf"
     assert make_random_gguf.main(["gemma3-270m", str(out), "--layers", "1", "--vocab", "640", "--head", "q4_0"]) == 0

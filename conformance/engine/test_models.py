@@ -243,6 +243,7 @@ def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: s
     assert done.recordings == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("file", ["f32", "q4_0"])
 def test_a_token_costs_one_submit_and_nothing_else(models: Models, backend: str, file: str) -> None:

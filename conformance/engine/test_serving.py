@@ -44,6 +44,7 @@ def alone(model: Model, prompt: list[int], count: int = 24, **options: Any) -> s
     return "".join(model.generate(prompt, count, ignore_eos=True, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", BACKENDS)
 def test_requests_together_get_the_texts_that_they_get_alone(folder: Path, device: str) -> None:
     """More requests than slots, of several lengths, greedy and drawn, some of them sent by other threads."""

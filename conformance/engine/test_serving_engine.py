@@ -155,6 +155,7 @@ def test_others_may_use_the_device_between_two_passes(on: Callable[..., Stepped]
     same(made.engine, LONG_PROMPT, list(handle.result(0).ids), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_device_has_the_tables_that_the_scheduler_has(on: Callable[..., Stepped], backend: str) -> None:
     """Where rows go on for many passes, and get new blocks meanwhile."""
@@ -173,6 +174,7 @@ def test_the_device_has_the_tables_that_the_scheduler_has(on: Callable[..., Step
     assert all(len(h.result(0).ids) == 50 for h in handles)
 
 
+@pytest.mark.slow
 def test_void_passes_cost_no_token(on: Callable[..., Stepped]) -> None:
     """Every sequence starts again from the tokens that it has."""
     made = on("vulkan")
@@ -355,6 +357,7 @@ def drive(made: Stepped, examples: int, number: int | None = None) -> None:
     TOTALS.update({name: getattr(seen, name) for name in counts})
 
 
+@pytest.mark.slow
 def test_deterministic_requests_have_the_same_bits_in_any_company(on: Callable[..., Stepped]) -> None:
     """Not up to near ties: every token, whatever runs beside it, also after a prefix that was found."""
     made = on("vulkan", deterministic=True, slots=4, ctx=96)

@@ -42,6 +42,7 @@ def forget(model: hybrid.Model) -> None:
     model.engine.blocks.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True])
 def test_a_conversation_that_goes_on_exactly_runs_the_last_token_first(models: list[hybrid.Model], held: bool) -> None:
     """The last token of a generation has been chosen but not run: the cache holds one token less than was said, of which whole
@@ -60,6 +61,7 @@ def test_a_conversation_that_goes_on_exactly_runs_the_last_token_first(models: l
             ids, said = [*ids, *more, *stats.ids], said + 5
 
 
+@pytest.mark.slow
 def test_what_differs_is_run_again(models: list[hybrid.Model]) -> None:
     """Only blocks that the new prompt begins with are found, and never the whole prompt."""
     model, anew = models

@@ -327,6 +327,7 @@ def test_workers_and_blocks_change_no_byte(tmp_path: Path, monkeypatch: pytest.M
     same_files(tmp_path / "a.gguf", tmp_path / "b.gguf")
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_blocks(tmp_path: Path) -> None:
     """A matrix of 134 MB, twice that in float32: with the interpreter's 40 MB the process stays below 160 MB."""
     hp = tiny(vocab=65536, hidden=1024, n_layers=1, layer_is_global=(False,))

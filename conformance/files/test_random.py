@@ -17,6 +17,7 @@ from hybrid.planning.cost import memory
 SMALL = {"layers": 2, "vocab": 2048}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["q4_0", "q8_0", "f16"])
 def test_a_random_model_computes_finite_numbers_of_a_sane_size(devices, backend, kind):

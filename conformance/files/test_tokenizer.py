@@ -68,6 +68,7 @@ FRAGMENTS = st.sampled_from([
 TEXTS = st.one_of(st.lists(FRAGMENTS, max_size=12).map("".join), st.text(max_size=40))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(TEXTS)
 def test_ids_equal_sentencepiece(text: str) -> None:
@@ -135,6 +136,7 @@ def test_special_tokens_only_when_asked() -> None:
     assert t.encode("\ud800x", bos=False) == t.encode("\ufffdx", bos=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 4095), max_size=40))
 @example([10 + b for b in (0xED, 0xA0, 0x80, 0xF0, 0x9F, 0x98)])

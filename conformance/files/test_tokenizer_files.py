@@ -58,6 +58,7 @@ def test_every_format_has_the_same_tokens() -> None:
             assert [t.token_bytes(i) for i in range(t.n_tokens)] == [base.token_bytes(i) for i in range(t.n_tokens)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [False, True])
 def test_the_field_agrees(runs: bool) -> None:
     """A small draw of `python -m conformance.files.agreement`: every engine that is installed, on every plain text."""

@@ -105,6 +105,7 @@ def small(folder: Path, types: str) -> Checkpoint:
     return open_checkpoint(write_gguf(source, folder / f"{types}.gguf", types))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", ["q4_k_m", "q5_k", "q5_0"])
 def test_models_of_file_types_agree_between_devices(tmp_path: Path, types: str) -> None:
     checkpoint = small(tmp_path, types)

@@ -27,6 +27,7 @@ def ran(command: list[str], text: str, server: Running) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_line_for_curl(server: Running) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")

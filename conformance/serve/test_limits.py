@@ -133,6 +133,7 @@ def test_a_client_that_goes_away_cancels(stream: bool) -> None:
         until(lambda: 'outcome="cancelled"' in server.http.get("/metrics").text)
 
 
+@pytest.mark.slow
 def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody() -> None:
     model = ScriptedModel(Script(text="word " * 4000), ctx=10_000)
     with running(lambda: model, Settings(idle=0.5)) as server, socket.socket() as s:

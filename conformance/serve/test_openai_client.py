@@ -152,6 +152,7 @@ def test_logprobs_are_the_models(client: openai.OpenAI, server: Running) -> None
     assert chat_answer.logprobs is not None and [len(t.top_logprobs) for t in chat_answer.logprobs.content or ()] == [3] * 3
 
 
+@pytest.mark.slow
 def test_structured_output_of_the_model_itself(client: openai.OpenAI) -> None:
     """The embedded model, which has hardly seen JSON, cannot but write what the schema allows."""
     shape: Any = {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": SHAPE}}
@@ -170,6 +171,7 @@ def test_calls_by_the_model_itself(client: openai.OpenAI) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SHAPE)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_bias_forbids_and_a_penalty_changes(client: openai.OpenAI, server: Running) -> None:
     first = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1).choices[0].text
     (token,) = model_of(server).encode(first, bos=False)

@@ -35,6 +35,7 @@ def at_rest(model: hybrid.Model) -> bool:
     return not (m.running or m.waiting or any(states["used"] for states in m.blocks.values()))
 
 
+@pytest.mark.slow
 def test_ten_times_what_the_queue_holds_is_refused_at_once_and_the_rest_finish_right(model: hybrid.Model, small: Running) -> None:
     refused = model.metrics().refused
 
