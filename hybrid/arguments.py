@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hybrid.cli import UsageError
+from hybrid.cli import CACHES, PRECISIONS, UsageError, positive
 
 if TYPE_CHECKING:
     from hybrid.checkpoint import Checkpoint
@@ -61,6 +61,48 @@ def add_devices(p: argparse.ArgumentParser) -> None:
         choices=("npu", "sim"),
         help="what a schedule's NPU steps run on: the hardware, or its simulator (npu)",
     )
+
+
+ENGINE = ("schedule", "npu", "weights", "precision", "kv", "ctx", "chunk", "deterministic", "memory", "draft", "draft_device",
+          "speculate")  # fmt: skip
+"""Arguments of `add_engine` that are options of hybrid.load by the same names."""
+
+
+def add_engine(p: argparse.ArgumentParser) -> None:
+    """What a model is loaded with by commands that generate: --device and `ENGINE`."""
+    from hybrid.core.dtypes import WRITABLE_TYPES
+    from hybrid.quant.reencode import NATIVE
+
+    made = [t for t in WRITABLE_TYPES if t not in NATIVE]
+    add_devices(p)
+    p.add_argument("--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading")
+    p.add_argument(
+        "--precision",
+        default="auto",
+        choices=PRECISIONS,
+        metavar="NAME",
+        help="auto (int8 activations for quantised weights, else float32), exact (float32), fast (auto)",
+    )
+    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
+    p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
+    p.add_argument("--chunk", type=positive, metavar="N", help="most rows of a prefill pass (what suits the device)")
+    p.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same bits however the prompt is cut and whatever runs beside it (slower)",
+    )
+    p.add_argument(
+        "--gpu-memory",
+        dest="memory",
+        metavar="SIZE",
+        help="the KV cache takes what weights and activations leave of this much, such as 16GiB (what its sequences need at most)",
+    )
+    add_guesses(p)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of hybrid.load, as the arguments of `add_engine` say."""
+    return {name: getattr(args, name) for name in ENGINE}
 
 
 def add_ray(p: argparse.ArgumentParser, what: str) -> None:

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_devices, add_guesses, add_ray, check_guesses, replicas
-from hybrid.cli import CACHES, PRECISIONS, Parser, UsageError, check_writable, positive, run, usage
+from hybrid.arguments import add_engine, add_ray, check_guesses, engine_options, replicas
+from hybrid.cli import Parser, UsageError, check_writable, positive, run, usage
 from hybrid.core.places import DEMO
 
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
@@ -27,10 +27,6 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    from hybrid.core.dtypes import WRITABLE_TYPES
-    from hybrid.quant.reencode import NATIVE
-
-    made = [t for t in WRITABLE_TYPES if t not in NATIVE]
     p = Parser(
         prog="python -m hybrid.generate",
         description="Generate text from a checkpoint.",
@@ -90,23 +86,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="recognise control tokens such as <start_of_turn> in what is typed (else they are ordinary text)",
     )
-    add_devices(p)
-    p.add_argument("--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading")
-    p.add_argument(
-        "--precision",
-        default="auto",
-        choices=PRECISIONS,
-        metavar="NAME",
-        help="auto (int8 activations for quantised weights, else float32), exact (float32), fast (auto)",
-    )
-    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
-    p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
-    p.add_argument("--chunk", type=positive, metavar="N", help="most rows of a prefill pass (what suits the device)")
-    p.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="the same bits however the prompt is cut and whatever runs beside it (slower)",
-    )
+    add_engine(p)
     p.add_argument(
         "--tokens-per-submit", type=positive, default=1, metavar="N", help="text comes N tokens at a time, for less work (1)"
     )
@@ -123,14 +103,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="with --batch: a JSON object a line for each result; those that are there already are kept, and the rest is done",
     )
-    p.add_argument(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="the KV cache takes what weights and activations leave of this much, such as 16GiB (what its sequences need at most)",
-    )
     p.add_argument("--slots", type=positive, metavar="N", help="with --batch: prompts that run at a time (8)")
     add_ray(p, "with --batch: shared out between engines, through Ray Data")
-    add_guesses(p)
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument(
         "--logprobs", type=int, default=0, metavar="N", help="with --json or --output: of each token, and of the N best (0)"
@@ -182,21 +156,7 @@ def _main(args: argparse.Namespace) -> int:
         text = sys.stdin.read()
     elif text is None:
         text = DEFAULT_PROMPT
-    options = {
-        "schedule": args.schedule,
-        "weights": args.weights,
-        "ctx": args.ctx,
-        "kv": args.kv,
-        "precision": args.precision,
-        "deterministic": args.deterministic,
-        "chunk": args.chunk,
-        "npu": args.npu,
-        "memory": args.gpu_memory,
-        "slots": 1 if asked is None else args.slots or BATCH_SLOTS,
-        "draft": args.draft,
-        "draft_device": args.draft_device,
-        "speculate": args.speculate,
-    }
+    options = {**engine_options(args), "slots": 1 if asked is None else args.slots or BATCH_SLOTS}
     if devices := replicas(args):
         if asked is None:
             raise UsageError("--ray belongs to --batch FILE")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_devices, add_guesses, add_random, add_ray, check_guesses, open_model, replicas
-from hybrid.cli import PRECISIONS, Parser, UsageError, amount, positive, run, size, usage
+from hybrid.arguments import add_engine, add_random, add_ray, check_guesses, engine_options, open_model, replicas
+from hybrid.cli import Parser, UsageError, amount, positive, run, size, usage
 from hybrid.core.places import DEMO
 from hybrid.serve.settings import LOOPBACK, Settings
 
@@ -18,10 +18,6 @@ SLOTS = 32
 
 
 def parser() -> argparse.ArgumentParser:
-    from hybrid.core.dtypes import WRITABLE_TYPES
-    from hybrid.quant.reencode import NATIVE
-
-    made = [t for t in WRITABLE_TYPES if t not in NATIVE]
     p = Parser(
         prog="python -m hybrid.serve",
         description="Serve a checkpoint: OpenAI-compatible endpoints under /v1, a chat page at /, figures at /dashboard.",
@@ -49,15 +45,9 @@ def parser() -> argparse.ArgumentParser:
         help="a further name that the Host header may have on a loopback address, behind a proxy for example; may be repeated",
     )
     p.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="let its pages read answers; may be repeated")
-    add_devices(p)
-    p.add_argument("--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading")
-    p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="as of hybrid.generate (auto)")
-    p.add_argument("--kv", default="auto", metavar="TYPE", help="type of the KV cache, as of hybrid.generate (auto)")
-    p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
-    p.add_argument("--deterministic", action="store_true", help="the same bits whatever runs beside a request (slower)")
+    add_engine(p)
     p.add_argument("--slots", type=positive, default=SLOTS, metavar="N", help=f"requests that run at a time ({SLOTS})")
     p.add_argument("--no-warm-up", action="store_true", help="start sooner: a pass of a new size is compiled when it first comes")
-    add_guesses(p)
     p.add_argument("--queue", type=positive, default=256, metavar="N", help="requests that wait; further ones get 429 (256)")
     p.add_argument("--max-body", type=size, default="4MiB", metavar="SIZE", help="largest body of a request (4MiB)")
     p.add_argument("--max-prompt", type=positive, metavar="N", help="most tokens of a prompt (what the context holds)")
@@ -98,20 +88,7 @@ def _main(args: argparse.Namespace) -> int:
 
     with usage():
         check_guesses(args)
-    options = {
-        "schedule": args.schedule,
-        "weights": args.weights,
-        "ctx": args.ctx,
-        "kv": args.kv,
-        "precision": args.precision,
-        "deterministic": args.deterministic,
-        "slots": args.slots,
-        "queue": args.queue,
-        "npu": args.npu,
-        "draft": args.draft,
-        "draft_device": args.draft_device,
-        "speculate": args.speculate,
-    }
+    options = {**engine_options(args), "slots": args.slots, "queue": args.queue}
     devices = replicas(args)
     if devices:
         if args.random is not None:
