@@ -1,6 +1,7 @@
 """Text from beginnings that the models were not trained on: the same with guesses and without, greedy and sampled.
 
-`python -m conformance.engine.test_beginnings DEVICE [COUNT TOKENS]` runs many (200 of 24 tokens) and prints what happened.
+`python -m conformance.engine.test_beginnings DEVICE lookup,model,deterministic [COUNT TOKENS]` runs many (200 of 24 tokens) and
+prints what happened; deterministic: with lookup, bit for bit.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def test_where_texts_part_either_choice_must_be_allowed() -> None:
 
 
 if __name__ == "__main__":
-    where, amounts = sys.argv[1], [int(x) for x in sys.argv[2:]] or [200, 24]
-    print("deterministic", dict(run("lookup", where, *amounts, slots=4, deterministic=True)) if where != "cpu" else "-", flush=True)
-    for name, made in DRAFTS.items():
-        print(name, dict(run(made, where, *amounts)), flush=True)
+    where, wanted, amounts = sys.argv[1], sys.argv[2].split(","), [int(x) for x in sys.argv[3:]] or [200, 24]
+    for name in wanted:
+        options = {"slots": 4, "deterministic": True} if name == "deterministic" else {}
+        print(where, name, dict(run(DRAFTS.get(name, "lookup"), where, *amounts, **options)), flush=True)

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
 from conformance.support.devices import open_backend
+from conformance.support.paths import DEMO
 from conformance.support.profile import LONG
 from conformance.support.server import until
 from hybrid.serve import main
@@ -147,3 +150,23 @@ def test_wrong_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
         assert main(["--port", "0", *more]) == code
         said = capfd.readouterr().err
         assert word in said and "Traceback" not in said and said.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="two more processes")
+@pytest.mark.parametrize("where", [(), ("--draft-device", "cpu")])
+def test_a_draft_changes_no_text(where: tuple[str, ...]) -> None:
+    """Greedy and sampled, several at a time; usage says what was guessed."""
+    draft = str(DEMO.with_name("demo-gemma3-draft-q8_0.gguf"))
+    found = []
+    for options in ((), ("--draft", draft, "--speculate", "3", *where)):
+        with command("--precision", "exact", *options) as (_, url):
+            bodies = [{"prompt": prompt, "max_tokens": 24, "seed": 7, "temperature": temperature}
+                      for prompt in ("def area(", "import os\n") for temperature in (0.0, 0.9)]  # fmt: skip
+            ask = partial(httpx.post, f"{url}/v1/completions", timeout=120, trust_env=False)
+            with ThreadPoolExecutor(4) as pool:
+                answers = list(pool.map(lambda body, ask=ask: ask(json=body).json(), bodies))
+            found.append([a["choices"][0]["text"] for a in answers])
+            details = [a["usage"].get("completion_tokens_details") or {} for a in answers]
+    assert found[0] == found[1]
+    assert sum(d.get("accepted_prediction_tokens", 0) for d in details) > 0, details
