@@ -112,7 +112,39 @@ def test_what_guesses_may_lose_is_bounded_by_a_budget(cost: Callable[[int], floa
             unknown = sum(cost(rows) - cost(1) for rows in drafting.costs.passes)
             assert seconds <= (1 + SHARE) * (tokens + FIRST) * cost(1) + unknown, (rate, tokens, counts)
     seconds, counts, _ = spent(0.0, cost, guess=guess, tokens=600)
-    assert seconds <= 1.03 * 600 * cost(1) and counts.drafted <= 60, counts
+    assert seconds <= 1.03 * 600 * cost(1) and counts.drafted <= 80, counts
+
+
+def test_sequences_with_guesses_share_one_pass() -> None:
+    """Nothing is submitted for one of them before the passes in flight have been read, or they would take turns ever after."""
+    limits = Limits(2, 40, rows=16, outs=16, ahead=2)
+    blocks = Blocks([Group("local", 80, WINDOW)], BLOCK)
+    scheduler, drafter = Scheduler(blocks, limits, lambda: 0.0), Rated(Oracle([WINDOW]), 1.0)
+    runner = Runner(blocks.groups, BLOCK, 2, 10)
+    drafting = Drafting(drafter, 16, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, lambda why: None)
+    for i in range(2):
+        scheduler.add(Stream(i, [i + 1], 30))
+    assert drafting.prepare(scheduler)
+    flights = [scheduler.schedule()]
+    drafting.costs.took(2, 1.0)
+    drafting.costs.took(8, 1.1)
+    drafting.budget.passed(1.0, 1.0)
+    while drafting.prepare(scheduler) and (made := scheduler.schedule()) is not None:
+        flights.append(made)
+    assert len(flights) < limits.ahead or all(run.ids is None for run in flights[-1].runs)  # type: ignore[union-attr]
+    for done in flights:
+        assert not drafting.prepare(scheduler), "passes are in flight"
+        assert done is not None
+        chosen, counts = runner.run(done)
+        drafting.committed(done, scheduler.commit(done, chosen, counts), 1.0)
+    assert drafting.prepare(scheduler)
+    verified = scheduler.schedule()
+    assert verified is not None and [run.wants > 1 for run in verified.runs] == [True, True]
+
+
+def test_what_drafting_takes_is_part_of_what_guesses_are_worth() -> None:
+    assert share([Pace()], 1, 8, Costs({1: 1.0, 8: 1.2}, {1: 0.05}))[0] > 2
+    assert share([Pace()], 1, 8, Costs({1: 1.0, 8: 1.2}, {1: 2.0})) == [0] == [trial(1, 8, Costs({1: 1.0, 8: 1.2}, {1: 2.0}))]
 
 
 def test_a_budget_is_earned_and_spent() -> None:
@@ -165,7 +197,7 @@ def test_where_the_batch_fills_the_device_nothing_is_guessed() -> None:
     some, counts, _ = spent(0.9, full, sequences=4, tokens=100)
     assert some < 0.4 * 100 * full(4) and counts.drafted / counts.verified > 3
     few, fewer, _ = spent(0.9, full, sequences=12, tokens=100)
-    assert few < 0.7 * 100 * full(12) and 1 <= fewer.drafted / fewer.verified <= 2.5, "32 rows for 12 sequences"
+    assert few < 0.75 * 100 * full(12) and 1 <= fewer.drafted / fewer.verified <= 2.5, "32 rows for 12 sequences"
 
 
 def test_requests_may_ask_for_their_own_number() -> None:

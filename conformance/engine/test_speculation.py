@@ -244,6 +244,11 @@ def test_a_draft_follows_several_sequences_in_the_same_passes(backend: str) -> N
         assert not small.engine.positions
 
 
+def test_what_a_draft_has_guessed_wrongly_is_run_again() -> None:
+    assert DraftModel._same([1, 2, 3, 4], [1, 2, 9, 4, 5]) == 2
+    assert DraftModel._same([1, 2, 3], [1, 2, 3]) == 2 == DraftModel._same([1, 2], [1, 2, 3]), "the last one's logits are wanted"
+
+
 def run_as_it_is(model: hybrid.Model, options: dict[str, Any]) -> list[int]:
     for _ in model.generate(options.get("ids", PROMPT), **{"max_tokens": TOKENS, "ignore_eos": True, **_but_ids(options)}):
         pass
