@@ -102,7 +102,7 @@ def test_a_program_without_waits_has_no_kernel_that_waits(
         for cooperative, merge in ((True, 2), (False, 1)):
             merges.clear()
             program = device.compile(plan, cooperative=cooperative)
-            assert layers(program) == (HPARAMS.n_layers - 1 if cooperative else 0)
+            assert layers(program) == (HPARAMS.n_layers if cooperative else 0)
             assert merges == [merge] * HPARAMS.n_layers
 
 
