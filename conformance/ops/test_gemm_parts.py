@@ -17,44 +17,37 @@ from hybrid.harness.inputs import make
 from hybrid.harness.sizes import base_bind
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.vulkan.dry import DryDevice, record
-from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_PARTS, NARROW, STREAM, STREAMED, TILES, TYPES, split_k
+from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_SPLITS, NARROW, STREAM, STREAMED, TILES, TYPES, split_k
 from hybrid.spec import load_op
 
 
 @pytest.mark.parametrize(
     ("shape", "groups", "found"),
     [
-        ((1, 224, 5376, 64), 132, (0, 132)),  # 1.7 times the device: 142 or 143 stages for every workgroup, in place of 84 or 168
-        ((1, 28, 21504, 64), 132, (0, 131)),
-        ((2, 28, 21504, 64), 132, (0, 66)),
-        ((16, 224, 5376, 64), 132, (222, 8)),  # 27 times the device
-        ((1, 112, 5376, 256), 132, (0, 131)),
-        ((1, 112, 5376, 256), 0, (112, 0)),
-        ((1, 5, 128, 64), 264, (5, 0)),  # to cut so few stages costs more than it gains
-        ((1, 1, 65536, 64), 264, (0, MOST_PARTS)),
-        ((8, 3, 576, 64), 24, (3, 0)),  # as many tiles as workgroups
+        ((11, 64, 84), 132, (60, 3)),  # five times the device, and 44 tiles in three parts each
+        ((11, 42, 336), 132, (36, 2)),
+        ((1, 42, 336), 264, (0, 6)),
+        ((1, 336, 84), 264, (264, 3)),
+        ((11, 336, 84), 132, (336, 1)),  # 28 times the device
+        ((1, 336, 84), 0, (336, 1)),
+        ((1, 5, 2), 264, (0, 2)),  # no more parts than stages
+        ((1, 1, 999), 264, (0, MOST_SPLITS)),
+        ((7, 3, 9), 24, (3, 1)),  # 21 tiles of 24: too many to be cut
     ],
 )
-def test_the_stages_of_tiles_that_do_not_fill_a_device_are_dealt_out(shape, groups, found):
+def test_the_tiles_that_do_not_fill_a_device_are_cut(shape, groups, found):
     assert split_k(*shape, groups, 10**6) == found
 
 
-@pytest.mark.parametrize("groups", [24, 132, 264])
-def test_what_is_dealt_out_takes_fewer_stages_and_every_part_has_a_place(groups):
-    for down, columns, k in itertools.product((1, 2, 3, 7, 12), range(1, 90, 4), (320, 3200)):
-        whole, parts = split_k(down, columns, k, 64, groups, 10**6)
-        cut, stages = columns - whole, k // 64
-        assert 0 <= whole <= columns and down * parts <= groups and bool(parts) == bool(cut) and parts <= MOST_PARTS * cut
-        if cut:
-            rest, places = cut * stages, set()
-            for j in range(parts):  # as gemm_split_k.slang deals them
-                begin, end = j * rest // parts, (j + 1) * rest // parts
-                assert 0 < end - begin <= -(-rest // parts)
-                places |= {tile + j for tile in range(begin // stages, (end - 1) // stages + 1)}
-            pieces = sum((end - 1) // stages - begin // stages + 1 for begin, end in
-                         ((j * rest // parts, (j + 1) * rest // parts) for j in range(parts)))  # fmt: skip
-            assert len(places) == pieces and max(places) < cut + parts
-            assert down * whole / groups * stages + -(-rest // parts) < -(-down * columns // groups) * stages
+def test_what_is_cut_takes_fewer_stages_and_no_tile_is_lost():
+    for down, columns, groups in itertools.product(range(1, 13), range(1, 90), (24, 132, 264)):
+        whole, parts = split_k(down, columns, 50, groups, 10**6)
+        rest = (columns - whole) * down
+        assert 0 <= whole <= columns and 1 <= parts <= MOST_SPLITS
+        assert (parts > 1) == (rest > 0)
+        if rest:
+            assert whole * down <= down * columns // groups * groups
+            assert -(-rest * parts // groups) * -(-50 // parts) < -(-rest // groups) * 50
 
 
 SIZES = (11, 133, 261)  # rows: tiles that are all cut, and, of the smaller ones, some that are beside some that are not

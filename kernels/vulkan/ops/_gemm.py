@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from hybrid.core.dtypes import DTYPES
@@ -28,9 +27,8 @@ STAGE, FEW_STAGE, STREAM_STAGE = 64, 128, 256
 FEW, STREAM = ("16x128", "32x128"), ("16x256", "32x256", "64x256", "64x384")
 STREAMED = {("linear", "q4_0"): ("16x256", "32x256", "64x256"), ("linear", "q6_k"): ("16x256", "32x256", "64x256"),
             ("ffn_up", "q4_0"): ("16x256", "32x256", "64x384")}  # fmt: skip
-MOST_PARTS, MOST_SUBGROUPS = 16, 16  # of a tile
-ENDS, SUMS = 160, 60  # columns that are multiplied in the time that it takes to begin and to end a tile, and to add a part's sums
-# And of the tile for small matrices (narrow.slang): its subgroups, at most, share K, two of them 256 columns, and of each the
+MOST_SPLITS = 16
+# Of the tile for small matrices (narrow.slang): its subgroups, at most, share K, two of them 256 columns, and of each the
 # sums lie in shared memory.
 NARROW, NARROWED, NARROW_SUBGROUPS, NARROW_STAGE, PATCH_BYTES = "32x16", ("q4_0",), 16, 256, 2560
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
@@ -76,11 +74,11 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     if not device.has("f16_matrices") or device.subgroup_size != SUBGROUP:
         return None
     use = tile_for(device, family, w.dtype, rows, w.rows, k)
-    parts_of_w, dtype = w.parts, w.dtype
+    parts, dtype = w.parts, w.dtype
     if use["unpack"] and dtype != "f16" and 2 * w.rows * k <= device.max_range:
         scratch = rec.scratch(2 * w.rows * k)
         unpack(rec, w, "f16", scratch, k, first=0)
-        parts_of_w, dtype = (scratch,), "f16"
+        parts, dtype = (scratch,), "f16"
     tile = use["tile"]
     if tile in STREAM and not (tile in STREAMED.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")):
         tile = default_tile(rows, w.rows)
@@ -89,18 +87,17 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     tall, across = TILES[tile]
     if tile == NARROW:
         kernel = rec.kernel(f"linear.gemm.{dtype}.{x.dtype}.{NARROW}", THREADS=narrow_threads(device, k), **constants)
-        return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts_of_w, b"", ())
+        return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts, b"", ())
+    kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
     stage = STREAM_STAGE if tile in STREAM else FEW_STAGE if tile in FEW and DTYPES[dtype].quantised else STAGE
-    whole, parts = split_k(down, columns, k, stage, use["groups"], device.max_range // (4 * tall * across))
+    whole, splits = split_k(down, columns, -(-k // stage), use["groups"], device.max_range // (4 * tall * across))
     beside = (y, y)  # without split-K: bindings must hold some buffer, and this one adds no hazard
-    if parts:
-        cut = columns - whole
-        beside = (rec.scratch(4 * tall * across * down * (cut + parts)), rec.counters(down * cut * MOST_SUBGROUPS))
-    several = int(parts % (columns - whole or 1) != 0)
-    kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", SEVERAL=several, **constants)
-    grid = (Live(extent, per=tall, cap=rows), whole + parts, 1)
-    return Gemm(kernel, grid, parts_of_w, struct.pack("<2I", whole, parts), beside)
+    if splits > 1:
+        tiles = down * (columns - whole)
+        beside = (rec.scratch(4 * tall * across * tiles * splits), rec.counters(tiles))
+    grid = (Live(extent, per=tall, cap=rows), whole + (columns - whole) * splits, 1)
+    return Gemm(kernel, grid, parts, struct.pack("<2I", whole, splits), beside)
 
 
 def tile_for(device: Any, family: str, dtype: str, rows: int, n: int, k: int) -> dict[str, Any]:
@@ -119,26 +116,19 @@ def narrow_threads(device: Any, k: int) -> int:
     return SUBGROUP * min(NARROW_SUBGROUPS, device.shared_bytes // PATCH_BYTES, -(-k // NARROW_STAGE) * 2)
 
 
-@lru_cache(maxsize=1024)
-def split_k(down: int, columns: int, k: int, stage: int, groups: int, room: int) -> tuple[int, int]:
-    """(columns of tiles that one workgroup each computes, workgroups to which, in every row of tiles, the stages of all others
-    are dealt out evenly) of down x columns tiles, where a device runs `groups` workgroups at once and a tile goes through K in
-    stages of so many columns. There is room for the partial sums of `room` tiles. (columns, 0): none is dealt out."""
-    stages, found = -(-k // stage), (columns, 0)
-    if not groups:
-        return found
-    whole_tile = stages + ENDS / stage
-    best = -(-down * columns // groups) * whole_tile
-    for whole in sorted({0, down * columns // groups * groups // down}):
-        cut = columns - whole
-        for parts in range(1, min(groups // down, MOST_PARTS * cut, cut * stages, room // down - cut) + 1):
-            share = -(-cut * stages // parts)
-            tiles = -(-share // stages) + (cut % parts != 0 and parts % cut != 0)  # that a workgroup has a part of
-            adds = min(parts, -(-stages // share) + (parts % cut != 0))
-            cost = down * whole / groups * whole_tile + share + (ENDS * tiles + SUMS * adds) / stage
-            if cost < best:
-                found, best = (whole, parts), cost
-    return found
+def split_k(down: int, columns: int, stages: int, groups: int, room: int) -> tuple[int, int]:
+    """(columns of tiles that one workgroup each computes, K splits of every other tile) of down x columns tiles, where a device
+    runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns of tiles, a wave that does not
+    fill the device, are split; there is room for the partial sums of `room` tiles. (columns, 1): none is."""
+    whole = down * columns // groups * groups // down if groups else columns
+    tiles = down * (columns - whole)
+
+    def cost(splits: int) -> float:  # in stages: 2 to begin and to end a workgroup, half of one to add a split's sums
+        return -(-tiles * splits // groups) * (-(-stages // splits) + 2) + splits / 2
+
+    most = min(stages, MOST_SPLITS, room // tiles) if tiles else 0
+    splits = min(range(1, most + 1), key=cost, default=1)
+    return (whole, splits) if splits > 1 else (columns, 1)
 
 
 def default_tile(rows: int, columns: int) -> str:
