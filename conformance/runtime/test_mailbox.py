@@ -57,6 +57,7 @@ def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.Tem
     with pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
         chosen = spy_kernels(sound, patch)
         decode(sound, checkpoint, 2)
+        decode(sound, checkpoint, 1, layer=False)
         folder, made = tmp_path_factory.mktemp("mutants"), tmp_path_factory.getbasetemp()
         made = made.parent if os.environ.get("PYTEST_XDIST_WORKER") else made
         patch.setattr("hybrid.kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines")  # no mutant in the user's cache
