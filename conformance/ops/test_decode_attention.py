@@ -23,13 +23,14 @@ from hybrid.spec import load_op
 
 SPEC = load_op("decode_attention")
 TYPES, RESULTS = SPEC.tensors["k_cache"].dtype, SPEC.outputs["o"].dtype
-# Stretches shorter than a step, of about one and of several; as many as there may be; heads of a group apart.
+# Stretches shorter than a step, of about one and of several; as many as there may be; heads of a group apart; fewer subgroups than
+# heads to norm.
 FORMS = {
     "last arrival": {"merge": 1, "groups": 4096, "min_split": 5},
     "own dispatch": {"merge": 0, "groups": 4096, "min_split": 5},
     "few stretches": {"merge": 1, "groups": 24, "min_split": 37, "heads": 1, "subgroups": 4},
-    "one stretch": {"merge": 1, "groups": 1},
-    "dealt out": {"dealt": 1, "groups": 12, "min_split": 16},
+    "one stretch": {"merge": 1, "groups": 1, "subgroups": 2},
+    "dealt out": {"dealt": 1, "groups": 12, "min_split": 16, "subgroups": 1},
     "dealt out, own dispatch": {"dealt": 1, "groups": 1, "min_split": 5, "merge": 0},
     "parts waited for": {"merge": 2, "groups": 4096, "min_split": 5, "ahead": 2},
     "parts waited for, many subgroups": {"merge": 2, "groups": 264, "min_split": 32, "subgroups": 16, "ahead": 4},

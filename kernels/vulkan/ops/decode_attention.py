@@ -23,7 +23,6 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 MOST_SPLITS = 64
 LEAST_DEALT = 16  # KV splits of a row that has most positions, where they are dealt out
 MAX_PARTS = 1024  # rows * such KV splits, at most: bounds the scratch memory
-LEAST_SUBGROUPS = 4  # two query heads, the new k and v
 WORD, ELEMENTS = 16, {"f32": 4, "f16": 8, "q8_0": 16}  # bytes that a lane loads at once, and elements of each type in them
 DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1, "dealt": 0}
 HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane (as many as 512 elements need)
@@ -67,10 +66,12 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: in
         fresh = 2 * (words * WORD + (head_dim // 32 * 4 if kv == "q8_0" else 0))
         return (shared_bytes - fresh) // (4 * head_dim * (1 + subgroups) + 8 * subgroups)
 
-    while not fit(subgroups) and subgroups > LEAST_SUBGROUPS:
+    while not fit(subgroups) and subgroups > 1:
         subgroups //= 2
     most_heads = min(ratio, chosen["heads"], max(1, fit(subgroups)))
     tile = next((h for h in HEADS[units] if h >= most_heads), HEADS[units][-1])
+    if kv == "q8_0" and tile * subgroups < 2:  # the new k and v are quantised where the sums lie
+        subgroups = 2
     lanes = 1 << (-(-words // units) - 1).bit_length()
     piece = min(subgroup, max(8, 1 << (tile * head_dim // 4 // subgroups - 1).bit_length()))
     groups = rows * kv_heads * -(-ratio // tile)
