@@ -13,11 +13,13 @@ from hybrid.core.plan import CONTROL_WORDS, FEW_ROWS, INBOX_SETS, Extent, Plan, 
 from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused, housed
+from hybrid.planning.kept import KEPT
 from hybrid.spec.op import OpSpec, load_ops
 from hybrid.spec.schedule import Phase, Profile, Schedule
 from hybrid.spec.step import Option, StepSpec
 
 PrecisionName = Literal["auto", "exact", "fast"]
+_VALUES = ("hparams", "cache", "n_tokens", "precision", "kv", "device", "capabilities", "few_rows")  # of a target, to compare by
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +46,8 @@ class Target:
         return profile if self.kv == "auto" else profile.model_copy(update={"kv": self.kv})
 
 
-def plan(
-    target: Target,
-    rows: int,
-    outs: int,
-    phase: Phase,
-    capture: bool = False,
-    sample: bool = True,
-    layout: Plan | None = None,
-    options: Collection[Option] = (),
-) -> Plan:
+def plan(target: Target, rows: int, outs: int, phase: Phase, capture: bool = False, sample: bool = True,
+         layout: Plan | None = None, options: Collection[Option] = ()) -> Plan:  # fmt: skip
     """The plan of one pass over at most `rows` rows, with logits for at most `outs` of them (0: none).
 
     sample=False leaves the logits in the io tensor `logits` f32 [outs, vocab]; capture=True leaves the residual
@@ -65,10 +59,15 @@ def plan(
     """
     if options and not sample:
         raise ValueError(f"options {sorted(options)} belong to passes that choose tokens: make the plan with sample=True")
-    made = _Planner(target, rows, outs, phase, capture, sample, frozenset(options))
+    asked = (target, rows, outs, phase, capture, sample, frozenset(options))
+    values = (*(getattr(target, f) for f in _VALUES), tuple(target.weights.items()), *asked[1:])
+    return KEPT.get(values, (target.schedule, layout), lambda: _plan(_Planner(*asked), layout))
+
+
+def _plan(made: _Planner, layout: Plan | None) -> Plan:
     picks = any(d.spec.alias and d.spec.option is None for d in made.drafts)
-    if layout is not None and capture and picks:  # what every row is picked from lives longer than in the layout
-        layout = _Planner(target, layout.rows, outs, phase, capture, sample, frozenset()).plan(None)
+    if layout is not None and made.capture and picks:  # what every row is picked from lives longer than in the layout
+        layout = _Planner(made.target, layout.rows, made.outs, made.phase, True, made.sample, frozenset()).plan(None)
     return made.plan(layout)
 
 

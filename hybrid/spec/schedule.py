@@ -305,7 +305,7 @@ def named_schedule(name: str | Path) -> Schedule:
     if not shipped.is_file():
         known = ", ".join(sorted(p.stem for p in SCHEDULES.glob("*.toml")))
         raise ValueError(f"{name}: neither a file nor a shipped schedule; specs/schedules has {known}")
-    return load_schedule(shipped)
+    return _shipped(shipped)
 
 
 def find_schedule(family: str) -> Schedule:
@@ -314,11 +314,17 @@ def find_schedule(family: str) -> Schedule:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in SCHEDULES.glob("*.toml")))
         raise ValueError(f"no schedule for the architecture {family!r}; specs/schedules has {known}")
+    return _shipped(path)
+
+
+@cache
+def _shipped(path: Path) -> Schedule:
+    """Read once, as operations are: plans are kept by the schedule that they were made of."""
     return load_schedule(path)
 
 
 @cache
 def scheduled() -> frozenset[str]:
     """Operations that some shipped schedule names."""
-    shipped = [load_schedule(path) for path in sorted(SCHEDULES.glob("*.toml"))]
+    shipped = [_shipped(path) for path in sorted(SCHEDULES.glob("*.toml"))]
     return frozenset(step.op for s in shipped for step in s.steps)

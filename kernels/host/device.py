@@ -8,6 +8,7 @@ tickets exist for the protocol's sake.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,6 +60,9 @@ class HostDevice(SingleDevice):
         self._budget = self._memory // 2 if memory_budget is None else memory_budget
         self._decls: dict[str, TensorDecl] = {}
         self._tensors: dict[str, Tensor | Rows | Packed] = {}
+        self._held: dict[str, int] = {}
+        """Bytes of each tensor that are in memory; `_holds` is their sum, which every tensor that comes asks for."""
+        self._holds = 0
         self._guarded: dict[str, Guarded] = {}
         self._float: dict[str, np.ndarray] = {}
         self._slabs = Slabs()
@@ -85,9 +89,9 @@ class HostDevice(SingleDevice):
             tensor = runs(decl, parts)
         else:
             tensor = self._filled(decl, value, parts)
-        self._decls[decl.name], self._tensors[decl.name] = decl, tensor
         self._float.pop(decl.name, None)
-        self.counters.bytes_up += in_memory(tensor) if value is not None or parts else 0
+        held = self._put(decl, tensor)
+        self.counters.bytes_up += held if value is not None or parts else 0
         self.generation += 1
 
     def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
@@ -95,12 +99,25 @@ class HostDevice(SingleDevice):
         self.check_open()
         if self.guard:
             raise NotShareable("tensors with guard bytes around them have memory of their own")
-        self._decls[decl.name], self._tensors[decl.name] = decl, value
+        self._put(decl, value)
         self.generation += 1
+
+    def _put(self, decl: TensorDecl, tensor: Tensor | Rows | Packed) -> int:
+        """Take a tensor in place of one of its name; returns the bytes of it that are in memory."""
+        held = in_memory(tensor)
+        self._holds += held - self._held.get(decl.name, 0)
+        self._decls[decl.name], self._tensors[decl.name], self._held[decl.name] = decl, tensor, held
+        return held
 
     def _room(self) -> int:
         """Bytes that further tensors may take."""
-        return self._memory - sum(self.memory().values()) + self.left_in_files
+        return self._memory - self._holds - self._arena.size - self._guarded_bytes() - self._copies()
+
+    def _guarded_bytes(self) -> int:
+        return sum(g.room.nbytes for p in self._programs for g in p.guarded.values())
+
+    def _copies(self) -> int:
+        return sum(a.nbytes for a in self._float.values())
 
     def _filled(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> Tensor:
         if value is None and len(parts) == 1:
@@ -134,7 +151,7 @@ class HostDevice(SingleDevice):
             )
         if self._decls[name].kind == "weight":  # kept by reference: the owner's numbers stay as they are
             target = Tensor(target.dtype, target.shape, tuple(p.copy() for p in target.parts))
-            self._tensors[name] = target
+            self._put(self._decls[name], target)
             self._float.pop(name, None)
             self.generation += 1
         for to, part in zip(target.parts, value.parts, strict=True):
@@ -180,17 +197,15 @@ class HostDevice(SingleDevice):
         """Bytes by purpose; `dequantised` are the float32 copies of weights, `left_in_files` is not held at all."""
         self.check_open()
         held = dict.fromkeys(("weights", "state", "io"), 0)
-        for name, tensor in self._tensors.items():
-            held[PURPOSE[self._decls[name].kind]] += in_memory(tensor)
-        activations = sum(g.room.nbytes for p in self._programs for g in p.guarded.values())
-        copies = sum(a.nbytes for a in self._float.values())
-        held |= {"activations": self._arena.size + activations, "staging": 0, "dequantised": copies}
+        for name, nbytes in self._held.items():
+            held[PURPOSE[self._decls[name].kind]] += nbytes
+        held |= {"activations": self._arena.size + self._guarded_bytes(), "staging": 0, "dequantised": self._copies()}
         return {**held, "left_in_files": self.left_in_files}
 
     @property
     def left_in_files(self) -> int:
         """Bytes of weights for which memory had no room: read again at every use."""
-        return sum(t.nbytes - in_memory(t) for t in self._tensors.values())
+        return sum(t.nbytes - self._held[name] for name, t in self._tensors.items())
 
     def __enter__(self) -> HostDevice:
         return self
@@ -207,6 +222,8 @@ class HostDevice(SingleDevice):
         """Drop every program, tensor and arena. For tests that use one device for many cases."""
         self._decls.clear()
         self._tensors.clear()
+        self._held.clear()
+        self._holds = 0
         self._guarded.clear()
         self._float.clear()
         self._slabs = Slabs()
@@ -258,12 +275,11 @@ class HostDevice(SingleDevice):
         """A matrix as float32 if the budget allows, else as it is stored."""
         tensor = self.stored(name)
         if name not in self._float:
-            cost = 0 if tensor.dtype == "f32" else 4 * int(np.prod(tensor.shape, dtype=np.int64))
-            room = min(self._room(), self._budget - sum(a.nbytes for a in self._float.values()))
-            if cost > room or in_memory(tensor) < tensor.nbytes:
-                return tensor
-            if not cost and isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.dtype == "f32":
                 return tensor.array
+            cost = 0 if tensor.dtype == "f32" else 4 * math.prod(tensor.shape)
+            if cost > min(self._room(), self._budget - self._copies()) or self._held[name] < tensor.nbytes:
+                return tensor
             self._float[name] = dequantise(tensor, np.float32, self._slabs.take(tensor.shape))
             self.counters.allocations += 1
         return self._float[name]
