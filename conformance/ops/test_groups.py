@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.mutation.mutate import Mutant, load, mutated_function, mutated_spirv
+from conformance.support.chains import CHAINS, GATE_STEPS, OWN_STEPS, STEPS, STREAM_STEPS
 from conformance.support.devices import GUARD, Devices, need_compiler, open_backend, spy_kernels
 from conformance.support.paths import MUTANTS
 from conformance.support.profile import LONG
@@ -26,7 +27,7 @@ from hybrid.harness.fixed import variant
 from hybrid.harness.inputs import make
 from hybrid.harness.reference import check, expect
 from hybrid.harness.sizes import base_bind
-from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_next, _layer
+from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_gate, _altup_next, _layer
 from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_ops
 
@@ -35,34 +36,6 @@ pytestmark = pytest.mark.slow
 SPECS = load_ops()
 TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}
-# Operation, and the plan's tensor of each of its arguments.
-STEPS = (
-    ("linear", {"x": "o", "w": "w_o", "y": "a"}),
-    ("add_rmsnorm", {"a": "a", "residual": "x", "w_post": "w_post", "w_next": "w_ffn", "sum": "r", "y": "z"}),
-    ("fused_ffn", {"x": "z", "w_gate_up": "w_gate_up", "w_down": "w_down", "h": "h", "y": "m"}),
-    ("add_rmsnorm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "w_next": "w_next", "sum": "s", "y": "y"}),
-    ("fused_qkv", {"x": "y", "w": "w_qkv", "qkv": "qkv"}),
-)
-# With the layer's own input, and queries alone.
-OWN_STEPS = (
-    *STEPS[:3],
-    ("add_norm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "sum": "e", "y": "g"}),
-    ("per_layer_input", {"x": "g", "w_gate": "w_gate", "ple": "ple", "w_proj": "w_proj", "h": "i", "y": "j"}),
-    ("add_rmsnorm", {"a": "j", "residual": "e", "w_post": "w_post_own", "w_next": "w_next", "sum": "s", "y": "y"}),
-    ("linear", {"x": "y", "w": "w_qkv", "y": "qkv"}),
-)
-TAKEN = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table", "k_cache", "v_cache")
-ATTENTION = ("decode_attention", {**{name: name for name in TAKEN}, "o": "attended"})
-# The end of a layer of AltUp's streams, and the next one's prediction.
-STREAM_STEPS = (
-    ("altup_add", {"corrected": "c", "a": "j", "w_post": "w_post", "streams": "s"}),
-    ("altup_predict", {"streams": "s", "w_router_norm": "w_router_norm", "w_router": "w_router", "w_predict": "w_predict",
-                       "w_norm": "w_norm", "predicted": "p", "normed": "n", "y": "y"}),
-)  # fmt: skip
-CHAINS = {
-    tuple(op for op, _ in steps): steps
-    for steps in (STEPS, STEPS[:-1], OWN_STEPS, OWN_STEPS[:-1], STREAM_STEPS, (*STEPS, ATTENTION), (*OWN_STEPS, ATTENTION))
-}
 OWN_BUFFERS = 53  # bound by layer.*.own
 USES = [{"workgroups": n, "threads": t} for n in (1, 132) for t in (256, 768)]
 
@@ -268,6 +241,30 @@ def test_streams_that_end_a_layer_and_begin_the_next(devices: Devices, act: str)
     assert run(device, stream_cases(96, 1, "q8_act", 1), swaps={"1.streams": "other"}) == 2
 
 
+def gate_cases(hidden: int, width: int, w: str = "q4_0", rows: int = 1, act: str = "q8_act", live: int = 1) -> list[Case]:
+    streams = {"T": rows, "H": hidden, "A": 4}
+    own = {"T": rows, "H": hidden, "P": width, "E": 3 * width}
+    made = zip(GATE_STEPS, (streams, own), ({"y": act}, {"x": act, "w_gate": w, "w_proj": w, "h": act}), strict=True)
+    return [
+        Case(op, bind, dict(SPECS[op].dtypes(types)), {**SPECS[op].attrs(bind, {}), **({"layer": 1} if i else {})}, live, live,
+             seed=i, style="full")
+        for i, ((op, _), bind, types) in enumerate(made)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("w", ["q4_0", "q8_0"])
+def test_a_correction_with_the_gate_of_the_own_input(devices: Devices, w: str) -> None:
+    """One block of the gate and several, rows of less than a piece for each lane, and as wide as a workgroup takes."""
+    device = devices.get("vulkan", guard=GUARD)
+    for hidden, width, live in ((32, 32, 1), (1056, 96, 1), (2048, 256, 1), (2048, 64, 0)):
+        assert run(device, gate_cases(hidden, width, w, live=live)) == 2
+    if w == "q4_0":
+        apart = gate_cases(96, 32, "q4_1"), gate_cases(96, 32, rows=2, live=2), gate_cases(96, 32, act="f32")
+        assert all(run(device, made) >= 3 for made in apart)
+    assert run(device, gate_cases(2080, 32, w)) == 3
+    assert run(device, gate_cases(96, 32, w), swaps={"1.x": "other"}) == 3
+
+
 def test_own_inputs_of_other_types_are_recorded_step_by_step(devices: Devices) -> None:
     device = devices.get("vulkan", guard=GUARD)
     assert judged(device, USES[0], cases({**SIZES, "own": 32}, "q4_1", 1, "q8_act", 7, 1)) == 10
@@ -364,21 +361,23 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
     if mutant.kind == "shader":
         need_compiler()
     sound = devices.get("vulkan", guard=GUARD)
-    own, streams = mutant.op == "layer_own", mutant.op == "altup_next"
+    own, rows = mutant.op == "layer_own", {"altup_next": _altup_next, "altup_gate": _altup_gate}.get(mutant.op)
     if own and sound.storage_buffers < OWN_BUFFERS:
         pytest.skip(f"{sound.name} binds {sound.storage_buffers} buffers, {OWN_BUFFERS} are needed")
     sizes = {**SIZES, "own": 64} if own else SIZES
-    made = stream_cases(1056, 1, "q8_act", 1) if streams else cases(sizes, "q4_0", 1, "q8_act", 3, 1)
+    made = cases(sizes, "q4_0", 1, "q8_act", 3, 1)
+    if rows:
+        made = stream_cases(1056, 1, "q8_act", 1) if rows is _altup_next else gate_cases(1056, 96)
     chosen = spy_kernels(sound, monkeypatch)
-    assert judged(sound, USES[0], made) == 1
+    assert judged(sound, USES[0], made) == (2 if rows is _altup_gate else 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options: dict[str, Any] = {"spirv": mutated_spirv(mutant, chosen, tmp_path)} if mutant.kind == "shader" else {}
     if mutant.kind == "binding":
         wrong = mutated_function(mutant, "record")
-        for ops in (_altup_next.OPS,) if streams else (_layer.OPS, _layer.QUERIES_WITH_OWN):
+        for ops in (rows.OPS,) if rows else (_layer.OPS, _layer.QUERIES_WITH_OWN):
             monkeypatch.setitem(GROUPS, ops, wrong)
     with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
-        (run if streams else cancelled)(device, *(() if streams else (USES[0],)), made)
+        (run if rows else cancelled)(device, *(() if rows else (USES[0],)), made)
 
 
 def test_every_group_has_a_shader_and_a_binding_mutant() -> None:

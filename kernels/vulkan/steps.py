@@ -32,7 +32,7 @@ def record_steps(rec: Recorder, plan: Plan, tensors: Mapping[str, DeviceTensor],
 def _record_group(
     rec: Recorder, steps: Sequence[Step], args: Sequence[Tensors], first: int, binding: Callable[[str], Binding]
 ) -> int:
-    """Steps recorded as one dispatch from `first` on: 0 where no fused group begins there or none of them fits."""
+    """Steps recorded as a fused group from `first` on: 0 where no fused group begins there or none of them fits."""
     for ops, group in GROUPS.items():
         end = first + len(ops)
         matches = tuple(s.op for s in steps[first:end]) == ops and all(binding(op) is BINDINGS[op] for op in ops)

@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 
 from hybrid.kernels.vulkan.groups import Binding, Group
-from hybrid.kernels.vulkan.ops import _altup_next, _layer, _layer_attention
+from hybrid.kernels.vulkan.ops import _altup_gate, _altup_next, _layer, _layer_attention
 
 BINDINGS: dict[str, Binding] = {
     m.name: importlib.import_module(f"{__name__}.{m.name}").record
@@ -21,4 +21,5 @@ GROUPS: dict[tuple[str, ...], Group] = {
     **{ops: _layer.record for ops in (_layer.WITH_OWN, _layer.QUERIES_WITH_OWN, _layer.OPS, _layer.QUERIES, _layer.LAST_WITH_OWN,
                                       _layer.LAST)},
     _altup_next.OPS: _altup_next.record,
+    _altup_gate.OPS: _altup_gate.record,
 }

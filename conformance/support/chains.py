@@ -1,0 +1,39 @@
+"""Consecutive steps that a fused group records: their operations, and how they share tensors."""
+
+from __future__ import annotations
+
+# Operation, and the plan's tensor of each of its arguments.
+STEPS = (
+    ("linear", {"x": "o", "w": "w_o", "y": "a"}),
+    ("add_rmsnorm", {"a": "a", "residual": "x", "w_post": "w_post", "w_next": "w_ffn", "sum": "r", "y": "z"}),
+    ("fused_ffn", {"x": "z", "w_gate_up": "w_gate_up", "w_down": "w_down", "h": "h", "y": "m"}),
+    ("add_rmsnorm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "w_next": "w_next", "sum": "s", "y": "y"}),
+    ("fused_qkv", {"x": "y", "w": "w_qkv", "qkv": "qkv"}),
+)
+# With the layer's own input, and queries alone.
+OWN_STEPS = (
+    *STEPS[:3],
+    ("add_norm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "sum": "e", "y": "g"}),
+    ("per_layer_input", {"x": "g", "w_gate": "w_gate", "ple": "ple", "w_proj": "w_proj", "h": "i", "y": "j"}),
+    ("add_rmsnorm", {"a": "j", "residual": "e", "w_post": "w_post_own", "w_next": "w_next", "sum": "s", "y": "y"}),
+    ("linear", {"x": "y", "w": "w_qkv", "y": "qkv"}),
+)
+TAKEN = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table", "k_cache", "v_cache")
+ATTENTION = ("decode_attention", {**{name: name for name in TAKEN}, "o": "attended"})
+# The end of a layer of AltUp's streams, and the next one's prediction.
+STREAM_STEPS = (
+    ("altup_add", {"corrected": "c", "a": "j", "w_post": "w_post", "streams": "s"}),
+    ("altup_predict", {"streams": "s", "w_router_norm": "w_router_norm", "w_router": "w_router", "w_predict": "w_predict",
+                       "w_norm": "w_norm", "predicted": "p", "normed": "n", "y": "y"}),
+)  # fmt: skip
+# A layer's correction of AltUp's streams, and its own input.
+GATE_STEPS = (
+    ("altup_correct", {"a": "m", "residual": "r", "w_post": "w_post", "predicted": "p", "w_router_norm": "w_router_norm",
+                       "w_router": "w_router", "w_correct": "w_correct", "w_scale": "w_scale", "corrected": "c", "y": "g"}),
+    ("per_layer_input", {"x": "g", "w_gate": "w_gate", "ple": "ple", "w_proj": "w_proj", "h": "i", "y": "j"}),
+)  # fmt: skip
+CHAINS = {
+    tuple(op for op, _ in steps): steps
+    for steps in (STEPS, STEPS[:-1], OWN_STEPS, OWN_STEPS[:-1], STREAM_STEPS, GATE_STEPS, (*STEPS, ATTENTION),
+                  (*OWN_STEPS, ATTENTION))
+}
