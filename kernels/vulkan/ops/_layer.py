@@ -106,7 +106,7 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
     widest = max(sizes["HIDDEN"], sizes["ATTENDED"])
-    shared = 4 * shares + widest // PIECE * (PIECE + 8) + 3 * threads
+    shared = 4 * shares + widest // PIECE * (PIECE + 8) + 2 * threads
     if not (grid and shared <= device.shared_bytes and sizes["HIDDEN"] <= HELD * threads and sizes["QKV"] % ROWS == 0):
         return None
     if own and (kind not in OWN_TYPES or sizes["OWNED"] > min(threads, widest)):
