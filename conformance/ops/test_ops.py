@@ -18,20 +18,28 @@ from hybrid.harness.fixed import (
     covering,
     dtype_cases,
     edge_cases,
+    one_each,
     split_cases,
     variant_cases,
     workload_cases,
 )
-from hybrid.harness.sizes import fits
+from hybrid.harness.sizes import PRIMES, fits
 from hybrid.spec import OpSpec, load_ops
 
 SPECS = load_ops()
 SUPPORTED = [(op, b) for op, spec in SPECS.items() for b in OP_BACKENDS if spec.backends[b].status == "supported"]
 
 
+AS_LINEAR = ("logits",)
+"""Operations whose products on Vulkan are `linear`'s modules with one constant that differs."""
+
+
 def combinations(op: str, backend: str) -> tuple[Mapping[str, str], ...]:
-    """The dtype combinations that are run: all; of a region's many, in the short profile, every pair of dtypes."""
-    return SPECS[op].dtype_choices(backend) if LONG else covering(SPECS[op], backend)
+    """The dtype combinations that are run: all; of a region's many, in the short profile, every pair of dtypes, and every dtype
+    of each tensor where `linear` has every pair on the same modules."""
+    if LONG:
+        return SPECS[op].dtype_choices(backend)
+    return one_each(SPECS[op].dtype_choices(backend)) if backend == "vulkan" and op in AS_LINEAR else covering(SPECS[op], backend)
 
 
 def _ids(op: str, backend: str, dtypes: Mapping[str, str]) -> str:
@@ -54,10 +62,17 @@ def _grouped(source: Callable[[OpSpec, str], Iterable[tuple[str, Case]]], backen
 DTYPES = [pytest.param(op, b, d, id=_ids(op, b, d)) for op, b in SUPPORTED for d in combinations(op, b)]
 
 
-# A CPU driver compiles each kernel for a second. In the short profile, of products beside `linear`, where each type of weights and
-# of rows is a kernel for each size, the sizes take turns over the types, and drawn cases keep axes that are a kernel's constants.
-IN_TURN = ("fused_ffn", "logits", "altup_unembed", "per_layer_input")
+# A CPU driver compiles each kernel for half a second to two. In the short profile, of products, where each type of weights and of
+# rows is a kernel for each size, the sizes take turns over the types (`linear`, whose modules the others take, has tiles always),
+# and drawn cases keep axes that are a kernel's constants.
+IN_TURN = ("linear", "fused_qkv", "fused_ffn", "logits", "altup_unembed", "per_layer_input")
 CONSTANTS = {"decode_attention": ("HQ", "HK", "D", "BS", "R", "KV")}
+
+
+def _turn(spec: OpSpec, dtypes: Mapping[str, str]) -> int:
+    """The same for an activation and a weight type in every product."""
+    weight = next(n for n, t in spec.inputs.items() if t.role == "weight" and len(t.shape) > 1)
+    return sum(spec.inputs[n].dtype.index(dtypes[n]) for n in (next(iter(spec.inputs)), weight))
 
 
 def sized(op: str, backend: str, dtypes: Mapping[str, str]) -> list[Case]:
@@ -65,18 +80,21 @@ def sized(op: str, backend: str, dtypes: Mapping[str, str]) -> list[Case]:
     spec, found = SPECS[op], list(dtype_cases(SPECS[op], dtypes))
     if LONG or backend != "vulkan" or op not in IN_TURN:
         return found
-    weight = next(n for n, t in spec.inputs.items() if t.role == "weight" and len(t.shape) > 1)
-    turn = sum(spec.inputs[n].dtype.index(dtypes[n]) for n in (next(iter(spec.inputs)), weight))
-    return [found[turn % len(found)]]
+    turn = _turn(spec, dtypes) % len(found)
+    return [found[min(turn, 1)], found[2]] if op == "linear" else [found[turn]]
 
 
 def kept(op: str, backend: str, found: list[Case]) -> Mapping[str, int]:
-    """Axes that drawn cases of a combination whose sizes are `found` have in common."""
+    """Axes that drawn cases of a combination whose sizes are `found` have in common: constants of its kernels."""
     if LONG:
         return {}
-    fixed = {a: found[0].bind[a] for a in (CONSTANTS.get(op, ()) if backend == "vulkan" else SPECS[op].backends[backend].static)}
-    rows = backend == "vulkan" and op in IN_TURN and SPECS[op].token_axis
-    return fixed | ({rows: min(8, found[0].bind[rows])} if rows else {})
+    spec = SPECS[op]
+    constants = CONSTANTS.get(op) or [n for n, a in spec.axes.items() if a.role == "streams"]
+    fixed = {a: found[0].bind[a] for a in (constants if backend == "vulkan" else spec.backends[backend].static)}
+    if backend != "vulkan" or op not in IN_TURN or not spec.token_axis:
+        return fixed
+    few = op != "linear" or _turn(spec, found[0].dtypes) % 2  # tiles are its own: it draws for both kinds of kernels
+    return fixed | {spec.token_axis: min(8, found[0].bind[spec.token_axis]) if few else PRIMES["tokens"]}
 
 
 @pytest.mark.parametrize(("op", "backend", "dtypes"), DTYPES)
@@ -96,11 +114,15 @@ def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, st
     assert ran, f"{op} on {backend}: no case was drawn"
 
 
+VARIED = dict.fromkeys(("attention", "decode_attention"), ("D=16", "D=256", "D=512", "HQ=HK", "HK=1"))
+"""Edges that on Vulkan are kernels of test_variant too, which has each of these sizes of a head and of a group."""
+
+
 def _edges(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
     """All in the long profile; else without those of axes that are constants of the NPU's kernels, of which each size is compiled:
-    fixed and drawn sizes have to do for them."""
-    static = () if LONG else spec.backends[backend].static
-    return (f for f in edge_cases(spec, backend) if f[0].partition("=")[0].strip() not in static)
+    fixed and drawn sizes have to do for them; and, on Vulkan, without those whose kernels test_variant has."""
+    static, varied = ((), ()) if LONG else (spec.backends[backend].static, VARIED.get(spec.name, ()) if backend == "vulkan" else ())
+    return (f for f in edge_cases(spec, backend) if f[0].partition("=")[0].strip() not in static and f[0] not in varied)
 
 
 @pytest.mark.width

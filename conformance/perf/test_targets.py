@@ -43,11 +43,12 @@ BY_HAND = {
 
 @pytest.fixture(scope="module")
 def judged():
-    return {t.id: targets.judge(t, APU, "H200") for t in targets.load_targets()}
+    """In the short profile all but one, which planning another model for makes as dear as ten."""
+    return {t.id: targets.judge(t, APU, "H200") for t in targets.load_targets() if LONG or t.id != "3n-e4b-400"}
 
 
 def test_every_target_has_a_verdict(judged):
-    assert len(judged) == len(targets.load_targets()) == 28
+    assert len(targets.load_targets()) == 28 and len(judged) == (28 if LONG else 27)
     for row in judged.values():
         assert row.verdict and row.how and row.bound and row.modelled
 
@@ -92,7 +93,7 @@ def test_prompts_within_half_a_second_are_short(judged):
 
 
 def test_advice_fits_and_suffices():
-    found = list(islice(targets.advice(16 << 30, 50, 256, APU), None if LONG else 3))  # largest first
+    found = list(islice(targets.advice(16 << 30, 50, 256, APU), None if LONG else 2))  # largest first
     assert [s.config.model for s in found][:2] == ["gemma4-12b", "gemma3-12b"]
     for s in found:
         assert s.expected >= 50
