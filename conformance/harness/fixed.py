@@ -130,14 +130,14 @@ def variant_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
             yield ",".join(f"{k}={v}" for k, v in sizes_.items()), replace(case, attrs={**case.attrs, **attrs})
 
 
-def split_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
+def split_cases(spec: OpSpec, backend: str, few: tuple[int, ...] = (2, 5)) -> Iterator[tuple[str, Case]]:
     """(weight type, case): weights larger than SPLIT_RANGE, which must be cut into chunks of rows."""
     wide = {"features": 331, "vocab": 333, "ffn": 288, "q_heads": 8, "hidden": 160, "inner": 160}
     if not any(t.role == "weight" and len(t.shape) > 1 for t in spec.inputs.values()):
         return
     bind = base_bind(spec) | {n: wide[a.role] for n, a in spec.axes.items() if a.role in wide}
     for i, dtypes in enumerate(one_each(spec.dtype_choices(backend))):
-        for rows in (2, 5):
+        for rows in few:
             sized = bind | ({spec.token_axis: rows} if spec.token_axis else {})
             case = variant(spec, sized, dtypes, 10 * i + rows)
             fits_ = all(_bytes(spec, case, n) <= SPLIT_RANGE for n, t in spec.tensors.items() if t.role != "weight")
