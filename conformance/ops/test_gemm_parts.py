@@ -17,7 +17,7 @@ from hybrid.harness.inputs import make
 from hybrid.harness.sizes import base_bind
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.vulkan.dry import DryDevice, record
-from hybrid.kernels.vulkan.ops._gemm import FEW, MOST_SPLITS, NARROW, STREAM, STREAMED, TILES, TYPES, split_k
+from hybrid.kernels.vulkan.ops._gemm import ENDS, FEW, MOST_SPLITS, NARROW, STREAM, STREAMED, SUMS, TILES, TYPES, split_k
 from hybrid.spec import load_op
 
 
@@ -37,6 +37,14 @@ from hybrid.spec import load_op
 )
 def test_the_tiles_that_do_not_fill_a_device_are_cut(shape, groups, found):
     assert split_k(*shape, groups, 10**6) == found
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"), [((1, 28, 336), (0, 4)), ((1, 28, 64), (0, 4)), ((2, 28, 336), (0, 7)), ((1, 43, 84), (0, 3))]
+)
+def test_fewer_parts_where_their_sums_take_longer(shape, found):
+    """Tiles of 128 x 192 of 27B's matrices: down of 128 and 256 rows, output, q, k and v."""
+    assert split_k(*shape, 132, 10**6, ENDS["128x192"], SUMS["128x192"]) == found
 
 
 def test_what_is_cut_takes_fewer_stages_and_no_tile_is_lost():

@@ -28,6 +28,10 @@ FEW, STREAM = ("16x128", "32x128"), ("16x256", "32x256", "64x256", "64x384")
 STREAMED = {("linear", "q4_0"): ("16x256", "32x256", "64x256"), ("linear", "q6_k"): ("16x256", "32x256", "64x256"),
             ("ffn_up", "q4_0"): ("16x256", "32x256", "64x384")}  # fmt: skip
 MOST_SPLITS = 16
+# In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half. H200,
+# 128 rows of 27B, us (a stage takes 1.15): 5376 x 4096 in 2, 4 parts 54.6, 40.6; 8192 x 5376 in 2, 3 parts 64.5, 52.6;
+# 5376 x 21504 in 4, 9, 14 parts 115, 123, 131.
+ENDS, SUMS = {"128x192": 3.0}, {"128x192": 1.8}
 # Of the tile for small matrices (narrow.slang): its subgroups, at most, share K, two of them 256 columns, and of each the
 # sums lie in shared memory.
 NARROW, NARROWED, NARROW_SUBGROUPS, NARROW_STAGE, PATCH_BYTES = "32x16", ("q4_0",), 16, 256, 2560
@@ -91,7 +95,8 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
     stage = STREAM_STAGE if tile in STREAM else FEW_STAGE if tile in FEW and DTYPES[dtype].quantised else STAGE
-    whole, splits = split_k(down, columns, -(-k // stage), use["groups"], device.max_range // (4 * tall * across))
+    whole, splits = split_k(down, columns, -(-k // stage), use["groups"], device.max_range // (4 * tall * across),
+                            ENDS.get(tile, 2.0), SUMS.get(tile, 0.5))
     beside = (y, y)  # without split-K: bindings must hold some buffer, and this one adds no hazard
     if splits > 1:
         tiles = down * (columns - whole)
@@ -116,15 +121,16 @@ def narrow_threads(device: Any, k: int) -> int:
     return SUBGROUP * min(NARROW_SUBGROUPS, device.shared_bytes // PATCH_BYTES, -(-k // NARROW_STAGE) * 2)
 
 
-def split_k(down: int, columns: int, stages: int, groups: int, room: int) -> tuple[int, int]:
+def split_k(down: int, columns: int, stages: int, groups: int, room: int, ends: float = 2.0, sums: float = 0.5) -> tuple[int, int]:
     """(columns of tiles that one workgroup each computes, K splits of every other tile) of down x columns tiles, where a device
     runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns of tiles, a wave that does not
-    fill the device, are split; there is room for the partial sums of `room` tiles. (columns, 1): none is."""
+    fill the device, are split; there is room for the partial sums of `room` tiles. `ends`, `sums`: stages that pass while a
+    workgroup begins and ends, and while a split's sums are added. (columns, 1): none is."""
     whole = down * columns // groups * groups // down if groups else columns
     tiles = down * (columns - whole)
 
-    def cost(splits: int) -> float:  # in stages: 2 to begin and to end a workgroup, half of one to add a split's sums
-        return -(-tiles * splits // groups) * (-(-stages // splits) + 2) + splits / 2
+    def cost(splits: int) -> float:  # in stages
+        return -(-tiles * splits // groups) * (-(-stages // splits) + ends) + splits * sums
 
     most = min(stages, MOST_SPLITS, room // tiles) if tiles else 0
     splits = min(range(1, most + 1), key=cost, default=1)
