@@ -171,6 +171,7 @@ _INDEX: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 _PARAMS: dict[str, Callable[[int], Params | Penalties]] = {
     "greedy": lambda seed: Params(),
     "every_filter": lambda seed: Params(temperature=0.8, top_k=9, top_p=0.7, min_p=0.05, seed=seed),
+    "all_drawn": lambda seed: Params(temperature=1.2, seed=seed),
     "top_k_one": lambda seed: Params(temperature=1.5, top_k=1, seed=seed),
     "min_p_border": lambda seed: Params(temperature=TEMPERATURE, min_p=CUT, seed=seed),
     "top_p_border": lambda seed: Params(temperature=TEMPERATURE, top_p=CUT, seed=seed),

@@ -56,6 +56,7 @@ EDGE_VALUES: dict[str, str] = {
     "nothing_left": "every logit -infinity: nothing is chosen",
     "greedy": "temperature 0",
     "every_filter": "temperature, top-k, top-p and min-p at once",
+    "all_drawn": "no filter: every id may be drawn",
     "top_k_one": "top-k 1: the same choice as greedy",
     "min_p_border": "min-p, with logits that a cut off by a thousandth would keep or drop",
     "no_message": "an inbox without a message",

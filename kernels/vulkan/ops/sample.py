@@ -1,4 +1,5 @@
-"""sample: the next token of each output row, one workgroup per row; of long rows, many workgroups first find the greatest logit."""
+"""sample: the next token of each output row, one workgroup per row; of long rows, many workgroups first find the greatest logit,
+and the best draw where all ids may be drawn."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     threads = min(threads, 1024 if rec.device.max_threads >= 1024 else 256)
     parts = -(-valid // PART) if vocab > SMALL_VOCAB else 0
     found = t["logits"].parts[0]  # not read where there are no parts, but its binding must hold some buffer
-    if parts:
-        found = rec.scratch(8 * outs * parts)
-        rec.dispatch(rec.kernel("sample_best", SUBGROUP=subgroup), t["logits"].parts, [found],
-                     struct.pack("<4I", outs, vocab, valid, parts), (parts, Live("outs", cap=outs)))
-    kernel = rec.kernel(f"sample.{threads}", SUBGROUP=subgroup)
     slots, context = t["history"].shape
+    reads = [p for name in ("logits", "out_rows", "slots", "positions", "params") for p in t[name].parts]
+    if parts:
+        found = rec.scratch(16 * outs * parts)
+        push = struct.pack("<6I", outs, vocab, valid, parts, t["slots"].shape[0], slots)
+        rec.dispatch(rec.kernel("sample_best", SUBGROUP=subgroup), reads, [found], push, (parts, Live("outs", cap=outs)))
+    kernel = rec.kernel(f"sample.{threads}", SUBGROUP=subgroup)
     push = struct.pack("<7I", outs, t["slots"].shape[0], slots, vocab, valid, context, parts)
-    names = ("logits", "out_rows", "slots", "positions", "params")
     writes = [p for name in ("next_token", "next_position", "history") for p in t[name].parts]
-    rec.dispatch(kernel, [*(p for name in names for p in t[name].parts), found], writes, push, (Live("outs", cap=outs),))
+    rec.dispatch(kernel, [*reads, found], writes, push, (Live("outs", cap=outs),))
