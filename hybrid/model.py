@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -15,16 +14,14 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.dtypes import CacheChoice
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
-from hybrid.core.plan import GUESSES_TENSOR
 from hybrid.core.units import parse_bytes
-from hybrid.devices.opening import NpuKind, Opened, open_again, opening_devices
-from hybrid.engine import batch, warming
+from hybrid.devices.opening import NpuKind, Opened
+from hybrid.engine import batch
 from hybrid.engine.chunks import token_ids
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.constraint import Constraint
-from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafting import Drafting, check_drafting, most_guesses
-from hybrid.engine.drafts import Drafter, Lookup
+from hybrid.engine.drafting import Drafting, most_guesses
+from hybrid.engine.drafts import Drafter
 from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle
 from hybrid.engine.job import Job
@@ -33,13 +30,13 @@ from hybrid.engine.metrics import Metrics
 from hybrid.engine.options import Options
 from hybrid.engine.pace import Counts
 from hybrid.engine.request import Request
-from hybrid.engine.room import with_room
 from hybrid.engine.serving import QUEUE, Serving
 from hybrid.engine.session import Session, in_own_slot
 from hybrid.engine.stats import EngineReport, Stats
 from hybrid.planning.cost import plan_cost
 from hybrid.planning.planner import PrecisionName
-from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
+from hybrid.ready import drafter_for, ready
+from hybrid.spec.schedule import Schedule
 
 CLOSED = "this model is closed: load it again"
 
@@ -106,60 +103,16 @@ def load(
     with clock.phase("open"):
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     try:
-        given = schedule is not None
-        if schedule is None:
-            schedule = find_schedule(checkpoint.hparams.family)
-        elif not isinstance(schedule, Schedule):
-            schedule = named_schedule(os.fspath(schedule))
-        with opening_devices(schedule, device, npu) if isinstance(device, str) else nullcontext(lambda: device) as found:
-            with clock.phase("tokenizer"):
-                checkpoint.tokenizer  # noqa: B018 (made at first use)
-            with clock.phase("device"):
-                opened = found()
+        made = ready(checkpoint, device, schedule, config, clock, npu, warm)
         try:
-            if not given:
-                opened, schedule = with_room(opened, schedule, config, checkpoint)
-            engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock)
-            drafter = None
-            if guesses:
-                check_drafting(engine)
-                drafter = _drafter(draft, engine, opened if draft_device is None else draft_device, slots)
-            with clock.phase("pipelines"):
-                engine.warm_up()
-                if warm:
-                    warming.warm(engine)
+            drafter = drafter_for(made, draft, draft_device, slots) if guesses else None
         except BaseException:
-            opened.device.close()
+            made.close()
             raise
     except BaseException:
         checkpoint.close()
         raise
-    return Model(checkpoint, opened, engine, queue, drafter, guesses if isinstance(speculate, int) else None)
-
-
-def _drafter(draft: str | os.PathLike[str] | Checkpoint | Drafter | None, engine: Engine, device: str | Opened,
-             slots: int | None) -> Drafter:  # fmt: skip
-    """What `load` was told to guess by; a model runs on `device`, or where those run that are open. ValueError for one with another
-    tokenizer."""
-    if draft is None or draft == "lookup":
-        return Lookup()
-    if not isinstance(draft, str | os.PathLike | Checkpoint):
-        return draft
-    found = draft if isinstance(draft, Checkpoint) else open_checkpoint(draft)
-    try:
-        ours, theirs = (c.tokenizer.vocabulary.pieces for c in (engine.checkpoint, found))
-        if ours != theirs:
-            raise ValueError(f"{found.path}: as a draft it needs the model's tokenizer, and has another "
-                             f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)")  # fmt: skip
-        ctx = min(engine.cache.ctx, found.hparams.context_length)
-        where = device
-        if isinstance(device, Opened):
-            where = open_again(device, find_schedule(found.hparams.family), {"history": GUESSES_TENSOR})
-    except BaseException:
-        found.close()
-        raise
-    smaller = load(found, where, ctx=ctx, slots=slots)
-    return DraftModel(smaller.engine, f"draft {found.path} on {smaller.device}", smaller.close)
+    return Model(checkpoint, made.opened, made.engine, queue, drafter, guesses if isinstance(speculate, int) else None)
 
 
 class Model:

@@ -72,6 +72,9 @@ class Rehearsed(DraftModel):
     def _guessed(self, ids: Sequence[int], chosen: list[int]) -> list[int]:
         return self.replay.propose(ids, len(chosen))
 
+    def _right(self, ids: Sequence[int], since: int, chosen: Sequence[int]) -> tuple[int, int]:
+        return self.replay.agreed(ids[: since + len(chosen)], since)
+
     def _words(self, key: Hashable, ids: Sequence[int], count: int) -> list[int]:
         return self.replay.propose(ids, count)
 

@@ -12,6 +12,7 @@ from hybrid.core.errors import NoFreeSlot
 from hybrid.core.plan import FAULTED
 from hybrid.engine.inbox import GOES_ON, GUESSED, Rows
 from hybrid.engine.interface import PassRunner
+from hybrid.engine.pace import WATCHES
 from hybrid.engine.sampling import Sampling
 from hybrid.planning.passes import bucket_of
 
@@ -19,6 +20,8 @@ BEHIND = 32
 """Tokens that a sequence may be ahead of the draft after a while without guesses: their passes' programs are made at once."""
 FEW = 3
 """New tokens that are run one after another."""
+WATCHED = 16
+"""Tokens of a text without guesses, the latest, of which it is seen at a time what would have been guessed."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,9 @@ class DraftModel:
         """By key, what was submitted last and not read yet: the tokens before it, the ticket of each guess."""
         self.steady = True
         """Whether the last guesses took no longer than those that come: little was new of their sequences."""
+        self.watches = WATCHES[1] if engine.sizes.guesses + 1 >= WATCHED and engine.device.pipeline_depth == 1 else 0
+        """Most tokens between two looks at what it would have guessed (`watch`); 0: its engine has no plans that could say."""
+        self._watched: dict[Hashable, tuple[list[int], int, int]] = {}  # tokens, from where on they were watched, the ticket
         self.compiled = False
         """Whether a program was made for them, which no others take time for."""
 
@@ -66,9 +72,47 @@ class DraftModel:
         return True
 
     def end(self, key: Hashable = None) -> None:
+        self._watched.pop(key, None)
         found = self._followed.pop(key, None)
         if found is not None:
             self.engine.release(found.slot)
+
+    def watch(self, key: Hashable, ids: Sequence[int]) -> bool:
+        """Run what is new of a sequence, so that `agreed` can say what would have been guessed of its last tokens; waits for no
+        pass. Whether there is anything of it."""
+        self._read_all()
+        followed, engine = self._followed[key], self.engine
+        fresh = self._fresh(followed, ids)
+        rows = min(len(fresh) - 1, WATCHED)
+        if rows < 1:
+            return False
+        slot, before = followed.slot, fresh[: -1 - rows]
+        if before:
+            engine.submit_prefill({slot: before})
+        at, made = engine.positions[slot], {*engine.choosing.options([slot]), "verify"}
+        bucket = bucket_of(WATCHED, engine.sizes.rows), bucket_of(WATCHED, engine.sizes.wants)
+        row = np.arange(rows, dtype=np.int32)
+        tokens = np.array(fresh[-1 - rows : -1], np.int32)
+        ticket = engine.submit_scheduled(engine.program("prefill", *bucket, options=made),
+                                         Rows(tokens, at + row, np.full(rows, slot, np.int32), row))  # fmt: skip
+        engine.positions[slot] = at + rows
+        followed.ids = list(ids[:-1])
+        self._watched[key] = list(ids), at + 1, ticket
+        return True
+
+    def watching(self, key: Hashable) -> bool:
+        return key in self._watched
+
+    def agreed(self, key: Hashable) -> tuple[int, int]:
+        """Of the tokens that were watched last: how many would have been guessed, and how many there are."""
+        if key not in self._watched or key not in self._followed:
+            return 0, 0
+        ids, since, ticket = self._watched.pop(key)
+        chosen = self._read(self._followed[key].slot, since, [ticket] * (len(ids) - since))
+        return self._right(ids, since, chosen)
+
+    def _right(self, ids: Sequence[int], since: int, chosen: Sequence[int]) -> tuple[int, int]:
+        return sum(a == b for a, b in zip(chosen, ids[since:], strict=False)), len(chosen)
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         """As of every Drafter, for the one sequence without a key."""

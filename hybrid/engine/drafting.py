@@ -7,6 +7,7 @@ guesses, and, where guesses are due, one pass at a time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 from hybrid.engine.choosing import Choosing
 from hybrid.engine.config import check_guesses
 from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafts import Drafter
+from hybrid.engine.drafts import Drafter, Watcher
 from hybrid.engine.interface import PassRunner
-from hybrid.engine.pace import AHEAD, MOST, PROBES, Budget, Costs, Counts, Pace, Rightness, share, trial
+from hybrid.engine.pace import AHEAD, CREDIT, MOST, PROBES, Budget, Costs, Counts, Pace, Rightness, share, trial
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Pass, Stream
@@ -45,6 +46,8 @@ class Following:
         self.counts = Counts()
         self.asked = 0
         """Guesses that the next pass may have for it."""
+        self.since = len(stream.ids)
+        """Tokens up to which it is known what would have been guessed."""
 
     def run_ahead(self, may: bool) -> None:
         """Whether its next row may run before its last token is known."""
@@ -56,22 +59,25 @@ class Following:
 class Drafting:
     """drafter: who guesses. room: most rows of a pass whose tokens are chosen. k: guesses of a pass (None: by their worth).
     wish: of a sequence, how its tokens are chosen, how many guesses its request asks for (None: as k), and whether it is under a
-    constraint. refused: told of a sequence whose constraint fails. failed: told once why guessing ended, where a drafter failed."""
+    constraint. refused: told of a sequence whose constraint fails. failed: told once why guessing ended, where a drafter failed.
+    clock: seconds."""
 
     def __init__(self, drafter: Drafter, room: int, k: int | None, choosing: Choosing | None,
                  wish: Callable[[Stream], tuple[Sampling, int | None, bool]], refused: Callable[[Stream, Exception], object],
-                 failed: Callable[[str], object]) -> None:  # fmt: skip
+                 failed: Callable[[str], object], clock: Callable[[], float] = time.perf_counter) -> None:  # fmt: skip
         self.drafter: Drafter | None = drafter
         self.name, self.room, self.k, self.counts = drafter.name, room, k, Counts()
         self.forget()
-        self._choosing, self._wish, self._refused, self._failed = choosing, wish, refused, failed
+        self._choosing, self._wish, self._refused, self._failed, self._clock = choosing, wish, refused, failed, clock
         self._of: dict[Any, Following] = {}
 
     def forget(self) -> None:
         """What passes and guesses cost, and how often they were right."""
         self.costs, self.budget, self.rightness = Costs(), Budget(), Rightness()
+        self._plain = math.inf  # a pass without guesses of as many sequences as are drafted for
         self._took = 0.0  # drafting for the next pass, but for what it takes once
         self._drafting: tuple[float, int] | None = None  # that the device does: since when, the most guesses if they count
+        self._watching = 0  # the pass that a draft model's own, for a look at what it would have guessed, runs before
 
     def prepare(self, scheduler: Scheduler) -> bool:
         """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been read."""
@@ -80,6 +86,9 @@ class Drafting:
         streams = [s for s in scheduler._running if s.decodes]
         following = [self._follow(stream) for stream in streams]
         due = [f for f in following if f.pace.due]
+        self._look(scheduler, [f for f in following if f.pace.soon], [f for f in due if f.pace.looks])
+        if self.drafter is None:  # it failed
+            return True
         shares = self._share(due, len(streams)) if due else []
         asked = [f for f in due if f.asked > 0]
         if asked and scheduler.in_flight:
@@ -98,7 +107,9 @@ class Drafting:
         others will not); so long after the end of that it began."""
         wants = {run.seq.id: run.wants for run in done.runs}
         if seconds and all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
-            self.costs.took(done.rows, seconds)
+            if done.number != self._watching:
+                plain = self.costs.of(len(done.runs)) if done.rows > len(done.runs) else 0.0
+                self.costs.took(done.rows, seconds, plain or math.inf)
             self._account(done, news, seconds, between)
         for stream, n in news:
             guesses = wants[stream.id] - 1
@@ -108,19 +119,23 @@ class Drafting:
                 self.rightness.verified(guesses, n - 1)
             if found is not None and guesses:
                 found.pace.verified(guesses, n - 1)
+                found.since = len(stream.ids)
             elif found is not None:
                 found.pace.chosen(n)
 
     def _account(self, done: Pass, news: Sequence[tuple[Stream, int]], seconds: float, between: float) -> None:
-        """What guesses have saved or lost. Between two passes more may lie than drafting, such as a reader that waits."""
+        """What guesses have saved or lost. Between two passes more may lie than drafting, such as a reader that waits, and a pass
+        of several rows that takes longer than as many of one has waited for something else; so has a guess."""
         sequences = len(done.runs)
         if not (plain := self.costs.of(sequences)):
             return
         if done.rows == sequences:
-            self.budget.passed(plain, seconds)
+            looked = done.number == self._watching
+            self.budget.passed(plain, min(seconds, 4 * plain), plain if looked else None)
         elif not any(f.pace.fixed for run in done.runs if run.wants > 1 and (f := self._of.get(run.seq.id)) is not None):
-            seconds += min(between, self._took + plain)
-            self.budget.passed(plain, seconds, plain * sum(n for _, n in news) / sequences)
+            most = max(run.wants for run in done.runs) - 1
+            took = min(seconds, done.rows * plain) + min(between, self._took + plain, most * plain)
+            self.budget.passed(plain, took, plain * sum(n for _, n in news) / sequences)
 
     def end(self, stream: Stream) -> Counts:
         """A sequence has ended: forget it; returns what was guessed for it."""
@@ -146,7 +161,8 @@ class Drafting:
             assert self.drafter is not None
             _, wanted, constrained = self._wish(stream)
             k = self.k if wanted is None else wanted
-            pace = Pace(MOST if k is None else k, fixed=k is not None, rate=self.rightness.rate)
+            watches = self.drafter.watches if isinstance(self.drafter, DraftModel | Watcher) else 0
+            pace = Pace(MOST if k is None else k, k is not None, self.rightness.rate, watches)
             found = self._of[stream.id] = Following(stream, pace, self.drafter.fork(), constrained)
         return found
 
@@ -154,8 +170,8 @@ class Drafting:
         """How many guesses each gets by its worth, in a pass of so many rows without; sets `asked`, which may be a few to try."""
         shares = share([f.pace for f in due], rows, self.room, self.costs)
         tries = trial(rows, self.room, self.costs)
-        if not tries and trial(rows, self.room, Costs(self.costs.passes)):
-            self.costs.fade()  # a device may have been busy when drafting was measured
+        if not tries and self.costs.of(rows):
+            self.costs.fade(rows)  # a device may have been busy when drafting was measured
         for f, k in zip(due, shares, strict=True):
             if not self.costs.of(rows) and not f.pace.fixed:  # what a pass without guesses takes must be known
                 f.asked = 0
@@ -167,22 +183,50 @@ class Drafting:
 
     def _afford(self, trying: list[Following], rows: int) -> None:
         """Ask for none for a while, where the budget has not what they lose if all of them are wrong."""
+        self._plain = self.costs.of(rows) or math.inf
         asked = [f.asked for f in trying]
         if not any(asked):
             return
         loss = self.costs.of(rows + sum(asked)) - self.costs.of(rows) + self.costs.drafting(max(asked))
-        if self.budget.allows(loss):
+        sure = any(share([Pace(f.pace.most, rate=f.pace.surely) for f in trying], rows, self.room, self.costs))
+        if self.budget.allows(loss, CREDIT * self.costs.of(rows) if sure else 0.0):
             return
         tokens = min(self.budget.until(loss, self.costs.of(rows)), PROBES[1])
         for f in trying:
             f.asked = 0
-            f.pace.pause(max(tokens, AHEAD))
+            if f.pace.watches:
+                f.pace.wait()
+            else:
+                f.pace.pause(max(tokens, AHEAD))
+
+    def _look(self, scheduler: Scheduler, soon: list[Following], due: list[Following]) -> None:
+        """What would have been guessed of the tokens that came without guesses, for those that are due; a draft model runs them
+        a little before that, in passes that nobody waits for."""
+        model = self.drafter if isinstance(self.drafter, DraftModel) else None
+        try:
+            for f in due:
+                if model is not None:
+                    found = model.agreed(f.stream.id)
+                else:
+                    assert isinstance(f.drafter, Watcher)
+                    found, f.since = f.drafter.agreed(f.stream.ids, f.since), len(f.stream.ids)
+                if found[1]:
+                    f.pace.watched(*found)
+                    self.rightness.watched(*found)
+            if model is not None and soon and self.budget.allows(0.0):
+                fresh = [f for f in soon if not model.watching(f.stream.id) and self._follows(model, f)]
+                began = self._clock()
+                if any([model.watch(f.stream.id, f.stream.ids) for f in fresh]):
+                    self._watching = scheduler.number + 1
+                    self.budget.spent(self._clock() - began)
+        except Exception as error:  # as where it guesses
+            self._end_drafting(error)
 
     # --- who guesses -------------------------------------------------------------------------------------------------
 
     def _draft(self, scheduler: Scheduler, asked: list[Following]) -> bool:
         """Whether there were any guesses."""
-        began = time.perf_counter()
+        began = self._clock()
         try:
             found, steady = self._propose(asked)
         except Exception as error:  # whatever another model's device or files raise: a text does not depend on guesses
@@ -204,10 +248,10 @@ class Drafting:
 
     def _note(self, began: float, most: int) -> None:
         """Drafting of most guesses (0: not to be compared) began then, and is over."""
-        took = time.perf_counter() - began
+        took = self._clock() - began
         self._took = 0.0 if isinstance(self.drafter, DraftModel) and self.drafter.compiled else took
         if most and self._took:
-            self.costs.drafted(most, took)
+            self.costs.drafted(most, took, self._plain)
 
     def finish(self, done: Pass) -> float:
         """Before a pass is waited for: wait for the drafting on the same queue that it follows, if any; when that was over."""
@@ -220,7 +264,7 @@ class Drafting:
             self._end_drafting(error)
             return 0.0
         self._note(*begun)
-        return time.perf_counter()
+        return self._clock()
 
     def _propose(self, asked: list[Following]) -> tuple[list[Sequence[int]], bool]:
         """Guesses for each, or words by which the device finds them, and whether they took no longer than they will again."""
@@ -228,11 +272,14 @@ class Drafting:
             return [list(f.drafter.propose(f.stream.ids, f.asked)) for f in asked], True
         model = self.drafter
         for f in asked:
-            if not model.follows(f.stream.id):
-                model.begin(self._wish(f.stream)[0], f.stream.id)
+            self._follows(model, f)
         wanted = {f.stream.id: (f.stream.ids, f.asked) for f in asked}
         found = model.propose_all(wanted) if self._reads(asked) else model.ahead(wanted)
         return [found.get(f.stream.id, []) for f in asked], model.steady
+
+    def _follows(self, model: DraftModel, f: Following) -> bool:
+        """Whether a draft model has a slot for it."""
+        return model.follows(f.stream.id) or model.begin(self._wish(f.stream)[0], f.stream.id)
 
     def _reads(self, asked: list[Following]) -> bool:
         """Whether guesses are to be known before they are verified: a constraint must hear of them."""

@@ -9,9 +9,11 @@ wrong the text is what it would have been without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+from hybrid.engine.pace import WATCHES
 
 NGRAMS = (4, 2)  # tokens that must have stood there before, the most first
 
@@ -33,43 +35,63 @@ class Drafter(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Watcher(Drafter, Protocol):
+    """One that can say what it would have guessed of a text that came without guesses."""
+
+    watches: int
+    """Most tokens between two looks at that."""
+
+    def agreed(self, ids: Sequence[int], since: int) -> tuple[int, int]:
+        """How many of the tokens ids[since:] it would have guessed, each after those before it; and for how many it had a guess."""
+        ...
+
+
 class Lookup:
     """What followed the last few tokens where they stood before, the latest such place; needs no model. Where that place is so
     near that it ends before the guesses do, the text is taken to repeat itself."""
 
     name = "lookup"
+    watches = WATCHES[0]
 
     def __init__(self) -> None:
-        self._ids: list[int] = []
+        self._seen, self._last = 0, -1  # tokens whose n-grams are noted, but for those at their end; the last of them
         self._places: dict[tuple[int, ...], int] = {}  # n-gram -> where what followed it begins
 
     def fork(self) -> Lookup:
         return Lookup()
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
-        self._follow(ids)
-        for n in NGRAMS:
-            begin = self._places.get(tuple(ids[-n:])) if len(ids) > n else None
-            if begin is not None:
-                found: list[int] = []
-                for at in range(begin, begin + most):
-                    found.append(ids[at] if at < len(ids) else found[at - len(ids)])
-                return found
-        return []
+        begin = self._place(ids, len(ids))
+        found: list[int] = []
+        if begin is not None:
+            for at in range(begin, begin + most):
+                found.append(ids[at] if at < len(ids) else found[at - len(ids)])
+        return found
+
+    def agreed(self, ids: Sequence[int], since: int) -> tuple[int, int]:
+        places = [(at, self._place(ids, at)) for at in range(max(since, 1), len(ids))]
+        found = [ids[begin] == ids[at] for at, begin in places if begin is not None]
+        return sum(found), len(found)
 
     def close(self) -> None:
-        self._ids, self._places = [], {}
+        self._seen, self._last, self._places = 0, -1, {}
 
-    def _follow(self, ids: Sequence[int]) -> None:
-        """Note the n-grams of ids that are new, but for those at its end, which nothing follows yet."""
-        seen = len(self._ids)
-        if seen > len(ids) or self._ids[-1:] != list(ids[seen - 1 : seen]):
-            self._ids, self._places, seen = [], {}, 0
-        for end in range(max(seen, 1), len(ids)):
+    def _place(self, ids: Sequence[int], count: int) -> int | None:
+        """Where in the first `count` ids stands what followed their end before."""
+        self._follow(ids, count)
+        places = (self._places.get(tuple(ids[count - n : count])) for n in NGRAMS if count > n)
+        return next((place for place in places if place is not None), None)
+
+    def _follow(self, ids: Sequence[int], count: int) -> None:
+        """Note the n-grams of the first `count` ids that are new, but for those at their end, which nothing follows yet."""
+        if self._seen > count or (self._seen and self._last != ids[self._seen - 1]):
+            self.close()
+        for end in range(max(self._seen, 1), count):
             for n in NGRAMS:
                 if end >= n:
                     self._places[tuple(ids[end - n : end])] = end
-        self._ids = list(ids)
+        self._seen, self._last = count, ids[count - 1] if count else -1
 
 
 class Replay:
@@ -77,6 +99,7 @@ class Replay:
     wrong one is as likely to be right, as with a draft model that goes on from its own token it would not be."""
 
     name = "replay"
+    watches = WATCHES[0]
 
     def __init__(self, text: Sequence[int], rate: float, seed: int = 0) -> None:
         """text: all ids of the sequence, the prompt's too. ValueError for a rate that is no probability."""
@@ -90,6 +113,10 @@ class Replay:
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
         at = len(ids)
         return [self._guess(token, at + i) for i, token in enumerate(self._text[at : at + most])]
+
+    def agreed(self, ids: Sequence[int], since: int) -> tuple[int, int]:
+        found = [self._guess(token, at) == token for at, token in enumerate(self._text[since : len(ids)], since)]
+        return sum(found), len(found)
 
     def close(self) -> None:
         pass

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MOST = 7
 """Guesses of a pass for one sequence at most, unless asked for: with the token before them they fill the smallest batch of rows."""
 PROBES = (8, 128)  # tokens between two tries where guesses do not pay: doubled after each try in vain
+WATCHES = 16, 64  # most tokens between two looks at what would have been guessed: where that costs nothing; by a model
 TRUST = 0.85  # rightness that such a try is made for
+HOPE = 0.5  # two rows cost so much of the way from one to three until that is known: it is measured where it would pay then
 PROBE = 2  # guesses of a pass with more rows than any before, at least
 SHARE, FIRST, SAVED = 0.01, 4.0, 16.0  # of a Budget: a share of the time; passes at the beginning, and at most
+CREDIT = 8.0  # passes that it may be overdrawn by, where guesses have lately been so often right that they surely pay
 AHEAD = 4
 """Tokens chosen ahead of the host where no guess is at hand."""
 _KEPT, _KEPT_OF_ALL = 0.9, 0.98  # of what was counted before, at each verification of one sequence, and of any
-_SLOWER = 0.8  # weight of earlier passes in a mean time
+_READINGS, DOUBTS = 8, 2  # of a time that are kept; that are not believed at first
 
 
 @dataclass(slots=True)
@@ -45,28 +49,53 @@ class Counts:
 
 @dataclass(slots=True)
 class Costs:
-    """Mean seconds of a pass by its rows, prompts' excluded, and of drafting, for all sequences, by the most guesses of one. What
-    was not measured lies between what was; beyond the most rows that were, it costs what those do: so it is tried once."""
+    """Seconds of a pass by its rows, prompts' excluded, and of drafting, for all sequences, by the most guesses of one: the mean of
+    the last readings without the slowest, for a device or its host may be busy elsewhere. What was not measured lies between what
+    was; beyond the most rows that were, it costs what those do: so it is tried once."""
 
     passes: dict[int, float] = field(default_factory=dict)
     drafts: dict[int, float] = field(default_factory=dict)
     faded: bool = False
+    _read: dict[tuple[str, int], deque[float]] = field(default_factory=dict)
+    _doubted: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def took(self, rows: int, seconds: float) -> None:
-        _note(self.passes, rows, seconds)
+    def took(self, rows: int, seconds: float, plain: float = math.inf) -> None:
+        """A pass of so many rows. plain: of one without guesses; that each row takes longer than it is not believed at once."""
+        if self._believed("pass", rows, seconds, plain):
+            self.passes[rows] = self._note("pass", rows, seconds)
 
-    def drafted(self, guesses: int, seconds: float) -> None:
+    def drafted(self, guesses: int, seconds: float, plain: float = math.inf) -> None:
+        """As for a pass, of so many guesses."""
+        if not self._believed("draft", guesses, seconds, plain):
+            return
         if self.faded:
             self.drafts, self.faded = {}, False
-        _note(self.drafts, guesses, seconds)
+            self._read = {key: found for key, found in self._read.items() if key[0] == "pass"}
+        self.drafts[guesses] = self._note("draft", guesses, seconds)
 
-    def fade(self) -> None:
-        """Trust less in what was measured of drafting, so that it is measured anew some time."""
-        self.drafts, self.faded = {n: seconds / 4 for n, seconds in self.drafts.items()}, True
+    def _believed(self, what: str, n: int, seconds: float, plain: float) -> bool:
+        doubted = self._doubted.get((what, n), 0)
+        self._doubted[what, n] = doubted + (doubt := seconds > n * plain)
+        return not doubt or doubted >= DOUBTS
+
+    def _note(self, what: str, n: int, seconds: float) -> float:
+        readings = self._read.setdefault((what, n), deque(maxlen=_READINGS))
+        readings.append(seconds)
+        kept = sorted(readings)[: max(1, len(readings) - 1 - len(readings) // 4)]
+        return sum(kept) / len(kept)
+
+    def fade(self, rows: int) -> None:
+        """Trust less in what was measured of drafting, and once or twice of passes with more rows than these, so that it is
+        measured anew some time."""
+        self.drafts, self.faded = {n: seconds / 4 for n, seconds in self.drafts.items()}, bool(self.drafts)
+        plain = self.of(rows)
+        for n, seconds in self.passes.items():
+            if n > rows and len(self._read.get(("pass", n), ())) < 3:
+                self.passes[n] = max(plain, seconds / 2)
 
     def of(self, rows: int) -> float:
         """0: nothing is known of so few."""
-        return _between(self.passes, rows) if any(n <= rows for n in self.passes) else 0.0
+        return _between(self.passes, rows, HOPE) if any(n <= rows for n in self.passes) else 0.0
 
     def drafting(self, guesses: int) -> float:
         """Of so many guesses; in proportion where only more were measured, by the last difference where only fewer were."""
@@ -80,23 +109,21 @@ class Costs:
         return _between(known, guesses) + max(0.0, each) * max(0, guesses - most)
 
 
-def _note(table: dict[int, float], n: int, seconds: float) -> None:
-    before = table.get(n, seconds)
-    table[n] = seconds if seconds < before / 2 else _SLOWER * before + (1 - _SLOWER) * seconds
-
-
-def _between(table: dict[int, float], n: int) -> float:
-    """By the nearest that are known, of which one is not greater; as the greatest beyond it."""
+def _between(table: dict[int, float], n: int, near: float = 1.0) -> float:
+    """By the nearest that are known, of which one is not greater; as the greatest beyond it. near: of the way from one to the
+    other, where one alone lies between."""
     below, above = max(k for k in table if k <= n), min((k for k in table if k >= n), default=0)
     if above <= below:
         return table[below]
-    return table[below] + (table[above] - table[below]) * (n - below) / (above - below)
+    part = (n - below) / (above - below)
+    return table[below] + (near * part if above - below == 2 else part) * (table[above] - table[below])
 
 
 class Budget:
     """Seconds that guesses may lose against passes without any: FIRST passes, SHARE of the time of all, and what guesses have saved
     lately. A pass is affordable where it would not lose more if all of its guesses were wrong: so texts with guesses take longer
-    by no more than that, and by what a pass of so many rows took more than was known, once for each such number."""
+    by no more than that, by what a pass of so many rows took more than was known, once for each such number, and by CREDIT passes
+    where guesses were right and are no longer."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None  # nothing is known of passes
@@ -107,8 +134,13 @@ class Budget:
         before = FIRST * plain if self.seconds is None else self.seconds
         self.seconds = min(before + SHARE * seconds + (0.0 if worth is None else worth - seconds), SAVED * plain)
 
-    def allows(self, loss: float) -> bool:
-        return self.seconds is not None and loss <= self.seconds
+    def spent(self, seconds: float) -> None:
+        """So long was taken for nothing but to know more."""
+        if self.seconds is not None:
+            self.seconds -= seconds
+
+    def allows(self, loss: float, credit: float = 0.0) -> bool:
+        return self.seconds is not None and loss <= self.seconds + credit
 
     def until(self, loss: float, plain: float) -> int:
         """Passes without guesses after which it allows that."""
@@ -130,24 +162,41 @@ class Rightness:
     def rate(self) -> float:
         return self._right / self._tried
 
+    @property
+    def surely(self) -> float:
+        """The rate, less what it may be wrong by for as few guesses as it is known from (one standard deviation)."""
+        return max(0.0, self.rate - math.sqrt(self.rate * (1 - min(self.rate, 1.0)) / self._tried))
+
     def verified(self, guessed: int, accepted: int) -> None:
         """So many of a pass's guesses were right."""
         self._right = self._kept * self._right + accepted
         self._tried = self._kept * self._tried + accepted + (accepted < guessed)
 
+    def watched(self, right: int, guessed: int) -> None:
+        """So many of `guessed` tokens would have been guessed rightly, each after those before it."""
+        self._right, self._tried = self._kept * self._right + right, self._kept * self._tried + guessed
+
 
 class Pace(Rightness):
-    """Of one sequence. most: guesses of a pass at most; fixed: always as many. rate: of other sequences."""
+    """Of one sequence. most: guesses of a pass at most; fixed: always as many. rate: of other sequences. watches: most tokens
+    between two looks at what would have been guessed while there are no guesses; 0: nobody can say, so a few are tried instead."""
 
-    def __init__(self, most: int = MOST, fixed: bool = False, rate: float = 0.75) -> None:
+    def __init__(self, most: int = MOST, fixed: bool = False, rate: float = 0.75, watches: int = 0) -> None:
         super().__init__(rate, _KEPT)
-        self.most, self.fixed = most, fixed
+        self.most, self.fixed, self.watches = most, fixed, watches
         self._rest, self._wait, self._probed = 0, PROBES[0], False  # tokens until the next try; after one in vain, so many
+        self.looks = False
+        """Whether it has none because they did not pay, and what would have been guessed is to be known when it is due."""
 
     @property
     def due(self) -> bool:
         """Whether the next pass may have guesses for it."""
         return self.most > 0 and self._rest <= 0
+
+    @property
+    def soon(self) -> bool:
+        """Whether a look may be taken now: it will be due in a few tokens."""
+        return self.looks and 0 < self._rest <= AHEAD
 
     def pause(self, tokens: int) -> None:
         """No guesses for so many tokens."""
@@ -157,16 +206,21 @@ class Pace(Rightness):
         """Guesses for the next pass, where `share` gives so many. Where that is none, so many are tried now and then (`trial`)."""
         if guesses or self.fixed:
             return guesses
-        return 0 if self._probed else min(tries, self.most)
+        return 0 if self._probed or self.watches else min(tries, self.most)
 
     def settle(self, guesses: int, offered: int) -> None:
         """The next pass has as many guesses as `offer` said."""
         if guesses or self.fixed:
-            self._wait, self._probed = PROBES[0], False
+            self._wait, self._probed, self.looks = PROBES[0], False, False
             return
         self._probed = offered > 0
         if not offered:
-            self._rest, self._wait = self._wait, min(2 * self._wait, PROBES[1])
+            self.wait()
+
+    def wait(self) -> None:
+        """None until it is due again: for longer each time."""
+        self._rest, self._wait = self._wait, min(2 * self._wait, self.watches or PROBES[1])
+        self.looks = self.watches > 0
 
     def chosen(self, tokens: int) -> None:
         """So many tokens were chosen without guesses."""
