@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from conformance.support.devices import open_backend
-from conformance.support.models import MODELS
+from conformance.support.models import BOTH, MODELS, cut
 from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.config import EngineConfig
@@ -38,9 +38,9 @@ def kind():
 
 @pytest.fixture(scope="module")
 def engine():
-    """Of the demonstration model, on whatever driver answers."""
+    """Of three layers of the demonstration model, on whatever driver answers."""
     with open_checkpoint(DEMO) as checkpoint, open_backend("vulkan") as device:
-        yield Engine(checkpoint, device, EngineConfig(ctx=PROMPT + TEXT))
+        yield Engine(cut(checkpoint, BOTH), device, EngineConfig(ctx=PROMPT + TEXT))
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,30 @@ def models(open_models: Models) -> Iterator[Models]:
     open_models.inspect()
 
 
+@functools.cache
+def by_equations(name: str) -> np.ndarray:
+    """Layers in float64 past the sliding window: the same for every backend."""
+    with open_checkpoint(demo("q8_0", name)) as checkpoint:
+        _, hidden = (plain_gemma3n if name == "demo-gemma3n" else plain_gemma4).forward(checkpoint, past_the_window(name))
+    return hidden[:, :, 0] if hidden.ndim == 4 else hidden
+
+
+def past_the_window(name: str) -> tuple[int, ...]:
+    return golden(name)[-1].ids[: WINDOW + 5]
+
+
+@pytest.fixture(scope="module")
+def ahead(open_models: Models) -> Callable[[str, int], np.ndarray]:
+    """Of a golden text of a model: how far each of its choices is ahead, by the float32 of cpu."""
+
+    @functools.cache
+    def found(name: str, case: int) -> np.ndarray:
+        text = golden(name)[case]
+        return leads(several(open_models, "cpu", name), text.ids, text.greedy)
+
+    return found
+
+
 def several(models: Models, backend: str, name: str) -> hybrid.Model:
     """The model in float32 with room for three sequences, opened once for all tests."""
     return models.get(backend, "f32", name, slots=3)
@@ -58,12 +83,11 @@ def test_golden_logits(models: Models, backend: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_text(models: Models, backend: str, name: str) -> None:
-    model, exact = several(models, backend, name), several(models, "cpu", name)
-    for case in golden(name)[: None if LONG else 3 if backend == "cpu" else 1]:
+def test_golden_text(models: Models, backend: str, name: str, ahead: Callable[[str, int], np.ndarray]) -> None:
+    model = several(models, backend, name)
+    for i, case in enumerate(golden(name)[: None if LONG else 3 if backend == "cpu" else 1]):
         many = len(case.greedy) if LONG else 24 if backend == "cpu" else 12
-        ahead = leads(exact, case.ids, case.greedy)
-        agree(generated(model, case.ids, many), case.greedy[:many], ahead[:many], EXACT_NEAR)
+        agree(generated(model, case.ids, many), case.greedy[:many], ahead(name, i)[:many], EXACT_NEAR)
         assert case.text == model.decode(case.greedy)
 
 
@@ -99,11 +123,7 @@ def test_held_out_loss_on_vulkan(models: Models, name: str, file: str, bound: fl
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_are_those_of_the_equations(models: Models, backend: str, name: str) -> None:
     """Every layer's residual stream (of several the active one) against float64, past the sliding window."""
-    ids = golden(name)[-1].ids[: WINDOW + 5]
-    with open_checkpoint(demo("q8_0", name)) as checkpoint:
-        _, hidden = (plain_gemma3n if name == "demo-gemma3n" else plain_gemma4).forward(checkpoint, ids)
-    wanted = hidden[:, :, 0] if hidden.ndim == 4 else hidden
-    ours = several(models, backend, name).hidden_states(ids)
+    wanted, ours = by_equations(name), several(models, backend, name).hidden_states(past_the_window(name))
     assert ours.shape == wanted.shape
     worst = np.abs(ours - wanted).max(axis=(1, 2)) / np.abs(wanted).max(axis=(1, 2))
     assert worst.max() < 2e-5, f"relative error by layer: {worst}"
@@ -112,15 +132,15 @@ def test_layers_are_those_of_the_equations(models: Models, backend: str, name: s
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_requests_together_are_requests_alone(models: Models, backend: str, name: str) -> None:
+def test_requests_together_are_requests_alone(
+    models: Models, backend: str, name: str, ahead: Callable[[str, int], np.ndarray]
+) -> None:
     """Ragged prompts that share passes, and a prompt again, whose beginning the cache may still hold."""
-    model, exact = several(models, backend, name), several(models, "cpu", name)
-    many = 12 if LONG or backend == "cpu" else 8
-    cases = golden(name)[: 5 if LONG or backend == "cpu" else 4]
-    handles = [model.submit(list(c.ids), max_tokens=many, ignore_eos=True) for c in (*cases, cases[3])]
-    for case, handle in zip((*cases, cases[3]), handles, strict=True):
-        ahead = leads(exact, case.ids, case.greedy)[:many]
-        agree(list(handle.result(timeout=300).ids), list(case.greedy[:many]), ahead, EXACT_NEAR)
+    model, many = several(models, backend, name), 12 if LONG or backend == "cpu" else 8
+    cases, which = golden(name), [*range(5 if LONG or backend == "cpu" else 4), 3]
+    handles = [model.submit(list(cases[i].ids), max_tokens=many, ignore_eos=True) for i in which]
+    for i, handle in zip(which, handles, strict=True):
+        agree(list(handle.result(timeout=300).ids), list(cases[i].greedy[:many]), ahead(name, i)[:many], EXACT_NEAR)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

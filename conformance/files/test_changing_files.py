@@ -18,6 +18,7 @@ import pytest
 import hybrid
 from conformance.engine.test_loading import raw_tensor, same, stored
 from conformance.support.paths import DEMO as MODEL
+from conformance.support.profile import LONG
 from hybrid.core.dtypes import WEIGHT_TYPES
 from hybrid.core.plan import TensorDecl
 from hybrid.kernels.oracle.device import CpuDevice
@@ -56,6 +57,7 @@ GENERATE = ("hybrid.generate", "{path}", "--prompt", "def f(", "-n", "6", "--dev
 PERPLEXITY = ("hybrid.perplexity", "{path}", str(TEXT), "--chunk", "64", "--limit", "2", "--device", "cpu", "--json")
 CONVERT = ("hybrid.convert", "{path}", "{folder}/out.gguf", "--type", "q4_0", "--jobs", "1")
 INSPECT = ("hybrid.inspect", "{path}", "--json")
+ONLY_LONG = pytest.mark.skipif(not LONG, reason="the long profile's: a process for what other commands show here")
 
 
 def command(folder: Path, arguments: tuple[str, ...], change: str, when: str, nth: int, memory: int = 0) -> tuple[int, str, str]:
@@ -77,7 +79,7 @@ def expected_text() -> str:
         return "".join(model.generate("def f(", max_tokens=6))
 
 
-@pytest.mark.parametrize("change", ["cut", "unlink"])
+@pytest.mark.parametrize("change", ["cut", pytest.param("unlink", marks=ONLY_LONG)])  # nothing is read: below it is
 def test_a_generation_on_cpu_does_not_need_its_file_any_more(tmp_path: Path, change: str) -> None:
     code, out, err = command(tmp_path, GENERATE, change, "pass", 3)
     assert code == 0, err
@@ -98,8 +100,8 @@ def test_weights_that_stay_in_a_file_that_vanishes_are_still_read(tmp_path: Path
     (GENERATE, "pass", 3, SMALL),  # weights that stayed in the file, between two tokens
     (GENERATE, "read", 300, SMALL),  # and in the middle of a pass
     (GENERATE, "read", 60, 0),  # while weights are read into memory
-    (PERPLEXITY, "read", 60, 0),
-    (PERPLEXITY, "read", 200, SMALL),
+    pytest.param(PERPLEXITY, "read", 60, 0, marks=ONLY_LONG),
+    pytest.param(PERPLEXITY, "read", 200, SMALL, marks=ONLY_LONG),
     (CONVERT, "read", 40, 0),
     (INSPECT, "read", 1, 0),
 ], ids=["pass", "within-a-pass", "load", "perplexity", "perplexity-in-file", "convert", "inspect"])  # fmt: skip
@@ -114,7 +116,9 @@ def test_a_file_that_is_cut_under_a_command_is_one_error(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "nth"), [(PERPLEXITY, 40), (CONVERT, 1), (INSPECT, 1)], ids=["perplexity", "convert", "inspect"]
+    ("arguments", "nth"),
+    [(PERPLEXITY, 40), (CONVERT, 1), pytest.param(INSPECT, 1, marks=ONLY_LONG)],
+    ids=["perplexity", "convert", "inspect"],
 )
 def test_a_file_that_vanishes_under_a_command_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], nth: int) -> None:
     code, _, err = command(tmp_path, arguments, "unlink", "read", nth)

@@ -136,8 +136,11 @@ def test_a_mixed_file_is_held_as_it_is_where_that_is_possible(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """In the short profile three of its layers, whose matrices are of both types."""
     with open_checkpoint(models.demo("f32")) as source:
-        yield write_gguf(source, tmp_path_factory.mktemp("demo") / "q4_k_m.gguf", "q4_k_m")
+        yield write_gguf(
+            source if LONG else models.cut(source, models.BOTH), tmp_path_factory.mktemp("demo") / "q4_k_m.gguf", "q4_k_m"
+        )
 
 
 @pytest.mark.slow
