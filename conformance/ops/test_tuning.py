@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from conformance.support.profile import LONG
 from hybrid.core.errors import SpecError
+from hybrid.core.plan import FEW_ROWS
 from hybrid.harness import run_case
-from hybrid.harness.tuned import asking, uses
+from hybrid.harness.fixed import dtype_cases
+from hybrid.harness.tuned import asking, plan_for, uses
 from hybrid.kernels.vulkan import tuning
+from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.kernels.vulkan.tuning import Space, Table, Tuning, device_class, holds, space, tables
 from hybrid.spec import load_op
@@ -134,3 +139,21 @@ def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices, family):
         with device.tuning.forced(family, use):
             for case in found if declared.needs else two or found[:1]:
                 run_case(spec, device, case)
+
+
+@pytest.mark.parametrize(
+    ("op", "axes", "types"),
+    [
+        ("linear", {"N": 512, "K": 5376}, {"x": "f16", "w": "q4_0", "y": "f32"}),
+        ("fused_ffn", {"H": 5376, "F": 256}, {"x": "f16", "h": "f16", "w_gate_up": "q4_0", "w_down": "q4_0", "y": "f32"}),
+    ],
+)
+def test_three_rows_of_a_large_model_are_a_batch_on_nvidia(op, axes, types):
+    """Passes of large models take f16 from three rows on there, and these products go to the matrix units."""
+    assert [Tuning("nvidia").few_rows(hidden) for hidden in (2560, 5376)] == [FEW_ROWS, 2]
+    assert Tuning(tuning.DEFAULT).few_rows(5376) == FEW_ROWS
+    spec = load_op(op)
+    for rows, name in ((2, ".gemv."), (3, ".16x256"), (4, ".16x256")):
+        case = replace(next(iter(dtype_cases(spec, types))), bind={"T": rows, **axes}, rows=rows)
+        dry = DryDevice(features=lambda feature: feature in ("f16_matrices", "matrix_lanes"), tuning="nvidia")
+        assert all(name in d.kernel.name for d in record(plan_for(spec, case), dry).dispatches), rows

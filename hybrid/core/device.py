@@ -95,9 +95,9 @@ class Device(Protocol):
         """How many prefill passes may overlap; each has a pipeline slot (hybrid/planning/pipeline.py). 1: one after another."""
         ...
 
-    @property
-    def few_rows(self) -> int:
-        """Rows of a pass up to which int8 activations pay beside quantised weights; with more it is a batch (Profile.batch)."""
+    def few_rows(self, hidden: int) -> int:
+        """Rows of a pass up to which int8 activations pay beside quantised weights, in models of this hidden size; with more it is
+        a batch (Profile.batch)."""
         ...
 
     @property
@@ -199,11 +199,13 @@ class SingleDevice:
 
     backend: ClassVar[str]
     pipeline_depth: ClassVar[int] = 1
-    few_rows: int = FEW_ROWS
     failures: ClassVar[Sequence[str]] = ()
     copies: ClassVar[str] = ""
     threads: str = ""
     available: int | None = None
+
+    def few_rows(self, hidden: int) -> int:
+        return FEW_ROWS
 
     @property
     def drives(self) -> AbstractSet[str]:

@@ -57,9 +57,8 @@ class MultiDevice:
     def available(self) -> int | None:
         return self.main.available
 
-    @property
-    def few_rows(self) -> int:
-        return self.main.few_rows
+    def few_rows(self, hidden: int) -> int:
+        return self.main.few_rows(hidden)
 
     def has(self, feature: str) -> bool:
         return self.main.has(feature)

@@ -109,5 +109,5 @@ def target_for(config: EngineConfig, checkpoint: Checkpoint, device: Device, sch
         config.kv,
         device.backend,
         capabilities_of(device.has),
-        device.few_rows,
+        device.few_rows(hp.hidden),
     )

@@ -99,7 +99,6 @@ class VulkanDevice(Storage, SingleDevice):
         self.polls = most_polls(q.info.kind)
         self.cores, self.shared_bytes, self.storage_buffers = limits.cores, limits.shared_bytes, limits.storage_buffers
         self.tuning = Tuning(tuning or device_class(traits(self.report, self.subgroup_size)))
-        self.few_rows = self.tuning.table.passes.few_rows
         self.bindings: Mapping[str, Binding] = BINDINGS if bindings is None else bindings
         self.programs: set[Program] = set()
         self._arena: Slice | None = None
@@ -155,6 +154,9 @@ class VulkanDevice(Storage, SingleDevice):
     def has(self, feature: str) -> bool:
         """`cooperative_matrix`, or any feature or extension of the report, present and switched on."""
         return self.report.has(feature)
+
+    def few_rows(self, hidden: int) -> int:
+        return self.tuning.few_rows(hidden)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

@@ -150,9 +150,10 @@ class Entry(Model):
 
 
 class Passes(Model):
-    """What whole passes take on this class of devices."""
+    """What whole passes of a model take on this class of devices, where `when` holds for its numbers."""
 
-    few_rows: int = Field(default=FEW_ROWS, ge=0, le=512)
+    when: dict[Literal["hidden"], Condition] = Field(default_factory=dict)
+    few_rows: int = Field(ge=0, le=512)
     """See Device.few_rows (hybrid/core/device.py)."""
 
 
@@ -161,7 +162,8 @@ class Table(Model):
 
     schema_version: Literal[1] = Field(alias="schema")
     match: Match
-    passes: Passes = Field(default_factory=Passes)
+    passes: tuple[Passes, ...] = ()
+    """The first whose conditions hold."""
     measured: dict[str, Measured] = Field(default_factory=dict)
     """By family."""
     family: tuple[Entry, ...] = ()
@@ -252,6 +254,11 @@ class Tuning:
         if self._asked is not None:
             self._asked.append(Asked(family, facts, use))
         return use
+
+    def few_rows(self, hidden: int) -> int:
+        """See Device.few_rows (hybrid/core/device.py)."""
+        fits = (p.few_rows for p in self.table.passes if all(holds(c, hidden) for c in p.when.values()))
+        return next(fits, FEW_ROWS)
 
     def _found(self, family: str, facts: Mapping[str, Value]) -> Mapping[str, Value]:
         for entry in self.table.family:

@@ -27,11 +27,12 @@ def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: i
     gather = int(out_rows is not None)
     for chunk in w.chunks:
         parts, beside, more = chunk.parts, NOTHING, b""
-        few = rows <= GEMV_TOKENS or _few_tiles(rec, chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
+        few = (_takes_gemv(rec, "linear", chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
+               or _few_tiles(rec, chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1]))
         made = None if few else gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, GATHER=gather)
         if made:
             kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
-        elif few:
+        elif few or rows <= GEMV_TOKENS:
             use = gemv(rec, "linear", chunk.dtype, x.dtype, min(rows, GEMV_TOKENS), chunk.rows, w.shape[-1])
             kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", GATHER=gather, **use)
             per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS * use["PASSES"]
@@ -49,12 +50,14 @@ def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: i
 def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str) -> None:
     """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K]; h has the activation type of x."""
     f, parts, beside, more = w.rows // 2, w.parts, NOTHING, b""
-    if rows <= GEMV_TOKENS:
+    few = _takes_gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, x.shape[-1])
+    made = None if few else gemm(rec, "ffn_up", x, w, h.parts[0], rows=rows, extent=extent)
+    if made:
+        kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
+    elif rows <= GEMV_TOKENS:
         use = gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, x.shape[-1])
         kernel = rec.kernel(f"ffn_up.gemv.{w.dtype}.{x.dtype}", **use)
         grid = _grid(f, GEMV_FFN_OUTS, rows, extent)
-    elif made := gemm(rec, "ffn_up", x, w, h.parts[0], rows=rows, extent=extent):
-        kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
     else:
         kernel = rec.kernel(f"ffn_up.tile.{w.dtype}.{x.dtype}")
         grid = _grid(f, TILE_THREADS * TILE_ROWS // 2, rows, extent)
@@ -90,10 +93,8 @@ def sparse_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows
 
 def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
     """Constants of gemv.slang for `rows` rows of x (type x) by w [n, k] of type w; `family` is linear or ffn_up."""
-    device = rec.device
+    device, use = rec.device, _gemv_use(rec, family, w, x, rows, n, k)
     pieces, subgroup = k // (32 if x == "q8_act" else unit(w)), device.subgroup_size
-    default = {"steps": 1, "groups": 4, "passes": 1} if subgroup >= 32 else {"steps": 0, "groups": 8, "passes": 1}
-    use = device.tuning.choose(f"{family}.gemv", default, w=w, x=x, rows=rows, n=n, k=k)
     # As many subgroups share a row as its pieces need, so that a lane takes `steps` of them; steps 0: one subgroup.
     most = device.max_threads // subgroup
     split = min(-(-pieces // (use["steps"] * subgroup)), most) if use["steps"] else 1
@@ -104,6 +105,17 @@ def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) 
     steps = -(-pieces // (split * subgroup)) if use["steps"] else 0
     return {"SUBGROUP": subgroup, "TOKENS": _tokens(rows), "THREADS": groups * split * subgroup, "SPLIT": split,
             "PASSES": passes, "STEPS": steps}
+
+
+def _gemv_use(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
+    lanes = {"steps": 1, "groups": 4} if rec.device.subgroup_size >= 32 else {"steps": 0, "groups": 8}
+    default = {**lanes, "passes": 1, "most": GEMV_TOKENS}
+    return rec.device.tuning.choose(f"{family}.gemv", default, w=w, x=x, rows=rows, n=n, k=k)
+
+
+def _takes_gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> bool:
+    """Whether rows are so few that gemv.slang takes them before matrix units are asked."""
+    return rows <= GEMV_TOKENS and rows <= _gemv_use(rec, family, w, x, rows, n, k)["most"]
 
 
 def _few_tiles(rec: Recorder, w: str, x: str, rows: int, n: int, k: int) -> bool:
