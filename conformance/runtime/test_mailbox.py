@@ -107,18 +107,18 @@ def test_a_layer_in_one_dispatch_makes_the_text_of_separate_steps(texts: Texts) 
 
 
 @pytest.mark.parametrize(
-    ("model", "layers", "kernel"), [("gemma3-4b", 6, ".f16"), ("gemma4-e2b", 18, ".own")]
+    ("model", "layers", "kernel"), [("gemma3-4b", 6, ".f16"), ("gemma4-e2b", 18, ".own"), ("gemma4-e4b", 26, ".own")]
 )
 def test_a_layer_that_ends_with_the_next_attention_makes_the_text_of_separate_steps(
     devices: Devices, model: str, layers: int, kernel: str
 ) -> None:
-    """On published shapes, sampled: a text in which one wrong number changes all that follows. Those of Gemma 4 norm their values;
-    E2B's layers have their own input, and the last of these read the cache of others."""
+    """On published shapes, sampled: a text in which one wrong number changes all that follows. Those of Gemma 4 norm their values,
+    their layers have their own input, and the last of these read the cache of others; a row's words are polled at once."""
     device = devices.get("vulkan")
     if device.cores == 1 or device.storage_buffers < 64:
         pytest.skip(f"{device.name} binds {device.storage_buffers} buffers and counts {device.cores} multiprocessors: too few")
     found, kernels, separate = [], [], []
-    for use in ({"workgroups": 0}, {"workgroups": 132, "threads": 768, "attention": 1}):
+    for use in ({"workgroups": 0}, {"workgroups": 132, "threads": 768, "attention": 1, "poll_all": int(kernel == ".own")}):
         device.reset()
         with device.tuning.forced("layer", use):
             made = Engine(random_checkpoint(model, layers=layers, vocab=4096), device, EngineConfig(ctx=1024))

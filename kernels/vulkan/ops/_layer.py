@@ -28,7 +28,7 @@ ATTENTION_BINDINGS, ATTENTION_PUSH = 13, 40  # layer_attention.slang's, behind t
 NO_ATTENTION = {"ATTENDS": 0, "LANES": 16, "OUTPUT": 2, "MERGED": 8, "QUADS": 8, "Q_HEADS": 1, "KV_HEADS": 1, "BLOCK": 32,
                 "AHEAD": 1, "PROJECTIONS": 0, "ROTARY": 8, "VALUE_NORM": 0}  # fmt: skip
 """Of the kernel with attention, where it does without."""
-DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 48, "ahead": 4}
+DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 48, "ahead": 4, "poll_all": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
              "QKV": projected.shape[-1] if qkv else 0}  # fmt: skip
     if own:
         sizes["OWNED"] = own[1]["h"].shape[-1]
-    use = device.tuning.choose("layer", DEFAULT, w=kind, hidden=sizes["HIDDEN"])
+    use = device.tuning.choose("layer", DEFAULT, w=kind, hidden=sizes["HIDDEN"], own=sizes.get("OWNED", 0))
     threads = min(use["threads"], device.max_threads)
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
@@ -120,7 +120,7 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
     reads = [out["x"], add["residual"], add["w_post"], add["w_next"], between["w_post"], then["w_next"], *weights]
     made = [add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], projected]
     constants = {"SUBGROUP": device.subgroup_size, "THREADS": threads, "GRID": grid, "SHARES": shares, "WIDEST": widest,
-                 "POLLS": device.polls, **sizes}  # fmt: skip
+                 "POLLS": device.polls, "POLL_ALL": use["poll_all"], **sizes}  # fmt: skip
     push = struct.pack("<fIf", norms[0].attrs["eps"], CONTROL[steps[0].extent], norms[-1].attrs.get("scale", 1.0))
     if own:
         reads += [then["w_post"], own[1]["ple"]]
