@@ -29,6 +29,8 @@ LONG = os.environ.get("HYBRID_CONFORMANCE") == "long"
 BLAS = ("-m", "blas", "-k", "not vulkan")  # the marker comes second
 WIDTH = ("-m", "width", "-k", "vulkan" if LONG else "vulkan and (prime or past_failure)")  # each shader is compiled for it
 SHORT = ("haswell-2", "nehalem-rough", "width-512")
+# Compiled kernels, whose sums NumPy has no part in, and what simulates an NPU: once in the short profile.
+ONCE = BLAS if LONG else (*BLAS[:3], "not vulkan and not both_devices and not test_hybrid and not test_pipeline")
 ROUGH = {"HYBRID_ROUGH_PRODUCTS": "1"}
 AVX512, AVX = ("AVX512", "X86_V4"), ("AVX", "X86_V3", "X86_V4", "FMA", "F16C")
 
@@ -59,7 +61,7 @@ class Kind:
 
 def _x86(name: str, core: str, threads: int, without: tuple[str, ...], flag: str, rough: bool = False) -> Kind:
     env = {"OPENBLAS_CORETYPE": core, "OPENBLAS_NUM_THREADS": str(threads), **(ROUGH if rough else {})}
-    return Kind(f"{name}-{'rough' if rough else threads}", env, without=without, flag=flag, x86=True)
+    return Kind(f"{name}-{'rough' if rough else threads}", env, ONCE if rough else BLAS, without, flag, x86=True)
 
 
 KINDS = (
@@ -67,7 +69,7 @@ KINDS = (
     *(_x86("haswell", "Haswell", threads, AVX512, "avx2") for threads in (1, 2)),
     *(_x86("nehalem", "Nehalem", threads, AVX, "sse4_2") for threads in (1, 2)),
     _x86("nehalem", "Nehalem", 1, AVX, "sse4_2", rough=True),
-    Kind("own-rough", ROUGH),
+    Kind("own-rough", ROUGH, ONCE),
     Kind("width-512", {"LP_NATIVE_VECTOR_WIDTH": "512"}, WIDTH),
 )
 

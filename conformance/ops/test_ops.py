@@ -76,9 +76,9 @@ def _turn(spec: OpSpec, dtypes: Mapping[str, str]) -> int:
 
 
 def sized(op: str, backend: str, dtypes: Mapping[str, str]) -> list[Case]:
-    """Decode, small and prefill sizes of one dtype combination, or in turn one of them."""
+    """Decode, small and prefill sizes of one dtype combination, or in turn one of them; on cpu too, but of `linear`."""
     spec, found = SPECS[op], list(dtype_cases(SPECS[op], dtypes))
-    if LONG or backend != "vulkan" or op not in IN_TURN:
+    if LONG or op not in IN_TURN or backend not in ("vulkan", "" if op == "linear" else "cpu"):
         return found
     turn = _turn(spec, dtypes) % len(found)
     return [found[min(turn, 1)], found[2]] if op == "linear" else [found[turn]]

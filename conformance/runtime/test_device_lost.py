@@ -17,7 +17,7 @@ import pytest
 import hybrid
 from conformance.runtime.test_vulkan_runtime import BINDINGS, SPIRV, X, chain, open_toys, prepare
 from conformance.support.devices import Driver, need_compiler, open_backend
-from conformance.support.models import MODELS
+from conformance.support.models import BOTH, demo
 from hybrid import generate
 from hybrid.core.errors import DeviceLost
 from hybrid.core.plan import Step
@@ -29,7 +29,6 @@ from hybrid.kernels.vulkan.device import free_left
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
-DEMO = MODELS / "demo-gemma3-q8_0.gguf"
 STOP = 3  # the word of control that ends the kernel below
 SPINS = {"cpu": (512, 65535)}  # groups, and most looks of each, at which llvmpipe leaves a loop: 20 s
 SHADER = """
@@ -214,7 +213,7 @@ def test_a_command_ends_in_one_line_and_an_exit_code_of_its_own(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Lost while the weights are loaded, and in the middle of the text."""
     open_backend("vulkan").close()
-    command = [str(DEMO), "--device", "vulkan", "--prompt", "def f(", "-n", "4", "--ctx", "64"]
+    command = [str(demo(layers=BOTH)), "--device", "vulkan", "--prompt", "def f(", "-n", "4", "--ctx", "64"]
     count, lost_at, real = 0, -1, timeline.lib.vkQueueSubmit
 
     def submit(*args: Any) -> int:
@@ -240,7 +239,7 @@ def test_a_model_whose_device_was_lost_or_late_is_closed_and_loaded_again(
     open_backend("vulkan").close()
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("HYBRID_VULKAN_TIMEOUT", "0.3" if answer == "VK_TIMEOUT" else "")
-    with hybrid.load(DEMO, "vulkan", ctx=64) as model:
+    with hybrid.load(demo(layers=BOTH), "vulkan", ctx=64) as model:
         monkeypatch.delenv("HYBRID_VULKAN_TIMEOUT")
         text = "".join(model.generate("def f(", 8))
         pieces = model.generate("def f(", 8)
@@ -254,5 +253,5 @@ def test_a_model_whose_device_was_lost_or_late_is_closed_and_loaded_again(
             monkeypatch.undo()
     assert ("work that does not end" in caplog.text) == (answer == "VK_TIMEOUT")
     monkeypatch.undo()
-    with hybrid.load(DEMO, "vulkan", ctx=64) as model:
+    with hybrid.load(demo(layers=BOTH), "vulkan", ctx=64) as model:
         assert "".join(model.generate("def f(", 8)) == text
