@@ -53,6 +53,7 @@ def test_json_has_text_ids_and_counts(folder, capsys):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
 def test_trace_has_every_step_of_every_pass(folder, tmp_path, capsys, devices, backend):
     devices.get(backend)  # skips where there is no Vulkan
     trace = tmp_path / "t.json"

@@ -74,6 +74,7 @@ def test_every_position_counts(tmp_path: Path, device: Any) -> None:
     assert error.max() < 0.05 * np.abs(exact).max() and error.max() > 0
 
 
+@pytest.mark.slow
 def test_a_batch_decodes_as_each_sequence_alone(tmp_path: Path, vulkan: Any) -> None:
     checkpoint, prompts, alone = model(tmp_path), {0: IDS[:30], 1: IDS[:1], 3: IDS[5:18]}, {}
     single = Engine(checkpoint, vulkan, EngineConfig(chunk=16, kv="q8_0"))

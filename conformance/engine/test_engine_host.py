@@ -151,6 +151,7 @@ def test_deterministic_sequences_do_not_depend_on_their_neighbours(checkpoint, d
 
 @pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
 def test_a_deterministic_model_says_the_same_again(devices, folder, backend):
     devices.get(backend)
     with hybrid.load(folder, backend, ctx=64, weights="q4_0", deterministic=True) as model:

@@ -52,6 +52,7 @@ def test_logits_and_hidden_states_are_those_of_the_equations(tmp_path, device, n
 
 
 @pytest.mark.parametrize("weights", ["q8_0", "q4_0", "f16", "bf16"])
+@pytest.mark.slow
 def test_quantised_models_agree_with_the_cpu_device(tmp_path, device, weights):
     checkpoint = model(tmp_path)
     for precision, bound in (("exact", 1e-4), ("auto", 0.15)):  # int8: one code that rounds the other way is seen
@@ -70,6 +71,7 @@ def test_sampled_text_is_the_same_on_both_devices(tmp_path, device):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, device):
     """The last one too, whose sum goes to the logits; what workgroups publish to one another is zero again."""
     checkpoint, texts, dispatches = model(tmp_path), [], []

@@ -56,6 +56,7 @@ def test_a_file_goes_through_every_command(folder: tuple[str, Path], tmp_path: P
 @pytest.mark.parametrize(
     ("backend", "kv"), [(b, kv) for b in BACKENDS for kv in ("f16", "q8_0") if LONG or (b == "cpu") == (kv == "f16")]
 )
+@pytest.mark.slow
 def test_prefixes_are_found_again(folder: tuple[str, Path], backend: str, kv: Any) -> None:
     """Layers that read an earlier layer's cache find it as that layer left it: bit for bit, where passes are of one size."""
     prompts = [[2, *range(10, 80)], [2, *range(10, 60), 7, 8]]

@@ -58,6 +58,7 @@ def test_the_text_is_the_same_and_the_table_is_not_on_the_device(tmp_path: Path,
         assert first.usage.cached_tokens == 0 and second.usage.cached_tokens > 0 and first.text == second.text
 
 
+@pytest.mark.slow
 def test_it_is_chosen_where_memory_is_short_and_said(tmp_path: Path) -> None:
     folder = write_hf(tmp_path, tiny_gemma4())
     with pytest.raises(NoRoom) as refused:

@@ -258,6 +258,7 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str) -> None:
 
 
 @pytest.mark.blas
+@pytest.mark.slow
 def test_the_shipped_schedule_places_the_down_projection_of_prefill(plain: Plain) -> None:
     """One segment a layer on the NPU in prefill, none in decode; nearly the same distributions; and what is left is gemma3's."""
     ours, theirs = named_schedule("gemma3-hybrid"), find_schedule("gemma3")

@@ -43,6 +43,7 @@ def test_the_device_holds_the_bytes_that_the_plan_names_and_every_tensor_its_own
     device.reset()
 
 
+@pytest.mark.slow
 def test_both_devices_get_the_same_weights(devices):
     device, cpu = devices.get("vulkan"), CpuDevice()
     device.reset()

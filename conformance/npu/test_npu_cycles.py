@@ -73,6 +73,7 @@ def test_bf16_runs_at_half_the_rate() -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_output_says_that_it_is_modelled(capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
     for args in ([], ["--fit"], ["--designs"], ["--attention"], ["--placement", "--tokens", "1024"], ["--pipeline"]):

@@ -200,6 +200,7 @@ def counts(name: str, **macros: int) -> dict[str, int]:
     return {c: v for c, v in k.counts.items() if v}
 
 
+@pytest.mark.slow
 def test_counts_follow_from_the_sizes() -> None:
     """What the cycle model uses: instructions of one call."""
     for m, k, n in ((16, 64, 32), (32, 128, 64)) if LONG else ((16, 128, 64),):

@@ -45,12 +45,14 @@ def test_json_has_a_time_for_every_candidate(devices, capsys):
     assert all(c["seconds"] > 0 for c in out["candidates"]) and out["device"] and out["driver"] and out["commit"]
 
 
+@pytest.mark.slow
 def test_workloads_can_be_changed(devices, capsys):
     devices.get("vulkan")
     assert tune.main([*QUICK, "--set", "V=8192", "--set", "O=1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["facts"] == {"vocab": 8192}
 
 
+@pytest.mark.slow
 def test_a_table_is_written_with_where_its_figures_come_from(devices, folder, capsys):
     device = devices.get("vulkan")
     before = load_toml(folder / f"{device.tuning.name}.toml", Table)
