@@ -1,5 +1,5 @@
-"""sample: the next token of each output row, one workgroup per row; of long rows, many workgroups first find the greatest logit,
-and the best draw where all ids may be drawn."""
+"""sample: the next token of each output row, one workgroup per row; of long rows, many workgroups first find the greatest logit
+and the best draw."""
 
 from __future__ import annotations
 
