@@ -199,8 +199,7 @@ class Model:
         engine = self._engine()
         if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
             raise ValueError(f"tokens_per_submit must be a positive integer, not {tokens_per_submit!r}")
-        options = Options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, logprobs, 0, None,
-                          repetition_penalty, presence_penalty, frequency_penalty, logit_bias, None, speculate)  # fmt: skip
+        options = Options.among(locals())
         request = self._serving.request(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
         if session is not None and not session.of(engine):
             raise ValueError("the session belongs to another model: use one that this model made")
@@ -242,8 +241,7 @@ class Model:
         ContextExceeded for a prompt that is too long, QueueFull where too many wait.
         """
         self._engine()
-        options = Options(max_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, logprobs, priority, deadline,
-                          repetition_penalty, presence_penalty, frequency_penalty, logit_bias, constraint, speculate)  # fmt: skip
+        options = Options.among(locals())
         return self._serving.submit(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
 
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], *, progress: bool = False, **options: Any) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,9 +12,11 @@ import pytest
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded
 from hybrid.core.places import DEMO
+from hybrid.engine.options import Options
 from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.stats import EngineReport
+from hybrid.model import Model
 from hybrid.text.tokenizer import Tokenizer
 
 REPORT = EngineReport("none", (), {"weights": ("f32",)}, 4)
@@ -25,6 +30,21 @@ def tokenizer() -> Tokenizer:
 
 def request(tokenizer: Tokenizer, **options: Any) -> Request:
     return Request(**{"prompt": [2, 5, 6], "tokenizer": tokenizer, "vocab": tokenizer.n_tokens, "ctx": 64, **options})
+
+
+@pytest.mark.parametrize(("method", "others", "without"), [
+    (Model.submit, {"prompt"}, set()),
+    (Model.generate, {"prompt", "session", "tokens_per_submit"}, {"priority", "deadline", "constraint"}),
+])  # fmt: skip
+def test_options_are_what_a_model_takes(method: Callable[..., Any], others: set[str], without: set[str]) -> None:
+    """By the same names, types and defaults, so that none is lost on the way or means something else here and there."""
+    taken = {p.name: (p.annotation, p.default) for p in list(inspect.signature(method).parameters.values())[1:]}
+    declared = {f.name: (f.type, f.default) for f in fields(Options)}
+    assert {name: taken[name] for name in taken.keys() - others} == {name: declared[name] for name in declared.keys() - without}
+    assert {f.name: (f.type, f.default) for f in fields(Sampling)}.items() <= declared.items()
+    found = Options.among({"top_k": 3, "constraint": None, "prompt": "text", "logprobs": 2, "seed": 5, "temperature": 0.5})
+    assert found == Options(top_k=3, logprobs=2, seed=5, temperature=0.5)
+    assert found.sampling() == Sampling(top_k=3, logprobs=2, seed=5, temperature=0.5)
 
 
 def run(one: Request, ids: list[int]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from typing import Any
 
 from hybrid.engine.config import check_guesses
 from hybrid.engine.constraint import Constraint
@@ -47,6 +48,12 @@ class Options:
             raise ValueError("constraint must have mask(), accept(token) and copy() (see hybrid.engine.constraint), not be "
                              f"{self.constraint!r}")  # fmt: skip
 
+    @classmethod
+    def among(cls, named: Mapping[str, Any]) -> Options:
+        """Those options that are among values by their names; the others are as they are by default. Of a function's arguments:
+        Model's methods name the options as this class does, with its defaults (conformance/engine/test_request.py)."""
+        return cls(**{f.name: named[f.name] for f in fields(cls) if f.name in named})
+
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.repetition_penalty,
-                        self.presence_penalty, self.frequency_penalty, self.logit_bias, self.logprobs)  # fmt: skip
+        """The parameters of the sampler, which have the same names there."""
+        return Sampling(**{f.name: getattr(self, f.name) for f in fields(Sampling)})
