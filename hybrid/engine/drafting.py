@@ -169,8 +169,9 @@ class Drafting:
     def _share(self, due: list[Following], rows: int) -> list[int]:
         """How many guesses each gets by its worth, in a pass of so many rows without; sets `asked`, which may be a few to try."""
         shares = share([f.pace for f in due], rows, self.room, self.costs)
-        tries = trial(rows, self.room, self.costs)
-        if not tries and self.costs.of(rows):
+        free = not all(f.pace.fixed for f in due)
+        tries = trial(rows, self.room, self.costs) if free else 0
+        if free and not tries and self.costs.of(rows):
             self.costs.fade(rows)  # a device may have been busy when drafting was measured
         for f, k in zip(due, shares, strict=True):
             if not self.costs.of(rows) and not f.pace.fixed:  # what a pass without guesses takes must be known
