@@ -65,6 +65,7 @@ def test_nats_with_q8_0_are_those_with_f16(models: Models, backend: str) -> None
     assert abs((found[1] - found[0]).mean()) < 0.002
 
 
+@pytest.mark.slow
 def test_every_position_counts(tmp_path: Path, device: Any) -> None:
     """Teacher-forced logits are near those of an exact cache, at every position, over blocks and the window's edge."""
     checkpoint = model(tmp_path)

@@ -198,6 +198,7 @@ def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(
         assert "(fallback)" in model.stats.line()
 
 
+@pytest.mark.slow
 def test_without_a_fallback_a_failure_is_an_error(tmp_path: Path) -> None:
     schedule = named_schedule(ATTENTION).model_copy(update={"fallback": {}})
     with hybrid.load(FILE, "cpu", schedule, ctx=64, npu="sim") as model:

@@ -73,6 +73,7 @@ def visible(positions: np.ndarray, window: int, lk: int, most: int) -> int:
 
 @pytest.mark.parametrize("op", SCORES)
 @pytest.mark.parametrize(("rows", "start", "window"), [(128, 0, 0), (70, 45, 0), (130, 200, 40), (1, 300, 0), (1, 300, 33)])
+@pytest.mark.slow
 def test_only_visible_key_tiles_are_computed(op: str, rows: int, start: int, window: int) -> None:
     args, npu = inputs(rows, start, 2, 2, 16, window), Direct()
     (got,) = OPS[op](npu, **args)

@@ -169,6 +169,7 @@ def _splits(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
 
 
 @pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(_splits, ("vulkan",))))
+@pytest.mark.slow
 def test_split_weight(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
     """Weights larger than a storage buffer may be go in chunks of rows."""
     device = devices.get(backend, guard=GUARD, max_range=SPLIT_RANGE)

@@ -234,6 +234,7 @@ def test_a_command_ends_in_one_line_and_an_exit_code_of_its_own(
 
 
 @pytest.mark.parametrize(("answer", "said"), [("VK_ERROR_DEVICE_LOST", "was lost while waiting"), ("VK_TIMEOUT", "within 0.3 s")])
+@pytest.mark.slow
 def test_a_model_whose_device_was_lost_or_late_is_closed_and_loaded_again(
         answer: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     open_backend("vulkan").close()

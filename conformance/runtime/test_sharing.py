@@ -120,6 +120,7 @@ class Importer(CpuDevice):
 
 
 @pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.slow
 def test_a_dma_buf_is_taken_where_pages_are_refused_and_a_copy_where_both_are(
     refuses: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def together(*jobs: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("device", BACKENDS)
+@pytest.mark.slow
 def test_threads_get_the_text_that_each_would_get_alone(folder, device):
     with load(folder, device, 4) as model:
         def conversation() -> list[str]:
