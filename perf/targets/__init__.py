@@ -298,6 +298,8 @@ def advice(memory: int, want: float, context: int, sheet: DeviceSheet) -> Iterat
     """For each model, largest first, the fewest sequences that reach `want` and fit in `memory`."""
     sizes = {n: m.model.parameters for n, m in load_models().items()}
     for name in sorted(sizes, key=lambda n: -sizes[n]):
+        if memory_of(name, TYPES[-1], 1, context, sheet) > memory:  # the least that it takes: its speeds need not be modelled
+            continue
         for s in chain(_alone(name, context, sheet), plain(name, context, sheet)):
             if s.expected >= want and memory_of(name, s.config.dtype, s.config.batch, context, sheet) <= memory:
                 yield s

@@ -12,7 +12,7 @@ from hybrid.perf.roofline.work import Subject, subject
 from hybrid.spec.devicesheet import DeviceSheet
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-TYPES = ("q8_0", "q4_0")
+TYPES = ("q8_0", "q4_0")  # the smallest last
 DRAFT = "gemma3-1b"
 ACCEPTANCES = (0.6, 0.8, 0.9)
 """As parameters, beside what was measured."""
