@@ -69,7 +69,7 @@ def test_the_command_measures_what_it_is_asked(device, capsys):
     found = {w["name"]: w for w in json.loads(capsys.readouterr().out)["speedups"]}
     for one in found.values():
         assert one["ratios"][0] <= one["times"] * 1.5 and one["with_it"] > 0 and one["without"] > 0
-    assert found["recorded-commands"]["times"] > 1  # recording a plan is work beside running it
+    assert found["recorded-commands"]["ratios"][-1] > 1  # recording a plan is work beside running it; a neighbour may hide it once
     assert ablate.main([*shape, "--only", "fused-ffm"]) == 1
     assert "fused-ffn" in capsys.readouterr().err
 
