@@ -28,6 +28,7 @@ FEW, STREAM = ("16x128", "32x128"), ("16x256", "32x256", "64x256", "64x384")
 STREAMED = {("linear", "q4_0"): ("16x256", "32x256", "64x256"), ("linear", "q6_k"): ("16x256", "32x256", "64x256"),
             ("ffn_up", "q4_0"): ("16x256", "32x256", "64x384")}  # fmt: skip
 MOST_SPLITS = 16
+SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
 # In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half. H200,
 # 128 rows of 27B, us (a stage takes 1.15): 5376 x 4096 in 2, 4 parts 54.6, 40.6; 8192 x 5376 in 2, 3 parts 64.5, 52.6;
 # 5376 x 21504 in 4, 9, 14 parts 115, 123, 131.
@@ -92,7 +93,7 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     if tile == NARROW:
         kernel = rec.kernel(f"linear.gemm.{dtype}.{x.dtype}.{NARROW}", THREADS=narrow_threads(device, k), **constants)
         return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts, b"", ())
-    kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", **constants)
+    kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", ONCE=int(rows <= SHORT), **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
     stage = STREAM_STAGE if tile in STREAM else FEW_STAGE if tile in FEW and DTYPES[dtype].quantised else STAGE
     whole, splits = split_k(down, columns, -(-k // stage), use["groups"], device.max_range // (4 * tall * across),
