@@ -22,11 +22,12 @@ DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
 # Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang), and of
 # those whose weights go straight into registers (stream.slang): for these types by family, pairs of blocks, and devices whose
-# lanes hold the elements that it counts on (lanes.py). Elsewhere they are a choice that does not hold.
+# lanes hold the elements that it counts on (lanes.py). Elsewhere the tiles of shared memory take their place.
 STAGE, FEW_STAGE, STREAM_STAGE = 64, 128, 256
 FEW, STREAM = ("16x128", "32x128"), ("16x256", "32x256", "64x256", "64x384")
 STREAMED = {("linear", "q4_0"): ("16x256", "32x256", "64x256"), ("linear", "q6_k"): ("16x256", "32x256", "64x256"),
             ("ffn_up", "q4_0"): ("16x256", "32x256", "64x384")}  # fmt: skip
+BEFORE_STREAM = {"16x256": "16x128", "32x256": "32x128"}
 MOST_SPLITS = 16
 SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
 # In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half. H200,
@@ -86,7 +87,7 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
         parts, dtype = (scratch,), "f16"
     tile = use["tile"]
     if tile in STREAM and not (tile in STREAMED.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")):
-        tile = default_tile(rows, w.rows)
+        tile = BEFORE_STREAM.get(tile) or default_tile(rows, w.rows)
     if tile == NARROW and not is_narrow(device, family, dtype, k):
         tile = default_tile(rows, w.rows)
     tall, across = TILES[tile]
