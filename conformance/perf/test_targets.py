@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -14,6 +15,7 @@ from hybrid.perf.record import schema as record
 from hybrid.perf.roofline import __main__ as roofline
 from hybrid.perf.targets import search
 from hybrid.spec.devicesheet import find_sheet
+from hybrid.spec.model import load_models
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +100,22 @@ def test_advice_fits_and_suffices():
     for s in found:
         assert s.expected >= 50
         assert search.memory_of(s.config.model, s.config.dtype, s.config.batch, 256, APU) <= 16 << 30
+
+
+def test_sizes_of_every_family_are_modelled(capsys):
+    """A token of Gemma 4 E2B reads its weights once; more than the device's memory is starred; a wrong name is answered."""
+    (small,) = targets.sizes(targets.names("gemma4-e2b"), 256, APU)
+    alone, _, many, prompt = small.passes
+    streamed = search.model_of("gemma4-e2b", "q4_0", APU).decode(1, 256).streamed
+    assert alone.ceiling == pytest.approx(89.6e9 / streamed) and alone.bound == "memory"
+    assert 1.2e9 < streamed < 1.5e9 < alone.memory < many.memory < 16 << 30 and prompt.bound == "f16"
+    assert all(0 < p.expected < p.ceiling and p.fits for p in small.passes)
+    tight = replace(small, passes=tuple(replace(p, fits=False) for p in small.passes))
+    assert "16.0 GiB" in targets.sizes_table([tight], APU) and "*:" not in targets.sizes_table([small], APU)
+    assert targets.names("*") == tuple(sorted(targets.names("*"), key=lambda n: load_models()[n].model.parameters))
+    assert {n.partition("-")[0] for n in targets.names("*")} == {"gemma3", "gemma3n", "gemma4"}
+    assert targets.main(["--models", "gemma5"]) == 1 and "no model is called 'gemma5'" in capsys.readouterr().err
+    assert targets.main(["--models", "*", "--want", "5", "--memory", "1GiB"]) == 2
 
 
 def test_command_wants_both_numbers(capsys):

@@ -2,6 +2,7 @@
 
     python -m perf.targets                               # the table
     python -m perf.targets --memory 16GiB --want 50      # what to run for 50 tok/s in 16 GiB
+    python -m perf.targets --models 'gemma4-*'           # what the device makes of each published size ('*': of all)
 
 Verdicts follow from hybrid.perf.roofline (modelled): `yes` if the expected speed reaches the target, `borderline` if only the
 ceiling does (every byte at the memory's peak), else `no`; `needs ...` where it is reached with something that this project
@@ -40,6 +41,8 @@ from hybrid.perf.targets.search import (
     plain,
     speed,
 )
+from hybrid.perf.targets.sizes import names, sizes
+from hybrid.perf.targets.sizes import table as sizes_table
 from hybrid.spec.devicesheet import DeviceSheet, find_sheet
 from hybrid.spec.load import Model, load_toml
 from hybrid.spec.model import load_models
@@ -312,7 +315,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--measured-on", default="H200", metavar="TEXT", help="device whose recorded runs are shown beside (H200)")
     p.add_argument("--memory", type=size, metavar="SIZE", help="answer what to run in this much memory, such as 16GiB")
     p.add_argument("--want", type=amount, metavar="N", help="tokens per second asked for (with --memory)")
-    p.add_argument("--context", type=int, default=256, metavar="N", help="positions of each sequence, for --want (256)")
+    p.add_argument("--models", metavar="PATTERN", help="what the device makes of published sizes, such as 'gemma4-*'")
+    p.add_argument(
+        "--context", type=int, default=256, metavar="N", help="positions of each sequence, for --want and --models (256)"
+    )
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
 
@@ -320,7 +326,13 @@ def parser() -> argparse.ArgumentParser:
 def _main(args: argparse.Namespace) -> int:
     if (args.memory is None) != (args.want is None):
         raise UsageError("--memory and --want belong together: say how much memory there is and how many tokens per second")
+    if args.models is not None and args.want is not None:
+        raise UsageError("--models and --want are two questions: ask one at a time")
     sheet = modelled_sheet(args.device)
+    if args.models is not None:
+        found = list(sizes(tracked(names(args.models), "models"), args.context, sheet))
+        print(json.dumps([asdict(s) for s in found]) if args.json else sizes_table(found, sheet))
+        return 0
     if args.want is not None:
         return _advise(args, sheet)
     rows = [judge(t, sheet, args.measured_on) for t in tracked(load_targets(), "targets")]
