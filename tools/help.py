@@ -31,6 +31,7 @@ COMMANDS = (
     "perf.tune",
     "perf.probe",
     "perf.acceptance",
+    "perf.sparsity",
     "perf.serving.scheduler",
     "perf.roofline",
     "perf.targets",
