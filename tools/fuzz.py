@@ -16,7 +16,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["hybrid", "json", "tomllib"]):
+with atheris.instrument_imports(include=["hybrid", "json"]):
     from conformance.files.mutations import within
     from conformance.files.seeds import kept, valid
     from conformance.files.targets import REFUSALS, TARGETS, refused

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tomli
 
 from conformance.support.devices import need_compiler
 from conformance.support.profile import LONG
@@ -22,14 +23,9 @@ from hybrid.core.places import ROOT
 from tools.help import COMMANDS
 from tools.help import installed as module_of
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 pytestmark = pytest.mark.slow  # one wheel, built and installed
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())
 SCRIPTS = PROJECT["project"]["scripts"]
 LEFT_OUT = ("__pycache__", "*.egg-info", "data", "mutants", "*-q4_0.gguf", "*-bf16.gguf")  # large, and in no wheel
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "hybrid", "kernels", "specs", "perf", "conformance", "models")

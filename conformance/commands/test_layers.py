@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import pytest
+import tomli
 
 from conformance.support.paths import ROOT
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 grimp = pytest.importorskip("grimp")
 from importlinter.configuration import configure  # noqa: E402 (after the skip)
 from importlinter.contracts import acyclic_siblings, forbidden, independence, layers  # noqa: E402 (after the skip)
 
-SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+SETTINGS = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
 CONTRACTS = {c["name"]: c for c in SETTINGS["contracts"]}
 TYPES = {
     "acyclic_siblings": acyclic_siblings.AcyclicSiblingsContract,

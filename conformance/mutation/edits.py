@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+import tomli
 
 
 class StaleMutant(ValueError):
@@ -27,4 +23,4 @@ def edited(path: Path, find: str, replace: str, label: str) -> str:
 
 def tables(path: Path) -> Mapping[str, list[dict[str, Any]]]:
     """The tables of a file of mutants."""
-    return tomllib.loads(path.read_text())
+    return tomli.loads(path.read_text())

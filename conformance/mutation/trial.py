@@ -25,7 +25,7 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = (
     "concurrent.futures.thread", "gguf", "hypothesis", "jinja2", "numpy", "pydantic.fields", "pydantic.functional_validators",
-    "pydantic.main", "pytest", "safetensors", "sentencepiece", "subprocess", "tomllib" if sys.version_info >= (3, 11) else "tomli",
+    "pydantic.main", "pytest", "safetensors", "sentencepiece", "subprocess", "tomli",
     "tqdm",
 )  # fmt: skip
 # Looking for plugins would take pytest longer than most tests do.

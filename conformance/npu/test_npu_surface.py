@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
 from hybrid.kernels.npu import xrt, xrt_sim
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-MANIFEST = tomllib.loads((Path(xrt.__file__).with_name("pyxrt.toml")).read_text())
+MANIFEST = tomli.loads((Path(xrt.__file__).with_name("pyxrt.toml")).read_text())
 
 
 def _surface(cls: Any) -> dict[str, set[int]]:

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tomli
 
 from hybrid.harness.compare import Disagreement
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 FILE = Path(__file__).with_name("expected_failures.toml")
 
@@ -40,7 +35,7 @@ class Failure:
 
 def load(path: Path = FILE) -> list[Failure]:
     """Raises pytest.UsageError for an entry that is incomplete."""
-    entries = tomllib.loads(path.read_text()).get("failure", [])
+    entries = tomli.loads(path.read_text()).get("failure", [])
     for i, entry in enumerate(entries):
         if set(entry) != {"test", "reason", "expires"} or not isinstance(entry["expires"], datetime.date):
             raise pytest.UsageError(f"{path.name}: failure[{i}]: needs test, reason and expires (a date), and nothing else")

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import PACKAGE, ROOT
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MAX_BYTES, MAX_DEPTH = 1 << 17, 32
 MAX_DOTS = 500  # in a line: the parser's time grows with the square of a dotted key's length
@@ -65,7 +60,7 @@ def parse_toml(file: str, text: str) -> dict[str, Any]:
     if any(line.count(".") > MAX_DOTS for line in text.split("\n")):
         raise SpecError(f"{file}: not a declaration: nested too deeply, with a line of more than {MAX_DOTS} dots")
     try:
-        data = tomllib.loads(text)
+        data = tomli.loads(text)
         _refuse_depth(data)
     except RecursionError:
         raise SpecError(f"{file}: not a declaration: nested too deeply") from None

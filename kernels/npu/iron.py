@@ -5,18 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hybrid.core.errors import nearest
+import tomli
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from hybrid.core.errors import nearest
 
 MANIFEST = Path(__file__).with_name("iron.toml")
 PLAIN = {"print", "np.ndarray", "np.dtype"}
@@ -28,7 +24,7 @@ class IronError(ValueError):
 
 @lru_cache(maxsize=1)
 def manifest() -> dict[str, Any]:
-    return tomllib.loads(MANIFEST.read_text())
+    return tomli.loads(MANIFEST.read_text())
 
 
 def installed() -> dict[str, Any]:

@@ -28,16 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from hybrid.cli import Parser, positive
 from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import nearest
 from hybrid.core.places import in_clone
 from hybrid.kernels.vulkan.spirv import inspect, strip_source
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 HERE = Path(__file__).resolve().parent
 SHADERS, SPIRV = HERE / "shaders", HERE / "spirv"
@@ -76,8 +73,8 @@ class Variant:
 
 def _kernels(sidecar: Path) -> list[dict[str, Any]]:
     try:
-        data = tomllib.loads(sidecar.read_text())
-    except tomllib.TOMLDecodeError as error:
+        data = tomli.loads(sidecar.read_text())
+    except tomli.TOMLDecodeError as error:
         raise BuildError(f"{sidecar}: {error}") from None
     if set(data) != {"kernel"}:
         raise BuildError(f"{sidecar}: only [[kernel]] tables belong here, found {sorted(data)}")

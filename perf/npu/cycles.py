@@ -7,20 +7,16 @@ its shim channels and memory; then the last tile of C, the host's dispatch and t
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from hybrid.kernels.npu.check import npu_limits
 from hybrid.spec.npusheet import Rates
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MEASURED = Path(__file__).with_name("measured.toml")
 # Of an element in a core; a block of 32 weights has two multipliers of 2 bytes.
@@ -135,7 +131,7 @@ class Row:
 
 @lru_cache(maxsize=1)
 def measured() -> dict[str, Any]:
-    return tomllib.loads(MEASURED.read_text())
+    return tomli.loads(MEASURED.read_text())
 
 
 def rows() -> list[Row]:

@@ -7,7 +7,6 @@ One thread, the process's CPU time, the best of a few. The figures in host.toml 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli
 
 from hybrid.kernels.npu.design import DTYPES
 from hybrid.kernels.npu.ops import OPS
@@ -22,11 +22,6 @@ from hybrid.kernels.npu.resident import Resident, in_pages
 from hybrid.kernels.npu.views import KeyViews
 from hybrid.kernels.npu.xrt import Job
 from hybrid.perf.npu.attention import MODELS as HEADS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 FIGURES = Path(__file__).with_name("host.toml")
 ROWS = (64, 512)
@@ -110,7 +105,7 @@ def _best(work: Callable[[], Any], seconds: float) -> float:
 
 @lru_cache(maxsize=1)
 def figures() -> dict[str, Any]:
-    return tomllib.loads(FIGURES.read_text())
+    return tomli.loads(FIGURES.read_text())
 
 
 def host_ms(model: str, part: str, rows: int) -> float:
