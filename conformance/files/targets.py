@@ -98,6 +98,12 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     return use(Tokenizer(vocabulary))
 
 
+def with_workloads(spec: OpSpec) -> OpSpec:
+    """They are made when they are first asked for."""
+    _ = spec.workload
+    return spec
+
+
 def toml(folder: Path, data: bytes) -> list[Any]:
     """As a schedule and as an operation: at least one of them refuses."""
     text = data.decode("utf-8", "replace")
@@ -105,7 +111,7 @@ def toml(folder: Path, data: bytes) -> list[Any]:
     loaded: list[Any] = []
     readings: tuple[Callable[[], Any], ...] = (
         lambda: read_schedule("fuzz.toml", tables, folder / "fuzz.toml"),
-        lambda: validate("fuzz.toml", tables, OpSpec),
+        lambda: with_workloads(validate("fuzz.toml", tables, OpSpec)),
     )
     for read in readings:
         try:

@@ -22,12 +22,13 @@ from hybrid.core import errors
 from hybrid.core.errors import SpecError
 from hybrid.core.places import DEMO
 from hybrid.core.units import parse_bytes, shortest, show_bytes
+from hybrid.quant.reencode import computed
 from hybrid.spec import OpSpec, load_op, op, workload
 from hybrid.spec.__main__ import main as spec
 from hybrid.spec.devicesheet import DeviceSheet
 from hybrid.spec.load import load_toml, validate
 from hybrid.spec.npusheet import Count, Rate
-from hybrid.spec.schedule import StepSpec, find_schedule
+from hybrid.spec.schedule import StepSpec, find_schedule, scheduled
 from hybrid.spec.workload import Source
 
 
@@ -206,7 +207,7 @@ def test_a_wrong_size_of_a_pass_is_one_line(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(workload, "FILE", path)
         workload.givens.cache_clear()
         with pytest.raises(SpecError, match=re.escape(words)) as error:
-            _declared(tmp_path, "geglu", "schema = 1", "schema = 1 ")
+            _ = _declared(tmp_path, "geglu", "schema = 1", "schema = 1 ").workload
         assert "workloads.toml: " in str(error.value) and "\n" not in str(error.value)
     monkeypatch.undo()
     workload.givens.cache_clear()
@@ -216,3 +217,16 @@ def test_commands_start_without_workloads() -> None:
     code = "import sys; from hybrid.generate import parser; parser(); print('hybrid.spec.workload' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout.strip() == "False", run.stderr
+
+
+@pytest.mark.parametrize("backend", ["cpu", "vulkan"])
+def test_matrices_of_models_have_the_types_of_linear(backend: str) -> None:
+    """By `linear` alone is decided in which type a device holds a matrix."""
+    held, asked = computed(backend), 0
+    for declared in map(load_op, sorted(scheduled())):
+        for name, t in declared.inputs.items():
+            if t.role == "weight" and len(t.shape) == 2 and t.dtype != ("f32",):
+                taken = {choice[name] for choice in declared.dtype_choices(backend)}
+                assert held <= taken, f"{declared.name}.{name}: {sorted(held - taken)}"
+                asked += 1
+    assert asked > 8

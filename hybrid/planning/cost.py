@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hybrid.core.plan import PURPOSE, Plan, TensorDecl
 from hybrid.spec.cost import Cost, plan_cost, step_cost
-from hybrid.spec.op import load_ops
+from hybrid.spec.op import load_op
 
 __all__ = ["Cost", "memory", "plan_cost", "precision_by_phase", "precision_of", "purpose", "step_cost"]
 
@@ -28,10 +28,9 @@ def purpose(decl: TensorDecl) -> str:
 
 def precision_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
     """Storage types in use: of matrices, of their inputs, of the KV cache."""
-    ops = load_ops()
     weights, acts, kv = set(), set(), set()
     for step in plan.steps:
-        op = ops[step.op]
+        op = load_op(step.op)
         names = {k: plan.tensors[n] for k, n in step.args.items()}
         matrices = [k for k, d in names.items() if d.kind == "weight" and len(d.shape) == 2 and not d.role]
         weights |= {dtype for k in matrices for dtype in names[k].dtypes}

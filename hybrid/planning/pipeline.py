@@ -15,7 +15,7 @@ from re import sub
 
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.planning.planner import Segment
-from hybrid.spec import load_ops
+from hybrid.spec import load_op
 from hybrid.spec.schedule import Schedule
 
 BY_SLOT = ("next_token", "next_position", "global_table", "local_table", "history")
@@ -32,8 +32,7 @@ def pipeline_depth(schedule: Schedule) -> int:
 
 def caches_elsewhere(schedule: Schedule) -> bool:
     """Does a device other than the main one read or append to caches? One on the host sees the memory itself."""
-    ops = load_ops()
-    return any(s.device not in ("main", "cpu") and set(CACHES) & set(ops[s.op].tensors) for s in schedule.steps)
+    return any(s.device not in ("main", "cpu") and set(CACHES) & set(load_op(s.op).tensors) for s in schedule.steps)
 
 
 def name_in_slot(name: str, pipeline_slot: int) -> str:
@@ -60,6 +59,8 @@ def for_pipeline_slot(plan: Plan, pipeline_slot: int, schedule: Schedule, arena_
     of each slot's range, at least the plan's."""
     if plan.arena_bytes > arena_bytes:
         raise ValueError(f"plan {plan.name} has {plan.arena_bytes} bytes of activations, a pipeline slot {arena_bytes}")
+    if pipeline_slot == 0:
+        return replace(plan, arena_bytes=arena_bytes, pipeline_slot=0)
     own = {n: name_in_slot(n, pipeline_slot) if belongs_to_pass(plan, n, schedule) else n for n in plan.tensors}
 
     def moved(decl: TensorDecl) -> TensorDecl:
@@ -68,10 +69,9 @@ def for_pipeline_slot(plan: Plan, pipeline_slot: int, schedule: Schedule, arena_
 
     steps = tuple(replace(s, args={k: own[n] for k, n in s.args.items()}) for s in plan.steps)
     tensors = {own[n]: moved(d) for n, d in plan.tensors.items()}
-    name = f"{plan.name}@{pipeline_slot}" if pipeline_slot else plan.name
     return replace(
         plan,
-        name=name,
+        name=name_in_slot(plan.name, pipeline_slot),
         steps=steps,
         tensors=tensors,
         arena_bytes=(pipeline_slot + 1) * arena_bytes,
@@ -102,21 +102,20 @@ class Uses:
 
 
 def uses(segment: Segment) -> Uses:
-    ops = load_ops()
-
     def named(step: Step, args: Iterable[str]) -> set[str]:
         return {step.args[n] for n in args if not (step.op == "begin_pass" and n in BY_SLOT)}
 
-    reads = {n for s in segment.steps for n in named(s, (*ops[s.op].inputs, *ops[s.op].state))}
-    writes = {n for s in segment.steps for n in named(s, (*ops[s.op].outputs, *ops[s.op].scratch, *ops[s.op].state))}
+    ops = [(s, load_op(s.op)) for s in segment.steps]
+    reads = {n for s, op in ops for n in named(s, (*op.inputs, *op.state))}
+    writes = {n for s, op in ops for n in named(s, (*op.outputs, *op.scratch, *op.state))}
     appended = {s.args[n] for s in segment.steps for n in CACHES if n in s.args and "block_table" in s.args}
     return Uses(frozenset(reads), frozenset(writes), frozenset(appended))
 
 
 def written(steps: Sequence[Step]) -> list[str]:
     """Tensors that steps write: results, scratch and state."""
-    ops = load_ops()
-    return list(dict.fromkeys(s.args[n] for s in steps for n in (*ops[s.op].outputs, *ops[s.op].scratch, *ops[s.op].state)))
+    ops = [(s, load_op(s.op)) for s in steps]
+    return list(dict.fromkeys(s.args[n] for s, op in ops for n in (*op.outputs, *op.scratch, *op.state)))
 
 
 def needs(earlier: Sequence[Segment], later: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.expand import Draft, Names, WeightInfo, choices, declared, expand, fused, housed
 from hybrid.planning.kept import KEPT
-from hybrid.spec.op import OpSpec, load_ops
+from hybrid.spec.op import OpSpec, load_op, op_names
 from hybrid.spec.schedule import Phase, Profile, Schedule
 from hybrid.spec.step import Option, StepSpec
 
@@ -91,7 +91,6 @@ class _Planner:
             "n_tokens": target.n_tokens,
         }
         self.names = Names(target.schedule, target.hparams, sizes)
-        self.ops = load_ops()
         self.drafts = expand(self.names, phase)
         self.choice = choices(self.names, target.weights)
         self.fused = fused(self.names, target.weights)
@@ -141,7 +140,7 @@ class _Planner:
         kept = []
         for draft, args in edges:
             own = {key: new.get(name, name) for key, name in args.items()}
-            op = self.ops[draft.spec.op]
+            op = load_op(draft.spec.op)
             for result, given in draft.spec.alias.items():
                 if result not in op.outputs or given not in op.inputs:
                     raise self._error(draft, f"alias: {op.name} has no result {result} or no input {given}")
@@ -156,9 +155,9 @@ class _Planner:
 
     def _args(self, draft: Draft) -> dict[str, str]:
         """Every tensor of the operation -> tensor of the plan; unwritten ones have their own name."""
-        if draft.spec.op not in self.ops:
-            raise self._error(draft, f"unknown operation {draft.spec.op!r}{nearest(draft.spec.op, self.ops)}")
-        op = self.ops[draft.spec.op]
+        if draft.spec.op not in op_names():
+            raise self._error(draft, f"unknown operation {draft.spec.op!r}{nearest(draft.spec.op, op_names())}")
+        op = load_op(draft.spec.op)
         for kind, written, known in (
             ("args", draft.args, op.tensors),
             ("act", draft.spec.act, {**op.inputs, **op.scratch}),
@@ -198,7 +197,7 @@ class _Planner:
         """Activation -> the dtype that its readers take. Two readers that differ are an error."""
         wanted: dict[str, tuple[str, Draft]] = {}
         for draft, args in edges:
-            op = self.ops[draft.spec.op]
+            op = load_op(draft.spec.op)
             for key in (*op.inputs, *op.scratch):
                 dtype = self._act(draft, args, key)
                 options = op.tensors[op.tensors[key].same or key].dtype
@@ -218,7 +217,7 @@ class _Planner:
 
     # -------------------------------------------------------------------------------------------------------- steps
     def _step(self, index: int, draft: Draft, args: dict[str, str], wanted: Mapping[str, str]) -> Step:
-        op = self.ops[draft.spec.op]
+        op = load_op(draft.spec.op)
         made = {**op.outputs, **op.scratch}
         shapes = {k: self._read(index, draft, k, n).shape for k, n in args.items() if k not in made}
         shapes |= {k: self._outlasting(n).shape for k, n in args.items() if k in made and n in self.declared}
@@ -318,7 +317,7 @@ class _Planner:
             return  # op.solve has checked its shape
         if name in self.tensors:
             raise self._error(draft, f"{key} writes {name}, which is written before or is a weight: use a new name")
-        spec = self.ops[draft.spec.op].tensors[key]
+        spec = load_op(draft.spec.op).tensors[key]
         options = spec.dtype
         dtype = wanted.get(name, options[0])
         if dtype not in options:

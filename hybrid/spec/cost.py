@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.plan import Plan, Step
-from hybrid.spec.op import load_ops
+from hybrid.spec.op import load_op
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ def step_cost(plan: Plan, step: Step, context: int | None = None, sizes: Mapping
 def _declared(op: str, bind: tuple[tuple[str, int], ...], dtypes: tuple[tuple[str, str], ...],
               attrs: tuple[tuple[str, float | int | str], ...]) -> Cost:  # fmt: skip
     """By the operation's formulas, which take a millisecond: a plan's layers ask for the same few."""
-    declared = load_ops()[op]
+    declared = load_op(op)
     return Cost(declared.flops(dict(bind), dict(attrs)), declared.nbytes(dict(bind), dict(dtypes), dict(attrs)))
 
 
 def _resized(plan: Plan, step: Step, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """Axes of a step that have other sizes; those of a pass's rows by their size, since heads count wanted rows as tokens too."""
-    for axis, spec in load_ops()[step.op].axes.items() if sizes else ():
+    for axis, spec in load_op(step.op).axes.items() if sizes else ():
         role = spec.role
         if role == "tokens" and step.bind.get(axis) != plan.rows:
             role = "outs"

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 
 from hybrid.core.dtypes import DTYPES
-from hybrid.core.errors import SpecError, nearest
+from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS as SPECS_DIR
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import (
@@ -41,7 +41,7 @@ from hybrid.spec.fields import (
     Workloads,
 )
 from hybrid.spec.load import Model, load_toml
-from hybrid.spec.opcheck import check_declaration
+from hybrid.spec.opcheck import check_declaration, check_workloads
 from hybrid.spec.solve import Size, solve
 
 
@@ -65,18 +65,14 @@ class OpSpec(Model):
     cost: Cost
     edge: Edge
     workloads: tuple[Workloads, ...] = Field((), exclude=True)
-    """How workloads follow from models; `workload` has them, before those that are written out."""
-    workload: tuple[Workload, ...] = ()
+    """How workloads follow from models."""
+    written: tuple[Workload, ...] = Field((), alias="workload", exclude=True)
     backends: dict[BackendName, Backend]
 
     _file: str = PrivateAttr("")
 
     def model_post_init(self, context: Any) -> None:
         self._file = (context or {}).get("file", f"specs/ops/{self.op.name}.toml")
-        if self.workloads:
-            from hybrid.spec.workload import derive  # only when an operation is read: commands start without it
-
-            object.__setattr__(self, "workload", (*derive(self.workloads, self.axes, self.attributes), *self.workload))
         check_declaration(self)
 
     @field_validator("attributes", mode="after")
@@ -96,6 +92,19 @@ class OpSpec(Model):
     def file(self) -> str:
         """For messages: specs/ops/linear.toml."""
         return self._file
+
+    @cached_property
+    def workload(self) -> tuple[Workload, ...]:
+        """Workloads that follow from models, then those that are written out. Made and checked when they are first asked for:
+        what plans and computes has no use for them. Raises SpecError for the first that does not fit."""
+        from hybrid.spec.workload import derive
+
+        try:
+            made = (*derive(self.workloads, self.axes, self.attributes), *self.written)
+            check_workloads(self, made)
+        except FieldError as e:
+            raise SpecError(f"{self.file}: {e.key}: {e.message}") from None
+        return made
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -373,17 +382,27 @@ def _load(path: Path) -> OpSpec:
 
 def load_op(name_or_path: str | Path) -> OpSpec:
     """An operation by name (`linear`) or by the path of its TOML file. Cached. Raises SpecError."""
-    path = Path(name_or_path)
-    return _load(path.resolve()) if path.suffix == ".toml" else _named(SPECS_DIR / "ops", str(name_or_path))
+    if str(name_or_path).endswith(".toml"):
+        return _load(Path(name_or_path).resolve())
+    return _named(SPECS_DIR, str(name_or_path))  # a plan asks thousands of times
 
 
 @lru_cache(maxsize=256)
-def _named(folder: Path, name: str) -> OpSpec:
-    path = folder / f"{name}.toml"
+def _named(specs: Path, name: str) -> OpSpec:
+    path = specs / "ops" / f"{name}.toml"
     if not path.exists():
-        known = sorted(p.stem for p in folder.glob("*.toml"))
-        raise SpecError(f"specs/ops: no operation {name!r}{nearest(name, known)}")
+        raise SpecError(f"specs/ops: no operation {name!r}{nearest(name, _names(path.parent))}")
     return _load(path.resolve())
+
+
+def op_names() -> tuple[str, ...]:
+    """Of every shipped operation, in order; none is read."""
+    return _names(SPECS_DIR / "ops")
+
+
+@lru_cache(maxsize=4)
+def _names(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(p.stem for p in folder.glob("*.toml")))
 
 
 def load_ops(directory: Path | None = None) -> dict[str, OpSpec]:

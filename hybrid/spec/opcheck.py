@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from hybrid.core.errors import FieldError, SpecError, nearest
@@ -10,6 +10,7 @@ from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import EDGE_VALUES
 
 if TYPE_CHECKING:
+    from hybrid.spec.fields import Workload
     from hybrid.spec.op import OpSpec
 
 
@@ -22,7 +23,8 @@ def check_declaration(spec: OpSpec) -> None:
     _tolerances(spec)
     _edges(spec)
     _backends(spec)
-    _workloads(spec)
+    if not spec.workloads and not spec.written:
+        raise FieldError("workloads", "none is given; add [[workloads]] for models, or [[workload]]")
 
 
 def _names(spec: OpSpec) -> None:
@@ -162,12 +164,11 @@ def _backends(spec: OpSpec) -> None:
                     raise FieldError(f"backends.{name}.{key}", f"no axis {axis!r}{nearest(axis, spec.axes)}")
 
 
-def _workloads(spec: OpSpec) -> None:
-    if not spec.workload:
-        raise FieldError("workloads", "none is given; add [[workloads]] for models, or [[workload]]")
+def check_workloads(spec: OpSpec, workloads: Sequence[Workload]) -> None:
+    """Each has a name of its own, and sizes, types and attributes that the declaration takes. FieldError for the first without."""
     seen: set[str] = set()
-    derived = sum(bool(w.origin) for w in spec.workload)
-    for i, w in enumerate(spec.workload):
+    derived = sum(bool(w.origin) for w in workloads)
+    for i, w in enumerate(workloads):
         key = w.origin or f"workload[{i - derived}]"
         if w.id in seen:
             raise FieldError(key if w.origin else f"{key}.id", f"{w.id!r} is used twice; choose another")

@@ -73,7 +73,7 @@ def count(plan: Plan, device: DryDevice | None = None) -> Count:
 
 def scratch_bytes(plan: Plan, device: DryDevice) -> int:
     """What the plan's kernels take beside its arena: partial results, weights that are unpacked before a product."""
-    return record(plan, device).scratch_bytes
+    return _recorder(plan, device).scratch_bytes
 
 
 def asked(plan: Plan, device: Any) -> list[Asked]:
@@ -86,12 +86,18 @@ def asked(plan: Plan, device: Any) -> list[Asked]:
 
 def record(plan: Plan, device: DryDevice) -> Recording:
     """Record a plan for a device that does not exist."""
+    return _recorder(plan, device).finish()
+
+
+def _recorder(plan: Plan, device: DryDevice) -> Recorder:
+    """All steps recorded; barriers and the kernel that computes grids are not in it yet."""
     tensors = {name: _tensor(decl, device.max_range) for name, decl in plan.tensors.items()}
     recorder = Recorder(device, tensors[plan.control].parts[0])
     record_steps(recorder, plan, tensors, BINDINGS.__getitem__)
-    return recorder.finish()
+    return recorder
 
 
+@lru_cache(maxsize=4096)
 def _tensor(decl: TensorDecl, max_range: int) -> DeviceTensor:
     """A tensor in memory of its own that does not exist. Activations are never split."""
     whole = [(0, decl.shape[0] if decl.shape else 1, decl.dtype)]

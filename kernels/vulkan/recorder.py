@@ -175,6 +175,11 @@ class Recorder:
                 raise VulkanError(f"{kernel.name} binds counters of another dispatch: workgroups wait for one another within "
                                   "a dispatch only")
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Of the step that takes most so far."""
+        return self._scratch_most
+
     def finish(self) -> Recording:
         """Insert the grid kernel where grids must be computed, and the barriers."""
         dispatches = self._with_grids()

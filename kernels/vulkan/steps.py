@@ -34,6 +34,8 @@ def _record_group(
 ) -> int:
     """Steps recorded as a fused group from `first` on: 0 where no fused group begins there or none of them fits."""
     for ops, group in GROUPS.items():
+        if ops[0] != steps[first].op:
+            continue
         end = first + len(ops)
         matches = tuple(s.op for s in steps[first:end]) == ops and all(binding(op) is BINDINGS[op] for op in ops)
         if matches and group(rec, steps[first:end], args[first:end]):
