@@ -8,9 +8,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS as SPECS_DIR
+from hybrid.spec.assignments import assignments
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import (
     Attribute,
@@ -255,9 +255,10 @@ class OpSpec(Model):
 
     def dtype_choices(self, backend: str | None = None) -> tuple[Mapping[str, str], ...]:
         """Every valid assignment of dtypes to all tensors (of `backend`, where it supports fewer)."""
-        if backend is None or not self._backend(backend).dtypes:
-            return self._every_choice
-        return self._choices_of.get(backend) or self._choices_of.setdefault(backend, tuple(self._choices(backend)))
+        fewer = backend if backend is not None and self._backend(backend).dtypes else None
+        if fewer not in self._choices_of:
+            self._choices_of[fewer] = assignments(self, fewer)
+        return self._choices_of[fewer]
 
     def dtypes(self, given: Mapping[str, str] | None = None) -> Mapping[str, str]:
         """The first valid assignment that agrees with `given`. Raises SpecError when there is none."""
@@ -265,7 +266,7 @@ class OpSpec(Model):
         key = tuple(sorted(given.items()))
         if key not in self._first_choice:
             self.check_dtypes(given)
-            choice = next((c for c in self._every_choice if all(c[t] == d for t, d in given.items())), None)
+            choice = next((c for c in self.dtype_choices() if all(c[t] == d for t, d in given.items())), None)
             if choice is None:
                 raise self._error("dtype_rules", f"no assignment of dtypes agrees with {given}")
             self._first_choice[key] = choice
@@ -277,8 +278,8 @@ class OpSpec(Model):
         return {}
 
     @cached_property
-    def _choices_of(self) -> dict[str, tuple[Mapping[str, str], ...]]:
-        """What `dtype_choices` has found for backends that support fewer."""
+    def _choices_of(self) -> dict[str | None, tuple[Mapping[str, str], ...]]:
+        """What `dtype_choices` has found, for backends that support fewer and without one."""
         return {}
 
     def tolerance_of(self, tensor: str, dtype: str) -> Tolerance:
@@ -294,9 +295,7 @@ class OpSpec(Model):
         """Arithmetic operations of one call (a multiply-add counts as 2)."""
         return math.ceil(self._eval("cost.flops", self.cost.flops, {**bind, **self.attrs(bind, attrs)}))
 
-    def nbytes(
-        self, bind: Mapping[str, int], dtypes: Mapping[str, str], attrs: Mapping[str, Scalar] | None = None
-    ) -> int:
+    def nbytes(self, bind: Mapping[str, int], dtypes: Mapping[str, str], attrs: Mapping[str, Scalar] | None = None) -> int:
         """Bytes that must move to and from device memory in one call, each tensor touched once."""
         full = self.dtypes(dtypes)
         env = {**bind, **self.attrs(bind, attrs)}
@@ -316,22 +315,6 @@ class OpSpec(Model):
         used = set(self.dtypes(dtypes).values()) if dtypes is not None else set(b.requires_for)
         extra = [f for d, features in b.requires_for.items() if d in used for f in features]
         return tuple(dict.fromkeys([*b.requires, *extra]))
-
-    @cached_property
-    def _every_choice(self) -> tuple[Mapping[str, str], ...]:
-        return tuple(self._choices(None))
-
-    def _choices(self, backend: str | None) -> Iterator[Mapping[str, str]]:
-        free = [n for n, t in self.tensors.items() if t.same is None]
-        narrow = self._backend(backend).dtypes if backend else {}
-        lists = [[d for d in self.tensors[n].dtype if d in narrow.get(n, (d,))] for n in free]
-        sources = {n: t.same or n for n, t in self.tensors.items()}
-        for values in itertools.product(*lists):
-            chosen = dict(zip(free, values, strict=True))
-            full = {n: chosen[source] for n, source in sources.items()}
-            # Every type is one of its tensor's; where one follows another, the backend may still leave it out.
-            if all(d in narrow.get(n, (d,)) for n, d in full.items()) and all(rule.allows(full) for rule in self.dtype_rules):
-                yield MappingProxyType(full)
 
     def _eval(self, key: str, expr: Expr, env: Mapping[str, Any], size: Any = None) -> Any:
         try:
@@ -391,17 +374,13 @@ def load_op(name_or_path: str | Path) -> OpSpec:
 def _named(specs: Path, name: str) -> OpSpec:
     path = specs / "ops" / f"{name}.toml"
     if not path.exists():
-        raise SpecError(f"specs/ops: no operation {name!r}{nearest(name, _names(path.parent))}")
+        raise SpecError(f"specs/ops: no operation {name!r}{nearest(name, op_names(path.parent))}")
     return _load(path.resolve())
 
 
-def op_names() -> tuple[str, ...]:
-    """Of every shipped operation, in order; none is read."""
-    return _names(SPECS_DIR / "ops")
-
-
 @lru_cache(maxsize=4)
-def _names(folder: Path) -> tuple[str, ...]:
+def op_names(folder: Path = SPECS_DIR / "ops") -> tuple[str, ...]:
+    """Of every operation there, in order; none is read."""
     return tuple(sorted(p.stem for p in folder.glob("*.toml")))
 
 
