@@ -88,7 +88,8 @@ def drafter_for(model: Ready, draft: str | os.PathLike[str] | Checkpoint | Draft
         found.close()
 
     try:
-        return DraftModel(smaller.engine, f"draft {found.path} on {smaller.opened.device.name}", close)
+        apart = model.engine.device.exclusive.isdisjoint(smaller.engine.device.exclusive)
+        return DraftModel(smaller.engine, f"draft {found.path} on {smaller.opened.device.name}", close, apart)
     except BaseException:
         close()
         raise

@@ -9,6 +9,7 @@ import pytest
 
 from conformance.support.fake_runner import VOCAB, Oracle, Runner
 from conformance.support.profile import LONG
+from hybrid.engine.ahead import Ahead
 from hybrid.engine.audit import audit
 from hybrid.engine.blocks import Blocks, Group
 from hybrid.engine.draft_model import DraftModel
@@ -275,6 +276,7 @@ class ByHand(DraftModel):
 
     def __init__(self, fails: bool) -> None:
         self.name, self.chains, self.compiled, self.watches, self.fails, self.waited = "by hand", True, False, 0, fails, 0
+        self.apart, self.beside = False, Ahead(self._guess_on)
 
     def finish(self) -> None:
         self.waited += 1

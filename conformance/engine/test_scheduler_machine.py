@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,8 +21,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from conformance.support.fake_runner import VOCAB, Oracle, Runner
 from conformance.support.profile import LONG
 from hybrid.core.errors import ContextExceeded, QueueFull
+from hybrid.engine.ahead import Ahead, Wanted
 from hybrid.engine.audit import audit
 from hybrid.engine.blocks import Blocks, Group
+from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
@@ -60,6 +63,47 @@ class Liar:
         self.closed = True
 
 
+class Apart(DraftModel):
+    """The same as a model on a device of its own, which goes on while its guesses are verified."""
+
+    def __init__(self, liar: Liar) -> None:
+        self.liar, self.name, self.chains, self.apart, self.watches = liar, liar.name, False, True, 0
+        self.beside, self.ready, self.steady, self.compiled = Ahead(self._guess_on), {}, True, False
+        self.way, self.known = liar.way, set[Hashable]()
+
+    def follows(self, key: Hashable) -> bool:
+        return key in self.known
+
+    def begin(self, sampling: Sampling, key: Hashable = None) -> bool:
+        self.end(key)
+        self.known.add(key)
+        return True
+
+    def end(self, key: Hashable = None) -> None:
+        self.beside.forget(key)
+        self.known.discard(key)
+
+    def go_on(self, verified: Wanted) -> None:
+        self.way = self.liar.way  # as long as it goes on
+        super().go_on(verified)
+
+    def _submit_all(self, wanted: Wanted) -> None:
+        self.found = {key: list(self.liar.propose(ids, most)) for key, (ids, most) in wanted.items()}
+
+    def _read_all(self) -> dict[Hashable, list[int]]:
+        return self.found
+
+    def _guess_on(self, wanted: Wanted) -> Generator[dict[Hashable, int], None, None]:
+        liar = Liar(self.liar.oracle)
+        liar.way = self.way
+        for i in range(max(most for _, most in wanted.values())):
+            found = {key: liar.propose(ids, most)[i : i + 1] for key, (ids, most) in wanted.items()}
+            yield {key: guess[0] for key, guess in found.items() if guess}
+
+    def close(self) -> None:
+        self.beside.close()
+
+
 class Serving(RuleBasedStateMachine):
     """One engine without a device."""
 
@@ -76,9 +120,10 @@ class Serving(RuleBasedStateMachine):
         queue=st.sampled_from([3, 30]),
         overtakes=st.sampled_from([0, 1, 5]),
         guesses=st.sampled_from([0, 1, 3, None, None]),
+        apart=st.booleans(),
         data=st.data(),
     )
-    def start(self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, data):
+    def start(self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, apart, data):
         table = -(-ctx // block)
         groups = [Group("global", table + spare[0])]
         if window:
@@ -103,7 +148,8 @@ class Serving(RuleBasedStateMachine):
         self.failures: list[str] = []
         self.liar, room = Liar(self.oracle), self.limits.outs or slots
         self.hosts: set[int] = set()  # the host chooses for these, as under constraints
-        self.drafting = Drafting(self.liar, room, guesses, None, self.wish, lambda s, e: None, self.failures.append)
+        drafter = Apart(self.liar) if apart else self.liar
+        self.drafting = Drafting(drafter, room, guesses, None, self.wish, lambda s, e: None, self.failures.append)
         self.streams: list[Stream] = []
         self.flights: list[Pass] = []
         self.overtaken: Counter[int] = Counter()
@@ -155,12 +201,14 @@ class Serving(RuleBasedStateMachine):
         live = stream.finish is None
         assert self.scheduler.cancel(stream) == live
         assert stream.finish == "cancelled" or not live
+        self.drafting.end(stream)
 
     @rule(seconds=st.integers(1, 10))
     def time_passes(self, seconds):
         self.now += seconds
         for stream in self.scheduler.expire():
             assert stream.finish == "deadline" and stream.deadline is not None and stream.deadline <= self.now
+            self.drafting.end(stream)
 
     @precondition(lambda self: any(not s.ahead for s in self.streams))
     @rule(of=st.integers(0, 99), right=st.integers(0, 3), wrong=st.lists(TOKENS, max_size=2))
@@ -199,6 +247,9 @@ class Serving(RuleBasedStateMachine):
             live = {run.seq for run in done.runs if run.wants and run.seq.finish is None}
             news = self.scheduler.commit(done, tokens, counts if sum(counts) != len(counts) else None)
             self.drafting.committed(done, news, 1 + 0.02 * done.rows)
+            for stream, _ in news:
+                if stream.finish is not None:
+                    self.drafting.end(stream)
             assert {s for s, _ in news} == live and all(len(s.ids) == known[s] + n for s, n in news)
 
     @precondition(lambda self: self.free)
@@ -298,7 +349,13 @@ class Serving(RuleBasedStateMachine):
         self.prefixes_are_right()
         assert len(self.failures) <= 1 and bool(self.failures) == (self.drafting.drafter is None)
         assert self.drafting.counts.drafted <= scheduler.counts.drafted
-        TOTALS.update({"drafted for streams": self.drafting.counts.drafted, "drafters that failed": len(self.failures)})
+        drafted = self.drafting.counts
+        assert drafted.ready <= drafted.drafted
+        TOTALS.update({"drafted for streams": drafted.drafted, "drafters that failed": len(self.failures)})
+        TOTALS.update({"drafted beforehand": drafted.ready, "beforehand in vain": drafted.dropped})
+        assert not self.drafting._of
+        self.drafting.close()
+        assert all(thread.name != "hybrid draft" for thread in threading.enumerate()), "it drafts on for nobody"
         counts = asdict(scheduler.counts)
         for reason, n in counts.pop("finished").items():
             TOTALS[f"finished: {reason}"] += n

@@ -66,7 +66,7 @@ class Rehearsed(DraftModel):
     what is guessed."""
 
     def __init__(self, draft: DraftModel) -> None:
-        super().__init__(draft.engine, draft.name, draft.close)
+        super().__init__(draft.engine, draft.name, draft.close, draft.apart)
         self.replay = Replay((), 0.0)
 
     def _guessed(self, ids: Sequence[int], chosen: list[int]) -> list[int]:

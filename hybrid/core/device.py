@@ -191,12 +191,19 @@ class Device(Protocol):
         """Whether a tensor is lent by the device that this is a sibling of."""
         ...
 
+    @property
+    def exclusive(self) -> AbstractSet[str]:
+        """What its passes need for themselves while they run. Devices that have nothing of it in common may run passes at the same
+        time, each driven by one thread."""
+        ...
+
     def close(self) -> None: ...
 
 
 class SingleDevice:
     """What Device says of one backend that runs whole plans by itself. A base class of the backends' devices."""
 
+    name: str
     backend: ClassVar[str]
     pipeline_depth: ClassVar[int] = 1
     failures: ClassVar[Sequence[str]] = ()
@@ -214,6 +221,11 @@ class SingleDevice:
     def shares(self, name: str) -> bool:
         """See Device."""
         return False
+
+    @property
+    def exclusive(self) -> AbstractSet[str]:
+        """See Device: here, what it is named after."""
+        return frozenset({self.name})
 
     def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
         """See Device."""

@@ -8,8 +8,10 @@ of them. A device that fails is replaced as the schedule says, for the rest of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 from hybrid.core.device import Counters, Device, Program, StepTime
@@ -114,6 +116,11 @@ class MultiDevice:
 
     def shares(self, name: str) -> bool:
         return self.main.shares(name)
+
+    @property
+    def exclusive(self) -> AbstractSet[str]:
+        """See Device: what any of them needs."""
+        return frozenset(chain.from_iterable(device.exclusive for device in (self.main, *self.others.values())))
 
     def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
         return self.main.sibling(lent)

@@ -3,13 +3,14 @@ follows one of the larger model's sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hybrid.core.errors import NoFreeSlot
 from hybrid.core.plan import FAULTED
+from hybrid.engine.ahead import Ahead, Wanted
 from hybrid.engine.inbox import GOES_ON, GUESSED, Rows
 from hybrid.engine.interface import PassRunner
 from hybrid.engine.pace import WATCHES
@@ -34,10 +35,14 @@ class Followed:
 
 class DraftModel:
     """Drives the slots of an engine whose tokenizer is the target's, one for each sequence that is followed. A slot chooses by the
-    target's sampling parameters, so that both add the same noise to their logits, and agree more often than two draws would."""
+    target's sampling parameters, so that both add the same noise to their logits, and agree more often than two draws would.
+    apart: its passes may run while the target's do, so it may guess on while its guesses are verified (`go_on`)."""
 
-    def __init__(self, engine: PassRunner, name: str, close: Callable[[], object]) -> None:
-        self.engine, self.name, self._close = engine, name, close
+    def __init__(self, engine: PassRunner, name: str, close: Callable[[], object], apart: bool = False) -> None:
+        self.engine, self.name, self._close, self.apart = engine, name, close, apart
+        self.beside = Ahead(self._guess_on)
+        self.ready: Mapping[Hashable, int] = {}
+        """How many of the last guesses, by sequence, were made while those before them were verified."""
         for rows in engine.sizes.rows:
             if rows <= BEHIND:
                 engine.warm_up(rows)
@@ -72,7 +77,9 @@ class DraftModel:
         return True
 
     def end(self, key: Hashable = None) -> None:
+        self.beside.forget(key)
         self._watched.pop(key, None)
+        self._open.pop(key, None)
         found = self._followed.pop(key, None)
         if found is not None:
             self.engine.release(found.slot)
@@ -80,6 +87,7 @@ class DraftModel:
     def watch(self, key: Hashable, ids: Sequence[int]) -> bool:
         """Run what is new of a sequence, so that `agreed` can say what would have been guessed of its last tokens; waits for no
         pass. Whether there is anything of it."""
+        self.beside.rest()
         self._read_all()
         followed, engine = self._followed[key], self.engine
         fresh = self._fresh(followed, ids)
@@ -107,6 +115,7 @@ class DraftModel:
         """Of the tokens that were watched last: how many would have been guessed, and how many there are."""
         if key not in self._watched or key not in self._followed:
             return 0, 0
+        self.beside.rest()
         ids, since, ticket = self._watched.pop(key)
         chosen = self._read(self._followed[key].slot, since, [ticket] * (len(ids) - since))
         return self._right(ids, since, chosen)
@@ -120,13 +129,41 @@ class DraftModel:
             self.begin(Sampling())
         return self.propose_all({None: (ids, most)}).get(None, [])
 
-    def propose_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, list[int]]:
+    def propose_all(self, wanted: Wanted) -> dict[Hashable, list[int]]:
         """Guesses for sequences that were begun: by key, (all tokens so far, guesses at most). Runs what is new of each, then goes
-        on from its own tokens, all sequences in the same passes, submitted one behind another before any guess is read."""
-        self._submit_all(wanted)
-        return self._read_all()
+        on from its own tokens, all sequences in the same passes, submitted one behind another before any guess is read; what was
+        guessed beside the last verification (`go_on`) is taken instead, where it fits."""
+        found = self.beside.take(wanted)
+        self.ready = {key: len(guesses) for key, guesses in found.items()}
+        if rest := {key: some for key, some in wanted.items() if key not in found}:
+            self._submit_all(rest)
+            found |= self._read_all()
+        self.steady = self.steady and not self.ready
+        return found
 
-    def ahead(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> dict[Hashable, list[int]]:
+    def go_on(self, verified: Wanted) -> None:
+        """Guess what follows guesses that are about to be verified, by key (all tokens with those guesses, more guesses at most),
+        first in place of the token after them. Waits for no pass."""
+        self.beside.start(verified)
+
+    def _guess_on(self, wanted: Wanted) -> Generator[dict[Hashable, int], None, None]:
+        """One guess of each sequence after another, in a thread of its own; a pass runs ahead of the one that is read."""
+        asked, tickets = self._begin(wanted)
+        slots = [self._followed[key].slot for key in asked]
+        chosen: dict[Hashable, list[int]] = {key: [] for key in asked}
+        for at in range(max((most for _, most in asked.values()), default=0)):
+            while len(tickets) < min(at + 2, max(most for _, most in asked.values())):
+                tickets.append(self._submit(slots))
+            self._open = {key: (ids, tickets[:most]) for key, (ids, most) in asked.items()}
+            for key, (ids, most) in asked.items():
+                if at < most:
+                    chosen[key] += self._read(self._followed[key].slot, len(ids) + at, tickets[at : at + 1])
+            known = {key: self._guessed(asked[key][0], tokens)[at:] for key, tokens in chosen.items()}
+            if not any(known.values()):
+                return
+            yield {key: tokens[0] for key, tokens in known.items() if tokens}
+
+    def ahead(self, wanted: Wanted) -> dict[Hashable, list[int]]:
         """The same without waiting: words by which a pass on the same queue finds the guesses (inbox.GUESSED), which it may be
         submitted with at once. For an engine whose `history` is lent (`chains`)."""
         self._submit_all(wanted)
@@ -153,14 +190,25 @@ class DraftModel:
         """What is guessed after ids."""
         return chosen
 
-    def _submit_all(self, wanted: Mapping[Hashable, tuple[Sequence[int], int]]) -> None:
+    def _submit_all(self, wanted: Wanted) -> None:
         """The passes of `propose_all`."""
+        asked, tickets = self._begin(wanted)
+        if asked:
+            slots = [self._followed[key].slot for key in asked]
+            tickets += [self._submit(slots) for _ in range(max(most for _, most in asked.values()) - len(tickets))]
+            self._open = {key: (ids, tickets[:most]) for key, (ids, most) in asked.items()}
+
+    def _begin(self, wanted: Wanted) -> tuple[dict[Hashable, tuple[list[int], int]], list[int]]:
+        """Run what is new of these sequences: what can be guessed of which, and the first guesses' tickets; each further pass of
+        their slots gives one more."""
         self._read_all()
         engine, ctx = self.engine, self.engine.cache.ctx
-        asked = {key: (ids, min(most, ctx - len(ids))) for key, (ids, most) in wanted.items() if key in self._followed}
-        asked = {key: found for key, found in asked.items() if found[1] > 0}
+        asked = {key: (list(ids), most) for key, (ids, most) in wanted.items()  # copies: a sequence's own list grows
+                 if key in self._followed and len(ids) < ctx and most > 0}  # fmt: skip
+        room = min((ctx - len(ids) for ids, _ in asked.values()), default=0)  # they run the same passes
+        asked = {key: (ids, min(most, room)) for key, (ids, most) in asked.items()}
         if not asked:
-            return
+            return {}, []
         fresh = {key: self._fresh(self._followed[key], ids) for key, (ids, _) in asked.items()}
         recorded = engine.device.counters.recordings
         slots = [self._followed[key].slot for key in asked]
@@ -172,12 +220,11 @@ class DraftModel:
             if times:
                 goes_on = np.full(len(slots), GOES_ON, np.int32)
                 tickets.append(self._submit(slots, goes_on, goes_on))
-                times -= 1
-        tickets += [self._submit(slots) for _ in range(times)]
         self.steady, self.compiled = behind <= FEW, engine.device.counters.recordings > recorded
-        self._open = {key: (list(ids), tickets[:most]) for key, (ids, most) in asked.items()}  # a sequence's own list grows
+        return asked, tickets
 
     def close(self) -> None:
+        self.beside.close()
         for key in list(self._followed):
             self.end(key)
         self._close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybrid.engine.choosing import Choosing
@@ -17,7 +17,7 @@ from hybrid.engine.config import check_guesses
 from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Drafter, Watcher
 from hybrid.engine.interface import PassRunner
-from hybrid.engine.pace import AHEAD, CREDIT, MOST, PROBES, Budget, Costs, Counts, Pace, Rightness, share, trial
+from hybrid.engine.pace import AHEAD, CREDIT, MOST, PROBES, Budget, Costs, Counts, Pace, Rightness, likely, share, trial
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Pass, Stream
@@ -46,6 +46,8 @@ class Following:
         self.counts = Counts()
         self.asked = 0
         """Guesses that the next pass may have for it."""
+        self.ready = 0
+        """Guesses of its next pass that were made while those before them were verified."""
         self.since = len(stream.ids)
         """Tokens up to which it is known what would have been guessed."""
 
@@ -77,12 +79,15 @@ class Drafting:
         self._plain = math.inf  # a pass without guesses of as many sequences as are drafted for
         self._took = 0.0  # drafting for the next pass, but for what it takes once
         self._drafting: tuple[float, int] | None = None  # that the device does: since when, the most guesses if they count
+        self._beside = 0  # the pass while which the draft goes on
         self._watching = 0  # the pass that a draft model's own, for a look at what it would have guessed, runs before
 
     def prepare(self, scheduler: Scheduler) -> bool:
         """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been read."""
         if self.drafter is None:
             return True
+        self.costs.apart = isinstance(self.drafter, DraftModel) and self.drafter.apart
+        self._beside = self._beside if scheduler.in_flight else 0
         streams = [s for s in scheduler._running if s.decodes]
         following = [self._follow(stream) for stream in streams]
         due = [f for f in following if f.pace.due]
@@ -107,7 +112,9 @@ class Drafting:
         others will not); so long after the end of that it began."""
         wants = {run.seq.id: run.wants for run in done.runs}
         if seconds and all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
-            if done.number != self._watching:
+            if done.number == self._beside:
+                self.costs.took_beside(done.rows, seconds)
+            elif done.number != self._watching:
                 plain = self.costs.of(len(done.runs)) if done.rows > len(done.runs) else 0.0
                 self.costs.took(done.rows, seconds, plain or math.inf)
             self._account(done, news, seconds, between)
@@ -115,6 +122,7 @@ class Drafting:
             guesses = wants[stream.id] - 1
             for counts in (self.counts, *((found.counts,) if (found := self._of.get(stream.id)) else ())):
                 counts.chose(n, guesses)
+                counts.ready += 0 if found is None else min(found.ready, guesses)
             if guesses:
                 self.rightness.verified(guesses, n - 1)
             if found is not None and guesses:
@@ -141,10 +149,14 @@ class Drafting:
         """A sequence has ended: forget it; returns what was guessed for it."""
         found = self._of.pop(stream.id, None)
         if isinstance(self.drafter, DraftModel):
+            dropped = self.drafter.beside.dropped
             try:
                 self.drafter.end(stream.id)
             except Exception as error:  # its device may be gone
                 self._end_drafting(error)
+            vain = dropped.pop(stream.id, 0)
+            for counts in (self.counts, *((found.counts,) if found is not None else ())):
+                counts.dropped += vain
         return Counts() if found is None else found.counts
 
     def close(self) -> None:
@@ -188,7 +200,9 @@ class Drafting:
         asked = [f.asked for f in trying]
         if not any(asked):
             return
-        loss = self.costs.of(rows + sum(asked)) - self.costs.of(rows) + self.costs.drafting(max(asked))
+        ready = likely([(f.pace.rate, f.asked) for f in trying])
+        way = self.costs.beside if self.costs.goes_on(rows + sum(asked), max(asked), ready) else self.costs.round
+        loss = way(rows + sum(asked), max(asked), 0.0) - self.costs.of(rows)
         sure = any(share([Pace(f.pace.most, rate=f.pace.surely) for f in trying], rows, self.room, self.costs))
         if self.budget.allows(loss, CREDIT * self.costs.of(rows) if sure else 0.0):
             return
@@ -237,15 +251,40 @@ class Drafting:
         self._drafting = None if self._reads(asked) else (began, most if steady else 0)
         if self._drafting is None:
             self._note(began, most if steady else 0)
-        any_given = False
+        given: dict[Any, tuple[Following, tuple[int, ...]]] = {}
         for f, guesses in zip(asked, found, strict=True):
             if guesses := self._allowed(f, guesses[: f.asked]):
                 f.run_ahead(False)
                 scheduler.draft(f.stream, guesses)
-                any_given = True
+                given[f.stream.id] = f, guesses
             else:
                 f.pace.pause(AHEAD)
-        return any_given
+        if given:
+            self._go_on(scheduler.number + 1, sum(s.decodes for s in scheduler._running), given)
+        return bool(given)
+
+    def _go_on(self, number: int, rows: int, given: Mapping[Any, tuple[Following, tuple[int, ...]]]) -> None:
+        """Let a draft model guess on while pass `number` verifies what was given, if that pays: as if all of it were right, and the
+        token after it as the draft would have it. rows: of the pass without guesses."""
+        model = self.drafter
+        if not isinstance(model, DraftModel) or not model.apart:
+            return
+        counts = [len(guesses) for _, guesses in given.values()]
+        ready = likely([(f.pace.rate, len(guesses)) for f, guesses in given.values()])
+        if not self.costs.goes_on(rows + sum(counts), max(counts), ready):
+            return
+        wanted = {}
+        for key, (f, guesses) in given.items():
+            ids = [*f.stream.ids, *guesses]
+            most = min(len(guesses), f.stream.last - len(ids) - 2)  # the last token has no use for guesses
+            if most > 0:
+                wanted[key] = ids, 1 + most
+        if wanted:
+            try:
+                model.go_on(wanted)
+                self._beside = number
+            except Exception as error:  # as where it guesses
+                self._end_drafting(error)
 
     def _note(self, began: float, most: int) -> None:
         """Drafting of most guesses (0: not to be compared) began then, and is over."""
@@ -276,6 +315,8 @@ class Drafting:
             self._follows(model, f)
         wanted = {f.stream.id: (f.stream.ids, f.asked) for f in asked}
         found = model.propose_all(wanted) if self._reads(asked) else model.ahead(wanted)
+        for f in asked:
+            f.ready = model.ready.get(f.stream.id, 0)
         return [found.get(f.stream.id, []) for f in asked], model.steady
 
     def _follows(self, model: DraftModel, f: Following) -> bool:
@@ -301,6 +342,8 @@ class Drafting:
 
     def _end_drafting(self, error: Exception) -> None:
         """Nobody guesses any more: sequences run ahead from now on."""
+        if isinstance(self.drafter, DraftModel):
+            self.drafter.beside.stop()
         self.drafter = None
         self._failed(f"{self.name}: {type(error).__name__}: {error}; no more tokens are guessed")
         self._let_go(list(self._of.values()))

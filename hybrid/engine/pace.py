@@ -33,6 +33,10 @@ class Counts:
     passes: int = 0
     """Passes that chose tokens, with guesses and without."""
     tokens: int = 0
+    ready: int = 0
+    """Of `drafted`, made while those before them were verified, on another device."""
+    dropped: int = 0
+    """Made so in vain."""
 
     def chose(self, tokens: int, guesses: int = 0) -> None:
         """A pass has chosen so many tokens, the first of them guessed rightly but for the last."""
@@ -44,7 +48,13 @@ class Counts:
         """For people."""
         share = f" ({100 * self.accepted / self.drafted:.0f} %)" if self.drafted else ""
         rate = f"; {self.tokens / self.passes:.2f} tokens per pass" if self.passes else ""
-        return f"guesses ({name}): drafted {self.drafted}, accepted {self.accepted}{share}{rate}"
+        return f"guesses ({name}): drafted {self.drafted}, accepted {self.accepted}{share}{rate}{self._beforehand()}"
+
+    def _beforehand(self) -> str:
+        if not (self.ready or self.dropped):
+            return ""
+        share = 100 * self.ready / self.drafted if self.drafted else 0.0
+        return f"; {self.ready} ({share:.0f} %) drafted while others were verified, and {self.dropped} so in vain"
 
 
 @dataclass(slots=True)
@@ -55,6 +65,10 @@ class Costs:
 
     passes: dict[int, float] = field(default_factory=dict)
     drafts: dict[int, float] = field(default_factory=dict)
+    apart: bool = False
+    """Whether the draft may go on while a pass verifies its guesses."""
+    slower: float = 1.0
+    """A pass beside which it does takes so many times as long."""
     faded: bool = False
     _read: dict[tuple[str, int], deque[float]] = field(default_factory=dict)
     _doubted: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -63,6 +77,12 @@ class Costs:
         """A pass of so many rows. plain: of one without guesses; that each row takes longer than it is not believed at once."""
         if self._believed("pass", rows, seconds, plain):
             self.passes[rows] = self._note("pass", rows, seconds)
+            self.slower = 1 + _KEPT_OF_ALL * (self.slower - 1)  # trusted less until it is measured anew
+
+    def took_beside(self, rows: int, seconds: float) -> None:
+        """A pass of so many rows beside which the draft went on."""
+        if (alone := self.passes.get(rows)) and self._believed("beside", 1, seconds / alone, 2.0):
+            self.slower = max(1.0, self._note("beside", 0, seconds / alone))
 
     def drafted(self, guesses: int, seconds: float, plain: float = math.inf) -> None:
         """As for a pass, of so many guesses."""
@@ -72,6 +92,23 @@ class Costs:
             self.drafts, self.faded = {}, False
             self._read = {key: found for key, found in self._read.items() if key[0] == "pass"}
         self.drafts[guesses] = self._note("draft", guesses, seconds)
+
+    def round(self, rows: int, guesses: int, ready: float) -> float:
+        """Of a pass of so many rows and of drafting the most guesses of a sequence, the cheaper way. ready: the probability that
+        what the draft goes on with is right."""
+        alone = self.of(rows) + self.drafting(guesses)
+        return min(alone, self.beside(rows, guesses, ready)) if self.apart and guesses else alone
+
+    def beside(self, rows: int, guesses: int, ready: float) -> float:
+        """The same where the draft goes on while the pass runs: for one guess more, the first being of the pass's own token. Where
+        that was in vain, the draft's pass that runs is waited for, and then as many guesses are drafted as ever."""
+        took, ahead = self.slower * self.of(rows), self.drafting(guesses + 1)
+        vain = min(max(took, ahead), took + self.drafting(1)) + self.drafting(guesses)
+        return ready * max(took, ahead) + (1 - ready) * vain
+
+    def goes_on(self, rows: int, guesses: int, ready: float) -> bool:
+        """Whether the draft is to go on beside a pass: what that takes without must be known."""
+        return self.apart and rows in self.passes and self.beside(rows, guesses, ready) <= self.of(rows) + self.drafting(guesses)
 
     def _believed(self, what: str, n: int, seconds: float, plain: float) -> bool:
         doubted = self._doubted.get((what, n), 0)
@@ -145,6 +182,11 @@ class Budget:
     def until(self, loss: float, plain: float) -> int:
         """Passes without guesses after which it allows that."""
         return max(1, math.ceil((loss - (self.seconds or 0.0)) / (SHARE * plain) - 1e-6))
+
+
+def likely(rates: Sequence[tuple[float, int]]) -> float:
+    """The probability that all of so many guesses with these rates are right, and so are those after them."""
+    return math.prod(min(1.0, rate) ** (guesses + 1) for rate, guesses in rates if guesses)
 
 
 def expected(rate: float, guesses: int) -> float:
@@ -236,12 +278,14 @@ def share(paces: Sequence[Pace], rows: int, room: int, costs: Costs) -> list[int
         if pace.fixed:
             counts[i] = min(pace.most, max(0, room - rows))
             tokens, rows = tokens + expected(pace.rate, counts[i]) - 1, rows + counts[i]
-    best, speed = list(counts), _speed(tokens, rows, max(counts, default=0), costs)
+    ready = likely([(pace.rate, k) for pace, k in zip(paces, counts, strict=True)])
+    best, speed = list(counts), _speed(tokens, rows, max(counts, default=0), ready, costs)
     free = [(i, pace) for i, pace in enumerate(paces) if not pace.fixed]
     gains = sorted((-(pace.rate**j), i, j) for i, pace in free for j in range(1, pace.most + 1))
     for loss, i, j in gains[: max(0, room - rows)]:
         counts[i], tokens, rows = j, tokens - loss, rows + 1
-        now = _speed(tokens, rows, max(counts), costs)
+        ready *= min(1.0, paces[i].rate) ** (1 if j > 1 else 2)
+        now = _speed(tokens, rows, max(counts), ready, costs)
         if now > speed:
             best, speed = list(counts), now
     return best
@@ -252,6 +296,6 @@ def trial(rows: int, room: int, costs: Costs) -> int:
     return share([Pace(rate=TRUST)], rows, room, costs)[0]
 
 
-def _speed(tokens: float, rows: int, guesses: int, costs: Costs) -> float:
-    seconds = costs.of(rows) + costs.drafting(guesses)
+def _speed(tokens: float, rows: int, guesses: int, ready: float, costs: Costs) -> float:
+    seconds = costs.round(rows, guesses, ready)
     return tokens / seconds if seconds else 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -69,6 +70,11 @@ class HostDevice(SingleDevice):
         self._arena = aligned(0)
         self._programs: weakref.WeakSet[HostProgram] = weakref.WeakSet()
         self._open = True
+
+    @property
+    def exclusive(self) -> AbstractSet[str]:
+        """See Device: the number of BLAS's threads is the process's, and which it is decides how sums round."""
+        return frozenset({"BLAS threads"} if self.blas.many else ())
 
     def has(self, feature: str) -> bool:
         return False  # none of the units that change which precision pays

@@ -59,17 +59,17 @@ class BlasThreads:
         self._set = 0  # what all of them have now; 0: what they had
         had = max((n for _, n in self._before), default=0)
         self.most = min(had, processors())
-        self._many = had > 1
+        self.many = had > 1
         self._alone_until = 0.0
         names = ", ".join(dict.fromkeys(f"{library.internal_api} {library.version or ''}".strip() for library in libraries))
         limits = f"{1e3 * SPLIT_FROM:g} ms, of one row {1e3 * SPLIT_ONE_ROW_FROM:g} ms"
-        shared = f", 1 for products below {limits}" if self._many else ""
+        shared = f", 1 for products below {limits}" if self.many else ""
         self.text = f"{self.most or 'not known how many'} of {names or 'BLAS'}{shared}"
         """For --stats."""
 
     def use(self, seconds: float, one_row: bool = False) -> bool:
         """For products of that length on one thread. True: `judge` wants to know how long they took."""
-        if not self._many:
+        if not self.many:
             return False
         trial = one_row and SPLIT_ONE_ROW_FROM <= seconds < SPLIT_FROM and time.perf_counter() >= self._alone_until
         wanted = self.most if trial or seconds >= SPLIT_FROM else 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as settle
 from functools import partial
@@ -76,6 +77,11 @@ class NpuDevice(HostDevice):
         self._prepared: set[Any] = set()
         self._planned: dict[Any, int] = {}
         """Bytes of the operands that stay, of every plan prepared so far, by what they are made of."""
+
+    @property
+    def exclusive(self) -> AbstractSet[str]:
+        """See Device: itself, and what the host's part of its steps needs."""
+        return super().exclusive | {self.name}
 
     # --- designs and operands, before the first pass
 
