@@ -3,6 +3,8 @@ build/mesa-trixie or, of an installation, into the user's cache (RADV of Debian 
 chroot, its own ld-linux starts Python.
 
     python -m perf.mesa fetch      # about 57 MB from Debian's mirror, by apt
+
+`fetch` needs nothing but Python: tools/setup.sh calls it while pip installs the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.cli import Parser, run
 from hybrid.core.places import ROOT, cache_folder, in_clone
 
 TRIXIE = (ROOT / "build" if in_clone() else cache_folder()) / "mesa-trixie"
@@ -103,6 +104,8 @@ def fetch(folder: Path = TRIXIE) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from hybrid.cli import Parser, run
+
     p = Parser(prog="python -m perf.mesa", description="Debian 13's Mesa in build/, for compiling for gfx1103; what is here.")
     p.add_argument("command", choices=("fetch", "list"), help="fetch: download and unpack it; list: every RADV that is here")
     args: argparse.Namespace = p.parse_args(argv)

@@ -20,8 +20,19 @@ case $want in
     serve) extras="[serve]" ;;
     *) extras="" ;;
 esac
+mesa=build/mesa-trixie/usr/share/vulkan/icd.d/radeon_icd.json
+fetching=""
+if [ "$want" = test ] && [ ! -e "$mesa" ] && command -v apt-get >/dev/null; then
+    echo "setup: fetching Debian 13's Mesa into build/ (it compiles for gfx1103 with matrix units)"
+    "$py" -c 'from hybrid.perf.mesa import fetch; fetch()' >"$venv/mesa.log" 2>&1 & # beside pip: it needs nothing that pip installs
+    fetching=$!
+    trap 'test -z "$fetching" || kill "$fetching" 2>/dev/null || true' EXIT
+    trap 'exit 130' INT TERM
+fi
 echo "setup: installing the package$extras"
-"$py" -m pip install -q --disable-pip-version-check -e ".$extras"
+# Of 774 MB a few thousand files would be compiled, which takes as long as all else, and most are never imported: Python
+# keeps the byte code of those that are.
+"$py" -m pip install -q --no-compile --disable-pip-version-check -e ".$extras"
 
 driver() { "$py" -c 'import sys; from kernels.vulkan.instance import list_devices; sys.exit(not list_devices())' 2>/dev/null; }
 layer() { ls /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json >/dev/null 2>&1; }
@@ -47,10 +58,9 @@ if driver; then echo vulkan >"$venv/.device"; else
     echo cpu >"$venv/.device"
     echo "setup: no Vulkan driver answers: continuing on the NumPy device 'cpu'" >&2
 fi
-mesa=build/mesa-trixie/usr/share/vulkan/icd.d/radeon_icd.json
-if [ "$want" = test ] && [ ! -e "$mesa" ] && command -v apt-get >/dev/null; then
-    echo "setup: fetching Debian 13's Mesa into build/ (it compiles for gfx1103 with matrix units)"
-    "$py" -m perf.mesa fetch || echo "setup: without it the gates of that version are not compared" >&2
+if [ -n "$fetching" ]; then
+    wait "$fetching" || echo "setup: no Mesa of Debian 13 ($venv/mesa.log): the gates of that version are not compared" >&2
+    fetching=""
 fi
 if layer; then echo 1 >"$venv/.validation"; else echo "" >"$venv/.validation"; fi
 touch "$venv/.ready"
