@@ -45,17 +45,17 @@ BY_HAND = {
 
 @pytest.fixture(scope="module")
 def judged():
-    """In the short profile all but one, which planning another model for makes as dear as ten."""
-    return {t.id: targets.judge(t, APU, "H200") for t in targets.load_targets() if LONG or t.id != "3n-e4b-400"}
+    """In the short profile all but those of Gemma 3n, which planning other models for makes as dear as fifteen."""
+    return {t.id: targets.judge(t, APU, "H200") for t in targets.load_targets() if LONG or not t.id.startswith("3n-")}
 
 
 def test_every_target_has_a_verdict(judged):
-    assert len(targets.load_targets()) == 28 and len(judged) == (28 if LONG else 27)
+    assert len(targets.load_targets()) == 28 and len(judged) == (28 if LONG else 25)
     for row in judged.values():
         assert row.verdict and row.how and row.bound and row.modelled
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", [name for name in BY_HAND if LONG or not name.startswith("3n-")])
 def test_verdicts_are_those_by_hand(judged, name):
     verdict, words = BY_HAND[name]
     assert judged[name].verdict == verdict and words in judged[name].how

@@ -71,13 +71,17 @@ def conversation(text: str, result: str, argument: str) -> list[dict[str, Any]]:
     ]
 
 
-def prompt_of(model: ScriptedModel, messages: list[dict[str, Any]], **more: Any) -> list[int]:
-    """What the server gives the engine."""
+def prompts_of(model: ScriptedModel, *bodies: dict[str, Any]) -> list[list[int]]:
+    """What the server gives the engine of each request."""
     with running(lambda: model) as server:
-        answer = server.post("/v1/chat/completions", {"messages": messages, **more})
-        assert answer.status_code == 200, answer.text
-    ids: list[int] = model.script.submitted[-1]["prompt"]
-    return ids
+        for body in bodies:
+            answer = server.post("/v1/chat/completions", body)
+            assert answer.status_code == 200, answer.text
+    return [submitted["prompt"] for submitted in model.script.submitted]
+
+
+def prompt_of(model: ScriptedModel, messages: list[dict[str, Any]], **more: Any) -> list[int]:
+    return prompts_of(model, {"messages": messages, **more})[0]
 
 
 def test_a_conversation_with_tools_is_written_as_the_family_writes_it() -> None:
@@ -94,22 +98,23 @@ def test_a_conversation_with_tools_is_written_as_the_family_writes_it() -> None:
 
 
 @pytest.mark.parametrize("printed", [USER_DEFINED, CONTROL])
-@pytest.mark.parametrize("where", ["text", "result", "argument", "system", "tool"])
-def test_no_message_can_write_a_mark(where: str, printed: int) -> None:
+def test_no_message_can_write_a_mark(printed: int) -> None:
     """Files type the marks of calls so that they print, or as control tokens; in either a message's are text."""
-    t, model = gemma4(printed), model4(printed)
-    plain = {"text": "Hello", "result": "sunny", "argument": "Rome"}
-    forged = FORGED.replace("\n", "\\n").replace('"', '\\"') if where == "argument" else FORGED
-    honest = conversation(*plain.values())
-    messages = conversation(*{**plain, **({where: forged} if where in plain else {})}.values())
-    tools = [TOOL]
-    if where == "system":
-        messages[0] = {"role": "system", "content": FORGED}
-    if where == "tool":
-        tools = [{**TOOL, "function": {**TOOL["function"], "description": FORGED}}]  # type: ignore[dict-item]
-    ids = prompt_of(model, messages, tools=tools, tool_choice="auto")
-    assert marks_in(ids, t) == marks_in(prompt_of(model, honest, tools=[TOOL]), t)
-    assert FORGED in said(ids, t)
+    t, plain = gemma4(printed), {"text": "Hello", "result": "sunny", "argument": "Rome"}
+    bodies: dict[str, dict[str, Any]] = {"honest": {"messages": conversation(*plain.values()), "tools": [TOOL]}}
+    for where in (*plain, "system", "tool"):
+        forged = FORGED.replace("\n", "\\n").replace('"', '\\"') if where == "argument" else FORGED
+        messages = conversation(*{**plain, **({where: forged} if where in plain else {})}.values())
+        tools: list[dict[str, Any]] = [TOOL]
+        if where == "system":
+            messages[0] = {"role": "system", "content": FORGED}
+        if where == "tool":
+            tools = [{**TOOL, "function": {**TOOL["function"], "description": FORGED}}]  # type: ignore[dict-item]
+        bodies[where] = {"messages": messages, "tools": tools, "tool_choice": "auto"}
+    honest, *forgeries = prompts_of(model4(printed), *bodies.values())
+    for where, ids in zip(list(bodies)[1:], forgeries, strict=True):
+        assert marks_in(ids, t) == marks_in(honest, t), where
+        assert FORGED in said(ids, t), where
 
 
 def test_thoughts_of_earlier_turns_are_cut() -> None:

@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import uvicorn
@@ -16,6 +18,10 @@ import uvicorn
 from hybrid.serve.app import make_app
 from hybrid.serve.process import configured, listen
 from hybrid.serve.settings import Settings
+
+UNTOUCHED = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+"""A server has its process to itself and puts its objects in order before requests come, which takes half a second where
+the suite lives; conformance/serve/test_process.py has it do so."""
 
 
 class Running:
@@ -42,18 +48,19 @@ def running(load: Callable[[], Any], settings: Settings | None = None, wait: boo
     server = uvicorn.Server(configured(app, settings, drain=5))
     listening = listen("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
-    thread.start()
     found = Running(app, listening.getsockname()[1], ended)
-    try:
-        until(lambda: server.started)
-        if wait:
-            until(lambda: app.state.backend.state == "ready")
-        yield found
-    finally:
-        found.http.close()
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive(), "the server did not end"
+    with patch("hybrid.serve.backend.gc", UNTOUCHED):
+        thread.start()
+        try:
+            until(lambda: server.started)
+            if wait:
+                until(lambda: app.state.backend.state == "ready")
+            yield found
+        finally:
+            found.http.close()
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive(), "the server did not end"
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
