@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.devices import BACKENDS, for_model
 from conformance.support.models import GOLDEN
 from conformance.support.paths import MODELS
 from conformance.support.profile import LONG
@@ -50,7 +50,7 @@ def run(draft: Any, device: str, count: int, tokens: int, **options: Any) -> Cou
     """Asserts that texts are the same, up to a choice that rounding can change; returns what was counted."""
     done: Counter[str] = Counter()
     how = {"precision": "exact", "slots": SLOTS, **options}
-    with hybrid.load(DEMO, device, ctx=CTX, draft=draft, speculate=3, **how) as model:
+    with hybrid.load(DEMO, for_model(device), ctx=CTX, draft=draft, speculate=3, **how) as model:
         prompts = beginnings(model, count)
         for way, chosen in WAYS.items():
             began = time.perf_counter()
@@ -84,8 +84,6 @@ def close(model: hybrid.Model, prompt: list[int], one: list[int], other: list[in
 @pytest.mark.parametrize("draft", DRAFTS if LONG else ["model"])
 @pytest.mark.parametrize("backend", BACKENDS if LONG else ["cpu"])
 def test_texts_are_the_same_with_guesses(backend: str, draft: str) -> None:
-    if backend == "vulkan":
-        open_backend("vulkan").close()
     count, tokens = (200, 24) if LONG else (6, 12)
     done = run(DRAFTS[draft], backend, count, tokens)
     assert done["greedy same"] + done["sampled same"] >= 1.9 * count, done

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.devices import BACKENDS, shared_device
 from conformance.support.models import WINDOW, Models, documents, nats
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
@@ -34,14 +34,14 @@ def models() -> Iterator[Models]:
 
 @pytest.fixture(params=BACKENDS)
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    opened = open_backend(request.param)
+    opened = shared_device(request.param)
     yield opened
     opened.close()
 
 
 @pytest.fixture
 def vulkan() -> Iterator[Any]:
-    opened = open_backend("vulkan")
+    opened = shared_device("vulkan")
     yield opened
     opened.close()
 

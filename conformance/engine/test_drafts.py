@@ -8,7 +8,7 @@ import pytest
 
 import hybrid
 from conformance.engine.test_speculation import PROMPT, few
-from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.devices import BACKENDS, for_model
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
 from hybrid.engine.config import EngineConfig
@@ -47,11 +47,9 @@ def test_replay_is_right_as_often_as_asked() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_draft_says_what_it_would_have_guessed(backend: str) -> None:
     """Of the last tokens of a text, each after those that came before it; and goes on from there."""
-    if backend == "vulkan":
-        open_backend("vulkan").close()
     config = EngineConfig(ctx=64, slots=1, precision="exact", guesses=WATCHED - 1)
     file = few(backend, open_checkpoint(DEMO))
-    found = ready(file, backend, None, config)
+    found = ready(file, for_model(backend), None, config)
     try:
         draft = DraftModel(found.engine, "small", lambda: None)
         ids = file.tokenizer.encode(PROMPT)[:24]

@@ -9,7 +9,7 @@ import pytest
 
 import hybrid
 from conformance.engine.test_engine_cpu import IDS
-from conformance.support.devices import BACKENDS
+from conformance.support.devices import BACKENDS, for_model
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.config import EngineConfig
@@ -97,9 +97,8 @@ def test_a_batch_of_tokens_ends_with_the_context(checkpoint, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_end_of_text_inside_a_batch_is_seen_late_but_seen(devices, folder, backend):
-    devices.get(backend)  # skips where there is no Vulkan
-    with hybrid.load(folder, backend, ctx=64) as model:
+def test_an_end_of_text_inside_a_batch_is_seen_late_but_seen(folder, backend):
+    with hybrid.load(folder, for_model(backend), ctx=64) as model:
         every = "".join(model.generate([2, 5], 12, ignore_eos=True))
         ids = model.stats.ids
         model.checkpoint.tokenizer.eos_ids = frozenset({ids[4]})
@@ -152,9 +151,8 @@ def test_deterministic_sequences_do_not_depend_on_their_neighbours(checkpoint, d
 @pytest.mark.blas
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.slow
-def test_a_deterministic_model_says_the_same_again(devices, folder, backend):
-    devices.get(backend)
-    with hybrid.load(folder, backend, ctx=64, weights="q4_0", deterministic=True) as model:
+def test_a_deterministic_model_says_the_same_again(folder, backend):
+    with hybrid.load(folder, for_model(backend), ctx=64, weights="q4_0", deterministic=True) as model:
         prompt = list(range(2, 25))
         first, logits = "".join(model.generate(prompt, 12, ignore_eos=True)), model.logits(prompt)
         with model.session() as session:  # the second run finds the first one's tokens in the cache

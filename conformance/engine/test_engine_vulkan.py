@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance.engine.test_engine_cpu import IDS, SHAPES
-from conformance.support.devices import open_backend
+from conformance.support.devices import shared_device
 from conformance.support.plain_gemma3 import forward
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
@@ -26,7 +26,7 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def opened():
-    device = open_backend("vulkan")
+    device = shared_device("vulkan")
     yield device
     device.close()
 

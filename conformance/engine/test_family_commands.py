@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS
+from conformance.support.devices import BACKENDS, for_model
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny_gemma3n, tiny_gemma4, write_hf
 from hybrid import generate, inspect, perplexity, schedule
@@ -61,7 +61,7 @@ def test_prefixes_are_found_again(folder: tuple[str, Path], backend: str, kv: An
     """Layers that read an earlier layer's cache find it as that layer left it: bit for bit, where passes are of one size."""
     prompts = [[2, *range(10, 80)], [2, *range(10, 60), 7, 8]]
 
-    with hybrid.load(folder[1], backend, ctx=128, chunk=32, kv=kv, memory="200MiB", deterministic=True) as model:
+    with hybrid.load(folder[1], for_model(backend), ctx=128, chunk=32, kv=kv, memory="200MiB", deterministic=True) as model:
 
         def texts(asked: list[list[int]]) -> list[tuple[int, ...]]:
             model.engine.blocks.clear()  # what was asked before is forgotten

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.devices import BACKENDS, for_model, shared_device
 from conformance.support.synthetic import tiny, write_hf
 from hybrid import generate, inspect, perplexity
 from hybrid.checkpoint import finite, open_checkpoint
@@ -44,7 +44,7 @@ def spoil(folder: Path, tensor: str, row: int, bits: bytes) -> Path:
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def opened(request):
-    device = open_backend(request.param)
+    device = shared_device(request.param)
     yield device
     device.close()
 
@@ -104,9 +104,8 @@ def test_it_passes_through_int8_activations(tmp_path, device, weights):
 def test_other_sequences_and_what_comes_after_are_untouched(tmp_path, device_name):
     """A token whose embedding is spoilt: prompts without it run, beside it, before it and after it. The one that ends in it
     is as long as what its slot held before, so that a pass in flight would write where the fault was told."""
-    open_backend(device_name).close()
     folder = spoil(write_hf(tmp_path, tiny(tied=False), dtype="f32"), "model.embed_tokens.weight", 9, BITS["f32"][NAN])
-    with hybrid.load(folder, device_name, ctx=64, slots=2) as model:
+    with hybrid.load(folder, for_model(device_name), ctx=64, slots=2) as model:
         alone = list(model.generate(PROMPT, 12, ignore_eos=True))
         beside = model.generate(PROMPT, 12, ignore_eos=True)
         pieces = [next(beside)]

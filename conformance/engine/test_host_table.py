@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS
+from conformance.support.devices import BACKENDS, for_model
 from conformance.support.synthetic import tiny_gemma3n, tiny_gemma4, write_hf
 from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
 from hybrid.engine.room import NoRoom
+from hybrid.spec.schedule import named_schedule
 
 TABLE = "per_layer_token_embd.weight"
 PROMPTS = [[2, *range(20 + i, 31 + i)] for i in range(3)]
@@ -22,7 +23,8 @@ FAMILIES: dict[str, Callable[..., HParams]] = {"gemma3n": tiny_gemma3n, "gemma4"
 
 
 def load(path: Path, backend: str, **options: Any) -> hybrid.Model:
-    return hybrid.load(path, backend, ctx=64, chunk=16, slots=3, precision="exact", **options)
+    device = for_model(backend, named_schedule(options["schedule"]) if "schedule" in options else None)
+    return hybrid.load(path, device, ctx=64, chunk=16, slots=3, precision="exact", **options)
 
 
 def texts(model: hybrid.Model) -> list[list[str]]:

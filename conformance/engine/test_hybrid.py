@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS, open_backend, own_memory
+from conformance.support.devices import BACKENDS, for_model, open_backend, own_memory
 from conformance.support.models import BOTH, MODELS, cut
 from conformance.support.paths import ATTENTION, PROJECTIONS
 from conformance.support.profile import LONG
@@ -48,9 +48,7 @@ pytestmark = pytest.mark.usefixtures("sim_machine")
 
 
 def load(backend: str, **options: Any) -> hybrid.Model:
-    if backend == "vulkan":
-        open_backend("vulkan").close()  # skips, or fails, where there is none
-    return hybrid.load(FILE, backend, ATTENTION, ctx=64, npu="sim", **options)
+    return hybrid.load(FILE, for_model(backend, named_schedule(ATTENTION)), ATTENTION, ctx=64, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +230,11 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str) -> None:
     """Rows of activations quantised whole instead of per 32: other numbers, nearly the same distributions. After a fault the
     main device's integers are the same: numbers differ by the order of the rest's sums at most. Of three layers in the short
     profile: they are simulated."""
-    if backend == "vulkan":
-        open_backend("vulkan").close()
     layers = range(open_checkpoint(FILE).hparams.n_layers) if LONG else BOTH
     with hybrid.load(cut(open_checkpoint(FILE), layers), "cpu", ctx=64) as model:
         exact = model.logits(model.encode(PROMPT))
-    with hybrid.load(cut(open_checkpoint(FILE), layers), backend, PROJECTIONS, ctx=64, npu="sim") as model:
+    opened = for_model(backend, named_schedule(PROJECTIONS))
+    with hybrid.load(cut(open_checkpoint(FILE), layers), opened, PROJECTIONS, ctx=64) as model:
         device, ids = model.engine.device, model.encode(PROMPT)
         assert isinstance(device, MultiDevice)
         plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from conformance.engine.test_hybrid import drivers_memory
-from conformance.support.devices import BACKENDS, open_backend, own_memory
+from conformance.support.devices import BACKENDS, for_model, open_backend, own_memory
 from conformance.support.models import BOTH, MODELS, cut
 from conformance.support.paths import ATTENTION, PROJECTIONS
 from conformance.support.profile import LONG
@@ -27,7 +27,6 @@ from hybrid.core.hparams import HParams
 from hybrid.devices import transfers
 from hybrid.devices.inflight import InFlight
 from hybrid.devices.multi import MultiDevice
-from hybrid.devices.opening import open_devices
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.weights import stored_types
@@ -65,10 +64,8 @@ class Opened:
     """An engine on a main device and sim-npu1, as hybrid.load would make it."""
 
     def __init__(self, path: Path, backend: str, schedule: Schedule, **options: Any) -> None:
-        if backend == "vulkan":
-            open_backend("vulkan").close()  # skips, or fails, where there is none
         self.checkpoint = open_checkpoint(path)
-        self.device: Any = open_devices(schedule, backend, "sim").device
+        self.device: Any = for_model(backend, schedule).device
         assert isinstance(self.device, MultiDevice)
         config = EngineConfig(**({"ctx": CTX, "chunk": CHUNK, "slots": 2} | options))
         self.engine = Engine(self.checkpoint, self.device, config, schedule=schedule)

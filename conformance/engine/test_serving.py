@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.devices import BACKENDS, for_model
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.errors import ContextExceeded, DeviceLost, QueueFull
 from hybrid.engine.handle import Completion, Event
@@ -29,9 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, device: str, slots: int, **options: Any) -> Model:
-    if device == "vulkan":
-        open_backend("vulkan").close()  # skips, or fails, where there is none
-    return hybrid.load(folder, device, ctx=96, slots=slots, **options)
+    return hybrid.load(folder, for_model(device), ctx=96, slots=slots, **options)
 
 
 @pytest.fixture(scope="module")

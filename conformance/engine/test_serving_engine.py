@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 import hybrid
 from conformance.support.cooperative import give_up
-from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.devices import BACKENDS, for_model, shared_device
 from conformance.support.models import cut, golden, prompt
 from conformance.support.paths import DEMO
 from conformance.support.profile import LONG
@@ -102,7 +102,7 @@ def on(checkpoint: Checkpoint) -> Iterator[Callable[..., Stepped]]:
     opened: list[Any] = []
 
     def make(backend: str = "cpu", **options: Any) -> Stepped:
-        device: Any = CpuDevice() if backend == "cpu" else open_backend(backend)
+        device: Any = CpuDevice() if backend == "cpu" else shared_device(backend)
         opened.append(device)
         return Stepped(Engine(checkpoint, device, EngineConfig(**{"ctx": 128, "slots": 3, "chunk": 32, **options})))
 
@@ -235,12 +235,10 @@ def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[.
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_32_prompts_at_once_get_the_texts_of_single_runs(backend: str) -> None:
     """The demonstration model (in the short profile its last three layers), real text of many lengths."""
-    if backend == "vulkan":
-        open_backend("vulkan").close()
     count, step = (24, 5) if LONG else (4, 1)
     few, more, grow = (4, 8, 4.0) if LONG else (2, 1, 0.25)  # tokens of the shortest prompts, and how lengths grow
     file = DEMO if LONG else cut(open_checkpoint(DEMO), (9, 10, 11))
-    with hybrid.load(file, backend, ctx=256, slots=32, chunk=128, precision="exact") as model:
+    with hybrid.load(file, for_model(backend), ctx=256, slots=32, chunk=128, precision="exact") as model:
         text = prompt(200)
         known = [list(case.ids) for case in golden()]
         asked = [

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS, check_validation, open_backend
+from conformance.support.devices import BACKENDS, check_validation, for_model
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.planning.cache import BLOCK
 
@@ -16,12 +16,10 @@ from hybrid.planning.cache import BLOCK
 @pytest.fixture(scope="module", params=BACKENDS)
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[hybrid.Model]]:
     """Two of the same, deterministic: how many rows a pass has changes no bit."""
-    if request.param == "vulkan":
-        open_backend("vulkan").close()  # says so if there is none
     folder = write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32")
     options = {"ctx": 256, "deterministic": True, "memory": "1GiB"}
     with ExitStack() as stack:
-        yield [stack.enter_context(hybrid.load(folder, request.param, **options)) for _ in range(2)]
+        yield [stack.enter_context(hybrid.load(folder, for_model(request.param), **options)) for _ in range(2)]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.devices import BACKENDS, for_model
 from conformance.support.models import BOTH, cut
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
@@ -104,10 +104,8 @@ class Hearing:
 @pytest.fixture(scope="module", params=BACKENDS)
 def model(request: pytest.FixtureRequest) -> Iterator[hybrid.Model]:
     """In float32, where a choice that rounding could change is as good as never met."""
-    if request.param == "vulkan":
-        open_backend("vulkan").close()
     file = few(request.param, open_checkpoint(DEMO))
-    with hybrid.load(file, request.param, ctx=CTX, slots=4, precision="exact", draft=Drafts(), speculate=3) as made:
+    with hybrid.load(file, for_model(request.param), ctx=CTX, slots=4, precision="exact", draft=Drafts(), speculate=3) as made:
         yield made
 
 
@@ -204,10 +202,8 @@ def test_a_draft_that_fails_ends_guessing_and_not_the_text(model: hybrid.Model, 
 def test_a_model_guesses_for_itself(backend: str) -> None:
     """As a draft of itself, with the same noise: nearly every guess is right (its passes have other rows). On one queue nobody
     waits between guesses and their verification."""
-    if backend == "vulkan":
-        open_backend("vulkan").close()
     files = [few(backend, open_checkpoint(DEMO)) for _ in range(2)]
-    with hybrid.load(files[0], backend, ctx=CTX, precision="exact", draft=files[1], speculate=3) as model:
+    with hybrid.load(files[0], for_model(backend), ctx=CTX, precision="exact", draft=files[1], speculate=3) as model:
         assert model.drafting is not None and isinstance(model.drafting.drafter, DraftModel)
         assert model.drafting.drafter.chains == (backend == "vulkan")
         varied = {"temperature": 4.0, "seed": 5}  # few layers say the same again and again otherwise
@@ -224,9 +220,7 @@ def test_a_model_guesses_for_itself(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_draft_follows_several_sequences_in_the_same_passes(backend: str) -> None:
     """Each gets the guesses that it gets alone, also after some were wrong and where they have different numbers of new tokens."""
-    if backend == "vulkan":
-        open_backend("vulkan").close()
-    with hybrid.load(few(backend, open_checkpoint(DEMO)), backend, ctx=64, slots=2, precision="exact") as small:
+    with hybrid.load(few(backend, open_checkpoint(DEMO)), for_model(backend), ctx=64, slots=2, precision="exact") as small:
         ids = [small.encode(PROMPT), small.encode("class Reader:\n")]
         wanted = [run_as_it_is(small, {"ids": i, "max_tokens": 12}) for i in ids]
         draft = DraftModel(small.engine, "small", lambda: None)
@@ -307,10 +301,8 @@ def test_guesses_keep_to_constraints_and_report_every_token(model: hybrid.Model,
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_draft_model_follows_what_runs_together(backend: str) -> None:
     """Two of three requests, as it has slots for; blocks of the cache are given back."""
-    if backend == "vulkan":
-        open_backend("vulkan").close()
     files = [few(backend, open_checkpoint(DEMO)) for _ in range(2)]
-    with hybrid.load(files[0], backend, ctx=64, slots=2, precision="exact", draft=files[1], speculate=2) as model:
+    with hybrid.load(files[0], for_model(backend), ctx=64, slots=2, precision="exact", draft=files[1], speculate=2) as model:
         prompts = [model.encode(text) for text in (PROMPT[:40], "class Reader:\n", "import os\n")]
         wanted = [run_plain(model, {"ids": ids, "max_tokens": 10}) for ids in prompts]
         done = [h.result(timeout=300) for h in [model.submit(ids, max_tokens=10, ignore_eos=True) for ids in prompts]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hybrid
-from conformance.support.devices import open_backend
+from conformance.support.devices import for_model
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.engine.warming import programs
 
@@ -14,8 +14,7 @@ PATIENCE = 120.0
 
 def test_after_warming_no_request_makes_anything_new(tmp_path: Path) -> None:
     """Prompts of all lengths arrive while others decode; plans, recordings, pipelines and memory are what they were."""
-    open_backend("vulkan").close()  # skips, or fails, where there is none
-    with hybrid.load(write_hf(tmp_path, tiny(), dtype="f32"), "vulkan", ctx=96, slots=3, chunk=24, warm=True) as model:
+    with hybrid.load(write_hf(tmp_path, tiny(), dtype="f32"), for_model("vulkan"), ctx=96, slots=3, chunk=24, warm=True) as model:
         assert {(p, r, o) for p, r, o, *_ in model.engine.programs} >= set(programs(model.engine.sizes))
         before = model.engine.counters.copy()
         wanted = [[2, *range(30 + i, 31 + i * i)] for i in range(1, 9)]

@@ -149,14 +149,21 @@ def test_a_layer_that_ends_with_the_next_attention_makes_the_text_of_separate_st
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_published_wrongly_or_left_is_caught(mutants: Mutants, checkpoint: Any, texts: Texts, name: str) -> None:
-    device = mutants("layer")
-    with pytest.raises(AssertionError):
-        assert decode(device, checkpoint, 2, mutant=WRONG[name]) == texts["2"]
+    assert caught(lambda: decode(mutants("layer"), checkpoint, 2, mutant=WRONG[name]), texts)
 
 
 def test_a_void_pass_that_chooses_is_caught(mutants: Mutants, checkpoint: Any, texts: Texts) -> None:
-    with pytest.raises(AssertionError):
-        assert decode(mutants("sample"), checkpoint, 2) == texts["2"]
+    assert caught(lambda: decode(mutants("sample"), checkpoint, 2), texts)
+
+
+def caught(run: Callable[[], tuple[list[int], bytes]], texts: Texts) -> bool:
+    """By an assertion of `decode`, or by what it gives: compared here, for an assertion that fails takes 10 s to say how megabytes
+    differ."""
+    try:
+        found = run()
+    except AssertionError:
+        return True
+    return found != texts["2"]
 
 
 def test_the_mutants_are_sound_until_they_are_asked_for(mutants: Mutants, checkpoint: Any, texts: Texts) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hybrid
-from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.devices import BACKENDS, for_model
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.errors import NoFreeSlot
 from hybrid.engine.lock import EngineLock
@@ -28,9 +28,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder, device: str, slots: int) -> Model:
-    if device == "vulkan":
-        open_backend("vulkan").close()  # skips, or fails, where there is none
-    return hybrid.load(folder, device, ctx=96, slots=slots)
+    return hybrid.load(folder, for_model(device), ctx=96, slots=slots)
 
 
 def text(model: Model, prompt: list[int], **options: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from conformance.engine.test_engine_cpu import IDS
 from conformance.engine.test_planner import target
-from conformance.support.devices import open_backend
+from conformance.support.devices import shared_device
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import Plan, Step
@@ -28,7 +28,7 @@ PAGE = 4096
 
 @pytest.fixture
 def device():
-    with open_backend("vulkan") as opened:
+    with shared_device("vulkan") as opened:
         yield opened
         opened.check_validation()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conformance.runtime.test_vulkan_runtime import open_toys
-from conformance.support.devices import Driver, open_backend
+from conformance.support.devices import Driver, shared_device
 from conformance.support.models import MODELS
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import DeviceLost
@@ -128,7 +128,7 @@ def test_seconds_that_are_asked_for_override_bounds(monkeypatch: pytest.MonkeyPa
 
 def test_passes_uploads_and_downloads_carry_their_cost() -> None:
     """A pass's is what its operations declare, as often as it runs; of copies, bytes read and written."""
-    with open_backend("vulkan") as opened, open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint:
+    with shared_device("vulkan") as opened, open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint:
         device: Any = opened
         queue = device._queue
         engine = Engine(checkpoint, device, EngineConfig(ctx=32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import pytest
 
 from hybrid.core.device import Device
 from hybrid.devices.multi import MultiDevice
+from hybrid.devices.opening import Opened, beside
 from hybrid.harness import GUARD as GUARD  # tests take it from here
 from hybrid.planning.passes import capabilities_of
 from hybrid.spec.fields import BackendName
+from hybrid.spec.schedule import Schedule
 
 BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
 OP_BACKENDS: tuple[BackendName, ...] = (*BACKENDS, "npu")  # the NPU runs single operations, in the simulator
@@ -59,6 +62,35 @@ def open_backend(backend: str, **options: Any) -> Device:
         return open_device(os.environ.get("HYBRID_VULKAN_DEVICE", "auto"), **options)
     except VulkanUnavailable as error:
         without_vulkan(error)
+
+
+_kept: list[Any] = []
+
+
+@atexit.register
+def _close_kept() -> None:
+    while _kept:
+        _kept.pop().close()
+
+
+def shared_device(backend: str, **options: Any) -> Any:
+    """A device for a test that has no need of a VkDevice of its own: on Vulkan a sibling of one that the process keeps, so that
+    each pipeline is built once and not by everything that is opened (30 ms and more with its machine code cached). options: those
+    of VulkanDevice that a sibling may have of its own. Skips or fails as open_backend does."""
+    if backend != "vulkan":
+        return open_backend(backend, **options)
+    if _kept and _kept[0]._queue.gone is not None:  # a loss is of all
+        _close_kept()
+    if not _kept:
+        _kept.append(open_backend("vulkan"))
+    return _kept[0].sibling(**options)
+
+
+def for_model(backend: str, schedule: Schedule | None = None) -> Opened:
+    """What hybrid.load takes as the device: a shared one. With a schedule, beside sim-npu1 where that places steps on it."""
+    device = shared_device(backend)
+    opened = Opened(device, device)
+    return opened if schedule is None else beside(opened, schedule, "sim")
 
 
 def main_device(device: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import hybrid
-from conformance.support.devices import check_validation, open_backend
+from conformance.support.devices import check_validation, for_model
 from conformance.support.golden import nats as nats
 from conformance.support.golden import positions
 from conformance.support.paths import DATA, MODELS
@@ -115,11 +114,9 @@ class Models:
             file, options = "q8_0", {"weights": file} | options
         key = (backend, file, name, layers and tuple(layers), *sorted(options.items()))
         if key not in self._open:
-            if backend == "vulkan":
-                open_backend("vulkan").close()  # says so if there is none
-            device = os.environ.get("HYBRID_VULKAN_DEVICE", "vulkan") if backend == "vulkan" else backend
             path = demo(file, name)
-            self._open[key] = hybrid.load(cut(open_checkpoint(path), layers) if layers else path, device=device, **options)
+            model = cut(open_checkpoint(path), layers) if layers else path
+            self._open[key] = hybrid.load(model, for_model(backend), **options)
         return self._open[key]
 
     def inspect(self) -> None:

@@ -114,7 +114,8 @@ class VulkanDevice(Storage, SingleDevice):
             super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
             self._closing.callback(self.clear_names)
             builders = 1 if q.info.kind == "cpu" else min(os.cpu_count() or 1, MOST_BUILDERS)
-            self._kernels = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters, builders)
+            self._kernels: KernelCache = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters, builders,
+                                        None if on is None else on._kernels)
             self._closing.callback(self._kernels.close)
             if on is None:
                 self.report = replace(self.report, lanes=lanes.measured(self))
@@ -135,7 +136,8 @@ class VulkanDevice(Storage, SingleDevice):
 
     def sibling(self, lent: Mapping[str, str] | None = None, **options: Any) -> VulkanDevice:
         """Another device with tensors and programs of its own on the same queue: what is submitted to both runs in one order, and
-        the GPU changes no context between them. A loss is of both; closing this one closes it. lent: Device.sibling."""
+        the GPU changes no context between them. Pipelines are built once for both. A loss is of both; closing this one closes it.
+        lent: Device.sibling."""
         made = VulkanDevice(on=self, **options)
         made._lent = {theirs: self.tensor(ours) for theirs, ours in (lent or {}).items()}
         return made

@@ -23,6 +23,7 @@ from hybrid.kernels.vulkan.spirv import ModuleInfo, inspect
 log = logging.getLogger("hybrid.vulkan")
 _FULL_SUBGROUPS = 2  # VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT, which the package does not name
 SPIRV = Path(__file__).resolve().parent / "spirv"
+Key = tuple[str, tuple[tuple[str, int], ...]]
 
 
 def kernels_digest(manifest: bytes | None = None) -> str:
@@ -98,22 +99,26 @@ class KernelCache:
     """VkPipelineCreateFlags of every pipeline: tools that read compilers' statistics ask for them here."""
 
     def __init__(self, device: Any, report: Report, subgroup_size: int, folder: Path | None, counters: Any,
-                 builders: int = 1) -> None:
-        """builders: threads that build pipelines; 1: whoever asks for a kernel builds it."""
-        self._builders = ThreadPoolExecutor(builders, "pipelines") if builders > 1 else None
-        self.device, self.report, self.subgroup_size, self.counters = device, report, subgroup_size, counters
+                 builders: int = 1, of: KernelCache | None = None) -> None:
+        """builders: threads that build pipelines; 1: whoever asks for a kernel builds it. of: the cache of a device on the same
+        VkDevice, closed after this one; it builds and keeps the pipelines of both where their folder is one."""
         self.folder = folder or SPIRV
+        self._maker: KernelCache = of._maker if of is not None and of.folder == self.folder else self
+        self._builders = ThreadPoolExecutor(builders, "pipelines") if builders > 1 and self._maker is self else None
+        self.device, self.report, self.subgroup_size, self.counters = device, report, subgroup_size, counters
         path = self.folder / "manifest.json"
         if not path.exists():
             raise VulkanError(f"{path} does not exist: build the shaders with python -m kernels.vulkan.build")
         self.manifest: dict[str, dict[str, Any]] = json.loads(path.read_text())
-        self.kernels: dict[tuple[str, tuple[tuple[str, int], ...]], Kernel] = {}
+        self.kernels: dict[Key, Kernel] = {}
+        """Those that this device has asked for; the counters have their number."""
+        self._made: dict[Key, Kernel] = {}
         self.modules: dict[str, Any] = {}
         self.set_layouts: dict[int, Any] = {}
         self.layouts: dict[tuple[int, int], Any] = {}
         self.path = cache_path(report.uuid, report.driver)
         self.unsaved = False
-        self.cache = self._open_cache()
+        self.cache = self._open_cache() if self._maker is self else None
 
     def _open_cache(self) -> Any:
         data = read_cache(self.path)
@@ -127,8 +132,15 @@ class KernelCache:
         """The kernel `name` with these specialisation constants (others keep the shader's defaults)."""
         key = (name, tuple(sorted(constants.items())))
         if key not in self.kernels:
-            self.kernels[key] = self._build(name, constants)
+            self.kernels[key] = self._maker._built(key)
+            self.counters.pipelines += 1
         return self.kernels[key]
+
+    def _built(self, key: Key) -> Kernel:
+        if key not in self._made:
+            self._made[key] = self._build(key[0], dict(key[1]))
+            self.unsaved = True
+        return self._made[key]
 
     def named(self, prefix: str) -> list[str]:
         """Modules of the manifest whose names begin so."""
@@ -150,8 +162,6 @@ class KernelCache:
         module = self._module(name, code)
         layout = self._layout(entry["bindings"], entry["push"])
         made = self._start(lambda: self._pipeline(name, module, ids, info, layout))
-        self.counters.pipelines += 1
-        self.unsaved = True
         return Kernel(name, entry["bindings"], entry["push"], info.local_size, made, layout, self.set_layouts[entry["bindings"]])
 
     def _start(self, build: Callable[[], Any]) -> Future[Any]:
@@ -232,6 +242,8 @@ class KernelCache:
 
     def save(self) -> None:
         """Write the pipeline cache if pipelines were built since it was read."""
+        if self._maker is not self:
+            self._maker.save()
         if not self.unsaved:
             return
         size = ffi.new("size_t *")
@@ -242,10 +254,12 @@ class KernelCache:
         self.unsaved = False
 
     def close(self) -> None:
-        """Destroy everything. What was built is already saved: compile() does that."""
+        """Destroy what it made. What was built is already saved: compile() does that."""
+        if self._maker is not self:
+            return
         if self._builders is not None:
             self._builders.shutdown()
-        for kernel in self.kernels.values():
+        for kernel in self._made.values():
             if kernel.made is not None and kernel.made.exception() is None:
                 vk.vkDestroyPipeline(self.device, kernel.pipeline, None)
         for module in self.modules.values():
@@ -255,4 +269,4 @@ class KernelCache:
         for layout in self.set_layouts.values():
             vk.vkDestroyDescriptorSetLayout(self.device, layout, None)
         vk.vkDestroyPipelineCache(self.device, self.cache, None)
-        self.kernels, self.modules, self.layouts, self.set_layouts = {}, {}, {}, {}
+        self.kernels, self._made, self.modules, self.layouts, self.set_layouts = {}, {}, {}, {}, {}
