@@ -1,7 +1,7 @@
 """Scheduled passes on a real engine: prompts and decoding in the same passes, blocks found again and taken away, faults. Every
 text is that of its sequence alone.
 
-`python -m conformance.engine.test_serving_engine STEPS SEED` runs many steps of the state machine and prints what happened.
+`python -m conformance.engine.test_serving_engine STEPS SEED [draft]` runs many steps of the state machine and prints what happened.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +21,10 @@ import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from threadpoolctl import threadpool_limits
 
 import hybrid
+from conformance.engine.test_ahead import Always
 from conformance.support.cooperative import give_up
 from conformance.support.devices import BACKENDS, for_model, shared_device
 from conformance.support.models import cut, golden, prompt
@@ -34,6 +37,7 @@ from hybrid.core.errors import ContextExceeded, DeviceLost, QueueFull
 from hybrid.core.tensor import Tensor
 from hybrid.engine.audit import audit
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle
 from hybrid.engine.options import Options
@@ -52,11 +56,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 class Stepped:
-    """Serving without its thread: a round when the test says so."""
+    """Serving without its thread: a round when the test says so. draft: guesses for it, on a device of its own."""
 
-    def __init__(self, engine: Engine, queue: int = 64) -> None:
-        self.engine = engine
-        self.serving = Serving(engine, engine.checkpoint.tokenizer, engine.device.check_open, queue)
+    def __init__(self, engine: Engine, queue: int = 64, draft: DraftModel | None = None) -> None:
+        self.engine, self.draft = engine, draft
+        k = None if draft is None else 2
+        self.serving = Serving(engine, engine.checkpoint.tokenizer, engine.device.check_open, queue, draft, k)
         self.serving._start = lambda: None  # type: ignore[method-assign]
 
     def submit(self, ids: list[int], **options: Any) -> Handle:
@@ -78,6 +83,9 @@ class Stepped:
         blocks = self.serving.scheduler.blocks
         assert set(blocks.used.values()) == {0}, "blocks are held by nobody's sequence"
         assert sorted(self.engine.tables.free) == list(range(self.engine.cache.slots)), "a slot was kept"
+        if (drafting := self.serving.drafting) is not None and drafting.drafter is not None:
+            small = drafting.drafter.engine
+            assert not small.positions and not any(small.blocks.used.values()), "the draft follows a sequence that has ended"
 
 
 def alone(engine: Engine, ids: list[int], count: int) -> list[int]:
@@ -266,6 +274,10 @@ class Arrivals(RuleBasedStateMachine):
         self.handles: list[tuple[Handle, list[int], int]] = []
         self.made.serving.scheduler.blocks.clear()
         TOTALS["machines"] += 1
+        if (drafting := self.made.serving.drafting) is not None and (draft := self.made.draft) is not None:
+            drafting.drafter = draft  # one that has failed before is whole again
+            for key in list(draft._followed):
+                draft.end(key)
 
     @rule(prefix=st.sampled_from([0, 3, 33, 70]), own=st.integers(1, 5), count=st.integers(1, 40), priority=st.integers(0, 2))
     def arrive(self, prefix: int, own: int, count: int, priority: int) -> None:
@@ -315,6 +327,30 @@ class Arrivals(RuleBasedStateMachine):
         finally:
             engine._submit = kept  # type: ignore[method-assign]
 
+    @rule(after=st.integers(0, 5), beside=st.booleans())
+    def fail_to_draft(self, after: int, beside: bool) -> None:
+        """The draft's device goes away in the midst of its passes, perhaps of those beside a verification: no text has to do
+        with that."""
+        TOTALS["steps"] += 1
+        draft, left = self.made.draft, [after]
+        if draft is None or draft is not self.made.serving.drafting.drafter:  # type: ignore[union-attr]
+            return
+        kept = draft.engine._submit
+
+        def failing(*args: Any, **options: Any) -> int:
+            left[0] -= not beside or threading.current_thread().name == "hybrid draft"
+            if left[0] < 0:
+                raise DeviceLost("injected")
+            return kept(*args, **options)
+
+        draft.engine._submit = failing  # type: ignore[method-assign]
+        try:
+            self.made.step(4)
+            draft.beside.close()
+        finally:
+            draft.engine._submit = kept  # type: ignore[method-assign]
+            TOTALS["drafts that failed"] += left[0] < 0
+
     def teardown(self) -> None:
         self.made.finish()
         for handle, ids, count in self.handles:
@@ -337,7 +373,24 @@ class Arrivals(RuleBasedStateMachine):
 
 @pytest.mark.blas
 def test_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
-    drive(on(blocks=(7, 7), slots=3, chunk=16), 200 if LONG else 8)
+    drive(on(blocks=(7, 7), slots=3, chunk=16), 200 if LONG else 6)
+
+
+def test_a_draft_beside_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
+    """A model as its own draft, some of whose guesses are changed; one thread for products, or the two would take turns."""
+    with threadpool_limits(1, "blas"):
+        made = on(blocks=(7, 7), slots=3, chunk=16, guesses=7)
+        made.draft = draft_of(made.engine, on(slots=2, chunk=16, guesses=15).engine)
+        drive(made, 100 if LONG else 8)
+        assert TOTALS["drafted beforehand"] and TOTALS["drafts that failed"]
+
+
+def draft_of(engine: Engine, small: Engine) -> DraftModel:
+    """Guesses by another engine of the same model."""
+    assert engine.device.exclusive.isdisjoint(small.device.exclusive)
+    draft = DraftModel(small, "small", lambda: None, apart=True)
+    draft._guessed = lambda ids, chosen: [t ^ ((len(ids) + i) % 6 == 0) for i, t in enumerate(chosen)]  # type: ignore[method-assign]
+    return draft
 
 
 def drive(made: Stepped, examples: int, number: int | None = None) -> None:
@@ -346,13 +399,18 @@ def drive(made: Stepped, examples: int, number: int | None = None) -> None:
     class Machine(Arrivals):
         pass
 
-    Machine.made, Machine.wanted = Stepped(made.engine, queue=6), {}
+    Machine.made, Machine.wanted = Stepped(made.engine, queue=6, draft=made.draft), {}
+    if (drafting := Machine.made.serving.drafting) is not None:
+        drafting.costs = Always()  # what passes of so small a model take says nothing
     wanted = settings(max_examples=examples, stateful_step_count=30, deadline=None, derandomize=number is None, database=None,
                       suppress_health_check=list(HealthCheck))  # fmt: skip
     run_state_machine_as_test(Machine if number is None else seed(number)(Machine), settings=wanted)
     seen = Machine.made.serving.metrics()
     counts = ("passes", "preemptions", "evictions", "prompt_tokens", "cached_tokens", "generated_tokens")
     TOTALS.update({name: getattr(seen, name) for name in counts})
+    if drafting is not None:
+        done = drafting.counts
+        TOTALS.update({"drafted": done.drafted, "drafted beforehand": done.ready, "beforehand in vain": done.dropped})
 
 
 @pytest.mark.slow
@@ -374,9 +432,11 @@ def test_deterministic_requests_have_the_same_bits_in_any_company(on: Callable[.
 
 if __name__ == "__main__":
     steps, begin = int(sys.argv[1]), int(sys.argv[2])
-    with tempfile.TemporaryDirectory() as folder:
-        read, device = open_checkpoint(write_hf(Path(folder), tiny(), dtype="f32")), CpuDevice()
-        engine = Engine(read, device, EngineConfig(ctx=128, slots=3, chunk=16, blocks=(7, 7)))
+    with tempfile.TemporaryDirectory() as folder, threadpool_limits(1, "blas"):
+        read = open_checkpoint(write_hf(Path(folder), tiny(), dtype="f32"))
+        engine = Engine(read, CpuDevice(), EngineConfig(ctx=128, slots=3, chunk=16, blocks=(7, 7), guesses=7))
+        small = Engine(read, CpuDevice(), EngineConfig(ctx=128, slots=2, chunk=16, guesses=15)) if "draft" in sys.argv else None
+        draft = None if small is None else draft_of(engine, small)
         while TOTALS["steps"] < steps:
-            drive(Stepped(engine), 100, begin + TOTALS["machines"])
+            drive(Stepped(engine, draft=draft), 100, begin + TOTALS["machines"])
             print(json.dumps(TOTALS), flush=True)
