@@ -150,7 +150,11 @@ def add_guesses(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--draft", metavar="FILE", help="guess what comes next by a smaller model with the same tokenizer, or by `lookup`"
     )
-    p.add_argument("--draft-device", metavar="NAME", help="what the draft model runs on (as --device)")
+    p.add_argument(
+        "--draft-device",
+        metavar="NAME",
+        help="what the draft model runs on (as --device); on another device it guesses on while its guesses are verified",
+    )
     p.add_argument(
         "--speculate", type=_speculate, metavar="K", help="guesses of a pass: auto, 0 to 16 (auto with --draft, else 0)"
     )

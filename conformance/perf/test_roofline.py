@@ -57,9 +57,11 @@ def test_a_draft_elsewhere_by_hand():
     slots = sum(i.barriers for i in work.items) * 27.7e-6 + 110e-6
     assert drafting == pytest.approx(work.nbytes / 46.8e9 + slots, rel=0.02)
     assert seconds(4, 0.0, npu, "expected") == pytest.approx(verifying + 4 * drafting)  # nothing drafted ahead is of use
-    together = (model.verify(4, 32).nbytes + 4 * work.nbytes) / 85.7e9
+    together = (model.verify(4, 32).nbytes + 5 * work.nbytes) / 85.7e9  # the token after the guesses is guessed too
     ready = 0.95**5
-    assert seconds(4, 0.95, npu, "expected") == pytest.approx(max(verifying, 4 * drafting, together) + (1 - ready) * 4 * drafting)
+    assert seconds(4, 0.95, npu, "expected") == pytest.approx(max(verifying, 5 * drafting, together) + (1 - ready) * 4 * drafting)
+    waiting = Speculation(draft, 4, 0.95, npu, waits=True).seconds(model, 32, APU, "expected")
+    assert waiting == pytest.approx(verifying + 4 * drafting)
     lookup = Speculation(None, 4, 0.8)
     assert lookup.seconds(model, 32, APU, "expected") == verifying and lookup.yields == pytest.approx(3.3616)
     with pytest.raises(SpecError, match="does not share the memory of NVIDIA H200"):
@@ -69,7 +71,9 @@ def test_a_draft_elsewhere_by_hand():
 def test_the_command_costs_speculation(capsys):
     given = ["gemma3-27b", "--draft-length", "3"]
     assert roofline.main([*given, "--draft", "gemma3-1b", "--draft-device", "ryzen-cpu", "--acceptance", "0.9"]) == 0
-    assert "draft gemma3-1b on AMD Ryzen 7040/8040, eight Zen 4 cores, length 3, acceptance 0.9: 3.44" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "draft gemma3-1b on AMD Ryzen 7040/8040, eight Zen 4 cores, length 3, acceptance 0.9: 3.44" in said
+    assert "where it waits for each verification" in said
     assert roofline.main([*given, "--draft", "lookup"]) == 0
     assert f"draft lookup on AMD Radeon 780M, length 3, acceptance {pairs()[0].agreed:.3g}" in capsys.readouterr().out
     assert roofline.main([*given, "--draft-device", "ryzen-cpu"]) == 2

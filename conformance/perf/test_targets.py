@@ -38,7 +38,7 @@ BY_HAND = {
     "sparse-attention": ("by means", "+7."),
     "27b-draft-igpu": ("by means", "8.31 with k=4 at a=0.6"),
     "27b-draft-npu": ("by means", "7.65 with k=3 at a=0.6"),
-    "27b-draft-cpu": ("by means", "20.2 with k=8 at a=0.9"),
+    "27b-draft-cpu": ("by means", "20.1 with k=8 at a=0.9"),
     "27b-lookup": ("by means", "10.3 with k=8 at a=0.6"),
 }
 

@@ -75,6 +75,9 @@ def _main(args: argparse.Namespace) -> int:
             "yields": s.yields,
             **{level: s.tokens_per_second(model, args.context, sheet, level) for level in ("ceiling", "expected")},
         }
+        if on is not None:
+            waits = Speculation(draft, args.draft_length, acceptance, on, waits=True)
+            data["speculation"]["waiting"] = waits.tokens_per_second(model, args.context, sheet, "expected")
     if args.plot:
         args.plot.write_text(roofline_page(model, sheet, works, args.context), encoding="utf-8")
     print(json.dumps(data) if args.json else text(data))

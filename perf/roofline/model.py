@@ -147,6 +147,8 @@ class Speculation:
     acceptance: float
     on: DeviceSheet | None = None
     """The device that drafts; None: the model's own, pass after pass."""
+    waits: bool = False
+    """Expected, where that is another device: whether it drafts only after each verification."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance < 1 or self.length < 1:
@@ -172,14 +174,14 @@ class Speculation:
         if self.on.device.shares is None or self.on.device.shares != sheet.device.shares:
             names = self.on.device.name, sheet.device.name
             raise SpecError(f"{names[0]} does not share the memory of {names[1]}: a draft there is not modelled")
-        drafting = self.length * at_least(draft, self.on, level)
-        moved = (w.streamed if level == "ceiling" else w.nbytes for w in (verification, *[draft] * self.length))
-        together = max(verifying, drafting, sum(moved) / bandwidth(find_sheet(self.on.device.shares), level))
+        each, shared = at_least(draft, self.on, level), bandwidth(find_sheet(self.on.device.shares), level)
         if level == "ceiling":
-            return together
-        # What was drafted ahead goes on from every guess and the token after them: else it is drafted anew.
-        ready = self.acceptance ** (self.length + 1)
-        return min(verifying + drafting, together + (1 - ready) * drafting)
+            return max(verifying, self.length * each, (verification.streamed + self.length * draft.streamed) / shared)
+        # Beside a verification the token after its guesses is guessed too. What was drafted goes on from all of them, or is vain.
+        ahead, drafting, ready = self.length + 1, self.length * each, self.acceptance ** (self.length + 1)
+        together = max(verifying, ahead * each, (verification.nbytes + ahead * draft.nbytes) / shared)
+        waiting = verifying + drafting
+        return waiting if self.waits else min(waiting, together + (1 - ready) * drafting)
 
     def tokens_per_second(self, model: Subject, context: int, sheet: DeviceSheet, level: Level) -> float:
         return self.yields / self.seconds(model, context, sheet, level)
@@ -290,6 +292,7 @@ def text(data: dict[str, Any]) -> str:
             "",
             f"speculative, draft {s['draft']} on {s['device']}, length {s['length']}, acceptance {s['acceptance']:.3g}: "
             f"{s['yields']:.2f} tokens "
-            f"per round; ceiling {s['ceiling']:.1f} tok/s, expected {s['expected']:.1f} tok/s",
+            f"per round; ceiling {s['ceiling']:.1f} tok/s, expected {s['expected']:.1f} tok/s"
+            + (f" ({s['waiting']:.1f} where it waits for each verification)" if "waiting" in s else ""),
         ]
     return "\n".join(lines)
