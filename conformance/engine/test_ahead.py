@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 import hybrid
 from conformance.engine.test_speculation import PROMPT, WAYS, run_as_it_is, run_plain
-from conformance.support.devices import BACKENDS, open_backend
+from conformance.support.devices import BACKENDS, for_model
 from conformance.support.models import BOTH, cut
 from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
@@ -129,11 +129,10 @@ def pairs() -> Iterator[Pairs]:
 
         @cache
         def make(backend: str) -> tuple[hybrid.Model, DraftModel]:
-            if backend == "vulkan":
-                open_backend("vulkan").close()
+            where = for_model(backend) if backend == "vulkan" else backend
             file, small = (cut(open_checkpoint(DEMO), BOTH) for _ in range(2))
             options = {"draft": small, "draft_device": "cpu", "speculate": 3}
-            model = opened.enter_context(hybrid.load(file, backend, ctx=64, slots=2, precision="exact", **options))
+            model = opened.enter_context(hybrid.load(file, where, ctx=64, slots=2, precision="exact", **options))
             assert model.drafting is not None
             draft = model.drafting.drafter
             assert isinstance(draft, DraftModel) and draft.apart

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
@@ -30,18 +29,13 @@ from conformance.support.devices import BACKENDS, for_model, shared_device
 from conformance.support.models import cut, golden, prompt
 from conformance.support.paths import DEMO
 from conformance.support.profile import LONG
+from conformance.support.stepped import Stepped, alone, draft_of, same
 from conformance.support.synthetic import tiny, write_hf
-from conformance.support.ties import EXACT_NEAR, lead
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.errors import ContextExceeded, DeviceLost, QueueFull
-from hybrid.core.tensor import Tensor
-from hybrid.engine.audit import audit
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle
-from hybrid.engine.options import Options
-from hybrid.engine.serving import Serving
 from hybrid.kernels.oracle.device import CpuDevice
 
 LONG_PROMPT = [2, *range(20, 90)]  # more than two blocks
@@ -53,56 +47,6 @@ TOTALS: Counter[str] = Counter()
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(write_hf(tmp_path_factory.mktemp("tiny"), tiny(), dtype="f32"))
-
-
-class Stepped:
-    """Serving without its thread: a round when the test says so. draft: guesses for it, on a device of its own."""
-
-    def __init__(self, engine: Engine, queue: int = 64, draft: DraftModel | None = None) -> None:
-        self.engine, self.draft = engine, draft
-        k = None if draft is None else 2
-        self.serving = Serving(engine, engine.checkpoint.tokenizer, engine.device.check_open, queue, draft, k)
-        self.serving._start = lambda: None  # type: ignore[method-assign]
-
-    def submit(self, ids: list[int], **options: Any) -> Handle:
-        return self.serving.submit(ids, Options(ignore_eos=True, **options))
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            if self.serving._jobs or self.serving._flights:
-                with self.engine.lock:
-                    self.serving._round()
-                audit(self.serving.scheduler)
-
-    def finish(self) -> None:
-        for _ in range(5000):
-            if not (self.serving._jobs or self.serving._flights):
-                break
-            self.step()
-        assert not self.serving._jobs, "a request does not end"
-        blocks = self.serving.scheduler.blocks
-        assert set(blocks.used.values()) == {0}, "blocks are held by nobody's sequence"
-        assert sorted(self.engine.tables.free) == list(range(self.engine.cache.slots)), "a slot was kept"
-        if (drafting := self.serving.drafting) is not None and drafting.drafter is not None:
-            small = drafting.drafter.engine
-            assert not small.positions and not any(small.blocks.used.values()), "the draft follows a sequence that has ended"
-
-
-def alone(engine: Engine, ids: list[int], count: int) -> list[int]:
-    slot = engine.admit()
-    found = list(engine.stream(slot, ids, count))
-    engine.wait()
-    engine.release(slot)
-    engine.device.write("history", Tensor.of(np.full((1, engine.cache.ctx), 5, np.int32)), slot)  # nobody finds these tokens there
-    return found
-
-
-def same(engine: Engine, ids: list[int], found: list[int], wanted: list[int]) -> None:
-    """The same greedy tokens, up to a near tie: a row's sums may differ with the rows beside it."""
-    at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
-    if at is not None:
-        logits = engine.logits([*ids, *wanted[:at]])[-1:, : engine.target.n_tokens]
-        assert lead(logits)[0] < EXACT_NEAR, f"token {at} of {found}, alone {wanted}"
 
 
 @pytest.fixture
@@ -383,14 +327,6 @@ def test_a_draft_beside_the_engine_under_arrivals_and_faults(on: Callable[..., S
         made.draft = draft_of(made.engine, on(slots=2, chunk=16, guesses=15).engine)
         drive(made, 100 if LONG else 8)
         assert TOTALS["drafted beforehand"] and TOTALS["drafts that failed"]
-
-
-def draft_of(engine: Engine, small: Engine) -> DraftModel:
-    """Guesses by another engine of the same model."""
-    assert engine.device.exclusive.isdisjoint(small.device.exclusive)
-    draft = DraftModel(small, "small", lambda: None, apart=True)
-    draft._guessed = lambda ids, chosen: [t ^ ((len(ids) + i) % 6 == 0) for i, t in enumerate(chosen)]  # type: ignore[method-assign]
-    return draft
 
 
 def drive(made: Stepped, examples: int, number: int | None = None) -> None:
