@@ -68,7 +68,7 @@ def unions(above: Sequence[Layers], active: Sequence[Layers], seed: int = 0) -> 
             first = int(rng.integers(lengths[texts[0]] - n + 1))
             after = [(texts[0], first + i) for i in range(n)]
             up, down = _needed(above, rows), _needed(active, rows)
-            blocks: list[np.ndarray] = [d.reshape(-1, BLOCK).any(axis=-1) for d in down]
+            blocks = [np.any(d.reshape(-1, BLOCK), axis=-1) for d in down]
             drawn.append([_share(needed) for needed in (up, down, blocks, _needed(above, after))])
         found.append(Union(n, *(float(x) for x in np.mean(drawn, axis=0))))
     return found
