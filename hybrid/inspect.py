@@ -133,7 +133,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.kernels.vulkan.dry import scratch_bytes
     from hybrid.planning.cache import MAX_SLOTS
     from hybrid.planning.expand import WeightInfo
-    from hybrid.planning.footprint import footprint
+    from hybrid.planning.footprint import footprint, laid_out_again
     from hybrid.quant.reencode import native
     from hybrid.spec.schedule import named_schedule
 
@@ -168,7 +168,8 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
 
         held = footprint(hp, infos, **sizes, capabilities=capabilities, beside=noted)
         for name, dry in group.items():
-            needs[name] = replace(held, beside=max(scratch_bytes(plan, dry) for plan in plans)).as_dict()
+            weights = held.weights + laid_out_again(hp, infos, dry.second_layout)
+            needs[name] = replace(held, weights=weights, beside=max(scratch_bytes(plan, dry) for plan in plans)).as_dict()
     return {
         **subject.head,
         "parameters": sum(_product(s) for s in shapes.values()),

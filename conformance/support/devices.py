@@ -115,7 +115,7 @@ def planned_on(dry: Any) -> dict[str, Any]:
     """Footprint's arguments for a device as kernels.vulkan.dry records for it."""
     from hybrid.kernels.vulkan.dry import scratch_bytes
 
-    return {"capabilities": capabilities_of(dry.has), "beside": lambda plan: scratch_bytes(plan, dry)}
+    return {"capabilities": capabilities_of(dry.has), "beside": lambda plan: scratch_bytes(plan, dry), "again": dry.second_layout}
 
 
 def without_vulkan(error: Exception) -> NoReturn:

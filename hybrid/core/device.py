@@ -100,6 +100,10 @@ class Device(Protocol):
         a batch (Profile.batch)."""
         ...
 
+    def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
+        """Bytes that the down matrix [H, F] of a sparse feed-forward takes once more on this device, in another layout; 0: none."""
+        ...
+
     @property
     def counters(self) -> Counters: ...
 
@@ -213,6 +217,9 @@ class SingleDevice:
 
     def few_rows(self, hidden: int) -> int:
         return FEW_ROWS
+
+    def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
+        return 0
 
     @property
     def drives(self) -> AbstractSet[str]:

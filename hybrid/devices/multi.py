@@ -62,6 +62,9 @@ class MultiDevice:
     def few_rows(self, hidden: int) -> int:
         return self.main.few_rows(hidden)
 
+    def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
+        return self.main.second_layout(dtype, shape)
+
     def has(self, feature: str) -> bool:
         return self.main.has(feature)
 

@@ -104,7 +104,7 @@ def fitted(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedul
     context, chunk = config.context(hp), chunk_of(capabilities) if config.chunk is None else config.chunk
     weights = stored_types(checkpoint, config.weights, device.backend)
     held = footprint(hp, weights, batch=config.slots, context=context, chunk=chunk, precision=config.precision, kv=config.kv,
-                     capabilities=capabilities, schedule=schedule, device=device.backend)  # fmt: skip
+                     capabilities=capabilities, again=device.second_layout, schedule=schedule, device=device.backend)  # fmt: skip
     rows = pass_sizes(hp, context, config.slots, chunk).rows[-1]
     room = room_for(config.memory, held, CacheShape.of(hp, context, config.slots, rows, pipeline_depth(schedule)))
     return replace(config, blocks=room.blocks), room

@@ -52,6 +52,17 @@ def nothing_beside(plan: Plan) -> int:
     return 0
 
 
+def nothing_again(dtype: str, shape: tuple[int, ...]) -> int:
+    """For devices that hold every weight once."""
+    return 0
+
+
+def laid_out_again(hparams: HParams, weights: Mapping[str, WeightInfo], again: Callable[[str, tuple[int, ...]], int]) -> int:
+    """Bytes of the second layouts of a model's weights. again: Device.second_layout."""
+    found = (weights[in_layer(i, "ffn_down.weight")] for i, layer in enumerate(hparams.layers) if layer.sparsity)
+    return sum(again(w.dtype, w.shape) for w in found)
+
+
 def footprint(
     hparams: HParams,
     weights: Mapping[str, WeightInfo],
@@ -63,11 +74,13 @@ def footprint(
     kv: Any = "auto",
     capabilities: frozenset[str] = frozenset(),
     beside: Callable[[Plan], int] = nothing_beside,
+    again: Callable[[str, tuple[int, ...]], int] = nothing_again,
     schedule: Schedule | None = None,
     device: str = "cpu",
 ) -> Footprint:
     """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default: what suits the
     capabilities) would hold it on a device that has `capabilities`, whose kernels take `beside(plan)` bytes of their own.
+    again: see laid_out_again; in `weights`.
     schedule: another than the family's. Where it places steps on a second device, this is what the main one (`device`) holds,
     rows and activations of every pass in flight included, weights of the second one alone not.
 
@@ -92,7 +105,8 @@ def footprint(
     plans = [plan(target, outs, outs, "decode", options=OPTIONS)]
     plans += [for_pipeline_slot(p, i, schedule, prefill.arena_bytes) for p in passes for i in range(depth)]
     others = () if beside is nothing_beside else every_size(target, sizes)
-    return _sum(plans, target.hparams, times, max(map(beside, [*plans, *others])))
+    held = _sum(plans, target.hparams, times, max(map(beside, [*plans, *others])))
+    return replace(held, weights=held.weights + laid_out_again(hparams, weights, again))
 
 
 def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:

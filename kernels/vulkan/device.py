@@ -18,7 +18,7 @@ from typing import Any
 
 from hybrid.core.device import Counters, SingleDevice
 from hybrid.core.plan import Plan, TensorDecl
-from hybrid.kernels.vulkan import alive, lanes
+from hybrid.kernels.vulkan import alive, columns, lanes
 from hybrid.kernels.vulkan.alive import free_left
 from hybrid.kernels.vulkan.api import ForkedDevice, VulkanError, VulkanUnavailable, forked_message
 from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes
@@ -160,6 +160,9 @@ class VulkanDevice(Storage, SingleDevice):
     def few_rows(self, hidden: int) -> int:
         return self.tuning.few_rows(hidden)
 
+    def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
+        return columns.second_layout(self.tuning, dtype, shape)
+
     # --- weights -----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -251,8 +254,7 @@ class VulkanDevice(Storage, SingleDevice):
             return self.add(TensorDecl(name, decl.dtype, decl.shape, "activation"), "device")
         split_rows(decl, self.max_range)  # raises for one that could not be bound
         if self._arena is None or decl.offset + decl.nbytes > plan.arena_bytes:
-            raise ValueError(f"plan {plan.name}: {decl.name} at byte {decl.offset} lies outside its arena of "
-                             f"{plan.arena_bytes} bytes")
+            raise ValueError(f"plan {plan.name}: {decl.name} at {decl.offset} lies outside its arena of {plan.arena_bytes} bytes")
         at, parts = decl.offset, []
         for size in part_bytes(decl.dtype, decl.shape):
             parts.append(self._arena.sub(at, size))

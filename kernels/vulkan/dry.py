@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from hybrid.core.plan import Plan, TensorDecl
+from hybrid.kernels.vulkan import columns
 from hybrid.kernels.vulkan.features import Report, choose_subgroup
 from hybrid.kernels.vulkan.kernel import SPIRV, Kernel, most_polls
 from hybrid.kernels.vulkan.memory import Buffer, Slice
@@ -51,6 +52,13 @@ class DryDevice:
     def kernel(self, name: str, **constants: int) -> Kernel:
         entry = self._manifest[name]
         return Kernel(name, entry["bindings"], entry["push"], (0, 0, 0))
+
+    def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
+        return columns.second_layout(self.tuning, dtype, shape)
+
+    def by_columns(self, w: DeviceTensor) -> DeviceTensor:
+        """As VulkanDevice.by_columns, in memory that does not exist."""
+        return _tensor(TensorDecl(w.name + columns.SUFFIX, w.dtype, w.shape, "weight"), self.max_range)
 
 
 @dataclass(frozen=True, slots=True)

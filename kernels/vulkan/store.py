@@ -13,6 +13,7 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.hostmemory import NotShareable
 from hybrid.core.plan import PURPOSE, TensorDecl
 from hybrid.core.tensor import Packed, Source, Tensor, unpacked
+from hybrid.kernels.vulkan import columns
 from hybrid.kernels.vulkan.hostmemory import import_fd, import_pages
 from hybrid.kernels.vulkan.memory import Memory, Slice, align_up
 from hybrid.kernels.vulkan.repack import Loader, takes
@@ -120,6 +121,20 @@ class Storage(ABC):
         """Overwrite rows from `row` on. io: at once (a plan that is running may see it); state and weights: in order
         with submits."""
         self._put_rows(name, value, row)
+        if (other := self._tensors.get(name + columns.SUFFIX)) is not None:
+            columns.lay_out(self, self.tensor(name), other)
+
+    def by_columns(self, w: DeviceTensor) -> DeviceTensor:
+        """A stored weight that fits(), laid out by columns too; made now, if it was not yet, and dropped with the weight."""
+        name = w.name + columns.SUFFIX
+        if name not in self._tensors:
+            made = self.add(TensorDecl(name, w.dtype, w.shape, "weight"), "device")
+            try:
+                columns.lay_out(self, w, made)
+            except BaseException:
+                self.drop(name)
+                raise
+        return self._tensors[name]
 
     def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
         """Copy of rows start..stop, after everything submitted (or only after `ticket`, for mapped io)."""
@@ -167,6 +182,8 @@ class Storage(ABC):
         if self.loader is not None:
             self.loader.cancel(name)
         self.wait()
+        if name + columns.SUFFIX in self._tensors:
+            self.drop(name + columns.SUFFIX)
         self._tensors.pop(name, None)
         self._kinds.pop(name, None)
         self._guards.pop(name, None)

@@ -131,7 +131,7 @@ def collect(report: Report) -> dict[Key, str]:
         record(made, device)
     manifest = device._manifest
     for name in manifest:  # repacking at load is no step of a plan
-        if name.startswith("repack."):
+        if name.startswith(("repack.", "columns.")):
             device.used.setdefault((name, ()), "loading")
     return device.used
 

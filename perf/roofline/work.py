@@ -147,6 +147,7 @@ class Planned(Subject):
             kv=self.kv,
             capabilities=self.capabilities,
             beside=lambda p: scratch_bytes(p, self._dry),
+            again=self._dry.second_layout,
         )
 
 

@@ -78,19 +78,6 @@ def geglu(rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int, extent: 
                  grid=(-(-f // 256), live, 1))
 
 
-def sparse_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str, sparsity: float) -> None:
-    """h [rows, F] as `geglu` with `sparsity` makes it of x @ w.T, for at most GEMV_TOKENS rows and one unsplit weight [2F, K]: the
-    product with gate, then that with the rows of up that are needed. h has the activation type of x."""
-    f, k = w.rows // 2, x.shape[-1]
-    gates = tuple(Slice(p.buffer, p.offset, p.size // 2) for p in w.parts)
-    gate = rec.scratch(4 * rows * f)
-    only_gate = DeviceTensor("gate", w.dtype, (f, k), (Chunk(0, f, gates, w.dtype),))
-    linear(rec, x, only_gate, gate, rows=rows, extent=extent)
-    push = struct.pack("<4If", CONTROL[extent], rows, f, k, NormalDist().inv_cdf(sparsity))
-    kernel = rec.kernel(f"sparse_up.{w.dtype}.{x.dtype}", SUBGROUP=rec.device.subgroup_size)
-    rec.dispatch(kernel, reads=[*x.parts, *w.parts, gate], writes=h.parts, push=push, grid=(f // 32, 1, 1))
-
-
 def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
     """Constants of gemv.slang for `rows` rows of x (type x) by w [n, k] of type w; `family` is linear or ffn_up."""
     device, use = rec.device, _gemv_use(rec, family, w, x, rows, n, k)
@@ -103,7 +90,7 @@ def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) 
         groups = max(g for g in (1, 2, 4, 8, 16) if g <= (groups if use["steps"] else most))
         passes = FFN_BANDS // groups
     steps = -(-pieces // (split * subgroup)) if use["steps"] else 0
-    return {"SUBGROUP": subgroup, "TOKENS": _tokens(rows), "THREADS": groups * split * subgroup, "SPLIT": split,
+    return {"SUBGROUP": subgroup, "TOKENS": tokens(rows), "THREADS": groups * split * subgroup, "SPLIT": split,
             "PASSES": passes, "STEPS": steps}
 
 
@@ -125,7 +112,7 @@ def _few_tiles(rec: Recorder, w: str, x: str, rows: int, n: int, k: int) -> bool
     return -(-n // (TILE_THREADS * TILE_ROWS)) * -(-rows // TILE_TOKENS) < use["least"]
 
 
-def _tokens(rows: int) -> int:
+def tokens(rows: int) -> int:
     """The gemv kernels are specialised for 1, 2 or 4 rows of x."""
     return 1 if rows == 1 else 2 if rows == 2 else 4
 

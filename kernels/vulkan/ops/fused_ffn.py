@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid.core.plan import Step
-from hybrid.kernels.vulkan.ops._linear import GEMV_TOKENS, ffn_up, geglu, linear, sparse_up
+from hybrid.kernels.vulkan.ops._linear import GEMV_TOKENS, ffn_up, geglu, linear
+from hybrid.kernels.vulkan.ops._sparse import sparse_columns, sparse_down, sparse_up
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
@@ -14,6 +15,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """y f32 [T,H] = down(h), h [T,F] = gelu_tanh(gate(x)) * up(x) in the scratch tensor of the step.
 
     With sparsity and few rows, gate's product comes first, and of up only the rows that some token's gate lets through are read.
+    Where the device's table asks for it, of down only the columns that h is not zero in are read, from a second layout of it.
     Two dispatches where gate and up lie in one chunk, h has the activation type of x and all gates count; otherwise gate and up go
     through a temporary f32 [T,2F].
     """
@@ -27,4 +29,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
         gate_up = rec.scratch(4 * rows * w.shape[0])
         linear(rec, x, w, gate_up, rows=rows, extent=step.extent)
         geglu(rec, gate_up, h, rows=rows, extent=step.extent, sparsity=sparsity)
-    linear(rec, h, t["w_down"], t["y"].parts[0], rows=rows, extent=step.extent)
+    if sparsity and (down := sparse_columns(rec, h, t["w_down"], rows=rows)):
+        sparse_down(rec, h, down, t["y"].parts[0], rows=rows, extent=step.extent)
+    else:
+        linear(rec, h, t["w_down"], t["y"].parts[0], rows=rows, extent=step.extent)

@@ -1,0 +1,118 @@
+"""Sparse feed-forwards that read columns of down: the second layout, every type and number of rows, and a whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hybrid
+from conformance.support.devices import without_vulkan
+from conformance.support.synthetic import tiny_gemma3n, write_hf
+from hybrid.core.plan import TensorDecl
+from hybrid.devices.opening import Opened
+from hybrid.harness import run_case
+from hybrid.harness.fixed import dtype_cases
+from hybrid.harness.tuned import plan_for
+from hybrid.kernels.vulkan.columns import SUFFIX, TYPES
+from hybrid.kernels.vulkan.device import VulkanDevice, VulkanUnavailable
+from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.planning.footprint import laid_out_again
+from hybrid.quant.codec import encode
+from hybrid.spec.op import load_op
+
+FFN = load_op("fused_ffn")
+
+
+def case(w: str, rows: int, h: str = "q8_act", sparsity: float = 0.9):
+    """More blocks of columns than a workgroup's slices take at once, and rows of down that do not fill the last workgroup."""
+    types = {"x": h, "h": h, "w_gate_up": w, "w_down": w, "y": "f32"}
+    made = next(iter(dtype_cases(FFN, types)))
+    return replace(made, bind={"T": rows, "H": 96, "F": 1056}, rows=rows, attrs={"sparsity": sparsity})
+
+
+@pytest.fixture(scope="module")
+def radv():
+    """Vulkan with the table of Mesa's driver for AMD, which asks for columns."""
+    try:
+        with VulkanDevice("vulkan", tuning="radv") as device:
+            yield device
+    except VulkanUnavailable as error:
+        without_vulkan(error)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("w", TYPES)
+def test_columns_make_what_the_oracle_does(radv, w, rows):
+    run_case(FFN, radv, case(w, rows))
+
+
+@pytest.mark.parametrize(
+    ("w", "rows", "h", "sparsity", "takes"),
+    [
+        ("q4_0", 4, "q8_act", 0.9, True),
+        ("q8_0", 1, "q8_act", 0.5, True),
+        ("q4_0", 5, "q8_act", 0.9, False),
+        ("q4_0", 1, "q8_act", 0.0, False),
+        ("q4_1", 1, "q8_act", 0.9, False),
+        ("q4_0", 1, "f32", 0.9, False),
+    ],
+)
+def test_who_reads_columns(w, rows, h, sparsity, takes):
+    """Few rows of int8 activations, of a sparse layer, in types that have the kernel, where the table asks for it."""
+    for tuning, expected in (("radv", takes), ("default", False), ("nvidia", False)):
+        names = [d.kernel.name for d in record(plan_for(FFN, case(w, rows, h, sparsity)), DryDevice(tuning=tuning)).dispatches]
+        assert (f"sparse_down.{w}" in names) == expected, names
+
+
+@pytest.mark.parametrize("w", TYPES)
+def test_the_second_layout_by_hand(radv, w):
+    """Codes [F, N], scales [F / 32, N]; written again with the weight, dropped with it."""
+    rng, (n, f) = np.random.default_rng(5), (96, 64)
+    radv.reset()
+    for again in (False, True):
+        value = encode(rng.standard_normal((n, f)).astype(np.float32), w)
+        if again:
+            radv.write("w", value)
+        else:
+            radv.store(TensorDecl("w", w, (n, f), "weight"), value)
+        codes, scales = value.parts
+        if w == "q4_0":
+            blocks = codes.reshape(n, f // 32, 16)
+            codes = np.concatenate([blocks & 15, blocks >> 4], axis=-1).reshape(n, f)
+        tensor = radv.by_columns(radv.tensor("w"))
+        radv.wait()
+        made, of_blocks = radv.read(tensor.name).parts
+        made = made.reshape(-1).view(np.uint8)
+        made = np.stack([made & 15, made >> 4], axis=-1).reshape(f, n) if w == "q4_0" else made.reshape(f, n)
+        np.testing.assert_array_equal(made, codes.view(np.uint8).T)
+        np.testing.assert_array_equal(of_blocks.reshape(-1).view(np.uint16).reshape(f // 32, n), scales.view(np.uint16).T)
+    assert radv.by_columns(radv.tensor("w")) is tensor
+    radv.drop("w")
+    with pytest.raises(KeyError, match="w" + SUFFIX):
+        radv.tensor("w" + SUFFIX)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("radv")
+def test_a_model_that_reads_columns_says_the_same_and_its_memory_is_planned(tmp_path: Path):
+    """Two of a small model's layers are sparse. Its second layouts are made once, for all plans, and are planned as weights; what
+    its choices are worth is what dense products make of them, but for rounding."""
+    hp = tiny_gemma3n()
+    folder, found = write_hf(tmp_path, hp, dtype="f32"), {}
+    for most in (4, 0):
+        device = VulkanDevice("vulkan", tuning="radv")
+        with (
+            device.tuning.forced("sparse_down", {"most": most}),
+            hybrid.load(folder, Opened(device, device), ctx=64, weights="q4_0") as model,
+        ):
+            result = model.submit(list(range(4, 20)), max_tokens=6, ignore_eos=True, logprobs=1).result(60)
+            made = sorted(n for n in device._tensors if n.endswith(SUFFIX))
+            again = laid_out_again(hp, model.engine.target.weights, device.second_layout)
+            found[most] = [c.logprob for c in result.logprobs or ()], device.memory()["weights"], again
+        assert made == [f"blk.{i}.ffn_down.weight{SUFFIX}" for i in (0, 1) if most]
+    assert len(found[4][0]) == 6 and [found[most][2] for most in (4, 0)] == [64 * (96 + 64) * 18 // 32, 0]
+    np.testing.assert_allclose(found[4][0], found[0][0], atol=0.02)
+    assert found[4][2] <= found[4][1] - found[0][1] <= found[4][2] + 4096  # tensors are padded

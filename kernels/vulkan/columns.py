@@ -1,0 +1,52 @@
+"""Weights that also lie by columns (columns.slang), for products that read few of them (sparse_down.slang): a tensor beside the one
+that was stored, of the same bytes, made by one dispatch when the first plan that reads it is compiled."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from hybrid.core.dtypes import DTYPES
+from hybrid.core.plan import Plan, Step
+from hybrid.kernels.vulkan.program import Program
+from hybrid.kernels.vulkan.recorder import Recorder
+from hybrid.kernels.vulkan.tensors import DeviceTensor
+from hybrid.kernels.vulkan.tuning import Tuning
+from hybrid.spec.cost import Cost
+
+SUFFIX = " by columns"
+TYPES = ("q8_0", "q4_0")
+WIDE, WORDS_OF_GROUP = 32768, 256  # as in columns.slang
+_CODES_OF_WORD = {"q8_0": 4, "q4_0": 8}
+
+
+def most_rows(tuning: Tuning, dtype: str, shape: tuple[int, ...]) -> int:
+    """Rows of a pass up to which this class of devices reads a sparse feed-forward's down matrix [H, F] by columns; 0: never."""
+    n, f = shape
+    return tuning.choose("sparse_down", {"most": 0}, w=dtype, n=n, k=f)["most"] if dtype in TYPES else 0
+
+
+def second_layout(tuning: Tuning, dtype: str, shape: tuple[int, ...]) -> int:
+    """Its bytes; 0 where it is not made."""
+    return DTYPES[dtype].nbytes(shape) if most_rows(tuning, dtype, shape) else 0
+
+
+def fits(w: DeviceTensor) -> bool:
+    """Whether a weight [H, F] can lie by columns: a type that has the kernel, in one chunk."""
+    return w.dtype in TYPES and len(w.chunks) == 1
+
+
+def lay_out(device: Any, w: DeviceTensor, by_columns: DeviceTensor) -> None:
+    """Fill `by_columns` from `w`; returns when that is done."""
+    n, f = w.shape
+    groups = -(-n * f // _CODES_OF_WORD[w.dtype] // WORDS_OF_GROUP)
+    recorder = Recorder(device, w.parts[0])
+    grid = min(groups, WIDE), 1, -(-groups // WIDE)
+    push = struct.pack("<2I", f, n)
+    recorder.dispatch(device.kernel(f"columns.{w.dtype}"), reads=w.parts, writes=by_columns.parts, push=push, grid=grid)
+    plan = Plan("columns", 1, 0, (Step("columns", "columns", {}, {}),), {})
+    program = Program(device, plan, recorder, False, cost=Cost(nbytes=2 * sum(p.size for p in w.parts)))
+    try:
+        device.wait(program.submit())
+    finally:
+        program.close()
