@@ -323,8 +323,7 @@ def test_requirements_follow_the_dtypes() -> None:
 SHARED = {"fused_qkv": ("linear",), "logits": ("linear",),
           "fused_ffn": ("linear", "ffn_up", "geglu", "sparse_geglu", "sparse_up", "sparse_down", "columns"),
           "geglu": ("geglu", "sparse_geglu"), "altup_unembed": ("altup_split", "linear"),
-          "per_layer_input": ("per_layer_gate", "linear"),
-          "linear_rows": ("linear_rows", "quantize_rows"),
+          "per_layer_input": ("per_layer_gate", "linear"), "linear_rows": ("linear_rows", "quantize_rows"),
           "attention": ("attention", "attention_combine", "flash_attention"),
           "decode_attention": ("decode_attention", "attention_combine")}  # fmt: skip
 

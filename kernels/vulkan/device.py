@@ -197,8 +197,7 @@ class VulkanDevice(Storage, SingleDevice):
             if arena_bytes <= self._arena.size:
                 return
             if self.programs:
-                raise VulkanError(f"the arena of {self._arena.size} bytes is in use by compiled plans; reserve "
-                                  f"{arena_bytes} bytes before compiling")
+                raise VulkanError(f"the arena of {self._arena.size} bytes is in use by programs; reserve {arena_bytes} earlier")
             self.memory_pool.release(self._arena, "activations")
             self._arena = None
         if arena_bytes:
@@ -212,8 +211,7 @@ class VulkanDevice(Storage, SingleDevice):
 
     def scratch(self, nbytes: int) -> Slice:
         """Memory for steps' temporaries, shared by all programs; grows by a new allocation when a plan needs more."""
-        fitting = [s for s in self._scratch if s.size >= nbytes]
-        if not fitting:
+        if not (fitting := [s for s in self._scratch if s.size >= nbytes]):
             fitting = [self.memory_pool.allocate(nbytes, "scratch")]
             self._scratch += fitting
         return fitting[0]
