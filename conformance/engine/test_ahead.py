@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import ExitStack
@@ -13,16 +14,24 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import hybrid
+from conformance.engine.test_drafting import Clock
 from conformance.engine.test_speculation import PROMPT, WAYS, run_as_it_is, run_plain
 from conformance.support.devices import BACKENDS, for_model
+from conformance.support.fake_runner import VOCAB, Oracle, Runner
 from conformance.support.models import BOTH, cut
 from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
 from hybrid.engine.ahead import Ahead, Wanted
 from hybrid.engine.audit import audit
+from hybrid.engine.blocks import Blocks, Group
 from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.pace import Costs, Pace, likely, share
+from hybrid.engine.drafting import Drafting
+from hybrid.engine.drafts import Replay
+from hybrid.engine.pace import Costs, Counts, Pace, likely, share
+from hybrid.engine.sampling import Sampling
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.sequence import Limits, Stream
 
 PATIENCE = 60.0
 
@@ -214,3 +223,75 @@ def test_a_draft_apart_that_lies_and_dies_costs_no_token(pairs: Pairs) -> None:
     draft.engine.submit_scheduled, model.drafting.drafter = kept, draft  # type: ignore[method-assign]
     for key in list(draft._followed):
         draft.end(key)
+
+
+class Timed(DraftModel):
+    """A draft model by given costs: guesses that are right with a rate, `each` seconds for one, on a device of its own."""
+
+    def __init__(self, rate: float, each: float, apart: bool) -> None:
+        self.name, self.chains, self.apart, self.watches, self.steady, self.compiled = "timed", False, apart, 0, True, False
+        self.clock, self.oracle, self.rate, self.each, self.ready = Clock(), Oracle([2]), rate, each, {}
+        self.beside = Ahead(self._guess_on)
+        self.begun: tuple[float, list[int], int] | None = None  # when, what it goes on from, guesses
+        self.beside.stop = self.end  # type: ignore[method-assign]
+
+    def follows(self, key: Hashable) -> bool:
+        return True
+
+    def end(self, key: Hashable = None) -> None:
+        self.begun = None
+
+    def guess(self, ids: Sequence[int], most: int) -> list[int]:
+        text = [*ids, *self.oracle.text(ids, most, frozenset())]
+        return [token % VOCAB for token in Replay(text, self.rate, 3).propose(ids, most)]
+
+    def propose_all(self, wanted: Wanted) -> dict[Hashable, list[int]]:
+        ((key, (ids, most)),) = wanted.items()
+        begun, self.begun, self.ready, clock = self.begun, None, {}, self.clock
+        if begun is not None:
+            since, after, n = begun
+            if list(ids) == [*after, *self.guess(after, 1)]:
+                clock.now = max(clock.now, since + n * self.each)
+                self.ready = {key: min(most, n - 1)}
+                self.steady = False
+                return {key: self.guess(ids, self.ready[key])}
+            whole = math.ceil((clock.now - since) / self.each) * self.each  # the pass that runs is waited for
+            clock.now = max(clock.now, since + min(n * self.each, whole))
+        clock.now, self.steady = clock.now + most * self.each, True
+        return {key: self.guess(ids, most)}
+
+    def go_on(self, verified: Wanted) -> None:
+        ((_, (ids, n)),) = verified.items()
+        self.begun = self.clock.now, list(ids), n
+
+
+def seconds(rate: float, each: float, apart: bool, slower: float = 1.0, tokens: int = 240) -> tuple[float, Counts]:
+    """Of a text, on a device whose passes take 1 and 0.02 for each row, `slower` times as long while the draft goes on."""
+    draft, limits = Timed(rate, each, apart), Limits(1, tokens + 4, rows=8, outs=8, ahead=1)
+    blocks = Blocks([Group("local", tokens, 2)], 4)
+    scheduler, runner = Scheduler(blocks, limits, lambda: 0.0), Runner(blocks.groups, 4, 1, -(-limits.ctx // 4))
+    drafting = Drafting(draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock)
+    scheduler.add(stream := Stream(0, [1], tokens))
+    while not scheduler.idle:
+        before = draft.clock.now
+        assert drafting.prepare(scheduler)
+        done, between = scheduler.schedule(), draft.clock.now - before
+        assert done is not None
+        took = (1 + 0.02 * done.rows) * (1.0 if draft.begun is None else slower)
+        draft.clock.now += took
+        chosen, counts = runner.run(done)
+        drafting.committed(done, scheduler.commit(done, chosen, counts), took, between)
+    assert stream.generated == draft.oracle.text([1], tokens, frozenset())
+    return draft.clock.now, drafting.counts
+
+
+@pytest.mark.parametrize(("each", "slower"), [(0.2, 1.0), (0.2, 3.0), *([(0.05, 1.0), (0.5, 1.0), (0.2, 1.3)] if LONG else [])])
+def test_a_round_takes_the_longer_of_pass_and_drafting_where_guesses_are_right(each: float, slower: float) -> None:
+    """And hardly more than both one after another where they are not, or where the two devices slow each other down."""
+    for rate in (0.0, 0.5, 0.8, 0.95, 1.0) if LONG else (0.0, 0.8, 1.0):
+        (waits, _), (goes_on, counts) = (seconds(rate, each, apart, slower) for apart in (False, True))
+        assert goes_on <= 1.05 * waits, (rate, counts)
+        if rate == 1.0 and slower == 1.0:
+            k = round(counts.drafted / counts.verified)
+            assert counts.ready > 0.7 * counts.drafted
+            assert goes_on <= 1.15 * 240 / (k + 1) * max(1 + 0.02 * (k + 1), each * (k + 1)) < 0.95 * waits, counts

@@ -103,6 +103,8 @@ class Drafting:
         for f, k in zip(due, shares, strict=True):
             if f.pace.due:  # else it waits for what a pass takes
                 f.pace.settle(k, f.asked)
+        if not (asked or scheduler.in_flight) and isinstance(self.drafter, DraftModel):
+            self.drafter.beside.stop()  # nobody is going to take what it goes on with
         if not asked or not self._draft(scheduler, asked):
             self._let_go(following)
         return True

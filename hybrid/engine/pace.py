@@ -81,7 +81,7 @@ class Costs:
 
     def took_beside(self, rows: int, seconds: float) -> None:
         """A pass of so many rows beside which the draft went on."""
-        if (alone := self.passes.get(rows)) and self._believed("beside", 1, seconds / alone, 2.0):
+        if alone := self.passes.get(rows):
             self.slower = max(1.0, self._note("beside", 0, seconds / alone))
 
     def drafted(self, guesses: int, seconds: float, plain: float = math.inf) -> None:
