@@ -250,7 +250,7 @@ def test_inspect_says_how_layers_differ(tmp_path: Path, capsys: pytest.CaptureFi
 # --------------------------------------------------------------------------------------------------------- refusals
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("4", {"enable_moe_block": True}, "enable_moe_block is on: mixtures of experts are not read yet: take a dense size"),
-    "experts counted": ("4", {"num_experts": 128}, "mixtures of experts"),
+    "experts counted": ("4", {"num_experts": 128}, "num_experts is not 0: mixtures of experts"),
     "other layer": ("4", {"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config names a layer '5', of 5"),
     "no layer": ("4", {"per_layer_config": {"x": {}}}, "per_layer_config names a layer 'x'"),
     "more by layer": ("4", {"per_layer_config": {"4": {"sliding_window": 3}}}, "per_layer_config.4.sliding_window is not known"),

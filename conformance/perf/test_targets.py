@@ -103,12 +103,14 @@ def test_advice_fits_and_suffices():
 
 
 def test_sizes_of_every_family_are_modelled(capsys):
-    """A token of Gemma 4 E2B reads its weights once; more than the device's memory is starred; a wrong name is answered."""
-    (small,) = targets.sizes(targets.names("gemma4-e2b"), 256, APU)
+    """A token of one sequence reads its weights once (in the long profile of Gemma 4 E2B, else of what is planned at once); more
+    than the device's memory is starred; a wrong name is answered."""
+    name, least = ("gemma4-e2b", 1.2e9) if LONG else ("gemma3-270m", 1.4e8)
+    (small,) = targets.sizes(targets.names(name), 256, APU)
     alone, _, many, prompt = small.passes
-    streamed = search.model_of("gemma4-e2b", "q4_0", APU).decode(1, 256).streamed
+    streamed = search.model_of(name, "q4_0", APU).decode(1, 256).streamed
     assert alone.ceiling == pytest.approx(89.6e9 / streamed) and alone.bound == "memory"
-    assert 1.2e9 < streamed < 1.5e9 < alone.memory < many.memory < 16 << 30 and prompt.bound == "f16"
+    assert least < streamed < 1.2 * least and streamed < alone.memory < many.memory < 16 << 30 and prompt.bound == "f16"
     assert all(0 < p.expected < p.ceiling and p.fits for p in small.passes)
     tight = replace(small, passes=tuple(replace(p, fits=False) for p in small.passes))
     assert "16.0 GiB" in targets.sizes_table([tight], APU) and "*:" not in targets.sizes_table([small], APU)
@@ -116,6 +118,21 @@ def test_sizes_of_every_family_are_modelled(capsys):
     assert {n.partition("-")[0] for n in targets.names("*")} == {"gemma3", "gemma3n", "gemma4"}
     assert targets.main(["--models", "gemma5"]) == 1 and "no model is called 'gemma5'" in capsys.readouterr().err
     assert targets.main(["--models", "*", "--want", "5", "--memory", "1GiB"]) == 2
+
+
+def test_drafts_are_of_the_same_family_and_count_as_memory():
+    drafts = {name: search.draft_of(name) for name in load_models()}
+    assert drafts == {
+        **dict.fromkeys(("gemma3-270m", "gemma3-1b", "gemma3n-e2b", "gemma3n-e4b", "gemma4-e2b")),
+        **dict.fromkeys(("gemma3-4b", "gemma3-12b", "gemma3-27b"), "gemma3-1b"),
+        **dict.fromkeys(("gemma4-e4b", "gemma4-12b", "gemma4-31b"), "gemma4-e2b"),
+    }
+    plain = search.Config("gemma3-4b", "q4_0", 1, 256)
+    beside = search.needed(replace(plain, draft=(4, 0.8)), APU) - search.needed(plain, APU)
+    assert beside == search.memory_of("gemma3-1b", "q4_0", 1, 256, APU)
+    assert not list(search.drafted("gemma3n-e4b", 256, APU))
+    with pytest.raises(ValueError, match="gemma3n-e4b has no draft"):
+        search.best_guesses("gemma3n-e4b", 0.8, 256, APU)
 
 
 def test_command_wants_both_numbers(capsys):

@@ -118,8 +118,10 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
     """config.json of Gemma4ForCausalLM, or of a multimodal model with its `text_config`; heads of global layers by
     `per_layer_config`, or by `global_head_dim` and `num_global_key_value_heads`."""
     c, vocab = decoder.text_config(config), look.rows(EMBEDDING)
-    if c.get("enable_moe_block") or c.get("num_experts"):
+    if c.get("enable_moe_block"):
         raise c.error("enable_moe_block", f"is on: {_EXPERTS}")
+    if c.get("num_experts"):
+        raise c.error("num_experts", f"is not 0: {_EXPERTS}")
     decoder.refuse_variants(c, FAMILY)
     n_layers, hidden = decoder.layer_count(c, "num_hidden_layers", 30), c.integer("hidden_size", 2304)
     decoder.note_config(c, config, vocab, _DEFAULTED, FAMILY)

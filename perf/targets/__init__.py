@@ -38,6 +38,7 @@ from hybrid.perf.targets.search import (
     longest_prompt,
     memory_of,
     model_of,
+    needed,
     plain,
     speed,
 )
@@ -139,7 +140,7 @@ def _speed(t: Target, sheet: DeviceSheet) -> Answer:
         how = f"{one}; together: at most {best.config}; {_needs(want, best, sheet)}"
         return Answer("no", how, _lacks(want, best, sheet), _rates(best))
     verdict, speed = found
-    c, need = speed.config, memory_of(t.model, speed.config.dtype, speed.config.batch, t.context, sheet)
+    c, need = speed.config, needed(speed.config, sheet)
     ran = f"together: {c}; {one}" if c.batch > 1 else f"one sequence: {c}"
     return Answer(verdict, f"{ran} ({show_bytes(need)})", speed.bound, _rates(speed), assumed(c), c.batch > 1)
 
@@ -304,7 +305,7 @@ def advice(memory: int, want: float, context: int, sheet: DeviceSheet) -> Iterat
         if memory_of(name, TYPES[-1], 1, context, sheet) > memory:  # the least that it takes: its speeds need not be modelled
             continue
         for s in chain(_alone(name, context, sheet), plain(name, context, sheet)):
-            if s.expected >= want and memory_of(name, s.config.dtype, s.config.batch, context, sheet) <= memory:
+            if s.expected >= want and needed(s.config, sheet) <= memory:
                 yield s
                 break
 
@@ -350,7 +351,7 @@ def _advise(args: argparse.Namespace, sheet: DeviceSheet) -> int:
     )
     for s in found:
         c = s.config
-        need = memory_of(c.model, c.dtype, c.batch, args.context, sheet)
+        need = needed(c, sheet)
         lacking = assumed(c)
         basis = f"  needs {lacking}" if lacking else ""
         speeds = f"{s.expected:7.1f} expected, {s.ceiling:7.1f} ceiling, {show_bytes(need):>9}"

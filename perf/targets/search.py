@@ -10,13 +10,22 @@ from hybrid.perf.acceptance import LENGTHS
 from hybrid.perf.roofline.model import Level, Speculation, estimate
 from hybrid.perf.roofline.work import Subject, subject
 from hybrid.spec.devicesheet import DeviceSheet
+from hybrid.spec.model import load_models
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 TYPES = ("q8_0", "q4_0")  # the smallest last
-DRAFT = "gemma3-1b"
+DRAFTS = {"gemma3": "gemma3-1b", "gemma4": "gemma4-e2b"}
+"""By family, whose models share a tokenizer; Gemma 3n has none, its sizes are too alike."""
 ACCEPTANCES = (0.6, 0.8, 0.9)
 """As parameters, beside what was measured."""
 SPECULATION = tuple((length, acceptance) for acceptance in (0.7, 0.8, 0.9) for length in (4, 8))
+
+
+def draft_of(name: str) -> str | None:
+    """The published model that drafts for another; None for one that has no smaller one."""
+    known = load_models()
+    draft = DRAFTS.get(known[name].model.family) if name in known else None
+    return draft if draft and known[name].model.parameters > known[draft].model.parameters else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class Config:
     def __str__(self) -> str:
         text = f"{self.dtype}, B={self.batch}, context {self.context}"
         if self.draft:
-            text += f", draft {DRAFT.removeprefix('gemma3-')} k={self.draft[0]} a={self.draft[1]}"
+            text += f", draft {(draft_of(self.model) or '').partition('-')[2]} k={self.draft[0]} a={self.draft[1]}"
         return text
 
 
@@ -53,6 +62,13 @@ def model_of(name: str, dtype: str, sheet: DeviceSheet) -> Subject:
 
 def memory_of(name: str, dtype: str, batch: int, context: int, sheet: DeviceSheet) -> int:
     return _memory(name, dtype, batch, context, sheet.limits.capabilities)
+
+
+def needed(config: Config, sheet: DeviceSheet) -> int:
+    """Bytes of a configuration, its draft model's among them."""
+    own = memory_of(config.model, config.dtype, config.batch, config.context, sheet)
+    draft = draft_of(config.model) if config.draft else None
+    return own + (memory_of(draft, config.dtype, config.batch, config.context, sheet) if draft else 0)
 
 
 @lru_cache(maxsize=64)
@@ -79,10 +95,19 @@ _LEVELS: tuple[Level, ...] = ("ceiling", "expected")
 
 def _speculative(config: Config, sheet: DeviceSheet) -> Speed:
     length, acceptance = config.draft or (1, 0.0)
-    plan = Speculation(model_of(DRAFT, config.dtype, sheet), length, acceptance)
+    plan = Speculation(model_of(_required(config.model), config.dtype, sheet), length, acceptance)
     model = model_of(config.model, config.dtype, sheet)
     ceiling, expected = (plan.tokens_per_second(model, config.context, sheet, level) for level in _LEVELS)
     return Speed(config, ceiling, expected, "memory")
+
+
+def _required(name: str) -> str:
+    draft = draft_of(name)
+    if draft is None:
+        raise ValueError(
+            f"{name} has no draft among the published models: {', '.join(DRAFTS.values())} draft for larger ones of theirs"
+        )
+    return draft
 
 
 def plain(
@@ -95,13 +120,8 @@ def plain(
 
 
 def drafted(name: str, context: int, sheet: DeviceSheet) -> Iterator[Speed]:
-    """One sequence with a draft model, modest acceptance first. Nothing for a model that is no larger than the draft."""
-    from hybrid.spec.model import load_models
-
-    known = load_models()
-    if name not in known or known[name].model.parameters <= known[DRAFT].model.parameters:
-        return
-    if known[name].model.family != known[DRAFT].model.family:  # another tokenizer
+    """One sequence with a draft model, modest acceptance first. Nothing for a model that has none."""
+    if draft_of(name) is None:
         return
     for draft in SPECULATION:
         yield speed(Config(name, "q4_0", 1, context, draft), sheet)
@@ -111,8 +131,8 @@ def best_guesses(
     name: str, acceptance: float, context: int, sheet: DeviceSheet, lookup: bool = False, on: DeviceSheet | None = None
 ) -> tuple[int, float]:
     """(guesses a pass, up to 8, that give the most, expected tokens per second) of one sequence in q4_0, with a draft on a device
-    (None: the model's own) or with guesses that are looked up."""
-    model, draft = model_of(name, "q4_0", sheet), None if lookup else model_of(DRAFT, "q4_0", sheet)
+    (None: the model's own) or with guesses that are looked up. ValueError for a model without a draft."""
+    model, draft = model_of(name, "q4_0", sheet), None if lookup else model_of(_required(name), "q4_0", sheet)
     rates = {k: Speculation(draft, k, acceptance, on).tokens_per_second(model, context, sheet, "expected") for k in LENGTHS}
     best = max(rates, key=lambda k: rates[k])
     return best, rates[best]
