@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ settings.load_profile(PROFILE)
 
 # Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled once.
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
-# Compiling a tile kernel of the NPU takes longer than all that most tests do with it.
-os.environ.setdefault("CXXFLAGS", "-Og")
+# Compiling a tile kernel of the NPU takes longer than all that most tests do with it; a fifth of that is the other linker's.
+os.environ.setdefault("CXXFLAGS", "-Og -fuse-ld=gold" if shutil.which("ld.gold") else "-Og")
 if rough.wanted():
     rough.install()
 

@@ -7,6 +7,7 @@ import pytest
 
 import hybrid
 from conformance.support.devices import BACKENDS
+from conformance.support.profile import LONG
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.errors import SpecError
 from hybrid.engine.config import EngineConfig
@@ -18,8 +19,9 @@ SMALL = {"layers": 2, "vocab": 2048}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["q4_0", "q8_0", "f16"])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [(k, b) for k in ("q4_0", "q8_0", "f16") for b in BACKENDS if LONG or b == "cpu" or k == "q4_0"]
+)
 def test_a_random_model_computes_finite_numbers_of_a_sane_size(devices, backend, kind):
     devices.get(backend)  # skips where there is no Vulkan
     with hybrid.load(random_checkpoint("gemma3-270m", kind, **SMALL), backend, ctx=64) as model:

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conformance.support.paths import DATA, DEMO
+from conformance.support.profile import LONG
 from conformance.support.synthetic import PIECES, sentencepiece_model, tiny, write_hf
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.sentencepiece_file import read_sentencepiece
@@ -69,7 +70,7 @@ TEXTS = st.one_of(st.lists(FRAGMENTS, max_size=12).map("".join), st.text(max_siz
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if LONG else 100, deadline=None)
 @given(TEXTS)
 def test_ids_equal_sentencepiece(text: str) -> None:
     for pieces in (tuple(PIECES), demo_pieces()):
@@ -80,7 +81,7 @@ def test_ids_equal_sentencepiece(text: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if LONG else 60, deadline=None)
 @given(st.data())
 def test_ids_equal_sentencepiece_for_any_vocabulary(data: st.DataObject) -> None:
     """Random merges with equal scores, unused pieces (split again) and pieces that contain spaces in the middle."""

@@ -110,7 +110,8 @@ def small(folder: Path, types: str) -> Checkpoint:
 def test_models_of_file_types_agree_between_devices(tmp_path: Path, types: str) -> None:
     checkpoint = small(tmp_path, types)
     with open_backend("vulkan") as device, open_backend("cpu", memory_budget=0) as cpu:
-        for precision, bound in (("exact", 2e-3), ("auto", 0.1)):
+        # Float32 arithmetic on what a re-encoded type became: in the short profile of one.
+        for precision, bound in (("exact", 2e-3), ("auto", 0.1))[0 if LONG or types == "q4_k_m" else 1 :]:
             ours, theirs = (Engine(checkpoint, d, EngineConfig(chunk=16, ctx=64, precision=precision)) for d in (device, cpu))
             a, b = ours.logits(IDS), theirs.logits(IDS)
             assert np.abs(a - b).max() < bound * np.abs(b).max()

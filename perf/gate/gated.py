@@ -102,16 +102,22 @@ def engine(step: Step = token, **options: Any) -> Numbers:
         before = made.counters.copy()
         made.wait(made.submit_prefill({slot: ids}))
         found |= _counts("prefill", made.counters.minus(before), 1)
-        position = made.positions[slot] + 1
-        for n in range(WARM):
-            step(made, slot, position + n)
-        before = made.counters.copy()
-        for n in range(WARM, WARM + STEPS):
-            step(made, slot, position + n)
-        found |= _counts("token", made.counters.minus(before), STEPS)
-        found["token.python_calls"] = count_calls(lambda: step(made, slot, position + WARM + STEPS))
+        found |= tokens(made, slot, step)
         device: Any = made.device
         return {**found, **{f"memory.{purpose}": size for purpose, size in device.memory().items()}}
+
+
+def tokens(made: Engine, slot: int, step: Step = token) -> Numbers:
+    """What one more token of the sequence in `slot` costs."""
+    position = made.positions[slot] + 1
+    for n in range(WARM):
+        step(made, slot, position + n)
+    before = made.counters.copy()
+    for n in range(WARM, WARM + STEPS):
+        step(made, slot, position + n)
+    found = _counts("token", made.counters.minus(before), STEPS)
+    found["token.python_calls"] = count_calls(lambda: step(made, slot, position + WARM + STEPS))
+    return found
 
 
 def _counts(prefix: str, done: Counters, per: int) -> Numbers:
