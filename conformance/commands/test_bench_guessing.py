@@ -24,7 +24,7 @@ def test_guesses_of_a_set_rightness_are_counted(capsys):
 
 def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(capsys):
     options = ["--acceptance", "1", "--speculate", "auto,3", "--draft-random", "gemma3-270m", "--ctx-depth", "4"]
-    assert bench.main([*SMALL, *options]) == 0
+    assert bench.main([*SMALL, *options, "--draft-device", "cpu"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "guesses of draft random/gemma3-270m on cpu, right by set rates" in said[1] and "tokens/pass" in said[3]
     assert "100 %" in said[5] and float(said[5].split()[10]) > 0, "drafting has taken time"
@@ -35,6 +35,7 @@ def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(capsys):
     (["--acceptance", "1", "--speculate", "17"], "is no list of auto and numbers from 1 to 16"),
     (["--acceptance", "1", "-b", "2"], "--acceptance is of one sequence"),
     (["--draft", "small.gguf"], "belong to --acceptance"),
+    (["--acceptance", "1", "--draft-device", "cpu"], "--draft-device belongs to"),
     (["--acceptance", "1", "--draft", "a", "--draft-random", "b"], "one of the two"),
 ])  # fmt: skip
 def test_misuse_is_one_line(capsys, options, says):

@@ -46,6 +46,9 @@ class Guessed:
     accepted: int
     verified: int
     passes: int
+    ready: int
+    """Of drafted, made while those before them were verified, by a draft on another device; dropped: so in vain."""
+    dropped: int
     pass_ms: Mapping[int, float]
     """Milliseconds of a pass by its rows, as the host waits for it."""
     guess_ms: float
@@ -106,7 +109,7 @@ class Guessing:
         speed, _ = self._timed(prompt, n, text)
         runs, done, costs = self.repeats + 1, drafting.counts, drafting.costs
         most = max(costs.drafts, default=1)
-        names = ("drafted", "accepted", "verified", "passes")
+        names = ("drafted", "accepted", "verified", "passes", "ready", "dropped")
         counted = {name: (getattr(done, name) - getattr(before, name)) // runs for name in names}
         return Guessed(n, depth, rate, k, self.name, plain, speed, **counted,
                        pass_ms={r: 1e3 * s for r, s in sorted(costs.passes.items())}, guess_ms=1e3 * costs.drafting(most) / most)
@@ -138,6 +141,8 @@ def text(found: Sequence[Mapping[str, Any]]) -> list[str]:
     for g in found:
         share = f"{100 * g['accepted'] / g['drafted']:.0f} %" if g["drafted"] else "-"
         passes = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in g["pass_ms"].items())
+        if g["ready"] or g["dropped"]:
+            passes += f"; drafted beside a pass: {100 * g['ready'] / max(1, g['drafted']):.0f} %, {g['dropped']} in vain"
         k = "auto" if g["k"] is None else g["k"]
         lines.append(f"{g['n']:>6} @ {g['depth']:<9}{g['rate']:7.2f}{k:>6}{g['plain']:9.1f}{g['speed']:9.1f}"
                      f"{g['speed'] / g['plain']:7.2f}{g['tokens_per_pass']:13.2f}{g['tokens_of_a_verification_expected']:10.2f}"
@@ -151,11 +156,13 @@ def guessing(args: argparse.Namespace, command: str) -> int:
         raise UsageError("--draft or --draft-random: one of the two")
     if max(args.batch_size) > 1 or not any(args.tokens):
         raise UsageError("--acceptance is of one sequence that generates tokens: leave -b, and give -n a number that is not 0")
+    if args.draft_device and not (args.draft or args.draft_random):
+        raise UsageError("--draft-device belongs to --draft or --draft-random")
     most = max((k for k in args.speculate if k is not None), default=MOST)
     ctx = max(max(args.ctx_depth), 2) + max(args.tokens) + 1
     options = {"schedule": args.schedule, "precision": args.precision, "kv": args.kv, "progress": True, "npu": args.npu}
     with hybrid.load(open_model(args), args.device, weights=args.weights, ctx=ctx, chunk=args.chunk, slots=1,
-                     draft=_draft(args), speculate=most, **options) as model:  # fmt: skip
+                     draft=_draft(args), draft_device=args.draft_device, speculate=most, **options) as model:  # fmt: skip
         tests = Guessing(model, args.repetitions)
         found = as_dicts([tests.run(n, depth, rate, k) for depth in args.ctx_depth for n in args.tokens if n
                           for rate in args.acceptance for k in args.speculate])  # fmt: skip
