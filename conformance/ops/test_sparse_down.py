@@ -10,6 +10,7 @@ import pytest
 
 import hybrid
 from conformance.support.devices import without_vulkan
+from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny_gemma3n, write_hf
 from hybrid.core.plan import TensorDecl
 from hybrid.devices.opening import Opened
@@ -19,8 +20,10 @@ from hybrid.harness.tuned import plan_for
 from hybrid.kernels.vulkan.columns import SUFFIX, TYPES
 from hybrid.kernels.vulkan.device import VulkanDevice, VulkanUnavailable
 from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.planning.expand import WeightInfo
 from hybrid.planning.footprint import laid_out_again
 from hybrid.quant.codec import encode
+from hybrid.spec.model import find_model
 from hybrid.spec.op import load_op
 
 FFN = load_op("fused_ffn")
@@ -95,7 +98,15 @@ def test_the_second_layout_by_hand(radv, w):
         radv.tensor("w" + SUFFIX)
 
 
-@pytest.mark.slow
+def test_second_layouts_of_a_published_size_are_planned_as_weights():
+    """Ten layers of 8192 by 2048, 4.5 bits."""
+    hp, dry = find_model("gemma3n-e2b").hparams(), DryDevice(tuning="radv")
+    weights = {f"blk.{i}.ffn_down.weight": WeightInfo("q4_0", (2048, 8192)) for i in range(hp.n_layers)}
+    assert laid_out_again(hp, weights, dry.second_layout) == 10 * 2048 * 8192 * 18 // 32
+    assert laid_out_again(hp, weights, DryDevice().second_layout) == 0
+
+
+@pytest.mark.skipif(not LONG, reason="a model's kernels to compile; the long profile does")
 @pytest.mark.usefixtures("radv")
 def test_a_model_that_reads_columns_says_the_same_and_its_memory_is_planned(tmp_path: Path):
     """Two of a small model's layers are sparse. Its second layouts are made once, for all plans, and are planned as weights; what
