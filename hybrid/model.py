@@ -78,9 +78,9 @@ def load(
     profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or, only
     when asked for, its simulator.
     draft: guesses of the next tokens, which passes of several rows verify, so that a text is the same, sooner: a smaller model
-    with the same tokenizer (on draft_device, which, if it is another, it uses while this one verifies; default: where this one
-    runs, in turns with it), or "lookup": what followed the last tokens where they stood before. speculate: how many are guessed,
-    auto (by what is accepted and what passes take here), a number, or 0 for none; alone it means "lookup".
+    with the same tokenizer (on draft_device; default: where this one runs. In turns with it, or, where passes of the two need
+    nothing in common, while it verifies), or "lookup": what followed the last tokens where they stood before. speculate: how many
+    are guessed, auto (by what is accepted and what passes take here), a number, or 0 for none; alone it means "lookup".
     warm: make what passes of many sequences need now, so that no request waits for that.
     Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """

@@ -38,16 +38,20 @@ class Ahead:
         """Guess what follows these tokens, those among them that are being verified."""
         self.rest()
         self._drop({})
-        self._after = {key: list(ids) for key, (ids, _) in wanted.items()}
-        self._made = {key: [] for key in wanted}
-        self._most, self._steps, self._over = max(most for _, most in wanted.values()), 0, False
+        ordered = {key: (list(ids), most) for key, (ids, most) in wanted.items()}  # a sequence's own list grows
+        thread = threading.Thread(target=self._work, args=(ordered,), name="hybrid draft")
+        self._after, self._made = {key: ids for key, (ids, _) in ordered.items()}, {key: [] for key in ordered}
+        self._most, self._steps = max(most for _, most in ordered.values()), 0
         self.started += 1
-        ordered = {key: (self._after[key], most) for key, (_, most) in wanted.items()}
-        self._thread = threading.Thread(target=self._work, args=(ordered,), name="hybrid draft")
         try:
-            self._thread.start()
+            self._over = False
+            thread.start()
+            self._thread = thread
         except BaseException:
-            self._thread, self._over = None, True
+            if not thread.is_alive():
+                self._over = True
+            else:  # somebody was interrupted
+                self._thread = thread
             raise
 
     def take(self, wanted: Wanted) -> dict[Hashable, list[int]]:
