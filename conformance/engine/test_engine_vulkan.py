@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from conformance.engine.test_engine_cpu import IDS, SHAPES
+from conformance.support.cooperative import HPARAMS, engine, tuned
 from conformance.support.devices import shared_device
 from conformance.support.plain_gemma3 import forward
 from conformance.support.synthetic import tiny, write_hf
@@ -74,10 +75,10 @@ def test_sampled_text_is_the_same_on_both_devices(tmp_path, device):
 @pytest.mark.slow
 def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, device):
     """The last one too, whose sum goes to the logits; what workgroups publish to one another is zero again."""
-    checkpoint, texts, dispatches = model(tmp_path), [], []
-    for workgroups in (0, 1):
-        with device.tuning.forced("layer", {"workgroups": workgroups}):
-            made = Engine(checkpoint, device, EngineConfig(weights="q8_0"))
+    checkpoint, texts, dispatches = open_checkpoint(write_hf(tmp_path, HPARAMS, dtype="f32")), [], []
+    for layer in (False, True):  # kernels of test_mailbox.py: they take the driver's compiler seconds
+        with tuned(device, 1, layer):
+            made = engine(device, checkpoint)
             first = made.prefill({0: IDS[:9]})[0]
             before = made.counters.copy()
             texts.append([first, *made.decode(30)[0]])

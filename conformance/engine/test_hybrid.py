@@ -31,7 +31,7 @@ from hybrid.planning.planner import segments
 from hybrid.spec.schedule import find_schedule, named_schedule
 
 FILE = MODELS / "demo-gemma3-q8_0.gguf"
-PROMPT, TOKENS = CLEAR, 12
+PROMPT, TOKENS = CLEAR, 12 if LONG else 8
 TEXT, CHUNKS = (20, {}), (15, {"chunk": 4})  # in the middle of the text, of two chunks in flight
 FAULTS = [
     pytest.param("timeout_after", *TEXT, marks=pytest.mark.blas),

@@ -42,7 +42,7 @@ from hybrid.spec.schedule import Schedule, named_schedule
 
 SCHEDULES = (ATTENTION, PROJECTIONS)
 CHUNK, CTX = 32, 256
-PROMPTS = (100, 45)  # rows of two sequences: four and a half chunks, one of them with rows of both
+PROMPTS = (70, 40)  # rows of two sequences: three and a half chunks, one of them with rows of both
 DEMO = MODELS / "demo-gemma3-q8_0.gguf"
 
 
@@ -83,7 +83,7 @@ class Opened:
         ids = [rng.integers(6, 300, n).tolist() for n in PROMPTS]
         logits = self.engine.logits(ids[0])
         first = self.engine.prefill({0: ids[0], 1: ids[1]})
-        decoded = self.engine.decode(3)
+        decoded = self.engine.decode(2)
         for slot in (0, 1):
             self.engine.release(slot)
         return logits, decoded, first

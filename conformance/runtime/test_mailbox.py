@@ -37,7 +37,7 @@ WRONG = {"a block's scales exchanged": 4, "a row of the output product is not cl
          "a row of the down product is not cleared": 7}  # fmt: skip
 Mutants = Callable[[str], Any]
 Texts = dict[str, tuple[list[int], bytes]]
-PROMPT, TOKENS, WITHIN_S = IDS[:40], 24, 2.0
+PROMPT, TOKENS, WITHIN_S = IDS[:40], 16, 2.0
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +46,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def texts(open_devices: Devices, checkpoint: Any) -> Texts:
-    """Of separate steps, and of layers in one dispatch with either merge."""
+def sound(open_devices: Devices, checkpoint: Any) -> tuple[Texts, set[str]]:
+    """Texts of separate steps, and of layers in one dispatch with either merge; and the kernels of the first and the last."""
     device = open_devices.get("vulkan")
-    return {"separate": decode(device, checkpoint, 1, layer=False), **{str(m): decode(device, checkpoint, m) for m in (1, 2)}}
+    texts = {"1": decode(device, checkpoint, 1)}
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = spy_kernels(device, patch)
+        return texts | {"2": decode(device, checkpoint, 2), "separate": decode(device, checkpoint, 1, layer=False)}, chosen
 
 
 @pytest.fixture(scope="module")
-def mutants(open_devices: Devices, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mutants]:
+def texts(sound: tuple[Texts, set[str]]) -> Texts:
+    return sound[0]
+
+
+@pytest.fixture(scope="module")
+def mutants(sound: tuple[Texts, set[str]], checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mutants]:
     """A device with the kernels of a mutant, by name; each is opened once."""
     need_compiler()
-    sound, opened = open_devices.get("vulkan"), dict[str, Any]()
+    (_, chosen), opened = sound, dict[str, Any]()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
-        chosen = spy_kernels(sound, patch)
-        decode(sound, checkpoint, 2)
-        decode(sound, checkpoint, 1, layer=False)
         folder, made = tmp_path_factory.mktemp("mutants"), tmp_path_factory.getbasetemp()
         made = made.parent if os.environ.get("PYTEST_XDIST_WORKER") else made
         patch.setattr("hybrid.kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines")  # no mutant in the user's cache

@@ -15,7 +15,7 @@ import pytest
 import hybrid
 from conformance.engine.test_engine_cpu import IDS
 from conformance.support.cooperative import HPARAMS, engine, give_up, layers, tuned
-from conformance.support.devices import Devices
+from conformance.support.devices import Devices, for_model
 from conformance.support.profile import LONG
 from conformance.support.synthetic import write_hf
 from hybrid.checkpoint import open_checkpoint
@@ -242,11 +242,11 @@ def test_a_plan_on_several_devices(device: Any, checkpoint: Any, depth: int) -> 
 # --- what is said, and what fails ------------------------------------------------------------------------------------
 
 
-def test_a_conversation_goes_on_and_says_once_what_happened(devices: Devices, checkpoint: Any, caplog: Any) -> None:
-    devices.get("vulkan")  # skips where there is no Vulkan
+def test_a_conversation_goes_on_and_says_once_what_happened(checkpoint: Any, caplog: Any) -> None:
     path, found = str(checkpoint.path), []
     for fault in (undisturbed, give_up):
-        with hybrid.load(path, "vulkan", weights="q8_0", ctx=128) as model, tuned(model.engine.device), model.session() as session:
+        opened = for_model("vulkan")
+        with hybrid.load(path, opened, weights="q8_0", ctx=128) as model, tuned(opened.main), model.session() as session:
             ids = IDS[:20]
             for turn in range(3):
                 for i, _ in enumerate(model.generate(ids, 12, ignore_eos=True, session=session, tokens_per_submit=2)):
