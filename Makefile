@@ -7,7 +7,7 @@ PROMPT ?= def read_file(path):
 TOKENS ?= 96
 PORT   ?= 8000
 # Of what was compiled before and has not changed since, one in so many is compiled again.
-SHARE  ?= $(if $(filter long,$(HYBRID_CONFORMANCE)),1,48)
+SHARE  ?= $(if $(filter long,$(HYBRID_CONFORMANCE)),1,96)
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 # Hundreds of processes are started here: without byte code beside the sources each would compile them again, for 2 s.
 unexport PYTHONDONTWRITEBYTECODE

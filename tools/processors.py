@@ -26,11 +26,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = os.environ.get("HYBRID_CONFORMANCE") == "long"
-BLAS = ("-m", "blas", "-k", "not vulkan")  # the marker comes second
-WIDTH = ("-m", "width", "-k", "vulkan" if LONG else "vulkan and (prime or past_failure)")  # each shader is compiled for it
+# The marker comes second. What compares with kernels that are compiled for it, or has two passes in flight, in the long profile.
+BLAS = ("-m", "blas", "-k", "not vulkan" if LONG else "not vulkan and not both_devices and not test_pipeline")
+# Each shader is compiled for it: in the short profile those that lay their subgroups out in different ways, and one of products.
+APART = ("attention", "linear-vulkan", "fused_ffn", "altup_correct", "rmsnorm", "sample", "logprobs", "quantize", "verify", "begin")
+OTHERS = f"vulkan and (past_failure or (prime and ({' or '.join(APART)})))"
+WIDTH = ("-m", "width", "-k", "vulkan" if LONG else OTHERS)
 SHORT = ("haswell-2", "nehalem-rough", "width-512")
 # Compiled kernels, whose sums NumPy has no part in, and what simulates an NPU: once in the short profile.
-ONCE = BLAS if LONG else (*BLAS[:3], "not vulkan and not both_devices and not test_hybrid and not test_pipeline")
+ONCE = BLAS if LONG else (*BLAS[:3], f"{BLAS[3]} and not test_hybrid")
 ROUGH = {"HYBRID_ROUGH_PRODUCTS": "1"}
 AVX512, AVX = ("AVX512", "X86_V4"), ("AVX", "X86_V3", "X86_V4", "FMA", "F16C")
 

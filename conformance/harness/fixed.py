@@ -17,9 +17,9 @@ WORKLOAD_FLOPS, WORKLOAD_BYTES = 60_000_000, 12_000_000  # of a named workload i
 NOT_F16 = ("large", "outlier", "max_scale_block", "saturated", "tiny")  # float16 results cannot hold these
 
 
-def edge_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
-    """(the spec's text, case) for every edge case the spec lists, going round the dtype combinations."""
-    choices = spec.dtype_choices(backend)
+def edge_cases(spec: OpSpec, backend: str, choices: tuple[Mapping[str, str], ...] = ()) -> Iterator[tuple[str, Case]]:
+    """(the spec's text, case) for every edge case the spec lists, going round the dtype combinations (all, or `choices`)."""
+    choices = choices or spec.dtype_choices(backend)
     excepted = next(b.except_edges for name, b in spec.backends.items() if name == backend)
     for i, text in enumerate(spec.edge.cases):
         if text in excepted:
@@ -165,18 +165,23 @@ def variant(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], se
 
 def covering(spec: OpSpec, backend: str, most: int = 24) -> tuple[Mapping[str, str], ...]:
     """A subset of many dtype combinations (regions have hundreds) in which all dtypes of every two tensors still occur
-    together (but for two weights, which meet in no kernel); those in which scratch has the type of an input, where steps
-    may be fused, count as dtypes of their own."""
+    together (but for weights and what no kernel reads beside them: another weight, rows of another inner axis); those in which
+    scratch has the type of an input, where steps may be fused, count as dtypes of their own."""
     choices = spec.dtype_choices(backend)
     if len(choices) <= most:
         return choices
 
     weights = {n for n, t in spec.tensors.items() if t.role == "weight"}
+    inner = {n: str(t.shape[-1]) for n, t in spec.tensors.items() if t.shape}
+
+    def met(a: str, b: str) -> bool:
+        of = len({a, b} & weights)
+        return of == 0 or (of == 1 and inner.get(a.partition("=")[0]) == inner.get(b.partition("=")[0]))
 
     def pairs(c: Mapping[str, str]) -> set[object]:
         fused = [(f"{i}={s}", c[s]) for s in spec.scratch for i in spec.inputs if c[i] == c[s]]
         every = itertools.combinations(sorted([*c.items(), *fused]), 2)
-        return {(a, b) for a, b in every if not {a[0], b[0]} <= weights}
+        return {(a, b) for a, b in every if met(a[0], b[0])}
 
     held = {i: pairs(c) for i, c in enumerate(choices)}
     left, picked = set[object]().union(*held.values()), []

@@ -42,7 +42,7 @@ FOLDERS = {
     "aie": KERNELS / "npu" / "aie",
     "npu": KERNELS / "npu",
 }
-SHARE = 6
+SHARE = 12
 """In the short profile one mutant of a shader in so many runs, at least one of an operation."""
 
 

@@ -45,9 +45,13 @@ SIZES: tuple[Mapping[str, int], ...] = (
 )
 
 
+NUMBERS = ("own dispatch", "few stretches", "one stretch", "parts waited for")
+"""Forms that in the short profile have no int8 results: one at least of those that go alike, as the others."""
+
+
 def cases(form: str) -> list[Case]:
-    """Every size with every combination of types. In the short profile, where each is compiled, two of the sizes: one with int8
-    results, the other with numbers in the cache and in the result; the forms have the types and the sizes in turn."""
+    """Every size with every combination of types. In the short profile, where each is compiled, one of the sizes: with numbers in
+    the cache and in the result, or with int8 results; the forms have the types and the sizes in turn."""
     nth, found = list(FORMS).index(form), list[Case]()
     for i, sizes in enumerate(SIZES):
         for j, dtypes in enumerate(covering(SPEC, "vulkan")):
@@ -55,7 +59,9 @@ def cases(form: str) -> list[Case]:
             if LONG or ((i + nth) % 2, kv, o) == (0, (i + nth) % 3, (kv + nth) % 3):
                 found.append(variant(SPEC, {**base_bind(SPEC), **sizes}, dtypes, 10 * i + j))
     numbers = [c for c in found if c.dtypes["o"] != "q8_act" and c.dtypes["k_cache"] != "q8_0"]
-    return found if LONG else [c for c in found if c.dtypes["o"] == "q8_act"] + [numbers[nth // 2 % len(numbers)]]
+    if LONG:
+        return found
+    return [numbers[nth // 2 % len(numbers)]] if form in NUMBERS else [c for c in found if c.dtypes["o"] == "q8_act"]
 
 
 @pytest.fixture(scope="module", params=list(FORMS))
@@ -90,12 +96,13 @@ def test_every_type_meets_a_form() -> None:
     """In the long profile every form. All pairs of types meet in test_ops.py, in one form."""
     for form in FORMS:
         ran = {(c.dtypes["k_cache"], c.dtypes["o"]) for c in cases(form)}
-        assert ran == set(itertools.product(TYPES, RESULTS)) if LONG else len(ran) == 2
+        assert ran == set(itertools.product(TYPES, RESULTS)) if LONG else len(ran) == 1
     every = [c for form in FORMS for c in cases(form)]
     assert {c.dtypes["k_cache"] for c in every} == set(TYPES) and {c.dtypes["o"] for c in every} == set(RESULTS)
     assert {tuple(c.bind[a] for a in sizes) for c in every for sizes in SIZES[:1]} == {tuple(s.values()) for s in SIZES}
 
 
+@pytest.mark.parametrize("device", list(FORMS) if LONG else NUMBERS, indirect=True, scope="module")
 def test_sums_of_zero_arrive(device: Any, own: list[Case]) -> None:
     """A part that is waited for is zero until it comes, and may be zero when it has."""
     case = next(c for c in own if c.dtypes["k_cache"] != "q8_0" and c.dtypes["o"] != "q8_act")
@@ -118,7 +125,7 @@ def test_memory_between_workgroups_is_zero_again(device: Any, own: list[Case]) -
 
 def test_every_run_gives_the_same_bits(device: Any, own: list[Case]) -> None:
     """Whichever workgroup is last; and the counters are back at zero each time."""
-    case = next(c for c in own if c.dtypes["o"] == "q8_act")
+    case = next((c for c in own if c.dtypes["o"] == "q8_act"), own[0])
     program = prepare(SPEC, device, case, make(SPEC, case), 0xFF)
     results: list[Tensor] = []
     for times in (1, 3, 1):

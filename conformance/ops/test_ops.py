@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
 
 from conformance.ops.past import PAST
-from conformance.ops.strategies import cases
+from conformance.ops.strategies import MAX_FLOPS, cases
 from conformance.support.devices import BACKENDS, GUARD, OP_BACKENDS, Devices
 from conformance.support.profile import LONG
 from hybrid.harness import run_case
@@ -35,8 +36,8 @@ AS_LINEAR = ("logits",)
 
 
 def combinations(op: str, backend: str) -> tuple[Mapping[str, str], ...]:
-    """The dtype combinations that are run: all; of a region's many, in the short profile, every pair of dtypes, and every dtype
-    of each tensor where `linear` has every pair on the same modules."""
+    """The dtype combinations that are run: all; of a region's many, in the short profile, every pair of dtypes that meet in a
+    kernel, and every dtype of each tensor where `linear` has every pair on the same modules."""
     if LONG:
         return SPECS[op].dtype_choices(backend)
     return one_each(SPECS[op].dtype_choices(backend)) if backend == "vulkan" and op in AS_LINEAR else covering(SPECS[op], backend)
@@ -63,8 +64,8 @@ DTYPES = [pytest.param(op, b, d, id=_ids(op, b, d)) for op, b in SUPPORTED for d
 
 
 # A CPU driver compiles each kernel for half a second to two. In the short profile, of products, where each type of weights and of
-# rows is a kernel for each size, the sizes take turns over the types (`linear`, whose modules the others take, has tiles always),
-# and drawn cases keep axes that are a kernel's constants.
+# rows is a kernel for each size, the sizes take turns over the types (`linear`, whose modules the others take, has tiles always
+# where a GPU runs it), and drawn cases keep axes that are a kernel's constants.
 IN_TURN = ("linear", "fused_qkv", "fused_ffn", "logits", "altup_unembed", "per_layer_input")
 CONSTANTS = {"decode_attention": ("HQ", "HK", "D", "BS", "R", "KV")}
 
@@ -75,24 +76,34 @@ def _turn(spec: OpSpec, dtypes: Mapping[str, str]) -> int:
     return sum(spec.inputs[n].dtype.index(dtypes[n]) for n in (next(iter(spec.inputs)), weight))
 
 
-def sized(op: str, backend: str, dtypes: Mapping[str, str]) -> list[Case]:
+def on_gpu(device: Any) -> bool:
+    """Whether kernels are compiled in milliseconds."""
+    return device.backend == "vulkan" and device.info.kind != "cpu"
+
+
+def sized(op: str, device: Any, dtypes: Mapping[str, str]) -> list[Case]:
     """Decode, small and prefill sizes of one dtype combination, or in turn one of them; on cpu too, but of `linear`."""
     spec, found = SPECS[op], list(dtype_cases(SPECS[op], dtypes))
-    if LONG or op not in IN_TURN or backend not in ("vulkan", "" if op == "linear" else "cpu"):
+    if LONG or op not in IN_TURN or device.backend not in ("vulkan", "" if op == "linear" else "cpu"):
         return found
     turn = _turn(spec, dtypes) % len(found)
-    return [found[min(turn, 1)], found[2]] if op == "linear" else [found[turn]]
+    return [found[min(turn, 1)], found[2]] if op == "linear" and on_gpu(device) else [found[turn]]
 
 
-def kept(op: str, backend: str, found: list[Case]) -> Mapping[str, int]:
-    """Axes that drawn cases of a combination whose sizes are `found` have in common: constants of its kernels."""
+def kept(op: str, device: Any, found: list[Case]) -> Mapping[str, int]:
+    """Axes that drawn cases of a combination whose sizes are `found` have in common: constants of its kernels; of products also
+    the rows, so that where compiling takes long the same kernels run."""
     if LONG:
         return {}
-    spec = SPECS[op]
+    spec, backend = SPECS[op], device.backend
     constants = CONSTANTS.get(op) or [n for n, a in spec.axes.items() if a.role == "streams"]
     fixed = {a: found[0].bind[a] for a in (constants if backend == "vulkan" else spec.backends[backend].static)}
     if backend != "vulkan" or op not in IN_TURN or not spec.token_axis:
         return fixed
+    if not on_gpu(device):
+        sizes, axis = found[0].bind, spec.token_axis
+        kinds = (sizes[axis],) if sizes[axis] < 8 else (PRIMES["tokens"], 8)  # of some types no tile is small enough to be drawn
+        return fixed | {axis: next(n for n in kinds if n <= 8 or spec.flops({**sizes, axis: n}, found[0].attrs) <= MAX_FLOPS)}
     few = op != "linear" or _turn(spec, found[0].dtypes) % 2  # tiles are its own: it draws for both kinds of kernels
     return fixed | {spec.token_axis: min(8, found[0].bind[spec.token_axis]) if few else PRIMES["tokens"]}
 
@@ -101,10 +112,10 @@ def kept(op: str, backend: str, found: list[Case]) -> Mapping[str, int]:
 def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, str]) -> None:
     """Its sizes, then drawn cases."""
     device, spec, ran = devices.get(backend, guard=GUARD), SPECS[op], 0
-    for case in (found := sized(op, backend, dtypes)):
+    for case in (found := sized(op, device, dtypes)):
         run_case(spec, device, case)
 
-    @given(cases(spec, backend, dtypes, kept(op, backend, found)))
+    @given(cases(spec, backend, dtypes, kept(op, device, found)))
     def prove(case: Case) -> None:
         nonlocal ran
         run_case(SPECS[op], device, case)
@@ -114,15 +125,17 @@ def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, st
     assert ran, f"{op} on {backend}: no case was drawn"
 
 
-VARIED = dict.fromkeys(("attention", "decode_attention"), ("D=16", "D=256", "D=512", "HQ=HK", "HK=1"))
-"""Edges that on Vulkan are kernels of test_variant too, which has each of these sizes of a head and of a group."""
+VARIED = dict.fromkeys(("attention", "decode_attention"), ("D=16", "D=256", "D=512", "HQ=HK", "HK=1", "R=8"))
+"""Edges that on Vulkan are kernels of test_variant or test_decode_attention.py too, which have each of these sizes of a head and of
+a group; and one of two parts of a head that rotate."""
 
 
 def _edges(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
     """All in the long profile; else without those of axes that are constants of the NPU's kernels, of which each size is compiled:
     fixed and drawn sizes have to do for them; and, on Vulkan, without those whose kernels test_variant has."""
     static, varied = ((), ()) if LONG else (spec.backends[backend].static, VARIED.get(spec.name, ()) if backend == "vulkan" else ())
-    return (f for f in edge_cases(spec, backend) if f[0].partition("=")[0].strip() not in static and f[0] not in varied)
+    choices = combinations(spec.name, backend) if spec.name in AS_LINEAR else ()
+    return (f for f in edge_cases(spec, backend, choices) if f[0].partition("=")[0].strip() not in static and f[0] not in varied)
 
 
 @pytest.mark.width
@@ -139,28 +152,31 @@ def test_workload(devices: Devices, op: str, backend: str, found: list[Case]) ->
 
 
 def _variants(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
-    """All in the long profile; else, as each is compiled, of the NPU's attention every second head size for each kind of scores,
-    of Vulkan's decode attention every third: by their order each head size, and each number of query heads on a key head. Of
-    Vulkan's attention the dtypes take turns."""
+    """All in the long profile; else, as each is compiled, of the NPU's attention every second head size for each kind of scores; of
+    decode attention, whose sizes test_decode_attention.py has too, every sixth; of attention a third of those that are not for
+    matrix units, such that each head size, each group and each number of rows comes up."""
     found = list(variant_cases(spec, backend))
     names = list(dict.fromkeys(name for name, _ in found))
     if LONG or "attention" not in spec.name:
         return iter(found)
     if backend == "npu":
         names = names[spec.name == "attention_i8" :: 2]
-    if spec.name == "decode_attention":
-        names = names[::3]
-    if backend != "vulkan":
-        return (f for f in found if f[0] in names)
-    each = [[f for f in found if f[0] == name] for name in names]
-    return (of[i % len(of)] for i, of in enumerate(each))
+    elif spec.name == "decode_attention":
+        names = names[::6]
+    else:
+        rows = {name: case.bind["T"] for name, case in found}
+        names = [n for i, n in enumerate(names) if rows[n] > 35 or i % 3 == i // 6 % 3]
+    return (f for f in found if f[0] in names)
 
 
 @pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(_variants)))
 def test_variant(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
-    """Sizes at which another kernel is chosen."""
-    for case in found:
-        run_case(SPECS[op], devices.get(backend, guard=GUARD), case)
+    """Sizes at which another kernel is chosen. In the short profile the dtypes take turns over the sizes, on a GPU of attention
+    alone."""
+    device = devices.get(backend, guard=GUARD)
+    turn = found[0].seed // 10 % len(found)
+    for case in found if LONG or (on_gpu(device) and "attention" not in op) else found[turn:][:1]:
+        run_case(SPECS[op], device, case)
 
 
 def _splits(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
