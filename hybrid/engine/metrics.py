@@ -30,6 +30,9 @@ class Metrics:
     sequence."""
     accepted: int = 0
     verified: int = 0
+    drafted_beside: int = 0
+    """Of drafted, made while those before them were verified; dropped_beside: made so in vain, of sequences that have ended."""
+    dropped_beside: int = 0
     preemptions: int = 0
     evictions: int = 0
     """Cached blocks that were given up for others."""

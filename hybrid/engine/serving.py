@@ -28,6 +28,7 @@ from hybrid.engine.handle import Stream as Readers
 from hybrid.engine.job import Job
 from hybrid.engine.metrics import Metrics
 from hybrid.engine.options import Options
+from hybrid.engine.pace import Counts as Guessed
 from hybrid.engine.queue import length_at_end
 from hybrid.engine.request import Request
 from hybrid.engine.rounds import Rounds
@@ -164,7 +165,7 @@ class Serving(Rounds):
 
     def metrics(self) -> Metrics:
         """Numbers of now; those of a pass that begins meanwhile may be in some and not in others."""
-        s = self.scheduler
+        s, guessed = self.scheduler, Guessed() if self.drafting is None else self.drafting.counts
         blocks, counts = s.blocks, s.counts
         held = {g.name: (blocks.used[g.name], blocks.cached[g.name], blocks.free[g.name]) for g in blocks.groups}
         with self._changed:
@@ -179,7 +180,9 @@ class Serving(Rounds):
                 passes=counts.passes,
                 drafted=counts.drafted,
                 accepted=counts.accepted,
-                verified=0 if self.drafting is None else self.drafting.counts.verified,
+                verified=guessed.verified,
+                drafted_beside=guessed.ready,
+                dropped_beside=guessed.dropped,
                 preemptions=counts.preemptions,
                 evictions=blocks.evictions,
                 recomputed=counts.recomputed,

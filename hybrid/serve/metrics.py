@@ -78,6 +78,8 @@ def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
         "drafted": "Tokens that were guessed and verified",
         "accepted": "Of these, tokens that were right",
         "verified": "Passes that verified guesses",
+        "drafted_beside": "Tokens that were guessed while others were verified, and verified then",
+        "dropped_beside": "Tokens that were guessed so in vain",
         "preemptions": "Sequences that were put back into the queue to free blocks",
         "recomputed": "Rows that were run again after a preemption or a void pass",
         "evictions": "Cached blocks that were given up for others",
