@@ -78,6 +78,7 @@ def test_a_model_without_turn_markers_has_no_chat() -> None:
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{% endfor %}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "words"), [
     (ENDLESS.replace("%s", ""), "does not end: stopped after 1 s"),
     (ENDLESS.replace("%s", "x"), "writes more than 1000 characters"),

@@ -79,6 +79,7 @@ r.Runner.tokens = slow
 """
 
 
+@pytest.mark.slow
 def test_a_conversation_at_a_terminal(tmp_path: Path) -> None:
     folder = str(write_hf(tmp_path, tiny()))
     options = ["--device", "cpu", "--chat", "--ignore-eos", "--max-tokens", "150"]

@@ -32,6 +32,7 @@ def test_import_loads_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_text_streams_to_stdout_and_one_line_of_statistics_to_stderr(folder):
     command = [*PYTHON, "hybrid.generate", folder, "--device", "cpu", "--prompt", "the bee", "--max-tokens", "8", "--ignore-eos"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -79,6 +80,7 @@ def test_auto_computes_on_the_cpu_where_there_is_no_gpu_and_says_so(folder, monk
         hybrid.load(folder, device="vulkan:3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_closed_model_has_closed_its_device(folder, devices, backend):
     devices.get(backend)

@@ -111,6 +111,7 @@ def test_sheets_hold_the_published_sizes() -> None:
         find_model("gemma3-12B")
 
 
+@pytest.mark.slow
 def test_a_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_checkpoint(write_hf(tmp_path / "hf")) as source:
         convert(source, tmp_path / "m.gguf", Wanted("q4_0", {"embed": "q8_0"}))

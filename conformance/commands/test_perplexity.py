@@ -46,6 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.blas
 def test_divergence_from_a_reference(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid.perplexity._ROW_ELEMENTS", 1000)  # a few rows at a time

@@ -63,6 +63,7 @@ def on(checkpoint: Checkpoint) -> Iterator[Callable[..., Stepped]]:
         device.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_the_cache_holds_is_not_computed_again(on: Callable[..., Stepped], backend: str) -> None:
     made = on(backend)
@@ -82,6 +83,7 @@ def test_what_the_cache_holds_is_not_computed_again(on: Callable[..., Stepped], 
     assert counted.cached_tokens == sum(c for _, c in asked) and counted.blocks["global"]["used"] == 0
 
 
+@pytest.mark.slow
 def test_sequences_take_turns_where_blocks_are_few(on: Callable[..., Stepped]) -> None:
     """Room for one whole sequence: others are put back, and go on from what the cache still holds."""
     made = on(blocks=(5, 5), slots=3)
@@ -95,6 +97,7 @@ def test_sequences_take_turns_where_blocks_are_few(on: Callable[..., Stepped]) -
         on(blocks=(2, 5)).submit([2] * 40, max_tokens=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_others_may_use_the_device_between_two_passes(on: Callable[..., Stepped], backend: str) -> None:
     made = on(backend)
@@ -163,6 +166,7 @@ def test_a_pass_that_was_never_submitted_leaves_no_message(on: Callable[..., Ste
     same(made.engine, [2, 5, 6], list(last.result(0).ids), wanted)
 
 
+@pytest.mark.slow
 def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[..., Stepped]) -> None:
     made = on("vulkan")
 

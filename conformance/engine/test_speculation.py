@@ -316,6 +316,7 @@ def test_a_draft_model_follows_what_runs_together(backend: str) -> None:
         audit(model._serving.scheduler)
 
 
+@pytest.mark.slow
 def test_what_cannot_guess_is_said(tmp_path: Any) -> None:
     other = write_hf(tmp_path / "hf", tiny())
     for options, said in (

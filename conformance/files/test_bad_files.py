@@ -181,6 +181,7 @@ def _sparse(path: Path, head: bytes, size: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_commands_end_with_one_line_and_no_output(tmp_path: Path) -> None:
     """In a process with little memory: exit code 1, one line on stderr, nothing on stdout."""
     whole = gguf_file("q8_0")

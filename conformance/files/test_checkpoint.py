@@ -180,6 +180,7 @@ def test_a_closed_checkpoint_says_so_but_tensors_live_on(tmp_path: Path) -> None
     np.testing.assert_array_equal(kept.array, weights(tiny())["embed_tokens.weight"].array)
 
 
+@pytest.mark.slow
 def test_gguf_dialects(tmp_path: Path) -> None:
     """Fields that other writers omit or name otherwise; types that are not read are named with the way out."""
     hp = tiny(context_length=131072, rope_factor=8.0)

@@ -43,6 +43,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hf(tmp_path_factory.mktemp("small") / "hf", tiny(n_layers=2, vocab=320, layer_is_global=(False, True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "code", "said"), [("SIGTERM", 143, "terminated\n"), ("SIGHUP", 129, "hung up\n")])
 def test_termination_leaves_nothing(tmp_path: Path, small: Path, by: str, code: int, said: str) -> None:
     done = _stopped(small, tmp_path / "m.gguf", by, "--type", "f32", "--split", "50KB")
@@ -50,6 +51,7 @@ def test_termination_leaves_nothing(tmp_path: Path, small: Path, by: str, code: 
     assert done.stdout.count(".part'") > 1 and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_hangup_without_a_terminal_leaves_nothing_and_nohup_goes_on(tmp_path: Path, small: Path) -> None:
     with open("/dev/full", "w") as nowhere:
         command = [sys.executable, "-c", _STOPPED, str(small), str(tmp_path / "m.gguf"), str(tmp_path), "SIGHUP", "--type", "f32"]
@@ -60,6 +62,7 @@ def test_a_hangup_without_a_terminal_leaves_nothing_and_nohup_goes_on(tmp_path: 
     assert ignored.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("m.gguf", ["--split", "50KB"]), ("folder", ["--format", "hf"])])
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, small: Path, name: str, options: list[str]) -> None:
     killed = _stopped(small, tmp_path / name, "SIGKILL", "--type", "f32", *options)

@@ -93,6 +93,7 @@ def test_one_that_cannot_be_started_is_counted_no_more(monkeypatch: pytest.Monke
     assert pool._busy == 0
 
 
+@pytest.mark.slow
 def test_one_that_is_late_is_ended_and_the_next_job_gets_another(pool: Pool) -> None:
     assert pool.run(job("a"), 20) == {"text": "a"}
     (worker,) = pool._free

@@ -150,6 +150,7 @@ def test_streamed_pieces_join_to_decode(ids: list[int]) -> None:
     assert text == b"".join(map(demo().token_bytes, ids)).decode("utf-8", errors="replace")
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(10, 265), max_size=24))
 def test_streamed_bytes_never_split_a_character(ids: list[int]) -> None:

@@ -38,6 +38,7 @@ def sources(which: str) -> dict[str, Tokenizer]:
         return made | {"merges as texts": from_json(Path(name), pieces, pairs=False)}
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(TEXTS, st.booleans(), st.booleans())
 def test_every_format_gives_the_same_ids(text: str, bos: bool, special: bool) -> None:
@@ -87,6 +88,7 @@ def test_transformers_own_conversion_is_read(tmp_path: Path) -> None:
     assert [mine.encode(t, parse_special=True) for t in plain] == [theirs.encode(t) for t in plain]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_incomplete_and_reordered_merges_are_followed_as_listed(data: st.DataObject) -> None:

@@ -14,6 +14,7 @@ from hybrid.harness.npu_capture import cases, digest, main
 from hybrid.spec import load_ops
 
 
+@pytest.mark.slow
 def test_a_capture_compares_equal_and_a_changed_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "c.zip"
     assert main([str(file), "--npu", "sim", "--only", "matmul_i8/00"]) == 0

@@ -118,6 +118,7 @@ def test_peaks_follow_from_the_rates(name: str) -> None:
     assert all(r.error < 0.25 for r in rows())
 
 
+@pytest.mark.slow
 def test_two_chunks_in_flight_take_what_the_busier_device_takes() -> None:
     """By hand where it can be done by hand; for every shape between the larger share and the sum."""
     one = (("gpu", 1.0), ("npu", 1.0))

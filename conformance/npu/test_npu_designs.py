@@ -66,6 +66,7 @@ def test_rows_that_go_out_more_often_than_a_task_repeats() -> None:
         gemm_i8(replace(g, N=300 * 16))
 
 
+@pytest.mark.slow
 def test_rows_that_a_mem_tile_sends_again() -> None:
     """66 blocks of columns on four columns: the mem tile holds a row block and sends it 33 times for each of two."""
     g = Gemm(128, 64, 66 * 64, 16, 32, 16, 4)

@@ -120,6 +120,7 @@ def test_requantisation_is_exact() -> None:
     prove_requantisation()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [
     ("conv_even);\n    aie::set_sat", "positive_inf);\n    aie::set_sat"),
     ("mode::saturate", "mode::symmetric"),

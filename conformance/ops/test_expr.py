@@ -33,6 +33,7 @@ CONDITIONS = st.recursive(COMPARISONS, lambda c: st.tuples(c, JOIN, c).map(lambd
 VALUES = st.fixed_dictionaries({a: st.integers(1, 10**6) for a in AXES})
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=NUMBERS | CONDITIONS, env=VALUES)
 def test_the_value_is_pythons(text: str, env: dict[str, int]) -> None:

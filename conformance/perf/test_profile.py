@@ -132,6 +132,7 @@ def test_what_is_no_profile_is_refused(tmp_path, capsys):
         assert "other.json: not what perf.profile --json prints" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_probe_command_names_device_and_driver(devices, capsys, backend):
     devices.get(backend)

@@ -112,6 +112,7 @@ def test_a_dispatch_costs_where_the_sheet_says_so():
     assert paid == pytest.approx(sum(i.barriers * 4e-6 + (i.dispatches - i.barriers) * 0.5e-6 for i in work.items) + 60e-6)
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_cache_cost_a_prompt_nothing():
     """Prompts pass the layers that append nothing with the wanted rows alone: Gemma 4 E2B computes 1.14 instead of 3.75 Gflop for
     each of a prompt's rows (the published shapes' arithmetic; attention and the tokens' inputs beside it), 3n E2B two thirds."""

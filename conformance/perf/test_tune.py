@@ -36,6 +36,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_json_has_a_time_for_every_candidate(devices, capsys):
     devices.get("vulkan")
     assert tune.main([*QUICK, "--json"]) == 0

@@ -73,6 +73,7 @@ def test_threads_get_the_text_that_each_would_get_alone(folder, device):
         assert not model.engine.positions, "a slot was kept"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", BACKENDS)
 def test_iterators_of_one_thread_interleave(folder, device):
     with load(folder, device, 3) as model:

@@ -112,6 +112,7 @@ def test_only_passes_of_few_rows_that_read_much_get_them_and_only_where_it_was_m
     assert copies("default", 15000, 1) == copies("lavapipe", 15000, 1) == copies("radv", 15000, 1) == 0
 
 
+@pytest.mark.slow
 def test_text_is_the_same_with_prefetches(tmp_path, device):
     checkpoint, texts = open_checkpoint(write_hf(tmp_path, tiny(), dtype="f32")), []
     for copies in (0, 8):

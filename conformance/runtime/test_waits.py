@@ -126,6 +126,7 @@ def test_seconds_that_are_asked_for_override_bounds(monkeypatch: pytest.MonkeyPa
             bounds_of(info)
 
 
+@pytest.mark.slow
 def test_passes_uploads_and_downloads_carry_their_cost() -> None:
     """A pass's is what its operations declare, as often as it runs; of copies, bytes read and written."""
     with shared_device("vulkan") as opened, open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint:

@@ -46,6 +46,7 @@ def test_a_key_is_needed_where_one_is_set() -> None:
         assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
 
 
+@pytest.mark.slow
 def test_only_known_hosts_and_no_cors_unless_named() -> None:
     origin = {"origin": "https://elsewhere.example"}
     with running(lambda: ScriptedModel(Script()), Settings(hosts=("127.0.0.1", "localhost"))) as server:

@@ -38,6 +38,7 @@ def small() -> Iterator[Running]:
         yield server
 
 
+@pytest.mark.slow
 def test_clients_see_the_requests_of_the_bench(small: Running, capsys: pytest.CaptureFixture[str]) -> None:
     """The same draws as hybrid.bench --requests, each with as many tokens as it asked for."""
     asked = ["--requests", "6", "--prompt-lengths", "5,9", "--output-lengths", "3,8", "--shared-prefix", "2", "--seed", "5"]

@@ -29,6 +29,7 @@ def client() -> Iterator[openai.OpenAI]:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
 
 
+@pytest.mark.slow
 def test_text(client: openai.OpenAI) -> None:
     found = client.responses.create(**ASKED, instructions="Be brief.")
     assert found.output_text == "some text." and found.status == "completed"

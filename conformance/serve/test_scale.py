@@ -137,6 +137,7 @@ def with_front(test: Test, replicas: int = 2, script: Script | None = None, sett
 BODY = {"prompt": LONG, "max_tokens": 8}
 
 
+@pytest.mark.slow
 def test_a_conversation_stays_with_its_replica_and_answers_pass_unchanged() -> None:
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
         for turn in range(4):
@@ -151,6 +152,7 @@ def test_a_conversation_stays_with_its_replica_and_answers_pass_unchanged() -> N
     with_front(test)
 
 
+@pytest.mark.slow
 def test_a_stream_comes_in_pieces_and_ends_as_the_replica_ends_it() -> None:
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
         async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer:
@@ -162,6 +164,7 @@ def test_a_stream_comes_in_pieces_and_ends_as_the_replica_ends_it() -> None:
     with_front(test)
 
 
+@pytest.mark.slow
 def test_what_a_lost_replica_has_not_begun_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_module, "PROBE", 0.02)
 
@@ -197,6 +200,7 @@ def test_a_stream_whose_replica_is_lost_ends_with_an_error_event() -> None:
     with_front(test)
 
 
+@pytest.mark.slow
 def test_a_replica_that_loads_is_passed_over_also_when_it_is_known_to_be_down() -> None:
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
         await client.post("/v1/completions", json=BODY)
@@ -211,6 +215,7 @@ def test_a_replica_that_loads_is_passed_over_also_when_it_is_known_to_be_down() 
     with_front(test)
 
 
+@pytest.mark.slow
 def test_no_replica_left_is_503_at_once() -> None:
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
         for fake in fakes:
@@ -239,6 +244,7 @@ def test_a_client_that_goes_away_cancels_its_request_on_the_replica() -> None:
     with_front(test, script=Script(pause=0.05, text="word " * 200))
 
 
+@pytest.mark.slow
 def test_bodies_are_bounded_and_figures_name_their_replica() -> None:
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
         assert (await client.post("/v1/completions", json=BODY)).status_code == 413

@@ -173,6 +173,7 @@ def test_results_and_arguments_that_cannot_be(messages: list[Any], param: str | 
         assert param is None or answer.json()["error"]["param"] == param
 
 
+@pytest.mark.slow
 def test_the_official_client_gets_calls_whole_and_streamed() -> None:
     asked: dict[str, Any] = {
         "model": "demo-gemma3",
