@@ -56,9 +56,12 @@ def sheet(**peak: float) -> DeviceSheet:
 NPU_SCHEDULES = ("gemma3-hybrid", str(ATTENTION))
 
 
-@pytest.mark.parametrize("npu", ["sim", "npu"])
-@pytest.mark.parametrize("schedule", NPU_SCHEDULES)
-@pytest.mark.parametrize("command", ["bench", "profile", "perplexity"])
+# Every command with either NPU, and each schedule with one; in the long profile all with all.
+OPENED = [(command, schedule, npu) for i, command in enumerate(("bench", "profile", "perplexity"))
+          for j, schedule in enumerate(NPU_SCHEDULES) for npu in ("sim", "npu") if LONG or j == i % 2]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "schedule", "npu"), OPENED)
 def test_commands_open_what_a_schedule_asks_for(capsys, tmp_path, command, schedule, npu):
     """Steps of an NPU run on its simulator when that is asked for; where there is no NPU the reason is printed."""
     if npu == "sim" and shutil.which(os.environ.get("CXX", "g++")) is None:
