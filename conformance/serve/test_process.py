@@ -34,7 +34,8 @@ def command(*more: str, start: Sequence[str] = COMMAND) -> Iterator[tuple[subpro
         found = re.search(r"http://\S+", process.stderr.readline())
         assert found is not None
         url = found[0]
-        until(lambda: httpx.get(f"{url}/ready", trust_env=False).status_code == 200)
+        with httpx.Client(trust_env=False, verify=False) as client:  # one: each reads all certificates that there are
+            until(lambda: client.get(f"{url}/ready").status_code == 200)
         yield process, url
     finally:
         process.kill()
