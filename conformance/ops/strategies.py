@@ -14,7 +14,8 @@ from hybrid.harness.sizes import attribute_choices, complete, fits, sizes
 from hybrid.spec import OpSpec
 
 # Scores of values four times as large have errors in bfloat16 that no bound below the result allows. What a region keeps in
-# float16 between its products falls among the subnormal numbers with small values; a device may take those for zero.
+# float16 between its products falls among the subnormal numbers with small values, whose rounding is absolute: llvmpipe's results
+# lie up to five times beyond a bound that is relative to them, by 1e-12 of 1e-8.
 SCALES_OF = {None: (1.0, 0.125, 4.0), "bf16": (1.0, 0.125)}
 SCALES_OF_F16 = (1.0, 4.0)
 MAX_FLOPS = 4_000_000  # of a drawn case: it runs in milliseconds on a CPU driver
