@@ -235,6 +235,11 @@ def test_a_draft_follows_several_sequences_in_the_same_passes(backend: str) -> N
         assert small.engine.counters.minus(before).submits == 3, "a pass for each guess, of both"
         a = [*a, *wanted[0][2:6]]  # one more than it has guessed
         assert draft.propose_all({"a": (a, 1)}) == {"a": wanted[0][6:7]}
+        draft.ahead({"a": (a, 2)})
+        a += wanted[0][6:9]  # both were right, and the list that was given has grown
+        before = small.engine.counters.copy()
+        assert draft.propose_all({"a": (a, 2)}) == {"a": wanted[0][9:11]}
+        assert small.engine.counters.minus(before).submits == 3, "the last guess, the token after it, and one more"
         assert draft.propose_all({"a": (a[:1] * 64, 3)}) == {}, "no room is left"
         draft.close()
         assert not small.engine.positions
