@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from conformance.support.profile import LONG
 from hybrid.core.device import Device
 from hybrid.devices.multi import MultiDevice
 from hybrid.devices.opening import Opened, beside
@@ -75,14 +76,16 @@ def _close_kept() -> None:
 
 def shared_device(backend: str, **options: Any) -> Any:
     """A device for a test that has no need of a VkDevice of its own: on Vulkan a sibling of one that the process keeps, so that
-    each pipeline is built once and not by everything that is opened (30 ms and more with its machine code cached). options: those
-    of VulkanDevice that a sibling may have of its own. Skips or fails as open_backend does."""
+    each pipeline is built once and not by everything that is opened (30 ms and more with its machine code cached). In the short
+    profile validation layers do not watch it, a fifth of what its tests take: they watch commands' whole models, every operation
+    and the runtime's tests. options: those of VulkanDevice that a sibling may have of its own. Skips or fails as open_backend
+    does."""
     if backend != "vulkan":
         return open_backend(backend, **options)
     if _kept and _kept[0]._queue.gone is not None:  # a loss is of all
         _close_kept()
     if not _kept:
-        _kept.append(open_backend("vulkan"))
+        _kept.append(open_backend("vulkan", validation=None if LONG else False))
     return _kept[0].sibling(**options)
 
 
