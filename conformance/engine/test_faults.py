@@ -11,7 +11,7 @@ import pytest
 
 import hybrid
 from conformance.support.devices import BACKENDS, for_model, shared_device
-from conformance.support.synthetic import tiny, write_hf
+from conformance.support.synthetic import tiny, tiny_gemma3n, write_hf
 from hybrid import generate, inspect, perplexity
 from hybrid.checkpoint import finite, open_checkpoint
 from hybrid.convert import SAME, Wanted, convert
@@ -76,6 +76,20 @@ def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, tensor,
         engine.release(0)
         with pytest.raises(NotFinite, match=r"after position \d are"):
             engine.logits(PROMPT)
+
+
+@pytest.mark.parametrize(("dtype", "what"), [("f32", NAN), ("bf16", INF)])
+def test_a_sparse_feed_forward_cuts_no_damage_off(tmp_path, device, dtype, what):
+    """One gate of a layer of Gemma 3n that keeps few of them: its threshold is NaN, which nothing is above."""
+    folder = write_hf(tmp_path, tiny_gemma3n(), dtype=dtype)
+    spoil(folder, "model.layers.0.mlp.gate_proj.weight", 1, BITS[dtype][what])
+    with open_checkpoint(folder) as checkpoint:
+        engine = Engine(checkpoint, device, EngineConfig(ctx=64, precision="exact"))
+        with pytest.raises(NotFinite, match="after position 3 of slot 0 are NaN or infinite"):
+            next(engine.stream(engine.admit(), PROMPT, 5))
+        engine.release(0)
+        with pytest.raises(NotFinite):
+            engine.logits(PROMPT[:2])
 
 
 @pytest.mark.parametrize("weights", ["q8_0", "q4_0"])

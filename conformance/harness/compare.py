@@ -130,10 +130,10 @@ def codes(label: str, got: tuple[np.ndarray, np.ndarray], ref: np.ndarray, allow
     if not half:
         same(f"{label}.sum", pair[..., 1], scale * code.astype(np.float32).sum(-1, dtype=np.float32))
     inverse = np.divide(127.0, peak, out=np.zeros_like(peak), where=peak > 0)[..., None]
-    wanted = x * inverse
+    wanted = np.where(np.isfinite(peak)[..., None], x * inverse, code)  # where the scale is damaged, codes mean nothing
     # A code may differ only where the real value, moved by its own error, crosses a half-integer.
     reach = 0.5 + slack + tolerance * inverse + np.abs(wanted) * (tolerance.max(-1, keepdims=True) * inverse / 127)
-    reach[(peak > 0) & (peak < _TINY_BLOCK)] = 255
+    reach[((peak > 0) & (peak < _TINY_BLOCK)) | ~np.isfinite(peak)] = 255
     return Verdict(max(verdict.passes, within(f"{label}.codes", code, wanted, reach, vacuous_ok=True).passes), verdict.nmse)
 
 

@@ -65,7 +65,9 @@ def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
         yield variant(spec, {**base, axis: rows} if axis else base, dtypes, seed)
     if axis and "sparsity" in spec.attributes:  # sparse rows have kernels of their own
         case = variant(spec, {**base, axis: 3}, dtypes, 3)
-        yield replace(case, attrs={**case.attrs, "sparsity": 0.8})
+        sparse = replace(case, attrs={**case.attrs, "sparsity": 0.8})
+        yield sparse
+        yield replace(sparse, kinds={next(iter(spec.inputs)): "nan"})  # what is damaged is not what a threshold cuts off
 
 
 # Sizes, and attributes, at which a backend's bindings choose another kernel than for those of dtype_cases.

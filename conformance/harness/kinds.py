@@ -60,7 +60,8 @@ def act(x: np.ndarray) -> Tensor:
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32).astype(np.float32)
     peak = np.abs(blocks).max(-1)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
-    codes = np.clip(np.rint(blocks * inverse[..., None]), -127, 127)
+    scaled = np.where(np.isfinite(peak)[..., None], blocks, 0) * inverse[..., None]  # codes of a block with a NaN mean nothing
+    codes = np.clip(np.rint(scaled), -127, 127)
     return pack("q8_act", codes.reshape(x.shape).astype(np.int64), peak * np.float32(1 / 127))
 
 

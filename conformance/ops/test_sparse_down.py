@@ -13,13 +13,17 @@ from conformance.support.devices import without_vulkan
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny_gemma3n, write_hf
 from hybrid.core.plan import TensorDecl
+from hybrid.core.tensor import Tensor
 from hybrid.devices.opening import Opened
-from hybrid.harness import run_case
+from hybrid.harness import POISON, execute, run_case
 from hybrid.harness.fixed import dtype_cases
+from hybrid.harness.inputs import make
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.vulkan.columns import SUFFIX, TYPES
 from hybrid.kernels.vulkan.device import VulkanDevice, VulkanUnavailable
 from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.kernels.vulkan.ops import BINDINGS
+from hybrid.kernels.vulkan.ops._sparse import sparse_down
 from hybrid.planning.expand import WeightInfo
 from hybrid.planning.footprint import laid_out_again
 from hybrid.quant.codec import encode
@@ -50,6 +54,36 @@ def radv():
 @pytest.mark.parametrize("w", TYPES)
 def test_columns_make_what_the_oracle_does(radv, w, rows):
     run_case(FFN, radv, case(w, rows))
+
+
+@pytest.mark.parametrize("w", TYPES)
+def test_a_damaged_row_is_not_skipped_with_its_codes(radv, w):
+    """Of three rows the first and the last hold a NaN, which reaches h as scales, whatever the codes beside them are."""
+    run_case(FFN, radv, replace(case(w, 3), kinds={"x": "nan"}))
+
+
+@pytest.mark.parametrize("w", TYPES)
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_block_without_codes_counts_where_its_scale_is_damaged(w, scale):
+    """What a driver makes of the codes of a block with a NaN is its own affair. The kernel alone, as a binding of `linear`."""
+
+    def alone(rec, step, t):
+        sparse_down(rec, t["x"], rec.device.by_columns(t["w"]), t["y"].parts[0], rows=step.bind["T"], extent=step.extent)
+
+    try:
+        device = VulkanDevice("vulkan", tuning="radv", bindings={**BINDINGS, "linear": alone})
+    except VulkanUnavailable as error:
+        without_vulkan(error)
+    linear = load_op("linear")
+    made = replace(next(iter(dtype_cases(linear, {"x": "q8_act", "w": w, "y": "f32"}))), bind={"T": 4, "N": 96, "K": 1056}, rows=4)
+    with device:
+        sound = make(linear, made)
+        codes, pairs = (p.copy() for p in sound["x"].parts)
+        codes[:, 64:96] = 0  # block 2 of 33, in every row
+        pairs.reshape(4, -1, 2)[:, 2] = 0.0
+        pairs.reshape(4, -1, 2)[2, 2] = scale, scale * 0
+        y = execute(linear, device, made, {**sound, "x": Tensor("q8_act", (4, 1056), (codes, pairs))}, POISON[0])["y"].array
+    assert np.isnan(y[2]).all() and np.isfinite(np.delete(y, 2, axis=0)).all()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ EDGE_VALUES: dict[str, str] = {
     "two_best": "two equal largest logits: the lower id wins",
     "all_equal": "all logits equal",
     "neg_inf": "-infinity in all but a few logits",
-    "nan": "one NaN, of either sign, in every second row of logits: nothing is chosen there",
+    "nan": "one NaN, of either sign, in every second row (of logits: nothing is chosen there)",
     "pos_inf": "+infinity in one logit of every second row: nothing is chosen there",
     "nothing_left": "every logit -infinity: nothing is chosen",
     "greedy": "temperature 0",
