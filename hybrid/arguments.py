@@ -71,7 +71,7 @@ ENGINE = ("schedule", "npu", "weights", "precision", "kv", "ctx", "chunk", "dete
 def add_engine(p: argparse.ArgumentParser) -> None:
     """What a model is loaded with by commands that generate: --device and `ENGINE`."""
     from hybrid.core.dtypes import WRITABLE_TYPES
-    from hybrid.quant.reencode import NATIVE
+    from hybrid.quant.native import NATIVE
 
     made = [t for t in WRITABLE_TYPES if t not in NATIVE]
     add_devices(p)

@@ -129,12 +129,11 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     from hybrid.convert.__main__ import wanted
     from hybrid.convert.kinds import SAME, plan_types
     from hybrid.core.dtypes import DTYPES
-    from hybrid.engine.config import DEFAULT_CTX
     from hybrid.kernels.vulkan.dry import scratch_bytes
-    from hybrid.planning.cache import MAX_SLOTS
+    from hybrid.planning.cache import DEFAULT_CTX, MAX_SLOTS
     from hybrid.planning.expand import WeightInfo
     from hybrid.planning.footprint import footprint, laid_out_again
-    from hybrid.quant.reencode import native
+    from hybrid.quant.native import native
     from hybrid.spec.schedule import named_schedule
 
     subject = _subject(args.model)
@@ -188,7 +187,6 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _subject(model: str) -> Subject:
-    from hybrid.checkpoint import open_checkpoint
     from hybrid.checkpoint.families import tensors as tensors_of
     from hybrid.spec.model import find_model, load_models
 
@@ -197,6 +195,8 @@ def _subject(model: str) -> Subject:
         hp = sheet.hparams()
         tensors = {n: ("bf16" if len(s) > 1 else "f32", s) for n, s in tensors_of(hp).items()}
         return Subject({"name": model, "path": None, "file_bytes": None, "source": sheet.model.source}, hp, tensors, None)
+    from hybrid.checkpoint import open_checkpoint
+
     with open_checkpoint(model) as c:
         head = {"name": c.name, "path": str(c.path), "file_bytes": c.file_bytes}
         tensors = {n: (c.dtype(n), c.shape(n)) for n in c.names}

@@ -78,9 +78,8 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
-    from hybrid.engine.config import DEFAULT_CTX
     from hybrid.engine.weights import stored_types
-    from hybrid.planning.cache import CacheShape
+    from hybrid.planning.cache import DEFAULT_CTX, CacheShape
     from hybrid.planning.passes import capabilities_of, chunk_of
     from hybrid.planning.pipeline import pipeline_depth
     from hybrid.planning.planner import Target

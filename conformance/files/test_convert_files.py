@@ -20,7 +20,7 @@ from hybrid.convert.__main__ import main
 from hybrid.convert.unfinished import part_name, remove_stale
 
 _STOPPED = (
-    "import os, signal, sys, hybrid.convert as c\n"
+    "import os, signal, sys, hybrid.convert.shards as c\n"
     "from hybrid.convert import __main__ as m\n"
     "real = c.fill\n"
     "def fill(*args):\n"

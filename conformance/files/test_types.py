@@ -26,7 +26,8 @@ from hybrid.engine.weights import stored_types
 from hybrid.harness import block_values
 from hybrid.harness.compare import UNIT
 from hybrid.quant.codec import dequantise, rows, take
-from hybrid.quant.reencode import MOST, NATIVE, Reencoded, computed, native, reencode, summary
+from hybrid.quant.native import MOST, NATIVE, computed, native
+from hybrid.quant.reencode import Reencoded, reencode, summary
 
 IDS = list(range(3, 40))
 

@@ -22,7 +22,7 @@ from hybrid.core import errors
 from hybrid.core.errors import SpecError
 from hybrid.core.places import DEMO
 from hybrid.core.units import parse_bytes, shortest, show_bytes
-from hybrid.quant.reencode import computed
+from hybrid.quant.native import computed
 from hybrid.spec import OpSpec, load_op, op, workload
 from hybrid.spec.__main__ import main as spec
 from hybrid.spec.devicesheet import DeviceSheet
@@ -217,6 +217,17 @@ def test_commands_start_without_workloads() -> None:
     code = "import sys; from hybrid.generate import parser; parser(); print('hybrid.spec.workload' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout.strip() == "False", run.stderr
+
+
+def test_a_size_is_planned_without_numpy_and_without_readers_of_files() -> None:
+    code = (
+        "import sys; from hybrid import inspect; inspect.main(['gemma3-27b']); import hybrid.checkpoint as c; "
+        "unused = ('numpy', 'hybrid.checkpoint.open', 'hybrid.convert.shards', 'hybrid.engine.weights', 'hybrid.quant.codec',"
+        " 'hybrid.spec.devicesheet'); found = [m for m in unused if m in sys.modules]; "
+        "print('loaded', found, 'numpy' in sys.modules or c.open_checkpoint.__name__)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1:] == ["loaded [] open_checkpoint"], run.stderr
 
 
 @pytest.mark.parametrize("backend", ["cpu", "vulkan"])

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from hybrid.core.hparams import HParams
-from hybrid.core.tensor import Packed, Tensor
-from hybrid.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hybrid.core.tensor import Packed, Tensor
+    from hybrid.text.tokenizer import Tokenizer
 
 
 class CheckpointError(ValueError):

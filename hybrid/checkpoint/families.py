@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from hybrid.checkpoint import gemma3, gemma3_config, gemma3n, gemma4
 from hybrid.checkpoint.base import CheckpointError
 from hybrid.checkpoint.decoder import Shape, dead, hf_name
 from hybrid.checkpoint.fields import Fields
-from hybrid.checkpoint.look import Look
 from hybrid.core.hparams import HParams
 from hybrid.core.names import stem_of
+from hybrid.core.numeric import np
+
+if TYPE_CHECKING:
+    from hybrid.checkpoint.look import Look
 
 EMBEDDING = "token_embd.weight"
 

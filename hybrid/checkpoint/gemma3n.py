@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid.checkpoint import decoder
 from hybrid.checkpoint.decoder import GLOBAL_THETA, LOCAL_THETA, Shape
 from hybrid.checkpoint.fields import Fields
-from hybrid.checkpoint.look import Look
 from hybrid.core.hparams import HParams, LayerParams, kv_sources
 from hybrid.core.units import shortest
+
+if TYPE_CHECKING:
+    from hybrid.checkpoint.look import Look
 
 FAMILY = "Gemma 3n"
 PATTERN = 5  # one global layer in five, unless the file says otherwise

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from hybrid.checkpoint import decoder
 from hybrid.checkpoint.decoder import GLOBAL_THETA, LOCAL_THETA, Shape
 from hybrid.checkpoint.fields import Fields
-from hybrid.checkpoint.look import Look
 from hybrid.core.hparams import HParams, LayerParams, kv_sources
 from hybrid.core.names import in_layer
+from hybrid.core.numeric import np
 from hybrid.core.units import shortest
+
+if TYPE_CHECKING:
+    from hybrid.checkpoint.look import Look
 
 FAMILY = "Gemma 4"
 PATTERN = 6  # one global layer in six, unless the file says otherwise

@@ -12,11 +12,7 @@ from typing import Literal
 
 from hybrid.checkpoint import Checkpoint, CheckpointError
 from hybrid.checkpoint.families import family_of
-from hybrid.convert import to_gguf, to_hf
-from hybrid.convert.blocks import default_jobs
 from hybrid.convert.kinds import CLASSES, SAME, Types, Wanted, main_type, plan_types
-from hybrid.convert.shards import fill, tensor_sizes
-from hybrid.convert.unfinished import remove_stale
 from hybrid.core.units import show_bytes
 
 __all__ = ["CLASSES", "SAME", "Report", "Wanted", "convert", "planned"]
@@ -76,6 +72,11 @@ def convert(
     unfinished in its folder is removed first.
     Raises CheckpointError for a target that is in the way and for values that a type cannot hold.
     """
+    from hybrid.convert import to_gguf, to_hf  # inspect needs the types alone
+    from hybrid.convert.blocks import default_jobs
+    from hybrid.convert.shards import fill
+    from hybrid.convert.unfinished import remove_stale
+
     start = time.perf_counter()
     types = planned(source, Wanted(wanted) if isinstance(wanted, str) else wanted)
     if split is not None and split < 1:
@@ -113,4 +114,6 @@ def _check_room(target: Path, size: int) -> None:
 
 def total_bytes(source: Checkpoint, wanted: Wanted) -> int:
     """Bytes of tensors that a conversion will write."""
+    from hybrid.convert.shards import tensor_sizes
+
     return sum(tensor_sizes(source, planned(source, wanted).kinds).values())

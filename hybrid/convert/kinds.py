@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from hybrid.checkpoint import CheckpointError
 from hybrid.checkpoint.classes import CLASSES, class_of
 from hybrid.checkpoint.families import is_exact
 from hybrid.core.dtypes import DTYPES, WRITABLE_TYPES
 from hybrid.core.names import part_of
+from hybrid.core.numeric import np
 
 __all__ = ["CLASSES", "SAME", "Types", "Wanted", "class_of", "grouped", "main_type", "plan_types"]
 

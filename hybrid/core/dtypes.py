@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
+from hybrid.core.numeric import np
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,18 @@ class Part:
     """One dense array of a type: `count` items of `dtype` for each block of elements."""
 
     name: str
-    dtype: np.dtype
+    code: str
+    """NumPy's: the kind of number and its bytes, one digit."""
     count: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.code)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one item."""
+        return int(self.code[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,7 @@ class DType:
     @property
     def bits(self) -> float:
         """Bits per element, scales included."""
-        return 8 * sum(p.dtype.itemsize * p.count for p in self.parts) / self.block
+        return 8 * sum(p.itemsize * p.count for p in self.parts) / self.block
 
     def part_shape(self, part: Part, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a part's array for a tensor of `shape` (last axis = elements of a row)."""
@@ -49,15 +59,15 @@ class DType:
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of all parts of a tensor of `shape`, without padding."""
-        return sum(math.prod(self.part_shape(p, shape)) * p.dtype.itemsize for p in self.parts)
+        return sum(math.prod(self.part_shape(p, shape)) * p.itemsize for p in self.parts)
 
 
-def _plain(name: str, np_dtype: str) -> DType:
-    return DType(name, 1, (Part("data", np.dtype(np_dtype), 1),))
+def _plain(name: str, code: str) -> DType:
+    return DType(name, 1, (Part("data", code, 1),))
 
 
 def _blocks(name: str, block: int, *parts: tuple[str, str, int]) -> DType:
-    return DType(name, block, tuple(Part(part, np.dtype(dtype), count) for part, dtype, count in parts))
+    return DType(name, block, tuple(Part(*part) for part in parts))
 
 
 # bf16 is carried as its 16 raw bits. q8_act: activations, int8 codes and (scale, scale * sum of codes) in float32 for

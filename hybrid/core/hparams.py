@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any
@@ -207,7 +207,8 @@ class HParams:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values by field name, ready for JSON."""
-        return {**asdict(self), "n_layers": self.n_layers, "layers": [asdict(layer) for layer in self.layers]}
+        layers = [{f.name: getattr(layer, f.name) for f in fields(layer)} for layer in self.layers]
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "n_layers": self.n_layers, "layers": layers}
 
 
 def common(layers: Sequence[LayerParams]) -> tuple[dict[str, Any], dict[str, list[Any]]]:

@@ -71,7 +71,7 @@ class TensorDecl:
     def nbytes(self) -> int:
         """Bytes with every part padded to ALIGN: what the tensor takes in an arena."""
         return sum(
-            -(-_prod(t.part_shape(p, shape)) * p.dtype.itemsize // ALIGN) * ALIGN for t, shape in self._runs() for p in t.parts
+            -(-_prod(t.part_shape(p, shape)) * p.itemsize // ALIGN) * ALIGN for t, shape in self._runs() for p in t.parts
         )
 
     @property
@@ -82,7 +82,7 @@ class TensorDecl:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Every storage type in it."""
-        return tuple(dict.fromkeys(dtype for dtype, _ in self.row_types)) or (self.dtype,)
+        return tuple(dict.fromkeys(dtype for dtype, _ in self.row_types)) if self.row_types else (self.dtype,)
 
     def _runs(self) -> list[tuple[DType, tuple[int, ...]]]:
         if not self.row_types:

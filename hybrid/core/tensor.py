@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from hybrid.core.dtypes import DTYPES, DType
+from hybrid.core.numeric import np
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,19 +6,17 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import get_args
 
-import numpy as np
-
 from hybrid.checkpoint import Checkpoint
 from hybrid.core.device import Device
 from hybrid.core.dtypes import CACHE_CHOICES, CacheChoice
 from hybrid.core.hparams import HParams
+from hybrid.core.numeric import np
 from hybrid.engine.weights import stored_types
-from hybrid.planning.cache import MAX_SLOTS, CacheShape
+from hybrid.planning.cache import DEFAULT_CTX, MAX_SLOTS, CacheShape
 from hybrid.planning.passes import PassSizes, capabilities_of, chunk_of, decode_buckets_of, fixed_rows, pass_sizes
 from hybrid.planning.planner import PrecisionName, Target
 from hybrid.spec.schedule import Schedule
 
-DEFAULT_CTX = 4096
 MOST_GUESSES = 16
 SHARING = 4
 

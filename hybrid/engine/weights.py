@@ -17,7 +17,8 @@ from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Source, Tensor
 from hybrid.planning.expand import WeightInfo
 from hybrid.quant.codec import dequantise, quantise, row_blocks
-from hybrid.quant.reencode import NATIVE, Reencoded, computed, native, reencode, summary
+from hybrid.quant.native import NATIVE, computed, native
+from hybrid.quant.reencode import Reencoded, reencode, summary
 
 _ELEMENTS = 1 << 23  # made at once
 _AT_ONCE = 1 << 19  # converted at once by a thread: 2 MB in float32

@@ -13,6 +13,7 @@ from hybrid.core.plan import ENTRY_WORDS, MESSAGE_HEADER, OUT_WORDS, ROW_WORDS
 
 BLOCK = 32  # positions per block
 MAX_SLOTS = 256
+DEFAULT_CTX = 4096  # positions per sequence, unless said, where the model has as many
 
 
 @dataclass(frozen=True, slots=True)

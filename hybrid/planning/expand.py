@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hybrid.core.dtypes import DTYPES
@@ -16,6 +17,7 @@ from hybrid.spec.schedule import Declared, Phase, Schedule, StepSpec
 from hybrid.spec.step import ANY, EXTENTS
 
 _HOLE = re.compile(r"\{([^{}]*)\}")
+_read = lru_cache(maxsize=4096)(Expr)  # every layer of every plan asks the same conditions
 
 
 class WeightInfo(NamedTuple):
@@ -106,18 +108,21 @@ class Names:
         raise self.error(f"values.{name}", f"no condition holds {where}; add any = ...")
 
     def holds(self, when: str, layer: int | None, where: str) -> bool:
-        return when == ANY or bool(self._eval(Expr(when), self.numbers(layer), where))
+        return when == ANY or bool(self._eval(_read(when), self.numbers(layer), where))
 
     def number(self, expr: Expr, layer: int | None, where: str) -> int | float:
         """An expression over hyper-parameters, axes, [values] and, inside a layer, its numbers."""
         env = self.numbers(layer)
         for name in expr.names & self.schedule.values.keys():
-            env = {**env, name: self._eval(Expr(self.value(name, layer)), self.numbers(layer), f"values.{name}")}
+            env = {**env, name: self._eval(_read(self.value(name, layer)), self.numbers(layer), f"values.{name}")}
         return self._eval(expr, env, where)
 
     def shape(self, declared: Declared, layer: int | None, name: str) -> tuple[int, ...]:
         numbers = [self.number(e, layer, f"tensors.{name}.shape") for e in declared.shape]
-        return tuple(self._whole(Expr(n), {}, f"tensors.{name}.shape") for n in numbers)
+        for expr, n in zip(declared.shape, numbers, strict=True):
+            if n != int(n):
+                raise self.error(f"tensors.{name}.shape", f"{expr} = {n} is not a whole number")
+        return tuple(map(int, numbers))
 
     def error(self, where: str, text: str) -> SpecError:
         return SpecError(f"schedule {self.schedule.schedule.name}: {where}: {text}")

@@ -104,15 +104,15 @@ def footprint(
     ]
     plans = [plan(target, outs, outs, "decode", options=OPTIONS)]
     plans += [for_pipeline_slot(p, i, schedule, prefill.arena_bytes) for p in passes for i in range(depth)]
-    others = () if beside is nothing_beside else every_size(target, sizes)
-    held = _sum(plans, target.hparams, times, max(map(beside, [*plans, *others])))
+    others = () if beside is nothing_beside else tuple(every_size(target, sizes))
+    held = _sum(plans, target.hparams, times, max(map(beside, others or plans)))
     return replace(held, weights=held.weights + laid_out_again(hparams, weights, again))
 
 
-def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
-    """The same model with two layers of each kind (its numbers, and the types and shapes of its weights) and those whose caches
-    they read, and how many layers each of them stands for. What the others take follows: a plan's layers of one kind differ in
-    names alone, and its activations live from one layer to the next at most."""
+def thinned(target: Target, each: int = 2) -> tuple[Target, tuple[int, ...]]:
+    """The same model with two layers of each kind (its numbers, and the types and shapes of its weights; `each`) and those whose
+    caches they read, and how many layers each of them stands for. What the others take follows: a plan's layers of one kind
+    differ in names alone, and its activations live from one layer to the next at most."""
     kinds: dict[object, list[int]] = {}
     own: dict[int, list[tuple[str, WeightInfo]]] = {}
     for name, info in target.weights.items():
@@ -122,7 +122,7 @@ def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
     for layer, params in enumerate(target.hparams.layers):
         weights = ((n, i.dtype, i.shape, i.row_types) for n, i in sorted(own.get(layer, ())))
         kinds.setdefault((params.kind, *weights), []).append(layer)
-    kept = {layer for of in kinds.values() for layer in of[:2]}
+    kept = {layer for of in kinds.values() for layer in of[:each]}
     sources = {target.hparams.layers[layer].kv_from for layer in kept}
     kept |= {source for source in sources if source is not None}
     times: dict[int, int] = {}
@@ -137,11 +137,12 @@ def thinned(target: Target) -> tuple[Target, tuple[int, ...]]:
 
 
 def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
-    """Plans of every number of rows that an engine compiles, of two layers of each kind: few rows may be cut into more parts
-    than many. None where passes overlap: a multi-device cuts the plans into segments, whose scratch it does not reserve."""
+    """Plans of every number of rows that an engine compiles, of one layer of each kind, for steps use the same memory beside the
+    arena one after another: few rows may be cut into more parts than many. None where passes overlap: a multi-device cuts the
+    plans into segments, whose scratch it does not reserve."""
     if pipeline_depth(target.schedule) > 1:
         return
-    target, _ = thinned(target)
+    target, _ = thinned(target, 1)
     for outs in sizes.outs:
         yield plan(target, outs, outs, "decode", options=OPTIONS)
     for rows in sizes.rows:

@@ -250,7 +250,7 @@ class _Planner:
         key = (op.name, *shapes.items(), *axes.items())
         if key not in self.solved:
             bind = op.solve(shapes, axes)
-            self.solved[key] = bind, op.bind_shapes(bind)
+            self.solved[key] = bind, {n: shapes[n] if n in shapes else op.shape(n, bind) for n in op.tensors}
         return self.solved[key]
 
     def _check(self, op: OpSpec, step: Step, tensors: Mapping[str, TensorDecl]) -> None:

@@ -80,6 +80,8 @@ class Expr:
         """
         try:
             return self._value(env, bytes)
+        except KeyError as e:
+            raise ExprError(f"{self.text!r}: no value for {e.args[0]}") from None
         except ExprError as e:
             raise ExprError(f"{self.text!r}: {e}") from None
         except (ArithmeticError, ValueError, TypeError) as e:
@@ -246,7 +248,7 @@ def _compiled(node: ast.expr) -> _Value:
         value = node.value
         return lambda env, bytes: value
     if (name := node.id if isinstance(node, ast.Name) else _of_layer(node)) is not None:
-        return lambda env, bytes: _named(env, name)
+        return lambda env, bytes: env[name]
     if isinstance(node, ast.UnaryOp):
         operand = _compiled(node.operand)
         return (lambda env, bytes: -operand(env, bytes)) if isinstance(node.op, ast.USub) else operand
@@ -275,12 +277,6 @@ def _compiled(node: ast.expr) -> _Value:
         return lambda env, bytes: (yes if when(env, bytes) else no)(env, bytes)
     call = _FUNCTIONS[node.func.id][2]
     return lambda env, bytes: _bounded(call(*(a(env, bytes) for a in arguments)))
-
-
-def _named(env: Mapping[str, Any], name: str) -> Any:
-    if name not in env:
-        raise ExprError(f"no value for {name}")
-    return env[name]
 
 
 def _bytes_of(tensor: str, bytes: Callable[[str], float] | None) -> float:

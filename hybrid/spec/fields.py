@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
@@ -225,7 +226,7 @@ class TensorSpec(Model):
     tolerance: dict[str, Tolerance] = Field(default_factory=dict)
     """By dtype; goes before the operation's [tolerance] table."""
 
-    @property
+    @cached_property
     def same(self) -> str | None:
         """The tensor whose dtype this one shares."""
         return self.dtype[0][5:] if self.dtype[0].startswith("same:") else None

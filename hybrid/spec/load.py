@@ -73,7 +73,8 @@ def _refuse_depth(value: Any, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
         raise RecursionError
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _refuse_depth(inner, depth + 1)
+        if isinstance(inner, (dict, list)):
+            _refuse_depth(inner, depth + 1)
 
 
 def validate(file: str, data: dict[str, Any], model: type[M]) -> M:
@@ -173,5 +174,5 @@ def _bare(annotation: Any) -> Any:
 
 def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _tuples(v) for k, v in value.items()}
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+        return {k: _tuples(v) if isinstance(v, (dict, list)) else v for k, v in value.items()}
+    return tuple([_tuples(v) if isinstance(v, (dict, list)) else v for v in value]) if isinstance(value, list) else value

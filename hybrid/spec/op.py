@@ -198,8 +198,8 @@ class OpSpec(Model):
         if dtypes is not None:
             self.check_dtypes(dtypes, backend)
             for name, dtype in dtypes.items():
-                block, shape = DTYPES[dtype].block, self.shape(name, bind)
-                if shape[-1] % block:
+                block = DTYPES[dtype].block
+                if block > 1 and (shape := self.shape(name, bind))[-1] % block:
                     key = f"{self.section(name)}.{name}.dtype"
                     raise self._error(key, f"{dtype} needs rows of a multiple of {block} elements, not shape {shape}")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from hybrid.core.errors import FieldError, SpecError, nearest
+from hybrid.spec.assignments import possible
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import EDGE_VALUES
 
@@ -91,7 +92,7 @@ def _dtypes(spec: OpSpec) -> None:
             for d in dtypes:
                 if d not in source.dtype:
                     raise FieldError(f"{at}.{tensor}", f"{tensor} is never {d}; it may be {', '.join(source.dtype)}")
-    if not spec.dtype_choices():
+    if next(possible(spec, None), None) is None:
         raise FieldError("dtype_rules", "the rules leave no assignment of dtypes; loosen one")
 
 

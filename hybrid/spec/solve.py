@@ -58,6 +58,8 @@ def _agree(file: str, s: Size, known: Mapping[str, int], origin: Mapping[str, st
 
 def _linear(file: str, s: Size, axis: str, known: Mapping[str, int]) -> int | None:
     """The value of `axis`, if the expression is linear in it; None if not."""
+    if s.expr.text == axis:
+        return s.size
     try:
         f0, f1, f2, f7 = (s.expr.eval({**known, axis: n}) for n in (0, 1, 2, 7))
     except ExprError:

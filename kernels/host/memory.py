@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
-
 from hybrid.core.dtypes import DTYPES
+from hybrid.core.numeric import np
 from hybrid.core.plan import ALIGN, TensorDecl
 from hybrid.core.tensor import Packed, Rows, Tensor
 

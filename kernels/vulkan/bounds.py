@@ -20,7 +20,6 @@ from hybrid.core.plan import Plan
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.instance import DeviceInfo
 from hybrid.spec.cost import Cost, step_cost
-from hybrid.spec.devicesheet import sheet_for
 from hybrid.spec.op import load_ops
 
 NEIGHBOURS = 20
@@ -64,6 +63,8 @@ class Bounds:
 
 def bounds_of(info: DeviceInfo, timeout: float | None = None) -> Bounds:
     """Of a device by its sheet, else its class. timeout, or HYBRID_VULKAN_TIMEOUT, makes them flat."""
+    from hybrid.spec.devicesheet import sheet_for  # a plan that is recorded on no device has no use for it
+
     sheet = sheet_for(info.label)
     peak = sheet.peak if sheet else None
     gb_s, tflops = CLASSES.get(info.kind, OTHER)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from hybrid.core.plan import Plan, TensorDecl
@@ -46,7 +46,7 @@ class DryDevice:
         """One that plans and chooses kernels as the reported device would."""
         size, limits = choose_subgroup(report), report.limits
         most = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation)
-        return cls(size, most, report.has, device_class(traits(report, size)), limits.cores,
+        return cls(size, most, cache(report.has), device_class(traits(report, size)), limits.cores,
                    limits.shared_bytes, limits.storage_buffers)
 
     def kernel(self, name: str, **constants: int) -> Kernel:

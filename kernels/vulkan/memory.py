@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from hybrid.core.device import Counters
+from hybrid.core.numeric import np
 from hybrid.core.plan import ALIGN
 from hybrid.kernels.vulkan.api import OutOfDeviceMemory, check, ffi, lib, vk
 from hybrid.kernels.vulkan.features import Limits

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hybrid.core.device import StepTime
+from hybrid.core.numeric import np
 from hybrid.core.plan import Plan
 from hybrid.kernels.vulkan.api import VulkanError, check, ffi, lib, vk
 from hybrid.kernels.vulkan.bounds import declared

@@ -144,19 +144,19 @@ class Recorder:
         if len(push) != kernel.push:
             raise VulkanError(f"{kernel.name} takes {kernel.push} bytes of push constants, {len(push)} were given")
         axes: tuple[GridAxis, ...] = (*grid, *(1,) * (3 - len(grid)))
-        if any(isinstance(a, int) and a < 1 for a in axes):
+        most = tuple([a if isinstance(a, int) else a.most for a in axes])
+        if min(most) < 1:
             raise VulkanError(f"{kernel.name}: grid {tuple(grid)} has an axis of no groups")
-        most = tuple(a if isinstance(a, int) else a.most for a in axes)
-        limit = self.device.max_groups
-        if any(m > n for m, n in zip(most, limit, strict=True)):
+        limit, (x, y, z) = self.device.max_groups, most
+        if x > limit[0] or y > limit[1] or z > limit[2]:
             raise VulkanError(f"{kernel.name}: grid of up to {most} groups is over this device's limit {tuple(limit)}; "
                               "use fewer rows per pass")
         self._check_waits(kernel, most, resident)
         self._own_counters(kernel, (*reads, *writes))
         # A live axis of at most one group needs no indirection: kernels guard their rows against control themselves.
-        fixed = tuple(1 if isinstance(a, Live) and a.most == 1 else a for a in axes)
+        fixed = tuple([1 if m == 1 else a for a, m in zip(axes, most, strict=True)])
         entry = None
-        if any(isinstance(a, Live) for a in fixed):
+        if any([isinstance(a, Live) for a in fixed]):
             entry = self._entries.setdefault(fixed, len(self._entries))
         self._dispatches.append(Dispatch(kernel, (self.control, *reads), tuple(writes), bytes(push),
                                          (most[0], most[1], most[2]), entry, self.step))

@@ -12,6 +12,9 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 from hybrid.kernels.vulkan.tlb_prefetch import TlbPrefetch
 
+BEGUN_BY = {op: [(ops, group) for ops, group in GROUPS.items() if ops[0] == op] for op in {ops[0] for ops in GROUPS}}
+"""The groups that begin with an operation, in GROUPS' order."""
+
 
 def record_steps(rec: Recorder, plan: Plan, tensors: Mapping[str, DeviceTensor], binding: Callable[[str], Binding]) -> None:
     """Record every step of a plan. `tensors`: by their names in the plan; `binding`: of an operation. An operation whose binding
@@ -33,9 +36,7 @@ def _record_group(
     rec: Recorder, steps: Sequence[Step], args: Sequence[Tensors], first: int, binding: Callable[[str], Binding]
 ) -> int:
     """Steps recorded as a fused group from `first` on: 0 where no fused group begins there or none of them fits."""
-    for ops, group in GROUPS.items():
-        if ops[0] != steps[first].op:
-            continue
+    for ops, group in BEGUN_BY.get(steps[first].op, ()):
         end = first + len(ops)
         matches = tuple(s.op for s in steps[first:end]) == ops and all(binding(op) is BINDINGS[op] for op in ops)
         if matches and group(rec, steps[first:end], args[first:end]):

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from hybrid.core.dtypes import DTYPES
+from hybrid.core.numeric import np
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.kernels.vulkan.api import VulkanError
@@ -82,7 +81,7 @@ def rows_of(shape: tuple[int, ...]) -> int:
 def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
     """Bytes of each part, without padding."""
     t = DTYPES[dtype]
-    return [math.prod(t.part_shape(p, shape)) * p.dtype.itemsize for p in t.parts]
+    return [math.prod(t.part_shape(p, shape)) * p.itemsize for p in t.parts]
 
 
 def chunk_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int, str]]:

@@ -205,7 +205,7 @@ def _opened(path: str, precision: PrecisionName, kv: CacheChoice, capabilities: 
 
 
 def _infos(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, WeightInfo]:
-    from hybrid.quant.reencode import native
+    from hybrid.quant.native import native
 
     return {n: WeightInfo(native(k, "vulkan") if len(shapes[n]) > 1 else k, shapes[n]) for n, k in kinds.items()}
 
