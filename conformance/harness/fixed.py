@@ -79,12 +79,11 @@ VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
     "fused_ffn": ({"T": 195, "H": 96, "F": 160}, {"T": 4, "H": 288, "F": 160, "sparsity": 0.8}),
     "logits": ({"O": 70, "V": 203},),
     "rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
-    "add_rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
     **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}) for op in
-       ("add_norm", "altup_start", "altup_add", "altup_end")},
+       ("altup_start", "altup_end")},
     # The last: more than the registers of a workgroup hold.
     **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}, {"H": 8224, "T": 2}) for op in
-       ("altup_predict", "altup_correct", "laurel_add")},
+       ("add_rmsnorm", "add_norm", "altup_predict", "altup_correct", "altup_add", "laurel_add")},
     "altup_unembed": ({"T": 131, "H": 128},),
     "per_layer_embed": ({"P": 1056, "T": 2},),
     "sample": ({"V": 17000, "O": 2}, {"V": 17000, "O": 2, "S": 1, "T": 1}),
