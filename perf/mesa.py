@@ -26,7 +26,7 @@ TRIXIE = (ROOT / "build" if in_clone() else cache_folder()) / "mesa-trixie"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 PACKAGES = ("mesa-vulkan-drivers", "libvulkan1")
-FAMILIES = ("gfx1103_r1", "phoenix")  # what Mesa 22 and Mesa 25 call the Radeon 780M
+FAMILIES = ("gfx1103_r1", "phoenix")  # what Mesa 22 and Mesa 25 call the Radeon 780M; a machine's own may be either
 SYSTEM_ICDS = ("/usr/share/vulkan/icd.d/radeon_icd.x86_64.json", "/usr/share/vulkan/icd.d/radeon_icd.json")
 
 
@@ -37,11 +37,13 @@ class Mesa:
     name: str
     icd: Path
     launcher: tuple[str, ...] = ()
+    families: tuple[str, ...] = FAMILIES
+    """Names of the Radeon 780M to try, in this order."""
 
     def table(self, share: int = 1, tables: Path = Path()) -> dict[str, Any]:
         """hybrid.perf.isa.radv's table from a process on this Mesa. RuntimeError with what the driver said."""
         said = ""
-        for family in FAMILIES:
+        for family in self.families:
             done = self._start(family, str(share), str(tables))
             if done.returncode == 0:
                 return json.loads(done.stdout)
@@ -66,7 +68,7 @@ def installed() -> list[Mesa]:
     if icd.exists():
         libraries = TRIXIE / "usr/lib/x86_64-linux-gnu"
         loader = TRIXIE / "usr/lib64/ld-linux-x86-64.so.2"
-        found.append(Mesa("Debian 13's Mesa", icd, (str(loader), "--library-path", str(libraries))))
+        found.append(Mesa("Debian 13's Mesa", icd, (str(loader), "--library-path", str(libraries)), FAMILIES[::-1]))
     return found
 
 

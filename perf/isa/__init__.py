@@ -122,7 +122,8 @@ def compiled(share: int = 1) -> dict[str, tuple[Table, dict[str, bool]]]:
     for data in tables:
         version = version_of(data["driver"])
         rows = {name: summary(kernel) for name, kernel in data["kernels"].items()}
-        rows |= {name: committed(version)[name] for name in data["spared"]}
+        reviewed = committed(version)
+        rows |= {name: reviewed[name] for name in data["spared"]}
         found[version] = dict(sorted(rows.items())), data["features"]
     if not found:
         raise SpecError("no RADV is here: apt-get install mesa-vulkan-drivers, or python -m perf.mesa fetch")
