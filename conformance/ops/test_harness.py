@@ -18,6 +18,7 @@ from hybrid.harness import compare, run_case, values
 from hybrid.harness.cases import Case
 from hybrid.harness.compare import Disagreement
 from hybrid.harness.sampling import Params, judge
+from hybrid.harness.scales import F16_STEP, steps
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.spec import load_ops
 
@@ -221,6 +222,12 @@ def test_vacuous_cases_fail() -> None:
         compare.within("x", one * np.nan, one * np.nan, one)
     with pytest.raises(Disagreement, match="no live rows"):
         run_case(SPECS["linear"], CpuDevice(), Case("linear", LINEAR.bind, LINEAR.dtypes, rows=0))
+
+
+def test_a_step_of_f16_is_allowed_for_weights_that_are_subnormal_in_it_alone() -> None:
+    x, w = np.array([[8.0, -2.0, 1.0]]), np.array([[3e-5, 1e-4, -6e-5], [1.0, 1.0, 1.0]])
+    assert steps(x, "f16", w).tolist() == [[9 * F16_STEP, 0.0]]
+    assert not steps(x, "f32", w).any() and not steps(x, "q8_act", w).any()
 
 
 def test_values_are_the_same_everywhere() -> None:
