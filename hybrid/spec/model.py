@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -14,6 +15,7 @@ from hybrid.core.places import SPECS
 from hybrid.spec.load import Model, load_toml
 
 SHEETS = SPECS / "models"
+_MIXTURE = re.compile(r"(gemma\d+n?)-(?:\d+b-a\d+b|26b)\b")  # 26b-a4b: of 26 G parameters a token uses 4
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -126,8 +128,12 @@ def load_models() -> dict[str, ModelSheet]:
 
 
 def find_model(name: str) -> ModelSheet:
-    """A sheet by its name. SpecError with the nearest name where there is none."""
+    """A sheet by its name. SpecError with the nearest name where there is none, and for a mixture of experts."""
     known = load_models()
+    if (mixture := _MIXTURE.match(name)) and name not in known:
+        dense = [n for n in known if n.startswith(f"{mixture[1]}-")]
+        raise SpecError(f"{name} is a mixture of experts, which cannot be read or run yet: take a dense size"
+                        + f" ({', '.join(dense)})" * bool(dense))  # fmt: skip
     if name not in known:
         raise SpecError(f"no model is called {name!r}{nearest(name, known)}")
     return known[name]

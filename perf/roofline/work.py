@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hybrid.convert.kinds import Wanted, plan_types
 from hybrid.core.dtypes import DTYPES, CacheChoice
-from hybrid.core.errors import SpecError, nearest
+from hybrid.core.errors import nearest
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.kernels.vulkan.dry import DryDevice, count, scratch_bytes
@@ -165,8 +165,6 @@ def subject(
         raise ValueError(f"no storage type {dtype!r}{nearest(dtype, DTYPES)}")
     if name not in load_models() and Path(name).exists():
         return _opened(name, precision, kv, frozenset(capabilities))
-    if name not in load_models():
-        raise SpecError(f"no model is called {name!r}{nearest(name, load_models())}")
     return _named(name, dtype, tuple(sorted((by_class or {}).items())), precision, kv, frozenset(capabilities))
 
 
