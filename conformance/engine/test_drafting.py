@@ -276,12 +276,16 @@ class ByHand(DraftModel):
 
     def __init__(self, fails: bool) -> None:
         self.name, self.chains, self.compiled, self.watches, self.fails, self.waited = "by hand", True, False, 0, fails, 0
-        self.apart, self.beside = False, Ahead(self._guess_on)
+        self.apart, self.beside, self.closed = False, Ahead(self._guess_on), False
 
     def finish(self) -> None:
         self.waited += 1
         if self.fails:
             raise RuntimeError("the draft's device is gone")
+
+    def close(self) -> None:
+        self.closed = True
+        raise RuntimeError("nothing to free")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -303,7 +307,9 @@ def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool) ->
     assert model.waited == 1 and (drafting.drafter is None) == fails == bool(said)
     assert drafting.finish(verified) == 0.0 and model.waited == 1
     if fails:
-        assert said == ["by hand: RuntimeError: the draft's device is gone; no more tokens are guessed"]
+        assert said == ["by hand: RuntimeError: the draft's device is gone; no more tokens are guessed (closing it: RuntimeError: "
+                        "nothing to free)"]  # fmt: skip
+    assert model.closed == fails
 
 
 def test_a_drafter_that_was_slow_once_is_found_again() -> None:

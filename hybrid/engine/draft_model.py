@@ -224,10 +224,13 @@ class DraftModel:
         return asked, tickets
 
     def close(self) -> None:
-        self.beside.close()
-        for key in list(self._followed):
-            self.end(key)
-        self._close()
+        """Let go of its engine, whatever state that is in."""
+        try:
+            self.beside.close()
+            for key in list(self._followed):
+                self.end(key)
+        finally:
+            self._close()
 
     def _fresh(self, followed: Followed, ids: Sequence[int]) -> Sequence[int]:
         """What the slot has to run: all but what its cache holds, which it goes back to."""

@@ -343,11 +343,15 @@ class Drafting:
     # --- coming and going --------------------------------------------------------------------------------------------
 
     def _end_drafting(self, error: Exception) -> None:
-        """Nobody guesses any more: sequences run ahead from now on."""
-        if isinstance(self.drafter, DraftModel):
-            self.drafter.beside.stop()
-        self.drafter = None
-        self._failed(f"{self.name}: {type(error).__name__}: {error}; no more tokens are guessed")
+        """Nobody guesses any more: sequences run ahead from now on, and what the drafter held is let go of at once."""
+        drafter, self.drafter = self.drafter, None
+        said = f"{self.name}: {type(error).__name__}: {error}; no more tokens are guessed"
+        try:
+            if drafter is not None:
+                drafter.close()
+        except Exception as second:  # of a device that is gone already
+            said += "" if str(second) == str(error) else f" (closing it: {type(second).__name__}: {second})"
+        self._failed(said)
         self._let_go(list(self._of.values()))
 
     def _let_go(self, following: Sequence[Following]) -> None:
