@@ -116,6 +116,7 @@ class MatrixShape:
 
 
 F16_MATRIX = MatrixShape(16, 16, 16, "f16", "f16", "f32")
+F16_EIGHTS = MatrixShape(16, 8, 16, "f16", "f16", "f32")  # with it lanes are asked (lanes.py)
 _COMPONENTS = {0: "f16", 1: "f32", 2: "f64", 3: "i8", 4: "i16", 5: "i32", 6: "i64", 7: "u8", 8: "u16", 9: "u32", 10: "u64"}
 
 

@@ -1,12 +1,13 @@
 """Which elements of a matrix operand a lane holds is the implementation's choice; kernels that decode weights into the
-registers of the lane that multiplies them (stream.slang, narrow.slang) are for one choice. A device is asked when it is opened:
-one dispatch of a few microseconds."""
+registers of the lane that multiplies them (eights.slang, stream.slang, narrow.slang) are for one choice. A device is asked when it
+is opened: one dispatch of a few microseconds."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hybrid.core.plan import Plan, Step, TensorDecl
+from hybrid.kernels.vulkan.features import F16_EIGHTS
 from hybrid.kernels.vulkan.program import Program
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.spec.cost import Cost
@@ -17,7 +18,8 @@ KERNEL, SUBGROUP = "probe_lanes", 32
 def measured(device: Any) -> bool:
     """Does every lane of the device hold what probe_lanes.slang says? False where the device has no such matrix units, or its
     folder of kernels lacks the one that asks."""
-    if not device.has("f16_matrices") or device.subgroup_size != SUBGROUP or not device.kernels_named(KERNEL):
+    shapes = device.has("f16_matrices") and F16_EIGHTS in device.report.matrices
+    if not shapes or device.subgroup_size != SUBGROUP or not device.kernels_named(KERNEL):
         return False
     device.store(TensorDecl(KERNEL, "u32", (1,), "io"))
     program = None

@@ -17,17 +17,17 @@ from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 # operands.slang decodes.
 TILES = {"128x192": (128, 192), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64),
          "32x128": (32, 128), "16x128": (16, 128), "64x384": (64, 384), "64x256": (64, 256), "32x256": (32, 256),
-         "16x256": (16, 256), "32x16": (32, 16)}  # fmt: skip
+         "16x256": (16, 256), "8x256": (8, 256), "32x16": (32, 16)}  # fmt: skip
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
 # Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang), and of
-# those whose weights go straight into registers (stream.slang): for these types by family, pairs of blocks, and devices whose
-# lanes hold the elements that it counts on (lanes.py). Elsewhere the tiles of shared memory take their place.
+# those whose weights go straight into registers (eights.slang, stream.slang): for these types by family, pairs of blocks, and
+# devices whose lanes hold the elements that it counts on (lanes.py). Elsewhere the tiles of shared memory take their place.
 STAGE, FEW_STAGE, STREAM_STAGE = 64, 128, 256
-FEW, STREAM = ("16x128", "32x128"), ("16x256", "32x256", "64x256", "64x384")
-STREAMED = {("linear", "q4_0"): ("16x256", "32x256", "64x256"), ("linear", "q6_k"): ("16x256", "32x256", "64x256"),
-            ("ffn_up", "q4_0"): ("16x256", "32x256", "64x384")}  # fmt: skip
-BEFORE_STREAM = {"16x256": "16x128", "32x256": "32x128"}
+FEW, STREAM = ("16x128", "32x128"), ("8x256", "16x256", "32x256", "64x256", "64x384")
+STREAMED = {("linear", "q4_0"): ("8x256", "16x256", "32x256", "64x256"), ("linear", "q6_k"): ("16x256", "32x256", "64x256"),
+            ("ffn_up", "q4_0"): ("8x256", "16x256", "32x256", "64x384")}  # fmt: skip
+BEFORE_STREAM = {"8x256": "16x128", "16x256": "16x128", "32x256": "32x128"}
 MOST_SPLITS = 16
 SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
 # In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half. H200,
