@@ -176,7 +176,7 @@ def learn(kind: str, ratios: Mapping[str, float]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- the programs
-def decoding(made: Engine, tokens: int = 12) -> Callable[[], object]:
+def decoding(made: Engine, tokens: int = 3) -> Callable[[], object]:
     """Decodes `tokens` tokens, each time after the same three."""
     made.prefill({0: [2, 3, 4]})
 
