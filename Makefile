@@ -41,7 +41,6 @@ check: $(VENV)/.ready-test ## specs valid; generated docs, quoted figures, paths
 	$(PY) -m hybrid.spec check
 	$(PY) -m hybrid.spec docs --check
 	$(PY) tools/help.py --check
-	$(PY) -m perf.report --markdown --check
 	$(PY) tools/pages.py --check
 	$(PY) -m kernels.vulkan.build --check --share $(SHARE)
 	$(PY) -m kernels.vulkan.build --check --source perf/reference/shaders --out perf/reference/spirv
@@ -68,7 +67,6 @@ processors: $(VENV)/.ready-test ## what rests on NumPy's products, under the ker
 docs: $(VENV)/.ready ## renew the generated pages, and the generated parts of others
 	$(PY) -m hybrid.spec docs
 	$(PY) tools/help.py
-	$(PY) -m perf.report --markdown
 	$(PY) tools/pages.py
 
 spirv: $(VENV)/.ready-test ## rebuild kernels/vulkan/spirv from the shaders

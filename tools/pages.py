@@ -1,6 +1,6 @@
-"""Pages that cannot drift: fills the generated parts of README.md and docs/, and checks what pages name.
+"""Pages that cannot drift: makes docs/measured.md, fills the generated parts of README.md and docs/, and checks what pages name.
 
-    python tools/pages.py            # renew the generated parts
+    python tools/pages.py            # renew what is generated
     python tools/pages.py --check    # write nothing; 1 for a stale part, a path or link that leads nowhere, a loose speed
 
 A generated part stands between `<!-- made: NAME -->` and `<!-- end -->`. In the pages of SPEEDS a speed (a number with tok/s,
@@ -66,12 +66,26 @@ PARTS: dict[str, Callable[[], list[str]]] = {
 }
 
 
+def measured_page() -> str:
+    """docs/measured.md, as `python -m perf.report --markdown` makes it: here, because reading the records takes seconds."""
+    from hybrid.perf.record.schema import load_records
+    from hybrid.perf.report.measured import markdown
+
+    return markdown(load_records())
+
+
+WHOLE: dict[str, Callable[[], str]] = {"docs/measured.md": measured_page}
+"""Pages of which everything is generated."""
+
+
 def pages(root: Path = ROOT) -> list[Path]:
     return sorted(p for pattern in PAGES for p in root.glob(pattern))
 
 
 def filled(text: str, name: str) -> str:
-    """A page's text with its generated parts renewed. ValueError for a part that nothing makes."""
+    """A page's text with its generated parts, or all of it, renewed. ValueError for a part that nothing makes."""
+    if name in WHOLE:
+        return WHOLE[name]()
 
     def part(found: re.Match[str]) -> str:
         if found[1] not in PARTS:
@@ -175,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     for page in pages():
         text = page.read_text(encoding="utf-8")
         try:
-            wanted = text if args.check else filled(text, page.name)
+            wanted = text if args.check else filled(text, page.relative_to(ROOT).as_posix())
             if wanted != text:
                 page.write_text(wanted, encoding="utf-8")
                 print(f"renewed {page.relative_to(ROOT)}")

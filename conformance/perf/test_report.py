@@ -165,6 +165,7 @@ def test_a_page_quotes_the_records_and_names_what_is_there(page):
     [
         ("README.md", "| 27B | ", "| 27B | 9", "a generated part is stale"),
         ("docs/verification.md", "5,580,676", "5,580,677", "a generated part is stale"),
+        ("docs/measured.md", "# Measured", "# Guessed", "a generated part is stale"),
         ("docs/performance.md", "## Not speed", "27B decodes 180.7 tok/s. ## Not speed", "'180.7 tok/s' is quoted by hand"),
         ("docs/performance.md", "## Not speed", "It reaches 360 TFLOPS", "'360 TFLOPS' is quoted by hand"),
         ("docs/performance.md", "<!-- figures of: an example", "<!-- figures of: -->", "no partner, or no name"),
