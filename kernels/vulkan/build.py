@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +114,30 @@ def sources(path: Path, seen: dict[Path, bytes] | None = None) -> dict[Path, byt
     seen = {} if seen is None else seen
     if path not in seen:
         seen[path] = path.read_bytes()
-        for name in re.findall(rb'^\s*#\s*include\s+"([^"]+)"', seen[path], re.MULTILINE):
-            child = path.parent / name.decode()
+        for name in _included(seen[path]):
+            child = path.parent / name
             if not child.is_file():
                 raise BuildError(f"{path}: included file {child} does not exist")
             sources(child, seen)
     return seen
 
 
+@lru_cache(maxsize=1024)
+def _included(text: bytes) -> tuple[str, ...]:
+    """Names of the files that a text includes: hundreds of modules share most of theirs."""
+    return tuple(name.decode() for name in re.findall(rb'^\s*#\s*include\s+"([^"]+)"', text, re.MULTILINE))
+
+
+@lru_cache(maxsize=1024)
+def _sha256(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()
+
+
 def digest(variant: Variant) -> str:
     """sha256 over names and texts of all sources and the compiler's arguments."""
     h = hashlib.sha256(json.dumps([FORMAT, *variant.arguments()]).encode())
     for path, text in sorted(sources(variant.source).items(), key=lambda item: item[0].name):
-        h.update(path.name.encode() + b"\0" + hashlib.sha256(text).digest())
+        h.update(path.name.encode() + b"\0" + _sha256(text))
     return h.hexdigest()
 
 
@@ -272,8 +284,8 @@ def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", sha
     """Rebuild in memory and compare with the committed files; returns one line per difference. Of modules whose digests, of
     sources and of SPIR-V, are those of the manifest only one in `share` is rebuilt: which ones changes with their sources."""
     manifest, problems = read_manifest(out_dir), []
-    wanted = variants(source_dir, only)
-    rebuilt = [v for v in wanted if int(digest(v), 16) % share == 0 or not _recorded(v, manifest.get(v.module), out_dir)]
+    wanted = [(v, digest(v)) for v in variants(source_dir, only)]
+    rebuilt = [v for v, of in wanted if int(of, 16) % share == 0 or not _recorded(v, of, manifest.get(v.module), out_dir)]
     for v, (code, entry) in zip(rebuilt, compile_all(rebuilt), strict=True):
         path = out_dir / f"{v.module}.spv"
         if v.module not in manifest or not path.exists():
@@ -284,18 +296,18 @@ def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", sha
             problems.append(f"{v.module}: the sources or the sidecar changed since it was built")
         elif path.read_bytes() != code:
             problems.append(f"{v.module}: {path.name} is not what its sources compile to")
-    names = {v.module for v in wanted}
+    names = {v.module for v, _ in wanted}
     stray = {p.stem for p in out_dir.glob("*.spv")} | set(manifest)
     problems += [f"{n}: built, but no sidecar declares it" for n in sorted(stray - names) if n.startswith(only)]
     return problems
 
 
-def _recorded(v: Variant, entry: Mapping[str, Any] | None, out_dir: Path) -> bool:
+def _recorded(v: Variant, of_sources: str, entry: Mapping[str, Any] | None, out_dir: Path) -> bool:
     """Is the manifest's entry that of these sources, of this compiler and of the SPIR-V that lies there?"""
     path = out_dir / f"{v.module}.spv"
     if entry is None or not path.exists():
         return False
-    made = {"source": v.source.name, "digest": digest(v), "compiler": compiler().version,
+    made = {"source": v.source.name, "digest": of_sources, "compiler": compiler().version,
             "spirv": hashlib.sha256(path.read_bytes()).hexdigest(), "defines": dict(v.defines),
             "constants": dict(v.constants), "bindings": v.bindings, "push": v.push}  # fmt: skip
     return made == entry
