@@ -29,6 +29,7 @@ from hybrid.harness.reference import check, expect
 from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_gate, _altup_next, _layer
+from hybrid.kernels.vulkan.steps import BEGUN_BY
 from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_ops
 
@@ -235,12 +236,11 @@ def stream_cases(hidden: int, rows: int, act: str, live: int) -> list[Case]:
 
 @pytest.mark.parametrize("act", ["q8_act", "f16"])
 def test_streams_that_end_a_layer_and_begin_the_next(devices: Devices, act: str) -> None:
-    """Rows of one sweep of a workgroup, of two, and, of more than its registers hold."""
+    """Rows of one unit a thread, of two, and of more than the registers hold."""
     device = devices.get("vulkan", guard=GUARD)
-    for hidden, rows, live in ((96, 1, 1), (1056, 3, 3), (2048, 1, 0), (8224, 2, 2)):
-        fits = act == "q8_act" or 1024 < hidden <= 2048
+    for hidden, rows, live in ((96, 1, 1), (1056, 3, 3), (2080, 1, 0), (12320, 2, 2)):
         grids = int(rows > 1)  # of live rows
-        assert run(device, stream_cases(hidden, rows, act, live)) == (1 if fits else 2) + grids
+        assert run(device, stream_cases(hidden, rows, act, live)) == 1 + grids
     assert run(device, stream_cases(96, 1, "q8_act", 1), swaps={"1.streams": "other"}) == 2
 
 
@@ -383,7 +383,8 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
     if mutant.kind == "binding":
         wrong = mutated_function(mutant, "record")
         for ops in (rows.OPS,) if rows else (_layer.OPS, _layer.QUERIES_WITH_OWN):
-            monkeypatch.setitem(GROUPS, ops, wrong)
+            others = [(o, wrong if o == ops else group) for o, group in BEGUN_BY[ops[0]]]
+            monkeypatch.setitem(BEGUN_BY, ops[0], others)
     with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
         (run if rows else cancelled)(device, *(() if rows else (USES[0],)), made)
 
