@@ -82,7 +82,7 @@ VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
     **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}) for op in
        ("altup_start", "altup_end")},
     # The last: more than the registers of a workgroup hold.
-    **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}, {"H": 8224, "T": 2}) for op in
+    **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}, {"H": 12320, "T": 2}) for op in
        ("add_rmsnorm", "add_norm", "altup_predict", "altup_correct", "altup_add", "laurel_add")},
     "altup_unembed": ({"T": 131, "H": 128},),
     "per_layer_embed": ({"P": 1056, "T": 2},),

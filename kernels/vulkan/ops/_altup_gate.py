@@ -29,9 +29,9 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     made = [*old["corrected"].parts, *old["y"].parts, *new["h"].parts]
     if any(a.overlaps(b) for a in made for b in inputs):
         return False
-    kernel = rec.kernel(f"altup_gate.{w.dtype}", SUBGROUP=device.subgroup_size, STREAMS=correct.bind["A"])
-    push = struct.pack("<4I2fI", CONTROL[correct.extent], 1, hidden // 4, correct.bind["A"], correct.attrs["eps"], 0.0,
-                       int(own.attrs["layer"]) * width)  # fmt: skip
+    kernel = rec.kernel(f"altup_gate.{w.dtype}", SUBGROUP=device.subgroup_size, STREAMS=correct.bind["A"],
+                        UNITS=hidden // 4)
+    push = struct.pack("<2I2fI", CONTROL[correct.extent], 1, correct.attrs["eps"], 0.0, int(own.attrs["layer"]) * width)
     rec.dispatch(kernel, [*inputs, *w.chunks[0].parts, *new["ple"].parts], made, push, grid=(width // OUTS, 1, 1))
     linear(rec, new["h"], new["w_proj"], new["y"].parts[0], rows=1, extent=own.extent)
     return True

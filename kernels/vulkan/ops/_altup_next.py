@@ -6,13 +6,12 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from hybrid.core.plan import CONTROL, Step
-from hybrid.kernels.vulkan.ops.rmsnorm import workgroup
+from hybrid.kernels.vulkan.ops.rmsnorm import HELD, row_sizes
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 OPS = ("altup_add", "altup_predict")
-HELD = 2  # repeats rows.slang's: units of four elements of a thread
-BUILT = {"q8_act": (64, 256, 1024), "f16": (256,)}
+BUILT = "q8_act", "f16"  # types of y
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
@@ -22,8 +21,8 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     (add, predict), (old, new) = steps, t
     rows, hidden, device = add.bind["T"], add.bind["H"], rec.device
     follow = add.args["streams"] == predict.args["streams"] and (add.bind, add.extent) == (predict.bind, predict.extent)
-    threads, y = workgroup(hidden, device.max_threads), new["y"]
-    if not (follow and threads in BUILT.get(y.dtype, ()) and add.attrs["eps"] == predict.attrs["eps"]):
+    sizes, y = row_sizes(hidden, device.subgroup_size, device.max_threads), new["y"]
+    if not (follow and y.dtype in BUILT and add.attrs["eps"] == predict.attrs["eps"]):
         return False
     reads = [p for x in (*(old[n] for n in ("corrected", "a", "w_post")),
                          *(new[n] for n in ("w_router_norm", "w_router", "w_predict", "w_norm"))) for p in x.parts]  # fmt: skip
@@ -31,9 +30,9 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     # Streams may be predicted into the very place of those that were corrected: a thread writes what it alone has read.
     inputs = [*old["corrected"].parts, *old["a"].parts]
     clash = any(a.overlaps(b) and a != b for a in made for b in inputs)
-    if clash and not (rows == 1 and hidden <= 4 * HELD * threads):  # there all of the row is read before anything is written
+    if clash and not (rows == 1 and hidden <= 4 * HELD * sizes["WG"]):  # there all of the row is read before anything is written
         return False
-    kernel = rec.kernel(f"altup_next.{y.dtype}.{threads}", SUBGROUP=device.subgroup_size, STREAMS=add.bind["A"])
-    push = struct.pack("<4I2f", CONTROL[add.extent], rows, hidden // 4, add.bind["A"], add.attrs["eps"], 0.0)
+    kernel = rec.kernel(f"altup_next.{y.dtype}", STREAMS=add.bind["A"], **sizes)
+    push = struct.pack("<2I2f", CONTROL[add.extent], rows, add.attrs["eps"], 0.0)
     rec.dispatch(kernel, reads, [*old["streams"].parts, *made], push, (Live(add.extent, cap=rows),))
     return True

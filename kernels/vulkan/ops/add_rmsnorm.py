@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.core.plan import CONTROL, Step
-from hybrid.kernels.vulkan.ops.rmsnorm import workgroup
+from hybrid.kernels.vulkan.ops.rmsnorm import row_sizes
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
@@ -15,7 +15,7 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """sum[T,H] = (residual + rms(a) * w_post) * scale and y[T,H] = rms(sum) * w_next, for the live rows; y f32, f16 or q8_act."""
     rows, hidden = step.bind["T"], step.bind["H"]
     y = t["y"]
-    kernel = rec.kernel(f"add_rmsnorm.{y.dtype}.{workgroup(hidden, rec.device.max_threads)}", SUBGROUP=rec.device.subgroup_size)
-    push = struct.pack("<3I2f", CONTROL[step.extent], rows, hidden // 4, step.attrs["eps"], step.attrs.get("scale", 1.0))
+    kernel = rec.kernel(f"add_rmsnorm.{y.dtype}", **row_sizes(hidden, rec.device.subgroup_size, rec.device.max_threads))
+    push = struct.pack("<2I2f", CONTROL[step.extent], rows, step.attrs["eps"], step.attrs.get("scale", 1.0))
     reads = [p for name in ("a", "residual", "w_post", "w_next") for p in t[name].parts]
     rec.dispatch(kernel, reads, [*t["sum"].parts, *y.parts], push, (Live(step.extent, cap=rows),))
