@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from hybrid.core.dtypes import DTYPES, CacheChoice
 from hybrid.core.errors import SpecError, nearest
@@ -98,8 +98,6 @@ class _Planner:
         self.tensors: dict[str, TensorDecl] = {"control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io")}
         self.lives: dict[str, tuple[int, int]] = {}
         self.rooms: dict[str, int] = {}
-        self.solved: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, tuple[int, ...]]]] = {}
-        self.checked: set[tuple[Any, ...]] = set()
 
     def plan(self, layout: Plan | None) -> Plan:
         edges = self._aliased([(d, self._args(d)) for d in self.drafts])
@@ -246,26 +244,29 @@ class _Planner:
     def _solved(
         self, op: OpSpec, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-        """Axes of an operation, and the shape of every tensor. Layers repeat: each distinct question is answered once."""
-        key = (op.name, *shapes.items(), *axes.items())
-        if key not in self.solved:
+        """Axes of an operation, and the shape of every tensor. Layers and plans repeat: each distinct question is answered once."""
+
+        def solved() -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
             bind = op.solve(shapes, axes)
-            self.solved[key] = bind, {n: shapes[n] if n in shapes else op.shape(n, bind) for n in op.tensors}
-        return self.solved[key]
+            return bind, {n: shapes[n] if n in shapes else op.shape(n, bind) for n in op.tensors}
+
+        return op.once(("solved", *shapes.items(), *axes.items()), solved)
 
     def _check(self, op: OpSpec, step: Step, tensors: Mapping[str, TensorDecl]) -> None:
         """That the step's axes, attributes and dtypes, those of every run of rows included, are allowed on its device."""
         backend = step.device.partition(":")[0]
-        key = (op.name, backend, *step.bind.items(), *step.attrs.items(), *((k, d.dtype, d.dtypes) for k, d in tensors.items()))
-        if key in self.checked:
-            return
-        dtypes = {k: d.dtype for k, d in tensors.items()}
-        op.check(step.bind, step.attrs, dtypes, backend)
-        for name, decl in tensors.items():
-            for dtype in decl.dtypes:
-                if dtype != decl.dtype:
-                    op.check_dtypes({**dtypes, name: dtype}, backend)
-        self.checked.add(key)
+
+        def checked() -> bool:
+            dtypes = {k: d.dtype for k, d in tensors.items()}
+            op.check(step.bind, step.attrs, dtypes, backend)
+            for name, decl in tensors.items():
+                for dtype in decl.dtypes:
+                    if dtype != decl.dtype:
+                        op.check_dtypes({**dtypes, name: dtype}, backend)
+            return True
+
+        found = ((k, d.dtype, d.dtypes) for k, d in tensors.items())
+        op.once((backend, *step.bind.items(), *step.attrs.items(), *found), checked)
 
     def _axes(self, draft: Draft, op: OpSpec) -> dict[str, int]:
         """Axes of the operation that the family or the step names: shapes must agree with them."""

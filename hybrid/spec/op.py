@@ -20,6 +20,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS as SPECS_DIR
+from hybrid.spec.asked import Asked
 from hybrid.spec.assignments import assignments
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import (
@@ -40,12 +41,12 @@ from hybrid.spec.fields import (
     Workload,
     Workloads,
 )
-from hybrid.spec.load import Model, load_toml
+from hybrid.spec.load import load_toml
 from hybrid.spec.opcheck import check_declaration, check_workloads
 from hybrid.spec.solve import Size, solve
 
 
-class OpSpec(Model):
+class OpSpec(Asked):
     """One file of specs/ops. Immutable, checked against itself when it is made."""
 
     schema_version: Literal[1] = Field(alias="schema")
