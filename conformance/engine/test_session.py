@@ -106,3 +106,10 @@ def test_in_a_slot_of_its_own_a_session_runs_what_it_does_not_hold(
         said = [*IDS, *wanted]
         "".join(model.generate(said, 1, ignore_eos=True, session=session))
         assert model.stats.cached_tokens == len(said) - 1, "the last token was chosen and not run"
+        said += model.stats.ids
+        run = min(model.engine.positions[session._slot], len(said))  # a device may have gone on with its choice
+        "".join(model.generate([*said, 7], 2, ignore_eos=True, session=session))
+        assert model.stats.cached_tokens == run < len(said) + (model.device != "cpu")
+        text = list(model.stats.ids)
+        "".join(anew.generate([*said, 7], 2, ignore_eos=True))
+        assert list(anew.stats.ids) == text
