@@ -31,6 +31,7 @@ FORMS = {
     "few stretches": {"merge": 1, "groups": 24, "min_split": 37, "heads": 1, "subgroups": 4},
     "one stretch": {"merge": 1, "groups": 1, "subgroups": 2},
     "dealt out": {"dealt": 1, "groups": 12, "min_split": 16, "subgroups": 1},
+    "dealt out, scores apart": {"dealt": 1, "groups": 12, "min_split": 37, "subgroups": 2, "spread": 1, "heads": 1},
     "dealt out, own dispatch": {"dealt": 1, "groups": 1, "min_split": 5, "merge": 0},
     "parts waited for": {"merge": 2, "groups": 4096, "min_split": 5, "ahead": 2},
     "parts waited for, many subgroups": {"merge": 2, "groups": 264, "min_split": 32, "subgroups": 16, "ahead": 4},

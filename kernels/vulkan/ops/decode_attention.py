@@ -21,10 +21,11 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 MOST_SPLITS = 64
+MOST_EACH = 4  # rows that a lane of decode_attention.slang looks at at once
 LEAST_DEALT = 16  # KV splits of a row that has most positions, where they are dealt out
 MAX_PARTS = 1024  # rows * such KV splits, at most: bounds the scratch memory
 WORD, ELEMENTS = 16, {"f32": 4, "f16": 8, "q8_0": 16}  # bytes that a lane loads at once, and elements of each type in them
-DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1, "dealt": 0}
+DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1, "dealt": 0, "spread": 0}
 HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane (as many as 512 elements need)
 
 
@@ -35,7 +36,8 @@ class Shape:
     heads: query heads of a workgroup. units, lanes: words of 16 bytes per lane, and lanes, that hold a key. piece: quads of
     the result that a subgroup merges at a time. ahead: splits' partial results that it loads at once. merge: 1: the last
     subgroup to arrive merges; 2: the same, but it polls for the partial results themselves; 0: a dispatch of its own does.
-    dealt: workgroups that share the splits of a kv head's tile, taking them in turn; 0: each split has one of its own."""
+    dealt: workgroups that share the splits of a kv head's tile, taking them in turn; 0: each split has one of its own.
+    spread: 1: lanes that share a step's keys go on with one score each, which is fewer instructions in a longer chain."""
 
     heads: int
     units: int
@@ -47,6 +49,7 @@ class Shape:
     min_split: int
     merge: int
     dealt: int
+    spread: int
 
 
 def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: int, block: int, subgroup: int,
@@ -83,7 +86,7 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: in
     dealt = min(dealt, rows * splits)
     # Blocks of 32 that straddle two heads are not one workgroup's to write.
     merge = chosen["merge"] if head_dim % block == 0 else 0
-    return Shape(tile, units, lanes, piece, chosen["ahead"], subgroups, splits, chosen["min_split"], merge, dealt)
+    return Shape(tile, units, lanes, piece, chosen["ahead"], subgroups, splits, chosen["min_split"], merge, dealt, chosen["spread"])
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
@@ -112,6 +115,7 @@ def attend(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool
                         QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead,
                         PROJECTIONS=0 if ready else step.bind["KV"], ROTARY=rotary // 4,
                         VALUE_NORM=0 if ready else int(step.attrs["value_norm"]), DEALT=int(s.dealt > 0),
+                        EACH=min(MOST_EACH, -(-rows // subgroup)), SPREADS=s.spread,
                         POLLS=rec.device.polls)
     parts = rows * heads * s.splits
     memory = rec.zeros if s.merge == 2 else rec.scratch
