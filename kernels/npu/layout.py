@@ -57,8 +57,8 @@ def two_parts(x: np.ndarray) -> np.ndarray:
 
 
 def int8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[R, C] -> int8 codes [R, C] and float32 scales [R]: value = code * scale, codes -127..127, ties to even. A few rows at a
-    time: what is between stays in the processor's cache."""
+    """[R, C] -> int8 codes [R, C] and float32 scales [R]: value = code * scale, codes -127..127, ties to even. A NaN becomes its
+    row's scale. A few rows at a time: what is between stays in the processor's cache."""
     x = np.asarray(x, np.float32)
     rows, columns = x.shape
     codes, scales = np.empty(x.shape, np.int8), np.empty(rows, np.float32)
@@ -67,12 +67,13 @@ def int8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for i in range(0, rows, step):
         part = x[i : i + step]
         amax = np.maximum(part.max(axis=1), -part.min(axis=1))
-        scale = scales[i : i + step] = np.where(amax > 0, amax / np.float32(127), np.float32(1))
+        scale = scales[i : i + step] = np.where(amax == 0, np.float32(1), amax / np.float32(127))
         made = np.divide(part, scale[:, None], out=room[: len(part)])
         np.rint(made, out=made)
         if (scale < TINY).any():  # rounded so coarsely, being a subnormal, that a quotient may be above 127.5
             np.clip(made, -127, 127, out=made)
-        np.copyto(codes[i : i + step], made, casting="unsafe")
+        with np.errstate(invalid="ignore"):  # of a row with a NaN codes mean nothing
+            np.copyto(codes[i : i + step], made, casting="unsafe")
     return codes, scales
 
 
