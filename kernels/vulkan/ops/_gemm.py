@@ -92,7 +92,7 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
         tile = default_tile(rows, w.rows)
     tall, across = TILES[tile]
     if tile == NARROW:
-        kernel = rec.kernel(f"linear.gemm.{dtype}.{x.dtype}.{NARROW}", THREADS=narrow_threads(device, k), **constants)
+        kernel = rec.kernel(f"linear.gemm.{dtype}.{x.dtype}.{NARROW}", THREADS=narrow_threads(device, k), K=k, **constants)
         return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts, b"", ())
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", ONCE=int(rows <= SHORT), **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)

@@ -46,7 +46,7 @@ def _narrow(rec: Recorder, step: Step, dtype: str) -> bool:
 
 def _narrow_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     bind, w = step.bind, t["w_gate"].chunks[0]
-    kernel = rec.kernel(f"own_gate.{w.dtype}.f16", THREADS=narrow_threads(rec.device, bind["H"]))
+    kernel = rec.kernel(f"own_gate.{w.dtype}.f16", THREADS=narrow_threads(rec.device, bind["H"]), K=bind["H"])
     rows, first = bind["T"], int(step.attrs["layer"]) * bind["P"]
     push = struct.pack("<7If", bind["P"], bind["H"], first, bind["E"], CONTROL[step.extent], rows, rows, 0.0)
     tall, across = TILES[NARROW]
