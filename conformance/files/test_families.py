@@ -244,7 +244,8 @@ def test_inspect_says_how_layers_differ(tmp_path: Path, capsys: pytest.CaptureFi
     assert "keys and values of layer 13" in said and "keys and values of layer 14" in said and "ffn 12288" in said
     assert "12 local" in said and "3 global" in said and "rotated 0.25" in said and "scalar" not in said
     assert "0.5 to 1.25" in "\n".join(_layer_lines(tiny_gemma4().as_dict()["layers"]))
-    assert inspect(["gemma4-26b"]) == 1 and "did you mean" in capsys.readouterr().err
+    assert inspect(["gemma4-e2"]) == 1 and "did you mean" in capsys.readouterr().err
+    assert inspect(["gemma4-26b"]) == 1 and "mixture of experts" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

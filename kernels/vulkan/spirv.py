@@ -13,9 +13,19 @@ from typing import Any
 from hybrid.core.numeric import np
 
 _WORKGROUP, _PUSH = 4, 9  # storage classes
+
+
+def _over(a: int, b: int) -> int:
+    return a // b if b else 0  # SPIR-V leaves open what a division by zero is: a constant that is not set yet
+
+
+def _rest(a: int, b: int) -> int:
+    return a % b if b else 0
+
+
 _SPEC_OPS: dict[int, Callable[..., Any]] = {  # opcodes inside OpSpecConstantOp
-    128: lambda a, b: a + b, 130: lambda a, b: a - b, 132: lambda a, b: a * b, 134: lambda a, b: a // b,
-    135: lambda a, b: a // b, 137: lambda a, b: a % b, 139: lambda a, b: a % b, 138: lambda a, b: a % b,
+    128: lambda a, b: a + b, 130: lambda a, b: a - b, 132: lambda a, b: a * b, 134: _over,
+    135: _over, 137: _rest, 139: _rest, 138: _rest,
     194: lambda a, b: a >> b, 195: lambda a, b: a >> b, 196: lambda a, b: a << b, 197: lambda a, b: a | b,
     198: lambda a, b: a ^ b, 199: lambda a, b: a & b, 169: lambda c, a, b: a if c else b,
     170: lambda a, b: a == b, 171: lambda a, b: a != b, 172: lambda a, b: a > b, 173: lambda a, b: a > b,
