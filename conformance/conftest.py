@@ -3,7 +3,7 @@
 HYBRID_CONFORMANCE=long        many random examples, every named workload and dtype combination
 HYBRID_CONFORMANCE=quick       a share of each test's parameters, nothing that takes seconds (conformance/support/profile.py)
 HYBRID_REQUIRE_VULKAN=1        a missing Vulkan device is a failure, not a skip
-HYBRID_REQUIRE_COMPILER=1      so is a missing shader compiler, which mutated and new shaders need
+HYBRID_REQUIRE_COMPILER=1      so is a missing shader compiler, which mutated and new shaders need, or a missing C++ compiler
 HYBRID_VULKAN_DEVICE=vulkan:1  which one
 HYBRID_VULKAN_VALIDATION=1     with the validation layer; any message fails the test in which it appears
 HYBRID_ROUGH_PRODUCTS=1        cpu's products add up in an order that depends on their shape (conformance/support/rough.py)
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from _pytest.junitxml import xml_key
 from hypothesis import HealthCheck, Phase, settings
 
 from conformance.support import rough
-from conformance.support.devices import Devices
+from conformance.support.devices import Devices, need_cxx, without_compiler
 from conformance.support.expected import apply_expected
 from conformance.support.profile import PROFILE, QUICK, quick
 
@@ -38,8 +38,7 @@ settings.load_profile(PROFILE)
 
 # Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled once.
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
-# Compiling a tile kernel of the NPU takes longer than all that most tests do with it; a fifth of that is the other linker's.
-os.environ.setdefault("CXXFLAGS", "-Og -fuse-ld=gold" if shutil.which("ld.gold") else "-Og")
+os.environ.setdefault("CXXFLAGS", "-Og")  # compiling a tile kernel of the NPU takes longer than all that most tests do with it
 if rough.wanted():
     rough.install()
 
@@ -72,6 +71,27 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     xml.add_global_property("device", device.name)
     xml.add_global_property("kernels", kernels_digest())
     xml.add_global_property("command", " ".join(["python -m pytest", *session.config.invocation_params.args]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    yield from _compiled()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    yield from _compiled()
+
+
+def _compiled() -> Iterator[None]:
+    """A simulated NPU's kernels are compiled where they are first asked for: without a compiler a test ends there."""
+    try:
+        return (yield)
+    except RuntimeError as error:
+        npu = sys.modules.get("hybrid.kernels.npu.compile")
+        if npu is None or not isinstance(error, npu.NoCompiler):
+            raise
+        without_compiler(str(error))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -107,6 +127,7 @@ def sim_machine() -> Iterator[None]:
     """A simulated NPU that is there, with no faults to come; whatever a test does to it ends with the test."""
     from hybrid.kernels.npu import xrt_sim
 
+    need_cxx()
     xrt_sim.reset()
     yield
     xrt_sim.reset()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from conformance.support.devices import BACKENDS, own_memory
+from conformance.support.devices import BACKENDS, need_cxx, own_memory
 from conformance.support.models import MODELS
 from conformance.support.paths import ATTENTION
 from conformance.support.profile import LONG
@@ -64,8 +62,8 @@ OPENED = [(command, schedule, npu) for i, command in enumerate(("bench", "profil
 @pytest.mark.parametrize(("command", "schedule", "npu"), OPENED)
 def test_commands_open_what_a_schedule_asks_for(capsys, tmp_path, command, schedule, npu):
     """Steps of an NPU run on its simulator when that is asked for; where there is no NPU the reason is printed."""
-    if npu == "sim" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("the simulator compiles its kernels: no C++ compiler")
+    if npu == "sim":
+        need_cxx()
     if npu == "npu" and xrt_is_there():
         pytest.skip("this machine has an NPU, so nothing is passed over")
     (tmp_path / "t.txt").write_text("ab" * 4)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from conformance.support.devices import need_compiler
+from conformance.support.devices import need_compiler, need_cxx
 from conformance.support.profile import LONG
 from hybrid.core.places import ROOT
 from tools.help import COMMANDS
@@ -282,8 +282,8 @@ def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installati
     assert checked[0] == 0 and "3 modules are up to date" in checked[1], checked
 
 
-@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
 def test_an_npu_is_captured_from_an_installation(installed: Installation) -> None:
+    need_cxx()
     results = installed.run([
         ["hybrid.harness.npu_capture", "o.zip", "--npu", "sim", "--only", "rmsnorm/000"],
         ["hybrid.harness.npu_capture", "o.zip", "--compare"],

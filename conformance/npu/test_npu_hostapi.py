@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
+import shutil
 import subprocess
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.support.devices import need_cxx
 from hybrid.core.errors import SpecError
 from hybrid.harness import values
 from hybrid.kernels.npu import compile as npu
-from hybrid.kernels.npu.compile import ROUNDING, SATURATION, CompileError, Kernel, KernelTrap, aligned, buffer
+from hybrid.kernels.npu.compile import ROUNDING, SATURATION, CompileError, Kernel, KernelTrap, NoCompiler, aligned, buffer
 from hybrid.kernels.npu.layout import bf16, nibbles, real
 
 HERE = Path(__file__).resolve().parent
@@ -315,18 +320,67 @@ def test_calls_are_checked() -> None:
         npu.kernel("gemm_i8", DIM_M=12)
 
 
-def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """Compilers are looked for again, and what they make lies in a cache of its own; as before afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
     npu._compiler.cache_clear()
-    try:
-        with pytest.raises(CompileError, match="apt-get install g\\+\\+"):
-            npu.kernel("gemm_i8_zero", DIM_M=8, DIM_K=8, DIM_N=160)
-    finally:
-        npu._compiler.cache_clear()
+    yield monkeypatch
+    npu._compiler.cache_clear()
+
+
+UNLINKED = "ld.gold: error: cannot open libstdc++.so: No such file or directory"
+
+
+def failing(folder: Path, name: str, when: str) -> Path:
+    """A compiler that does what the real one does, but fails where `when` (a shell pattern) is in its command."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"""#!/bin/sh
+case "$*" in *{when}*) echo '{UNLINKED}' >&2; exit 1;; esac
+exec {shlex.quote(npu.gxx())} "$@"
+""")
+    (folder / name).chmod(0o755)
+    return folder / name
+
+
+def test_a_missing_compiler_is_said(anew: pytest.MonkeyPatch) -> None:
+    anew.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NoCompiler, match="not CXX='no-such-compiler': on Debian: apt-get install g\\+\\+"):
+        npu.kernel("gemm_i8_zero", DIM_M=8, DIM_K=8, DIM_N=160)
+
+
+def test_what_compiles_and_cannot_link_is_no_compiler(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The next in PATH is taken, whatever its name; where there is none, what each said is in the error."""
+    need_cxx()
+    first, second = (failing(tmp_path / "bin", name, "-shared") for name in ("g++", "clang++"))
+    rest = os.environ["PATH"]
+    anew.setenv("PATH", str(first.parent))
+    npu._compiler.cache_clear()
+    with pytest.raises(NoCompiler) as caught:
+        npu.kernel("gemm_i8_zero", DIM_M=8, DIM_K=8, DIM_N=160)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("there is none of g++, c++, clang++ in PATH: on Debian: apt-get install g++ (or set CXX)")
+    assert lines[1:] == [f"  {path}: {UNLINKED}" for path in (first, second)]
+    anew.setenv("PATH", f"{first.parent}{os.pathsep}{rest}")
+    assert npu.gxx() not in (str(first), str(second)) and npu.kernel("gemm_i8_zero", DIM_M=8, DIM_K=8, DIM_N=176).counts
+    anew.setenv("CXX", str(first))  # which is what the user asked for
+    npu._compiler.cache_clear()
+    with pytest.raises(NoCompiler, match="cannot open libstdc"):
+        npu.gxx()
+
+
+@pytest.mark.skipif(shutil.which("ld.gold") is None, reason="no linker but the compiler's own")
+def test_a_compiler_that_does_not_work_with_gold_links_with_its_own(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    need_cxx()
+    anew.setenv("CXX", str(failing(tmp_path / "bin", "g++", "-fuse-ld=gold")))
+    npu._compiler.cache_clear()
+    path, _, linker = npu._compiler()
+    assert path == os.environ["CXX"] and linker == () and npu.kernel("gemm_i8_zero", DIM_M=8, DIM_K=8, DIM_N=208).counts
 
 
 def test_a_declaration_that_differs_from_the_source_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_cxx()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "k.cc").write_text('#include <aie_api/aie.hpp>\nextern "C" void k(const int8 *a, int16 *b) { *b = *a; }\n')
     args = 'a = { dtype = "i8", size = 1, access = "in" }\nb = { dtype = "i32", size = 1, access = "out" }\n'

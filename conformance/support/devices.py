@@ -131,10 +131,24 @@ def without_vulkan(error: Exception) -> NoReturn:
 def need_compiler() -> None:
     """Skip the test that runs where shaders cannot be compiled, or fail it under HYBRID_REQUIRE_COMPILER=1."""
     if importlib.util.find_spec("slangpy") is None:
-        said = "mutated and new shaders need the compiler: pip install -e .[kernels]"
-        if os.environ.get("HYBRID_REQUIRE_COMPILER") == "1":
-            pytest.fail(f"HYBRID_REQUIRE_COMPILER=1, but {said}", pytrace=False)
-        pytest.skip(said)
+        without_compiler("mutated and new shaders need the compiler: pip install -e .[kernels]")
+
+
+def need_cxx() -> None:
+    """The same for what an NPU's tile kernels are compiled by here."""
+    from hybrid.kernels.npu.compile import NoCompiler, gxx
+
+    try:
+        gxx()
+    except NoCompiler as error:
+        without_compiler(str(error))
+
+
+def without_compiler(said: str) -> NoReturn:
+    """Skip the test that runs, or fail it under HYBRID_REQUIRE_COMPILER=1."""
+    if os.environ.get("HYBRID_REQUIRE_COMPILER") == "1":
+        pytest.fail(f"HYBRID_REQUIRE_COMPILER=1, but {said}", pytrace=False)
+    pytest.skip(said)
 
 
 def need_matrix_units(device: Any) -> None:

@@ -14,8 +14,9 @@ A tile keeps its rounding and saturation modes between calls. Every kernel() obj
 (they begin as ("floor", "none"), the core's state after reset). A simulator of several tiles uses one library for all of
 them, so it puts the tile's modes there before a call and keeps what it finds after it.
 
-The compiler is g++, or what CXX names, with FLAGS and then the words of CXXFLAGS. Libraries lie in
-$XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that they are made of: the source, its
+The compiler is what CXX names, or the first g++, c++ or clang++ in PATH that makes a shared library (one that compiles and cannot
+link is none), with FLAGS and then the words of CXXFLAGS. It links with GNU's gold where it can, which takes a tenth of a second
+less. Libraries lie in $XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that they are made of: the source, its
 headers, hostapi/, macros, flags, the compiler's version. `digest(name, **macros)` is the part of it that does not depend on
 this computer. `options` are further flags of the compiler: SANITISE builds with AddressSanitizer and UBSan (the process must
 have their runtimes loaded).
@@ -46,6 +47,10 @@ from hybrid.kernels.npu.catalogue import AIE, Arg, Entry, Number, entries, find
 HOSTAPI = Path(__file__).resolve().parent / "hostapi"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off",
          "-fno-gnu-unique", "-fvisibility=hidden")  # fmt: skip
+COMPILERS = ("g++", "c++", "clang++")
+LINKERS: tuple[tuple[str, ...], ...] = (("-fuse-ld=gold",), ())
+"""Flags that say which linker, the fastest first; none: the compiler's own. A compiler may not work with each that is here: its own
+files need not lie where another's linker looks for them."""
 SANITISE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0")  # -O1 takes three times as long to compile
 ROUNDING = ("floor", "ceil", "symmetric_floor", "symmetric_ceil", "negative_inf", "positive_inf", "symmetric_zero",
             "symmetric_inf", "conv_even", "conv_odd")  # fmt: skip
@@ -62,6 +67,10 @@ class KernelTrap(RuntimeError):
 
 class CompileError(RuntimeError):
     """The compiler is missing or refused the source."""
+
+
+class NoCompiler(CompileError):
+    """No C++ compiler that makes shared libraries is here."""
 
 
 class Kernel:
@@ -135,7 +144,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 def kernel(name: str, *, options: tuple[str, ...] = (), source: Path | None = None, folder: Path = AIE, **macros: Number) -> Kernel:
     """The entry point `name` with those macros, compiled if the cache does not have it. SpecError for an unknown name or
-    macro; CompileError without g++ or where the source does not compile."""
+    macro; NoCompiler without g++, CompileError where the source does not compile."""
     return compiled(find(name, folder), macros, options=options, source=source)
 
 
@@ -163,23 +172,59 @@ def _digest(source: Path, *more: Any) -> str:
     return h.hexdigest()
 
 
+def _candidates() -> list[str]:
+    """What may be a C++ compiler, the first choice first: CXX alone if it is set, else COMPILERS in every folder of PATH."""
+    if named := os.environ.get("CXX"):
+        return [found] if (found := shutil.which(named)) else []
+    once: dict[str, str] = {}
+    for name in COMPILERS:
+        for folder in os.get_exec_path():
+            if path := shutil.which(name, path=folder):
+                once.setdefault(os.path.realpath(path), path)
+    return list(once.values())
+
+
+def _refusal(compiler: str, more: tuple[str, ...]) -> str:
+    """Make a shared library of one function, load it and call it: what went wrong, or nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        unit, out = Path(folder) / "trial.cc", Path(folder) / "trial.so"
+        unit.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n')
+        command = [compiler, *_flags(more), str(unit), "-o", str(out)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            said = done.stderr.strip().splitlines() if done.returncode else []
+            if done.returncode or ctypes.CDLL(str(out)).answer() != 42:
+                return said[0] if said else f"ended with {done.returncode}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    return ""
+
+
 @lru_cache(maxsize=1)
-def _compiler() -> tuple[str, str]:
-    """(path, version) of g++."""
-    path = shutil.which(os.environ.get("CXX", "g++"))
-    if path is None:
-        raise CompileError(f"NPU kernels run here through a C++ compiler, and there is no {os.environ.get('CXX', 'g++')!r}: "
-                           "on Debian: apt-get install g++ (or set CXX)")  # fmt: skip
-    return path, subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+def _compiler() -> tuple[str, str, tuple[str, ...]]:
+    """(path, version, flags for its linker) of the first compiler that makes a shared library. NoCompiler where there is none,
+    with what each that was tried said."""
+    tried = []
+    for path in _candidates():
+        for linker in LINKERS if shutil.which("ld.gold") else ((),):
+            said = _refusal(path, linker)
+            if not said:
+                version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+                return path, version, linker
+            tried.append(f"{' '.join([path, *linker])}: {said}")
+    wanted = os.environ.get("CXX")
+    none = f"none of {', '.join(COMPILERS)} in PATH" if not wanted else f"not CXX={wanted!r}"
+    raise NoCompiler(f"NPU kernels run here through a C++ compiler that makes shared libraries, and there is {none}: "
+                     "on Debian: apt-get install g++ (or set CXX)" + "".join(f"\n  {line}" for line in tried))  # fmt: skip
 
 
-def _flags() -> tuple[str, ...]:
-    """FLAGS and the environment's own, which count where both set something."""
-    return (*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")))
+def _flags(linker: tuple[str, ...]) -> tuple[str, ...]:
+    """FLAGS, the linker's and the environment's own, of which the last counts where several set something."""
+    return (*FLAGS, *linker, *shlex.split(os.environ.get("CXXFLAGS", "")))
 
 
 def gxx() -> str:
-    """The path of g++. CompileError without it."""
+    """The path of the C++ compiler. NoCompiler without one."""
     return _compiler()[0]
 
 
@@ -190,8 +235,8 @@ def cache_folder() -> Path:
 @lru_cache(maxsize=256)
 def _library(source: Path, of: Path, macros: tuple[tuple[str, Number], ...], options: tuple[str, ...]) -> ctypes.CDLL:
     """The library of a source file's entry points (`of`: the file that declares them)."""
-    compiler, version = _compiler()
-    flags = [*_flags(), *options]
+    compiler, version, linker = _compiler()
+    flags = [*_flags(linker), *options]
     headers = [(p.relative_to(HOSTAPI).as_posix(), p.read_text()) for p in sorted(HOSTAPI.rglob("*.h*"))]
     wrapper = _wrapper(source, [e for e in entries(of.parent).values() if e.source == of])
     name = _digest(source, wrapper.replace(str(source), source.name), macros, flags, version, headers)[:32]
@@ -218,8 +263,8 @@ def _precompiled(options: tuple[str, ...]) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _header(options: tuple[str, ...]) -> Path:
-    compiler, version = _compiler()
-    flags = [f for f in (*_flags(), *options) if f != "-shared"]
+    compiler, version, linker = _compiler()
+    flags = [f for f in (*_flags(linker), *options) if f != "-shared"]
     text = "#include <aie_api/aie.hpp>\n#include <string>\n"
     headers = [(p.relative_to(HOSTAPI).as_posix(), p.read_text()) for p in sorted(HOSTAPI.rglob("*.h*"))]
     target = cache_folder() / f"host-{hashlib.sha256(repr((text, flags, version, headers)).encode()).hexdigest()[:32]}.h"
