@@ -4,7 +4,7 @@ chroot, its own ld-linux starts Python.
 
     python -m perf.mesa fetch      # about 57 MB from Debian's mirror, by apt
 
-`fetch` needs nothing but Python: tools/setup.sh calls it while pip installs the rest.
+`fetch` needs nothing but Python: tools/setup.sh calls it while the rest is installed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ py=$venv/bin/python
 
 if [ ! -x "$py" ]; then
     echo "setup: virtual environment $venv"
-    "$python" -m venv "$venv" || {
+    "$python" -m venv --without-pip "$venv" || {
         echo "setup: '$python -m venv' failed; on Debian: apt-get install python3-venv" >&2
         exit 1
     }
@@ -24,15 +24,35 @@ mesa=build/mesa-trixie/usr/share/vulkan/icd.d/radeon_icd.json
 fetching=""
 if [ "$want" = test ] && [ ! -e "$mesa" ] && command -v apt-get >/dev/null; then
     echo "setup: fetching Debian 13's Mesa into build/ (it compiles for gfx1103 with matrix units)"
-    "$py" -c 'from hybrid.perf.mesa import fetch; fetch()' >"$venv/mesa.log" 2>&1 & # beside pip: it needs nothing that pip installs
+    "$py" -c 'from hybrid.perf.mesa import fetch; fetch()' >"$venv/mesa.log" 2>&1 & # beside the rest: it needs Python alone
     fetching=$!
     trap 'test -z "$fetching" || kill "$fetching" 2>/dev/null || true' EXIT
     trap 'exit 130' INT TERM
 fi
+# uv does in 7 seconds what takes a virtual environment's own pip 57, most of which is looking through lists of files: it is
+# fetched by the interpreter's pip, or by that of a new environment. pip does what uv cannot, for it may be told of more places.
+pip="$py -m pip --disable-pip-version-check"
+with_uv() {
+    if [ ! -x "$venv/bin/uv" ]; then
+        "$python" -m pip --disable-pip-version-check --python "$py" install -q --no-compile uv ||
+            { "$py" -m ensurepip --default-pip && $pip install -q --no-compile uv; } || return
+    fi
+    index=${PIP_INDEX_URL:-$("$python" -m pip config get global.index-url || true)}
+    if [ -n "$index" ]; then export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"; fi
+    "$venv/bin/uv" pip install -q --python "$py" pip -e ".$extras"
+}
+with_pip() { # without byte code: Python keeps that of what it imports, and of 774 MB most is never imported
+    $pip --version >/dev/null 2>&1 || "$py" -m ensurepip --default-pip >/dev/null || {
+        echo "setup: no pip; on Debian: apt-get install python3-venv" >&2
+        exit 1
+    }
+    $pip install -q --no-compile -e ".$extras"
+}
 echo "setup: installing the package$extras"
-# Of 774 MB a few thousand files would be compiled, which takes as long as all else, and most are never imported: Python
-# keeps the byte code of those that are.
-"$py" -m pip install -q --no-compile --disable-pip-version-check -e ".$extras"
+with_uv >"$venv/uv.log" 2>&1 || {
+    echo "setup: not with uv ($venv/uv.log), so with pip" >&2
+    with_pip
+}
 
 driver() { "$py" -c 'import sys; from kernels.vulkan.instance import list_devices; sys.exit(not list_devices())' 2>/dev/null; }
 layer() { ls /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json >/dev/null 2>&1; }
