@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
-from hybrid.core.plan import GUESSES_TENSOR
+from hybrid.core.plan import GUESSES_TENSOR, UNTIL_TENSOR
 from hybrid.devices.opening import NpuKind, Opened, open_again, opening_devices
 from hybrid.engine import warming
 from hybrid.engine.config import EngineConfig
@@ -76,7 +76,8 @@ def drafter_for(model: Ready, draft: str | os.PathLike[str] | Checkpoint | Draft
         ctx = min(model.engine.cache.ctx, found.hparams.context_length)
         where: str | Opened | None = device
         if where is None:
-            where = open_again(model.opened, find_schedule(found.hparams.family), {"history": GUESSES_TENSOR})
+            lent = {"history": GUESSES_TENSOR, GUESSES_TENSOR: "history", UNTIL_TENSOR: "next_position"}
+            where = open_again(model.opened, find_schedule(found.hparams.family), lent)
         config = EngineConfig(ctx=ctx, slots=1 if slots is None else slots, shared=slots is None, guesses=min(WATCHED, ctx) - 1)
         smaller = ready(found, where, None, config)
     except BaseException:

@@ -12,6 +12,7 @@ from hybrid.harness.cases import Case
 
 HEADER, ENTRIES = 8, 5  # words before the rows of a message; most table entries of one
 OUTSIDE = 0x3FFFFFFF
+FOLLOWS = -(1 << 30)
 
 
 def words(bind: dict[str, int]) -> int:
@@ -70,13 +71,16 @@ def _rows(case: Case, kind: str, rows: int, next_position: np.ndarray) -> np.nda
         "going_on": (choice < 0, choice < 0),
         "ahead": (choice > 0, choice < 0),
         "guessed": (choice < 0, choice < 2),
+        "following": (choice < 0, choice < 0),
     }.get(kind, (choice % 2 == 0, choice < 2))
     after = np.where(kind == "going_on", 0, after)
     where = np.where(fixed, places, next_position[slots] + after)
     tokens = (slots * 7919 + where * 31 + case.seed) % 262144
     guessed = -2 - (slots * 13 + where * 5 + case.seed) % (b["S"] + 1)  # the last of them is not there
-    tokens = np.where(host, tokens, guessed if kind == "guessed" else -1)
-    found = np.stack([tokens, np.where(fixed, places, -1 - after), slots], axis=1)
+    followed = FOLLOWS - (slots * 13 + case.seed) % (b["S"] + 1)  # likewise; of rows of one slot it is the same
+    tokens = np.where(host, tokens, {"guessed": guessed, "following": followed}.get(kind, np.array(-1)))
+    at = np.where(kind == "following", np.where(choice < 2, FOLLOWS, -1), -1 - after)
+    found = np.stack([tokens, np.where(fixed, places, at), slots], axis=1)
     if kind == "outside":
         found[::2, 2] = OUTSIDE
     return found

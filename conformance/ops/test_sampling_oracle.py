@@ -158,6 +158,7 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     passed = {n: np.zeros(3, np.int32) for n in ("tokens", "positions", "slots", "out_rows", "mask_rows")}
     begun = {"turn": np.array([6], np.uint32), "live": np.array([1, 1, 0, 1, 9, 9, 9, 9], np.uint32), **state, **passed}
     begun |= {"global_table": tables[0], "local_table": tables[1], "guesses": np.arange(-3, 15, dtype=np.int32).reshape(3, 6)}
+    begun["known_until"] = np.array([3, 4, 1], np.int32)
     message = [7, 3, 2, 1, 0, 0, 0, 0, -1, -1, 0, 4, 2, 1, 9, -2, 2, 0, -1, 2, 5, 1, 2, 3, 8]
     assert call("begin_pass", {"inbox": np.array([9, *message[1:]], np.int32), **begun}, {"sets": 1}, {}) == {}  # for pass 9
     assert begun["turn"].tolist() == [7] and begun["tokens"][:2].tolist() == [2, 0]
@@ -172,3 +173,14 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     guessed = [8, 3, 0, 0, 0, 0, 0, 0, -3, 4, 0, -2, 1, 1, -9, 3, 2]  # slot 1's for position 4, slot 0's for 1 (none), nobody's
     call("begin_pass", {"inbox": np.array(guessed, np.int32), **begun}, {"sets": 1}, {})
     assert begun["tokens"].tolist() == [7, 0, 0] and state["history"][0, 4] == 7
+    follows, before = -(2**30), state["history"].copy()  # slot 0 goes on at 6 with token 2, behind what slot 1 has
+    rows = [follows - 1, follows, 2, follows - 1, -1, 0, follows - 3, follows, 0]
+    begun["turn"][:] = 6
+    state["next_position"][2] = 3
+    call("begin_pass", {"inbox": np.array([7, 3, 0, 0, 0, 0, 0, 0, *rows], np.int32), **begun}, {"sets": 1}, {})
+    assert begun["positions"].tolist() == [3, 6, 6] and begun["tokens"].tolist() == [6, 2, 2], "nobody's slot: its own"
+    assert np.argwhere(state["history"] != before).tolist() == [[2, 3]]
+    rows = [follows - 2, follows, 2, follows, -1, 2]
+    begun["turn"][:] = 6
+    call("begin_pass", {"inbox": np.array([7, 2, 0, 0, 0, 0, 0, 0, *rows], np.int32), **begun}, {"sets": 1}, {})
+    assert begun["positions"][:2].tolist() == [1, 3] and begun["tokens"][:2].tolist() == [10, 0], "back to where it is known"

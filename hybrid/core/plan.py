@@ -27,6 +27,8 @@ FEW_ROWS = 4
 INBOX_TENSOR = "inbox"
 GUESSES_TENSOR = "guesses"
 """Where the tokens are that another engine on the same queue has chosen (its `history`)."""
+UNTIL_TENSOR = "known_until"
+"""And up to which positions they stand, by slot (its `next_position`)."""
 INBOX_SETS = 4
 """Messages of rows that the inbox has room for: the host writes one while the passes of others run."""
 MESSAGE_HEADER, ROW_WORDS, OUT_WORDS, ENTRY_WORDS = 8, 3, 2, 4

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybrid.core.errors import NoFreeSlot
-from hybrid.core.plan import FAULTED
+from hybrid.core.plan import FAULTED, GUESSES_TENSOR, UNTIL_TENSOR
 from hybrid.engine.ahead import Ahead, Wanted
-from hybrid.engine.inbox import GOES_ON, GUESSED, Rows
+from hybrid.engine.inbox import FOLLOWS, GOES_ON, GUESSED, Rows
 from hybrid.engine.interface import PassRunner
 from hybrid.engine.pace import WATCHES
 from hybrid.engine.sampling import Sampling
@@ -33,10 +33,27 @@ class Followed:
     ids: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Behind:
+    """Passes that were submitted behind a verification, where whose end is they find on the device."""
+
+    before: dict[Hashable, tuple[list[int], list[int]]]
+    """By sequence, as of DraftModel._open: the guesses that are verified."""
+    ends: dict[Hashable, int]
+    """Positions that the draft's cache held before these passes: where all guesses are right, the first runs the last of them."""
+    theirs: dict[Hashable, int]
+    """The larger model's slots."""
+    tickets: list[int] = field(default_factory=list)
+
+
 class DraftModel:
     """Drives the slots of an engine whose tokenizer is the target's, one for each sequence that is followed. A slot chooses by the
     target's sampling parameters, so that both add the same noise to their logits, and agree more often than two draws would.
     apart: its passes may run while the target's do, so it may guess on while its guesses are verified (`go_on`)."""
+
+    follows_on = False
+    """Whether its passes may find on the device what the larger model has chosen (`behind`)."""
+    _behind: Behind | None = None
 
     def __init__(self, engine: PassRunner, name: str, close: Callable[[], object], apart: bool = False) -> None:
         self.engine, self.name, self._close, self.apart = engine, name, close, apart
@@ -48,6 +65,7 @@ class DraftModel:
                 engine.warm_up(rows)
         self.chains = engine.device.shares("history")
         """Whether a pass of the larger model may find guesses on the device, where they are made (`ahead`)."""
+        self.follows_on = self.chains and engine.device.shares(GUESSES_TENSOR) and engine.device.shares(UNTIL_TENSOR)
         self._followed: dict[Hashable, Followed] = {}
         self._open: dict[Hashable, tuple[list[int], list[int]]] = {}
         """By key, what was submitted last and not read yet: the tokens before it, the ticket of each guess."""
@@ -80,6 +98,8 @@ class DraftModel:
         self.beside.forget(key)
         self._watched.pop(key, None)
         self._open.pop(key, None)
+        if self._behind is not None:
+            self._behind.before.pop(key, None)
         found = self._followed.pop(key, None)
         if found is not None:
             self.engine.release(found.slot)
@@ -166,19 +186,107 @@ class DraftModel:
     def ahead(self, wanted: Wanted) -> dict[Hashable, list[int]]:
         """The same without waiting: words by which a pass on the same queue finds the guesses (inbox.GUESSED), which it may be
         submitted with at once. For an engine whose `history` is lent (`chains`)."""
-        self._submit_all(wanted)
-        return {key: self._words(key, ids, len(tickets)) for key, (ids, tickets) in self._open.items()}
+        found = self._take_behind(wanted)
+        rest = {key: some for key, some in wanted.items() if key not in found}
+        if rest or not found:
+            self._submit_all(rest)
+        else:
+            self.steady, self.compiled = True, False
+        self._open |= found
+        return {key: self._words(key, ids, len(tickets)) for key, (ids, tickets) in self._open.items() if key in wanted}
+
+    def behind(self, verified: Mapping[Hashable, tuple[int, int]], most: int) -> bool:
+        """After a pass was submitted that verifies the last guesses (`ahead`): submit the passes of the next, `most` of each of
+        these sequences, behind it; waits for none. verified: by key, the larger model's slot and how many guesses. They begin on
+        the device where the verification says that the sequence goes on. False, and nothing done, where that cannot be."""
+        self._drop_behind()
+        keys = [key for key in verified if key in self._open and key in self._followed]
+        if not (keys and most and self.follows_on) or not all(self._has_room(key, verified[key][1], most) for key in keys):
+            return False
+        engine, slots = self.engine, {key: self._followed[key].slot for key in keys}
+        made = Behind({key: self._open.pop(key) for key in keys}, {key: engine.positions[slot] for key, slot in slots.items()},
+                      {key: verified[key][0] for key in keys})  # fmt: skip
+        self._behind = made
+        for i in range(most):  # the second takes the larger model's token too, where the first has run the last guess
+            made.tickets.append(self._follow(keys, i == 0) if i < 2 else self._submit(list(slots.values())))
+        for slot in slots.values():
+            engine.positions[slot] += 1  # at most: more is not known
+        return True
+
+    def _has_room(self, key: Hashable, guesses: int, most: int) -> bool:
+        """Whether so many rows more fit, wherever the verification ends, and what they go back behind is still held."""
+        engine, slot, known = self.engine, self._followed[key].slot, len(self._open[key][0])
+        return known + guesses + most < engine.cache.ctx and not engine.cache.forgets(max(0, engine.positions[slot] - known))
+
+    def _follow(self, keys: Sequence[Hashable], back: bool = False) -> int:
+        """A pass of these sequences' next rows, with what the larger model has chosen for them as far as that goes. back: from
+        the last of it on."""
+        assert self._behind is not None
+        tokens = np.array([FOLLOWS - self._behind.theirs[key] for key in keys], np.int32)
+        at = np.full(len(keys), FOLLOWS if back else GOES_ON, np.int32)
+        return self._submit([self._followed[key].slot for key in keys], tokens, at)
+
+    def _take_behind(self, wanted: Wanted) -> dict[Hashable, tuple[list[int], list[int]]]:
+        """What `behind` has submitted for these sequences, whose verification is read by now, with no pass after it, as `_open`
+        has it; with more passes where that is less than is wanted."""
+        if (made := self._behind) is None:
+            return {}
+        skips, ctx = dict[Hashable, int](), self.engine.cache.ctx
+        for key, (ids, most) in wanted.items():
+            before = made.before.get(key, ((), ()))[0]
+            if most > 0 and 0 < len(before) < len(ids) < ctx and ids[: len(before)] == before:
+                skips[key] = max(0, len(ids) - 1 - made.ends[key])  # 1: its first pass has run the last guess
+        room = min((ctx - len(wanted[key][0]) for key in skips), default=0)  # they run the same passes
+        asked = {key: min(wanted[key][1], room) for key in skips}
+        for _ in range(max((skips[key] + asked[key] for key in skips), default=0) - len(made.tickets)):
+            made.tickets.append(self._follow(list(skips)))
+        found = {}
+        for key, skip in skips.items():
+            ids = list(wanted[key][0])
+            found[key] = ids, made.tickets[skip : skip + asked[key]]
+            self.engine.positions[self._followed[key].slot] = len(ids) - 1 + len(made.tickets) - skip
+            del made.before[key]
+        self._drop_behind()
+        return found
+
+    def _drop_behind(self) -> None:
+        """Nobody takes what is left of it: those sequences are held as they were before the guesses that were verified."""
+        made, self._behind = self._behind, None
+        for key, (ids, _) in ({} if made is None else made.before).items():
+            self._followed[key].ids = ids
+
+    def drop(self) -> int:
+        """Take nothing of what was submitted behind the last verification; how many passes that was."""
+        passes = 0 if self._behind is None else len(self._behind.tickets)
+        self._drop_behind()
+        return passes
+
+    def expects(self, key: Hashable, ids: Sequence[int]) -> int:
+        """How many guesses after ids were submitted behind the last verification, by which a sequence has come to these."""
+        if (made := self._behind) is None or key not in made.before:
+            return 0
+        return len(made.tickets) - max(0, len(ids) - 1 - made.ends[key])
 
     def finish(self) -> None:
-        """Wait for what was submitted last."""
-        if self._open:
-            self.engine.device.wait(max(tickets[-1] for _, tickets in self._open.values()))
+        """Wait for the guesses that are verified next, or were void: then all is run again."""
+        found = self._open if self._behind is None else self._open | self._behind.before
+        if not found:
+            return
+        peek, last = self.engine.device.peek, max(tickets[-1] for _, tickets in found.values())
+        self.engine.device.wait(last)
+        ends = [(self._followed[key].slot, len(ids) - 1 + len(tickets)) for key, (ids, tickets) in found.items()]
+        if any(peek("history", slot, end, last) == FAULTED for slot, end in ends):
+            self.engine.settle()
+            self._open, self._behind = {}, None
+            for followed in self._followed.values():
+                followed.ids = []
 
     def _words(self, key: Hashable, ids: Sequence[int], count: int) -> list[int]:
         return [GUESSED - self._followed[key].slot] * count
 
     def _read_all(self) -> dict[Hashable, list[int]]:
         """The guesses of what was submitted last, after which the caches hold all of them but the last."""
+        self._drop_behind()
         found, done, self._open = {}, self._open, {}
         for key, (ids, tickets) in done.items():
             if key in self._followed:

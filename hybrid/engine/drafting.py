@@ -81,6 +81,9 @@ class Drafting:
         self._drafting: tuple[float, int] | None = None  # that the device does: since when, the most guesses if they count
         self._beside = 0  # the pass while which the draft goes on
         self._watching = 0  # the pass that a draft model's own, for a look at what it would have guessed, runs before
+        self._given: tuple[int, dict[Any, int]] = 0, {}  # the last pass that verifies guesses, how many of which sequence
+        self._behind = 0  # the pass behind which the next guesses are made
+        self._seen = 0.0  # when the last pass had been read
 
     def prepare(self, scheduler: Scheduler) -> bool:
         """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been read."""
@@ -88,6 +91,8 @@ class Drafting:
             return True
         self.costs.apart = isinstance(self.drafter, DraftModel) and self.drafter.apart
         self._beside = self._beside if scheduler.in_flight else 0
+        if scheduler.in_flight == 1 and self._given[0] == scheduler.number:
+            self._draft_behind(scheduler)
         streams = [s for s in scheduler._running if s.decodes]
         following = [self._follow(stream) for stream in streams]
         due = [f for f in following if f.pace.due]
@@ -100,6 +105,7 @@ class Drafting:
             for f in asked:
                 f.run_ahead(False)
             return False
+        self._keep_behind(scheduler, asked)
         for f, k in zip(due, shares, strict=True):
             if f.pace.due:  # else it waits for what a pass takes
                 f.pace.settle(k, f.asked)
@@ -112,6 +118,7 @@ class Drafting:
     def committed(self, done: Pass, news: Sequence[tuple[Stream, int]], seconds: float, between: float = 0.0) -> None:
         """A pass has chosen so many tokens of each sequence, and took so long, alone or behind the one before (0: it has taken what
         others will not); so long after the end of that it began."""
+        self._seen = self._clock()
         wants = {run.seq.id: run.wants for run in done.runs}
         if seconds and all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
             if done.number == self._beside:
@@ -153,6 +160,7 @@ class Drafting:
         if isinstance(self.drafter, DraftModel):
             dropped = self.drafter.beside.dropped
             try:
+                self.budget.spent(self.costs.drafting(self.drafter.expects(stream.id, stream.ids)) / max(1, len(self._of) + 1))
                 self.drafter.end(stream.id)
             except Exception as error:  # its device may be gone
                 self._end_drafting(error)
@@ -243,7 +251,7 @@ class Drafting:
 
     def _draft(self, scheduler: Scheduler, asked: list[Following]) -> bool:
         """Whether there were any guesses."""
-        began = self._clock()
+        began, self._behind = self._seen if self._behind == scheduler.number else self._clock(), 0
         try:
             found, steady = self._propose(asked)
         except Exception as error:  # whatever another model's device or files raise: a text does not depend on guesses
@@ -261,6 +269,7 @@ class Drafting:
                 given[f.stream.id] = f, guesses
             else:
                 f.pace.pause(AHEAD)
+        self._given = scheduler.number + 1, {key: len(guesses) for key, (_, guesses) in given.items()}
         if given:
             self._go_on(scheduler.number + 1, sum(s.decodes for s in scheduler._running), given)
         return bool(given)
@@ -287,6 +296,37 @@ class Drafting:
                 self._beside = number
             except Exception as error:  # as where it guesses
                 self._end_drafting(error)
+
+    def _draft_behind(self, scheduler: Scheduler) -> None:
+        """Let a draft model on the same queue guess behind the pass in flight, which verifies its last guesses, what follows them:
+        so the device goes on while the host reads. Of sequences that will not have ended by their length, as far as it pays."""
+        model, (number, given) = self.drafter, self._given
+        self._given = 0, {}  # once
+        if not isinstance(model, DraftModel) or not model.follows_on:
+            return
+        found = [(f, guesses) for key, guesses in given.items() if (f := self._of.get(key)) is not None and not f.constrained
+                 and f.stream.slot is not None and f.stream.last - len(f.stream.ids) - guesses > 2]  # fmt: skip
+        most = max(share([f.pace for f, _ in found], len(found), self.room, self.costs), default=0)
+        try:
+            if model.behind({f.stream.id: (f.stream.slot or 0, guesses) for f, guesses in found}, most):
+                self._behind = number
+        except Exception as error:  # as where it guesses
+            self._end_drafting(error)
+
+    def _keep_behind(self, scheduler: Scheduler, asked: list[Following]) -> None:
+        """Ask for no fewer guesses than were made behind the last pass, if it has been read and any are asked for; else the device
+        has made them for nothing."""
+        model = self.drafter
+        if not self._behind or scheduler.in_flight or not isinstance(model, DraftModel):
+            return
+        if asked and self._behind == scheduler.number:
+            for f in asked:
+                there = min(model.expects(f.stream.id, f.stream.ids), f.stream.last - len(f.stream.ids) - 1)
+                f.asked = max(f.asked, 0 if f.pace.fixed else there)
+        else:
+            self._behind = 0
+            self.budget.spent(self.costs.drafting(model.drop()))
+            self._watching = scheduler.number + 1  # it waits for them
 
     def _note(self, began: float, most: int) -> None:
         """Drafting of most guesses (0: not to be compared) began then, and is over."""

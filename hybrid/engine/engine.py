@@ -129,8 +129,7 @@ class Engine:
         lost = self.positions[slot] - position
         if lost < 0 or position < 0:
             raise ValueError(f"slot {slot} holds {self.positions[slot]} tokens: {position} is not before their end")
-        ring, window = self.cache.ring, self.cache.window
-        if not anyway and lost and window and ring < self.cache.table and lost > ring * self.cache.block - window:
+        if not anyway and self.cache.forgets(lost):
             return False
         self.positions[slot] = position
         self._decoding = None

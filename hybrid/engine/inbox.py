@@ -19,6 +19,9 @@ GOES_ON = -1
 """As a row's token: the one that was chosen for its slot last; as its position: that token's. -1 - n: n positions after it."""
 GUESSED = -2
 """As a row's token: what `guesses` has of slot 0 for the row's position; GUESSED - n: of slot n."""
+FOLLOWS = -(1 << 30)
+"""As a row's token: as GUESSED where that token stands (`known_until`), else the one that was chosen for its slot last;
+FOLLOWS - n: of slot n. As such a row's position: the slot's next, or the last for which that holds, if it is before."""
 TABLES = {"global": 0, "local": 1}
 _BEHIND = 1000  # passes by which the count goes on where it is not known how many have begun
 

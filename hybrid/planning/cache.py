@@ -58,6 +58,11 @@ class CacheShape:
         span = self.window - 1 + self.chunk
         return min(self.table, (span + self.block - 2) // self.block + 1)
 
+    def forgets(self, lost: int) -> bool:
+        """Whether a sequence cannot go back by so many positions: its local layers' ring holds later ones in place of some that
+        attention would read again."""
+        return bool(lost and self.window and self.ring < self.table and lost > self.ring * self.block - self.window)
+
     @property
     def entries(self) -> int:
         """Block-table entries that a pass may bring: those of a sequence that finds its whole context in the cache, and of every

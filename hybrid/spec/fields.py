@@ -68,6 +68,7 @@ EDGE_VALUES: dict[str, str] = {
     "last_set": "the message in the inbox's last place",
     "outside": "slots, table indices and tables that are not there: nothing is written for them",
     "guessed": "every token from guesses, of whichever slot",
+    "following": "every row where another model's tokens end, or behind",
     "no_rows": "a message with table entries alone",
     "top_p_border": "top-p, with logits that a cut off by a thousandth would keep or drop",
     "neutral": "no penalty and no bias",

@@ -7,6 +7,8 @@ import numpy as np
 from hybrid.core.plan import CONTROL, ENTRY_WORDS, MESSAGE_HEADER, OUT_WORDS, ROW_WORDS
 from hybrid.quant.codec import Real
 
+FOLLOWS = -(1 << 30)  # hybrid.engine.inbox
+
 
 def begin_pass(
     *,
@@ -14,6 +16,7 @@ def begin_pass(
     next_token: np.ndarray,
     next_position: np.ndarray,
     guesses: np.ndarray,
+    known_until: np.ndarray,
     turn: np.ndarray,
     live: np.ndarray,
     tokens: np.ndarray,
@@ -50,11 +53,18 @@ def begin_pass(
     token, position, slot = given.T
     there = (slot >= 0) & (slot < len(next_token))
     known = np.where(there, slot, 0)
-    at = np.where(position >= 0, position, np.where(there, next_position[known] - 1 - position, 0))
+    follows = token <= FOLLOWS
+    other = np.where(follows, FOLLOWS, -2) - token  # slot of guesses, where the token is from there
+    theirs = (token < -1) & (other < len(known_until))
+    until = np.where(theirs, known_until[np.where(theirs, other, 0)], -1)
+    behind = np.where(follows & theirs, np.minimum(next_position[known], until), next_position[known])
+    onward = np.where(position <= FOLLOWS, behind, next_position[known] - 1 - position)
+    at = np.where(position >= 0, position, np.where(there, onward, 0))
     slots[:rows], positions[:rows] = slot, at
-    guessed = (token < -1) & (-2 - token < guesses.shape[0]) & (at < guesses.shape[1])
-    guess = np.maximum(guesses[np.where(guessed, -2 - token, 0), np.where(guessed, at, 0)], 0)
-    token = np.where(token < -1, np.where(guessed, guess, 0), token)
+    guessed = theirs & (at < guesses.shape[1])
+    guess = np.maximum(guesses[np.where(guessed, other, 0), np.where(guessed, at, 0)], 0)
+    guess = np.where(follows & (at > until), -1, np.where(guessed, guess, 0))
+    token = np.where(token < -1, guess, token)
     tokens[:rows] = np.where(token >= 0, token, np.where(there, next_token[known], 0))
     noted = (token >= 0) & there & (at < history.shape[1])
     history[slot[noted], at[noted]] = token[noted]
