@@ -7,6 +7,9 @@ import json
 import pytest
 
 from hybrid.bench import __main__ as bench
+from hybrid.bench.guessing import Guessing
+from hybrid.bench.measure import Bench
+from hybrid.bench.probe import Probes
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +18,9 @@ SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device
 
 def test_guesses_of_a_set_rightness_are_counted(capsys):
     assert bench.main([*SMALL, "--acceptance", "1,0,0.5", "--speculate", "3", "--json"]) == 0
-    right, wrong, half = json.loads(capsys.readouterr().out)["guessed"]
+    said = capsys.readouterr()
+    right, wrong, half = json.loads(said.out)["guessed"]
+    assert [line.split()[3] for line in said.err.splitlines() if " @ " in line] == ["1.00", "0.00", "0.50"], "each when it is there"
     assert (right["passes"], right["verified"], right["drafted"], right["accepted"]) == (4, 3, 9, 9), "a token, 3 times 4"
     assert wrong["accepted"] == 0 and wrong["passes"] == 13 and wrong["verified"] == 11, "no guess is left for the last token"
     assert 0 < half["accepted"] < half["drafted"] and half["tokens_of_a_verification_expected"] == 1.875
@@ -28,6 +33,26 @@ def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(capsys):
     said = capsys.readouterr().out.splitlines()
     assert "guesses of draft random/gemma3-270m on cpu, right by set rates" in said[1] and "tokens/pass" in said[3]
     assert "100 %" in said[5] and float(said[5].split()[10]) > 0, "drafting has taken time"
+
+
+@pytest.mark.parametrize("options", [["--acceptance", "1,0", "--speculate", "3"], ["-p", "0"]])
+def test_a_run_that_is_cut_has_printed_what_it_has_measured(monkeypatch, capsys, options):
+    """The second test never ends: a time limit ends the program."""
+    tests = Guessing if "--acceptance" in options else Bench
+    name = "run" if tests is Guessing else "decode"
+    whole, begun = getattr(tests, name), list[int]()
+
+    def cut(self, *args):
+        begun.append(1)
+        if len(begun) > 1:
+            raise KeyboardInterrupt
+        return whole(self, *args)
+
+    monkeypatch.setattr(tests, name, cut)
+    monkeypatch.setattr("hybrid.bench.probe.probe", lambda device: Probes(3000.0, "copy", 500.0, "matrix", {}))
+    assert bench.main([*SMALL, "-n", "13,5", *options]) == 130
+    said = capsys.readouterr().out.splitlines()
+    assert len(begun) == 2 and sum(" @ " in line for line in said) == 1 and " 0 " in said[-1]
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -16,6 +16,8 @@ from hybrid.cli.progress import tracked
 from hybrid.devices.about import driver_of, kernels_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hybrid.bench.measure import Row
     from hybrid.core.device import Device
     from hybrid.devices.energy import Meter
@@ -95,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens-per-submit", type=positive, default=1, metavar="N", help="decode so many in one submit (1)")
     p.add_argument("--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut")
     p.add_argument("--energy", action="store_true", help="joules per token and watts, where the machine counts them")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    p.add_argument("--json", action="store_true", help="print one JSON object; the table, row by row, on standard error")
     g = p.add_argument_group("guessed tokens", "Guesses of a known text, in place of -p: what they are worth here, one sequence.")
     g.add_argument("--acceptance", type=rates, metavar="P,..", help="guesses that are right with these rates, each in turn")
     g.add_argument("--speculate", type=guesses, default=(None,), metavar="K,..", help="so many in a pass: auto, 1 to 16 (auto)")
@@ -122,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace, command: str) -> int:
     from hybrid.bench.ceiling import ceiling, impossible
     from hybrid.bench.probe import probe
-    from hybrid.bench.report import as_dict, text
+    from hybrid.bench.report import as_dict, head, row_dict, row_lines, say
     from hybrid.devices.energy import meter_for
     from hybrid.spec.devicesheet import sheet_for
 
@@ -148,7 +150,6 @@ def _main(args: argparse.Namespace, command: str) -> int:
         begin = time.perf_counter()
         engine = _engine(args, checkpoint, device, schedule)
         seconds = opening + time.perf_counter() - begin
-        rows = _rows(args, engine, meter_for(opened.main) if args.energy else None)
         about = {
             "command": command,
             "device": device.name,
@@ -165,10 +166,19 @@ def _main(args: argparse.Namespace, command: str) -> int:
             "load_seconds": seconds,
             "passed_over": fallbacks(opened, engine),
         }
-    sheet = sheet_for(about["device"])
+        sheet = sheet_for(about["device"])
+        limit, rows = ceiling(probes, sheet), []
+        say(head(as_dict(about, [], probes, limit, ())), args.json)
+        for row in _rows(args, engine, meter_for(opened.main) if args.energy else None):
+            rows.append(row)
+            say(row_lines(row_dict(row, limit)), args.json)
+        later = [reason for reason in fallbacks(opened, engine) if reason not in about["passed_over"]]
+        about["passed_over"] = [*about["passed_over"], *later]
+    if later:
+        say([f"passed over: {reason}" for reason in later], args.json)
     wrong = impossible(rows, probes, sheet)
-    report = as_dict(about, rows, probes, ceiling(probes, sheet), wrong)
-    print(json.dumps(report) if args.json else text(report))
+    if args.json:
+        print(json.dumps(as_dict(about, rows, probes, limit, wrong)))
     if wrong:
         raise ValueError(f"the measurement is wrong: {'; '.join(wrong)}")
     return 0
@@ -199,7 +209,8 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
     return Engine(checkpoint, device, config, schedule=schedule)
 
 
-def _rows(args: argparse.Namespace, engine: Engine, meter: Meter | None) -> list[Row]:
+def _rows(args: argparse.Namespace, engine: Engine, meter: Meter | None) -> Iterator[Row]:
+    """The tests, one after another."""
     from hybrid.bench.measure import Bench
 
     tests = []
@@ -207,7 +218,8 @@ def _rows(args: argparse.Namespace, engine: Engine, meter: Meter | None) -> list
         bench = Bench(engine, args.repetitions, args.tokens_per_submit, batch=batch, meter=meter)
         tests += [(bench.prefill, n, d) for d in args.ctx_depth for n in args.prompt if n]
         tests += [(bench.decode, n, d) for d in args.ctx_depth for n in args.tokens if n]
-    return [test(n, depth) for test, n, depth in tracked(tests, "tests")]
+    for test, n, depth in tracked(tests, "tests"):
+        yield test(n, depth)
 
 
 if __name__ == "__main__":

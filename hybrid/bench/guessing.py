@@ -13,11 +13,12 @@ import json
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 import hybrid
 from hybrid.arguments import open_model
-from hybrid.bench.report import SCHEMA
+from hybrid.bench.report import SCHEMA, say
 from hybrid.checkpoint import Checkpoint
 from hybrid.cli import UsageError
 from hybrid.devices.about import driver_of, kernels_of, provenance
@@ -130,24 +131,24 @@ class Guessing:
         return statistics.median(speeds[1:]), text
 
 
-def as_dicts(found: Sequence[Guessed]) -> list[dict[str, Any]]:
-    return [{**asdict(g), "tokens_per_pass": g.tokens_per_pass, "tokens_of_a_verification_expected": g.ideal} for g in found]
+def as_dict(g: Guessed) -> dict[str, Any]:
+    return {**asdict(g), "tokens_per_pass": g.tokens_per_pass, "tokens_of_a_verification_expected": g.ideal}
 
 
-def text(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For people."""
-    lines = [f"{'guessed':18}{'right':>7}{'k':>6}{'plain':>9}{'tok/s':>9}{'times':>7}{'tokens/pass':>13}{'expected':>10}"
-             f"{'accepted':>10}{'guess ms':>10}  pass ms by rows"]  # fmt: skip
-    for g in found:
-        share = f"{100 * g['accepted'] / g['drafted']:.0f} %" if g["drafted"] else "-"
-        passes = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in g["pass_ms"].items())
-        if g["ready"] or g["dropped"]:
-            passes += f"; drafted beside a pass: {100 * g['ready'] / max(1, g['drafted']):.0f} %, {g['dropped']} in vain"
-        k = "auto" if g["k"] is None else g["k"]
-        lines.append(f"{g['n']:>6} @ {g['depth']:<9}{g['rate']:7.2f}{k:>6}{g['plain']:9.1f}{g['speed']:9.1f}"
-                     f"{g['speed'] / g['plain']:7.2f}{g['tokens_per_pass']:13.2f}{g['tokens_of_a_verification_expected']:10.2f}"
-                     f"{share:>10}{g['guess_ms']:10.3f}  {passes}")  # fmt: skip
-    return lines
+HEADER = (f"{'guessed':18}{'right':>7}{'k':>6}{'plain':>9}{'tok/s':>9}{'times':>7}{'tokens/pass':>13}{'expected':>10}"
+          f"{'accepted':>10}{'guess ms':>10}  pass ms by rows")  # fmt: skip
+
+
+def line(g: Mapping[str, Any]) -> str:
+    """A test of `as_dict`, for people."""
+    share = f"{100 * g['accepted'] / g['drafted']:.0f} %" if g["drafted"] else "-"
+    passes = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in g["pass_ms"].items())
+    if g["ready"] or g["dropped"]:
+        passes += f"; drafted beside a pass: {100 * g['ready'] / max(1, g['drafted']):.0f} %, {g['dropped']} in vain"
+    k = "auto" if g["k"] is None else g["k"]
+    return (f"{g['n']:>6} @ {g['depth']:<9}{g['rate']:7.2f}{k:>6}{g['plain']:9.1f}{g['speed']:9.1f}"
+            f"{g['speed'] / g['plain']:7.2f}{g['tokens_per_pass']:13.2f}{g['tokens_of_a_verification_expected']:10.2f}"
+            f"{share:>10}{g['guess_ms']:10.3f}  {passes}")  # fmt: skip
 
 
 def guessing(args: argparse.Namespace, command: str) -> int:
@@ -163,9 +164,7 @@ def guessing(args: argparse.Namespace, command: str) -> int:
     options = {"schedule": args.schedule, "precision": args.precision, "kv": args.kv, "progress": True, "npu": args.npu}
     with hybrid.load(open_model(args), args.device, weights=args.weights, ctx=ctx, chunk=args.chunk, slots=1,
                      draft=_draft(args), draft_device=args.draft_device, speculate=most, **options) as model:  # fmt: skip
-        tests = Guessing(model, args.repetitions)
-        found = as_dicts([tests.run(n, depth, rate, k) for depth in args.ctx_depth for n in args.tokens if n
-                          for rate in args.acceptance for k in args.speculate])  # fmt: skip
+        tests, found = Guessing(model, args.repetitions), list[dict[str, Any]]()
         main = getattr(model.engine.device, "main", model.engine.device)
         report: dict[str, Any] = {
             "schema": SCHEMA,
@@ -179,10 +178,14 @@ def guessing(args: argparse.Namespace, command: str) -> int:
             "passed_over": [*model.passed_over, *model.engine.faults],
             "guessed": found,
         }
-    head = [f"{report['device']}, {report['driver']}; {provenance(report['device'])}",
-            *(f"passed over: {reason}" for reason in report["passed_over"]),
-            f"{report['model']}, guesses of {report['draft']}, right by set rates"]  # fmt: skip
-    print(json.dumps(report) if args.json else "\n".join([*head, "", *text(found)]))
+        say([f"{report['device']}, {report['driver']}; {provenance(report['device'])}",
+             *(f"passed over: {reason}" for reason in report["passed_over"]),
+             f"{report['model']}, guesses of {report['draft']}, right by set rates", "", HEADER], args.json)  # fmt: skip
+        for depth, n, rate, k in product(args.ctx_depth, (n for n in args.tokens if n), args.acceptance, args.speculate):
+            found.append(as_dict(tests.run(n, depth, rate, k)))
+            say([line(found[-1])], args.json)
+    if args.json:
+        print(json.dumps(report))
     return 0
 
 

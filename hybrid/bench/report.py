@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -64,13 +65,23 @@ def _activations(precision: Mapping[str, Sequence[str]]) -> str:
     return ", ".join(precision["activations"]) + (f" (prefill {', '.join(prefill)})" if prefill else "")
 
 
+def say(lines: Sequence[str], beside: bool) -> None:
+    """Print what is known by now, so that it is there if the rest never comes; beside: on standard error, beside an object."""
+    print("\n".join(lines), file=sys.stderr if beside else sys.stdout, flush=True)
+
+
 def text(report: Mapping[str, Any]) -> str:
-    """For people. Speeds are medians; the spread is the standard deviation of the repetitions."""
+    """For people, all at once."""
+    return "\n".join([*head(report), *(line for r in report["results"] for line in row_lines(r))])
+
+
+def head(report: Mapping[str, Any]) -> list[str]:
+    """What stands before the rows. Speeds are medians; the spread is the standard deviation of the repetitions."""
     probes, limit = report["probes"], report["ceiling"]
     matrix = "no matrix units"
     if probes["matrix_tflops"] is not None:
         matrix = f"{show_rate(1e12 * probes['matrix_tflops'], 'FLOPS')} ({probes['matrix']})"
-    lines = [
+    return [
         f"{report['device']}, {report['driver']}; {provenance(report['device'])}",
         *(f"passed over: {reason}" for reason in report["passed_over"]),
         f"{report['model']}: {report['weights_bytes'] / 1e9:.2f} GB of weights ({', '.join(report['precision']['weights'])}), "
@@ -82,14 +93,15 @@ def text(report: Mapping[str, Any]) -> str:
         f"{'test':22}{'tok/s':>10}{'mean':>10}{'spread':>9}{'GB/s':>9}{'share':>8}{'FLOPS':>8}{'share':>8}"
         f"{'host us/tok':>13}{'dispatches':>12}{'barriers':>10}",
     ]
-    for r in report["results"]:
-        host = "-" if r["host_us_per_token"] is None else f"{r['host_us_per_token']:.1f}"
-        flops = "-" if r["share_of_matrix"] is None else f"{100 * r['share_of_matrix']:.1f} %"
-        lines.append(
-            f"{r['test']:22}{r['tokens_per_second']:10.1f}{r['mean']:10.1f}{r['spread']:9.2f}{r['gb_per_second']:9.1f}"
-            f"{100 * r['share_of_copy']:6.1f} %{show_rate(1e12 * r['tflops'], ''):>8}{flops:>8}{host:>13}"
-            f"{r['per_pass']['dispatches']:12.0f}{r['per_pass']['barriers']:10.0f}"
-        )
-        if "energy" in r:
-            lines.append(f"  {r['energy']['line']}")
-    return "\n".join(lines)
+
+
+def row_lines(r: Mapping[str, Any]) -> list[str]:
+    """A test of `row_dict`."""
+    host = "-" if r["host_us_per_token"] is None else f"{r['host_us_per_token']:.1f}"
+    flops = "-" if r["share_of_matrix"] is None else f"{100 * r['share_of_matrix']:.1f} %"
+    line = (
+        f"{r['test']:22}{r['tokens_per_second']:10.1f}{r['mean']:10.1f}{r['spread']:9.2f}{r['gb_per_second']:9.1f}"
+        f"{100 * r['share_of_copy']:6.1f} %{show_rate(1e12 * r['tflops'], ''):>8}{flops:>8}{host:>13}"
+        f"{r['per_pass']['dispatches']:12.0f}{r['per_pass']['barriers']:10.0f}"
+    )
+    return [line, *([f"  {r['energy']['line']}"] if "energy" in r else [])]
