@@ -170,6 +170,21 @@ def test_only_what_the_verification_alone_has_led_to_is_taken() -> None:
     assert drafting.prepare(scheduler) and draft.wasted == 7 and not drafted and drafting.budget.seconds < before
 
 
+def test_nothing_is_made_behind_what_the_budget_cannot_pay_or_what_ends() -> None:
+    draft = Queued(0.8, 0.1, 0.0, True)
+    drafting = Drafting(draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock)
+    drafting.costs.passes, drafting.costs.drafts = {1: 1.0, 8: 1.2}, {4: 0.4}
+    for seconds, last, behind in ((9.0, 42, True), (-9.0, 42, False), (9.0, 7, False), (9.0, 8, True)):
+        stream = Stream(0, [1, 2], 40)
+        stream.last, stream.slot, stream.position, stream.flying = last, 0, 5, 1
+        scheduler: Any = SimpleNamespace(number=6, in_flight=1, _running=[stream])
+        drafting._of.clear()
+        drafting._follow(stream)
+        drafting.budget.seconds, drafting._given, draft.made = seconds, (6, {0: 3}), 0
+        assert drafting.prepare(scheduler) and (draft.made > 0) == behind == (drafting._behind == 6), (seconds, last)
+        draft.made, drafting._behind = 0, 0
+
+
 def test_a_void_pass_of_the_draft_is_run_again() -> None:
     """What stands for its guesses is no token; all that it holds is run anew."""
     draft = object.__new__(DraftModel)

@@ -16,6 +16,7 @@ from hybrid.engine.choosing import Choosing
 from hybrid.engine.config import check_guesses
 from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Drafter, Watcher
+from hybrid.engine.following import Following
 from hybrid.engine.interface import PassRunner
 from hybrid.engine.pace import AHEAD, CREDIT, MOST, PROBES, Budget, Costs, Counts, Pace, Rightness, likely, share, trial
 from hybrid.engine.sampling import Sampling
@@ -36,26 +37,6 @@ def check_drafting(engine: PassRunner) -> None:
         raise ValueError("a schedule whose passes overlap on two devices verifies no guesses: load without draft and speculate")
     if engine.sizes.wanted < 2:
         raise ValueError("deterministic on cpu runs one row a pass, so it verifies no guesses: load without draft and speculate")
-
-
-class Following:
-    """A sequence that is guessed for."""
-
-    def __init__(self, stream: Stream, pace: Pace, drafter: Drafter, constrained: bool) -> None:
-        self.stream, self.pace, self.drafter, self.constrained = stream, pace, drafter, constrained
-        self.counts = Counts()
-        self.asked = 0
-        """Guesses that the next pass may have for it."""
-        self.ready = 0
-        """Guesses of its next pass that were made while those before them were verified."""
-        self.since = len(stream.ids)
-        """Tokens up to which it is known what would have been guessed."""
-
-    def run_ahead(self, may: bool) -> None:
-        """Whether its next row may run before its last token is known."""
-        may = may and not self.constrained
-        if self.stream.ahead != may:
-            self.stream.ahead, self.stream.steady = may, False
 
 
 class Drafting:
@@ -207,14 +188,8 @@ class Drafting:
     def _afford(self, trying: list[Following], rows: int) -> None:
         """Ask for none for a while, where the budget has not what they lose if all of them are wrong."""
         self._plain = self.costs.of(rows) or math.inf
-        asked = [f.asked for f in trying]
-        if not any(asked):
-            return
-        ready = likely([(f.pace.rate, f.asked) for f in trying])
-        way = self.costs.beside if self.costs.goes_on(rows + sum(asked), max(asked), ready) else self.costs.round
-        loss = way(rows + sum(asked), max(asked), 0.0) - self.costs.of(rows)
-        sure = any(share([Pace(f.pace.most, rate=f.pace.surely) for f in trying], rows, self.room, self.costs))
-        if self.budget.allows(loss, CREDIT * self.costs.of(rows) if sure else 0.0):
+        loss = self._loss(trying, [f.asked for f in trying], rows)
+        if not any(f.asked for f in trying) or self.budget.allows(loss, self._credit(trying, rows)):
             return
         tokens = min(self.budget.until(loss, self.costs.of(rows)), PROBES[1])
         for f in trying:
@@ -223,6 +198,18 @@ class Drafting:
                 f.pace.wait()
             else:
                 f.pace.pause(max(tokens, AHEAD))
+
+    def _loss(self, trying: list[Following], asked: Sequence[int], rows: int) -> float:
+        """Seconds that a pass of so many rows without guesses takes more with them, if all of them are wrong."""
+        most = max(asked, default=0)
+        ready = likely([(f.pace.rate, k) for f, k in zip(trying, asked, strict=True)])
+        way = self.costs.beside if self.costs.goes_on(rows + sum(asked), most, ready) else self.costs.round
+        return way(rows + sum(asked), most, 0.0) - self.costs.of(rows)
+
+    def _credit(self, trying: list[Following], rows: int) -> float:
+        """What the budget may be overdrawn by: something where guesses have been so often right that they surely pay."""
+        sure = any(share([Pace(f.pace.most, rate=f.pace.surely) for f in trying], rows, self.room, self.costs))
+        return CREDIT * self.costs.of(rows) if sure else 0.0
 
     def _look(self, scheduler: Scheduler, soon: list[Following], due: list[Following]) -> None:
         """What would have been guessed of the tokens that came without guesses, for those that are due; a draft model runs them
@@ -304,11 +291,14 @@ class Drafting:
         self._given = 0, {}  # once
         if not isinstance(model, DraftModel) or not model.follows_on:
             return
-        found = [(f, guesses) for key, guesses in given.items() if (f := self._of.get(key)) is not None and not f.constrained
+        found = [f for key, guesses in given.items() if (f := self._of.get(key)) is not None and not f.constrained
                  and f.stream.slot is not None and f.stream.last - len(f.stream.ids) - guesses > 2]  # fmt: skip
-        most = max(share([f.pace for f, _ in found], len(found), self.room, self.costs), default=0)
+        shares, free = share([f.pace for f in found], len(found), self.room, self.costs), [f for f in found if not f.pace.fixed]
+        loss = self._loss(free, [given[f.stream.id] for f in free], len(free))  # of the pass in flight, and of the next
+        if free and not self.budget.allows(2 * loss, self._credit(free, len(free))):
+            return
         try:
-            if model.behind({f.stream.id: (f.stream.slot or 0, guesses) for f, guesses in found}, most):
+            if model.behind({f.stream.id: (f.stream.slot or 0, given[f.stream.id]) for f in found}, max(shares, default=0)):
                 self._behind = number
         except Exception as error:  # as where it guesses
             self._end_drafting(error)
