@@ -10,6 +10,7 @@ from hybrid.bench import __main__ as bench
 from hybrid.bench.guessing import Guessing
 from hybrid.bench.measure import Bench
 from hybrid.bench.probe import Probes
+from hybrid.checkpoint import random
 
 pytestmark = pytest.mark.slow
 
@@ -27,11 +28,21 @@ def test_guesses_of_a_set_rightness_are_counted(capsys):
     assert all(g["plain"] > 0 and g["speed"] > 0 and set(g["pass_ms"]) <= {"1", "2", "3", "4"} for g in (right, wrong, half))
 
 
-def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(capsys):
-    options = ["--acceptance", "1", "--speculate", "auto,3", "--draft-random", "gemma3-270m", "--ctx-depth", "4"]
+def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(monkeypatch, capsys):
+    """And its head has the type that is asked for, the model's its own."""
+    made, heads = random.random_checkpoint, list[str]()
+
+    def noted(name, kind, head, *rest):
+        heads.append(head)
+        return made(name, kind, head, *rest)
+
+    monkeypatch.setattr(random, "random_checkpoint", noted)
+    options = ["--acceptance", "1", "--speculate", "auto,3", "--draft-random", "gemma3-270m", "--ctx-depth", "4",
+               "--draft-head", "q4_0", "--head", "q8_0"]  # fmt: skip
     assert bench.main([*SMALL, *options, "--draft-device", "cpu"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "guesses of draft random/gemma3-270m on cpu, right by set rates" in said[1] and "tokens/pass" in said[3]
+    assert sorted(heads) == ["q4_0", "q8_0"]
     assert "100 %" in said[5] and float(said[5].split()[10]) > 0, "drafting has taken time"
 
 
@@ -60,6 +71,7 @@ def test_a_run_that_is_cut_has_printed_what_it_has_measured(monkeypatch, capsys,
     (["--acceptance", "1", "--speculate", "17"], "is no list of auto and numbers from 1 to 16"),
     (["--acceptance", "1", "-b", "2"], "--acceptance is of one sequence"),
     (["--draft", "small.gguf"], "belong to --acceptance"),
+    (["--acceptance", "1", "--draft", "a", "--draft-head", "q4_0"], "--draft-head belongs to --draft-random"),
     (["--acceptance", "1", "--draft-device", "cpu"], "--draft-device belongs to"),
     (["--acceptance", "1", "--draft", "a", "--draft-random", "b"], "one of the two"),
 ])  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from conformance.engine.test_speculation import PROMPT
 from conformance.support.devices import for_model
 from conformance.support.fake_runner import Runner
 from conformance.support.models import BOTH, cut
+from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
 from hybrid.core.plan import FAULTED
@@ -55,6 +58,38 @@ def test_guesses_behind_a_verification_are_those_that_would_follow_it() -> None:
             found.append([(d.usage.drafted_tokens, d.usage.accepted_tokens) for d in alone])
             assert draft._behind is None and not model.engine.faults and not draft.engine.positions
         assert found[0] == found[1]
+        audit(model._serving.scheduler)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="half a minute of requests; the long profile has it")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_requests_that_come_and_go_get_the_texts_that_they_get_without_guesses(seed: int) -> None:
+    """Lengths, ends and cancellations at any time, of more requests than slots; blocks and slots are given back."""
+    drawn = random.Random(seed)
+    options = {"ctx": 96, "slots": 3, "precision": "exact", "draft": cut(open_checkpoint(DEMO), (4, 6)), "speculate": 3}
+    with hybrid.load(cut(open_checkpoint(DEMO), BOTH), for_model("vulkan"), **options) as model:
+        draft, behind = model.drafting.drafter, list[bool]()  # type: ignore[union-attr]
+        assert isinstance(draft, DraftModel)
+        make = draft.behind
+        draft.behind = lambda *given: (behind.append(made := make(*given)), made)[1]  # type: ignore[method-assign]
+        prompts = ["def area(w, h):\n", "class A:\n", "import os\nimport sys\n", "x = 1\ny = 2\n"]
+        asked = [(drawn.choice(prompts), {"temperature": drawn.choice([0, 1.5, 2.5]), "seed": drawn.randrange(4),
+                                          "max_tokens": drawn.choice([3, 9, 24, 40]), "ignore_eos": drawn.random() < 0.7})
+                 for _ in range(10)]  # fmt: skip
+        wanted = [model.submit(text, speculate=0, **how).result(timeout=300).ids for text, how in asked]
+        for _ in range(2):
+            handles = []
+            for text, how in asked:
+                handles.append(model.submit(text, **how))
+                if drawn.random() < 0.25:
+                    time.sleep(0.3 * drawn.random())
+                    drawn.choice(handles).cancel()
+            for handle, ids in zip(handles, wanted, strict=True):
+                done = handle.result(timeout=300)
+                assert done.ids == ids if done.finish != "cancelled" else done.ids == ids[: len(done.ids)]
+        assert sum(behind) > 10 and not model.engine.faults and not draft.engine.positions
+        assert not model.engine.blocks.used["global"]
         audit(model._serving.scheduler)
 
 

@@ -103,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--speculate", type=guesses, default=(None,), metavar="K,..", help="so many in a pass: auto, 1 to 16 (auto)")
     g.add_argument("--draft", metavar="FILE", help="run this smaller model for every guess, which then costs its time")
     g.add_argument("--draft-random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models")
+    g.add_argument("--draft-head", metavar="TYPE", help="with --draft-random: of its embedding and head (as --head)")
     g.add_argument("--draft-device", metavar="NAME", help="what that runs on (as --device; in turns with it)")
     g = p.add_argument_group("as a server gets them", "Random requests, up to -b at a time, in place of -p, -n and --ctx-depth.")
     g.add_argument("--requests", type=positive, metavar="N", help="so many requests, whose readers' times are shown")
@@ -132,8 +133,9 @@ def _main(args: argparse.Namespace, command: str) -> int:
         from hybrid.bench.guessing import guessing
 
         return guessing(args, command)
-    if args.draft or args.draft_random or args.draft_device:
-        raise UsageError("--draft, --draft-random and --draft-device belong to --acceptance: how often its guesses are right")
+    if args.draft or args.draft_random or args.draft_head or args.draft_device:
+        names = "--draft, --draft-random, --draft-head and --draft-device"
+        raise UsageError(f"{names} belong to --acceptance: how often its guesses are right")
     if args.requests or args.conversation:
         from hybrid.bench.online import online
 

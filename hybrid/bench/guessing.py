@@ -157,6 +157,8 @@ def guessing(args: argparse.Namespace, command: str) -> int:
         raise UsageError("--draft or --draft-random: one of the two")
     if max(args.batch_size) > 1 or not any(args.tokens):
         raise UsageError("--acceptance is of one sequence that generates tokens: leave -b, and give -n a number that is not 0")
+    if args.draft_head and not args.draft_random:
+        raise UsageError("--draft-head belongs to --draft-random: a file has the types that it has")
     if args.draft_device and not (args.draft or args.draft_random):
         raise UsageError("--draft-device belongs to --draft or --draft-random")
     most = max((k for k in args.speculate if k is not None), default=MOST)
@@ -194,5 +196,5 @@ def _draft(args: argparse.Namespace) -> Checkpoint | str:
     from hybrid.checkpoint.random import random_checkpoint
 
     if args.draft_random:
-        return random_checkpoint(args.draft_random, args.type or "q4_0", args.head, args.layers, args.vocab)
+        return random_checkpoint(args.draft_random, args.type or "q4_0", args.draft_head or args.head, args.layers, args.vocab)
     return args.draft or "lookup"
