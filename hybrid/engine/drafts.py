@@ -106,6 +106,7 @@ class Replay:
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be a probability, 0 to 1, not {rate!r}")
         self._text, self._rate, self._seed = list(text), rate, seed
+        self._right: dict[int, bool] = {}  # by position: drawing takes longer than looking up what is guessed
 
     def fork(self) -> Replay:
         return self
@@ -122,5 +123,7 @@ class Replay:
         pass
 
     def _guess(self, token: int, position: int) -> int:
-        draw = np.random.Generator(np.random.Philox(key=[self._seed, position])).random()
-        return token if draw < self._rate else (token ^ 1)
+        if position not in self._right:
+            draw = np.random.Generator(np.random.Philox(key=[self._seed, position])).random()
+            self._right[position] = bool(draw < self._rate)
+        return token if self._right[position] else (token ^ 1)
