@@ -38,7 +38,8 @@ settings.load_profile(PROFILE)
 
 # Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled once.
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
-os.environ.setdefault("CXXFLAGS", "-Og")  # compiling a tile kernel of the NPU takes longer than all that most tests do with it
+# Compiling a tile kernel of the NPU takes longer than most of what tests do with it; inlining costs nothing there.
+os.environ.setdefault("CXXFLAGS", "-Og -finline-small-functions -finline-functions")
 if rough.wanted():
     rough.install()
 

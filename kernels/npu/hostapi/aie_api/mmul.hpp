@@ -35,6 +35,15 @@ template <class A, class B> struct accumulator<A, B, accauto> {
     using type = std::conditional_t<kind_of<A, B> == 99, accfloat, std::conditional_t<kind_of<A, B> == 1616, acc64, acc32>>;
 };
 
+// A type that holds every product of an A and a B.
+template <class A, class B> inline constexpr unsigned mac_bits =
+    lane<A>::bits + lane<B>::bits +
+    (std::is_unsigned_v<typename lane<A>::scalar> && std::is_unsigned_v<typename lane<B>::scalar> ? 1 : 0);
+template <class A, class B> using mac_product =
+    std::conditional_t<mac_bits<A, B> <= 16, int16, std::conditional_t<mac_bits<A, B> <= 32, int32, int64>>;
+
+template <class T, unsigned N> struct mac_row { using type __attribute__((vector_size(N * sizeof(T)))) = T; };
+
 template <class A, class B> constexpr counter mac_counter() {
     return kind_of<A, B> == 88 ? mac_i8 : kind_of<A, B> == 84 ? mac_i8i4 : kind_of<A, B> == 99 ? mac_bf16 : mac_i16;
 }
@@ -74,17 +83,27 @@ public:
 private:
     accum_type data;
 
+    // Rows of B as the compiler's vectors: lane by lane this is most of what the simulator does.
     void mac_integer(const vector<A, size_A> &a, const vector<B, size_B> &b) {
         using cell = typename accum_type::cell;
-        std::array<cell, size_B> right;
-        for (unsigned i = 0; i < size_B; i++) right[i] = static_cast<cell>(b.get(i));
-        for (unsigned m = 0; m < M; m++) {
-            std::array<cell, N> sums{}; // at most 16 products of 16 bits each: no overflow before the wrapping sum
-            for (unsigned k = 0; k < K; k++) {
-                const auto x = static_cast<cell>(a.get(m * K + k));
-                for (unsigned n = 0; n < N; n++) sums[n] = host::wrap_add(sums[n], static_cast<cell>(x * right[k * N + n]));
+        using product = host::mac_product<A, B>;
+        using products = typename host::mac_row<product, N>::type;
+        using sums = typename host::mac_row<std::make_unsigned_t<cell>, N>::type; // wraps, as the core's accumulators do
+        std::array<products, K> right;
+        for (unsigned k = 0; k < K; k++)
+            if constexpr (host::lane<B>::bits == 4) {
+                for (unsigned n = 0; n < N; n++) right[k][n] = static_cast<product>(b.get(k * N + n));
+            } else {
+                typename host::mac_row<typename host::lane<B>::scalar, N>::type lanes;
+                std::memcpy(&lanes, &b.lanes[k * N], sizeof lanes);
+                right[k] = __builtin_convertvector(lanes, products);
             }
-            for (unsigned n = 0; n < N; n++) data.lanes[m * N + n] = host::wrap_add(data.lanes[m * N + n], sums[n]);
+        for (unsigned m = 0; m < M; m++) {
+            sums sum;
+            std::memcpy(&sum, &data.lanes[m * N], sizeof sum);
+            for (unsigned k = 0; k < K; k++)
+                sum += __builtin_convertvector(right[k] * static_cast<product>(a.get(m * K + k)), sums);
+            std::memcpy(&data.lanes[m * N], &sum, sizeof sum);
         }
     }
     void mac_real(const vector<A, size_A> &a, const vector<B, size_B> &b) {
