@@ -26,17 +26,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = os.environ.get("HYBRID_CONFORMANCE") == "long"
-# The marker comes second. What compares with kernels that are compiled for it (but for int8 activations, whose codes depend on the
-# processor), or has two passes in flight, in the long profile.
-SOME = "not vulkan and not test_pipeline and (int8_activations or not both_devices)"
-BLAS = ("-m", "blas", "-k", "not vulkan" if LONG else SOME)
+# The marker comes second. What compares with kernels that are compiled for it, or has two passes in flight, in the long profile.
+SOME = "not vulkan and not test_pipeline"
+BLAS = ("-m", "blas", "-k", "not vulkan" if LONG else f"{SOME} and not both_devices")
 # Each shader is compiled for it: in the short profile those that lay their subgroups out in different ways, and one of products.
 APART = ("attention", "linear-vulkan", "fused_ffn", "altup_correct", "rmsnorm", "sample", "logprobs", "quantize", "verify", "begin")
 OTHERS = f"vulkan and (past_failure or (prime and ({' or '.join(APART)})))"
 WIDTH = ("-m", "width", "-k", "vulkan" if LONG else OTHERS)
 SHORT = ("haswell-2", "nehalem-rough", "width-512")
-# Compiled kernels, whose sums NumPy has no part in, and what simulates an NPU: once in the short profile.
-ONCE = BLAS if LONG else (*BLAS[:3], f"{BLAS[3]} and not test_hybrid")
+# What simulates an NPU, whose sums NumPy has no part in, and int8 activations, whose codes depend on the processor, beside compiled
+# kernels: once in the short profile.
+ONCE = BLAS if LONG else (*BLAS[:3], f"{SOME} and (int8_activations or not both_devices) and not test_hybrid")
 ROUGH = {"HYBRID_ROUGH_PRODUCTS": "1"}
 AVX512, AVX = ("AVX512", "X86_V4"), ("AVX", "X86_V3", "X86_V4", "FMA", "F16C")
 
