@@ -3,7 +3,7 @@ left in memory, and everything that does not fit is recorded step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,113 +14,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.mutation.mutate import Mutant, load, mutated_function, mutated_spirv, tried
-from conformance.support.chains import CHAINS, GATE_STEPS, OWN_STEPS, STEPS, STREAM_STEPS
+from conformance.support.chains import GATE_STEPS, STREAM_STEPS
 from conformance.support.devices import GUARD, Devices, need_compiler, open_backend, spy_kernels
+from conformance.support.groups import SPECS, cases, judged, planned, run
 from conformance.support.paths import MUTANTS
 from conformance.support.profile import LONG
-from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
-from hybrid.harness import POISON, control_of, declared, poisoned
+from hybrid.harness import poisoned
 from hybrid.harness.cases import Case
-from hybrid.harness.compare import Disagreement, same_bits
+from hybrid.harness.compare import Disagreement
 from hybrid.harness.fixed import variant
 from hybrid.harness.inputs import make
-from hybrid.harness.reference import check, expect
 from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.kernels.vulkan.ops import BINDINGS, GROUPS, _altup_gate, _altup_next, _layer
 from hybrid.kernels.vulkan.steps import BEGUN_BY
 from hybrid.kernels.vulkan.tuning import space
-from hybrid.spec import load_ops
 
 pytestmark = pytest.mark.slow
 
-SPECS = load_ops()
 TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}
 OWN_BUFFERS = 53  # bound by layer.*.own
 USES = [{"workgroups": n, "threads": t, "poll_all": int(t == 768)} for n in (1, 132) for t in (256, 768)]
 FEWER = USES if LONG else USES[::2]  # each number of threads is a pipeline, which takes a CPU driver four seconds to compile
-
-
-def cases(sizes: Mapping[str, int], w: str, rows: int, act: str, seed: int, live: int) -> list[Case]:
-    """One case for each step of the group; with `own` among the sizes, of that with the layer's own input."""
-    n, t = dict(sizes), {"T": rows}
-    h = {**t, "H": n["hidden"]}
-    first = ({**t, "K": n["heads"], "N": n["hidden"]}, h, {**h, "F": n["ffn"]}, h)
-    product = {"x": act, "w": w}
-    dtypes = [product, {"y": act}, {"x": act, "w_gate_up": w, "w_down": w, "h": act}, {"y": act}, product]
-    steps, binds, attrs = STEPS, (*first, {**h, "HQ": n["hq"], "HK": n["hk"], "D": n["d"]}), {3: {"scale": 0.75}}
-    if "own" in n:
-        steps, attrs = OWN_STEPS, {4: {"layer": 1}, 5: {"scale": 0.75}}
-        binds = (*first, {**h, "P": n["own"], "E": 3 * n["own"]}, h, {**t, "K": n["hidden"], "N": n["hq"] * n["d"]})
-        dtypes[4:] = [{"x": act, "w_gate": w, "w_proj": w, "h": act}, {"y": act}, product]
-    return [
-        Case(op, bind, dict(SPECS[op].dtypes(types)), {**SPECS[op].attrs(bind, {}), **attrs.get(i, {})}, live, live, seed=seed + i,
-             style="full")
-        for i, ((op, _), bind, types) in enumerate(zip(steps, binds, dtypes, strict=True))
-    ]  # fmt: skip
-
-
-def planned(
-    made: list[Case], device: str, order: Sequence[int] = (), swaps: Mapping[str, str] = {}
-) -> tuple[Plan, dict[str, Tensor]]:
-    """The steps as one plan, and values of what none of them writes first. `swaps`: other tensors for arguments,
-    "step.argument" -> tensor."""
-    values: dict[str, Tensor] = {}
-    decls: dict[str, TensorDecl] = {}
-    steps = []
-    for i in order or range(len(made)):
-        (op, args), case = CHAINS[tuple(c.op for c in made)][i], made[i]
-        args = {a: swaps.get(f"{i}.{a}", t) for a, t in args.items()}
-        drawn = make(SPECS[op], case)
-        for arg, name in args.items():
-            if name not in decls:
-                decls[name] = replace(declared(SPECS[op], case, arg), name=name)
-                if arg in SPECS[op].inputs:
-                    values[name] = drawn[arg]
-        steps.append(Step(op, f"{i}.{op}", dict(case.bind), args, dict(case.attrs), device=device))
-    decls["control"], values["control"] = control_of(made[0], {})
-    return Plan("group", made[0].bind["T"], 1, tuple(steps), decls), values
-
-
-def run(device: Any, made: list[Case], given: Mapping[str, Tensor] = {}, **how: Any) -> int:
-    """Run the steps as one plan, twice from different poison, and judge each on what it finds in memory. Returns the
-    plan's dispatches. `given`: other values of tensors; `how`: planned()'s order and swaps."""
-    plan, values = planned(made, device.name, **how)
-    values |= given
-    found = []
-    for byte in POISON:
-        device.reset()
-        for name, decl in plan.tensors.items():
-            device.store(decl, values.get(name, poisoned(decl, byte)))
-        program = device.compile(plan)
-        for _ in range(2):  # what a submit leaves behind must not change the next one
-            device.wait(program.submit())
-        assert not device.check_guards()
-        found.append({name: device.read(name) for name in plan.tensors})
-    for name, decl in plan.tensors.items():
-        if made[0].rows:
-            _same(f"{name} depends on what its memory held before (unwritten elements, or a race)", *(f[name] for f in found))
-        elif name not in values:
-            _same(f"{name} was written, of no live row", found[0][name], poisoned(decl, POISON[0]))
-    for step in plan.steps if made[0].rows else ():
-        spec, case = SPECS[step.op], made[int(step.name[0])]
-        held = {arg: found[0][name] for arg, name in step.args.items()}
-        caches = {arg: given[step.args[arg]] for arg in spec.state}  # as they were
-        call = expect(spec, case, {**{n: held[n] for n in spec.inputs}, **caches}, device.has("f16_matrices"))
-        check(spec, case, f"{device.name}: {step.name} of {case}", call, held)
-    return program.dispatches
-
-
-def _same(label: str, got: Tensor, wanted: Tensor) -> None:
-    for a, b in zip(got.parts, wanted.parts, strict=True):
-        same_bits(label, a, b)
-
-
-def judged(device: Any, use: Mapping[str, Any], made: list[Case], **how: Any) -> int:
-    with device.tuning.forced("layer", use):
-        return run(device, made, **how)
 
 
 def cancelled(device: Any, use: Mapping[str, Any], made: list[Case]) -> None:
@@ -198,10 +115,11 @@ def test_a_layer_with_its_own_input_in_one_dispatch(devices: Devices, w: str) ->
     [(64, 0, 1, 32, OWN_BUFFERS), (64, 2, 1, 32, OWN_BUFFERS), (0, 2, 0, 32, 41), (0, 2, 1, 16, 41)],
 )
 def test_a_layer_that_ends_with_the_next_attention(
-    devices: Devices, own: int, projections: int, value_norm: int, rotary: int, buffers: int
+    devices: Devices, own: int, projections: int, value_norm: int, rotary: int, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of queries alone, or of queries, keys and values; values normed, heads that rotate in part. One head, so that one workgroup,
-    which is all that a CPU driver surely runs at once, has a KV split for it."""
+    which is all that a CPU driver surely runs at once, has a KV split for it. Then a layer without the attention in the same
+    pipeline."""
     device, spec = devices.get("vulkan", guard=GUARD), SPECS["decode_attention"]
     if device.storage_buffers < buffers:
         pytest.skip(f"{device.name} binds {device.storage_buffers} buffers, {buffers} are needed")
@@ -212,7 +130,41 @@ def test_a_layer_that_ends_with_the_next_attention(
     sizes = {**SIZES, "hq": 1 + projections, "hk": 0, **({"own": own} if own else {"hq": 1, "hk": 1})}
     caches = {n: make(spec, last)[n] for n in ("k_cache", "v_cache")}
     use = {"workgroups": 1, "threads": 256, "attention": 1}
-    assert judged(device, use, [*cases(sizes, "q4_0", 1, "q8_act", 7, 1), last], given=caches) == 1
+    chosen = spy_pipelines(device, monkeypatch)
+    layer = cases(sizes, "q4_0", 1, "q8_act", 7, 1)
+    assert judged(device, use, [*layer, last], given=caches, others=[layer]) == 2
+    assert len(chosen) == 1
+
+
+def spy_pipelines(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """A set that collects the pipelines of layers which the device's bindings choose from now on."""
+    chosen: set[tuple[Any, ...]] = set()
+    choose = device.kernel
+
+    def kernel(name: str, **constants: int) -> Any:
+        if name.startswith("layer."):
+            chosen.add((name, *sorted(constants.items())))
+        return choose(name, **constants)
+
+    monkeypatch.setattr(device, "kernel", kernel)
+    return chosen
+
+
+def two_kinds(w: str, **more: int) -> list[list[Case]]:
+    """Layers that differ in what they attend to, and in what they project, as local and global ones of a model do."""
+    sizes = {**SIZES, **more}
+    return [cases({**sizes, **s}, w, 1, "q8_act", 3, 1) for s in ({}, {"heads": 160}, {"hq": 6}, {"heads": 160, "hq": 6})]
+
+
+@pytest.mark.parametrize("own", [0, 64])
+def test_layers_of_two_kinds_in_one_pipeline(devices: Devices, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = devices.get("vulkan", guard=GUARD)
+    if own and device.storage_buffers < OWN_BUFFERS:
+        pytest.skip(f"{device.name} binds {device.storage_buffers} buffers, {OWN_BUFFERS} are needed")
+    chosen = spy_pipelines(device, monkeypatch)
+    first, *others = two_kinds("q4_0", **({"own": own} if own else {}))
+    assert judged(device, USES[0], first, others=others) == 4
+    assert len(chosen) == 1
 
 
 def test_a_last_layer_in_one_dispatch(devices: Devices) -> None:
@@ -377,7 +329,9 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
     if rows:
         made = stream_cases(1056, 1, "q8_act", 1) if rows is _altup_next else gate_cases(1056, 96)
     chosen = spy_kernels(sound, monkeypatch)
-    assert judged(sound, USES[0], made) == (2 if rows is _altup_gate else 1)
+    kinds = mutant.op == "layer_kinds"
+    how: dict[str, Any] = {"others": two_kinds("q4_0")[1:]} if kinds else {}
+    assert judged(sound, USES[0], made, **how) == (2 if rows is _altup_gate else 4 if kinds else 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options: dict[str, Any] = {"spirv": mutated_spirv(mutant, chosen, tmp_path)} if mutant.kind == "shader" else {}
     if mutant.kind == "binding":
@@ -386,7 +340,7 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
             others = [(o, wrong if o == ops else group) for o, group in BEGUN_BY[ops[0]]]
             monkeypatch.setitem(BEGUN_BY, ops[0], others)
     with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
-        (run if rows else cancelled)(device, *(() if rows else (USES[0],)), made)
+        (run if rows else judged if kinds else cancelled)(device, *(() if rows else (USES[0],)), made, **how)
 
 
 def test_every_group_has_a_shader_and_a_binding_mutant() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid.core.plan import CONTROL
+from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.kernel import Kernel
 from hybrid.kernels.vulkan.memory import Buffer, Slice, align_up
@@ -98,6 +98,10 @@ class Recorder:
         self.counter_buffer = Buffer(0, "counters")
         self.zeros_buffer = Buffer(0, "zeros")
         self.step = 0
+        self.steps: Sequence[Step] = ()
+        """All steps of the plan: a binding may ask what other layers have."""
+        self.noted: dict[str, Any] = {}
+        """What a binding leaves for later ones, by a name of its own."""
         self._dispatches: list[Dispatch] = []
         self._owners: dict[int, int] = {}  # offset of counters -> the dispatch that they belong to
         self._entries: dict[tuple[GridAxis, ...], int] = {}

@@ -20,6 +20,7 @@ def record_steps(rec: Recorder, plan: Plan, tensors: Mapping[str, DeviceTensor],
     """Record every step of a plan. `tensors`: by their names in the plan; `binding`: of an operation. An operation whose binding
     is not the shipped one is recorded by that, and never within a fused group."""
     steps, prefetch = plan.steps, TlbPrefetch(rec, plan, tensors)
+    rec.steps = steps
     args: list[Tensors] = [{arg: tensors[name] for arg, name in step.args.items()} for step in steps]
     at = 0
     while at < len(steps):

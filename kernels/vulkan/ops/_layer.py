@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybrid.core.plan import CONTROL, Step
@@ -25,6 +26,8 @@ OWN_TYPES = ("q8_0", "q4_0")
 ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
 BLOCK_WORDS = 10  # and mailbox.slang's: mailbox words of a block of h
 ATTENTION_BINDINGS, ATTENTION_PUSH = 13, 40  # layer_attention.slang's, behind the mailbox and in the end of the push constants
+ATTENDING = "a layer's dispatch that ends with the next attention"
+"""What Recorder.noted calls the latest of them."""
 NO_ATTENTION = {"ATTENDS": 0, "LANES": 16, "OUTPUT": 2, "MERGED": 8, "QUADS": 8, "Q_HEADS": 1, "KV_HEADS": 1, "BLOCK": 32,
                 "AHEAD": 1, "PROJECTIONS": 0, "ROTARY": 8, "VALUE_NORM": 0}  # fmt: skip
 """Of the kernel with attention, where it does without."""
@@ -58,15 +61,26 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T where the steps have it, for one
     row; in between the layer's own input where they have one. False where the kernel does not fit (`prepare`)."""
     layer = prepare(rec, steps, t)
-    more = ATTENTION_BINDINGS if own_input(steps) else 0
-    if layer is None or len(layer.reads) + len(layer.writes) + 2 + more > rec.device.storage_buffers:
+    if layer is None:
         return False
-    if own_input(steps):  # the kernel with attention, which does without it here: its other bindings must hold some buffer
+    attending: Layer | None = rec.noted.get(ATTENDING)
+    if attending is not None and same_but_attention(layer, attending):
+        layer = replace(layer, kernel=attending.kernel, constants=attending.constants)
+    more = ATTENTION_BINDINGS if layer.kernel.endswith((".own", ".f16")) else 0
+    if len(layer.reads) + len(layer.writes) + 2 + more > rec.device.storage_buffers:
+        return False
+    if more:  # the kernel with attention, which does without it here: its other bindings must hold some buffer
         layer = replace(layer, push=layer.push + bytes(ATTENTION_PUSH))
-        layer.record(rec, [layer.writes[0]] * ATTENTION_BINDINGS)
-    else:
-        layer.record(rec)
+    layer.record(rec, [layer.writes[0]] * more)
     return True
+
+
+def same_but_attention(layer: Layer, attending: Layer) -> bool:
+    """Whether the pipeline of a layer that ends with the next attention would do for this one, which then finds no KV splits: the
+    code of another pipeline would be new to the multiprocessors (`both_kinds`)."""
+    sizes = [(name, value) for name, value in layer.constants.items() if name not in (*NO_ATTENTION, "POOL")]
+    alike = attending.kernel in (layer.kernel, f"{layer.kernel}.f16")
+    return alike and all(attending.constants.get(name) == value for name, value in sizes)
 
 
 def own_input(steps: Sequence[Step]) -> bool:
@@ -97,17 +111,19 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
     if not (rec.cooperative and follow and alone and out["x"].shape[0] == 1 and {x.dtype for x in activations} == {"q8_act"}):
         return None
     (kind,), device = kinds, rec.device
-    sizes = {"HIDDEN": add["a"].shape[-1], "ATTENDED": out["x"].shape[-1], "FFN": ffn["h"].shape[-1],
-             "QKV": projected.shape[-1] if qkv else 0}  # fmt: skip
+    attended, rows = out["x"].shape[-1], projected.shape[-1] if qkv else 0
+    (first, second), (rows_first, rows_second) = both_kinds(rec.steps, steps, attended, rows)
+    sizes = {"HIDDEN": add["a"].shape[-1], "ATTENDED": first, "ATTENDED_ELSE": second, "FFN": ffn["h"].shape[-1],
+             "QKV": rows_first, "QKV_ELSE": rows_second}  # fmt: skip
     if own:
         sizes["OWNED"] = own[1]["h"].shape[-1]
     use = device.tuning.choose("layer", DEFAULT, w=kind, hidden=sizes["HIDDEN"], own=sizes.get("OWNED", 0))
     threads = min(use["threads"], device.max_threads)
     grid = min(use["workgroups"], device.cores, *most_workgroups(sizes))
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
-    widest = max(sizes["HIDDEN"], sizes["ATTENDED"])
+    widest = max(sizes["HIDDEN"], first, second)
     shared = 4 * shares + widest // PIECE * (PIECE + 8) + 2 * threads
-    if not (grid and shared <= device.shared_bytes and sizes["HIDDEN"] <= HELD * threads and sizes["QKV"] % ROWS == 0):
+    if not (grid and shared <= device.shared_bytes and sizes["HIDDEN"] <= HELD * threads and not (rows_first | rows_second) % ROWS):
         return None
     if own and (kind not in OWN_TYPES or sizes["OWNED"] > min(threads, widest)):
         return None
@@ -121,7 +137,8 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
     made = [add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], projected]
     constants = {"SUBGROUP": device.subgroup_size, "THREADS": threads, "GRID": grid, "SHARES": shares, "WIDEST": widest,
                  "POLLS": device.polls, "POLL_ALL": use["poll_all"], **sizes}  # fmt: skip
-    push = struct.pack("<fIf", norms[0].attrs["eps"], CONTROL[steps[0].extent], norms[-1].attrs.get("scale", 1.0))
+    push = struct.pack("<fIfI", norms[0].attrs["eps"], CONTROL[steps[0].extent], norms[-1].attrs.get("scale", 1.0),
+                       int(attended != first) | int(rows != rows_first) << 1)
     if own:
         reads += [then["w_post"], own[1]["ple"]]
         made += [own[0]["sum"], own[0]["y"], own[1]["h"], own[1]["y"]]
@@ -131,9 +148,38 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
                  [p for x in made for p in x.parts], push, mailbox_words(sizes, grid), use, shared)  # fmt: skip
 
 
+def layers(steps: Sequence[Step]) -> Iterator[tuple[Step, int, int]]:
+    """Of each layer of a plan that such a dispatch may record: its feed-forward, its columns of w_o, the rows that it projects."""
+    for i, (out, add, ffn) in enumerate(zip(steps, steps[1:], steps[2:], strict=False)):
+        if (out.op, add.op, ffn.op) != OPS[:3]:
+            continue
+        own = [s.op for s in steps[i + 3 : i + 4]] == ["add_norm"]
+        last = steps[i + len(WITH_OWN if own else OPS) - 1 :][:1]
+        yield ffn, out.bind["K"], sum(projected_rows(s) for s in last)
+
+
+def projected_rows(step: Step) -> int:
+    """Of the step that ends a layer: 0 where that is none that projects."""
+    b = step.bind
+    return b["N"] if step.op == "linear" else (b["HQ"] + 2 * b["HK"]) * b["D"] if step.op == "fused_qkv" else 0
+
+
+def both_kinds(plan: Sequence[Step], steps: Sequence[Step], attended: int, rows: int) -> list[tuple[int, int]]:
+    """Columns of w_o, and rows that are projected, of this layer's kind and of another: the two that are most frequent in the plan
+    beside the same feed-forward, so that one pipeline does for both. Another's code would be new to the multiprocessors, which
+    makes a layer of Gemma 4 E2B half as long again. Both are this layer's where there are no two kinds, or it is a third."""
+    alike = [sizes for ffn, *sizes in layers(plan) if ffn.bind == steps[2].bind]
+    found = []
+    for mine, values in zip((attended, rows), zip(*alike, strict=True), strict=True) if alike else ():
+        two = [v for v, _ in Counter(v for v in values if v).most_common(2)]
+        found.append((two[0], two[1]) if mine in two and len(two) == 2 else (mine, mine))
+    return found or [(attended, attended), (rows, rows)]
+
+
 def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Each has at least one quad of rows of every product that there is, and of the feed-forward's a whole block of h."""
-    return tuple(n for n in (sizes["HIDDEN"] // ROWS, sizes["QKV"] // ROWS, sizes["FFN"] // BLOCK) if n)
+    rows = (sizes["HIDDEN"], sizes["QKV"], sizes["QKV_ELSE"])
+    return tuple(n for n in (*(r // ROWS for r in rows), sizes["FFN"] // BLOCK) if n)
 
 
 def mailbox_words(sizes: Mapping[str, int], grid: int) -> int:
@@ -147,8 +193,9 @@ def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int)
     """Partial row sums of a workgroup, at most: of each row one for every subgroup that has pieces of it."""
     hidden, ffn = sizes["HIDDEN"], sizes["FFN"]
     # Columns, quads of rows, and how many of them stay together.
-    products = [(sizes["ATTENDED"], hidden // ROWS, 1), (hidden, ffn // 2, BLOCK // 2), (ffn, hidden // ROWS, 1),
-                (hidden, sizes["QKV"] // ROWS, 1)]  # fmt: skip
+    products = [(hidden, ffn // 2, BLOCK // 2), (ffn, hidden // ROWS, 1)]
+    products += [(sizes[name], hidden // ROWS, 1) for name in ("ATTENDED", "ATTENDED_ELSE")]
+    products += [(hidden, sizes[name] // ROWS, 1) for name in ("QKV", "QKV_ELSE")]
     if own := sizes.get("OWNED"):
         products += [(hidden, own // ROWS, 1), (own, hidden // ROWS, 1)]
     return max(most_quads(quads, per, grid) * ROWS * min(subgroups, -(-(k // PIECE) // lanes)) for k, quads, per in products)

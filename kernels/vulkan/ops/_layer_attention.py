@@ -64,4 +64,5 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     made = replace(layer, kernel=layer.kernel if own else f"{layer.kernel}.f16", constants=constants, push=layer.push + push,
                    words=layer.words + (heads + tiles * 2 * kv_heads) * d)  # fmt: skip
     made.record(rec, more)
+    rec.noted[_layer.ATTENDING] = made
     return True
