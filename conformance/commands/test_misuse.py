@@ -111,6 +111,7 @@ def test_short_chunks_share_passes(monkeypatch, capsys, tmp_path):
     assert few_passes == -(-passes_of_one // 32)
 
 
+@pytest.mark.slow
 def test_several_sequences_give_the_logits_of_each(tmp_path: Path):
     """In slots of their own, beside one that is in use, of any length."""
     import numpy as np

@@ -104,6 +104,7 @@ def test_a_draft_that_fails_while_it_runs_is_closed_at_once(
             files[1].packed("token_embd")
 
 
+@pytest.mark.slow
 def test_a_draft_that_cannot_be_made_ready_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its device and its file, and those of the model."""
     closed = []

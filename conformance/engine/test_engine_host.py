@@ -53,6 +53,7 @@ def calls(run):
     return python, native
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["vulkan"], indirect=True)
 def test_a_token_takes_few_calls_whatever_the_context(checkpoint, device):
     found = []
@@ -136,6 +137,7 @@ def test_deterministic_results_do_not_depend_on_how_a_prompt_is_cut(checkpoint, 
     assert texts[0][0] == int(np.argmax(logits[0][-1][: engine.target.n_tokens]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["vulkan"], indirect=True)
 def test_deterministic_sequences_do_not_depend_on_their_neighbours(checkpoint, device):
     engine = Engine(checkpoint, device, EngineConfig(ctx=64, slots=3, deterministic=True))

@@ -207,6 +207,7 @@ def test_without_a_fallback_a_failure_is_an_error(tmp_path: Path) -> None:
         hybrid.load(FILE, "cpu", schedule, ctx=64)
 
 
+@pytest.mark.slow
 @pytest.mark.blas
 def test_without_an_npu_the_fallback_is_reported(plain: Plain) -> None:
     with hybrid.load(FILE, "cpu", ATTENTION, ctx=64) as model:

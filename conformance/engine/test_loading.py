@@ -234,6 +234,7 @@ def test_a_load_holds_little_on_the_host(devices: Devices, tmp_path: Path) -> No
     device.reset()
 
 
+@pytest.mark.slow
 def test_what_a_load_took_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--device", "cpu", "-n", "1", "--stats"]) == 0
     line = next(x for x in capsys.readouterr().err.splitlines() if x.startswith("load: "))

@@ -319,11 +319,13 @@ class Arrivals(RuleBasedStateMachine):
         self.handles = []
 
 
+@pytest.mark.slow
 @pytest.mark.blas
 def test_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
     drive(on(blocks=(7, 7), slots=3, chunk=16), 200 if LONG else 6)
 
 
+@pytest.mark.slow
 def test_a_draft_beside_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
     """A model as its own draft, some of whose guesses are changed; one thread for products, or the two would take turns."""
     with threadpool_limits(1, "blas"):

@@ -134,6 +134,7 @@ def test_two_chunks_in_flight_take_what_the_busier_device_takes() -> None:
     assert "modelled, never measured" in pipeline_table()
 
 
+@pytest.mark.slow
 def test_the_host_is_in_the_gain_and_named() -> None:
     """With and without it, and whose time it is; between the rows that were measured it is a line."""
     for model, parts in ((m, p) for m in MODELS for p in WAYS):
@@ -157,6 +158,7 @@ def test_a_step_is_a_submit_of_its_own_and_a_change_of_fabric_is_counted() -> No
     assert switches(("qkv", "gate_up"), "27b") == {"qkv": 0.0, "gate_up": 0.0}
 
 
+@pytest.mark.slow
 def test_shipped_schedules_use_placements_that_gain() -> None:
     """Every shipped schedule with steps on the NPU is one of the ways that are modelled, and 27B gains by it, the host's work in
     it; the ways that are not shipped do not, or gain less."""

@@ -90,8 +90,8 @@ def test_a_driver_and_no_toolchain_is_the_whole_text_and_one_line(tmp_path: Path
     """The commonest machine: XRT is there, no design was ever built, and nothing could build one."""
     command = [sys.executable, "-m", "hybrid.generate", str(FILE), "--schedule", "gemma3-hybrid", "--device", "cpu"]
     command += ["--ctx", str(CTX), "--prompt", PROMPT, "--max-tokens", "8", "--ignore-eos"]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": f"{folder_of(tmp_path)}{os.pathsep}{ROOT}"}
-    environment["LC_ALL"] = "C"
+    path = os.pathsep.join([str(folder_of(tmp_path)), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": path, "LC_ALL": "C"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     alone = subprocess.run([*command], capture_output=True, text=True)
     assert (done.returncode, alone.returncode) == (0, 0), done.stderr

@@ -64,6 +64,7 @@ def test_a_table_is_written_with_where_its_figures_come_from(devices, folder, ca
     assert "threads=1024" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_wrong_candidate_is_an_error_and_is_never_timed(devices, folder, capsys, monkeypatch):
     device, ran = devices.get("vulkan"), []
 
@@ -82,6 +83,7 @@ def test_a_wrong_candidate_is_an_error_and_is_never_timed(devices, folder, capsy
     assert (folder / f"{device.tuning.name}.toml").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_candidate_that_does_not_fit_is_left_out_and_said(devices, folder, capsys, monkeypatch):
     def judge(spec, opened, case):
         if opened.tuning.choose("sample", {"threads": 256}, vocab=case.bind["V"])["threads"] == 1024:

@@ -80,6 +80,7 @@ def test_a_token_of_small_matrices_is_not_shared_and_a_prompt_of_large_ones_is()
     assert seconds_alone(2, 1, 1) > 0
 
 
+@pytest.mark.slow
 def test_every_operation_runs_with_the_threads_of_its_longest_product(tmp_path: Path, eight: None) -> None:
     library, seen = Library(8), dict[str, set[int]]()
 

@@ -122,6 +122,7 @@ def toys_work() -> None:
 # --- work that does not end ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_end_is_given_up_and_another_device_opened(
         spinning: Spinning, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -146,6 +147,7 @@ def test_a_kernel_that_does_not_end_is_given_up_and_another_device_opened(
     toys_work()
 
 
+@pytest.mark.slow
 def test_closing_while_a_kernel_does_not_end_does_not_hang(spinning: Spinning, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody has waited for it before."""
     begin = time.monotonic()
@@ -156,6 +158,7 @@ def test_closing_while_a_kernel_does_not_end_does_not_hang(spinning: Spinning, c
     toys_work()
 
 
+@pytest.mark.slow
 def test_memory_of_work_that_does_not_end_is_not_freed_under_it(spinning: Spinning) -> None:
     """Whoever releases what it holds when the error passes by."""
     pool = spinning.device.memory_pool
@@ -166,6 +169,7 @@ def test_memory_of_work_that_does_not_end_is_not_freed_under_it(spinning: Spinni
     assert piece.buffer.handle is not None and pool.held["scratch"] >= 1 << 28
 
 
+@pytest.mark.slow
 def test_devices_on_one_queue_are_lost_and_freed_together(spinning: Spinning, spirv: Path) -> None:
     other = spinning.device.sibling(bindings=BINDINGS, spirv=SPIRV)
     with pytest.raises(DeviceLost):

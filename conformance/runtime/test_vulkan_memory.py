@@ -244,6 +244,7 @@ def test_committed_test_kernels_are_what_their_sources_compile_to() -> None:
     assert build.check(TOY, SPIRV) == []
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_compiled_and_check_says_so(toys: Path, tmp_path: Path) -> None:
     out = tmp_path / "spirv"
     assert build.build(toys, out) == ["grid", "toy.affine", "toy.bump", "toy.stray"]

@@ -75,6 +75,7 @@ def test_several_prompts_stop_and_echo(client: openai.OpenAI, server: Running) -
     assert cut.text == full[: full.index(stop)] and cut.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_a_text(client: openai.OpenAI) -> None:
     def text(seed: int) -> str:
         return client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=10, temperature=1.5, seed=seed).choices[0].text

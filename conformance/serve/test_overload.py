@@ -84,6 +84,7 @@ def test_a_client_that_leaves_frees_its_rows_within_two_passes(
     assert model.metrics().passes - at[0] <= 2
 
 
+@pytest.mark.slow
 def test_a_slow_reader_does_not_hold_up_another(model: hybrid.Model, small: Running) -> None:
     """One stream is opened and not read; the other comes to its end meanwhile."""
     body = {"prompt": "import os", "max_tokens": 60, "ignore_eos": True, "stream": True, "temperature": 0}
