@@ -33,7 +33,7 @@ def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: i
         if made:
             kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
         elif few or rows <= GEMV_TOKENS:
-            use = gemv(rec, "linear", chunk.dtype, x.dtype, min(rows, GEMV_TOKENS), chunk.rows, w.shape[-1])
+            use = gemv(rec, "linear", chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
             kernel = rec.kernel(f"linear.gemv.{chunk.dtype}.{x.dtype}", GATHER=gather, **use)
             per = use["THREADS"] // use["SUBGROUP"] // use["SPLIT"] * GEMV_ROWS * use["PASSES"]
             across, further = wide(-(-chunk.rows // per))
@@ -79,7 +79,8 @@ def geglu(rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int, extent: 
 
 
 def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
-    """Constants of gemv.slang for `rows` rows of x (type x) by w [n, k] of type w; `family` is linear or ffn_up."""
+    """Constants of gemv.slang for `rows` rows of x (type x), taken by fours where they are more, by w [n, k] of type w; `family` is
+    linear or ffn_up."""
     device, use = rec.device, _gemv_use(rec, family, w, x, rows, n, k)
     pieces, subgroup = k // (32 if x == "q8_act" else unit(w)), device.subgroup_size
     # As many subgroups share a row as its pieces need, so that a lane takes `steps` of them; steps 0: one subgroup.
