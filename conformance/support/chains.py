@@ -32,8 +32,15 @@ GATE_STEPS = (
                        "w_router": "w_router", "w_correct": "w_correct", "w_scale": "w_scale", "corrected": "c", "y": "g"}),
     ("per_layer_input", {"x": "g", "w_gate": "w_gate", "ple": "ple", "w_proj": "w_proj", "h": "i", "y": "j"}),
 )  # fmt: skip
+# A product and what adds its parts up, and that alone.
+LAUREL = ("laurel_add", {"a": "a", "laurel": "l", "predicted": "p", "normed": "n", "w_post": "w_post", "w_laurel": "w_laurel",
+                         "w_next": "w_next", "sum": "s", "y": "y"})  # fmt: skip
+SUM_STEPS = (
+    STEPS[:2], STEPS[2:4], OWN_STEPS[2:4], (STEPS[0], LAUREL), (STEPS[2], GATE_STEPS[0]), STEPS[1:2], OWN_STEPS[3:4], (LAUREL,),
+    GATE_STEPS[:1],
+)  # fmt: skip
 CHAINS = {
     tuple(op for op, _ in steps): steps
     for steps in (STEPS, STEPS[:-1], OWN_STEPS, OWN_STEPS[:-1], STREAM_STEPS, GATE_STEPS, (*STEPS, ATTENTION),
-                  (*OWN_STEPS, ATTENTION))
+                  (*OWN_STEPS, ATTENTION), *SUM_STEPS)
 }

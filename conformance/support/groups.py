@@ -79,25 +79,33 @@ def run(
     """Run the steps as one plan, twice from different poison, and judge each on what it finds in memory. Returns the
     plan's dispatches. `given`: other values of tensors; `others`: more layers, behind; `how`: planned()'s order and swaps."""
     plan, values = planned(made, device.name, **how)
-    judged_by = [made[int(step.name[0])] for step in plan.steps] + [case for layer in others for case in layer]
+    judged_by = [made[int(step.name[0])] for step in plan.steps]
     plan = beside(plan, values, others, device.name)
-    values |= given
+    return proved(device, [*judged_by, *(case for layer in others for case in layer)], plan, {**values, **given}, given)
+
+
+def proved(
+    device: Any, judged_by: Sequence[Case], plan: Plan, values: Mapping[str, Tensor], given: Mapping[str, Tensor] = {},
+    bindings: Mapping[str, Any] | None = None,
+) -> int:  # fmt: skip
+    """The same of a plan and the case of each of its steps, in their order. `bindings`: of this plan."""
+    rows = judged_by[0].rows
     found = []
     for byte in POISON:
         device.reset()
         for name, decl in plan.tensors.items():
             device.store(decl, values.get(name, poisoned(decl, byte)))
-        program = device.compile(plan)
+        program = device.compile(plan, bindings=bindings)
         for _ in range(2):  # what a submit leaves behind must not change the next one
             device.wait(program.submit())
         assert not device.check_guards()
         found.append({name: device.read(name) for name in plan.tensors})
     for name, decl in plan.tensors.items():
-        if made[0].rows:
+        if rows:
             _same(f"{name} depends on what its memory held before (unwritten elements, or a race)", *(f[name] for f in found))
         elif name not in values:
             _same(f"{name} was written, of no live row", found[0][name], poisoned(decl, POISON[0]))
-    for step, case in zip(plan.steps, judged_by, strict=True) if made[0].rows else ():
+    for step, case in zip(plan.steps, judged_by, strict=True) if rows else ():
         spec = SPECS[step.op]
         held = {arg: found[0][name] for arg, name in step.args.items()}
         caches = {arg: given[step.args[arg]] for arg in spec.state}  # as they were

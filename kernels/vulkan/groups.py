@@ -1,5 +1,6 @@
 """How steps become dispatches: the types of a binding, which records one step, and of a fused group's recorder, which records
-consecutive steps in fewer dispatches, mostly one, where one kernel computes what their operations do together.
+consecutive steps in fewer dispatches, mostly one, where one kernel computes what their operations do together, or in as many that
+hand a result on as their own bindings do not.
 
 A fused group leaves in memory what its steps would have left one after another: every tensor that one of them writes. So its
 proof needs no definition of its own: conformance judges each step by its operation's.
@@ -19,4 +20,4 @@ Tensors = Mapping[str, DeviceTensor]
 Binding = Callable[[Recorder, Any, Tensors], None]
 """Records one step (hybrid.core.plan.Step)."""
 Group = Callable[[Recorder, Sequence[Step], Sequence[Tensors]], bool]
-"""Records these steps in fewer dispatches; False, with nothing recorded, where the kernel does not fit."""
+"""Records these steps; False, with nothing recorded, where the kernel does not fit."""

@@ -28,7 +28,7 @@ FEW, STREAM = ("16x128", "32x128"), ("8x256", "16x256", "32x256", "64x256", "64x
 STREAMED = {("linear", "q4_0"): ("8x256", "16x256", "32x256", "64x256"), ("linear", "q6_k"): ("16x256", "32x256", "64x256"),
             ("ffn_up", "q4_0"): ("8x256", "16x256", "32x256", "64x384")}  # fmt: skip
 BEFORE_STREAM = {"8x256": "16x128", "16x256": "16x128", "32x256": "32x128"}
-MOST_SPLITS = 16
+MOST_SPLITS, MOST_PARTS, APART = 16, 8, 1 << 31  # repeat gemm_split_k.slang's and parts.slang's
 SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
 # In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half. H200,
 # 128 rows of 27B, us (a stage takes 1.15): 5376 x 4096 in 2, 4 parts 54.6, 40.6; 8192 x 5376 in 2, 3 parts 64.5, 52.6;
@@ -67,17 +67,15 @@ def unit(dtype: str) -> int:
     return 16 if DTYPES[dtype].quantised else 8
 
 
-def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, rows: int, extent: str,
+def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, rows: int, extent: str, apart: int = 0,
          **constants: int) -> Gemm | None:
     """The kernel of a family (linear, ffn_up) for f16 rows of x, or None where the device or the types have none. `y`: some
-    part of the result.
+    part of the result. `apart`: what parts_apart() says, of a result whose K splits are left as so many times its rows.
 
     Where the tuning says `unpack`, a dispatch before it writes the weight's numbers as f16 into scratch memory.
     """
     device, k = rec.device, x.shape[-1]
-    if x.dtype != "f16" or w.dtype not in TYPES or k < STAGE:
-        return None
-    if not device.has("f16_matrices") or device.subgroup_size != SUBGROUP:
+    if not takes(device, x, w):
         return None
     use = tile_for(device, family, w.dtype, rows, w.rows, k)
     parts, dtype = w.parts, w.dtype
@@ -85,26 +83,60 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
         scratch = rec.scratch(2 * w.rows * k)
         unpack(rec, w, "f16", scratch, k, first=0)
         parts, dtype = (scratch,), "f16"
-    tile = use["tile"]
-    if tile in STREAM and not (tile in STREAMED.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")):
-        tile = BEFORE_STREAM.get(tile) or default_tile(rows, w.rows)
-    if tile == NARROW and not is_narrow(device, family, dtype, k):
-        tile = default_tile(rows, w.rows)
+    tile = tile_of(device, family, use["tile"], dtype, rows, w.rows, k)
     tall, across = TILES[tile]
     if tile == NARROW:
         kernel = rec.kernel(f"linear.gemm.{dtype}.{x.dtype}.{NARROW}", THREADS=narrow_threads(device, k), K=k, **constants)
         return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts, b"", ())
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", ONCE=int(rows <= SHORT), **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
-    stage = STREAM_STAGE if tile in STREAM else FEW_STAGE if tile in FEW and DTYPES[dtype].quantised else STAGE
-    whole, splits = split_k(down, columns, -(-k // stage), use["groups"], device.max_range // (4 * tall * across),
+    whole, splits = split_k(down, columns, -(-k // stage_of(tile, dtype)), use["groups"], device.max_range // (4 * tall * across),
                             ENDS.get(tile, 2.0), SUMS.get(tile, 0.5))
     beside = (y, y)  # without split-K: bindings must hold some buffer, and this one adds no hazard
-    if splits > 1:
+    if apart:
+        whole, splits = 0, apart
+    elif splits > 1:
         tiles = down * (columns - whole)
         beside = (rec.scratch(4 * tall * across * tiles * splits), rec.counters(tiles))
     grid = (Live(extent, per=tall, cap=rows), whole + (columns - whole) * splits, 1)
-    return Gemm(kernel, grid, parts, struct.pack("<2I", whole, splits), beside)
+    return Gemm(kernel, grid, parts, struct.pack("<2I", whole, splits | (APART if apart else 0)), beside)
+
+
+def takes(device: Any, x: DeviceTensor, w: Chunk) -> bool:
+    """Whether the device multiplies such rows and weights on its matrix units."""
+    types = x.dtype == "f16" and w.dtype in TYPES and x.shape[-1] >= STAGE
+    return types and device.has("f16_matrices") and device.subgroup_size == SUBGROUP
+
+
+def parts_apart(rec: Recorder, x: DeviceTensor, w: Chunk, *, rows: int) -> int:
+    """K splits of `rows` rows of x by w where the device's table asks that whoever reads the result adds them up: 0 where it does
+    not, or where the tiles fill the device without."""
+    device, k = rec.device, x.shape[-1]
+    if not takes(device, x, w):
+        return 0
+    use, facts = tile_for(device, "linear", w.dtype, rows, w.rows, k), {"w": w.dtype, "rows": rows, "n": w.rows, "k": k}
+    most = min(device.tuning.choose("linear.apart", {"most": 0}, **facts)["most"], MOST_PARTS)
+    tile = tile_of(device, "linear", use["tile"], w.dtype, rows, w.rows, k)
+    if most < 2 or tile == NARROW or use["unpack"]:
+        return 0
+    tall, across = TILES[tile]
+    down, columns, stages = -(-rows // tall), -(-w.rows // across), -(-k // stage_of(tile, w.dtype))
+    whole, splits = split_k(down, columns, stages, use["groups"], device.max_range // (4 * rows * w.rows), most=most)
+    return splits if not whole and splits > 1 else 0
+
+
+def tile_of(device: Any, family: str, tile: str, dtype: str, rows: int, n: int, k: int) -> str:
+    """The tile that the tuning table names, or which stands in its place where the device or the types have no such kernel."""
+    if tile in STREAM and not (tile in STREAMED.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")):
+        tile = BEFORE_STREAM.get(tile) or default_tile(rows, n)
+    if tile == NARROW and not is_narrow(device, family, dtype, k):
+        tile = default_tile(rows, n)
+    return tile
+
+
+def stage_of(tile: str, dtype: str) -> int:
+    """Columns of K that the tile's kernel multiplies at a time."""
+    return STREAM_STAGE if tile in STREAM else FEW_STAGE if tile in FEW and DTYPES[dtype].quantised else STAGE
 
 
 def tile_for(device: Any, family: str, dtype: str, rows: int, n: int, k: int) -> dict[str, Any]:
@@ -123,18 +155,19 @@ def narrow_threads(device: Any, k: int) -> int:
     return SUBGROUP * min(NARROW_SUBGROUPS, device.shared_bytes // PATCH_BYTES, -(-k // NARROW_STAGE) * 2)
 
 
-def split_k(down: int, columns: int, stages: int, groups: int, room: int, ends: float = 2.0, sums: float = 0.5) -> tuple[int, int]:
+def split_k(down: int, columns: int, stages: int, groups: int, room: int, ends: float = 2.0, sums: float = 0.5,
+            most: int = MOST_SPLITS) -> tuple[int, int]:
     """(columns of tiles that one workgroup each computes, K splits of every other tile) of down x columns tiles, where a device
     runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns of tiles, a wave that does not
     fill the device, are split; there is room for the partial sums of `room` tiles. `ends`, `sums`: stages that pass while a
-    workgroup begins and ends, and while a split's sums are added. (columns, 1): none is."""
+    workgroup begins and ends, and while a split's sums are added. `most`: splits. (columns, 1): none is."""
     whole = down * columns // groups * groups // down if groups else columns
     tiles = down * (columns - whole)
 
     def cost(splits: int) -> float:  # in stages
         return -(-tiles * splits // groups) * (-(-stages // splits) + ends) + splits * sums
 
-    most = min(stages, MOST_SPLITS, room // tiles) if tiles else 0
+    most = min(stages, most, room // tiles) if tiles else 0
     splits = min(range(1, most + 1), key=cost, default=1)
     return (whole, splits) if splits > 1 else (columns, 1)
 

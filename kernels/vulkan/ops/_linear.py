@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 from hybrid.core.plan import CONTROL
 from hybrid.kernels.vulkan.memory import Slice
-from hybrid.kernels.vulkan.ops._gemm import Grid, gemm, unit, wide
+from hybrid.kernels.vulkan.ops._gemm import Grid, gemm, parts_apart, unit, wide
 from hybrid.kernels.vulkan.ops.rmsnorm import workgroup
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
@@ -20,16 +20,16 @@ FFN_BANDS = 2 * GEMV_FFN_OUTS // GEMV_ROWS
 
 
 def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: int, extent: str,
-           out_rows: Slice | None = None, softcap: float = 0.0) -> None:
+           out_rows: Slice | None = None, softcap: float = 0.0, apart: int = 0) -> None:
     """y f32 [rows, N] = x [.., K] @ w[N,K].T, softcapped where softcap > 0; row t of y reads row t, or out_rows[t],
     of x. `extent` names the live count of y's rows. Each chunk of w, which has a
-    storage type of its own, fills its columns of y in a dispatch of its own."""
+    storage type of its own, fills its columns of y in a dispatch of its own. `apart`: y has so many times its rows, one for
+    each of K's splits (left_apart() of the same product)."""
     gather = int(out_rows is not None)
     for chunk in w.chunks:
         parts, beside, more = chunk.parts, NOTHING, b""
-        few = (_takes_gemv(rec, "linear", chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1])
-               or _few_tiles(rec, chunk.dtype, x.dtype, rows, chunk.rows, w.shape[-1]))
-        made = None if few else gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, GATHER=gather)
+        few = _few(rec, x, chunk, rows)
+        made = None if few else gemm(rec, "linear", x, chunk, y, rows=rows, extent=extent, apart=apart, GATHER=gather)
         if made:
             kernel, grid, parts, beside, more = made.kernel, made.grid, made.weight, made.beside, made.push
         elif few or rows <= GEMV_TOKENS:
@@ -45,6 +45,18 @@ def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: i
         # Without a gather the kernel does not read out_rows, but its binding must hold some buffer.
         reads = [*x.parts, *parts, x.parts[0] if out_rows is None else out_rows]
         rec.dispatch(kernel, reads=reads, writes=[y, *beside], push=push + more, grid=grid)
+
+
+def left_apart(rec: Recorder, x: DeviceTensor, w: DeviceTensor, *, rows: int) -> int:
+    """In how many parts `linear` may leave such a product to whoever reads it (parts_apart()); 0: in none."""
+    alone = len(w.chunks) == 1 and not _few(rec, x, w.chunks[0], rows)
+    return parts_apart(rec, x, w.chunks[0], rows=rows) if alone else 0
+
+
+def _few(rec: Recorder, x: DeviceTensor, w: Chunk, rows: int) -> bool:
+    """Whether gemv's kernel takes a product, rows by fours, before tiles and matrix units are asked."""
+    n, k = w.rows, x.shape[-1]
+    return _takes_gemv(rec, "linear", w.dtype, x.dtype, rows, n, k) or _few_tiles(rec, w.dtype, x.dtype, rows, n, k)
 
 
 def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str) -> None:

@@ -1,0 +1,212 @@
+"""A product whose K splits are added up by the row kernel behind it: each step is judged by its own operation's definition, on what
+both left in memory. Where a device has no matrix units, whose products alone are split, parts are made in another way."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.mutation.mutate import Mutant, load, mutated_function, mutated_spirv, tried
+from conformance.ops.test_groups import SIZES
+from conformance.support.devices import GUARD, Devices, need_compiler, need_matrix_units, open_backend, spy_kernels
+from conformance.support.groups import SPECS, cases, planned, proved
+from conformance.support.paths import MUTANTS
+from conformance.support.profile import LONG
+from hybrid.core.plan import Plan, Step, TensorDecl
+from hybrid.core.tensor import Tensor
+from hybrid.harness.cases import Case
+from hybrid.harness.compare import Disagreement
+from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.kernels.vulkan.ops import GROUPS, _apart, _linear, linear
+from hybrid.kernels.vulkan.ops._rows import Parts
+from hybrid.kernels.vulkan.steps import BEGUN_BY
+
+pytestmark = pytest.mark.slow
+
+SHORT = {**SIZES, "hidden": 128, "heads": 96}
+PARTS, GRIDS = 5, 1  # dispatches: grids of live rows
+AT = PARTS // 2  # the part that holds the product, where the others are made zeros
+
+
+def pair(
+    ops: tuple[str, str], sizes: Mapping[str, int], rows: int, act: str, live: int, w: str = "q4_0", y: str = "f16"
+) -> list[Case]:
+    """The cases of two consecutive steps of a layer."""
+    product = next(c for c in cases(sizes, w, rows, act, 3, live) if c.op == ops[0])
+    return [product, reader(ops[1], sizes["hidden"], rows, live, y)]
+
+
+def reader(op: str, hidden: int, rows: int, live: int, y: str = "f16") -> Case:
+    spec, bind = SPECS[op], {"T": rows, "H": hidden}
+    if "A" in spec.axes:
+        bind["A"] = 4
+    return Case(op, bind, dict(spec.dtypes({"y": y})), spec.attrs(bind, {}), live, live, seed=4, style="full")
+
+
+def zeros_beside(rec: Any, step: Step, t: Mapping[str, Any], apart: int = 0) -> None:
+    """linear whose parts are its whole and, for the others, products with the plan's tensor of zeros."""
+    if not apart:
+        return linear_record(rec, step, t)
+    rows = step.bind["T"]
+    y = t["y"].parts[0]
+    each = y.size // apart
+    for i in range(apart):
+        w = t["w"] if i == AT else rec.device.tensor("nothing")
+        _linear.linear(rec, t["x"], w, replace(y, offset=y.offset + i * each, size=each), rows=rows, extent=step.extent)
+    return None
+
+
+linear_record = linear.record
+
+
+@contextmanager
+def parts_by_other_means() -> Iterator[None]:
+    """Every product is left apart, by dispatches that any device has."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_linear, _apart):
+            patch.setattr(module, "left_apart", lambda *a, **k: PARTS)
+        patch.setattr(linear, "record", zeros_beside)
+        patch.setitem(_apart.PRODUCTS, "linear", ("x", "w", zeros_beside))
+        yield
+
+
+def given_more(plan: Plan, more: Mapping[str, Tensor]) -> Plan:
+    """With these tensors beside its own."""
+    decls = {n: TensorDecl(n, t.dtype, t.shape, "weight") for n, t in more.items()}
+    return replace(plan, tensors={**plan.tensors, **decls})
+
+
+def judge(device: Any, rows: int = 3, live: int = 3, hidden: int = 128, y: str = "f16", swaps: Mapping[str, str] = {}) -> int:
+    """Dispatches of linear and add_rmsnorm as one group."""
+    made = pair(("linear", "add_rmsnorm"), {**SHORT, "hidden": hidden}, rows, "f32", live, "f32", y)
+    more = {"nothing": Tensor.of(np.zeros((hidden, SHORT["heads"]), np.float32))}
+    plan, values = planned(made, device.name, swaps=swaps)
+    return proved(device, made, given_more(plan, more), {**values, **more})
+
+
+@pytest.mark.parametrize("op", _apart.READERS)
+def test_parts_are_added_up_and_their_sum_is_kept(devices: Devices, op: str) -> None:
+    """Against the operation's definition of the sum, and the sum itself bit by bit: parts are added in their order."""
+    device = devices.get("vulkan", guard=GUARD)
+    for hidden, rows, live, count in ((2560, 2, 2, 8), (96, 1, 0, 2), (1056, 3, 3, 5), (5376, 2, 2, 3))[: None if LONG else 2]:
+        judge_reader(device, op, hidden, rows, live, count)
+
+
+def judge_reader(device: Any, op: str, hidden: int, rows: int, live: int, count: int) -> None:
+    made = [reader(op, hidden, rows, live)]
+    parts = np.random.default_rng(count).standard_normal((count, rows, hidden)).astype(np.float32)
+
+    def record(rec: Any, step: Step, t: Mapping[str, Any]) -> None:
+        _apart.READERS[op](rec, step, t, parts=Parts(rec.device.tensor("parts").parts[0], count))
+
+    more = {"parts": Tensor.of(parts.reshape(count * rows, hidden))}
+    plan, values = planned(made, device.name)
+    total = reduce(np.add, parts)
+    a = plan.steps[0].args["a"]
+    first = {name: value for name, value in values.items() if name != a}
+    proved(device, made, given_more(plan, more), {**first, **more}, bindings={**device.bindings, op: record})
+    np.testing.assert_array_equal(device.read(a).array[:live], total[:live])
+
+
+def test_a_product_is_left_apart_and_added_up_by_its_reader(devices: Devices) -> None:
+    device = devices.get("vulkan", guard=GUARD)
+    with parts_by_other_means():
+        assert judge(device, rows=5, live=5) == GRIDS + PARTS + 1
+        assert judge(device, live=0) == GRIDS + PARTS + 1
+
+
+def test_what_does_not_follow_is_recorded_step_by_step(devices: Devices) -> None:
+    device = devices.get("vulkan", guard=GUARD)
+    with parts_by_other_means():
+        assert judge(device, swaps={"1.a": "b"}) == GRIDS + 2
+        assert judge(device, y="f32") == GRIDS + 2
+        longest = 4 * 3 * device.max_threads
+        assert judge(device, hidden=longest + 32) == GRIDS + 2
+
+
+@pytest.mark.parametrize("ops", _apart.OPS, ids="-".join)
+def test_a_table_says_whether_splits_are_left_apart(ops: tuple[str, str]) -> None:
+    """What the product writes is what its reader reads, in as many parts as both are told; else it writes its result."""
+    units = ("f16_matrices", "matrix_lanes")
+    dry = DryDevice(features=units.__contains__, tuning="nvidia")
+    plan, _ = planned(pair(ops, {**SIZES, "hidden": 512, "heads": 2048, "ffn": 2048}, 32, "f16", 32), "dry")
+    for most, found in ((8, 8), (3, 3), (0, None)):
+        with dry.tuning.forced("linear.apart", {"most": most}):
+            *_, product, grids, read = record(plan, dry).dispatches
+        whole, splits = struct.unpack("<2I", product.push[-8:])
+        (count,) = struct.unpack("<I", read.push[-4:])
+        assert grids.kernel.name == "grid" and read.reads[1] == product.writes[0] and whole == 0
+        assert (splits - (1 << 31), count) == (found, found) if found else (splits < 1 << 31 and count == 1)
+        assert product.grid[1] == 8 * (splits & ~(1 << 31))
+        assert product.writes[0].size == 4 * 32 * 512 * count
+
+
+ROWS = {"16x128": 11, "32x64": 27, "32x128": 27, "64x64": 61, "8x256": 7, "16x256": 11, "32x256": 27, "64x256": 61}
+
+
+def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> None:
+    """Sizes of which K is no whole number of stages, and some splits have nothing."""
+    sizes = {**SIZES, "hidden": 320, "heads": 1088, "ffn": 1344}
+    made = pair(ops, sizes, ROWS[tile], "f16", live)
+    with device.tuning.forced("linear.gemm", {"tile": tile, "groups": 1056}), device.tuning.forced("linear.apart", {"most": 8}):
+        plan, values = planned(made, device.name)
+        proved(device, made, plan, values)
+
+
+@pytest.mark.parametrize("tile", ROWS)
+def test_products_on_matrix_units_are_left_apart(devices: Devices, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = devices.get("vulkan", guard=GUARD)
+    need_matrix_units(device)
+    counts: list[int] = []
+
+    def watched(*a: Any, **k: Any) -> int:
+        counts.append(_linear.left_apart(*a, **k))
+        return counts[-1]
+
+    monkeypatch.setattr(_apart, "left_apart", watched)
+    for ops in _apart.OPS:
+        for live in (ROWS[tile], 0):
+            on_matrix_units(device, ops, tile, live)
+    assert min(counts) > 1
+
+
+MUTATED = list(load(MUTANTS / "apart"))
+
+
+@pytest.mark.parametrize("mutant", tried(MUTATED), ids=lambda m: f"{m.kind}-{m.name}")
+def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = devices.get("vulkan", guard=GUARD)
+    if mutant.needs:
+        need_matrix_units(sound)
+
+    def tell(device: Any) -> None:
+        if mutant.needs:
+            on_matrix_units(device, _apart.OPS[0], "32x64", 27)
+        elif mutant.kind == "shader":
+            for live in (1, 0):
+                judge_reader(device, "add_rmsnorm", 1056, 1, live, 8)
+        else:
+            judge(device)
+
+    chosen = spy_kernels(sound, monkeypatch)
+    with parts_by_other_means() if mutant.kind == "binding" else nullcontext():
+        tell(sound)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        options: dict[str, Any] = {}
+        if mutant.kind == "shader":
+            need_compiler()
+            options["spirv"] = mutated_spirv(mutant, chosen, tmp_path)
+        else:
+            wrong = mutated_function(mutant, "record")
+            of = [(ops, wrong if group is GROUPS[_apart.OPS[0]] else group) for ops, group in BEGUN_BY["linear"]]
+            monkeypatch.setitem(BEGUN_BY, "linear", of)
+        with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
+            tell(device)
