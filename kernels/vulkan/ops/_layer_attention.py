@@ -51,8 +51,9 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     window = int(step.attrs["window"])
     merged = min(device.subgroup_size, max(8, 1 << (d // 4 // subgroups - 1).bit_length()))
     lanes = 1 << (words - 1).bit_length()
+    ahead = min(layer.use["ahead"], -(-splits * merged // device.subgroup_size))  # no more parts than a lane has
     constants = {**layer.constants, "LANES": lanes, "OUTPUT": 2, "MERGED": merged, "QUADS": d // 4, "Q_HEADS": heads,
-                 "KV_HEADS": kv_heads, "BLOCK": cache.block_size, "AHEAD": layer.use["ahead"], "PROJECTIONS": step.bind["KV"],
+                 "KV_HEADS": kv_heads, "BLOCK": cache.block_size, "AHEAD": ahead, "PROJECTIONS": step.bind["KV"],
                  "ROTARY": step.bind["R"] // 4, "VALUE_NORM": int(step.attrs["value_norm"]), "POOL": pool}  # fmt: skip
     if own:
         constants["ATTENDS"] = 1
