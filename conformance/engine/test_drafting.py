@@ -15,7 +15,7 @@ from hybrid.engine.blocks import Blocks, Group
 from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.drafts import Replay
-from hybrid.engine.pace import AHEAD, FIRST, MOST, SHARE, Budget, Costs, Counts, Pace, expected, share, trial
+from hybrid.engine.pace import AHEAD, FIRST, MOST, SHARE, Budget, Costs, Counts, Pace, Rightness, expected, share, trial
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Limits, Pass, Run, Stream
@@ -337,6 +337,22 @@ def test_requests_may_ask_for_their_own_number() -> None:
     assert counts.passes == -(-TOKENS // 4) + 1 and drafting.costs.of(4) == reads(4)
     assert spent(1.0, reads, wanted=0)[1].drafted == 0
     assert spent(0.0, computes, k=2)[1].verified == TOKENS - 2, "as many as asked for, whatever they are worth"
+
+
+def test_a_sequence_that_may_be_as_all_are_is_taken_for_one_of_them() -> None:
+    whole = Rightness(0.6)
+    for _ in range(100):
+        whole.verified(5, 3)
+        whole.verified(1, 0)
+    alone, among = Pace(), Pace(among=whole)
+    for pace in (alone, among):
+        for accepted in (1, 1, 0, 1):
+            pace.verified(1, accepted)
+    assert whole.rate < among.rate < alone.rate, "by what little its own guesses say, and by all others"
+    for pace in (alone, among):
+        for _ in range(12):
+            pace.verified(7, 7)
+    assert among.rate == alone.rate, "its own guesses say that it is another"
 
 
 def test_more_is_guessed_where_more_is_right() -> None:

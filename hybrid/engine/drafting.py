@@ -165,7 +165,7 @@ class Drafting:
             _, wanted, constrained = self._wish(stream)
             k = self.k if wanted is None else wanted
             watches = self.drafter.watches if isinstance(self.drafter, DraftModel | Watcher) else 0
-            pace = Pace(MOST if k is None else k, k is not None, self.rightness.rate, watches)
+            pace = Pace(MOST if k is None else k, k is not None, self.rightness.rate, watches, self.rightness)
             found = self._of[stream.id] = Following(stream, pace, self.drafter.fork(), constrained)
         return found
 

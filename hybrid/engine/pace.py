@@ -19,6 +19,7 @@ CREDIT = 8.0  # passes that it may be overdrawn by, where guesses have lately be
 AHEAD = 4
 """Tokens chosen ahead of the host where no guess is at hand."""
 _KEPT, _KEPT_OF_ALL = 0.9, 0.98  # of what was counted before, at each verification of one sequence, and of any
+_PRIOR, _APART = 8.0, 1.5  # guesses that what is known of all counts for in one; in standard deviations, where it does not
 _READINGS, DOUBTS = 8, 2  # of a time that are kept; that are not believed at first
 
 
@@ -221,14 +222,25 @@ class Rightness:
 
 class Pace(Rightness):
     """Of one sequence. most: guesses of a pass at most; fixed: always as many. rate: of other sequences. watches: most tokens
-    between two looks at what would have been guessed while there are no guesses; 0: nobody can say, so a few are tried instead."""
+    between two looks at what would have been guessed while there are no guesses; 0: nobody can say, so a few are tried instead.
+    among: how often guesses are right in all sequences, this one included, which is remembered longer."""
 
-    def __init__(self, most: int = MOST, fixed: bool = False, rate: float = 0.75, watches: int = 0) -> None:
+    def __init__(self, most: int = MOST, fixed: bool = False, rate: float = 0.75, watches: int = 0,
+                 among: Rightness | None = None) -> None:  # fmt: skip
         super().__init__(rate, _KEPT)
+        self._among = among
         self.most, self.fixed, self.watches = most, fixed, watches
         self._rest, self._wait, self._probed = 0, PROBES[0], False  # tokens until the next try; after one in vain, so many
         self.looks = False
         """Whether it has none because they did not pay, and what would have been guessed is to be known when it is due."""
+
+    @property
+    def rate(self) -> float:
+        """Its own, known from few guesses, drawn towards that of all where the two may well be the same."""
+        own = self._right / self._tried
+        if self._among is None or abs(own - self._among.rate) > _APART * math.sqrt(max(own * (1 - own), 0.02) / self._tried):
+            return own
+        return (self._right + _PRIOR * self._among.rate) / (self._tried + _PRIOR)
 
     @property
     def due(self) -> bool:
