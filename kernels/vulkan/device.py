@@ -118,7 +118,7 @@ class VulkanDevice(Storage, SingleDevice):
                                         None if on is None else on._kernels)
             self._closing.callback(self._kernels.close)
             if on is None:
-                self.report = replace(self.report, lanes=lanes.measured(self))
+                self.report = replace(self.report, **lanes.measured(self))
         except BaseException:
             self.close()
             raise

@@ -140,6 +140,8 @@ class Report:
     lanes: bool = False
     """Whether lanes hold those elements of a matrix that kernels count on which decode weights where they are multiplied:
     measured when the device is opened (lanes.py)."""
+    fused: bool = False
+    """Whether fma() of halves rounds once, which Vulkan leaves open: measured beside it."""
     hidden: frozenset[str] = frozenset()
     """Names that `has` denies."""
 
@@ -158,6 +160,8 @@ class Report:
             return self.has("cooperative_matrix") and F16_MATRIX in self.matrices
         if name == "matrix_lanes":
             return self.lanes
+        if name == "fused_halves":
+            return self.fused
         key = _SHORT.get(name, name)
         if key not in known:
             raise KeyError(f"no Vulkan feature {name!r} is ever asked about; known: {', '.join([*_SHORT, *known])}")

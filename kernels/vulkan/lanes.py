@@ -15,13 +15,13 @@ from hybrid.spec.cost import Cost
 KERNEL, SUBGROUP = "probe_lanes", 32
 
 
-def measured(device: Any) -> bool:
-    """Does every lane of the device hold what probe_lanes.slang says? False where the device has no such matrix units, or its
-    folder of kernels lacks the one that asks."""
+def measured(device: Any) -> dict[str, Any]:
+    """Of a device's Report: `lanes`, does every lane hold what probe_lanes.slang says, and `fused`, does fma() of halves round
+    once? Nothing where the device has no such matrix units, or its folder of kernels lacks the one that asks."""
     shapes = device.has("f16_matrices") and F16_EIGHTS in device.report.matrices
     if not shapes or device.subgroup_size != SUBGROUP or not device.kernels_named(KERNEL):
-        return False
-    device.store(TensorDecl(KERNEL, "u32", (1,), "io"))
+        return {}
+    device.store(TensorDecl(KERNEL, "u32", (2,), "io"))
     program = None
     try:
         words = device.tensor(KERNEL).parts
@@ -29,7 +29,8 @@ def measured(device: Any) -> bool:
         recorder.dispatch(device.kernel(KERNEL), reads=(), writes=words)
         program = Program(device, Plan(KERNEL, 1, 0, (Step(KERNEL, KERNEL, {}, {}),), {}), recorder, False, cost=Cost())
         device.wait(program.submit())
-        return int(device.read(KERNEL).array[0]) == SUBGROUP
+        held, fused = device.read(KERNEL).array
+        return {"lanes": int(held) == SUBGROUP, "fused": int(fused) == SUBGROUP}
     finally:
         if program is not None:
             program.close()

@@ -74,7 +74,7 @@ def shown(key: Key) -> str:
 def features_of(report: Report) -> dict[str, bool]:
     """Everything that Report.has answers, by every name that it takes."""
     names = {f.name for f in (*report.features, *report.extensions)} | set(_SHORT)
-    names |= {"cooperative_matrix", "f16_matrices", "matrix_lanes"}
+    names |= {"cooperative_matrix", "f16_matrices", "matrix_lanes", "fused_halves"}
     return {name: report.has(name) for name in sorted(names)}
 
 

@@ -25,8 +25,7 @@ SUBGROUP = 32
 # devices whose lanes hold the elements that it counts on (lanes.py). Elsewhere the tiles of shared memory take their place.
 STAGE, FEW_STAGE, STREAM_STAGE = 64, 128, 256
 FEW, STREAM = ("16x128", "32x128"), ("8x256", "16x256", "32x256", "64x256", "64x384")
-STREAMED = {("linear", "q4_0"): ("8x256", "16x256", "32x256", "64x256"), ("linear", "q6_k"): ("16x256", "32x256", "64x256"),
-            ("ffn_up", "q4_0"): ("8x256", "16x256", "32x256", "64x384")}  # fmt: skip
+STREAMED = {("linear", "q4_0"): STREAM[:4], ("linear", "q6_k"): STREAM[:4], ("ffn_up", "q4_0"): (*STREAM[:3], "64x384")}
 BEFORE_STREAM = {"8x256": "16x128", "16x256": "16x128", "32x256": "32x128"}
 MOST_SPLITS, MOST_PARTS, APART = 16, 8, 1 << 31  # repeat gemm_split_k.slang's and parts.slang's
 SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
@@ -88,6 +87,8 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     if tile == NARROW:
         kernel = rec.kernel(f"linear.gemm.{dtype}.{x.dtype}.{NARROW}", THREADS=narrow_threads(device, k), K=k, **constants)
         return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts, b"", ())
+    if tile in STREAM and dtype == "q6_k":
+        constants["FUSED"] = int(device.has("fused_halves"))
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", ONCE=int(rows <= SHORT), **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
     whole, splits = split_k(down, columns, -(-k // stage_of(tile, dtype)), use["groups"], device.max_range // (4 * tall * across),
