@@ -1,6 +1,6 @@
 """Which elements of a matrix operand a lane holds is the implementation's choice; kernels that decode weights into the
-registers of the lane that multiplies them (eights.slang, stream.slang, narrow.slang) are for one choice. A device is asked when it
-is opened: one dispatch of a few microseconds."""
+registers of the lane that multiplies them (eights.slang, stream.slang, wide.slang, narrow.slang) are for one choice. A device
+is asked when it is opened: one dispatch of a few microseconds."""
 
 from __future__ import annotations
 
