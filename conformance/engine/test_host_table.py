@@ -11,15 +11,18 @@ import pytest
 
 import hybrid
 from conformance.support.devices import BACKENDS, for_model
+from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny_gemma3n, tiny_gemma4, write_hf
 from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
 from hybrid.engine.room import NoRoom
+from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.spec.schedule import named_schedule
 
 TABLE = "per_layer_token_embd.weight"
 PROMPTS = [[2, *range(20 + i, 31 + i)] for i in range(3)]
 FAMILIES: dict[str, Callable[..., HParams]] = {"gemma3n": tiny_gemma3n, "gemma4": tiny_gemma4}
+TURN = list(FAMILIES)[int(kernels_digest(), 16) % 2]  # on Vulkan, in the short profile
 
 
 def load(path: Path, backend: str, **options: Any) -> hybrid.Model:
@@ -34,8 +37,7 @@ def texts(model: hybrid.Model) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "backend"), [(f, b) for f in FAMILIES for b in BACKENDS if LONG or b == "cpu" or f == TURN])
 def test_the_text_is_the_same_and_the_table_is_not_on_the_device(tmp_path: Path, family: str, backend: str) -> None:
     folder = write_hf(tmp_path, FAMILIES[family]())
     with load(folder, backend) as model:

@@ -17,8 +17,11 @@ WORKLOAD_FLOPS, WORKLOAD_BYTES = 60_000_000, 12_000_000  # of a named workload i
 NOT_F16 = ("large", "outlier", "max_scale_block", "saturated", "tiny")  # float16 results cannot hold these
 
 
-def edge_cases(spec: OpSpec, backend: str, choices: tuple[Mapping[str, str], ...] = ()) -> Iterator[tuple[str, Case]]:
-    """(the spec's text, case) for every edge case the spec lists, going round the dtype combinations (all, or `choices`)."""
+def edge_cases(
+    spec: OpSpec, backend: str, choices: tuple[Mapping[str, str], ...] = (), start: int | None = None
+) -> Iterator[tuple[str, Case]]:
+    """(the spec's text, case) for every edge case the spec lists, going round the dtype combinations (all, or `choices`), or each
+    with the start-th, where that fits it."""
     choices = choices or spec.dtype_choices(backend)
     excepted = next(b.except_edges for name, b in spec.backends.items() if name == backend)
     for i, text in enumerate(spec.edge.cases):
@@ -30,7 +33,7 @@ def edge_cases(spec: OpSpec, backend: str, choices: tuple[Mapping[str, str], ...
         if target in spec.axes:
             size = PRIMES[spec.axes[target].role] if value == "prime" else Expr(value).eval({**bind, "tile": tile_of(spec, target)})
             bind[target] = int(size)
-        dtypes = next(c for c in _suited(spec, choices, target, value, start=i)
+        dtypes = next(c for c in _suited(spec, choices, target, value, i if start is None else start)
                       if all(bind[a] % granule(spec, a, c) == 0 for a in fixed))  # fmt: skip
         bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
         attrs = {name: attribute_choices(spec, name, bind)[0] for name in spec.attributes}

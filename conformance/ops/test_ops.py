@@ -87,14 +87,14 @@ def on_gpu(device: Any) -> bool:
 @lru_cache(maxsize=8)
 def turns(op: str) -> frozenset[str]:
     """Of a region's combinations those that a CPU driver runs in the short profile: every dtype of each tensor, and of the others a
-    third, which changes with the kernels. What every two dtypes have in common is in `linear`'s, of which it runs all."""
+    sixth, which changes with the kernels. What every two dtypes have in common is in `linear`'s, of which it runs all."""
     every = combinations(op, "vulkan")
     if LONG or op not in IN_TURN or op == "linear":
         return frozenset(_ids(op, "vulkan", d) for d in every)
     least, digest = one_each(every), kernels_digest()
     rest = [_ids(op, "vulkan", d) for d in every if d not in least]
     rest.sort(key=lambda name: hashlib.sha256((digest + name).encode()).digest())
-    return frozenset([*(_ids(op, "vulkan", d) for d in least), *rest[::3]])
+    return frozenset([*(_ids(op, "vulkan", d) for d in least), *rest[::6]])
 
 
 def sized(op: str, device: Any, dtypes: Mapping[str, str]) -> list[Case]:
@@ -146,14 +146,20 @@ def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, st
 VARIED = dict.fromkeys(("attention", "decode_attention"), ("D=16", "D=256", "D=512", "HQ=HK", "HK=1", "R=8"))
 """Edges that on Vulkan are kernels of test_variant or test_decode_attention.py too, which have each of these sizes of a head and of
 a group; and one of two parts of a head that rotate."""
+ONE_TYPE = ("decode_attention",)
+"""Operations most of whose edges are numbers that a kernel is given, and whose combinations of dtypes, each of them a kernel that a
+CPU driver compiles for two seconds, all run in test_dtypes."""
 
 
 def _edges(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
     """All in the long profile; else without those of axes that are constants of the NPU's kernels, of which each size is compiled:
-    fixed and drawn sizes have to do for them; and, on Vulkan, without those whose kernels test_variant has."""
+    fixed and drawn sizes have to do for them; and, on Vulkan, without those whose kernels test_variant has, and of some operations
+    all with one combination of dtypes, in turn."""
     static, varied = ((), ()) if LONG else (spec.backends[backend].static, VARIED.get(spec.name, ()) if backend == "vulkan" else ())
     choices = combinations(spec.name, backend) if spec.name in AS_LINEAR else ()
-    return (f for f in edge_cases(spec, backend, choices) if f[0].partition("=")[0].strip() not in static and f[0] not in varied)
+    start = int(kernels_digest(), 16) if backend == "vulkan" and spec.name in ONE_TYPE and not LONG else None
+    found = edge_cases(spec, backend, choices, start)
+    return (f for f in found if f[0].partition("=")[0].strip() not in static and f[0] not in varied)
 
 
 @pytest.mark.width
