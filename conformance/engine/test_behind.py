@@ -35,7 +35,7 @@ from hybrid.engine.sequence import Limits, Stream
 def test_guesses_behind_a_verification_are_those_that_would_follow_it() -> None:
     """Of a draft that is sometimes wrong: as many are right as where the host reads each verification first, and the texts are
     those without guesses, also of two sequences in the same passes and a third that comes when one ends."""
-    how = {"temperature": 2.0, "seed": 5, "max_tokens": 11, "ignore_eos": True}
+    how = {"temperature": 2.0, "seed": 5, "max_tokens": 16, "ignore_eos": True}
     options = {"ctx": 64, "slots": 2, "precision": "exact", "draft": cut(open_checkpoint(DEMO), (4, 6)), "speculate": 3}
     with hybrid.load(cut(open_checkpoint(DEMO), BOTH), for_model("vulkan"), **options) as model:
         prompts = [model.encode(text) for text in (PROMPT[:40], "class Reader:\n", "import os\n")]
