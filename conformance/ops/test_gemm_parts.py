@@ -129,7 +129,7 @@ def test_weights_go_straight_to_lanes_where_these_hold_what_the_kernel_counts_on
     features = {"f16_matrices": True, "matrix_lanes": known}
     dry = DryDevice(features=lambda name: features.get(name, False), tuning="nvidia")
     chosen = spy_kernels(dry, monkeypatch)
-    case = case_for("linear", 11, dtype, {"linear": {"N": 331, "K": k}})
+    case = case_for("linear", 7, dtype, {"linear": {"N": 331, "K": k}})
     with dry.tuning.forced("linear.gemm", {"tile": tile}):
         record(plan_for(load_op("linear"), case), dry)
     assert (f"linear.gemm.{dtype}.f16.{tile}" in chosen) == streamed and len(chosen) == 1

@@ -17,7 +17,7 @@ from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 # operands.slang decodes.
 TILES = {"128x256": (128, 256), "128x192": (128, 192), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64),
          "32x128": (32, 128), "16x128": (16, 128), "64x384": (64, 384), "64x256": (64, 256), "32x256": (32, 256),
-         "16x256": (16, 256), "8x256": (8, 256), "32x16": (32, 16)}  # fmt: skip
+         "16x256": (16, 256), "8x256": (8, 256), "8x16": (8, 16)}  # fmt: skip
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
 # Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang), and of
@@ -37,7 +37,7 @@ SHORT = 256  # rows up to which a product's code is short rather than unrolled (
 ENDS, SUMS = {"128x192": 3.0}, {"128x192": 1.8}
 # Of the tile for small matrices (narrow.slang): its subgroups, at most, share K, two of them 256 columns, and of each the
 # sums lie in shared memory.
-NARROW, NARROWED, NARROW_SUBGROUPS, NARROW_STAGE, PATCH_BYTES = "32x16", ("q4_0",), 16, 256, 2560
+NARROW, NARROWED, NARROW_SUBGROUPS, NARROW_STAGE, PATCH_BYTES = "8x16", ("q4_0",), 16, 256, 640
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
 GROUPS = 24  # workgroups that even a small device runs at once
