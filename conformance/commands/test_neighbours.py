@@ -26,7 +26,7 @@ DEMO = MODELS / "demo-gemma3-q8_0.gguf"
 SIZES = ("gemma3-4b", "gemma3-27b") if LONG else ("gemma3-270m",)
 TOKENS, KILLS = (2000, 20) if LONG else (300, 3)
 LIMIT = 540.0
-PROMPT, TEXT = 8, 16  # of the demonstration model
+PROMPT, TEXT = 8, 16 if LONG else 8  # of the demonstration model
 
 
 @pytest.fixture(scope="module")

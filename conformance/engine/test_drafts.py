@@ -9,6 +9,7 @@ import pytest
 import hybrid
 from conformance.engine.test_speculation import PROMPT, few
 from conformance.support.devices import BACKENDS, for_model
+from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
 from hybrid.engine.config import EngineConfig
@@ -48,7 +49,7 @@ def test_replay_is_right_as_often_as_asked() -> None:
 def test_a_draft_says_what_it_would_have_guessed(backend: str) -> None:
     """Of the last tokens of a text, each after those that came before it; and goes on from there."""
     config = EngineConfig(ctx=64, slots=1, precision="exact", guesses=WATCHED - 1)
-    file = few(backend, open_checkpoint(DEMO))
+    file = few(open_checkpoint(DEMO))
     found = ready(file, for_model(backend), None, config)
     try:
         draft = DraftModel(found.engine, "small", lambda: None)
@@ -75,13 +76,20 @@ def test_a_draft_says_what_it_would_have_guessed(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("gone", [("submit_scheduled",), ("submit_scheduled", "release")], ids=["passes", "all"])
+@pytest.mark.parametrize(
+    ("gone", "backend"),
+    [
+        pytest.param(gone, backend, id=f"{name}-{backend}")
+        for name, gone in (("passes", ("submit_scheduled",)), ("all", ("submit_scheduled", "release")))
+        for backend in BACKENDS
+        if LONG or backend == "cpu" or name == "all"
+    ],
+)
 def test_a_draft_that_fails_while_it_runs_is_closed_at_once(
     monkeypatch: pytest.MonkeyPatch, backend: str, gone: tuple[str, ...]
 ) -> None:
     """Its device, with all that lies there, and its file, while the text goes on; not when the model is closed, or collected."""
-    files = [few(backend, open_checkpoint(DEMO)) for _ in range(2)]
+    files = [few(open_checkpoint(DEMO)) for _ in range(2)]
     with hybrid.load(files[0], for_model(backend), ctx=64, precision="exact", draft=files[1], speculate=3) as model:
         assert model.drafting is not None
         draft = model.drafting.drafter
@@ -117,7 +125,7 @@ def test_a_draft_that_cannot_be_made_ready_is_closed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(DraftModel, "__init__", fail)
     monkeypatch.setattr(CpuDevice, "close", close)
-    files = [open_checkpoint(DEMO) for _ in range(2)]
+    files = [few(open_checkpoint(DEMO)) for _ in range(2)]
     with pytest.raises(RuntimeError, match="no memory for its programs"):
         hybrid.load(files[0], "cpu", ctx=32, draft=files[1], draft_device="cpu")
     assert len(set(map(id, closed))) == 2

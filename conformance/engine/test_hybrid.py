@@ -17,7 +17,7 @@ from conformance.support.models import BOTH, MODELS, cut
 from conformance.support.paths import ATTENTION, PROJECTIONS
 from conformance.support.profile import LONG
 from conformance.support.ties import CLEAR, INT8_NEAR, agree, generated, leads
-from hybrid.checkpoint import open_checkpoint
+from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.hostmemory import NotShareable, anonymous
 from hybrid.core.plan import TensorDecl
@@ -31,6 +31,8 @@ from hybrid.planning.planner import segments
 from hybrid.spec.schedule import find_schedule, named_schedule
 
 FILE = MODELS / "demo-gemma3-q8_0.gguf"
+LAYERS = None if LONG else BOTH
+"""Which of the file's layers. The NPU is simulated: three show what crosses between devices."""
 PROMPT, TOKENS = CLEAR, 12 if LONG else 8
 TEXT, CHUNKS = (20, {}), (15, {"chunk": 4})  # in the middle of the text, of two chunks in flight
 FAULTS = [
@@ -48,7 +50,12 @@ pytestmark = pytest.mark.usefixtures("sim_machine")
 
 
 def load(backend: str, **options: Any) -> hybrid.Model:
-    return hybrid.load(FILE, for_model(backend, named_schedule(ATTENTION)), ATTENTION, ctx=64, **options)
+    return hybrid.load(layers(), for_model(backend, named_schedule(ATTENTION)), ATTENTION, ctx=64, **options)
+
+
+def layers() -> Checkpoint:
+    checkpoint = open_checkpoint(FILE)
+    return cut(checkpoint, LAYERS) if LAYERS else checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plain() -> Plain:
-    with hybrid.load(FILE, "cpu", ctx=64) as model:
+    with hybrid.load(layers(), "cpu", ctx=64) as model:
         ids = model.encode(PROMPT)
         chosen = generated(model, ids, TOKENS)
         return Plain(chosen, model.logits(ids), leads(model, ids, chosen))
@@ -106,13 +113,13 @@ def test_the_text_is_that_of_one_device(backend: str, plain: Plain) -> None:
             assert device.transfers.counts.shared > 2 * model.hparams.n_layers, "caches, and what passes between the devices"
             assert (device.transfers.counts.copies, device.transfers.counts.why_not) == (0, "")
             assert "npu.state" not in device.memory(), "held once"
-        layers = model.hparams.n_layers
-        assert len(segments(model.engine.program("decode", 1, 1).plan)) == 2 * layers + 1
+        count = model.hparams.n_layers
+        assert len(segments(model.engine.program("decode", 1, 1).plan)) == 2 * count + 1
         logits = model.logits(model.encode(PROMPT))
         assert divergence(plain.logits, logits).max() < 0.01
         if backend == "vulkan":
             names = [e["name"] for e in events(model.engine.trace, model.device)]
-            assert sum(n.endswith("on sim-npu1") for n in names) > layers and any(n.endswith("attn_output") for n in names)
+            assert sum(n.endswith("on sim-npu1") for n in names) > count and any(n.endswith("attn_output") for n in names)
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -199,7 +206,7 @@ def test_a_device_that_fails_is_replaced_and_the_text_is_the_same(
 @pytest.mark.slow
 def test_without_a_fallback_a_failure_is_an_error(tmp_path: Path) -> None:
     schedule = named_schedule(ATTENTION).model_copy(update={"fallback": {}})
-    with hybrid.load(FILE, "cpu", schedule, ctx=64, npu="sim") as model:
+    with hybrid.load(layers(), "cpu", schedule, ctx=64, npu="sim") as model:
         xrt_sim.faults.timeout_after = 3
         with pytest.raises(RuntimeError, match="ERT_CMD_STATE_TIMEOUT"):
             generated(model, model.encode(PROMPT), TOKENS)
@@ -210,7 +217,7 @@ def test_without_a_fallback_a_failure_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.blas
 def test_without_an_npu_the_fallback_is_reported(plain: Plain) -> None:
-    with hybrid.load(FILE, "cpu", ATTENTION, ctx=64) as model:
+    with hybrid.load(layers(), "cpu", ATTENTION, ctx=64) as model:
         assert model.device == "cpu"
         plain.agrees(model)
         assert any("pyxrt" in p for p in model.passed_over)
@@ -229,13 +236,11 @@ def test_what_a_segment_writes() -> None:
 @pytest.mark.slow
 def test_prefill_projections_in_int8_and_their_fallback(backend: str) -> None:
     """Rows of activations quantised whole instead of per 32: other numbers, nearly the same distributions. After a fault the
-    main device's integers are the same: numbers differ by the order of the rest's sums at most. Of three layers in the short
-    profile: they are simulated."""
-    layers = range(open_checkpoint(FILE).hparams.n_layers) if LONG else BOTH
-    with hybrid.load(cut(open_checkpoint(FILE), layers), "cpu", ctx=64) as model:
+    main device's integers are the same: numbers differ by the order of the rest's sums at most."""
+    with hybrid.load(layers(), "cpu", ctx=64) as model:
         exact = model.logits(model.encode(PROMPT))
     opened = for_model(backend, named_schedule(PROJECTIONS))
-    with hybrid.load(cut(open_checkpoint(FILE), layers), opened, PROJECTIONS, ctx=64) as model:
+    with hybrid.load(layers(), opened, PROJECTIONS, ctx=64) as model:
         device, ids = model.engine.device, model.encode(PROMPT)
         assert isinstance(device, MultiDevice)
         plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
@@ -264,7 +269,7 @@ def test_the_shipped_schedule_places_the_down_projection_of_prefill(plain: Plain
     assert ours.elsewhere == {"npu": ["blk.{l}.ffn_down (prefill)"]} and ours.fallback == {"npu": "main"}
     assert [s for s in ours.layer if "ffn" not in s.name] == [s for s in theirs.layer if "ffn" not in s.name]
     assert (ours.before, ours.after) == (theirs.before, theirs.after)
-    with hybrid.load(FILE, "cpu", ours, ctx=64, npu="sim") as model:
+    with hybrid.load(layers(), "cpu", ours, ctx=64, npu="sim") as model:
         plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
         assert [sum(s.device == "npu" for s in p.steps) for p in plans] == [model.hparams.n_layers, 0]
         kl = divergence(plain.logits, model.logits(model.encode(PROMPT)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 
 LENGTHS = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3)
-ON_BOTH = [(b, n) for n in LENGTHS for b in BACKENDS if LONG or b == "cpu" or n == LENGTHS[-1]]
+ON_BOTH = [*product(BACKENDS, LENGTHS)] if LONG else [*product(["cpu"], LENGTHS), ("vulkan", WINDOW + 17)]
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +61,10 @@ def models(open_models: Models) -> Iterator[Models]:
 )
 @pytest.mark.slow
 def test_golden_logits(models: Models, backend: str, options: dict, bound: float) -> None:
-    """In the short profile Vulkan takes the shorter prompts alone, and with rounded weights two of them: its layers below are
-    followed past the window."""
+    """In the short profile Vulkan takes the shorter prompts alone, and with rounded weights both take two of them: layers below
+    are followed past the window."""
     model = models.get(backend, "f32", **options)
-    for case in golden()[: None if LONG or backend == "cpu" else 2 if options else -1]:
+    for case in golden()[: None if LONG else 2 if options else None if backend == "cpu" else -1]:
         logits = model.logits(case.ids)
         assert logits.dtype == np.float32 and logits.shape == (len(case.ids), case.logits.shape[1])
         assert np.abs(logits[case.rows] - case.logits).max() < bound
@@ -74,9 +75,9 @@ def test_golden_logits(models: Models, backend: str, options: dict, bound: float
 @pytest.mark.parametrize(("options", "near"), [({}, EXACT_NEAR), ({"weights": "f16"}, 1e-2)], ids=["f32", "f16"])
 def test_golden_text(models: Models, backend: str, options: dict, near: float, golden_leads: list[np.ndarray]) -> None:
     model = models.get(backend, "f32", **options)
-    """In the short profile all prompts on cpu in float32, else one or two; a text is then half as long, on Vulkan a quarter."""
+    """In the short profile all prompts on cpu in float32, else one or two; a text is then a third as long, on Vulkan a quarter."""
     most = None if LONG or (backend == "cpu" and not options) else 1 if backend == "vulkan" else 2
-    many = None if LONG else 12 if backend == "vulkan" else 24
+    many = None if LONG else 12 if backend == "vulkan" else 16
     for case, ahead in list(zip(golden(), golden_leads, strict=True))[:most]:
         wanted = case.greedy[:many]
         pieces = list(model.generate(list(case.ids), max_tokens=len(wanted), ignore_eos=True))
@@ -140,7 +141,7 @@ def test_quantised_text_is_the_same_on_both_devices(models: Models) -> None:
 @pytest.mark.parametrize("file", ["q8_0", "q4_0"])
 def test_quantised_weights_with_exact_arithmetic(models: Models, file: str) -> None:
     """Without int8 activations only the order of sums is left to differ."""
-    on_cpu, on_vulkan = (models.get(b, file, precision="exact", layers=few_layers("vulkan")) for b in BACKENDS)
+    on_cpu, on_vulkan = (models.get(b, file, precision="exact", layers=few_layers()) for b in BACKENDS)
     many = 24 if LONG else 12
     for case in golden()[1 : 4 if LONG else 2]:
         wanted = generated(on_cpu, case.ids, many)
@@ -163,9 +164,9 @@ def test_int8_activations_agree_on_both_devices(models: Models, file: str, loss:
     assert (on_cpu.argmax(-1) == on_vulkan.argmax(-1))[sure].all()
 
 
-def few_layers(backend: str) -> tuple[int, ...] | None:
-    """In the short profile, Vulkan's models have three layers where three show what a test is about."""
-    return BOTH if backend == "vulkan" and not LONG else None
+def few_layers() -> tuple[int, ...] | None:
+    """In the short profile, models have three layers where three show what a test is about."""
+    return None if LONG else BOTH
 
 
 @functools.cache
@@ -178,8 +179,9 @@ def by_equations(length: int, layers: tuple[int, ...] | None) -> tuple[np.ndarra
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "length"), ON_BOTH)
 def test_layers_are_those_of_the_equations(models: Models, backend: str, length: int) -> None:
-    """Contexts shorter and longer than the sliding window; every layer's residual stream against float64."""
-    layers = few_layers(backend)
+    """Contexts shorter and longer than the sliding window; every layer's residual stream against float64. In the short profile
+    of all layers for the longest on cpu, else of three."""
+    layers = None if backend == "cpu" and length == LENGTHS[-1] else few_layers()
     model = models.get(backend, "f32", layers=layers)
     logits, hidden = by_equations(length, layers)
     ours = model.hidden_states(prompt(length))
@@ -194,7 +196,7 @@ def test_layers_are_those_of_the_equations(models: Models, backend: str, length:
 @pytest.mark.parametrize("backend", BACKENDS if LONG else ["cpu"])  # of a tiny model on both: test_engine_host
 def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
     """All of LENGTHS at once (the long profile), or just past the window: logits depend on what came before them only."""
-    engine = models.get(backend, "f32", layers=few_layers(backend)).engine
+    engine = models.get(backend, "f32", layers=few_layers()).engine
     ids = prompt(LENGTHS[-1] if LONG else WINDOW + 9)
     assert np.abs(engine.logits(ids) - engine.logits(ids, chunk=1)).max() < 2e-4
 
@@ -206,7 +208,7 @@ def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
 @pytest.mark.slow
 def test_decoding_follows_the_logits(models: Models, backend: str, length: int) -> None:
     """The decode plan, which feeds itself on the device, over the window's edge and beyond; the prompt in two parts."""
-    engine, ids = models.get(backend, "f32", layers=few_layers(backend)).engine, prompt(length)
+    engine, ids = models.get(backend, "f32", layers=few_layers()).engine, prompt(length)
     engine.admit(slot=0)
     try:
         engine.prefill({0: ids[:-1]})
@@ -229,7 +231,7 @@ def test_rows_of_a_batch_are_independent(
 ) -> None:
     """Ragged prompts in one batch, in slots of another order and in chunks that cut them, give what each gives alone (in float32:
     by the equations, or on cpu). The long one is cut short on Vulkan but for the long profile, and so are the texts."""
-    exact, layers, many = "weights" in options, few_layers(backend), 16 if LONG or backend == "cpu" else 8
+    exact, layers, many = "weights" in options, few_layers() if backend == "vulkan" else None, 16 if LONG or backend == "cpu" else 8
     cases, slots = golden(), (3, 0, 4, 1, 2)
     chunk = 200
     if layers is not None:
@@ -256,7 +258,7 @@ def test_rows_of_a_batch_are_independent(
 @pytest.mark.parametrize("file", ["f32", "q4_0"] if LONG else ["q4_0"])
 def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: str, file: str) -> None:
     """One recorded command buffer, submitted for 100 positions, and all of that again."""
-    engine = models.get(backend, file, layers=few_layers("vulkan")).engine
+    engine = models.get(backend, file, layers=few_layers()).engine
     ids = prompt(100)
     first = engine.logits(ids, chunk=1)
     before = engine.counters.copy()
@@ -271,7 +273,7 @@ def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: s
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("file", ["f32", "q4_0"])
 def test_a_token_costs_one_submit_and_nothing_else(models: Models, backend: str, file: str) -> None:
-    model = models.get(backend, file, layers=few_layers(backend))
+    model = models.get(backend, file, layers=few_layers())
     generated(model, golden()[0].ids, 4)
     engine = model.engine
     engine.admit(slot=0)

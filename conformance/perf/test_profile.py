@@ -7,6 +7,7 @@ import json
 import pytest
 
 from conformance.support.devices import BACKENDS
+from conformance.support.profile import LONG
 from hybrid.bench.probe import Probes
 from hybrid.perf import probe, profile
 from hybrid.perf.profile import StepRow, by_op
@@ -38,8 +39,11 @@ def known_probes(monkeypatch):
     monkeypatch.setattr("hybrid.bench.probe.probe", lambda device: Probes(3000.0, "copy", 500.0, "matrix", {}))
 
 
+PHASES = [("vulkan", "decode"), ("cpu", "prefill"), ("vulkan", "prefill")][: None if LONG else 2]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "phase"), [("vulkan", "decode"), ("vulkan", "prefill"), ("cpu", "prefill")])
+@pytest.mark.parametrize(("backend", "phase"), PHASES)
 def test_every_step_is_in_the_table_and_the_sums_add_up(devices, tmp_path, capsys, backend, phase):
     devices.get(backend)  # skips where there is no Vulkan
     assert profile.main([*SMALL, "--device", backend, "--phase", phase, "--context", "11", "--chunk", "8", "--json"]) == 0

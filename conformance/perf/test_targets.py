@@ -95,8 +95,8 @@ def test_prompts_within_half_a_second_are_short(judged):
 
 
 def test_advice_fits_and_suffices():
-    found = list(islice(targets.advice(16 << 30, 50, 256, APU), None if LONG else 2))  # largest first
-    assert [s.config.model for s in found][:2] == ["gemma4-12b", "gemma3-12b"]
+    found = list(islice(targets.advice(16 << 30, 50, 256, APU), None if LONG else 1))  # largest first
+    assert [s.config.model for s in found][:2] == ["gemma4-12b", "gemma3-12b"][: 2 if LONG else 1]
     for s in found:
         assert s.expected >= 50
         assert search.memory_of(s.config.model, s.config.dtype, s.config.batch, 256, APU) <= 16 << 30

@@ -115,7 +115,7 @@ def test_a_lost_device_is_loaded_again_or_ends_the_process(choice: str, tmp_path
 
 @pytest.mark.slow
 def test_a_first_sigterm_drains_and_ends_with_0() -> None:
-    with command() as (process, url):
+    with command("--no-warm-up") as (process, url):
         stream = lines(url, 60)
         next(stream)
         process.send_signal(signal.SIGTERM)
@@ -127,7 +127,7 @@ def test_a_first_sigterm_drains_and_ends_with_0() -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once() -> None:
-    with command() as (process, url):
+    with command("--no-warm-up") as (process, url):
         stream = lines(url, 1500)
         next(stream)
         process.send_signal(signal.SIGTERM)
