@@ -107,7 +107,7 @@ def test_json_has_every_test_and_what_the_device_counted(devices, capsys, backen
             assert r["per_pass"]["submits"] == 0.5 and (r["host_us_per_token"] is None) == (backend == "cpu")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[:1])
 def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backend):
     devices.get(backend)
     assert bench.main([*SMALL, "--device", backend, "--batch-size", "2", "--tokens-per-submit", "2"]) == 0  # kernels of above

@@ -16,7 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
+from hybrid.kernels.vulkan.kernel import kernels_digest
+
+TERMS = ("dumb", "xterm")
 
 
 def _at_a_terminal() -> None:
@@ -128,7 +132,7 @@ c.Conversation.ask = ask
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("term", ["dumb", "xterm"])
+@pytest.mark.parametrize("term", TERMS if LONG else [TERMS[int(kernels_digest(), 16) % 2]])  # in turn
 def test_what_belongs_together_is_one_turn(tmp_path: Path, term: str) -> None:
     """A paste where the terminal marks it, and where it does not; a line that goes on; lines typed one by one are not."""
     t = Terminal(str(write_hf(tmp_path, tiny())), "--device", "cpu", "--chat", "--system", "short", code=ECHO, term=term)

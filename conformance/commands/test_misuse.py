@@ -12,7 +12,8 @@ from typing import get_args, get_type_hints
 import pytest
 
 import hybrid
-from conformance.support.models import GOLDEN, MODELS, demo
+from conformance.support.models import BOTH, GOLDEN, MODELS, demo
+from conformance.support.profile import LONG
 from hybrid import generate, inspect, perplexity
 from hybrid.cli import CACHES, PRECISIONS
 from hybrid.engine.engine import Engine
@@ -98,7 +99,7 @@ def test_short_chunks_share_passes(monkeypatch, capsys, tmp_path):
         Engine, "_submit", lambda engine, program, times=1: passes.append(program.plan.name) or submit(engine, program, times)
     )
     (tmp_path / "t.txt").write_text((GOLDEN / "held-out.txt").read_text()[:250])
-    args = [str(demo("f32")), str(tmp_path / "t.txt"), "--chunk", "2", "--limit", "1"]
+    args = [str(demo("f32", layers=None if LONG else BOTH)), str(tmp_path / "t.txt"), "--chunk", "2", "--limit", "1"]
     found = []
     for together in (512, 2):  # 32 sequences at a time, and one
         monkeypatch.setattr(perplexity, "_PASS_ROWS", together)

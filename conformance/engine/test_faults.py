@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -45,17 +47,17 @@ def spoil(folder: Path, tensor: str, row: int, bits: bytes) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def opened(request):
-    device = shared_device(request.param)
-    yield device
-    device.close()
+@pytest.fixture(scope="module")
+def opened():
+    with ExitStack() as stack:
+        yield functools.cache(lambda backend: stack.enter_context(closing(shared_device(backend))))
 
 
-@pytest.fixture
-def device(opened):
-    yield opened
-    opened.reset()
+@pytest.fixture(params=BACKENDS)
+def device(opened, request):
+    found = opened(request.param)
+    yield found
+    found.reset()
 
 
 # Tensor, type, what it is spoilt with, precision, softcap: what each writer and each rounding of numbers makes of it.
@@ -68,13 +70,13 @@ PATHS = [
 
 
 @pytest.mark.parametrize(
-    ("opened", "path"),
+    ("device", "path"),
     [
         pytest.param(backend, path, id="-".join(map(str, (backend, *path))))
         for backend in BACKENDS
         for path in (PATHS if LONG or backend == "cpu" else PATHS[TURN::2])
     ],
-    indirect=["opened"],
+    indirect=["device"],
 )
 def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, path):
     """On Vulkan, in the short profile, half of the paths, in turn with the kernels."""
@@ -92,9 +94,9 @@ def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, path):
 
 
 @pytest.mark.parametrize(
-    ("opened", "dtype", "what"),
+    ("device", "dtype", "what"),
     [(b, *c) for b in BACKENDS for i, c in enumerate((("f32", NAN), ("bf16", INF))) if LONG or b == "cpu" or i == TURN],
-    indirect=["opened"],
+    indirect=["device"],
 )
 def test_a_sparse_feed_forward_cuts_no_damage_off(tmp_path, device, dtype, what):
     """One gate of a layer of Gemma 3n that keeps few of them: its threshold is NaN, which nothing is above."""

@@ -20,6 +20,7 @@ from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.spec.schedule import named_schedule
 
 TABLE = "per_layer_token_embd.weight"
+MANY = 6 if LONG else 4
 PROMPTS = [[2, *range(20 + i, 31 + i)] for i in range(3)]
 FAMILIES: dict[str, Callable[..., HParams]] = {"gemma3n": tiny_gemma3n, "gemma4": tiny_gemma4}
 TURN = list(FAMILIES)[int(kernels_digest(), 16) % 2]  # on Vulkan, in the short profile
@@ -32,8 +33,8 @@ def load(path: Path, backend: str, **options: Any) -> hybrid.Model:
 
 def texts(model: hybrid.Model) -> list[list[str]]:
     """Of one sequence at a time, and of all together."""
-    alone = ["".join(model.generate(p, 6, ignore_eos=True)) for p in PROMPTS]
-    return [alone, model.generate_batch(PROMPTS, max_tokens=6, ignore_eos=True)]
+    alone = ["".join(model.generate(p, MANY, ignore_eos=True)) for p in PROMPTS]
+    return [alone, model.generate_batch(PROMPTS, max_tokens=MANY, ignore_eos=True)]
 
 
 @pytest.mark.slow

@@ -61,10 +61,10 @@ def models(open_models: Models) -> Iterator[Models]:
 )
 @pytest.mark.slow
 def test_golden_logits(models: Models, backend: str, options: dict, bound: float) -> None:
-    """In the short profile Vulkan takes the shorter prompts alone, and with rounded weights both take two of them: layers below
-    are followed past the window."""
+    """In the short profile Vulkan takes the first three prompts alone, and with rounded weights both take two: layers below are
+    followed past the window."""
     model = models.get(backend, "f32", **options)
-    for case in golden()[: None if LONG else 2 if options else None if backend == "cpu" else -1]:
+    for case in golden()[: None if LONG else 2 if options else None if backend == "cpu" else 3]:
         logits = model.logits(case.ids)
         assert logits.dtype == np.float32 and logits.shape == (len(case.ids), case.logits.shape[1])
         assert np.abs(logits[case.rows] - case.logits).max() < bound
@@ -257,15 +257,15 @@ def test_rows_of_a_batch_are_independent(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("file", ["f32", "q4_0"] if LONG else ["q4_0"])
 def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: str, file: str) -> None:
-    """One recorded command buffer, submitted for 100 positions, and all of that again."""
+    """One recorded command buffer, submitted for 100 positions, and all of that again; in the short profile a hundred in all."""
     engine = models.get(backend, file, layers=few_layers()).engine
-    ids = prompt(100)
+    ids = prompt(100 if LONG else 50)
     first = engine.logits(ids, chunk=1)
     before = engine.counters.copy()
     again = engine.logits(ids, chunk=1)
     done = engine.counters.minus(before)
     assert first.tobytes() == again.tobytes()
-    assert done.submits >= 100 and done.pipelines == done.descriptor_writes == done.allocations == 0
+    assert done.submits >= len(ids) and done.pipelines == done.descriptor_writes == done.allocations == 0
     assert done.recordings == 0
 
 

@@ -23,7 +23,7 @@ from hybrid.engine.pace import MOST
 from hybrid.engine.sampling import Sampling
 from hybrid.kernels.vulkan.kernel import kernels_digest
 
-CTX, TOKENS = 96, 24
+CTX, TOKENS = 96, 24 if LONG else 16
 TURN = int(kernels_digest(), 16) % 2
 PROMPT = "def area(width, height):\n    return width * height\n\n\ndef area_of_square(width):\n"
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ class Failing(Replay):
     """Right, until it fails."""
 
     def propose(self, ids: Sequence[int], most: int) -> list[int]:
-        if len(ids) > 50:
+        if len(ids) > 44:
             raise RuntimeError("the draft's device is gone")
         return super().propose(ids, most)
 
@@ -139,14 +139,10 @@ def run(model: hybrid.Model, drafts: Any, **options: Any) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "way"),
-    [(b, way) for b in BACKENDS for way in WAYS if LONG or b == "cpu" or way in ("greedy", list(WAYS)[1 + TURN])],
-    indirect=["model"],
-)
+@pytest.mark.parametrize("way", [way for i, way in enumerate(WAYS) if LONG or i in (0, 1 + TURN)])
 def test_a_text_is_the_same_whatever_is_guessed(model: hybrid.Model, plain: dict[str, list[int]], way: str) -> None:
-    """In the short profile one rate a way and what looks back; greedy text with wrong guesses too, and below with right ones; on
-    Vulkan greedy text and one of the other ways, in turn."""
+    """In the short profile one rate a way and what looks back; greedy text with wrong guesses too, and below with right ones.
+    Greedy text and one of the other ways, in turn: below all of them run together."""
     ids = [*model.encode(PROMPT), *plain[way]]
     every = ((Replay(ids, 1.0), 1.0, 1.0), (Replay(ids, 0.5), 0.1, 0.9), (Replay(ids, 0.0), 0.0, 0.0))
     for drafts, low, high in every if LONG else every[1:] if way == "greedy" else every[1:2]:
@@ -163,7 +159,8 @@ def test_right_guesses_take_fewer_passes(model: hybrid.Model, plain: dict[str, l
     assert run(model, Replay(ids, 1.0)) == plain["greedy"]
     stats = model.stats
     assert stats is not None and "tokens per pass" in stats.guessed and stats.guessed in stats.details()
-    assert (stats.drafted, stats.accepted) == (17, 17), "5 passes of 3 guesses, of 1 + 4 * 5 tokens; then 2 guesses and a token"
+    whole = (TOKENS - 1) // 4  # passes of 3 guesses, of 4 tokens each after the first one; then 2 guesses and a token
+    assert 1 + 4 * whole + 3 == TOKENS and (stats.drafted, stats.accepted) == (3 * whole + 2, 3 * whole + 2)
     assert stats.per_pass["submits"] == 1 and stats.per_pass["allocations"] == stats.per_pass["recordings"] == 0
 
 
@@ -176,7 +173,7 @@ def test_a_text_ends_among_guesses_where_it_would_have(model: hybrid.Model, plai
     full = model.decode(text)
     cut = "".join(model.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, stop=stop))
     assert cut == full[: full.find(stop)] and model.stats is not None and model.stats.finish == "stop"
-    long = [*prompt, *text, *text][: CTX - 5]
+    long = [*prompt, *text * 4][: CTX - 5]
     wanted = run(model, None, ids=long, max_tokens=50)
     assert run(model, Replay([*long, *wanted], 1.0), ids=long, max_tokens=50) == wanted and model.stats.finish == "context"
 

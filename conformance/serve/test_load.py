@@ -12,6 +12,7 @@ import pytest
 
 import hybrid
 from conformance.support.paths import DEMO
+from conformance.support.profile import LONG
 from conformance.support.server import Running, running
 from hybrid.arguments import open_model
 from hybrid.bench import requests
@@ -20,15 +21,17 @@ from hybrid.perf.serving.load import KEY, main
 from hybrid.serve import parser
 from hybrid.serve.settings import Settings
 
+REQUESTS = 60 if LONG else 24
+
 
 @pytest.mark.slow
 def test_under_load_every_text_is_that_of_its_single_run(capsys: pytest.CaptureFixture[str]) -> None:
     with running(lambda: hybrid.load(DEMO, device="cpu", slots=4, ctx=256, precision="exact"), Settings(keys=(KEY,))) as server:
-        asked = ["--url", server.url, "--requests", "60", "--texts", "6", "--most", "5", "--at-a-time", "8"]
+        asked = ["--url", server.url, "--requests", str(REQUESTS), "--texts", "6", "--most", "5", "--at-a-time", "8"]
         code = main(asked)
     said = capsys.readouterr()
     assert code == 0, said.err
-    assert said.out.startswith("60 requests") and "0 wrong" in said.err
+    assert said.out.startswith(f"{REQUESTS} requests") and "0 wrong" in said.err
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def test_a_lost_device_is_loaded_again_or_ends_the_process(choice: str, tmp_path
 @pytest.mark.slow
 def test_a_first_sigterm_drains_and_ends_with_0() -> None:
     with command("--no-warm-up") as (process, url):
-        stream = lines(url, 60)
+        stream = lines(url, 24)
         next(stream)
         process.send_signal(signal.SIGTERM)
         rest = list(stream)
