@@ -153,7 +153,8 @@ def test_requests_together_are_requests_alone(
 ) -> None:
     """Ragged prompts that share passes, and a prompt again, whose beginning the cache may still hold."""
     model = several(models, backend, name)
-    cases, which, many = golden(name), [0, 1, 2, 3, 4, 3] if LONG else [0, 2, 3, 3], 12 if LONG else 8 if backend == "cpu" else 5
+    which, many = ([0, 1, 2, 3, 4, 3], 12) if LONG else ([0, 2, 3, 3], 8) if backend == "cpu" else ([0, 3, 3], 5)
+    cases = golden(name)
     handles = [model.submit(list(cases[i].ids), max_tokens=many, ignore_eos=True) for i in which]
     for i, handle in zip(which, handles, strict=True):
         agree(list(handle.result(timeout=300).ids), list(cases[i].greedy[:many]), ahead(name, i)[:many], EXACT_NEAR)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,26 +18,27 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "serving.md").read_t
 PRINTED = "127.0.0.1:8000"
 
 
-def ran(command: list[str], text: str, server: Running) -> str:
-    """Standard output of a block, the server's own port in place of the printed one."""
+def block_of(kind: str, word: str, server: Running) -> str:
+    """The block of a language that has a word in it, with the server's own port in place of the printed one."""
+    (text,) = (text for found, text in BLOCKS if found == kind and word in text)
     assert PRINTED in text
-    done = subprocess.run(
-        command, input=text.replace(PRINTED, f"127.0.0.1:{server.port}"), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return text.replace(PRINTED, f"127.0.0.1:{server.port}")
 
 
 @pytest.mark.slow
 def test_the_line_for_curl(server: Running) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    (block,) = (text for kind, text in BLOCKS if kind == "sh" and "curl" in text)
-    answer = json.loads(ran(["sh"], block, server))
+    done = subprocess.run(["sh"], input=block_of("sh", "curl", server), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
     assert answer["choices"][0]["text"].strip() and answer["usage"]["completion_tokens"] == 48
 
 
 @pytest.mark.slow
-def test_the_program_for_the_official_client(server: Running) -> None:
-    (block,) = (text for kind, text in BLOCKS if kind == "python" and "OpenAI" in text)
-    assert ran([sys.executable, "-"], block, server).strip()
+def test_the_program_for_the_official_client(server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a file of its own, in this process, which has imported the client."""
+    program = tmp_path / "program.py"
+    program.write_text(block_of("python", "OpenAI", server), encoding="utf-8")
+    runpy.run_path(str(program), run_name="__main__")
+    assert capsys.readouterr().out.strip()
