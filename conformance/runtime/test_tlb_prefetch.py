@@ -107,7 +107,8 @@ def test_only_passes_of_few_rows_that_read_much_get_them_and_only_where_it_was_m
     def copies(table: str, mib: int, rows: int) -> int:
         return Tuning(table).choose("tlb_prefetch", {"copies": 0}, mib=mib, rows=rows)["copies"]
 
-    assert copies("nvidia", 15000, 1) == 8
+    assert copies("nvidia", 15000, 2) == copies("nvidia", 17000, 1) == 8
+    assert copies("nvidia", 15000, 1) == 0, "a layer in one dispatch does without"
     assert copies("nvidia", 2500, 1) == copies("nvidia", 15000, 512) == 0
     assert copies("default", 15000, 1) == copies("lavapipe", 15000, 1) == copies("radv", 15000, 1) == 0
 
