@@ -54,16 +54,18 @@ def model(folder: Path, **changes: Any) -> Checkpoint:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nats_with_q8_0_are_those_with_f16(models: Models, backend: str) -> None:
-    """Over the 3025 predictions; in the short profile over two documents, on Vulkan over the beginning of one, past the window,
-    with three layers, whose text is poor and whose nats move as much."""
-    some, most = (None, None) if LONG else {"cpu": (2, None), "vulkan": (1, WINDOW + 22)}[backend]
+    """Over the 3025 predictions; in the short profile over four documents, on Vulkan over the beginning of one, past the window,
+    with three layers, whose text is poor and whose nats move as much. So few predictions move the mean by chance, differently
+    with each processor's products: two standard errors of it are allowed beside what is promised."""
+    some, most = (None, None) if LONG else {"cpu": (4, None), "vulkan": (1, WINDOW + 22)}[backend]
     found = []
     for kv in ("f16", "q8_0"):
         opened = models.get(backend, "q8_0", kv=kv, layers=None if LONG or backend == "cpu" else BOTH)
         texts = [ids[:most] for ids in list(documents(opened))[:some]]
         found.append(np.concatenate([nats(opened.logits(ids), ids) for ids in texts]))
     assert found[0].shape == found[1].shape and (found[0] != found[1]).any()
-    assert abs((found[1] - found[0]).mean()) < 0.002
+    moved = found[1] - found[0]
+    assert abs(moved.mean()) < 0.002 + 2 * moved.std() / np.sqrt(moved.size)
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +32,21 @@ _STOPPED = (
 )
 
 
-def _stopped(source: Path, target: Path, by: str, *options: str, **how: Any) -> subprocess.CompletedProcess[str]:
+def _hangs_up() -> None:
+    """A hangup ends the process, also where the tests themselves run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def _ignores_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _stopped(
+    source: Path, target: Path, by: str, *options: str, begins: Callable[[], None] = _hangs_up
+) -> subprocess.CompletedProcess[str]:
     """A run that gets a signal when all tensors are written; it prints what its folder holds then."""
     command = [sys.executable, "-c", _STOPPED, str(source), str(target), str(target.parent), by, *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    return subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=begins)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +66,9 @@ def test_termination_leaves_nothing(tmp_path: Path, small: Path, by: str, code: 
 def test_a_hangup_without_a_terminal_leaves_nothing_and_nohup_goes_on(tmp_path: Path, small: Path) -> None:
     with open("/dev/full", "w") as nowhere:
         command = [sys.executable, "-c", _STOPPED, str(small), str(tmp_path / "m.gguf"), str(tmp_path), "SIGHUP", "--type", "f32"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=nowhere, text=True, check=False)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=nowhere, text=True, check=False, preexec_fn=_hangs_up)
     assert done.returncode != 0 and ".part'" in done.stdout and list(tmp_path.iterdir()) == []
-    nohup: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
-    ignored = _stopped(small, tmp_path / "m.gguf", "SIGHUP", "--type", "f32", **nohup)
+    ignored = _stopped(small, tmp_path / "m.gguf", "SIGHUP", "--type", "f32", begins=_ignores_hangups)
     assert ignored.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
