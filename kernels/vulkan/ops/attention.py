@@ -31,7 +31,7 @@ MAX_SPLITS = 64
 MAX_PARTS = 1024  # rows * KV splits, at most: bounds the scratch memory
 # By type of the cache and head_dim: columns of a subgroup that flash_attention.slang is built for.
 FLASH: dict[str, dict[int, tuple[int, ...]]] = {
-    "f16": {64: (64,), 128: (64, 128), 256: (64, 128, 256), 512: (128,)},
+    "f16": {64: (64,), 128: (64, 128), 256: (64, 128, 256), 512: (128, 256)},
     "q8_0": {128: (128,), 256: (128,), 512: (128,)},
 }
 PAIRS = 128  # rows times heads of its tile, where each subgroup has all columns of a head
@@ -99,12 +99,12 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
 def flash_columns(rec: Recorder, step: Step, cache: CacheLayout) -> int:
     """Columns of a head that a subgroup of flash_attention.slang has: as many as the tuning table allows, of those that it is
     built for; 0 where it is built for none of these."""
-    rows, d, window = step.bind["T"], step.bind["D"], int(step.attrs["window"])
+    rows, heads, d, window = step.bind["T"], step.bind["HQ"], step.bind["D"], int(step.attrs["window"])
     built = FLASH.get(cache.dtype, {}).get(d, ())
     if not built:
         return 0
     span = min(window, cache.context) if window else cache.context
-    chosen = rec.device.tuning.choose("flash_attention", FLASH_DEFAULT, rows=rows, head_dim=d, span=span)
+    chosen = rec.device.tuning.choose("flash_attention", FLASH_DEFAULT, rows=rows, pairs=rows * heads, head_dim=d, span=span)
     return max((own for own in built if own <= chosen["columns"]), default=0)
 
 
