@@ -41,6 +41,13 @@ def nats(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
     return norm - z[np.arange(len(ids) - 1), list(ids[1:])]
 
 
+def shifted(before: np.ndarray, after: np.ndarray, bound: float) -> bool:
+    """Whether the nats of the same predictions, f64 [n] each, differ in the mean by more than `bound`. Few predictions move it by
+    chance, differently with each processor's products: two standard errors of the mean difference are allowed beside the bound."""
+    moved = after - before
+    return bool(abs(moved.mean()) > bound + 2 * moved.std() / np.sqrt(moved.size))
+
+
 def main(file: Path, folder: Path) -> int:
     prompts = [case["ids"] for case in json.loads((DATA / "demo-gemma3" / "golden.json").read_text())["cases"]]
     cases, arrays = [], {}
