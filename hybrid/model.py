@@ -68,9 +68,9 @@ def load(
     device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, another chain of the schedule, or open ones. schedule: a file
     (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32 converts
     matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
-    weights: int8 activations and f16 KV; others: float32), exact (float32), fast (unquantised weights: f16). kv
-    overrides the cache's type. slots: sequences that run at a time, for each of which the cache has room at its longest (default: a
-    few, which share the room of one).
+    weights: int8 activations and f16 KV; others: float32, or what quantised ones beside them take on matrix units), exact
+    (float32), fast (unquantised weights: f16). kv overrides the cache's type. slots: sequences that run at a time, for each of
+    which the cache has room at its longest (default: a few, which share the room of one).
     queue: submitted requests that may wait beside those that run. memory: bytes on the device, or text such as 16GiB: the
     cache gets what weights and activations leave of it (default: what `slots` sequences need at their longest).
     chunk: rows of a prefill pass (default: what suits the device).

@@ -31,6 +31,7 @@ from hybrid.spec.step import Phase
         ('cpu = ["cpu"]', 'cpu = ["gpu"]', "a chain of cpu, vulkan"),
         ('auto = ["vulkan:gpu", "cpu"]\n', "", 'needs the chain "auto"'),
         ('unquantised = { act = "f32", kv = "f32" }', 'unquantised = { act = "q8_act", kv = "f32" }', "cannot be q8_act"),
+        ("[precision.exact]", 'beside_quantised = { act = "q8_act", kv = "f32" }\n[precision.exact]', "beside_quantised.act can"),
         ("[precision.exact]", "[precision.exactly]", "precision.exactly"),
         ('H = "hidden"', 'H = "__import__"', "axes.H: unknown name '__import__'"),
         ('dtype = "i32", shape = ["T"]', 'dtype = "i33", shape = ["T"]', "unknown dtype 'i33'"),

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.support.synthetic import tiny
-from hybrid.checkpoint.families import tensors
+from conformance.support.synthetic import tiny, tiny_gemma3n, tiny_gemma4
+from hybrid.checkpoint.families import is_exact, tensors
 from hybrid.core.errors import SpecError
 from hybrid.core.plan import ALIGN, FEW_ROWS, Plan
 from hybrid.kernels.vulkan.dry import count
@@ -26,7 +26,7 @@ GEMMA3 = find_schedule("gemma3")
 
 def target(dtype: str = "q8_0", ctx: int = 200, slots: int = 3, **options) -> Target:
     hp = options.pop("hparams", tiny())
-    infos = {n: WeightInfo("f32" if len(s) == 1 else dtype, tuple(s)) for n, s in tensors(hp).items()}
+    infos = {n: WeightInfo("f32" if is_exact(n, s) else dtype, tuple(s)) for n, s in tensors(hp).items()}
     infos |= options.pop("weights", {})
     return Target(options.pop("schedule", GEMMA3), hp, infos, CacheShape(ctx, hp.window, 64, slots), hp.vocab, **options)
 
@@ -264,3 +264,25 @@ def test_options_need_tokens_that_are_chosen():
 def test_an_alias_names_a_result_and_an_input(alias: dict[str, str]):
     with pytest.raises(SpecError, match="step adjust_logits: alias: adjust_logits has no result"):
         plan(target(schedule=change("after", "adjust_logits", alias=alias)), 4, 2, "decode")
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize(("rows", "units", "dtype", "matrix", "act"), [
+    (32, True, "q4_0", "bf16", "f16"), (32, False, "q4_0", "bf16", "f32"), (1, True, "q4_0", "bf16", "f32"),
+    (32, True, "bf16", "bf16", "f32"), (32, True, "q4_0", "q4_0", "f16"), (1, True, "q4_0", "q4_0", "q8_act"),
+])  # fmt: skip
+def test_a_matrix_beside_quantised_ones_takes_matrix_units(
+    family: str, rows: int, units: bool, dtype: str, matrix: str, act: str
+) -> None:
+    """In batches; and rows are converted where their type is not the one that is there."""
+    hp = {"gemma3n": tiny_gemma3n, "gemma4": tiny_gemma4}[family]()
+    shape = (hp.n_layers * hp.per_layer_dim, hp.hidden)
+    can = frozenset({"f16_matrices"} if units else ())
+    made = plan(target(dtype, 96, 32, hparams=hp, schedule=find_schedule(family), capabilities=can,
+                       weights={"per_layer_model_proj.weight": WeightInfo(matrix, shape)}), rows, rows, "decode")  # fmt: skip
+    steps = {s.name: s for s in made.steps}
+    given = steps["per_layer_proj"].args["x"]
+    assert made.tensors[given].dtype == act
+    converted = steps.get("per_layer_rows")
+    assert (converted is None) == (act == "f32")
+    assert converted is None or (converted.args["y"], made.tensors[converted.args["x"]].dtype) == (given, "f32")

@@ -24,6 +24,9 @@ from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.harness.cases import Case
 from hybrid.harness.compare import Disagreement
+from hybrid.harness.fixed import variant
+from hybrid.harness.inputs import make
+from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.ops import GROUPS, _apart, _linear, linear
 from hybrid.kernels.vulkan.ops._rows import Parts
@@ -41,7 +44,21 @@ def pair(
 ) -> list[Case]:
     """The cases of two consecutive steps of a layer."""
     product = next(c for c in cases(sizes, w, rows, act, 3, live) if c.op == ops[0])
+    if ops[1] == "decode_attention":
+        return [product, attention(product.bind, live)]
     return [product, reader(ops[1], sizes["hidden"], rows, live, y)]
+
+
+def attention(product: Mapping[str, int], live: int) -> Case:
+    """Of a product of queries, keys and values, or of queries alone, by its sizes."""
+    spec, rows = SPECS["decode_attention"], product["T"]
+    if "HQ" in product:
+        heads = {"KV": 2, **{axis: product[axis] for axis in ("HQ", "HK", "D")}}
+    else:
+        heads = {"KV": 0, "HQ": product["N"] // 32, "HK": 1, "D": 32}
+    bind = {**base_bind(spec), "T": rows, "S": rows, "MB": 4, "B": 4 * rows, **heads, "R": heads["D"]}
+    made = variant(spec, bind, spec.dtypes({"o": "f16", "k_cache": "f16", "v_cache": "f16"}), 5, frozenset(bind))
+    return replace(made, rows=live, outs=live)
 
 
 def reader(op: str, hidden: int, rows: int, live: int, y: str = "f16") -> Case:
@@ -74,7 +91,7 @@ def parts_by_other_means() -> Iterator[None]:
         for module in (_linear, _apart):
             patch.setattr(module, "left_apart", lambda *a, **k: PARTS)
         patch.setattr(linear, "record", zeros_beside)
-        patch.setitem(_apart.PRODUCTS, "linear", ("x", "w", zeros_beside))
+        patch.setitem(_apart.PRODUCTS, "linear", ("x", "w", "y", zeros_beside))
         yield
 
 
@@ -92,7 +109,7 @@ def judge(device: Any, rows: int = 3, live: int = 3, hidden: int = 128, y: str =
     return proved(device, made, given_more(plan, more), {**values, **more})
 
 
-@pytest.mark.parametrize("op", _apart.READERS)
+@pytest.mark.parametrize("op", [op for op in _apart.READERS if op != "decode_attention"])
 def test_parts_are_added_up_and_their_sum_is_kept(devices: Devices, op: str) -> None:
     """Against the operation's definition of the sum, and the sum itself bit by bit: parts are added in their order."""
     device = devices.get("vulkan", guard=GUARD)
@@ -105,7 +122,7 @@ def judge_reader(device: Any, op: str, hidden: int, rows: int, live: int, count:
     parts = np.random.default_rng(count).standard_normal((count, rows, hidden)).astype(np.float32)
 
     def record(rec: Any, step: Step, t: Mapping[str, Any]) -> None:
-        _apart.READERS[op](rec, step, t, parts=Parts(rec.device.tensor("parts").parts[0], count))
+        _apart.READERS[op][1](rec, step, t, parts=Parts(rec.device.tensor("parts").parts[0], count))
 
     more = {"parts": Tensor.of(parts.reshape(count * rows, hidden))}
     plan, values = planned(made, device.name)
@@ -114,6 +131,32 @@ def judge_reader(device: Any, op: str, hidden: int, rows: int, live: int, count:
     first = {name: value for name, value in values.items() if name != a}
     proved(device, made, given_more(plan, more), {**first, **more}, bindings={**device.bindings, op: record})
     np.testing.assert_array_equal(device.read(a).array[:live], total[:live])
+
+
+@pytest.mark.parametrize("of", ["fused_qkv", "linear"])
+def test_parts_of_queries_keys_and_values_are_added_up(devices: Devices, of: str) -> None:
+    device = devices.get("vulkan", guard=GUARD)
+    for d, live, count in ((32, 3, 5), (32, 0, 2), (512, 3, 8))[: None if LONG else 2]:
+        judge_attention(device, of, d, live, count)
+
+
+def judge_attention(device: Any, of: str, d: int, live: int, count: int) -> None:
+    """As judge_reader, of three rows."""
+    bind = {"T": 3, "HQ": 4, "HK": 2, "D": d} if of == "fused_qkv" else {"T": 3, "N": 128}
+    case = attention(bind, live)
+    spec, rows = SPECS[case.op], bind["T"]
+    values = make(spec, case)
+    caches = {name: values[name] for name in spec.state}
+    parts = np.random.default_rng(count).standard_normal((count, *values["qkv"].shape)).astype(np.float32)
+
+    def record(rec: Any, step: Step, t: Mapping[str, Any]) -> None:
+        _apart.READERS[case.op][1](rec, step, t, parts=Parts(rec.device.tensor("parts").parts[0], count))
+
+    more = {"parts": Tensor.of(parts.reshape(count * rows, -1))}
+    plan, drawn = planned([case], device.name)
+    first = {name: value for name, value in {**drawn, **caches}.items() if name != "qkv"}
+    proved(device, [case], given_more(plan, more), {**first, **more}, caches, bindings={**device.bindings, case.op: record})
+    np.testing.assert_array_equal(device.read("qkv").array[:live], reduce(np.add, parts)[:live])
 
 
 def test_a_product_is_left_apart_and_added_up_by_its_reader(devices: Devices) -> None:
@@ -136,17 +179,19 @@ def test_what_does_not_follow_is_recorded_step_by_step(devices: Devices) -> None
 def test_a_table_says_whether_splits_are_left_apart(ops: tuple[str, str]) -> None:
     """What the product writes is what its reader reads, in as many parts as both are told; else it writes its result."""
     units = ("f16_matrices", "matrix_lanes")
-    dry = DryDevice(features=units.__contains__, tuning="nvidia")
-    plan, _ = planned(pair(ops, {**SIZES, "hidden": 512, "heads": 2048, "ffn": 2048}, 32, "f16", 32), "dry")
+    dry = DryDevice(features=units.__contains__, tuning="nvidia", shared_bytes=49152)
+    inner = {"hidden": 2048} if ops[0] == "fused_qkv" else {"hidden": 512, "heads": 2048, "ffn": 2048}
+    plan, _ = planned(pair(ops, {**SIZES, **inner, "hq": 8, "hk": 4, "d": 32}, 32, "f16", 32), "dry")
     for most, found in ((8, 8), (3, 3), (0, None)):
         with dry.tuning.forced("linear.apart", {"most": most}):
-            *_, product, grids, read = record(plan, dry).dispatches
+            *_, product, read = [d for d in record(plan, dry).dispatches if d.kernel.name != "grid"]
         whole, splits = struct.unpack("<2I", product.push[-8:])
-        (count,) = struct.unpack("<I", read.push[-4:])
-        assert grids.kernel.name == "grid" and read.reads[1] == product.writes[0] and whole == 0
-        assert (splits - (1 << 31), count) == (found, found) if found else (splits < 1 << 31 and count == 1)
+        assert product.writes[0] in read.reads[1:3] and whole == 0
+        assert splits - (1 << 31) == found if found else splits < 1 << 31
         assert product.grid[1] == 8 * (splits & ~(1 << 31))
-        assert product.writes[0].size == 4 * 32 * 512 * count
+        assert product.writes[0].size == 4 * 32 * 512 * (found or 1)
+        if ops[1] != "decode_attention":  # whose number is a constant of the pipeline
+            assert struct.unpack("<I", read.push[-4:]) == (found or 1,)
 
 
 ROWS = {"16x128": 11, "32x64": 27, "32x128": 27, "64x64": 61, "8x256": 7, "16x256": 11, "32x256": 27, "64x256": 61}
@@ -158,7 +203,9 @@ def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> 
     made = pair(ops, sizes, ROWS[tile], "f16", live)
     with device.tuning.forced("linear.gemm", {"tile": tile, "groups": 1056}), device.tuning.forced("linear.apart", {"most": 8}):
         plan, values = planned(made, device.name)
-        proved(device, made, plan, values)
+        last = made[-1]
+        caches = {n: make(SPECS[last.op], last)[n] for n in SPECS[last.op].state}
+        proved(device, made, plan, {**values, **caches}, caches)
 
 
 @pytest.mark.parametrize("tile", ROWS)
@@ -190,6 +237,9 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
     def tell(device: Any) -> None:
         if mutant.needs:
             on_matrix_units(device, _apart.OPS[0], "32x64", 27)
+        elif mutant.file == "decode_attention.slang":
+            for live in (3, 0):
+                judge_attention(device, "fused_qkv", 32, live, 5)
         elif mutant.kind == "shader":
             for live in (1, 0):
                 judge_reader(device, "add_rmsnorm", 1056, 1, live, 8)

@@ -10,13 +10,14 @@ STEPS = (
     ("add_rmsnorm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "w_next": "w_next", "sum": "s", "y": "y"}),
     ("fused_qkv", {"x": "y", "w": "w_qkv", "qkv": "qkv"}),
 )
+QUERIES = ("linear", {"x": "y", "w": "w_qkv", "y": "qkv"})  # of a layer that attends to another's cache
 # With the layer's own input, and queries alone.
 OWN_STEPS = (
     *STEPS[:3],
     ("add_norm", {"a": "m", "residual": "r", "w_post": "w_post_ffn", "sum": "e", "y": "g"}),
     ("per_layer_input", {"x": "g", "w_gate": "w_gate", "ple": "ple", "w_proj": "w_proj", "h": "i", "y": "j"}),
     ("add_rmsnorm", {"a": "j", "residual": "e", "w_post": "w_post_own", "w_next": "w_next", "sum": "s", "y": "y"}),
-    ("linear", {"x": "y", "w": "w_qkv", "y": "qkv"}),
+    QUERIES,
 )
 TAKEN = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table", "k_cache", "v_cache")
 ATTENTION = ("decode_attention", {**{name: name for name in TAKEN}, "o": "attended"})
@@ -42,5 +43,5 @@ SUM_STEPS = (
 CHAINS = {
     tuple(op for op, _ in steps): steps
     for steps in (STEPS, STEPS[:-1], OWN_STEPS, OWN_STEPS[:-1], STREAM_STEPS, GATE_STEPS, (*STEPS, ATTENTION),
-                  (*OWN_STEPS, ATTENTION), *SUM_STEPS)
+                  (*OWN_STEPS, ATTENTION), *SUM_STEPS, (STEPS[4], ATTENTION), (QUERIES, ATTENTION), (ATTENTION,))
 }

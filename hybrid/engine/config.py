@@ -33,8 +33,8 @@ class EngineConfig:
     """Checked when made: ValueError names the field and what it may be. None: decided by the model or the device."""
 
     precision: PrecisionName = "auto"
-    """auto: quantised weights with int8 activations and an f16 KV cache, others in float32; exact: float32; fast: unquantised
-    weights with f16 activations."""
+    """auto: quantised weights with int8 activations and an f16 KV cache, others in float32, or as quantised ones beside
+    them on matrix units; exact: float32; fast: unquantised weights with f16 activations."""
     kv: CacheChoice = "auto"
     """Storage type of the KV cache; auto: by `precision`."""
     weights: str | None = None

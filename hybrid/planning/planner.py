@@ -41,8 +41,9 @@ class Target:
 
     def profile(self, weight_dtype: str) -> Profile:
         """Dtypes for the matrix inputs and the KV cache that go with weights of this type."""
-        pair = self.schedule.precision[self.precision]
-        profile = pair.quantised if DTYPES[weight_dtype].quantised else pair.unquantised
+        quantised = DTYPES[weight_dtype].quantised
+        beside = not quantised and any(DTYPES[w.dtype].quantised for w in self.weights.values())
+        profile = self.schedule.precision[self.precision].of(quantised, beside)
         return profile if self.kv == "auto" else profile.model_copy(update={"kv": self.kv})
 
 
@@ -65,7 +66,7 @@ def plan(target: Target, rows: int, outs: int, phase: Phase, capture: bool = Fal
 
 
 def _plan(made: _Planner, layout: Plan | None) -> Plan:
-    picks = any(d.spec.alias and d.spec.option is None for d in made.drafts)
+    picks = any(d.spec.alias and d.spec.extent == "wanted" for d in made.drafts)
     if layout is not None and made.capture and picks:  # what every row is picked from lives longer than in the layout
         layout = _Planner(made.target, layout.rows, made.outs, made.phase, True, made.sample, frozenset()).plan(None)
     return made.plan(layout)
@@ -127,15 +128,19 @@ class _Planner:
             return "rows" if self._every_row else "outs"
         return "rows" if draft.extent == "rows" else "outs"
 
-    def _left_out(self, spec: StepSpec) -> bool:
-        """A step of an option that this plan is made without, or one that picks rows where every row is wanted."""
-        picks = bool(spec.alias or spec.same) and self._every_row
-        return picks if spec.option is None else spec.option not in self.options
+    def _left_out(self, spec: StepSpec, args: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+        """A step of an option that this plan is made without, one that picks rows where every row is wanted, or one that changes
+        a type where its readers take the type that is there."""
+        if spec.option is not None:
+            return spec.option not in self.options
+        if spec.extent == "wanted":
+            return bool(spec.alias or spec.same) and self._every_row
+        return bool(spec.alias) and all(wanted.get(args[y]) == wanted.get(args[x]) for y, x in spec.alias.items())
 
     def _aliased(self, edges: list[tuple[Draft, dict[str, str]]]) -> list[tuple[Draft, dict[str, str]]]:
         """Without the steps that are left out: what they would write is what they would read (`alias`)."""
         new: dict[str, str] = {}
-        kept = []
+        kept, wanted = [], self._wanted_dtypes(edges)
         for draft, args in edges:
             own = {key: new.get(name, name) for key, name in args.items()}
             op = load_op(draft.spec.op)
@@ -144,7 +149,7 @@ class _Planner:
                     raise self._error(draft, f"alias: {op.name} has no result {result} or no input {given}")
             if unknown := draft.same.keys() - op.outputs.keys():
                 raise self._error(draft, f"same: {op.name} has no result {min(unknown)}")
-            if not self._left_out(draft.spec):
+            if not self._left_out(draft.spec, args, wanted):
                 kept.append((draft, own))
                 continue
             new |= {args[result]: new.get(name, name) for result, name in draft.same.items()}

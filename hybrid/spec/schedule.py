@@ -68,11 +68,18 @@ class Profile(Model):
 class Precision(Model):
     quantised: Profile
     unquantised: Profile
+    beside_quantised: Profile | None = None
+    """Of unquantised weights in a checkpoint that has quantised ones too; None: as `unquantised`."""
+
+    def of(self, quantised: bool, beside: bool) -> Profile:
+        """The profile of a weight, `beside` others that are quantised or not."""
+        return self.quantised if quantised else (beside and self.beside_quantised) or self.unquantised
 
     @model_validator(mode="after")
     def _validate_unquantised(self) -> Precision:
-        if "q8_act" in (self.unquantised.act, *self.unquantised.prefill.values(), *self.unquantised.batch.values()):
-            raise ValueError("unquantised.act cannot be q8_act: only quantised weights take int8 activations")
+        for name, profile in (("unquantised", self.unquantised), ("beside_quantised", self.beside_quantised)):
+            if profile and "q8_act" in (profile.act, *profile.prefill.values(), *profile.batch.values()):
+                raise ValueError(f"{name}.act cannot be q8_act: only quantised weights take int8 activations")
         return self
 
 

@@ -51,8 +51,9 @@ class StepSpec(Model):
     option: Option | None = None
     """Only in plans that are made with this option; None: in all."""
     alias: dict[str, str] = Field(default_factory=dict)
-    """Result -> input, of a step that may be left out: one with an option, in a plan without it, or one that picks the wanted
-    rows of tensors, in a plan that wants every row. Its results are then those inputs."""
+    """Result -> input, of a step that may be left out: one with an option, in a plan without it; one that picks the wanted rows
+    of tensors, in a plan that wants every row; one that changes a type, where readers take the type that is there. Its results are
+    then those inputs."""
     same: dict[str, str] = Field(default_factory=dict)
     """Result -> tensor that another step has made, of a step that is left out where every row is wanted, because what it makes of
     the wanted rows is there for all of them."""

@@ -57,7 +57,7 @@ def dequantize(*, w: Value, real: Real = np.float64) -> tuple[np.ndarray]:
 
 
 def quantize_act(*, x: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]:
-    """y[T,K] = x; the rounding to q8_act is the encoding of the output."""
+    """y[T,K] = x; the rounding to q8_act or f16 is the encoding of the output."""
     return (x.astype(real, copy=False),)
 
 

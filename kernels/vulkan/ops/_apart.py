@@ -1,5 +1,5 @@
-"""A product and the row kernel behind it, where the device's table asks for it: the product's K splits leave their sums apart, and
-the row kernel adds them up as it reads them. So no workgroup of the product waits for another's sums, which takes longer than a
+"""A product and its reader behind it, where the device's table asks for it: the product's K splits leave their sums apart, and
+the reader adds them up as it reads them. So no workgroup of the product waits for another's sums, which takes longer than a
 small product does."""
 
 from __future__ import annotations
@@ -7,7 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from hybrid.core.plan import Step
-from hybrid.kernels.vulkan.ops import add_norm, add_rmsnorm, altup_correct, fused_ffn, laurel_add, linear
+from hybrid.kernels.vulkan.ops import (
+    add_norm,
+    add_rmsnorm,
+    altup_correct,
+    decode_attention,
+    fused_ffn,
+    fused_qkv,
+    laurel_add,
+    linear,
+)
 from hybrid.kernels.vulkan.ops._linear import left_apart
 from hybrid.kernels.vulkan.ops._rows import Parts
 from hybrid.kernels.vulkan.ops.rmsnorm import HELD, row_sizes
@@ -15,39 +24,47 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
 Tensors = Mapping[str, DeviceTensor]
-PRODUCTS: dict[str, tuple[str, str, Callable[..., None]]] = {  # by operation: the last product's rows and matrix, the binding
-    "linear": ("x", "w", linear.record),
-    "fused_ffn": ("h", "w_down", fused_ffn.record),
+PRODUCTS: dict[str, tuple[str, str, str, Callable[..., None]]] = {  # the last product's rows, matrix and result, the binding
+    "linear": ("x", "w", "y", linear.record),
+    "fused_qkv": ("x", "w", "qkv", fused_qkv.record),
+    "fused_ffn": ("h", "w_down", "y", fused_ffn.record),
 }
-READERS: dict[str, Callable[..., None]] = {
-    "add_rmsnorm": add_rmsnorm.record,
-    "add_norm": add_norm.record,
-    "laurel_add": laurel_add.record,
-    "altup_correct": altup_correct.record,
+READERS: dict[str, tuple[str, Callable[..., None]]] = {  # what it reads of the product's, the binding
+    "add_rmsnorm": ("a", add_rmsnorm.record),
+    "add_norm": ("a", add_norm.record),
+    "laurel_add": ("a", laurel_add.record),
+    "altup_correct": ("a", altup_correct.record),
+    "decode_attention": ("qkv", decode_attention.record),
 }
 OPS = (
     ("linear", "add_rmsnorm"), ("fused_ffn", "add_rmsnorm"), ("fused_ffn", "add_norm"), ("linear", "laurel_add"),
-    ("fused_ffn", "altup_correct"),
+    ("fused_ffn", "altup_correct"), ("fused_qkv", "decode_attention"), ("linear", "decode_attention"),
 )
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Tensors]) -> bool:
-    """y = product, and what its reader makes of it as `a`; y is written by the reader. False where the reader's `a` is another
-    tensor, where the product is not split, where the table does not ask, where the reader's y is not f16, or where a
-    row is longer than a workgroup holds."""
+    """The product, and what its reader makes of it; the product's result is written by the reader. False where the reader's input
+    is another tensor, where the product is not split, where the table does not ask, or where the reader does not take parts."""
     (product, reader), (made, read) = steps, t
-    rows, hidden, device = product.bind["T"], reader.bind["H"], rec.device
-    if product.args["y"] != reader.args["a"] or (rows, product.extent) != (reader.bind["T"], reader.extent):
+    x, w, y, of = PRODUCTS[product.op]
+    given, by = READERS[reader.op]
+    rows, result = product.bind["T"], made[y]
+    if product.args[y] != reader.args[given] or (rows, product.extent) != (reader.bind["T"], reader.extent):
         return False
-    x, w, of = PRODUCTS[product.op]
-    if read["y"].dtype != "f16" or hidden > 4 * HELD * row_sizes(hidden, device.subgroup_size, device.max_threads)["WG"]:
+    if reader.op != "decode_attention" and not _takes_parts(rec, reader, read):
         return False
     count = left_apart(rec, made[x], made[w], rows=rows)
     if not count:
         return False
-    parts = Parts(rec.scratch(4 * count * rows * hidden), count)
-    y, tall = made["y"], count * rows
-    apart = DeviceTensor(y.name, y.dtype, (tall, hidden), (Chunk(0, tall, (parts.at,), y.dtype),))
-    of(rec, product, {**made, "y": apart}, apart=count)
-    READERS[reader.op](rec, reader, read, parts=parts)
+    width, tall = result.shape[-1], count * rows
+    parts = Parts(rec.scratch(4 * tall * width), count)
+    apart = DeviceTensor(result.name, result.dtype, (tall, width), (Chunk(0, tall, (parts.at,), result.dtype),))
+    of(rec, product, {**made, y: apart}, apart=count)
+    by(rec, reader, read, parts=parts)
     return True
+
+
+def _takes_parts(rec: Recorder, reader: Step, t: Tensors) -> bool:
+    """Whether a row kernel does: where it writes f16, and a workgroup holds a whole row."""
+    hidden, device = reader.bind["H"], rec.device
+    return t["y"].dtype == "f16" and hidden <= 4 * HELD * row_sizes(hidden, device.subgroup_size, device.max_threads)["WG"]

@@ -17,6 +17,7 @@ from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.cache import cache_layout
 from hybrid.kernels.vulkan.ops._combine import OUTPUTS, record_combine, two_parts
+from hybrid.kernels.vulkan.ops._rows import Parts
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
@@ -89,13 +90,14 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: in
     return Shape(tile, units, lanes, piece, chosen["ahead"], subgroups, splits, chosen["min_split"], merge, dealt, chosen["spread"])
 
 
-def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], **choice: int) -> None:
-    """o[T,HQ*D] from qkv[T,(HQ+KV*HK)*D], its k and v (unless KV is 0) appended to k_cache, v_cache [B,BS,HK,D]. `choice`
-    overrides what the tuning table says."""
-    attend(rec, step, t, ready=False, **choice)
+def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], parts: Parts | None = None, **choice: int) -> None:
+    """o[T,HQ*D] from qkv[T,(HQ+KV*HK)*D], its k and v (unless KV is 0) appended to k_cache, v_cache [B,BS,HK,D]. `parts`:
+    of qkv, which is written then. `choice` overrides what the tuning table says."""
+    attend(rec, step, t, ready=False, parts=parts, **choice)
 
 
-def attend(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool, **choice: int) -> None:
+def attend(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool, parts: Parts | None = None,
+           **choice: int) -> None:
     """As `record`; ready: for attention's step, from q[T,HQ*D] that is normed and rotated, and a cache that holds the rows."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window, o = int(step.attrs["window"]), t["o"]
@@ -115,19 +117,22 @@ def attend(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool
                         QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead,
                         PROJECTIONS=0 if ready else step.bind["KV"], ROTARY=rotary // 4,
                         VALUE_NORM=0 if ready else int(step.attrs["value_norm"]), DEALT=int(s.dealt > 0),
-                        EACH=min(MOST_EACH, -(-rows // subgroup)), SPREADS=s.spread,
+                        EACH=min(MOST_EACH, -(-rows // subgroup)), SPREADS=s.spread, PARTS=parts.count if parts else 1,
                         POLLS=rec.device.polls)
-    parts = rows * heads * s.splits
+    partial = rows * heads * s.splits
     memory = rec.zeros if s.merge == 2 else rec.scratch
-    part_o, part_ml = memory(parts * d * 4), memory(parts * (d // 4 if s.merge else 1) * 8)
+    part_o, part_ml = memory(partial * d * 4), memory(partial * (d // 4 if s.merge else 1) * 8)
     arrived = rec.counters(rows * kv_heads * tiles * -(-s.heads * d // 4 // s.piece))
     push = struct.pack("<6I2f4I", rows, context, cache.table_width, cache.slots, cache.blocks, window,
                        0.0 if ready else step.attrs["eps"], step.attrs["scale"], s.splits, s.min_split, CONTROL[step.extent],
                        s.dealt)
     queries = ("q",) * 4 if ready else ("qkv", "w_q_norm", "w_k_norm", "rope")
     reads = [p for name in (*queries, "positions", "slots", "block_table") for p in t[name].parts]
+    whole = part_o  # a binding must hold some buffer
+    if parts:
+        whole, reads = reads[0], [parts.at, *reads[1:]]
     cached = [p for name in ("k_cache", "v_cache") for p in t[name].parts]
-    writes = [part_o, part_ml, arrived, *two_parts(o)]
+    writes = [part_o, part_ml, arrived, whole, *two_parts(o)]
     reads, writes = ([*reads, *cached], writes) if ready else (reads, [*cached, *writes])
     grid = (kv_heads * tiles, s.dealt, 1) if s.dealt else (kv_heads * tiles, rows, s.splits)
     rec.dispatch(kernel, reads, writes, push, grid)
