@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     from hybrid.checkpoint import open_checkpoint
     from hybrid.planning.cache import MAX_SLOTS
-    from hybrid.planning.planner import plan, segments
+    from hybrid.planning.planner import plan
+    from hybrid.planning.segments import segments
     from hybrid.spec.schedule import SCHEDULES, extended, load_schedule
 
     if args.phase == "decode" and args.rows > MAX_SLOTS:
@@ -120,7 +121,7 @@ def _dry(device: str) -> Any:
 def _report(plan: Any, target: Any, dispatches: dict[str, int]) -> dict[str, Any]:
     """The plan as plain data."""
     from hybrid.planning.cost import memory, plan_cost, precision_of, step_cost
-    from hybrid.planning.planner import segments
+    from hybrid.planning.segments import segments
 
     rows = []
     for step in plan.steps:

@@ -27,7 +27,7 @@ from hybrid.devices.multi import MultiDevice
 from hybrid.engine.trace import events
 from hybrid.kernels.npu import xrt_sim
 from hybrid.planning.pipeline import written
-from hybrid.planning.planner import segments
+from hybrid.planning.segments import segments
 from hybrid.spec.schedule import find_schedule, named_schedule
 
 FILE = MODELS / "demo-gemma3-q8_0.gguf"

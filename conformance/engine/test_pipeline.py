@@ -37,7 +37,7 @@ from hybrid.kernels.npu.views import KeyView
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.footprint import footprint
 from hybrid.planning.pipeline import belongs_to_pass, for_pipeline_slot, needs
-from hybrid.planning.planner import segments
+from hybrid.planning.segments import segments
 from hybrid.spec.schedule import Schedule, named_schedule
 
 SCHEDULES = (ATTENTION, PROJECTIONS)

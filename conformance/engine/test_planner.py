@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,8 @@ from hybrid.planning.arena import Life, place
 from hybrid.planning.cache import CacheShape
 from hybrid.planning.cost import step_cost
 from hybrid.planning.expand import WeightInfo
-from hybrid.planning.planner import Target, plan, segments
+from hybrid.planning.planner import Target, plan
+from hybrid.planning.segments import segments
 from hybrid.spec.op import load_ops
 from hybrid.spec.schedule import find_schedule
 
@@ -286,3 +288,20 @@ def test_a_matrix_beside_quantised_ones_takes_matrix_units(
     converted = steps.get("per_layer_rows")
     assert (converted is None) == (act == "f32")
     assert converted is None or (converted.args["y"], made.tensors[converted.args["x"]].dtype) == (given, "f32")
+
+
+def test_what_a_left_out_step_would_read_outlives_its_result() -> None:
+    """A plan of few rows, which has no such step, has the places of one of many."""
+    hp = tiny_gemma4()
+    matrix = WeightInfo("bf16", (hp.n_layers * hp.per_layer_dim, hp.hidden))
+    many = target("q4_0", 96, 32, hparams=hp, schedule=find_schedule("gemma4"), capabilities=frozenset({"f16_matrices"}),
+                  weights={"per_layer_model_proj.weight": matrix})  # fmt: skip
+    layout = plan(many, 32, 32, "decode")
+    few = plan(many, 1, 1, "decode", layout=layout)
+    assert "ple.rows" in layout.tensors and "ple.rows" not in few.tensors and few.arena_bytes == layout.arena_bytes
+    for made in (layout, few):
+        held = {n: (d.offset, d.offset + d.nbytes) for n, d in made.tensors.items() if d.kind == "activation"}
+        lives = spans(made)
+        for a, b in itertools.combinations(sorted(held.keys() & lives.keys()), 2):
+            together = lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]
+            assert not together or held[a][1] <= held[b][0] or held[b][1] <= held[a][0], (a, b)

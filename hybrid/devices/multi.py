@@ -20,7 +20,7 @@ from hybrid.core.plan import Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
 from hybrid.devices.inflight import InFlight
 from hybrid.devices.transfers import Transfers
-from hybrid.planning.planner import segments
+from hybrid.planning.segments import segments
 
 
 class MultiDevice:

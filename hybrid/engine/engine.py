@@ -32,7 +32,8 @@ from hybrid.engine.trace import Pass, Timing
 from hybrid.planning.cost import precision_by_phase
 from hybrid.planning.passes import bucket_of
 from hybrid.planning.pipeline import caches_elsewhere, for_pipeline_slot, outlasting
-from hybrid.planning.planner import plan, segments
+from hybrid.planning.planner import plan
+from hybrid.planning.segments import segments
 from hybrid.spec.schedule import Phase, Schedule, find_schedule
 from hybrid.spec.step import OPTIONS, Option
 

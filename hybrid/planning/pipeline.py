@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from re import sub
 
 from hybrid.core.plan import Plan, Step, TensorDecl
-from hybrid.planning.planner import Segment
+from hybrid.planning.segments import Segment
 from hybrid.spec import load_op
 from hybrid.spec.schedule import Schedule
 

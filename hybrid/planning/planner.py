@@ -105,6 +105,7 @@ class _Planner:
         wanted = self._wanted_dtypes(edges)  # also by steps that this plan leaves out: all buckets agree
         edges = [e for e in edges if self._included(e[0])]
         steps = [self._step(i, draft, args, wanted) for i, (draft, args) in enumerate(edges)]
+        self._outlive(edges)
         steps = self._share(steps)
         size = self._place() if layout is None else self._place_as(layout)
         t = self.target
@@ -359,6 +360,14 @@ class _Planner:
         self.tensors |= housed(self.tensors, users, self.target.schedule, self.target.device)
         return [replace(s, args={k: found.get(n, n) for k, n in s.args.items()}) for s in steps] if found else steps
 
+    def _outlive(self, edges: list[tuple[Draft, dict[str, str]]]) -> None:
+        """What a step's result is an alias of, in plans without the step, lives as long as the result: they have one layout."""
+        for draft, args in edges:
+            for result, given in draft.spec.alias.items() if draft.spec.extent != "wanted" else ():
+                if {args[result], args[given]} <= self.lives.keys():
+                    first, last = self.lives[args[given]]
+                    self.lives[args[given]] = (first, max(last, self.lives[args[result]][1]))
+
     def _room(self, name: str) -> int:
         """Bytes of an activation's place: enough for every row, also where it holds the wanted ones, because a pass that reads
         hidden states back, or many rows' logits, has the same layout."""
@@ -384,21 +393,3 @@ class _Planner:
 
     def _error(self, draft: Draft, text: str) -> SpecError:
         return SpecError(f"schedule {self.target.schedule.schedule.name}: step {draft.name}: {text}")
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Steps that follow each other on one device: one submit."""
-
-    device: str
-    steps: tuple[Step, ...]
-
-
-def segments(plan: Plan) -> tuple[Segment, ...]:
-    """The plan cut where the device changes."""
-    found: list[list[Step]] = []
-    for step in plan.steps:
-        if not found or found[-1][0].device != step.device:
-            found.append([])
-        found[-1].append(step)
-    return tuple(Segment(steps[0].device, tuple(steps)) for steps in found)
