@@ -13,6 +13,10 @@ from conformance.mutation.mutate import Mutant, case_of, load, mutated_function,
 from conformance.support.devices import GUARD, OP_BACKENDS, Devices, need_compiler, open_backend, spy_kernels
 from hybrid.harness import run_case
 from hybrid.harness.compare import Disagreement
+from hybrid.harness.tuned import plan_for
+from hybrid.kernels.vulkan.build import sources, variants
+from hybrid.kernels.vulkan.dry import DryDevice, record
+from hybrid.kernels.vulkan.tuning import DEFAULT
 from hybrid.spec import load_ops
 
 SPECS = load_ops()
@@ -59,6 +63,21 @@ def test_no_mutant_is_stale() -> None:
     """Those that the short profile leaves out too: what they replace is found once in their file."""
     for mutant in load():
         assert mutant.mutated() != mutant.path.read_text()
+
+
+def test_mutants_of_matrix_units_are_of_kernels_that_their_cases_run() -> None:
+    """Where no device has such units their cases are recorded for one: a table that has come to choose another tile shows."""
+    stale = []
+    for mutant in (m for m in load() if m.kind == "shader" and m.needs == "f16_matrices"):
+        options = mutant.case.get("options", {})
+        has = {"f16_matrices", "matrix_lanes"} - set(options.get("without", ()))
+        dry = DryDevice(features=has.__contains__, tuning=options.get("tuning", DEFAULT), cores=132, shared_bytes=49152)
+        spec = SPECS[mutant.op]
+        run = {d.kernel.name for d in record(plan_for(spec, case_of(mutant, spec)), dry).dispatches}
+        built = {v.source for v in variants() if v.module in run}
+        if not any(mutant.path in sources(source) for source in built):
+            stale.append(f"mutants/{mutant.op}.toml: {mutant.name}: none of {sorted(run)} uses {mutant.file}")
+    assert not stale, "\n".join(stale)
 
 
 def test_every_operation_has_mutants() -> None:
