@@ -18,7 +18,7 @@ from hybrid.core.units import parse_bytes
 from hybrid.devices.opening import NpuKind, Opened
 from hybrid.engine import batch
 from hybrid.engine.chunks import token_ids
-from hybrid.engine.config import EngineConfig
+from hybrid.engine.config import MOST_GUESSES, EngineConfig
 from hybrid.engine.constraint import Constraint
 from hybrid.engine.drafting import Drafting, most_guesses
 from hybrid.engine.drafts import Drafter
@@ -105,7 +105,7 @@ def load(
     try:
         made = ready(checkpoint, device, schedule, config, clock, npu, warm)
         try:
-            drafter = drafter_for(made, draft, draft_device, slots) if guesses else None
+            drafter = drafter_for(made, draft, draft_device, slots, warm) if guesses else None
         except BaseException:
             made.close()
             raise
@@ -193,13 +193,13 @@ class Model:
         ignore_eos), at a stop string, or at the context's end; `stats` says which. With a `session`, what the prompt
         shares with the session's last sequence is not run again. With several tokens_per_submit pieces come that many
         at a time, with less work for the host; an end of text is then noticed late, and nothing is guessed. speculate:
-        guesses of a pass (default: as the model was loaded; 0: none). logprobs: as for `submit`, in `stats`. How tokens are chosen:
-        hybrid.engine.sampling.Sampling. Raises at once for wrong arguments.
+        guesses of a pass (default: as the model was loaded; 0: none; auto: where it was loaded so). logprobs: as for `submit`, in
+        `stats`. How tokens are chosen: hybrid.engine.sampling.Sampling. Raises at once for wrong arguments.
         """
         engine = self._engine()
         if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
             raise ValueError(f"tokens_per_submit must be a positive integer, not {tokens_per_submit!r}")
-        options = Options.among(locals())
+        options = Options.among({**locals(), "speculate": self._guesses(speculate)})
         request = self._serving.request(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
         if session is not None and not session.of(engine):
             raise ValueError("the session belongs to another model: use one that this model made")
@@ -241,7 +241,7 @@ class Model:
         ContextExceeded for a prompt that is too long, QueueFull where too many wait.
         """
         self._engine()
-        options = Options.among(locals())
+        options = Options.among({**locals(), "speculate": self._guesses(speculate)})
         return self._serving.submit(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
 
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], *, progress: bool = False, **options: Any) -> list[str]:
@@ -258,6 +258,15 @@ class Model:
         """For a conversation: one generation at a time. What its prompts have in common with what was said before is found in the
         cache, as it is without a session."""
         return Session(self._engine())
+
+    def _guesses(self, speculate: object) -> object:
+        """Of a request's passes, as `Options` has them: auto is what a model does that was loaded so. ValueError."""
+        if speculate != "auto" or self.drafting is None:
+            return speculate
+        if self.drafting.k is not None:
+            raise ValueError(f"speculate: the model was loaded with {self.drafting.k} guesses of a pass: ask for a number, 0 to "
+                             f"{MOST_GUESSES}, or load it with speculate='auto'")  # fmt: skip
+        return None
 
     def _run(self, engine: Engine, request: Request, options: Options, session: Session | None,
              at_once: int) -> Generator[str, None, None]:  # fmt: skip

@@ -59,9 +59,9 @@ def ready(checkpoint: Checkpoint, device: str | Opened, schedule: str | os.PathL
 
 
 def drafter_for(model: Ready, draft: str | os.PathLike[str] | Checkpoint | Drafter | None, device: str | None,
-                slots: int | None) -> Drafter:  # fmt: skip
-    """What hybrid.load was told to guess by; a model runs on `device`, or where those run that are open. ValueError for one with
-    another tokenizer, and where the engine cannot verify guesses."""
+                slots: int | None, warm: bool = False) -> Drafter:  # fmt: skip
+    """What hybrid.load was told to guess by; a model runs on `device`, or where those run that are open. warm: as of hybrid.load.
+    ValueError for one with another tokenizer, and where the engine cannot verify guesses."""
     check_drafting(model.engine)
     if draft is None or draft == "lookup":
         return Lookup()
@@ -89,6 +89,8 @@ def drafter_for(model: Ready, draft: str | os.PathLike[str] | Checkpoint | Draft
         found.close()
 
     try:
+        if warm:
+            warming.warm(smaller.engine, draft=True)
         apart = model.engine.device.exclusive.isdisjoint(smaller.engine.device.exclusive)
         return DraftModel(smaller.engine, f"draft {found.path} on {smaller.opened.device.name}", close, apart)
     except BaseException:

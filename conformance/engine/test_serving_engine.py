@@ -6,24 +6,21 @@ text is that of its sequence alone.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import tempfile
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, seed, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 from threadpoolctl import threadpool_limits
 
 import hybrid
 from conformance.engine.test_ahead import Always
+from conformance.support.arrivals import LONG_PROMPT, TOTALS, Arrivals, ConsumerError, Faulty
 from conformance.support.cooperative import give_up
 from conformance.support.devices import BACKENDS, for_model, shared_device
 from conformance.support.models import cut, golden, prompt
@@ -32,16 +29,13 @@ from conformance.support.profile import LONG
 from conformance.support.stepped import Stepped, alone, draft_of, same
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import Checkpoint, open_checkpoint
-from hybrid.core.errors import ContextExceeded, DeviceLost, QueueFull
+from hybrid.core.errors import ContextExceeded
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.constraint import mask_words
 from hybrid.engine.engine import Engine
-from hybrid.engine.handle import Handle
 from hybrid.kernels.oracle.device import CpuDevice
 
-LONG_PROMPT = [2, *range(20, 90)]  # more than two blocks
 PATIENCE = 120.0
-TOTALS: Counter[str] = Counter()
-"""What all machines of this process have done."""
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +160,26 @@ def test_a_pass_that_was_never_submitted_leaves_no_message(on: Callable[..., Ste
     same(made.engine, [2, 5, 6], list(last.result(0).ids), wanted)
 
 
+def test_a_pass_that_was_never_submitted_may_have_no_request(on: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only one's constraint raises while it is made, then the device fails: whoever comes next is served."""
+    made = on()
+    wanted = alone(made.engine, [2, 5, 6], 8)
+
+    def broken(*args: Any) -> int:
+        raise MemoryError("injected")
+
+    refused = made.submit([2, 7], max_tokens=5, constraint=Faulty(mask_words(320), "mask", 0))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError) as failed:
+        patch.setattr(made.engine, "_submit", broken)
+        made.step()
+    made.serving._fail_all(failed.value)
+    with pytest.raises(ConsumerError):
+        refused.result(0)
+    last = made.submit([2, 5, 6], max_tokens=8)
+    made.finish()
+    same(made.engine, [2, 5, 6], list(last.result(0).ids), wanted)
+
+
 @pytest.mark.slow
 def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[..., Stepped]) -> None:
     made = on("vulkan")
@@ -209,114 +223,6 @@ def test_32_prompts_at_once_get_the_texts_of_single_runs(backend: str) -> None:
             assert model.stats is not None
             same(model.engine, asked[i], list(found[i].ids), list(model.stats.ids))
         assert not model.engine.positions and set(model.engine.blocks.used.values()) == {0}
-
-
-class Arrivals(RuleBasedStateMachine):
-    """Requests with shared prefixes that come, are cancelled and dropped, on an engine whose blocks are few, with faults."""
-
-    made: Stepped
-    wanted: dict[tuple[tuple[int, ...], int], list[int]]
-
-    @initialize()
-    def begin(self) -> None:
-        self.handles: list[tuple[Handle, list[int], int]] = []
-        self.made.serving.scheduler.blocks.clear()
-        TOTALS["machines"] += 1
-        if (drafting := self.made.serving.drafting) is not None and (draft := self.made.draft) is not None:
-            drafting.drafter = draft  # one that has failed before is whole again
-            for key in list(draft._followed):
-                draft.end(key)
-
-    @rule(prefix=st.sampled_from([0, 3, 33, 70]), own=st.integers(1, 5), count=st.integers(1, 40), priority=st.integers(0, 2))
-    def arrive(self, prefix: int, own: int, count: int, priority: int) -> None:
-        ids = [*LONG_PROMPT[: prefix or 1], *range(100 * own, 100 * own + 4 * own)]
-        TOTALS["steps"] += 1
-        try:
-            self.handles.append((self.made.submit([i % 300 for i in ids], max_tokens=count, priority=priority), ids, count))
-        except QueueFull as full:
-            assert full.retry_after >= 1
-            TOTALS["refused"] += 1
-
-    @rule(count=st.integers(1, 9))
-    def go_on(self, count: int) -> None:
-        TOTALS["steps"] += 1
-        self.made.step(count)
-
-    @rule(which=st.integers(0, 30), drop=st.booleans())
-    def cancel(self, which: int, drop: bool) -> None:
-        TOTALS["steps"] += 1
-        if self.handles:
-            if drop:
-                del self.handles[which % len(self.handles)]
-                gc.collect(0)
-            else:
-                self.handles[which % len(self.handles)][0].cancel()
-
-    @rule(error=st.sampled_from([MemoryError("injected"), RuntimeError("injected"), DeviceLost("injected")]))
-    def fail(self, error: Exception) -> None:
-        """In the midst of a submit: as the serving thread takes it."""
-        TOTALS["steps"] += 1
-        serving, engine = self.made.serving, self.made.engine
-        kept = engine._submit
-
-        def failing(*args: Any, **options: Any) -> int:
-            raise error
-
-        if not serving._jobs:
-            return
-        engine._submit = failing  # type: ignore[method-assign]
-        try:
-            with engine.lock:
-                serving._round()
-        except Exception as raised:
-            assert raised is error
-            serving._fail_all(raised)
-            TOTALS[f"{type(error).__name__} injected"] += 1
-        finally:
-            engine._submit = kept  # type: ignore[method-assign]
-
-    @rule(after=st.integers(0, 5), beside=st.booleans())
-    def fail_to_draft(self, after: int, beside: bool) -> None:
-        """The draft's device goes away in the midst of its passes, perhaps of those beside a verification: no text has to do
-        with that."""
-        TOTALS["steps"] += 1
-        draft, left = self.made.draft, [after]
-        if draft is None or draft is not self.made.serving.drafting.drafter:  # type: ignore[union-attr]
-            return
-        kept = draft.engine._submit
-
-        def failing(*args: Any, **options: Any) -> int:
-            left[0] -= not beside or threading.current_thread().name == "hybrid draft"
-            if left[0] < 0:
-                raise DeviceLost("injected")
-            return kept(*args, **options)
-
-        draft.engine._submit = failing  # type: ignore[method-assign]
-        try:
-            self.made.step(4)
-            draft.beside.close()
-        finally:
-            draft.engine._submit = kept  # type: ignore[method-assign]
-            TOTALS["drafts that failed"] += left[0] < 0
-
-    def teardown(self) -> None:
-        self.made.finish()
-        for handle, ids, count in self.handles:
-            ids = [i % 300 for i in ids]
-            try:
-                one = handle.result(0)
-            except (MemoryError, RuntimeError) as error:  # DeviceLost is one
-                assert "injected" in str(error)
-                TOTALS["failed"] += 1
-                continue
-            TOTALS[one.finish] += 1
-            key = (tuple(ids), 40)
-            if key not in self.wanted:
-                self.wanted[key] = alone(self.made.engine, ids, 40)
-            ends = {"length": count, "context": self.made.engine.cache.ctx - len(ids), "cancelled": len(one.ids)}
-            assert len(one.ids) == ends[one.finish] <= count, f"{len(one.ids)} tokens of {count}, then {one.finish}"
-            same(self.made.engine, ids, list(one.ids), self.wanted[key])
-        self.handles = []
 
 
 @pytest.mark.slow

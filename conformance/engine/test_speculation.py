@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -338,3 +339,23 @@ def test_what_cannot_guess_is_said(tmp_path: Any) -> None:
             hybrid.load(DEMO, "cpu", ctx=CTX, **options)
     assert most_guesses(None, None) == most_guesses("lookup", 0) == 0 and most_guesses("lookup", None) == MOST
     assert most_guesses(None, "auto") == MOST and most_guesses(None, 5) == 5
+
+
+@pytest.mark.slow
+def test_a_request_may_ask_for_what_a_model_decides(tmp_path: Any) -> None:
+    """Where it was loaded so; else what may be asked for is said."""
+    file, asked = write_hf(tmp_path / "hf", tiny()), {"max_tokens": 4, "ignore_eos": True}
+    for loaded, said in (
+        ("auto", ""),
+        (2, "loaded with 2 guesses of a pass: ask for a number, 0 to 16, or load it with speculate='auto'"),
+        (0, "loaded without guesses: load it with draft= or speculate="),
+    ):
+        with hybrid.load(file, "cpu", ctx=32, speculate=loaded) as model:
+            ways: list[Any] = [lambda m=model, **how: "".join(m.generate("the bee", **asked, **how)),
+                               lambda m=model, **how: m.submit("the bee", **asked, **how).result(timeout=60).text]  # fmt: skip
+            wanted = ways[0]()
+            for ask in ways:
+                with pytest.raises(ValueError, match=said) if said else nullcontext():
+                    assert ask(speculate="auto") == wanted
+                with pytest.raises(ValueError, match="must be auto, or a number of tokens to guess, 0 to 16, not 'often'"):
+                    ask(speculate="often")

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import hybrid
 from conformance.support.devices import for_model
 from conformance.support.synthetic import tiny, write_hf
-from hybrid.engine.warming import programs
+from hybrid.core.device import Counters, Program
+from hybrid.engine.draft_model import DraftModel
+from hybrid.engine.warming import VERIFY, programs
+from hybrid.planning.passes import PassSizes, bucket_of, pass_sizes
+from hybrid.spec.schedule import Phase
 
 PATIENCE = 120.0
+
+
+def nothing_new(made: Counters) -> bool:
+    return (made.pipelines, made.recordings, made.allocations, made.descriptor_writes) == (0, 0, 0, 0)
 
 
 def test_after_warming_no_request_makes_anything_new(tmp_path: Path) -> None:
     """Prompts of all lengths arrive while others decode; plans, recordings, pipelines and memory are what they were."""
     with hybrid.load(write_hf(tmp_path, tiny(), dtype="f32"), for_model("vulkan"), ctx=96, slots=8, chunk=24, warm=True) as model:
-        assert {(p, r, o) for p, r, o, *_ in model.engine.programs} >= set(programs(model.engine.sizes))
+        assert {(p, r, o, options) for p, r, o, *_, options in model.engine.programs} >= set(programs(model.engine.sizes))
         before = model.engine.counters.copy()
         wanted = [[2, *range(30 + i, 31 + i * i)] for i in range(1, 9)]
         with model.engine.lock:  # they arrive together
@@ -25,5 +36,50 @@ def test_after_warming_no_request_makes_anything_new(tmp_path: Path) -> None:
             handles = [model.submit([2 + i], max_tokens=2, ignore_eos=True) for i in range(8)]
         assert [len(h.result(PATIENCE).ids) for h in handles] == [2] * 8
         made = model.engine.counters.minus(before)
-        assert (made.pipelines, made.recordings, made.allocations, made.descriptor_writes) == (0, 0, 0, 0)
+        assert nothing_new(made)
         assert made.submits == model.metrics().passes
+
+
+def test_nor_do_guesses_of_several_beside_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts come while guesses of several sequences are verified; the draft model's engine makes nothing new either."""
+    files = [write_hf(tmp_path / str(n), tiny(n_layers=n), dtype="f32") for n in (3, 1)]
+    with hybrid.load(files[0], for_model("vulkan"), ctx=96, slots=4, chunk=16, draft=files[1], speculate=2, warm=True) as model:
+        drafter = None if model.drafting is None else model.drafting.drafter
+        assert isinstance(drafter, DraftModel)
+        engines, asked, program = [model.engine, drafter.engine], list[tuple[int, int]](), model.engine.program
+
+        def noted(phase: Phase, rows: int, outs: int, **more: Any) -> Program:
+            asked.append((rows, outs) if "verify" in more["options"] else (0, 0))
+            return program(phase, rows, outs, **more)
+
+        monkeypatch.setattr(model.engine, "program", noted)
+        before = [engine.device.counters.copy() for engine in engines]
+        with model.engine.lock:  # as many as there are slots, then one after each that ends
+            handles = [model.submit([2, *range(30, 30 + n)], max_tokens=24 - n, ignore_eos=True) for n in (1, 2, 9, 20, 5, 14)]
+        found = [h.result(PATIENCE) for h in handles]
+        assert [len(one.ids) for one in found] == [23, 22, 15, 4, 19, 10] and not model.engine.faults
+        assert all(one.usage.drafted_tokens for one in found)
+        assert any(rows > outs > 3 for rows, outs in asked), "no pass had both"
+        assert all(nothing_new(e.device.counters.minus(was)) for e, was in zip(engines, before, strict=True))
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5, 8, 33])
+@pytest.mark.parametrize("guesses", [0, 2, 16])
+def test_every_pass_has_its_plan(slots: int, guesses: int) -> None:
+    """Whatever rows prompts, decoding sequences and their guesses have in a pass."""
+    for fixed in (None, max(8, slots)):
+        sizes = pass_sizes(tiny(), 96, slots, 64, fixed, guesses)
+        made = set(programs(sizes))
+        for rows in range(1, sizes.rows[-1] + 1):
+            for outs in range(rows + 1):
+                assert made >= needed(sizes, rows, outs, slots)
+
+
+def needed(sizes: PassSizes, rows: int, outs: int, slots: int) -> set[tuple]:
+    """As Runner.start finds them, of a pass that wants so many tokens: of as many sequences, or of fewer that have guesses."""
+    found, bucket = set[tuple](), bucket_of(rows, sizes.rows)
+    if outs <= slots and (outs < rows or sizes.rows == sizes.outs):  # else a decode pass runs them
+        found.add(("prefill", bucket, bucket_of(outs, sizes.outs) if outs else 0, frozenset()))
+    if sizes.guesses and 1 < outs <= sizes.wanted:
+        found.add(("prefill", bucket, bucket_of(outs, sizes.wants), VERIFY))
+    return found

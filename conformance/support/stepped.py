@@ -8,12 +8,13 @@ import numpy as np
 
 from conformance.support.ties import EXACT_NEAR, lead
 from hybrid.core.tensor import Tensor
+from hybrid.devices.opening import Opened
 from hybrid.engine.audit import audit
 from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle
 from hybrid.engine.options import Options
-from hybrid.engine.serving import Serving
+from hybrid.model import Model
 
 
 class Stepped:
@@ -22,7 +23,8 @@ class Stepped:
     def __init__(self, engine: Engine, queue: int = 64, draft: DraftModel | None = None) -> None:
         self.engine, self.draft = engine, draft
         k = None if draft is None else 2
-        self.serving = Serving(engine, engine.checkpoint.tokenizer, engine.device.check_open, queue, draft, k)
+        self.model = Model(engine.checkpoint, Opened(engine.device, engine.device), engine, queue, draft, k)
+        self.serving = self.model._serving
         self.serving._start = lambda: None  # type: ignore[method-assign]
 
     def submit(self, ids: list[int], **options: Any) -> Handle:
@@ -33,7 +35,13 @@ class Stepped:
             if self.serving._jobs or self.serving._flights:
                 with self.engine.lock:
                     self.serving._round()
-                audit(self.serving.scheduler)
+                self.check()
+
+    def check(self) -> None:
+        scheduler = self.serving.scheduler
+        audit(scheduler)
+        held = {stream.id for stream in (*scheduler._running, *scheduler._queue.streams)}
+        assert held <= set(self.serving._jobs), "a sequence without a request goes on"
 
     def finish(self) -> None:
         for _ in range(5000):

@@ -22,7 +22,9 @@ SHARING = 4
 
 
 def check_guesses(speculate: object) -> int:
-    """A number of tokens to guess in a pass. ValueError."""
+    """The most tokens to guess in a pass, by what a user asks for. ValueError."""
+    if speculate == "auto":
+        return MOST_GUESSES
     if isinstance(speculate, bool) or not isinstance(speculate, int | np.integer) or not 0 <= speculate <= MOST_GUESSES:
         raise ValueError(f"speculate must be auto, or a number of tokens to guess, 0 to {MOST_GUESSES}, not {speculate!r}")
     return int(speculate)

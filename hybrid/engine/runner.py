@@ -15,7 +15,7 @@ from hybrid.engine.inbox import GOES_ON, Rows
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Limits, Pass, Run, Stream
 from hybrid.engine.work import Work
-from hybrid.planning.passes import bucket_of
+from hybrid.planning.passes import PassSizes, bucket_of
 from hybrid.spec.schedule import Phase
 
 MIXED_ROWS = 512
@@ -37,13 +37,18 @@ class Flight(NamedTuple):
     """When submitting it began, on time.perf_counter()."""
 
 
+def most_mixed(sizes: PassSizes) -> int:
+    """Most rows of a pass in which a sequence decodes: one of each sequence, however many there are."""
+    return max(sizes.outs[-1], min(sizes.rows[-1], MIXED_ROWS))
+
+
 def scheduler_of(engine: Engine, clock: Callable[[], float], queue: int) -> Scheduler:
     """A scheduler of the engine's blocks and slots."""
     sizes, slots = engine.sizes, engine.cache.slots
     device = engine.device
     alone = device.backend == "cpu" or device.drives != {device.backend}  # submitting is running, or overlaps of itself
-    mixed = max(slots, min(sizes.rows[-1], MIXED_ROWS))
-    limits = Limits(slots, engine.cache.ctx, sizes.rows[-1], mixed, sizes.wants[-1], ahead=1 if alone else AHEAD, queue=queue)
+    limits = Limits(slots, engine.cache.ctx, sizes.rows[-1], most_mixed(sizes), sizes.wants[-1], ahead=1 if alone else AHEAD,
+                    queue=queue)  # fmt: skip
     return Scheduler(engine.blocks, limits, clock, engine.tables.free)
 
 

@@ -323,7 +323,7 @@ class Serving(Rounds):
         """End every request, whatever state it is in."""
         with self._changed:
             jobs, self._arrived = list(self._jobs.values()), []
-        if not jobs and not self._flights:
+        if not (jobs or self._flights or self.scheduler.in_flight):  # one may be made whose requests have ended, and not submitted
             return
         with self.engine.lock:
             self._flights.clear()

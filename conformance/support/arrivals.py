@@ -1,0 +1,225 @@
+"""A state machine of requests that come and go on a real engine, with faults of devices, drafts, consumers and readers."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Generator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from conformance.support.stepped import Stepped, alone, same
+from hybrid.core.errors import DeviceLost, QueueFull
+from hybrid.engine.constraint import mask_words
+from hybrid.engine.handle import Handle
+
+LONG_PROMPT = [2, *range(20, 90)]  # more than two blocks
+TOTALS: Counter[str] = Counter()
+"""What all machines of this process have done."""
+PROMPTS = {"prefix": st.sampled_from([0, 3, 33, 70]), "own": st.integers(1, 5), "count": st.integers(1, 40)}
+
+
+def prompt_of(prefix: int, own: int) -> list[int]:
+    return [i % 300 for i in (*LONG_PROMPT[: prefix or 1], *range(100 * own, 100 * own + 4 * own))]
+
+
+class ConsumerError(Exception):
+    """What somebody's own code raises."""
+
+
+class Faulty:
+    """A constraint that allows every id, until one of its methods has been called so often: then that raises."""
+
+    def __init__(self, words: int, where: str, left: int) -> None:
+        self.words, self.where, self.left, self.raised = words, where, left, False
+
+    def _called(self, name: str) -> None:
+        self.left -= name == self.where
+        if self.left < 0:
+            self.raised = True
+            raise ConsumerError(name)
+
+    def mask(self) -> np.ndarray:
+        self._called("mask")
+        return np.full(self.words, 0xFFFFFFFF, np.uint32)
+
+    def accept(self, token: int) -> None:
+        self._called("accept")
+
+    def copy(self) -> Faulty:
+        self._called("copy")
+        return Faulty(self.words, self.where, self.left)
+
+
+class Arrivals(RuleBasedStateMachine):
+    """Requests with shared prefixes that come, are cancelled, dropped and left, on an engine whose blocks are few, with faults."""
+
+    made: Stepped
+    wanted: dict[tuple[int, ...], list[int]]
+
+    @initialize()
+    def begin(self) -> None:
+        self.handles: list[tuple[Handle, list[int], int, Faulty | None]] = []
+        self.left: list[tuple[Generator[str, None, None], list[str], list[int]]] = []
+        """Texts that nobody reads on, what was read of each, its prompt."""
+        self.read: list[tuple[list[str], list[int], list[int]]] = []
+        """Of texts whose reader is gone: what was read, the prompt, the tokens."""
+        self.made.serving.scheduler.blocks.clear()
+        TOTALS["machines"] += 1
+        if (drafting := self.made.serving.drafting) is not None and (draft := self.made.draft) is not None:
+            drafting.drafter = draft  # one that has failed before is whole again
+            for key in list(draft._followed):
+                draft.end(key)
+
+    @rule(**PROMPTS, priority=st.integers(0, 2))
+    def arrive(self, prefix: int, own: int, count: int, priority: int) -> None:
+        self.submit(prompt_of(prefix, own), count, priority=priority)
+
+    @rule(**PROMPTS, where=st.sampled_from(["mask", "accept", "copy"]), after=st.integers(0, 9))
+    def arrive_with_a_constraint_that_raises(self, prefix: int, own: int, count: int, where: str, after: int) -> None:
+        """Sooner or later, perhaps after the request's end: others have nothing to do with that."""
+        words = mask_words(self.made.engine.target.hparams.vocab)
+        self.submit(prompt_of(prefix, own), count, constraint=Faulty(words, where, after))
+
+    def submit(self, ids: list[int], count: int, **options: Any) -> None:
+        TOTALS["steps"] += 1
+        try:
+            handle = self.made.submit(ids, max_tokens=count, **options)
+        except QueueFull as full:
+            assert full.retry_after >= 1
+            TOTALS["refused"] += 1
+        else:
+            self.handles.append((handle, ids, count, options.get("constraint")))
+
+    @rule(**PROMPTS, pieces=st.integers(1, 3), way=st.sampled_from(["closes", "raises", "drops", "stops"]))
+    def read_some(self, prefix: int, own: int, count: int, pieces: int, way: str) -> None:
+        """Somebody runs a text's passes, and those of all others, piece by piece, and then goes away; or stops, and others run
+        them from then on."""
+        TOTALS["steps"] += 1
+        TOTALS[f"a reader {way}"] += 1
+        ids = prompt_of(prefix, own)
+        text = self.made.model.generate(ids, count, ignore_eos=True)
+        found = list(islice(text, pieces))
+        if way == "stops" and len(found) == pieces:  # it may have ended before
+            self.left.append((text, found, ids))
+            return
+        if way == "raises":
+            with suppress(ConsumerError):
+                text.throw(ConsumerError("a reader"))
+        elif way == "closes":
+            text.close()
+        del text
+        self.gone(found, ids)
+        self.made.check()
+
+    def gone(self, found: list[str], ids: list[int]) -> None:
+        """The reader of the text that ended last is gone, and with it its request."""
+        assert self.made.model.stats is not None
+        self.read.append((found, ids, list(self.made.model.stats.ids)))
+        assert sum(job.pieces is not None for job in self.made.serving._jobs.values()) <= len(self.left)
+
+    @rule(count=st.integers(1, 9))
+    def go_on(self, count: int) -> None:
+        TOTALS["steps"] += 1
+        self.made.step(count)
+
+    @rule(which=st.integers(0, 30), drop=st.booleans())
+    def cancel(self, which: int, drop: bool) -> None:
+        TOTALS["steps"] += 1
+        if self.handles:
+            handle = self.handles[which % len(self.handles)][0]
+            if drop:
+                some = list(islice(handle.events(), len(handle._stream.events) // 2))  # read in part, then left
+                assert [e.ids for e in some] == [e.ids for e in handle._stream.events[: len(some)]]
+                del self.handles[which % len(self.handles)], handle
+                gc.collect(0)
+            else:
+                handle.cancel()
+
+    @rule(error=st.sampled_from([MemoryError("injected"), RuntimeError("injected"), DeviceLost("injected")]))
+    def fail(self, error: Exception) -> None:
+        """In the midst of a submit: as the serving thread takes it."""
+        TOTALS["steps"] += 1
+        serving, engine = self.made.serving, self.made.engine
+        kept = engine._submit
+
+        def failing(*args: Any, **options: Any) -> int:
+            raise error
+
+        if not serving._jobs:
+            return
+        engine._submit = failing  # type: ignore[method-assign]
+        try:
+            with engine.lock:
+                serving._round()
+        except Exception as raised:
+            assert raised is error
+            serving._fail_all(raised)
+            TOTALS[f"{type(error).__name__} injected"] += 1
+        finally:
+            engine._submit = kept  # type: ignore[method-assign]
+
+    @rule(after=st.integers(0, 5), beside=st.booleans())
+    def fail_to_draft(self, after: int, beside: bool) -> None:
+        """The draft's device goes away in the midst of its passes, perhaps of those beside a verification: no text has to do
+        with that."""
+        TOTALS["steps"] += 1
+        draft, left = self.made.draft, [after]
+        if draft is None or draft is not self.made.serving.drafting.drafter:  # type: ignore[union-attr]
+            return
+        kept = draft.engine._submit
+
+        def failing(*args: Any, **options: Any) -> int:
+            left[0] -= not beside or threading.current_thread().name == "hybrid draft"
+            if left[0] < 0:
+                raise DeviceLost("injected")
+            return kept(*args, **options)
+
+        draft.engine._submit = failing  # type: ignore[method-assign]
+        try:
+            self.made.step(4)
+            draft.beside.close()
+        finally:
+            draft.engine._submit = kept  # type: ignore[method-assign]
+            TOTALS["drafts that failed"] += left[0] < 0
+
+    def teardown(self) -> None:
+        self.made.finish()  # whether or not anybody reads
+        while self.left:
+            text, found, ids = self.left.pop()
+            text.close()
+            self.gone(found, ids)
+        for handle, ids, count, faulty in self.handles:
+            try:
+                one = handle.result(0)
+            except (MemoryError, RuntimeError) as error:  # DeviceLost is one
+                assert "injected" in str(error)
+                TOTALS["failed"] += 1
+                continue
+            except ConsumerError:
+                assert faulty is not None and faulty.raised
+                TOTALS["constraints that raised"] += 1
+                continue
+            TOTALS[one.finish] += 1
+            ends = {"length": count, "context": self.made.engine.cache.ctx - len(ids), "cancelled": len(one.ids)}
+            assert len(one.ids) == ends[one.finish] <= count, f"{len(one.ids)} tokens of {count}, then {one.finish}"
+            assert faulty is None or not faulty.raised or one.finish == "cancelled"
+            self.check(ids, list(one.ids))
+        decode = self.made.engine.checkpoint.tokenizer.decode
+        for found, ids, chosen in self.read:
+            assert decode(chosen).startswith("".join(found))
+            self.check(ids, chosen)
+        self.handles, self.read = [], []
+
+    def check(self, ids: list[int], chosen: list[int]) -> None:
+        """A text is that of its sequence alone."""
+        key = tuple(ids)
+        if len(self.wanted.get(key, ())) < len(chosen):
+            self.wanted[key] = alone(self.made.engine, ids, len(chosen))
+        same(self.made.engine, ids, chosen, self.wanted[key])
