@@ -156,7 +156,10 @@ def add_guesses(p: argparse.ArgumentParser) -> None:
         help="what the draft model runs on (as --device); on another device it guesses on while its guesses are verified",
     )
     p.add_argument(
-        "--speculate", type=_speculate, metavar="K", help="guesses of a pass: auto, 0 to 16 (auto with --draft, else 0)"
+        "--speculate",
+        type=_speculate,
+        metavar="K",
+        help="guesses of a pass: auto, or 0 to 16; without --draft by `lookup` (auto with --draft, else 0)",
     )
 
 

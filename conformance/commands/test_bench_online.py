@@ -120,6 +120,26 @@ def test_a_conversation_on_a_model(capsys):
     assert talk.text(turns)[1].split()[:2] == ["1", str(turns[0]["prompt"])]
 
 
+@pytest.mark.slow
+def test_a_conversations_energy_is_that_of_its_turns(monkeypatch, capsys):
+    """Not of the prompts that it is compared with, per token of its answers."""
+    reads = [0]
+
+    def counter():
+        reads[0] += 1
+        return 10.0 * reads[0]
+
+    monkeypatch.setattr("hybrid.bench.online.meter_for", lambda device: Meter("c", counter=counter))
+    monkeypatch.setattr(energy, "SHORTEST", 0.0)
+    options = ["--conversation", "3", "--prompt-lengths", "5", "--output-lengths", "4", "--energy"]
+    assert bench.main([*SMALL, *options, "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert [t["answer"] for t in out["turns"]] == [4, 4, 4] and reads == [6]
+    assert out["energy"]["joules"] == 30.0 and out["energy"]["joules_per_token"] == 2.5
+    assert bench.main([*SMALL, *options]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("energy: 2.5 J per token, ")
+
+
 def test_a_prompt_that_should_be_new_and_is_not_voids_a_conversation():
     def submit(ids, *, max_tokens, ignore_eos):
         stream = Stream()
@@ -144,7 +164,10 @@ def test_batches_in_turn(capsys):
     [
         (["--requests", "2", "--conversation", "2"], "--requests or --conversation: one of the two"),
         (["--requests", "2", "-b", "1,2"], "-b takes one number with --requests and --conversation"),
-        (["--rate", "3", "--conversation", "2"], "--rate belongs to --requests"),
+        (["--rate", "3", "--conversation", "2"], "--conversation takes no --rate: leave out one or the other"),
+        (["--rate", "3", "--seed", "0"], "--rate belongs to --requests, --seed belongs to --requests or --conversation: give that"),
+        (["--requests", "2", "-p", "512", "--speculate", "3"], "--requests takes no --prompt, no --speculate: leave out"),
+        (["--conversation", "2", "--shared-prefix", "9", "-r", "1"], "--conversation takes no --repetitions, no --shared-prefix"),
         (["--rate", "0", "--requests", "2"], "'0' is not"),
         (["--requests", "2", "--shared-prefix", "128"], "less than the shortest prompt (128)"),
         (["--requests", "0"], "'0' is not a positive number"),

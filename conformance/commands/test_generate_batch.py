@@ -12,6 +12,7 @@ import pytest
 import hybrid
 from conformance.support.synthetic import tiny, write_hf
 from hybrid import generate
+from hybrid.generate import many
 
 PROMPTS = ["the bee", "in the", "abc", "the", "the bee in", "a"]
 
@@ -52,6 +53,31 @@ def test_objects_with_options_and_json(folder: Path, texts: list[str], tmp_path:
     assert len(found[1]["ids"]) == 3 and found[1]["finish"] == "length" and 7 not in found[1]["ids"]
     assert [len(p["top"]) for p in found[1]["logprobs"]] == [2, 2, 2] and "logprobs" not in found[0]
     assert found[0]["usage"]["completion_tokens"] == 6 and found[0]["timings"]["total"] > 0
+
+
+def test_guesses_of_all_are_summed_up(folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --stats, and a line may ask for as many as the model decides on."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(json.dumps({"prompt": p, "speculate": "auto"}) for p in PROMPTS), encoding="utf-8")
+    assert command(folder, "--batch", file, "--draft", "lookup", "--stats", "--json") == 0
+    said = capsys.readouterr()
+    found = [json.loads(line) for line in said.out.splitlines()]
+    assert [f["text"] for f in found] == texts
+    drafted, accepted = (sum(f["usage"][f"{name}_tokens"] for f in found) for name in ("drafted", "accepted"))
+    assert said.err.splitlines()[-1].startswith(f"guesses (lookup): drafted {drafted}, accepted {accepted}")
+    assert said.err.endswith(f"; {36 / (36 - accepted):.2f} tokens per pass\n")
+    assert command(folder, "--batch", file, "--speculate", "2", "--json") == 1
+    said = capsys.readouterr()
+    assert "loaded with 2 guesses of a pass: ask for a number, 0 to 16, or load it with speculate='auto'" in said.out + said.err
+    assert "guesses (" not in said.err
+
+
+def test_totals_count_a_token_for_each_pass_beside_right_guesses() -> None:
+    totals = many._Totals()
+    for drafted, accepted, tokens in ((6, 3, 8), (4, 4, 3), (0, 0, 5)):  # the second ended within its guesses
+        used = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": tokens}
+        totals.add({"usage": {**used, "drafted_tokens": drafted, "accepted_tokens": accepted}})
+    assert totals.guessed.line("x") == "guesses (x): drafted 10, accepted 7 (70 %); 1.45 tokens per pass"
 
 
 def test_a_prompt_that_cannot_be_run_has_an_error_and_the_others_go_on(folder: Path, texts: list[str], tmp_path: Path,

@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from hybrid.devices.energy import Meter
     from hybrid.engine.engine import Engine
 
+DRAFTS = ("draft", "draft_random", "draft_head", "draft_device")
+SERVED = ("batch_size", "deterministic", "energy", "prompt_lengths", "output_lengths", "seed")
+USES = {
+    "acceptance": ("tokens", "batch_size", "ctx_depth", "repetitions", "speculate", *DRAFTS),
+    "requests": ("rate", "shared_prefix", *SERVED),
+    "conversation": SERVED,
+    "": ("prompt", "tokens", "batch_size", "ctx_depth", "repetitions", "tokens_per_submit", "deterministic", "energy"),
+}
+"""What is measured ("": prefill and decode), and the options that it uses beside those of the model and its devices."""
+
 
 def counts(text: str) -> tuple[int, ...]:
     """For arguments such as 512,2048; 0 leaves the test out."""
@@ -119,23 +129,43 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     command = f"python -m hybrid.bench {shlex.join(sys.argv[1:] if argv is None else argv)}"
-    return run(lambda: _main(args, command))
+    return run(lambda: _main(args, command, _given(argv)))
 
 
-def _main(args: argparse.Namespace, command: str) -> int:
+def _given(argv: list[str] | None) -> list[str]:
+    """The options of `USES` that are given, also with the values that they have by default."""
+    p, names = parser(), dict.fromkeys(name for mode, used in USES.items() for name in (mode, *used) if name)
+    p.set_defaults(**names)
+    return [name for name, value in vars(p.parse_args(argv)).items() if name in names and value is not None]
+
+
+def _check(given: list[str]) -> None:
+    """UsageError for options that nothing would use."""
+    modes = [name for name in given if name in USES]
+    if len(modes) > 1:
+        raise UsageError(f"--{modes[0]} or --{modes[1]}: one of the two")
+    mode = modes[0] if modes else ""
+    stray = {name: f"--{name.replace('_', '-')}" for name in given if name != mode and name not in USES[mode]}
+    if stray and mode:
+        raise UsageError(f"--{mode} takes no {', no '.join(stray.values())}: leave out one or the other")
+    owners = {name: " or ".join(f"--{mode}" for mode, used in USES.items() if name in used) for name in stray}
+    if stray:
+        belong = ", ".join(f"{option} belongs to {owners[name]}" for name, option in stray.items())
+        raise UsageError(f"{belong}: give that too, or leave it out")
+
+
+def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
     from hybrid.bench.ceiling import ceiling, impossible
     from hybrid.bench.probe import probe
     from hybrid.bench.report import as_dict, head, row_dict, row_lines, say
     from hybrid.devices.energy import meter_for
     from hybrid.spec.devicesheet import sheet_for
 
+    _check(given)
     if args.acceptance:
         from hybrid.bench.guessing import guessing
 
         return guessing(args, command)
-    if args.draft or args.draft_random or args.draft_head or args.draft_device:
-        names = "--draft, --draft-random, --draft-head and --draft-device"
-        raise UsageError(f"{names} belong to --acceptance: how often its guesses are right")
     if args.requests or args.conversation:
         from hybrid.bench.online import online
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import hybrid
@@ -55,12 +56,8 @@ def online(args: argparse.Namespace, command: str) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.requests and args.conversation:
-        raise UsageError("--requests or --conversation: one of the two")
     if len(args.batch_size) > 1:
         raise UsageError("-b takes one number with --requests and --conversation: as many sequences run at a time")
-    if args.rate is not None and not args.requests:
-        raise UsageError("--rate belongs to --requests: how many of them arrive per second")
     if not 0 <= args.shared_prefix < args.prompt_lengths[0]:
         raise UsageError(f"--shared-prefix must be 0 or more, and less than the shortest prompt ({args.prompt_lengths[0]})")
 
@@ -94,8 +91,13 @@ def _requests(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> tupl
 def _conversation(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> tuple[dict[str, Any], list[str]]:
     vocab, spans = model.engine.target.n_tokens, (args.prompt_lengths, args.output_lengths)
     talk.talk(model.submit, 1, spans[0], (WARM, WARM), vocab, args.seed + 1)
-    turns = talk.as_dicts(talk.talk(model.submit, args.conversation, *spans, vocab, args.seed))
-    return {"turns": turns}, talk.text(turns)
+    counted = nullcontext if meter is None else meter.running
+    turns = talk.as_dicts(talk.talk(model.submit, args.conversation, *spans, vocab, args.seed, counted))
+    found, lines = {"turns": turns}, talk.text(turns)
+    if meter is None:
+        return found, lines
+    energy = energy_dict(meter.take(), sum(turn["answer"] for turn in turns))
+    return {**found, "energy": energy}, [*lines, energy["line"]]
 
 
 def _head(report: dict[str, Any]) -> list[str]:

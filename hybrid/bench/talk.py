@@ -4,7 +4,8 @@ takes, beside the same prompt where nothing of it is in the cache: another first
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,23 +16,28 @@ from hybrid.bench.requests import Submit
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens of the prompt, those of it that the cache held, and milliseconds to the first token with and without it."""
+    """Tokens of the prompt, those of it that the cache held, tokens of the answer, and milliseconds to the first token with and
+    without the cache."""
 
     prompt: int
     cached: int
+    answer: int
     first_ms: float
     first_ms_alone: float
 
 
-def talk(submit: Submit, turns: int, message: tuple[int, int], answer: tuple[int, int], vocab: int, seed: int = 0) -> list[Turn]:
-    """`turns` messages of (least, most) tokens and their answers, one after another."""
+def talk(submit: Submit, turns: int, message: tuple[int, int], answer: tuple[int, int], vocab: int, seed: int = 0,
+         counted: Callable[[], AbstractContextManager[object]] = nullcontext) -> list[Turn]:  # fmt: skip
+    """`turns` messages of (least, most) tokens and their answers, one after another. counted: around each turn, without the prompt
+    that it is compared with."""
     draw = np.random.default_rng(seed)
     ids: list[int] = []
     found: list[Turn] = []
     for _ in range(turns):
         ids += draw.integers(0, vocab, int(draw.integers(message[0], message[1] + 1))).tolist()
         n = int(draw.integers(answer[0], answer[1] + 1))
-        done = submit(ids, max_tokens=n, ignore_eos=True).result()
+        with counted():
+            done = submit(ids, max_tokens=n, ignore_eos=True).result()
         other = [(ids[0] + 1 + len(found)) % vocab, *ids[1:]]
         alone = submit(other, max_tokens=1, ignore_eos=True).result()
         times = (done.timings.first_token, alone.timings.first_token)
@@ -39,7 +45,7 @@ def talk(submit: Submit, turns: int, message: tuple[int, int], answer: tuple[int
             raise RuntimeError(f"a turn ended with {done.finish!r} after {len(done.ids)} of {n} tokens: the figures are void")
         if alone.usage.cached_tokens:
             raise RuntimeError(f"{alone.usage.cached_tokens} tokens of a prompt that is new were found in the cache")
-        found.append(Turn(len(ids), done.usage.cached_tokens, *(1e3 * t for t in times if t is not None)))
+        found.append(Turn(len(ids), done.usage.cached_tokens, n, *(1e3 * t for t in times if t is not None)))
         ids += done.ids
     return found
 

@@ -193,7 +193,9 @@ def _batch(args: argparse.Namespace) -> Any:
 def _run_batch(model: Any, asked: Any, args: argparse.Namespace) -> int:
     from hybrid.generate.many import run_batch
 
-    return run_batch(model, lambda text: _encoded(model, text, args), asked, _options(args), output=args.output, as_json=args.json)
+    guesses = model.drafting.name if args.stats and model.drafting is not None else ""
+    return run_batch(model, lambda text: _encoded(model, text, args), asked, _options(args), output=args.output, as_json=args.json,
+                     guesses=guesses)  # fmt: skip
 
 
 def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespace, devices: list[str]) -> int:
@@ -201,8 +203,10 @@ def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespa
         from hybrid.generate import scale
     except ImportError as error:
         raise ValueError(f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[ray]") from None
+    from hybrid.engine.drafting import most_guesses
     from hybrid.generate.many import write_all
 
+    guesses = (args.draft or "lookup") if args.stats and most_guesses(args.draft, args.speculate) else ""
     load = {"path": str(path.resolve()), **loading}
     prompts = scale.Prompts(args.chat, args.system, args.parse_special)
     with scale.engines(load, devices, args.ray_address) as pool:
@@ -210,7 +214,7 @@ def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespa
         def results(rest: Any, first: int) -> Any:
             return pool.results(rest, first, _options(args), prompts)
 
-        return write_all(results, asked, ", ".join(devices), output=args.output, as_json=args.json)
+        return write_all(results, asked, ", ".join(devices), output=args.output, as_json=args.json, guesses=guesses)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

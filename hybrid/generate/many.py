@@ -22,6 +22,7 @@ from hybrid.core.units import show_rate
 from hybrid.engine.batch import outcomes
 from hybrid.engine.handle import Completion, Handle
 from hybrid.engine.options import Options
+from hybrid.engine.pace import Counts
 from hybrid.text.stops import StopFilter
 
 BREAK = "\n\f\n"
@@ -109,9 +110,9 @@ def encoded(model: Any, text: str, chat: bool, system: str, parse_special: bool)
 
 
 def run_batch(model: Any, encode: Callable[[str], Sequence[int]], asked: Sequence[Asked], options: Mapping[str, Any], *,
-              output: Path | None, as_json: bool) -> int:  # fmt: skip
-    """Generate for all; prints or writes the results, then a line of totals on standard error. Returns the exit code: 1 where a
-    prompt has an error in place of a text."""
+              output: Path | None, as_json: bool, guesses: str = "") -> int:  # fmt: skip
+    """Generate for all; prints or writes the results, then a line of totals on standard error, and one of guesses where `guesses`
+    says whose they are. Returns the exit code: 1 where a prompt has an error in place of a text."""
 
     def results(rest: Sequence[Asked], first: int) -> Iterator[dict[str, Any]]:
         def asked_for(a: Asked) -> Handle:
@@ -122,11 +123,11 @@ def run_batch(model: Any, encode: Callable[[str], Sequence[int]], asked: Sequenc
         for index, (a, one) in enumerate(zip(rest, done, strict=True), first):
             yield result(index, a, one)
 
-    return write_all(results, asked, model.device, output=output, as_json=as_json)
+    return write_all(results, asked, model.device, output=output, as_json=as_json, guesses=guesses)
 
 
 def write_all(results: Callable[[Sequence[Asked], int], Iterator[dict[str, Any]]], asked: Sequence[Asked], device: str, *,
-              output: Path | None, as_json: bool) -> int:  # fmt: skip
+              output: Path | None, as_json: bool, guesses: str = "") -> int:  # fmt: skip
     """Print or write what `results` makes of the prompts that have none yet, of which the first has that index; in order."""
     done = 0 if output is None else written(output, asked)
     rest = asked[done:]
@@ -152,6 +153,8 @@ def write_all(results: Callable[[Sequence[Asked], int], Iterator[dict[str, Any]]
         if output is not None:
             target.close()
         print(totals.line(device), file=sys.stderr)
+        if guesses:
+            print(totals.guessed.line(guesses), file=sys.stderr)
     return 1 if totals.errors else 0
 
 
@@ -171,6 +174,7 @@ def result(index: int, asked: Asked, one: Completion | Exception) -> dict[str, A
 class _Totals:
     def __init__(self) -> None:
         self.results = self.errors = self.prompt = self.cached = self.generated = 0
+        self.guessed = Counts()
         self._begin = time.perf_counter()
 
     def add(self, one: Mapping[str, Any]) -> None:
@@ -180,7 +184,12 @@ class _Totals:
         self.results += 1
         self.prompt += one["usage"]["prompt_tokens"]
         self.cached += one["usage"]["cached_tokens"]
-        self.generated += one["usage"]["completion_tokens"]
+        self.generated += (tokens := one["usage"]["completion_tokens"])
+        accepted = one["usage"]["accepted_tokens"]
+        self.guessed.drafted += one["usage"]["drafted_tokens"]
+        self.guessed.accepted += accepted
+        self.guessed.tokens += tokens
+        self.guessed.passes += max(1, tokens - accepted)  # each chooses one more than it had right guesses
 
     def line(self, device: str) -> str:
         seconds = time.perf_counter() - self._begin
