@@ -222,4 +222,4 @@ class Arrivals(RuleBasedStateMachine):
         key = tuple(ids)
         if len(self.wanted.get(key, ())) < len(chosen):
             self.wanted[key] = alone(self.made.engine, ids, len(chosen))
-        same(self.made.engine, ids, chosen, self.wanted[key])
+        same(self.made.engine, ids, chosen, self.wanted.get(key, []))  # nothing may be chosen yet
