@@ -166,7 +166,7 @@ def test_batches_in_turn(capsys):
         (["--requests", "2", "-b", "1,2"], "-b takes one number with --requests and --conversation"),
         (["--rate", "3", "--conversation", "2"], "--conversation takes no --rate: leave out one or the other"),
         (["--rate", "3", "--seed", "0"], "--rate belongs to --requests, --seed belongs to --requests or --conversation: give that"),
-        (["--requests", "2", "-p", "512", "--speculate", "3"], "--requests takes no --prompt, no --speculate: leave out"),
+        (["--requests", "2", "-p", "512", "-r", "3"], "--requests takes no --prompt, no --repetitions: leave out"),
         (["--conversation", "2", "--shared-prefix", "9", "-r", "1"], "--conversation takes no --repetitions, no --shared-prefix"),
         (["--rate", "0", "--requests", "2"], "'0' is not"),
         (["--requests", "2", "--shared-prefix", "128"], "less than the shortest prompt (128)"),

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from hybrid.devices.energy import Meter
     from hybrid.engine.engine import Engine
 
-DRAFTS = ("draft", "draft_random", "draft_head", "draft_device")
+GUESSES = ("speculate", "draft", "draft_random", "draft_head", "draft_device")
 SERVED = ("batch_size", "deterministic", "energy", "prompt_lengths", "output_lengths", "seed")
 USES = {
-    "acceptance": ("tokens", "batch_size", "ctx_depth", "repetitions", "speculate", *DRAFTS),
-    "requests": ("rate", "shared_prefix", *SERVED),
+    "acceptance": ("tokens", "batch_size", "ctx_depth", "repetitions", *GUESSES),
+    "requests": ("rate", "shared_prefix", "acceptance", *GUESSES, *SERVED),
     "conversation": SERVED,
     "": ("prompt", "tokens", "batch_size", "ctx_depth", "repetitions", "tokens_per_submit", "deterministic", "energy"),
 }
-"""What is measured ("": prefill and decode), and the options that it uses beside those of the model and its devices."""
+"""What is measured ("": prefill and decode), and the options that it uses beside those of the model and its devices. What is among
+the options of another is one of them, where both are given."""
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -72,15 +73,15 @@ def rates(text: str) -> tuple[float, ...]:
 
 
 def guesses(text: str) -> tuple[int | None, ...]:
-    """For numbers of guesses such as auto,3,7; None: auto."""
+    """For numbers of guesses such as auto,0,7; None: auto."""
     from hybrid.engine.config import MOST_GUESSES
 
     try:
         found = tuple(None if part == "auto" else int(part) for part in text.split(","))
     except ValueError:
         found = (-1,)
-    if any(k is not None and not 1 <= k <= MOST_GUESSES for k in found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of auto and numbers from 1 to {MOST_GUESSES} such as auto,3,7")
+    if any(k is not None and not 0 <= k <= MOST_GUESSES for k in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of auto and numbers from 0 to {MOST_GUESSES} such as auto,3,7")
     return found
 
 
@@ -108,10 +109,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut")
     p.add_argument("--energy", action="store_true", help="joules per token and watts, where the machine counts them")
     p.add_argument("--json", action="store_true", help="print one JSON object; the table, row by row, on standard error")
-    g = p.add_argument_group("guessed tokens", "Guesses of a known text, in place of -p: what they are worth here, one sequence.")
+    about = ("With --acceptance alone: guesses of a known text, one sequence, in place of -p. With --requests: those run without "
+             "guesses, and again with them, a draft's own or with --acceptance those of known texts.")  # fmt: skip
+    g = p.add_argument_group("guessed tokens", about)
     g.add_argument("--acceptance", type=rates, metavar="P,..", help="guesses that are right with these rates, each in turn")
-    g.add_argument("--speculate", type=guesses, default=(None,), metavar="K,..", help="so many in a pass: auto, 1 to 16 (auto)")
-    g.add_argument("--draft", metavar="FILE", help="run this smaller model for every guess, which then costs its time")
+    g.add_argument("--speculate", type=guesses, metavar="K,..", help="guesses of a pass: auto, or up to 16, each in turn (auto)")
+    g.add_argument("--draft", metavar="FILE", help="a smaller model that guesses, or `lookup`; for --acceptance only its time")
     g.add_argument("--draft-random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models")
     g.add_argument("--draft-head", metavar="TYPE", help="with --draft-random: of its embedding and head (as --head)")
     g.add_argument("--draft-device", metavar="NAME", help="what that runs on (as --device; in turns with it)")
@@ -141,7 +144,7 @@ def _given(argv: list[str] | None) -> list[str]:
 
 def _check(given: list[str]) -> None:
     """UsageError for options that nothing would use."""
-    modes = [name for name in given if name in USES]
+    modes = [name for name in given if name in USES and not any(name in USES[other] for other in given if other in USES)]
     if len(modes) > 1:
         raise UsageError(f"--{modes[0]} or --{modes[1]}: one of the two")
     mode = modes[0] if modes else ""
@@ -162,14 +165,14 @@ def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
     from hybrid.spec.devicesheet import sheet_for
 
     _check(given)
-    if args.acceptance:
-        from hybrid.bench.guessing import guessing
-
-        return guessing(args, command)
     if args.requests or args.conversation:
         from hybrid.bench.online import online
 
         return online(args, command)
+    if args.acceptance:
+        from hybrid.bench.guessing import guessing
+
+        return guessing(args, command)
     if not any((*args.prompt, *args.tokens)):
         raise UsageError("nothing to measure: give -p or -n a number that is not 0")
     with ExitStack() as held:

@@ -23,7 +23,7 @@ from hybrid.checkpoint import Checkpoint
 from hybrid.cli import UsageError
 from hybrid.devices.about import driver_of, kernels_of, provenance
 from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafts import Replay
+from hybrid.engine.drafts import Replay, Watcher
 from hybrid.engine.pace import MOST, expected
 
 NOISE = 1e6  # the temperature
@@ -71,16 +71,16 @@ class Rehearsed(DraftModel):
 
     def __init__(self, draft: DraftModel) -> None:
         super().__init__(draft.engine, draft.name, draft.close, draft.apart)
-        self.replay = Replay((), 0.0)
+        self.replay: Watcher = Replay((), 0.0)
 
     def _guessed(self, ids: Sequence[int], chosen: list[int]) -> list[int]:
-        return self.replay.propose(ids, len(chosen))
+        return list(self.replay.propose(ids, len(chosen)))
 
     def _right(self, ids: Sequence[int], since: int, chosen: Sequence[int]) -> tuple[int, int]:
         return self.replay.agreed(ids[: since + len(chosen)], since)
 
     def _words(self, key: Hashable, ids: Sequence[int], count: int) -> list[int]:
-        return self.replay.propose(ids, count)
+        return list(self.replay.propose(ids, count))
 
 
 class Guessing:
@@ -153,19 +153,18 @@ def line(g: Mapping[str, Any]) -> str:
 
 def guessing(args: argparse.Namespace, command: str) -> int:
     """Run what the arguments of `hybrid.bench` ask for and print it."""
-    if args.draft and args.draft_random:
-        raise UsageError("--draft or --draft-random: one of the two")
+    check_draft(args)
+    wanted: Sequence[int | None] = args.speculate or (None,)
     if max(args.batch_size) > 1 or not any(args.tokens):
-        raise UsageError("--acceptance is of one sequence that generates tokens: leave -b, and give -n a number that is not 0")
-    if args.draft_head and not args.draft_random:
-        raise UsageError("--draft-head belongs to --draft-random: a file has the types that it has")
-    if args.draft_device and not (args.draft or args.draft_random):
-        raise UsageError("--draft-device belongs to --draft or --draft-random")
-    most = max((k for k in args.speculate if k is not None), default=MOST)
+        raise UsageError("--acceptance is of one sequence that generates tokens: leave -b, and give -n a number that is not 0; of "
+                         "several sequences it is with --requests")  # fmt: skip
+    if 0 in wanted:
+        raise UsageError("--speculate 0 belongs to --requests: --acceptance alone is always compared with no guesses")
+    most = max((k for k in wanted if k is not None), default=MOST)
     ctx = max(max(args.ctx_depth), 2) + max(args.tokens) + 1
     options = {"schedule": args.schedule, "precision": args.precision, "kv": args.kv, "progress": True, "npu": args.npu}
     with hybrid.load(open_model(args), args.device, weights=args.weights, ctx=ctx, chunk=args.chunk, slots=1,
-                     draft=_draft(args), draft_device=args.draft_device, speculate=most, **options) as model:  # fmt: skip
+                     draft=draft_of(args), draft_device=args.draft_device, speculate=most, **options) as model:  # fmt: skip
         tests, found = Guessing(model, args.repetitions), list[dict[str, Any]]()
         main = getattr(model.engine.device, "main", model.engine.device)
         report: dict[str, Any] = {
@@ -183,7 +182,7 @@ def guessing(args: argparse.Namespace, command: str) -> int:
         say([f"{report['device']}, {report['driver']}; {provenance(report['device'])}",
              *(f"passed over: {reason}" for reason in report["passed_over"]),
              f"{report['model']}, guesses of {report['draft']}, right by set rates", "", HEADER], args.json)  # fmt: skip
-        for depth, n, rate, k in product(args.ctx_depth, (n for n in args.tokens if n), args.acceptance, args.speculate):
+        for depth, n, rate, k in product(args.ctx_depth, (n for n in args.tokens if n), args.acceptance, wanted):
             found.append(as_dict(tests.run(n, depth, rate, k)))
             say([line(found[-1])], args.json)
     if args.json:
@@ -191,8 +190,18 @@ def guessing(args: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def _draft(args: argparse.Namespace) -> Checkpoint | str:
-    """What guesses, as hybrid.load takes it."""
+def check_draft(args: argparse.Namespace) -> None:
+    """UsageError for options of the draft that do not go together."""
+    if args.draft and args.draft_random:
+        raise UsageError("--draft or --draft-random: one of the two")
+    if args.draft_head and not args.draft_random:
+        raise UsageError("--draft-head belongs to --draft-random: a file has the types that it has")
+    if args.draft_device and args.draft in (None, "lookup") and not args.draft_random:
+        raise UsageError("--draft-device belongs to --draft FILE or --draft-random: nothing else is run for guesses")
+
+
+def draft_of(args: argparse.Namespace) -> Checkpoint | str:
+    """What guesses, as hybrid.load takes it: a model, a file's name, or `lookup` where none is named."""
     from hybrid.checkpoint.random import random_checkpoint
 
     if args.draft_random:

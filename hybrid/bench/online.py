@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import hybrid
 from hybrid.arguments import open_model
 from hybrid.bench import requests, talk
-from hybrid.bench.report import SCHEMA, energy_dict
+from hybrid.bench.guessing import check_draft, draft_of
+from hybrid.bench.report import SCHEMA, energy_dict, say
+from hybrid.bench.speculating import WARM, Guesses, Runs
 from hybrid.cli import UsageError
 from hybrid.devices.about import driver_of, kernels_of, provenance
 from hybrid.devices.energy import meter_for
-
-WARM = 4  # tokens that the requests before the run generate
+from hybrid.engine.pace import MOST
 
 
 def online(args: argparse.Namespace, command: str) -> int:
@@ -27,7 +30,7 @@ def online(args: argparse.Namespace, command: str) -> int:
     with hybrid.load(
         open_model(args), args.device, args.schedule, args.weights, _context(args), args.kv, args.precision,
         deterministic=args.deterministic, slots=slots, queue=max(slots, args.requests or 1), chunk=args.chunk, progress=True,
-        npu=args.npu,
+        npu=args.npu, warm=True, **_guesses(args),
     ) as model:  # fmt: skip
         device = model.engine.device
         main = getattr(device, "main", device)
@@ -44,14 +47,17 @@ def online(args: argparse.Namespace, command: str) -> int:
             "slots": slots,
             "deterministic": args.deterministic,
             "load_seconds": time.perf_counter() - begin,
-            "passed_over": list(model.passed_over),
+            "passed_over": _passed_over(model),
             "seed": args.seed,
         }
-        meter = meter_for(main) if args.energy else None
+        say(_head(about), args.json)
         run = _conversation if args.conversation else _requests
-        found, lines = run(args, model, meter)
-    report = {**about, **found}
-    print(json.dumps(report) if args.json else "\n".join([*_head(report), "", *lines]))
+        found = run(args, model, meter_for(main) if args.energy else None)
+        later = [reason for reason in _passed_over(model) if reason not in about["passed_over"]]
+    if later:
+        say([f"passed over: {reason}" for reason in later], args.json)
+    if args.json:
+        print(json.dumps({**about, "passed_over": [*about["passed_over"], *later], **found}))
     return 0
 
 
@@ -60,6 +66,27 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("-b takes one number with --requests and --conversation: as many sequences run at a time")
     if not 0 <= args.shared_prefix < args.prompt_lengths[0]:
         raise UsageError(f"--shared-prefix must be 0 or more, and less than the shortest prompt ({args.prompt_lengths[0]})")
+    check_draft(args)
+    if args.speculate and not any(k != 0 for k in args.speculate):
+        raise UsageError("--speculate 0 guesses nothing, which is measured anyway: add auto or a number to it, or leave out all "
+                         "options of guesses")  # fmt: skip
+
+
+def _guesses(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of hybrid.load; none where nothing is to be guessed."""
+    if not (args.acceptance or args.speculate or args.draft or args.draft_random):
+        return {}
+    most = max(MOST if k is None else k for k in _numbers(args))
+    return {"draft": draft_of(args), "draft_device": args.draft_device, "speculate": most}
+
+
+def _numbers(args: argparse.Namespace) -> Sequence[int | None]:
+    """Guesses of a pass, as of `Guesses`, of each run."""
+    return args.speculate or (None,)
+
+
+def _passed_over(model: hybrid.Model) -> list[str]:
+    return [*model.passed_over, *model.engine.device.failures, *model.engine.faults]
 
 
 def _context(args: argparse.Namespace) -> int:
@@ -68,36 +95,35 @@ def _context(args: argparse.Namespace) -> int:
     return talk.length(turns, args.prompt_lengths, args.output_lengths) + 1
 
 
-def _requests(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> tuple[dict[str, Any], list[str]]:
-    def drawn(n: int, rate: float | None, outputs: tuple[int, int], seed: int) -> list[requests.Request]:
-        vocab = model.engine.target.n_tokens
-        return requests.requests(n, rate, args.prompt_lengths, outputs, vocab, args.shared_prefix, seed)
+def _requests(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> dict[str, Any]:
+    """One run without guesses, then one for each rate and number of them."""
+    vocab, spans, rates = model.engine.target.n_tokens, (args.prompt_lengths, args.output_lengths), args.acceptance or (None,)
+    wanted = requests.requests(args.requests, args.rate, *spans, vocab, args.shared_prefix, args.seed)
+    runs = Runs(model, wanted, args.batch_size[0], meter, bool(args.acceptance))
 
-    requests.serve(model.submit, drawn(min(args.requests, args.batch_size[0]), None, (WARM, WARM), args.seed + 1))
-    wanted, before = drawn(args.requests, args.rate, args.output_lengths, args.seed), model.metrics()
-    if meter is None:
-        served = requests.serve(model.submit, wanted)
-    else:
-        with meter.running():
-            served = requests.serve(model.submit, wanted)
-    found = requests.summary(served, before, model.metrics())
-    lines = requests.text(found)
-    if meter is not None:
-        found["energy"] = energy_dict(meter.take(), found["generated_tokens"])
-        lines.append(found["energy"]["line"])
-    return {"requests": found}, lines
+    def one(guesses: Guesses) -> dict[str, Any]:
+        found = runs.run(guesses)
+        say(["", *([guesses.title] if runs.name else []), *runs.text(found)], args.json)
+        return found
+
+    plain = one(Guesses())
+    if runs.name is None:
+        return {"requests": plain}
+    tests = [Guesses(k, None if k == 0 else rate) for rate, k in product(rates, _numbers(args))]
+    return {"draft": runs.name, "requests": plain, "guessed": [one(guesses) for guesses in tests]}
 
 
-def _conversation(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> tuple[dict[str, Any], list[str]]:
+def _conversation(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> dict[str, Any]:
     vocab, spans = model.engine.target.n_tokens, (args.prompt_lengths, args.output_lengths)
     talk.talk(model.submit, 1, spans[0], (WARM, WARM), vocab, args.seed + 1)
     counted = nullcontext if meter is None else meter.running
     turns = talk.as_dicts(talk.talk(model.submit, args.conversation, *spans, vocab, args.seed, counted))
-    found, lines = {"turns": turns}, talk.text(turns)
-    if meter is None:
-        return found, lines
-    energy = energy_dict(meter.take(), sum(turn["answer"] for turn in turns))
-    return {**found, "energy": energy}, [*lines, energy["line"]]
+    found: dict[str, Any] = {"turns": turns}
+    say(["", *talk.text(turns)], args.json)
+    if meter is not None:
+        found["energy"] = energy_dict(meter.take(), sum(turn["answer"] for turn in turns))
+        say([found["energy"]["line"]], args.json)
+    return found
 
 
 def _head(report: dict[str, Any]) -> list[str]:

@@ -1,0 +1,143 @@
+"""python -m hybrid.bench --requests with guesses: what they were, beside the same requests without any."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from conformance.support.paths import DEMO
+from hybrid.bench import __main__ as bench
+from hybrid.bench.speculating import Guesses, Replays, Runs
+from hybrid.engine.drafts import Lookup
+
+SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu"]
+ASKED = ["-b", "3", "--requests", "4", "--prompt-lengths", "33,40", "--output-lengths", "7,13"]
+COUNTED = {"k", "rate", "drafted", "accepted", "verified", "ready", "dropped", "tokens_per_pass", "guesses", "times",
+           "times_while_all_run", "same_texts"}  # fmt: skip
+
+
+# --- known texts of several sequences --------------------------------------------------------------------------------
+
+
+def test_a_sequence_is_guessed_by_its_own_text():
+    known = Replays({(1, 2): (3, 4, 5), (6, 7, 8): (4, 9)}, 1.0)
+    assert known.fork() is known and known.propose([1, 2, 3], 5) == [4, 5] and known.propose([6, 7, 8], 1) == [4]
+    assert known.propose([1, 2, 3, 4], 3) == [5] and known.propose((6, 7, 8, 4), 3) == [9], "as long, with the same last token"
+    assert known.agreed([1, 2, 3, 4], 2) == (2, 2) and known.propose([1, 2, 3, 4, 5], 2) == []
+    assert known.propose([1, 2, 9], 2) == [] and known.agreed([0, 0, 0, 4], 0) == (0, 0), "nobody's text"
+    assert Replays({(1, 2): (3, 4, 5)}, 0.0).propose([1, 2, 3], 2) == [4 ^ 1, 5 ^ 1]
+
+
+def test_sequences_are_guessed_rightly_in_other_places():
+    """A pass whose guesses are all right or all wrong would be no measure."""
+    known = Replays({(n, 0): tuple(range(40)) for n in range(2)}, 0.5)
+    first, second = (known.propose([n, 0, 0], 39) for n in range(2))
+    assert first != second and 5 < sum(a == b for a, b in zip(first, range(1, 40), strict=True)) < 35
+
+
+def test_titles_say_how_a_run_guesses():
+    assert [Guesses().title, Guesses(None).title] == ["without guesses", "guesses of a pass: auto"]
+    assert Guesses(3, 0.5).title == "guesses of a pass: 3, each right with 0.50 where those before it are"
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_guesses_of_a_set_rightness_are_counted_for_all_requests(capsys):
+    assert bench.main([*SMALL, *ASKED, "--acceptance", "1,0", "--speculate", "3", "--json", "--energy"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    plain, (right, wrong) = out["requests"], out["guessed"]
+    assert out["draft"] == "known texts" and not COUNTED & set(plain) and set(right) == set(plain) | COUNTED
+    for found in (right, wrong):
+        assert all(found[name] == plain[name] for name in ("generated_tokens", "prompt_tokens"))
+        assert found["same_texts"] == found["requests"] == 4 and found["cached_tokens"] == 0 and found["k"] == 3
+        assert found["times"] == found["tokens_per_second"] / plain["tokens_per_second"] and found["times_while_all_run"] is None
+        assert f"drafted {found['drafted']}, accepted {found['accepted']} " in found["guesses"]
+    assert right["rate"] == 1 and right["drafted"] == right["accepted"] > 0 and right["tokens_per_pass"] > 2
+    assert wrong["rate"] == 0 and wrong["accepted"] == 0 < wrong["drafted"] and wrong["tokens_per_pass"] == 1
+    assert right["passes"] < wrong["passes"]
+
+
+@pytest.mark.slow
+def test_a_drafts_own_guesses_between_runs_without(capsys):
+    """A draft with the same weights guesses all tokens rightly."""
+    options = [*SMALL, "--precision", "exact", "-b", "2", "--requests", "2", "--prompt-lengths", "5", "--output-lengths", "13"]
+    assert bench.main([*options, "--draft-random", "gemma3-270m", "--speculate", "3,0,auto"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith(("without", "guesses of"))] == [
+        "without guesses", "guesses of a pass: 3", "without guesses", "guesses of a pass: auto"]  # fmt: skip
+    three, none, auto = (line for line in said if line.startswith("guesses (draft random/gemma3-270m on cpu): drafted "))
+    assert "drafted 18, accepted 18 (100 %); 3.25 tokens per pass" in three, "13 tokens: one, and three times four"
+    assert none.endswith("drafted 0, accepted 0; 1.00 tokens per pass") and "drafted" in auto
+    compared = [line for line in said if line.startswith("compared ")]
+    assert len(compared) == 3 and all("times the tok/s of the last run without guesses" in line for line in compared)
+    assert all(line.endswith("; 2 of 2 texts the same") for line in compared)
+
+
+@pytest.mark.slow
+def test_a_draft_may_only_cost_its_time(capsys):
+    """On a device of its own, where it may go on while its guesses are verified."""
+    options = ["--acceptance", "1", "--draft-random", "gemma3-270m", "--draft-device", "cpu", "--speculate", "2", "--json"]
+    assert bench.main([*SMALL, *ASKED, *options]) == 0
+    out = json.loads(capsys.readouterr().out)
+    (found,) = out["guessed"]
+    assert out["draft"] == "draft random/gemma3-270m on cpu" and found["drafted"] == found["accepted"] > 0
+
+
+@pytest.mark.slow
+def test_a_file_is_guessed_for_by_looking_up(capsys):
+    options = ["-b", "2", "--requests", "2", "--prompt-lengths", "8", "--output-lengths", "40", "--speculate", "4"]
+    assert bench.main([str(DEMO), "--device", "cpu", "--json", *options]) == 0
+    said = capsys.readouterr()
+    (found,) = json.loads(said.out)["guessed"]
+    assert found["guesses"].startswith("guesses (lookup): drafted ") and found["drafted"] > 0 and found["rate"] is None
+    assert said.err.count("between tokens") == 2, "each run when it is there"
+
+
+@pytest.mark.slow
+def test_guessing_that_ends_voids_the_figures(monkeypatch, capsys):
+    def broken(self, ids, most):
+        raise OSError("gone")
+
+    monkeypatch.setattr(Lookup, "propose", broken)
+    assert bench.main([*SMALL, *ASKED, "--speculate", "2"]) == 1
+    said = capsys.readouterr()
+    assert "lookup: OSError: gone; no more tokens are guessed: the figures are void" in said.err.splitlines()[-1]
+    assert "guesses of a pass" not in said.out
+
+
+@pytest.mark.slow
+def test_other_texts_void_the_figures_of_known_ones(monkeypatch, capsys):
+    whole = Runs._replayed
+
+    def changed(self, rate):
+        self._plain = self._plain[0], [(1,)] * 4
+        return whole(self, rate)
+
+    monkeypatch.setattr(Runs, "_replayed", changed)
+    assert bench.main([*SMALL, *ASKED, "--acceptance", "1"]) == 1
+    assert "4 texts differ from those without guesses: the figures are void" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--requests", "2", "--speculate", "0"], "--speculate 0 guesses nothing, which is measured anyway: add auto or a number"),
+        (["--requests", "2", "--draft", "a", "--draft-random", "b"], "--draft or --draft-random: one of the two"),
+        (["--requests", "2", "--draft", "lookup", "--draft-device", "cpu"], "--draft-device belongs to --draft FILE or"),
+        (["--requests", "2", "--draft-head", "q8_0"], "--draft-head belongs to --draft-random"),
+        (["--requests", "2", "--acceptance", "1", "-n", "4"], "--requests takes no --tokens"),
+        (["--conversation", "2", "--draft", "a", "--speculate", "3"], "--conversation takes no --speculate, no --draft"),
+        (["--conversation", "2", "--acceptance", "1"], "--acceptance or --conversation: one of the two"),
+        (["--conversation", "2", "--requests", "2", "--acceptance", "1"], "--requests or --conversation: one of the two"),
+        (["-b", "32", "--draft", "a"], "--draft belongs to --acceptance or --requests: give that too, or leave it out"),
+        (["--acceptance", "1", "-b", "2"], "of several sequences it is with --requests"),
+        (["--acceptance", "1", "--speculate", "0"], "--speculate 0 belongs to --requests"),
+    ],
+)
+def test_misuse_is_one_line(capsys, options, says):
+    assert bench.main([*SMALL, *options]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.startswith("error: ") and err.count("\n") == 1
