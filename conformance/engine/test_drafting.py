@@ -207,7 +207,9 @@ def test_drafting_costs_what_was_measured_and_what_follows_from_it() -> None:
     costs.drafted(2, 9.0)
     assert costs.drafting(4) == 18.0, "measured anew"
     costs.took(3, 2.0)
-    assert costs.of(2) == 0.0 and costs.of(9) == 2.0
+    assert costs.of(2) == 0.0 and costs.of(9) == costs.of(32) == 2.0 and costs.of(48) == 3.0, "a batch fills a device"
+    costs.took(48, 2.5)
+    assert costs.of(48) == 2.5 and costs.of(96) == 5.0
 
 
 def test_a_slow_reading_among_others_counts_for_nothing() -> None:
@@ -324,7 +326,7 @@ def test_a_drafter_that_was_slow_once_is_found_again() -> None:
 
 def test_where_the_batch_fills_the_device_nothing_is_guessed() -> None:
     seconds, counts, _ = spent(0.9, full, sequences=32, tokens=100)
-    assert seconds <= 1.02 * 100 * full(32), counts
+    assert seconds <= 1.02 * 100 * full(32) and not counts.drafted, counts
     some, counts, _ = spent(0.9, full, sequences=4, tokens=100)
     assert some < 0.4 * 100 * full(4) and counts.drafted / counts.verified > 3
     few, fewer, _ = spent(0.9, full, sequences=12, tokens=100)

@@ -194,7 +194,8 @@ def test_a_table_says_whether_splits_are_left_apart(ops: tuple[str, str]) -> Non
             assert struct.unpack("<I", read.push[-4:]) == (found or 1,)
 
 
-ROWS = {"16x128": 11, "32x64": 27, "32x128": 27, "64x64": 61, "8x256": 7, "16x256": 11, "32x256": 27, "64x256": 61}
+ROWS = {"16x128": 11, "32x64": 27, "32x128": 27, "64x64": 61, "8x256": 7, "16x256": 11, "24x256": 19, "32x256": 27, "40x256": 35,
+        "48x256": 43, "64x256": 61}  # fmt: skip
 
 
 def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> None:

@@ -163,7 +163,7 @@ def test_three_rows_of_a_large_model_are_a_batch_on_nvidia(op, axes, types):
         assert all(name in d.kernel.name for d in record(plan_for(spec, case), dry).dispatches), rows
 
 
-@pytest.mark.parametrize(("rows", "w", "tile"), [(11, "q4_0", ".16x128"), (27, "q6_k", ".32x128"), (48, "q4_0", ".32x128")])
+@pytest.mark.parametrize(("rows", "w", "tile"), [(11, "q4_0", ".16x128"), (27, "q6_k", ".32x128"), (40, "q6_k", ".64x64")])
 def test_where_lanes_hold_other_elements_packed_weights_take_the_tiles_of_shared_memory(rows, w, tile):
     dry = DryDevice(features=lambda feature: feature == "f16_matrices", tuning="nvidia")
     types = {"x": "f16", "w": w, "y": "f32"}

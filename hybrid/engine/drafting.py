@@ -18,7 +18,7 @@ from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Drafter, Watcher
 from hybrid.engine.following import Following
 from hybrid.engine.interface import PassRunner
-from hybrid.engine.pace import AHEAD, CREDIT, MOST, PROBES, Budget, Costs, Counts, Pace, Rightness, likely, share, trial
+from hybrid.engine.pace import AHEAD, CREDIT, LOOKS, MOST, PROBES, Budget, Costs, Counts, Pace, Rightness, likely, share, trial
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Pass, Stream
@@ -77,7 +77,8 @@ class Drafting:
         streams = [s for s in scheduler._running if s.decodes]
         following = [self._follow(stream) for stream in streams]
         due = [f for f in following if f.pace.due]
-        self._look(scheduler, [f for f in following if f.pace.soon], [f for f in due if f.pace.looks])
+        pays = trial(len(streams), self.room, self.costs) > 0
+        self._look(scheduler, [f for f in following if f.pace.soon and pays], [f for f in due if f.pace.looks])
         if self.drafter is None:  # it failed
             return True
         shares = self._share(due, len(streams)) if due else []
@@ -226,9 +227,9 @@ class Drafting:
                     f.pace.watched(*found)
                     self.rightness.watched(*found)
             if model is not None and soon and self.budget.allows(0.0):
-                fresh = [f for f in soon if not model.watching(f.stream.id) and self._follows(model, f)]
+                fresh = [f for f in soon if not model.watching(f.stream.id)][:LOOKS]
                 began = self._clock()
-                if any([model.watch(f.stream.id, f.stream.ids) for f in fresh]):
+                if any([self._follows(model, f) and model.watch(f.stream.id, f.stream.ids) for f in fresh]):
                     self._watching = scheduler.number + 1
                     self.budget.spent(self._clock() - began)
         except Exception as error:  # as where it guesses

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hybrid.planning.passes import GUESSED_ROWS
+
 MOST = 7
 """Guesses of a pass for one sequence at most, unless asked for: with the token before them they fill the smallest batch of rows."""
 PROBES = (8, 128)  # tokens between two tries where guesses do not pay: doubled after each try in vain
@@ -16,6 +18,8 @@ HOPE = 0.5  # two rows cost so much of the way from one to three until that is k
 PROBE = 2  # guesses of a pass with more rows than any before, at least
 SHARE, FIRST, SAVED = 0.01, 4.0, 16.0  # of a Budget: a share of the time; passes at the beginning, and at most
 CREDIT = 8.0  # passes that it may be overdrawn by, where guesses have lately been so often right that they surely pay
+LOOKS = 2
+"""Sequences that are looked at before a pass, by a draft model that has to run what is new of each."""
 AHEAD = 4
 """Tokens chosen ahead of the host where no guess is at hand."""
 _KEPT, _KEPT_OF_ALL = 0.9, 0.98  # of what was counted before, at each verification of one sequence, and of any
@@ -62,7 +66,8 @@ class Counts:
 class Costs:
     """Seconds of a pass by its rows, prompts' excluded, and of drafting, for all sequences, by the most guesses of one: the mean of
     the last readings without the slowest, for a device or its host may be busy elsewhere. What was not measured lies between what
-    was; beyond the most rows that were, it costs what those do: so it is tried once."""
+    was; beyond the most rows that were, it costs what those do: so it is tried once. But where a batch fills a device, from
+    GUESSED_ROWS on, it costs in proportion: a try of 32 sequences would take too long for what it may find."""
 
     passes: dict[int, float] = field(default_factory=dict)
     drafts: dict[int, float] = field(default_factory=dict)
@@ -133,7 +138,9 @@ class Costs:
 
     def of(self, rows: int) -> float:
         """0: nothing is known of so few."""
-        return _between(self.passes, rows, HOPE) if any(n <= rows for n in self.passes) else 0.0
+        if not any(n <= rows for n in self.passes):
+            return 0.0
+        return _between(self.passes, rows, HOPE) * max(1.0, rows / max(GUESSED_ROWS, *self.passes))
 
     def drafting(self, guesses: int) -> float:
         """Of so many guesses; in proportion where only more were measured, by the last difference where only fewer were."""

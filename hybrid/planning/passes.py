@@ -12,7 +12,7 @@ ROW_BUCKETS = (1, 8, 32, 128, 512)
 GUESSED_ROWS = 32
 """Rows of a pass up to which several sequences may all have guesses."""
 GUESSED_BUCKETS = (1, 2, 4, 8, 16, 32, 128, 512)  # where passes verify guesses: few rows cost by their number
-MATRIX_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of decode passes where few rows have other kernels than many
+MATRIX_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 256)  # of decode passes where few rows have other kernels than many
 CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
 FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
 LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()

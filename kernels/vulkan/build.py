@@ -35,12 +35,12 @@ from hybrid.cli import Parser, positive
 from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import nearest
 from hybrid.core.places import in_clone
-from hybrid.kernels.vulkan.spirv import inspect, strip_source
+from hybrid.kernels.vulkan.spirv import inspect, stripped
 
 HERE = Path(__file__).resolve().parent
 SHADERS, SPIRV = HERE / "shaders", HERE / "spirv"
 OPTIONS = ("-target", "spirv", "-profile", "spirv_1_5", "-stage", "compute", "-O3")
-FORMAT = "2"  # of what is written: a new value makes everything be compiled again
+FORMAT = "3"  # of what is written: a new value makes everything be compiled again
 RENEW = "python -m kernels.vulkan.build"
 KEYS = {"name", "source", "entry", "defines", "constants", "bindings", "push"}
 
@@ -179,7 +179,7 @@ class Slang:
             code = self.lib.spGetEntryPointCode(request, 0, ctypes.byref(size))
             if not code or not size.value:
                 raise BuildError(f"{module}: the compiler made no code for its entry point\n{text}")
-            return strip_source(ctypes.string_at(code, size.value))
+            return stripped(ctypes.string_at(code, size.value))
         finally:
             self.lib.spDestroyCompileRequest(request)
 

@@ -54,12 +54,15 @@ def inspect(code: bytes, constants: Mapping[int, int] | None = None) -> ModuleIn
     return _Reader(code, constants or {}).info()
 
 
-def strip_source(code: bytes) -> bytes:
-    """The module without OpSource: older validation layers refuse a source language that they do not know."""
+_UNUSED = {3, 5, 6}  # OpSource, OpName, OpMemberName
+
+
+def stripped(code: bytes) -> bytes:
+    """The module without what no driver uses: OpSource, whose language older validation layers do not know and refuse, and names."""
     words, out, i = np.frombuffer(code, "<u4"), [], 5
     while i < len(words):
         count = int(words[i]) >> 16
-        if int(words[i]) & 0xFFFF != 3:
+        if int(words[i]) & 0xFFFF not in _UNUSED:
             out.append(words[i : i + count])
         i += count
     return np.concatenate([words[:5], *out]).tobytes()

@@ -15,9 +15,10 @@ from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
 # These repeat the shader's: rows and columns of a workgroup's tile by name, its subgroups' size, and the types that
 # operands.slang decodes.
-TILES = {"128x256": (128, 256), "128x192": (128, 192), "96x128": (96, 128), "64x64": (64, 64), "32x64": (32, 64),
-         "32x128": (32, 128), "16x128": (16, 128), "64x384": (64, 384), "64x256": (64, 256), "32x256": (32, 256),
-         "16x256": (16, 256), "8x256": (8, 256), "8x16": (8, 16)}  # fmt: skip
+TILES = {f"{rows}x{columns}": (rows, columns) for columns, heights in (
+    (256, (128, 64, 48, 40, 32, 24, 16, 8)), (384, (64,)), (192, (128,)), (128, (96, 32, 16)), (64, (64, 32)), (16, (8,))
+) for rows in heights}  # fmt: skip
+EIGHTS = tuple(f"{rows}x256" for rows in (8, 16, 24, 32, 40, 48))
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
 # Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang), and of
@@ -25,10 +26,12 @@ SUBGROUP = 32
 # pairs of blocks, and devices whose lanes hold the elements that it counts on (lanes.py). Elsewhere the tiles of shared memory
 # take their place.
 STAGE, FEW_STAGE, STREAM_STAGE = 64, 128, 256
-FEW, STREAM, WIDE_TILE = ("16x128", "32x128"), ("8x256", "16x256", "32x256", "64x256", "64x384", "128x256"), "128x256"
-STREAMED = {("linear", "q4_0"): (*STREAM[:4], WIDE_TILE), ("linear", "q6_k"): STREAM[:4],
-            ("ffn_up", "q4_0"): (*STREAM[:3], "64x384", WIDE_TILE)}  # fmt: skip
-BEFORE_STREAM = {"8x256": "16x128", "16x256": "16x128", "32x256": "32x128", WIDE_TILE: "128x192"}
+FEW, WIDE_TILE = ("16x128", "32x128"), "128x256"
+STREAM = (*EIGHTS, "64x256", "64x384", WIDE_TILE)
+STREAMED = {("linear", "q4_0"): (*EIGHTS, WIDE_TILE), ("linear", "q6_k"): ("8x256", "16x256", "32x256", "40x256", "64x256"),
+            ("ffn_up", "q4_0"): (*EIGHTS, "64x384", WIDE_TILE)}  # fmt: skip
+BEFORE_STREAM = {"8x256": "16x128", "16x256": "16x128", "24x256": "32x128", "32x256": "32x128", "40x256": "64x64", "48x256": "64x64",
+                 WIDE_TILE: "128x192"}  # fmt: skip
 MOST_SPLITS, MOST_PARTS, APART = 16, 8, 1 << 31  # repeat gemm_split_k.slang's and parts.slang's
 SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
 # In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half. H200,
