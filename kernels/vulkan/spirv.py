@@ -58,7 +58,7 @@ _UNUSED = {3, 5, 6}  # OpSource, OpName, OpMemberName
 
 
 def stripped(code: bytes) -> bytes:
-    """The module without what no driver uses: OpSource, whose language older validation layers do not know and refuse, and names."""
+    """The module without what no driver uses: names, and OpSource, whose language older validation layers do not know."""
     words, out, i = np.frombuffer(code, "<u4"), [], 5
     while i < len(words):
         count = int(words[i]) >> 16

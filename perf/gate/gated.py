@@ -16,6 +16,7 @@ from hybrid.core.device import Counters
 from hybrid.core.errors import SpecError
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
+from hybrid.kernels.vulkan.dry import DryDevice, count
 from hybrid.kernels.vulkan.kernel import SPIRV
 from hybrid.perf.roofline.work import Planned, subject
 from hybrid.spec.schedule import CAPABILITIES
@@ -27,7 +28,7 @@ WARM, STEPS, PROMPT = 3, 10, 24
 
 def plans() -> Numbers:
     """Of plans alone, no device needed: dispatches, barriers and bytes of a pass, memory by purpose; under `units` as
-    planned for a device with matrix units."""
+    planned for a device with matrix units, under `hopper` as recorded for an H100 or H200, TLB prefetches included."""
     found: Numbers = {}
     for name in ("gemma3-1b", "gemma3-27b"):
         plain, units = (subject(name, "q4_0", capabilities=can) for can in ((), CAPABILITIES))
@@ -45,7 +46,19 @@ def plans() -> Numbers:
             found[f"{name}.{key}.flops"] = work.flops
         for key, model in (("memory", plain), ("units.memory", units)):
             found |= {f"{name}.{key}.{purpose}": size for purpose, size in model.held(1, 4096).as_dict().items()}
+    for name in ("gemma3-4b", "gemma3-27b", "gemma3n-e2b", "gemma4-e2b", "gemma4-e4b", "gemma4-31b"):
+        large, device = subject(name, "q4_0", capabilities=CAPABILITIES), hopper()
+        assert isinstance(large, Planned)
+        for rows in (1, 32):
+            counts = count(large.plan("decode", rows, rows, 512, rows), device)
+            found[f"{name}.hopper.decode.{rows}.dispatches"] = sum(counts.dispatches.values())
+            found[f"{name}.hopper.decode.{rows}.barriers"] = sum(counts.barriers.values())
     return found
+
+
+def hopper() -> DryDevice:
+    """An H100 or H200 by NVIDIA's driver, as far as bindings ask: its tuning table, multiprocessors and limits."""
+    return DryDevice(features=lambda feature: True, tuning="nvidia", cores=132, shared_bytes=49152, storage_buffers=1 << 20)
 
 
 def spirv() -> Numbers:

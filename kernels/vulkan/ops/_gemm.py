@@ -30,8 +30,8 @@ FEW, WIDE_TILE = ("16x128", "32x128"), "128x256"
 STREAM = (*EIGHTS, "64x256", "64x384", WIDE_TILE)
 STREAMED = {("linear", "q4_0"): (*EIGHTS, WIDE_TILE), ("linear", "q6_k"): ("8x256", "16x256", "32x256", "40x256", "64x256"),
             ("ffn_up", "q4_0"): (*EIGHTS, "64x384", WIDE_TILE)}  # fmt: skip
-BEFORE_STREAM = {"8x256": "16x128", "16x256": "16x128", "24x256": "32x128", "32x256": "32x128", "40x256": "64x64", "48x256": "64x64",
-                 WIDE_TILE: "128x192"}  # fmt: skip
+BEFORE_STREAM = {"8x256": "16x128", "16x256": "16x128", "24x256": "32x128", "32x256": "32x128", "40x256": "64x64",
+                 "48x256": "64x64", WIDE_TILE: "128x192"}  # fmt: skip
 MOST_SPLITS, MOST_PARTS, APART = 16, 8, 1 << 31  # repeat gemm_split_k.slang's and parts.slang's
 SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
 # In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half. H200,
