@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from conformance.support.fake_runner import VOCAB, Oracle, Runner
+from conformance.support.fake_runner import VOCAB, Oracle, Runner, Uneven
 from conformance.support.profile import LONG
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.ahead import Ahead, Wanted
@@ -33,7 +33,6 @@ from hybrid.engine.sequence import Limits, Pass, Stream
 TOKENS = st.integers(0, VOCAB - 1)
 TOTALS: Counter[str] = Counter()
 """What all machines of this process have done."""
-
 
 WAYS = ("right", "wrong", "mixed", "long", "none", "fails")
 
@@ -121,9 +120,10 @@ class Serving(RuleBasedStateMachine):
         overtakes=st.sampled_from([0, 1, 5]),
         guesses=st.sampled_from([0, 1, 3, None, None]),
         apart=st.booleans(),
+        turns=st.booleans(),
         data=st.data(),
     )
-    def start(self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, apart, data):
+    def start(self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, apart, turns, data):
         table = -(-ctx // block)
         groups = [Group("global", table + spare[0])]
         if window:
@@ -141,7 +141,7 @@ class Serving(RuleBasedStateMachine):
         self.now = 0.0
         blocks = Blocks(groups, block, b"a model")
         self.free = list(range(slots))
-        self.scheduler = Scheduler(blocks, self.limits, lambda: self.now, self.free)
+        self.scheduler = Scheduler(blocks, self.limits, lambda: self.now, self.free, Uneven() if turns else None)
         self.others: list[tuple[int, dict[str, list[int]]]] = []
         self.runner = Runner(blocks.groups, block, slots, table)
         self.oracle = Oracle([g.window for g in blocks.groups])

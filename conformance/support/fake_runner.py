@@ -16,6 +16,7 @@ from hybrid.engine.audit import audit
 from hybrid.engine.blocks import Blocks, Group
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Limits, Pass, Stream
+from hybrid.engine.turns import Turns
 
 VOCAB = 23
 Place = tuple[str, int, int]
@@ -136,12 +137,25 @@ class Runner:
         return hash((self._garbage, 7)) & 0xFFFFFFFF
 
 
+class Uneven(Turns):
+    """Sequences take turns, now more, now fewer of them."""
+
+    def __init__(self) -> None:
+        super().__init__((1,))
+        self.asked = 0
+
+    def most(self, n: int) -> int:
+        self.asked += 1
+        return max(1, n - self.asked * 7 % 3)
+
+
 class Loop:
     """A scheduler with its runner, one pass after another."""
 
-    def __init__(self, groups: Sequence[Group], block: int, limits: Limits, clock: Callable[[], float] = float) -> None:
+    def __init__(self, groups: Sequence[Group], block: int, limits: Limits, clock: Callable[[], float] = float,
+                 turns: Turns | None = None) -> None:  # fmt: skip
         blocks = Blocks(groups, block)
-        self.scheduler = Scheduler(blocks, limits, clock)
+        self.scheduler = Scheduler(blocks, limits, clock, turns=turns)
         self.runner = Runner(blocks.groups, block, limits.slots, -(-limits.ctx // block))
         self.oracle = Oracle([g.window for g in blocks.groups])
         self.passes: list[Pass] = []

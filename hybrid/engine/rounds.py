@@ -12,7 +12,7 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.faults import fault
 from hybrid.engine.handle import TokenLogprob, Wakes
 from hybrid.engine.job import Job
-from hybrid.engine.runner import Flight, Runner, VoidPass, scheduler_of
+from hybrid.engine.runner import Flight, Runner, VoidPass, decodes_only, scheduler_of
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.sequence import Pass, Stream
 
@@ -138,6 +138,8 @@ class Rounds:
             self._end(job, error)
         self._flights.popleft()
         news = self.scheduler.commit(flight.scheduled, tokens, counts)
+        if self.scheduler.turns is not None and seconds and decodes_only(flight.scheduled):
+            self.scheduler.turns.took(flight.scheduled.rows, seconds)
         if self.drafting is not None:
             self.drafting.committed(flight.scheduled, news, seconds, between)
         for stream, n in news:

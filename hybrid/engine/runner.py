@@ -14,6 +14,7 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.inbox import GOES_ON, Rows
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Limits, Pass, Run, Stream
+from hybrid.engine.turns import Turns
 from hybrid.engine.work import Work
 from hybrid.planning.passes import PassSizes, bucket_of
 from hybrid.spec.schedule import Phase
@@ -49,7 +50,8 @@ def scheduler_of(engine: Engine, clock: Callable[[], float], queue: int) -> Sche
     alone = device.backend == "cpu" or device.drives != {device.backend}  # submitting is running, or overlaps of itself
     limits = Limits(slots, engine.cache.ctx, sizes.rows[-1], most_mixed(sizes), sizes.wants[-1], ahead=1 if alone else AHEAD,
                     queue=queue)  # fmt: skip
-    return Scheduler(engine.blocks, limits, clock, engine.tables.free)
+    steps = device.has("f16_matrices") and len(sizes.decode) > 1  # a pass costs by its plan's rows, not by those that live
+    return Scheduler(engine.blocks, limits, clock, engine.tables.free, Turns(sizes.decode) if steps and not alone else None)
 
 
 class Runner:
@@ -77,7 +79,7 @@ class Runner:
         options, wants = engine.choosing.options(slots), engine.sizes.outs
         if p.outs > len(wanting):
             options, wants = options | {"verify"}, engine.sizes.wants
-        onward = _onward(p) and not engine.config.deterministic
+        onward = decodes_only(p) and not engine.config.deterministic
         phase: Phase = "decode" if onward else "prefill"
         outs = bucket_of(p.outs, engine.sizes.decode if onward else wants) if p.outs else 0
         rows = outs if onward else bucket_of(p.rows, engine.sizes.rows)
@@ -114,7 +116,7 @@ class Runner:
 
     def continues(self, first: Pass, p: Pass) -> bool:
         """Whether the submit of a pass may run this one too, after it: the same rows, each going on."""
-        if p.writes or p.params or self.engine.config.deterministic or not _onward(first):
+        if p.writes or p.params or self.engine.config.deterministic or not decodes_only(first):
             return False
         return _go_on(p) and [run[:2] for run in p.runs] == [run[:2] for run in first.runs]
 
@@ -156,7 +158,7 @@ class Runner:
         return np.array(rows, np.int32)
 
 
-def _onward(p: Pass) -> bool:
+def decodes_only(p: Pass) -> bool:
     """Whether it has one row of each sequence."""
     return p.rows == p.outs == len(p.runs)
 

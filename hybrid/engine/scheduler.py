@@ -6,9 +6,9 @@
     for stream, n in scheduler.commit(p, tokens): ...
 
 Sequences are served in the order of their arrival, higher priorities first; but no request is overtaken more than
-`Limits.overtakes` times. Every stream that decodes has its row in every pass; prompts share the rows that are left, in
-order, a part being kept for the next one. Where blocks run out, the last in order gives its own up, waits, and is run again
-from what the cache still holds: the first in order always goes on. No more than that is promised to any other.
+`Limits.overtakes` times. Every stream that decodes has its row in every pass, or takes turns where all get more so (turns.py);
+prompts share the rows that are left, in order, a part being kept for the next one. Where blocks run out, the last in order gives
+its own up, waits, and is run again from what the cache still holds: the first in order always goes on; others may not.
 
 Passes run in the order in which they were made, each after all that came before has been written: so blocks and slots are
 given again as soon as no later pass needs them. Plain host code for one thread.
@@ -24,21 +24,20 @@ from collections.abc import Callable, Sequence
 from hybrid.engine.blocks import Blocks, Write
 from hybrid.engine.queue import Queue, has_room, in_order, length_at_end, remove
 from hybrid.engine.sequence import Counts, Ending, Limits, Pass, Run, Stream
+from hybrid.engine.turns import Turns
 
-SHARE = 4
-"""Of the rows for prompts, one of so many is kept for those behind the first."""
+SHARE = 4  # of the rows for prompts, one of so many is kept for those behind the first
 
 
 class Scheduler:
-    """blocks: of the engine's cache. clock: of deadlines, in seconds. slots: those that are free, where others take some too."""
+    """clock: of deadlines, seconds. slots: those that are free, where others take some too. turns: where passes cost in steps."""
 
     def __init__(self, blocks: Blocks, limits: Limits, clock: Callable[[], float] = time.monotonic,
-                 slots: list[int] | None = None) -> None:  # fmt: skip
-        self.blocks, self.limits, self.counts = blocks, limits, Counts()
+                 slots: list[int] | None = None, turns: Turns | None = None) -> None:  # fmt: skip
+        self.blocks, self.limits, self.counts, self.turns = blocks, limits, Counts(), turns
         self.max_writes = len(blocks.pools) * (limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block))
         """Of a pass."""
-        self.number = 0
-        """Of the last pass."""
+        self.number = 0  # of the last pass
         self._queue = Queue(limits, clock)
         self._running: list[Stream] = []  # in order
         self._prompts: list[Stream] = []  # those of the running whose prompts are not scheduled whole
@@ -200,7 +199,10 @@ class Scheduler:
     def _decode(self, runs: list[Run]) -> int:
         """A row of every sequence that decodes, and its drafts; returns how many."""
         rows, limits, spare = 0, self.limits, -1
+        resting = self.turns.resting(self._running) if self.turns and not (self._prompts or self._queue.streams) else ()
         for stream in self._running:  # it loses its last ones where some are preempted
+            if resting and stream in resting:
+                continue
             position, flying = stream.position, stream.flying
             if stream.steady and position < stream.stop:
                 runs.append(tuple.__new__(Run, (stream, stream.slot, position, None, 1)))  # half of the time of Run(...)
@@ -325,8 +327,7 @@ class Scheduler:
         insort(self._prompts, stream, key=in_order)
         self._params.append(stream)
         if not stream.entered:
-            stream.entered = True
-            stream.cached = stream.position
+            stream.entered, stream.cached = True, stream.position
             self.counts.prompt += stream.n_prompt
             self.counts.cached += stream.cached
         return True

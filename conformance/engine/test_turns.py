@@ -1,0 +1,123 @@
+"""Sequences that take turns, where passes cost in steps (hybrid/engine/turns.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from conformance.support.fake_runner import Loop, Uneven
+from hybrid.engine.blocks import Group
+from hybrid.engine.sequence import Limits
+from hybrid.engine.turns import OFTEN, RARELY, SOON, TRY, Turns
+
+H100 = {1: 6.7e-3, 2: 7.9e-3, 4: 9.1e-3, 8: 9.3e-3, 16: 10.0e-3, 24: 11.0e-3, 32: 11.85e-3, 40: 13.5e-3, 48: 15.1e-3, 64: 17.9e-3,
+        96: 26.2e-3, 128: 29.3e-3}  # fmt: skip
+"""Seconds of a 27B pass by the rows that its plan is for."""
+SIZES = tuple(H100)
+
+
+def by_plan(rows: int) -> float:
+    return H100[next(size for size in SIZES if rows <= size)]
+
+
+def rate(n: int, cost: Callable[[int], float] = by_plan, passes: int = 2000) -> tuple[float, list[int]]:
+    """Tokens a second of n sequences, and the rows of each pass."""
+    turns, seconds, rows = Turns(SIZES), 0.0, list[int]()
+    for i in range(passes):
+        rows.append(turns.most(n))
+        seconds += (took := cost(rows[-1]))
+        turns.took(rows[-1], 20 * took if i % 50 == 7 else took)  # now and then the host was busy elsewhere
+    return sum(rows) / seconds, rows
+
+
+def test_more_sequences_never_decode_fewer_tokens() -> None:
+    rates = [rate(n)[0] for n in range(1, 129)]
+    for n in range(2, 129):
+        assert rates[n - 1] > 0.975 * max(rates[: n - 1]), n
+    assert rates[32] > 1.07 * 33 / by_plan(33) and rates[64] > 1.35 * 65 / by_plan(65)
+
+
+@pytest.mark.parametrize("n", [3, 8, 9, 31, 32, 40, 47, 128])
+def test_all_run_in_every_pass_where_that_gives_most(n: int) -> None:
+    assert rate(n)[1].count(n) >= 2000 - 4 * TRY, "tries become rarer"
+
+
+def test_a_way_is_tried_again_as_times_change() -> None:
+    """Attention of long sequences costs by their number, so that turns no longer pay."""
+    turns, rows = Turns(SIZES), list[int]()
+    for i in range(4 * OFTEN):
+        rows.append(turns.most(33))
+        turns.took(rows[-1], by_plan(rows[-1]) + (0.0 if i < OFTEN else 4e-3 * rows[-1]))
+    assert set(rows[SOON + TRY + 3 : SOON + OFTEN // 2]) == {32} and set(rows[-OFTEN // 2 :]) == {33}
+
+
+def test_tries_that_change_nothing_become_rare() -> None:
+    rows = rate(33, lambda n: n * 1e-3, passes=3 * RARELY)[1]
+    tries = [i for i in range(1, len(rows)) if rows[i] == 32 and rows[i - 1] == 33]
+    assert [b - a for a, b in pairwise(tries)][:5] == [OFTEN, 512, 1024, 2048, RARELY], tries
+
+
+@pytest.mark.parametrize("n", [1, 8, 129])
+def test_there_is_no_other_way(n: int) -> None:
+    turns = Turns(SIZES)
+    assert {turns.most(n) for _ in range(200)} == {n}
+
+
+# --- in a scheduler --------------------------------------------------------------------------------------------------
+
+
+class Two(Turns):
+    def most(self, n: int) -> int:
+        return min(n, 2)
+
+
+def loop(turns: Turns, slots: int = 5) -> Loop:
+    return Loop([Group("global", 80), Group("local", 80, 9)], 4, Limits(slots, 60, 40), turns=turns)
+
+
+def test_everyone_has_its_turn_and_its_own_text() -> None:
+    made = loop(Two((1,)))
+    streams = [made.add(range(3, 3 + n), 24) for n in (4, 5, 6, 7, 8)]
+    while any(s.rest > 1 or s.slot is None for s in streams):
+        made.step()
+    passes = made.steps(18)
+    rows = Counter(run.seq for done in passes for run in done.runs)
+    assert all(len(done.runs) == 2 for done in passes) and rows[streams[0]] == 18, "the first in order always goes on"
+    assert max(rows[s] for s in streams[1:]) - min(rows[s] for s in streams[1:]) <= 1
+    made.drain()
+    assert made.right(*streams)
+
+
+def test_who_comes_first_by_priority_waits_for_nobody() -> None:
+    made = loop(Two((1,)))
+    first = made.add([1, 2], 20, priority=1)
+    others = [made.add([n, 3], 30) for n in range(4)]
+    made.steps(3)
+    assert all(any(run.seq is first for run in done.runs) for done in made.steps(10))
+    second = [made.add([9, 9, n], 30, priority=2) for n in range(2)]
+    made.drain()
+    assert made.right(first, *others, *second)
+
+
+def test_nobody_rests_while_a_prompt_runs_or_waits_or_the_host_chooses() -> None:
+    made = loop(Two((1,)), slots=3)
+    some = [made.add([n], 40) for n in range(3)]
+    made.steps(3)
+    waiting = made.add([5, 6], 20)
+    assert all(len(done.runs) == 3 for done in made.steps(5)), "somebody waits"
+    made.scheduler.cancel(waiting)
+    some[1].ahead = some[1].steady = False
+    made.steps(2)
+    assert max(len(done.runs) for done in made.steps(4)) == 3
+    made.drain()
+    assert made.right(*some)
+
+
+def test_uneven_turns_give_the_same_texts() -> None:
+    made = loop(Uneven())
+    streams = [made.add(range(n + 1), 7 * n + 3) for n in range(5)]
+    made.drain()
+    assert made.right(*streams)
