@@ -19,7 +19,7 @@ from hybrid.engine.sequence import Stream
 GAIN = 0.02  # of tokens a second, at least, that taking turns is for
 SOON, OFTEN, RARELY = 16, 256, 4096
 """Passes until the other way is tried: the first time, and, with twice as many after each try that changed nothing, at most."""
-TRY = 5  # passes of such a try, and readings that are kept
+TRY = 5  # passes of such a try, and readings that are kept, so that it leaves none of those before it
 ENOUGH = 3  # readings that a time is believed from
 
 
@@ -57,7 +57,6 @@ class Turns:
         pair, turns, fewer = self._pairs[i], self._pays(n, i), self.sizes[i - 1]
         pair.left -= 1
         if pair.left <= 0:
-            self._readings[self.sizes[i] if turns else fewer].clear()
             pair.period = OFTEN if turns != pair.turns else min(2 * pair.period, RARELY)
             pair.left, pair.trying, pair.turns = pair.period, TRY, turns
         if pair.trying:
