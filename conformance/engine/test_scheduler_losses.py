@@ -1,8 +1,12 @@
-"""Passes that were lost: what the cache keeps of them, and what they cost."""
+"""Passes that were lost: what the cache keeps of them, and what they cost; and a row for which there is no block."""
 
 from __future__ import annotations
 
 from conformance.engine.test_scheduler import loop, prompt
+from conformance.support.fake_runner import Loop
+from hybrid.engine.audit import audit
+from hybrid.engine.blocks import Group
+from hybrid.engine.sequence import Limits
 
 
 def test_passes_that_did_nothing_leave_nothing_and_cost_no_more_than_themselves():
@@ -15,3 +19,17 @@ def test_passes_that_did_nothing_leave_nothing_and_cost_no_more_than_themselves(
     server._flights.clear()
     server.drain()
     assert server.right(first, second) and server.scheduler.counts.recomputed <= 24 + 8, "more than what was in flight"
+
+
+def test_a_row_without_a_block_waits_though_its_window_has_gone_on():
+    """Asked in vain: what the rows in flight see may be somebody else's then, in passes behind them."""
+    server = Loop([Group("global", 8), Group("local", 9, 1)], 1, Limits(1, 8, 4, ahead=3))
+    others = [server.scheduler.blocks.reserve({"global": 2, "local": 0})]
+    stream = server.add(prompt(6), 2)
+    made = [server.scheduler.schedule() for _ in range(4)]
+    audit(server.scheduler, others)
+    assert [done.rows for done in made if done is not None] == [4, 2], "no block for a third"
+    server.scheduler.blocks.give_back(others[0])
+    server._flights.extend(done for done in made if done is not None)
+    server.drain()
+    assert server.right(stream)
