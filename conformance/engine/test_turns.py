@@ -8,7 +8,12 @@ from itertools import pairwise
 
 import pytest
 
+import hybrid
+from conformance.support.devices import for_model
 from conformance.support.fake_runner import Loop, Uneven
+from conformance.support.models import BOTH, cut
+from conformance.support.paths import DEMO
+from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.blocks import Group
 from hybrid.engine.sequence import Limits
 from hybrid.engine.turns import OFTEN, RARELY, SOON, TRY, Turns
@@ -121,3 +126,15 @@ def test_uneven_turns_give_the_same_texts() -> None:
     streams = [made.add(range(n + 1), 7 * n + 3) for n in range(5)]
     made.drain()
     assert made.right(*streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "vulkan"])
+def test_a_device_goes_on_with_those_that_have_rested(backend: str) -> None:
+    prompts = ["def read_file(path):", "class Stack:", "import os", "return"]
+    with hybrid.load(cut(open_checkpoint(DEMO), BOTH), for_model(backend), ctx=64, slots=4, precision="exact") as model:
+        alone = ["".join(model.generate(prompt, max_tokens=16)) for prompt in prompts]
+        model._serving.scheduler.turns = Uneven()
+        before = model.metrics().passes
+        assert model.generate_batch(prompts, max_tokens=16) == alone
+        assert model.metrics().passes - before > 16 + 4, "somebody has rested"

@@ -141,7 +141,7 @@ class Uneven(Turns):
     """Sequences take turns, now more, now fewer of them."""
 
     def __init__(self) -> None:
-        super().__init__((1,))
+        super().__init__((1, 64))
         self.asked = 0
 
     def most(self, n: int) -> int:
