@@ -141,12 +141,15 @@ class Uneven(Turns):
     """Sequences take turns, now more, now fewer of them."""
 
     def __init__(self) -> None:
-        super().__init__((1, 64))
+        super().__init__((1, 64), ())
         self.asked = 0
 
-    def most(self, n: int) -> int:
+    def fewer(self, n: int) -> int:
         self.asked += 1
-        return max(1, n - self.asked * 7 % 3)
+        return max(0, n - self.asked * 7 % 3)
+
+    def pays(self, n: int) -> bool:
+        return True
 
 
 class Loop:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from hybrid.engine.choosing import Choosing
@@ -77,8 +78,10 @@ class Drafting:
         streams = [s for s in scheduler._running if s.decodes]
         following = [self._follow(stream) for stream in streams]
         due = [f for f in following if f.pace.due]
-        pays = trial(len(streams), self.room, self.costs) > 0
-        self._look(scheduler, [f for f in following if f.pace.soon and pays], [f for f in due if f.pace.looks])
+        soon = [f for f in following if f.pace.soon]
+        if soon and not trial(len(streams), self.room, self.costs):
+            soon = []
+        self._look(scheduler, soon, [f for f in due if f.pace.looks])
         if self.drafter is None:  # it failed
             return True
         shares = self._share(due, len(streams)) if due else []
@@ -227,9 +230,9 @@ class Drafting:
                     f.pace.watched(*found)
                     self.rightness.watched(*found)
             if model is not None and soon and self.budget.allows(0.0):
-                fresh = [f for f in soon if not model.watching(f.stream.id)][:LOOKS]
+                fresh = islice((f for f in soon if not model.watching(f.stream.id) and self._follows(model, f)), LOOKS)
                 began = self._clock()
-                if any([self._follows(model, f) and model.watch(f.stream.id, f.stream.ids) for f in fresh]):
+                if any([model.watch(f.stream.id, f.stream.ids) for f in fresh]):
                     self._watching = scheduler.number + 1
                     self.budget.spent(self._clock() - began)
         except Exception as error:  # as where it guesses

@@ -16,7 +16,7 @@ from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Limits, Pass, Run, Stream
 from hybrid.engine.turns import Turns
 from hybrid.engine.work import Work
-from hybrid.planning.passes import PassSizes, bucket_of
+from hybrid.planning.passes import MATRIX_BUCKETS, PassSizes, bucket_of
 from hybrid.spec.schedule import Phase
 
 MIXED_ROWS = 512
@@ -51,7 +51,8 @@ def scheduler_of(engine: Engine, clock: Callable[[], float], queue: int) -> Sche
     limits = Limits(slots, engine.cache.ctx, sizes.rows[-1], most_mixed(sizes), sizes.wants[-1], ahead=1 if alone else AHEAD,
                     queue=queue)  # fmt: skip
     steps = device.has("f16_matrices") and len(sizes.decode) > 1  # a pass costs by its plan's rows, not by those that live
-    return Scheduler(engine.blocks, limits, clock, engine.tables.free, Turns(sizes.decode) if steps and not alone else None)
+    turns = Turns(sizes.decode, MATRIX_BUCKETS) if steps and not alone else None
+    return Scheduler(engine.blocks, limits, clock, engine.tables.free, turns)
 
 
 class Runner:

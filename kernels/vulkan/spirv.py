@@ -54,7 +54,7 @@ def inspect(code: bytes, constants: Mapping[int, int] | None = None) -> ModuleIn
     return _Reader(code, constants or {}).info()
 
 
-_UNUSED = {3, 5, 6}  # OpSource, OpName, OpMemberName
+_UNUSED = {2, 3, 5, 6}  # OpSourceContinued, OpSource, OpName, OpMemberName
 
 
 def stripped(code: bytes) -> bytes:
