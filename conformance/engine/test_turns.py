@@ -175,10 +175,6 @@ def test_a_device_goes_on_with_those_that_have_rested(backend: str) -> None:
     prompts = ["def read_file(path):", "class Stack:", "import os", "return", "def __init__(self"]
     with hybrid.load(cut(open_checkpoint(DEMO), BOTH), for_model(backend), ctx=64, slots=5, precision="exact") as model:
         alone = ["".join(model.generate(prompt, max_tokens=16)) for prompt in prompts]
-        passes = []
-        for turns in (None, Uneven()):
-            model._serving.scheduler.turns = turns
-            before = model.metrics().passes
-            assert model.generate_batch(prompts, max_tokens=16) == alone
-            passes.append(model.metrics().passes - before)
-        assert passes[1] > passes[0], "somebody has rested"
+        model._serving.scheduler.turns = turns = Uneven()
+        assert model.generate_batch(prompts, max_tokens=16) == alone
+        assert turns.rested > 2, "passes in which somebody has rested"

@@ -142,13 +142,14 @@ class Uneven(Turns):
 
     def __init__(self) -> None:
         super().__init__((1, 64), ())
-        self.asked = 0
+        self.asked = self.rested = 0
 
     def fewer(self, n: int) -> int:
         self.asked += 1
         return max(0, n - self.asked * 7 % 3)
 
     def pays(self, n: int) -> bool:
+        self.rested += 1
         return True
 
 

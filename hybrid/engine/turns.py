@@ -59,7 +59,7 @@ class Turns:
         return 0 if n in self._full or not 0 < i < len(self.sizes) else self.sizes[i - 1]
 
     def pays(self, n: int) -> bool:
-        """Whether in the next pass, of n sequences that decode, some rest."""
+        """Whether in the next pass, of n sequences that decode, some rest. Asked once for each pass: it counts them."""
         i = bisect_left(self.sizes, n)
         pair, whole, part = self._pairs[i], self._readings[self.sizes[i]], self._readings[self.sizes[i - 1]]
         known = min(len(whole), len(part)) >= ENOUGH
