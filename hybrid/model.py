@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.core import interrupts
 from hybrid.core.dtypes import CacheChoice
 from hybrid.core.errors import DeviceLost as DeviceLost
 from hybrid.core.hparams import HParams
@@ -276,7 +277,8 @@ class Model:
         try:
             with engine.lock:
                 cached = serving.cached(request.prompt)
-                engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
+                with interrupts.allowed():
+                    engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
                 job = serving.begin(request, options, 1 if options.logprobs else at_once)
             try:
                 while (piece := serving.piece(job)) is not None:

@@ -308,19 +308,6 @@ class Blocks:
             for key in [key for key, block in pool.by_key.items() if pool.born[block] >= since]:
                 self._forget(pool, key)
 
-    def reset(self, reserved: Iterable[Mapping[str, Sequence[int]]]) -> None:
-        """Forget every sequence and prefix; only what is reserved stays taken."""
-        for g, pool in enumerate(self.pools):
-            self.pools[g] = Pool(pool.group)
-        for pool in self.pools:
-            for blocks in reserved:
-                for block in blocks[pool.group.name]:
-                    pool.free.remove(block)
-                    pool.refs[block] = 1
-        self._parent.clear()
-        self._children.clear()
-        self.given += 1
-
     def _pass(self, held: Held, g: int, first: int) -> None:
         """Give up a group's blocks before `first`."""
         pool, table = self.pools[g], held.tables[g]

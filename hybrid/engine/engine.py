@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from hybrid.checkpoint import Checkpoint
+from hybrid.core import interrupts
 from hybrid.core.device import Counters, Device, Program
 from hybrid.core.errors import ContextExceeded, SpecError
 from hybrid.core.plan import FAULTED, Plan, TensorDecl
@@ -216,7 +217,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- blocking conveniences
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """Prefill prompts {slot: ids}, admitting slots that are not live; returns the first token sampled for each."""
-        with self.lock:
+        with self.lock, interrupts.allowed():
             for slot in prompts:
                 if slot not in self.positions:
                     self.admit(slot=slot)
@@ -225,7 +226,7 @@ class Engine:
 
     def decode(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, list[int]]:
         """`steps` more tokens for each slot (default: all live ones), in one submit."""
-        with self.lock:
+        with self.lock, interrupts.allowed():
             slots = tuple(sorted(self.positions) if slots is None else slots)
             start = {s: self.positions[s] + 1 for s in slots}
             if any(start[s] + steps > self.cache.ctx for s in slots):
@@ -249,7 +250,7 @@ class Engine:
     def hidden_states(self, ids: Sequence[int], chunk: int | None = None, streams: bool = False) -> np.ndarray:
         """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of several
         streams (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams, hidden]."""
-        with self.lock:
+        with self.lock, interrupts.allowed():
             return teacher_forcing.hidden_states(self, ids, chunk, streams)
 
     # -------------------------------------------------------------------------------------------------------- reports
@@ -268,8 +269,7 @@ class Engine:
 
     def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True,
                 pipeline_slot: int = 0, options: Collection[Option] = ()) -> Program:  # fmt: skip
-        """The compiled plan of a pass with these row counts (buckets of `sizes`), compiled at its first use; see
-        planning.planner.plan."""
+        """The plan (planning.planner.plan) of a pass with these row counts, buckets of `sizes`; compiled at its first use."""
         key = (phase, rows, outs, capture, sample, pipeline_slot, frozenset(options))
         if key not in self.programs:
             cooperative = self.cooperative and (phase == "decode" or "verify" in options)  # passes that are run again

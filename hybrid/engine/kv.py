@@ -69,11 +69,6 @@ class BlockTables:
             raise ValueError(f"slot {slot} is in use or outside 0..{self.shape.slots - 1}")
         return slot, self.blocks.reserve(wanted)
 
-    def forget_scheduled(self) -> None:
-        """All slots and blocks are free but those of sequences here; nothing is found in the cache any more."""
-        self.blocks.reset(self.owned.values())
-        self.free[:] = [s for s in range(self.shape.slots - 1, -1, -1) if s not in self.owned]
-
     def release(self, slot: int) -> None:
         """Return a sequence's blocks; its slot may be admitted again."""
         blocks = self.owned.pop(slot, None)

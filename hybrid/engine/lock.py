@@ -1,7 +1,8 @@
 """The lock that threads share an engine by: reentrant, and given in the order in which threads asked.
 
 A generation holds it while it works for one piece of text and releases it with every piece: threads interleave as iterators
-of a single thread do, and an iterator that was dropped holds nothing.
+of a single thread do, and an iterator that was dropped holds nothing. Ctrl-C waits until the main thread releases it, so that
+what it guards is never half changed (hybrid.core.interrupts: `allowed`, around what may take long).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import TypeVar
+
+from hybrid.core import interrupts
 
 T = TypeVar("T")
 
@@ -26,10 +29,55 @@ class EngineLock:
         self._deferred: deque[Callable[[], object]] = deque()
 
     def __enter__(self) -> EngineLock:
+        interrupts.hold()
+        try:
+            self._take()
+        except BaseException:
+            interrupts.release()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._leave()
+        finally:
+            interrupts.release()
+
+    def steps(self, inner: Generator[T, None, None]) -> Generator[T, None, None]:
+        """What a generator yields, the lock held for each of its steps. When this is dropped, `inner` is closed by
+        `call_soon`."""
+        try:
+            while True:
+                with self, interrupts.allowed():
+                    try:
+                        item = next(inner)
+                    except StopIteration:
+                        return
+                yield item
+        finally:
+            self.call_soon(inner.close)
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Call this with the lock held: now where no thread holds it, else in the thread that does, when it releases it. Never
+        waits, because garbage is collected, and with it an iterator closed, in the midst of anything."""
+        self._deferred.append(call)
+        with interrupts.held():
+            if not self._state.acquire(blocking=False):
+                return  # whoever looks is about to take or release the lock, and runs what was deferred
+            try:
+                if self._owner is not None:
+                    return
+                self._owner = threading.get_ident()
+            finally:
+                self._state.release()
+            self._depth = 1
+            self._leave()
+
+    def _take(self) -> None:
         me = threading.get_ident()
         if self._owner == me:
             self._depth += 1
-            return self
+            return
         waiter = None
         with self._state:
             if self._owner is None:
@@ -47,45 +95,16 @@ class EngineLock:
         except BaseException:
             self._release()
             raise
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _leave(self) -> None:
         self._depth -= 1
         if not self._depth:
             self._release()
 
-    def steps(self, inner: Generator[T, None, None]) -> Generator[T, None, None]:
-        """What a generator yields, the lock held for each of its steps. When this is dropped, `inner` is closed by
-        `call_soon`."""
-        try:
-            while True:
-                with self:
-                    try:
-                        item = next(inner)
-                    except StopIteration:
-                        return
-                yield item
-        finally:
-            self.call_soon(inner.close)
-
-    def call_soon(self, call: Callable[[], object]) -> None:
-        """Call this with the lock held: now where no thread holds it, else in the thread that does, when it releases it. Never
-        waits, because garbage is collected, and with it an iterator closed, in the midst of anything."""
-        self._deferred.append(call)
-        if not self._state.acquire(blocking=False):
-            return  # whoever looks is about to take or release the lock, and runs what was deferred
-        try:
-            if self._owner is not None:
-                return
-            self._owner = threading.get_ident()
-        finally:
-            self._state.release()
-        self._depth = 1
-        self.__exit__(None, None, None)
-
     def _wait(self, waiter: tuple[int, threading.Lock]) -> None:
         try:
-            waiter[1].acquire()  # released by the thread before
+            with interrupts.allowed():
+                waiter[1].acquire()  # released by the thread before
         except BaseException:  # interrupted
             with self._state:
                 waiting = waiter in self._queue

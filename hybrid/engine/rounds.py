@@ -1,11 +1,12 @@
 """What is done with the device for the requests of one engine: passes are submitted, their tokens taken and handed out. Whoever
-does it holds the engine's lock (serving.py)."""
+does it holds the engine's lock (serving.py), within which Ctrl-C waits except where the device is at work."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 
+from hybrid.core import interrupts
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.drafts import Drafter
 from hybrid.engine.engine import Engine
@@ -36,7 +37,6 @@ class Rounds:
         self._wakes = Wakes()
         self._jobs: dict[int, Job] = {}  # by number, all that have not ended; guarded by Serving
         self._due = True  # whether a pass may be made or a token handed out
-        self._deciding = False  # while an interruption would leave the scheduler in pieces
 
     def _end(self, job: Job, error: BaseException | None = None) -> None:
         """Tell the readers of one that the scheduler has let go of."""
@@ -70,12 +70,11 @@ class Rounds:
                     return
 
     def _start_passes(self, group: list[Pass]) -> None:
-        self._deciding = False
-        flight = self.runner.start(group[0], len(group))
+        with interrupts.allowed():
+            flight = self.runner.start(group[0], len(group))
         self._flights.append(flight)
         for later in group[1:]:
             self._flights.append(self.runner.follow(flight, later))
-        self._deciding = True
 
     def _deliver(self) -> None:
         """Hand out the tokens that were taken, and wake the readers of these and of what was handed out at once or ended."""
@@ -105,17 +104,16 @@ class Rounds:
         flight = self._flights[0]
         self._due = True
         try:
-            drafted = 0.0 if self.drafting is None else self.drafting.finish(flight.scheduled)
-            tokens, counts = self.runner.tokens(flight)
+            with interrupts.allowed():
+                drafted = 0.0 if self.drafting is None else self.drafting.finish(flight.scheduled)
+                tokens, counts = self.runner.tokens(flight)
             now, began = time.perf_counter(), max(flight.began, drafted)
             seconds, between, self._read = now - max(self._read, began), max(0.0, began - self._read), now
             if self._recorded != (recorded := self.engine.counters.recordings):  # a program was made meanwhile
                 seconds, self._recorded = 0.0, recorded
         except VoidPass:  # every sequence starts again from the tokens that it has
-            self._deciding = True
             self._flights.clear()
             self.scheduler.lose(cache=False)
-            self._deciding = False
             return
         wrong: dict[int, BaseException] = {}
         found: dict[int, list[TokenLogprob | None]] = {}
@@ -131,7 +129,6 @@ class Rounds:
                 elif run.seq.tag.options.logprobs:
                     said = self.engine.choosing.reported(run.slot, at, flight.ticket)
                     found.setdefault(run.seq.id, []).append(None if said is None else TokenLogprob(*said[0], said[1]))
-        self._deciding = True
         for number, error in wrong.items():
             job = self._jobs[number]
             self.scheduler.cancel(job.stream, "error")
@@ -150,7 +147,6 @@ class Rounds:
                     self._chosen.append((job, token, logprob))
                 elif job.request.finish is None:
                     self._hand_out(job, token, logprob)
-        self._deciding = False
 
     def _hand_out(self, job: Job, token: int, logprob: TokenLogprob | None) -> None:
         stream, constraint = job.stream, job.options.constraint
@@ -164,21 +160,22 @@ class Rounds:
                     constraint.accept(token)
                 else:
                     self.engine.choosing.accept(stream.slot, token)
-            except Exception as error:  # whatever somebody's constraint raises
+            except BaseException as error:  # whatever somebody's constraint raises; Ctrl-C is none of it, which waits
                 self._refused(stream, error)
 
-    def _refused(self, stream: Stream, error: Exception) -> None:
+    def _refused(self, stream: Stream, error: BaseException) -> None:
         if self.scheduler.cancel(stream, "error"):
             self._end(stream.tag, error)
 
     def _make_room(self) -> bool:
         """Let the last of the requests that run wait: its slot and blocks are for somebody else's sequence. False where none
         runs."""
-        while self._flights:
-            self._take()
-        self._wakes.send()
-        self._due = True
-        return self.scheduler.put_back_last()
+        with interrupts.held():
+            while self._flights:
+                self._take()
+            self._wakes.send()
+            self._due = True
+            return self.scheduler.put_back_last()
 
 
 def _wish(stream: Stream) -> tuple[Sampling, int | None, bool]:

@@ -32,7 +32,6 @@ from hybrid.engine.pace import Counts as Guessed
 from hybrid.engine.queue import length_at_end
 from hybrid.engine.request import Request
 from hybrid.engine.rounds import Rounds
-from hybrid.engine.runner import scheduler_of
 from hybrid.text.tokenizer import Tokenizer
 
 QUEUE = 1024
@@ -249,9 +248,7 @@ class Serving(Rounds):
             self._fail_all(error)
             raise
         except BaseException:
-            if self._deciding:
-                self._begin_anew()
-            elif self.scheduler.in_flight != len(self._flights):  # one was made and not submitted
+            if self.scheduler.in_flight != len(self._flights):  # one was made and not submitted
                 self._flights.clear()
                 self.scheduler.lose(cache=False)
             self._due = True
@@ -270,7 +267,7 @@ class Serving(Rounds):
 
     def _go_on(self) -> bool:
         """Submit what the scheduler wants and hand out what was taken; whether anything was."""
-        self._due, self._deciding = False, True
+        self._due = False
         if self._arrived or self._woken or self._timed:
             self._look()
         if self._chosen and self.scheduler.limits.ahead == 1:  # submitting is running: tokens would come late
@@ -279,7 +276,6 @@ class Serving(Rounds):
             self._submit()
         given = bool(self._chosen)
         self._deliver()
-        self._deciding = False
         return given
 
     def _look(self) -> None:
@@ -335,20 +331,6 @@ class Serving(Rounds):
                 self._end(job, error)
             self._wakes.send()
             self.scheduler.lose()
-
-    def _begin_anew(self) -> None:
-        """Somebody was interrupted in the midst of deciding: what the scheduler holds is not known, and every request ends."""
-        with self._changed:
-            jobs, self._arrived = list(self._jobs.values()), []
-        self._flights.clear()
-        self._chosen.clear()
-        for job in jobs:
-            self._end(job, RuntimeError("the program was interrupted while this request was scheduled: submit it again"))
-        self._wakes.send()
-        counts = self.scheduler.counts
-        self.engine.tables.forget_scheduled()
-        self.scheduler = scheduler_of(self.engine, time.perf_counter, self.queue)
-        self.scheduler.counts = counts
 
     def _retry_after(self) -> float:
         """Seconds until a place in the queue is likely to be free, by how the last requests ended."""
