@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from conformance.support.devices import for_model
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.device import Counters, Program
 from hybrid.engine.draft_model import DraftModel
+from hybrid.engine.engine import Engine
 from hybrid.engine.warming import VERIFY, programs
 from hybrid.planning.passes import PassSizes, bucket_of, pass_sizes
 from hybrid.spec.schedule import Phase
@@ -61,6 +63,24 @@ def test_nor_do_guesses_of_several_beside_prompts(tmp_path: Path, monkeypatch: p
         assert all(one.usage.drafted_tokens for one in found)
         assert any(rows > outs > 3 for rows, outs in asked), "no pass had both"
         assert all(nothing_new(e.device.counters.minus(was)) for e, was in zip(engines, before, strict=True))
+
+
+def test_the_garbage_of_loading_is_collected_before_the_first_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection looks through every plan: one that is due comes at the end of loading."""
+    happened: list[str] = []
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            happened.append("collected")
+
+    program = Engine.program
+    monkeypatch.setattr(Engine, "program", lambda *args, **more: (happened.append("made"), program(*args, **more))[1])
+    gc.callbacks.append(collected)
+    try:
+        with hybrid.load(write_hf(tmp_path, tiny(), dtype="f32"), for_model("vulkan"), ctx=96, slots=8, warm=True):
+            assert "made" in happened and happened[-1] == "collected"
+    finally:
+        gc.callbacks.remove(collected)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 5, 8, 33])
