@@ -23,7 +23,7 @@ from _pytest.junitxml import xml_key
 from hypothesis import HealthCheck, Phase, settings
 
 from conformance.support import rough
-from conformance.support.devices import Devices, need_cxx, without_compiler
+from conformance.support.devices import Devices, MatrixDevices, need_cxx, without_compiler
 from conformance.support.expected import apply_expected
 from conformance.support.profile import PROFILE, QUICK, quick
 
@@ -121,6 +121,12 @@ def devices(open_devices: Devices) -> Iterator[Devices]:
     """The session's devices; whatever the validation layer says during a test fails that test."""
     yield open_devices
     open_devices.inspect()
+
+
+@pytest.fixture
+def matrices(devices: Devices, request: pytest.FixtureRequest) -> MatrixDevices:
+    """Vulkan devices with matrix units, also where there is no such GPU."""
+    return MatrixDevices(devices, request.node.nodeid)
 
 
 @pytest.fixture

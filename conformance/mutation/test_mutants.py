@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 
+from conformance.interpreter.values import Fault
 from conformance.mutation.mutate import Mutant, case_of, load, mutated_function, mutated_spirv, tried
-from conformance.support.devices import GUARD, OP_BACKENDS, Devices, need_compiler, open_backend, spy_kernels
+from conformance.support.devices import (
+    GUARD,
+    OP_BACKENDS,
+    Devices,
+    MatrixDevices,
+    need_compiler,
+    open_another,
+    open_backend,
+    spy_kernels,
+)
 from hybrid.harness import run_case
 from hybrid.harness.compare import Disagreement
 from hybrid.harness.tuned import plan_for
@@ -23,7 +33,7 @@ SPECS = load_ops()
 MUTANTS = [s for s in load() if s.kind != "aie"]  # tile kernels have a harness of their own
 
 
-def _device(mutant: Mutant, kernels: set[str], options: dict[str, Any], folder: Path) -> Any:
+def _device(mutant: Mutant, sound: Any, kernels: set[str], options: dict[str, Any], folder: Path) -> Any:
     if mutant.kind == "oracle":
         return open_backend("cpu", overrides={mutant.op: mutated_function(mutant, mutant.op)}, **options)
     if mutant.kind == "npu":
@@ -31,29 +41,32 @@ def _device(mutant: Mutant, kernels: set[str], options: dict[str, Any], folder: 
         device.functions[mutant.op] = functools.partial(mutated_function(mutant, mutant.op), device)
         return device
     if mutant.kind == "shader":
-        return open_backend("vulkan", spirv=mutated_spirv(mutant, kernels, folder), **options)
+        return open_another(sound, spirv=mutated_spirv(mutant, kernels, folder), **options)
     from hybrid.kernels.vulkan.ops import BINDINGS
 
-    return open_backend("vulkan", bindings={**BINDINGS, mutant.op: mutated_function(mutant, "record")}, **options)
+    return open_another(sound, bindings={**BINDINGS, mutant.op: mutated_function(mutant, "record")}, **options)
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(s, id=f"{s.op}-{s.kind}-{s.name}") for s in tried(MUTANTS)])
-def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caught(devices: Devices, matrices: MatrixDevices, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutant.kind == "shader":
         need_compiler()
     spec, case = SPECS[mutant.op], case_of(mutant, SPECS[mutant.op])
     options = {"guard": GUARD, **mutant.case.get("options", {})}
-    sound = devices.get(mutant.backend, **options)
-    if mutant.needs and not sound.has(mutant.needs):
-        pytest.skip(f"{sound.name} lacks {mutant.needs}: it never runs this kernel")
+    if mutant.needs == "f16_matrices":
+        sound = matrices(**options)
+    else:
+        sound = devices.get(mutant.backend, **options)
+        if mutant.needs and not sound.has(mutant.needs):
+            pytest.skip(f"{sound.name} lacks {mutant.needs}: it never runs this kernel")
     chosen: set[str] = set()
     if mutant.backend == "vulkan":
         chosen = spy_kernels(sound, monkeypatch)
     run_case(spec, sound, case)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # mutants do not belong in the pipeline cache
-    device = _device(mutant, chosen, options, tmp_path)
+    device = _device(mutant, sound, chosen, options, tmp_path)
     try:
-        with pytest.raises(Disagreement):
+        with pytest.raises((Disagreement, Fault)):
             run_case(spec, device, case)
     finally:
         device.close()

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.interpreter.values import Fault
 from conformance.mutation.mutate import Mutant, load, mutated_function, mutated_spirv, tried
 from conformance.ops.test_groups import SIZES
-from conformance.support.devices import GUARD, Devices, need_compiler, need_matrix_units, open_backend, spy_kernels
+from conformance.support.devices import GUARD, Devices, MatrixDevices, need_compiler, open_another, share_of, spy_kernels
 from conformance.support.groups import SPECS, cases, planned, proved
 from conformance.support.paths import MUTANTS
 from conformance.support.profile import LONG
@@ -210,9 +211,8 @@ def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> 
 
 
 @pytest.mark.parametrize("tile", ROWS)
-def test_products_on_matrix_units_are_left_apart(devices: Devices, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = devices.get("vulkan", guard=GUARD)
-    need_matrix_units(device)
+def test_products_on_matrix_units_are_left_apart(matrices: MatrixDevices, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = matrices(guard=GUARD)
     counts: list[int] = []
 
     def watched(*a: Any, **k: Any) -> int:
@@ -220,9 +220,9 @@ def test_products_on_matrix_units_are_left_apart(devices: Devices, tile: str, mo
         return counts[-1]
 
     monkeypatch.setattr(_apart, "left_apart", watched)
-    for ops in _apart.OPS:
-        for live in (ROWS[tile], 0):
-            on_matrix_units(device, ops, tile, live)
+    ways = [(ops, live) for ops in _apart.OPS for live in (ROWS[tile], 0)]
+    for ops, live in share_of(device, ways, len(ways)):
+        on_matrix_units(device, ops, tile, live)
     assert min(counts) > 1
 
 
@@ -230,10 +230,9 @@ MUTATED = list(load(MUTANTS / "apart"))
 
 
 @pytest.mark.parametrize("mutant", tried(MUTATED), ids=lambda m: f"{m.kind}-{m.name}")
-def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = devices.get("vulkan", guard=GUARD)
-    if mutant.needs:
-        need_matrix_units(sound)
+def test_caught(devices: Devices, matrices: MatrixDevices, mutant: Mutant, tmp_path: Path,
+                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    sound = matrices(guard=GUARD) if mutant.needs else devices.get("vulkan", guard=GUARD)
 
     def tell(device: Any) -> None:
         if mutant.needs:
@@ -259,5 +258,5 @@ def test_caught(devices: Devices, mutant: Mutant, tmp_path: Path, monkeypatch: p
             wrong = mutated_function(mutant, "record")
             of = [(ops, wrong if group is GROUPS[_apart.OPS[0]] else group) for ops, group in BEGUN_BY["linear"]]
             monkeypatch.setitem(BEGUN_BY, "linear", of)
-        with open_backend("vulkan", guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError)):
+        with open_another(sound, guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError, Fault)):
             tell(device)

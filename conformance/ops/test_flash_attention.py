@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conformance.support.devices import GUARD, Devices, spy_kernels
+from conformance.support.devices import GUARD, MatrixDevices, share_of, spy_kernels
 from hybrid.harness import run_case
 from hybrid.harness.cases import Case
 from hybrid.harness.fixed import variant
@@ -29,11 +29,8 @@ SIZES = (
 
 
 @pytest.fixture
-def device(devices: Devices) -> Any:
-    found = devices.get("vulkan", guard=GUARD)
-    if not found.has("f16_matrices") or found.subgroup_size != 32:
-        pytest.skip(f"no matrix units of f16 for subgroups of 32 on {found.name}")
-    return found
+def device(matrices: MatrixDevices) -> Any:
+    return matrices(guard=GUARD)
 
 
 def _cases(kv: str, d: int) -> Iterator[Case]:
@@ -53,7 +50,7 @@ VARIANTS = [(kv, d, own) for kv, heads in FLASH.items() for d, built in heads.it
 def test_tiles(device: Any, monkeypatch: pytest.MonkeyPatch, kv: str, d: int, own: int, style: str) -> None:
     chosen = spy_kernels(device, monkeypatch)
     with device.tuning.forced(FAMILY.name, {"columns": own}):
-        for case in _cases(kv, d):
+        for case in share_of(device, list(_cases(kv, d)), 24):
             run_case(SPEC, device, replace(case, style=style))
     name = f"flash_attention.{d}.{own}" if kv == "f16" else f"flash_attention.{kv}.{d}.{own}"
     assert name in chosen and not any(k.startswith("attention.") for k in chosen)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from conformance.support.devices import GUARD, Devices, need_matrix_units, spy_kernels
+from conformance.support.devices import GUARD, MatrixDevices, share_of, spy_kernels
 from hybrid.core.dtypes import DTYPES
 from hybrid.harness import POISON, prepare, run_case
 from hybrid.harness.cases import Case
@@ -71,20 +71,18 @@ def case_for(op: str, rows: int, dtype: str, shapes: dict[str, dict[str, int]] =
 
 @pytest.mark.parametrize(("op", "tile"), [(op, tile) for op in BIND for tile in TILES if op == "linear" or tile != NARROW])
 @pytest.mark.parametrize("rows", SIZES)
-def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(devices: Devices, op: str, rows: int, tile: str) -> None:
-    device, family = devices.get("vulkan", guard=GUARD), "linear.gemm" if op == "linear" else "ffn_up.gemm"
-    need_matrix_units(device)
-    for dtype, groups in (("q4_0", 24), ("f16", 24), ("q8_0", 1056)):
+def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(matrices: MatrixDevices, op: str, rows: int, tile: str) -> None:
+    device, family = matrices(guard=GUARD), "linear.gemm" if op == "linear" else "ffn_up.gemm"
+    ways = [(*way, live) for way in (("q4_0", 24), ("f16", 24), ("q8_0", 1056)) for live in (rows, rows // 2)]
+    for dtype, groups, live in share_of(device, ways, 3):
         with device.tuning.forced(family, {"tile": tile, "groups": groups}):
-            for live in (rows, rows // 2):
-                case = case_for(op, rows, dtype, PAIRS if tile in (*STREAM, NARROW) else BIND)
-                run_case(load_op(op), device, replace(case, rows=live))
+            case = case_for(op, rows, dtype, PAIRS if tile in (*STREAM, NARROW) else BIND)
+            run_case(load_op(op), device, replace(case, rows=live))
 
 
-def test_counters_are_left_as_they_were_found(devices: Devices) -> None:
+def test_counters_are_left_as_they_were_found(matrices: MatrixDevices) -> None:
     """The same recording, run again and again, gives the same bits."""
-    device, spec = devices.get("vulkan"), load_op("linear")
-    need_matrix_units(device)
+    device, spec = matrices(), load_op("linear")
     case = case_for("linear", SIZES[0], "q4_0")
     with device.tuning.forced("linear.gemm", {"tile": "16x128", "groups": 264}):
         program = prepare(spec, device, case, make(spec, case), POISON[0])
@@ -97,10 +95,9 @@ def test_counters_are_left_as_they_were_found(devices: Devices) -> None:
 
 
 @pytest.mark.parametrize("dtype", [t for t in TYPES if DTYPES[t].quantised])
-def test_few_rows_meet_weights_that_were_rounded_once(devices: Devices, dtype: str) -> None:
+def test_few_rows_meet_weights_that_were_rounded_once(matrices: MatrixDevices, dtype: str) -> None:
     """With one element in a row of x nothing hides how a weight was decoded: its f16 is the definition's."""
-    device, spec = devices.get("vulkan", guard=GUARD), load_op("linear")
-    need_matrix_units(device)
+    device, spec = matrices(guard=GUARD), load_op("linear")
     for rows, tile in zip((11, 27, 7, 11, 19, 27, 35, 43, 61, 61, 133, 43), (*FEW, *STREAM, NARROW), strict=True):
         bind = {"T": rows, "N": 331, "K": 512}
         case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes({"x": "f16", "w": dtype}), rows, frozenset(bind))
@@ -109,10 +106,9 @@ def test_few_rows_meet_weights_that_were_rounded_once(devices: Devices, dtype: s
 
 
 @pytest.mark.parametrize("width", [64, 96, 256])
-def test_both_products_of_a_layers_own_input_as_narrow_ones(devices: Devices, width: int) -> None:
+def test_both_products_of_a_layers_own_input_as_narrow_ones(matrices: MatrixDevices, width: int) -> None:
     """Whose second K is no whole pair of blocks with 96 columns: that product takes another tile."""
-    device, spec = devices.get("vulkan", guard=GUARD), load_op("per_layer_input")
-    need_matrix_units(device)
+    device, spec = matrices(guard=GUARD), load_op("per_layer_input")
     types = spec.dtypes({"x": "f16", "h": "f16", "w_gate": "q4_0", "w_proj": "q4_0"})
     with device.tuning.forced("linear.gemm", {"tile": NARROW}):
         for rows, live in ((5, 5), (37, 21), (64, 64)):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import importlib.util
 import os
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import pytest
@@ -20,7 +21,13 @@ from hybrid.planning.passes import capabilities_of
 from hybrid.spec.fields import BackendName
 from hybrid.spec.schedule import Schedule
 
+T = TypeVar("T")
 BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
+INTERPRETED = "interpreted"
+"""A backend beside these, and a value of HYBRID_VULKAN_DEVICE: a Vulkan device whose kernels NumPy runs, as on a GPU with matrix
+units (conformance/interpreter)."""
+SHARE = 12
+"""In the short profile one test of matrix units in so many is interpreted."""
 OP_BACKENDS: tuple[BackendName, ...] = (*BACKENDS, "npu")  # the NPU runs single operations, in the simulator
 
 
@@ -59,8 +66,13 @@ def open_backend(backend: str, **options: Any) -> Device:
         return NpuDevice("sim", **options)
     from hybrid.kernels.vulkan.device import VulkanUnavailable, open_device
 
+    selector = os.environ.get("HYBRID_VULKAN_DEVICE", "auto")
     try:
-        return open_device(os.environ.get("HYBRID_VULKAN_DEVICE", "auto"), **options)
+        if INTERPRETED in (backend, selector):
+            from conformance.interpreter.device import InterpretedDevice
+
+            return InterpretedDevice("auto", **options)
+        return open_device(selector, **options)
     except VulkanUnavailable as error:
         without_vulkan(error)
 
@@ -151,10 +163,48 @@ def without_compiler(said: str) -> NoReturn:
     pytest.skip(said)
 
 
-def need_matrix_units(device: Any) -> None:
-    """Skip the test that runs where no kernel for matrix units is ever chosen."""
-    if not device.has("f16_matrices"):
-        pytest.skip(f"{device.name} has no matrix units")
+def open_another(device: Any, **options: Any) -> Any:
+    """A Vulkan device of the same kind."""
+    return open_backend(INTERPRETED if is_interpreted(device) else device.backend, **options)
+
+
+def is_interpreted(device: Any) -> bool:
+    return getattr(device, "interpreted", False)
+
+
+class MatrixDevices:
+    """devices(**options) -> a Vulkan device with matrix units, whose kernels the test is about: this machine's, else the
+    interpreter's on the driver that is here. The short profile interprets a share of the tests, which changes with the kernels."""
+
+    def __init__(self, devices: Devices, test: str) -> None:
+        self.devices, self.test = devices, test
+
+    def __call__(self, **options: Any) -> Any:
+        device = self.devices.get("vulkan", **options)
+        if has_matrix_units(device):
+            return device
+        if not interpreted_now(self.test):
+            pytest.skip(f"{device.name} has no matrix units; HYBRID_CONFORMANCE=long interprets this")
+        return self.devices.get(INTERPRETED, **options)
+
+
+def has_matrix_units(device: Any) -> bool:
+    """Whether kernels for matrix units are ever chosen on a Vulkan device."""
+    return device.has("f16_matrices") and device.subgroup_size == 32
+
+
+def share_of(device: Any, cases: Sequence[T], share: int) -> Sequence[T]:
+    """All cases; of one that is interpreted one in so many, which change with the kernels."""
+    from hybrid.kernels.vulkan.kernel import kernels_digest
+
+    return cases[int(kernels_digest(), 16) % share :: share] if is_interpreted(device) else cases
+
+
+def interpreted_now(test: str) -> bool:
+    """Whether the profile that runs interprets a test of matrix units, by its name."""
+    from hybrid.kernels.vulkan.kernel import kernels_digest
+
+    return LONG or int.from_bytes(hashlib.sha256(f"{kernels_digest()} {test}".encode()).digest()[:4]) % SHARE == 0
 
 
 def spy_kernels(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:

@@ -68,12 +68,14 @@ class VulkanDevice(Storage, SingleDevice):
     """
 
     backend = "vulkan"
+    queue_type: type[Queue] = Queue
+    kernels_type: type[KernelCache] = KernelCache
+    program_type: type[Program] = Program
 
-    def __init__(self, selector: str = "auto", *, spirv: Path | None = None,
-                 bindings: Mapping[str, Binding] | None = None, max_range: int | None = None, guard: int = 0,
-                 budget: int | None = None, validation: bool | str | None = None, timeout: float | None = None,
-                 staging: int = CHUNK_BYTES, tuning: str | None = None, without: Collection[str] = (),
-                 on: VulkanDevice | None = None) -> None:
+    def __init__(self, selector: str = "auto", *, spirv: Path | None = None, bindings: Mapping[str, Binding] | None = None,
+                 max_range: int | None = None, guard: int = 0, budget: int | None = None, validation: bool | str | None = None,
+                 timeout: float | None = None, staging: int = CHUNK_BYTES, tuning: str | None = None,
+                 without: Collection[str] = (), on: VulkanDevice | None = None) -> None:
         self._queue: Queue | None = None
         self.unfreed: Queue | None = None
         """Of a device that was closed too early."""
@@ -83,7 +85,7 @@ class VulkanDevice(Storage, SingleDevice):
             raise ForkedDevice(forked_message(parent))
         free_left()
         if on is None:
-            q = Queue(selector, validation, timeout)
+            q = self.queue_type(selector, validation, timeout)
             self._closing.callback(q.close)
         else:
             q = on.queue
@@ -93,8 +95,7 @@ class VulkanDevice(Storage, SingleDevice):
         self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
         # A chunk of a weight is one binding in one allocation, and drivers may allow less for the second.
         limits = self.report.limits
-        self.max_range = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation,
-                             max_range or sys.maxsize)
+        self.max_range = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation, max_range or sys.maxsize)
         self.max_groups, self.max_threads = limits.groups, q.max_threads
         self.polls = most_polls(q.info.kind)
         self.cores, self.shared_bytes, self.storage_buffers = limits.cores, limits.shared_bytes, limits.storage_buffers
@@ -114,8 +115,8 @@ class VulkanDevice(Storage, SingleDevice):
             super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
             self._closing.callback(self.clear_names)
             builders = 1 if q.info.kind == "cpu" else min(os.cpu_count() or 1, MOST_BUILDERS)
-            self._kernels: KernelCache = KernelCache(self.handle, self.report, self.subgroup_size, spirv, self.counters, builders,
-                                        None if on is None else on._kernels)
+            self._kernels: KernelCache = self.kernels_type(self.handle, self.report, self.subgroup_size, spirv, self.counters,
+                                                           builders, None if on is None else on._kernels)
             self._closing.callback(self._kernels.close)
             if on is None:
                 self.report = replace(self.report, **lanes.measured(self))
@@ -138,7 +139,7 @@ class VulkanDevice(Storage, SingleDevice):
         """Another device with tensors and programs of its own on the same queue: what is submitted to both runs in one order, and
         the GPU changes no context between them. Pipelines are built once for both. A loss is of both; closing this one closes it.
         lent: Device.sibling."""
-        made = VulkanDevice(on=self, **options)
+        made = type(self)(on=self, **options)
         made._lent = {theirs: self.tensor(ours) for theirs, ours in (lent or {}).items()}
         return made
 
@@ -232,7 +233,7 @@ class VulkanDevice(Storage, SingleDevice):
             for name in owned:
                 self.drop(name)
             raise
-        program = Program(self, plan, recorder, profile, owned)
+        program = self.program_type(self, plan, recorder, profile, owned)
         self._kernels.save()
         return program
 
@@ -301,8 +302,7 @@ class VulkanDevice(Storage, SingleDevice):
         """Fill all activations, scratch memory and the stored tensors `names` with a byte."""
         self.check_open()
         self.wait()
-        pieces = [*self._scratch, *([self._arena] if self._arena else [])]
-        pieces += self.slices(names)
+        pieces = [*self._scratch, *([self._arena] if self._arena else []), *self.slices(names)]
         pieces += [piece for program in self.programs for piece in self.slices(program.guarded)]
         for piece in pieces:
             self.fill(piece, byte)

@@ -8,7 +8,6 @@ from typing import Any
 
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.kernels.vulkan.features import F16_EIGHTS
-from hybrid.kernels.vulkan.program import Program
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.spec.cost import Cost
 
@@ -27,7 +26,7 @@ def measured(device: Any) -> dict[str, Any]:
         words = device.tensor(KERNEL).parts
         recorder = Recorder(device, words[0])
         recorder.dispatch(device.kernel(KERNEL), reads=(), writes=words)
-        program = Program(device, Plan(KERNEL, 1, 0, (Step(KERNEL, KERNEL, {}, {}),), {}), recorder, False, cost=Cost())
+        program = device.program_type(device, Plan(KERNEL, 1, 0, (Step(KERNEL, KERNEL, {}, {}),), {}), recorder, False, cost=Cost())
         device.wait(program.submit())
         held, fused = device.read(KERNEL).array
         return {"lanes": int(held) == SUBGROUP, "fused": int(fused) == SUBGROUP}

@@ -23,7 +23,7 @@ def _rest(a: int, b: int) -> int:
     return a % b if b else 0
 
 
-_SPEC_OPS: dict[int, Callable[..., Any]] = {  # opcodes inside OpSpecConstantOp
+SPEC_OPS: dict[int, Callable[..., Any]] = {  # opcodes inside OpSpecConstantOp
     128: lambda a, b: a + b, 130: lambda a, b: a - b, 132: lambda a, b: a * b, 134: _over,
     135: _over, 137: _rest, 139: _rest, 138: _rest,
     194: lambda a, b: a >> b, 195: lambda a, b: a >> b, 196: lambda a, b: a << b, 197: lambda a, b: a | b,
@@ -112,7 +112,7 @@ class _Reader:
         elif op in (44, 51):
             self.composites[a[1]] = a[2:]
         elif op == 52:
-            fn = _SPEC_OPS.get(a[2])
+            fn = SPEC_OPS.get(a[2])
             if fn and all(x in self.values for x in a[3:]):
                 self.values[a[1]] = int(fn(*[self.values[x] for x in a[3:]])) & 0xFFFFFFFF
         elif op == 59:

@@ -1,0 +1,121 @@
+"""A Vulkan device whose programs are run here: memory, copies and plans are a driver's (any: llvmpipe), dispatches NumPy's, as on
+a GPU with subgroups of 32 and matrix units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from conformance.interpreter.machine import run
+from conformance.interpreter.module import Module, read
+from hybrid.kernels.vulkan.device import VulkanDevice
+from hybrid.kernels.vulkan.features import F16_EIGHTS, F16_MATRIX, Feature, Report
+from hybrid.kernels.vulkan.kernel import KernelCache
+from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.program import Program
+from hybrid.kernels.vulkan.recorder import GRID_WORDS
+from hybrid.kernels.vulkan.spirv import ModuleInfo
+from hybrid.kernels.vulkan.timeline import Queue
+
+NAME = "interpreted"
+SHARED, INVOCATIONS, CORES = 48 << 10, 1024, 132  # as an H100 says
+
+
+def as_gpu(report: Report) -> Report:
+    """What a driver says of its device, with every optional feature and the limits of the GPU that is imitated."""
+
+    def all_of(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
+        return tuple(replace(f, present=f.present or f.name in GIVEN) for f in features)
+
+    limits = replace(report.limits, shared_bytes=SHARED, workgroup=(INVOCATIONS, INVOCATIONS, 64), invocations=INVOCATIONS,
+                     subgroup=32, min_subgroup=32, max_subgroup=32, workgroup_subgroups=32, cores=CORES)  # fmt: skip
+    return replace(report, features=all_of(report.features), extensions=all_of(report.extensions), limits=limits,
+                   vendor="nvidia", driver_id="nvidia", matrices=(F16_MATRIX, F16_EIGHTS))  # fmt: skip
+
+
+GIVEN = {"cooperativeMatrix", "VK_KHR_cooperative_matrix", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderFloat16",
+         "shaderInt8", "shaderInt16", "storageBuffer16BitAccess", "uniformAndStorageBuffer16BitAccess", "storageBuffer8BitAccess",
+         "uniformAndStorageBuffer8BitAccess", "shaderIntegerDotProduct", "subgroup basic", "subgroup vote", "subgroup arithmetic",
+         "subgroup ballot", "subgroup shuffle"}  # fmt: skip
+
+
+class InterpretedQueue(Queue):
+    """A driver's, which says of its device what the imitated one would."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.report = as_gpu(self.report)
+        self.info = replace(self.info, name=f"{NAME} on {self.info.name}", kind="discrete")
+        self.subgroup_size, self.max_threads = 32, INVOCATIONS
+
+
+class InterpretedKernels(KernelCache):
+    """Modules that are read here, not by the driver."""
+
+    def _open_cache(self) -> Any:
+        return None
+
+    def _module(self, name: str, code: bytes) -> bytes:
+        return code
+
+    def _layout(self, bindings: int, push: int) -> None:
+        self.set_layouts[bindings] = None
+
+    def _pipeline(self, name: str, module: Any, ids: Mapping[int, int], info: ModuleInfo, layout: Any) -> Module:
+        return read(module, ids)
+
+    def _start(self, build: Any) -> Future[Any]:
+        made: Future[Any] = Future()
+        made.set_result(build())
+        return made
+
+    def save(self) -> None:
+        self.unsaved = False
+
+    def close(self) -> None:
+        self.kernels, self._made, self.set_layouts = {}, {}, {}
+
+
+class InterpretedProgram(Program):
+    """Runs when it is submitted."""
+
+    def _descriptor_sets(self) -> list[Any]:
+        return []
+
+    def _record(self) -> None:
+        self.device.counters.recordings += 1
+
+    def submit(self, times: int = 1) -> int:
+        device = self.device
+        device.wait()
+        for _ in range(times):
+            for d in self.recording.dispatches:
+                grid: Any = d.grid
+                if d.entry is not None:
+                    words = self._bytes(Slice(self._grids.buffer, self._grids.offset + 4 * GRID_WORDS * d.entry, 4 * GRID_WORDS))
+                    grid = words.view(np.uint32)[:3].tolist()
+                run(d.kernel.pipeline, d.kernel.name, [self._bytes(s) for s in d.slices], d.push, grid)
+        counters = device.counters
+        counters.submits += 1
+        counters.dispatches += times * self.dispatches
+        counters.barriers += times * self.barriers
+        return self.ticket
+
+    def _bytes(self, piece: Slice) -> np.ndarray:
+        """A slice's memory, as much of it as is bound."""
+        base = self._places.get(id(piece.buffer))
+        real = piece if base is None else Slice(base.buffer, base.offset + piece.offset, piece.size)
+        if real.buffer.view is None:
+            raise ValueError("kernels can be interpreted only where the driver maps all its memory, as llvmpipe does")
+        return real.buffer.view[real.offset : real.offset + self._real(piece)[2]]
+
+
+class InterpretedDevice(VulkanDevice):
+    """VulkanDevice, its kernels run by NumPy."""
+
+    interpreted = True
+    queue_type, kernels_type, program_type = InterpretedQueue, InterpretedKernels, InterpretedProgram

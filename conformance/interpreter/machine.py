@@ -1,0 +1,383 @@
+"""A dispatch run by NumPy: all lanes of all workgroups at once, those first that are behind in the order of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from conformance.interpreter import matrices
+from conformance.interpreter.flow import ordered
+from conformance.interpreter.memory import Bytes, Pointer, Shared, Variables, element, load, store
+from conformance.interpreter.module import Block, Module, Type
+from conformance.interpreter.operations import EXTENDED, OPERATIONS, reduced, scalar
+from conformance.interpreter.values import Fault, merged, spread, uniform
+
+LANES = matrices.LANES
+LITERALS = {79, 4450}  # whose third operand on are numbers
+INPUT, WORKGROUP, PRIVATE, FUNCTION, PUSH, STORAGE = 1, 4, 6, 7, 9, 12
+MOST_LANES = 1 << 14
+"""That run together."""
+BATCHES = 3
+"""Of workgroups, one after another, at least, where they have atomic operations."""
+MOST_BLOCKS = 1 << 20
+"""Of one run: a loop without end is a fault."""
+
+
+def run(module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, grid: Sequence[int]) -> None:
+    """One dispatch. bindings: the bytes of each buffer, written in place. Raises Fault."""
+    x, y, z = (int(g) for g in grid)
+    count, threads = x * y * z, module.local[0] * module.local[1] * module.local[2]
+    if not count:
+        return
+    if threads % LANES:
+        raise Fault(f"{name}: a workgroup of {threads} is no whole number of subgroups")
+    most = max(1, MOST_LANES // threads)
+    if any(op in ATOMICS for block in module.blocks for op, *_ in block.body):
+        most = min(most, -(-count // BATCHES))  # they hand one another something: who comes first must not have what comes later
+    for first in range(0, count, most):
+        groups = np.arange(first, min(first + most, count))
+        with np.errstate(all="ignore"):
+            Machine(module, name, bindings, push, groups, (x, y, z)).go()
+
+
+class Machine:
+    def __init__(self, module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, groups: np.ndarray,
+                 grid: tuple[int, int, int]) -> None:  # fmt: skip
+        self.m, self.name = module, name
+        local = module.local
+        threads = local[0] * local[1] * local[2]
+        self.n = len(groups) * threads
+        lane = np.arange(self.n)
+        self.group, inside = lane // threads, lane % threads
+        self.subgroup = lane // LANES
+        self.values: dict[int, Any] = dict(module.constants)
+        self.variables = Variables(self.n)
+        self.mask: Any = None
+        self.alive = np.ones(self.n, bool)
+        number = groups[self.group]
+        at = [number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])]
+        here = [inside % local[0], inside // local[0] % local[1], inside // (local[0] * local[1])]
+        builtin: dict[int, Any] = {
+            24: [np.uint32(g) for g in grid], 25: [np.uint32(g) for g in local], 26: at, 27: here,
+            28: [a * s + h for a, s, h in zip(at, local, here, strict=True)], 29: inside, 36: np.uint32(LANES),
+            38: np.uint32(threads // LANES), 40: inside // LANES, 41: inside % LANES,
+        }  # fmt: skip
+        for variable, (kind, storage) in module.variables.items():
+            deco = module.decorations.get(variable, {})
+            if storage == INPUT:
+                value = builtin[deco[11][0]]
+                self.variables.held[variable] = _u32(value)
+                self.values[variable] = Pointer(kind, None, 0, variable)
+            elif storage == WORKGROUP:
+                size = -(-kind.size() // 16) * 16
+                shared = Shared(size, len(groups), self.subgroup, self.group, name)
+                self.values[variable] = Pointer(kind, shared, shared.base)
+            elif storage == PUSH:
+                self.values[variable] = Pointer(kind, Bytes(np.frombuffer(push, np.uint8), f"{name}: push constants"))
+            elif storage in (PRIVATE, FUNCTION):
+                self.variables.declare(variable, kind)
+                self.values[variable] = Pointer(kind, None, 0, variable)
+            else:
+                binding = deco[33][0]
+                self.values[variable] = Pointer(kind, Bytes(bindings[binding], f"{name}: binding {binding}"))
+        self.shared = [p.memory for p in self.values.values() if isinstance(p, Pointer) and isinstance(p.memory, Shared)]
+        self.blocks = ordered(module.blocks)
+        self.index = {b.label: i for i, b in enumerate(self.blocks)}
+
+    # --- flow ----------------------------------------------------------------------------------------------------------
+    def go(self) -> None:
+        pending: dict[int, tuple[Any, Any]] = {0: (None, 0)}  # block: the lanes (None: all), and the block each came from
+        for _ in range(MOST_BLOCKS):
+            if not pending:
+                return
+            i = min(pending)
+            self.mask, came = pending.pop(i)
+            block = self.blocks[i]
+            self._phis(block, came)
+            for op, t, result, a in block.body:
+                try:
+                    self._do(op, t, result, a)
+                except Fault:
+                    raise
+                except Exception as error:
+                    raise Fault(f"{self.name}: opcode {op}: {type(error).__name__}: {error}") from error
+            for label, mask in self._ways(block):
+                to = self.index[label]
+                if to not in pending:
+                    pending[to] = (mask, block.label)
+                    continue
+                other, before = pending[to]
+                source = np.array(np.broadcast_to(before, self.n))
+                source[mask] = block.label
+                whole = mask | other
+                pending[to] = (None if whole.all() else whole, source)
+        raise Fault(f"{self.name}: more than {MOST_BLOCKS} blocks were run: a loop without end")
+
+    def _ways(self, block: Block) -> list[tuple[int, Any]]:
+        op, a = block.end
+        if op == 249:
+            return [(a[0], self.mask)]
+        if op == 250:
+            return self._split(self.values[a[0]], [(a[1], None)], a[2], truth=True)
+        if op == 251:
+            cases = [(label, value) for value, label in zip(a[2::2], a[3::2], strict=True)]
+            return self._split(self.values[a[0]], cases, a[1], truth=False)
+        if self.mask is None:
+            self.alive[:] = False
+        else:
+            self.alive &= ~self.mask
+        return []
+
+    def _split(self, value: Any, cases: list[tuple[int, Any]], rest: int, truth: bool) -> list[tuple[int, Any]]:
+        whole = np.ones(self.n, bool) if self.mask is None else self.mask
+        found: dict[int, Any] = {}
+        left = whole
+        for label, wanted in cases:
+            taken = left & (spread(value, self.n) if truth else spread(value == wanted, self.n))
+            left = left & ~taken
+            if taken.any():
+                found[label] = found[label] | taken if label in found else taken
+        if left.any():
+            found[rest] = found[rest] | left if rest in found else left
+        return [(label, None if mask.all() else mask) for label, mask in found.items()]
+
+    def _phis(self, block: Block, came: Any) -> None:
+        made = []
+        for result, pairs in block.phis:
+            ways = list(zip(pairs[::2], pairs[1::2], strict=True))
+            if np.ndim(came) == 0:
+                value = next(self.values[v] for v, label in ways if label == came)
+            else:
+                known = [(self.values[v], came == label) for v, label in ways if v in self.values]
+                value = known[0][0]
+                for other, where in known[1:]:
+                    value = merged(where, other, value)
+            made.append((result, value))
+        for result, value in made:
+            self._put(result, value)
+
+    def _put(self, result: int, value: Any) -> None:
+        if self.mask is not None and result in self.values and not isinstance(value, Pointer):
+            value = merged(self.mask, value, self.values[result])
+        elif self.mask is not None and isinstance(value, Pointer) and np.ndim(value.offset):
+            old = self.values.get(result)
+            if isinstance(old, Pointer):
+                value = Pointer(value.type, value.memory, np.where(self.mask, value.offset, old.offset), value.variable, value.path)
+        self.values[result] = value
+
+    # --- instructions --------------------------------------------------------------------------------------------------
+    def _do(self, op: int, t: Type | None, result: int, a: list[int]) -> None:
+        v = self.values
+        if op in OPERATIONS:
+            operands = [v[x] for x in a] if op not in LITERALS else [v[a[0]], v[a[1]], *a[2:]]
+            self._put(result, OPERATIONS[op](t, *operands))
+        elif op == 12:
+            self._put(result, EXTENDED[a[1]](t, *(v[x] for x in a[2:])))
+        else:
+            assert op in SPECIAL, f"opcode {op} is not known"
+            SPECIAL[op](self, t, result, a)
+
+    def _load(self, t: Any, result: int, a: list[int]) -> None:
+        p = self.values[a[0]]
+        self._put(result, self.variables.load(p, self.mask) if p.memory is None else load(p, t, self.mask))
+
+    def _store(self, t: Any, result: int, a: list[int]) -> None:
+        p, value = self.values[a[0]], self.values[a[1]]
+        if p.memory is None:
+            self.variables.store(p, value, self.mask)
+        else:
+            store(p, value, self.mask, self.n)
+
+    def _chain(self, t: Any, result: int, a: list[int]) -> None:
+        p = self.values[a[0]]
+        for index in a[1:]:
+            p = element(p, self.values[index])
+        self._put(result, p)
+
+    def _extract(self, t: Any, result: int, a: list[int]) -> None:
+        value = self.values[a[0]]
+        for i in a[1:]:
+            value = value[:, i] if isinstance(value, np.ndarray) and value.ndim == 2 else value[i]
+        self._put(result, value)
+
+    def _insert(self, t: Any, result: int, a: list[int]) -> None:
+        self._put(result, _with(self.values[a[1]], a[2:], self.values[a[0]], self.n))
+
+    # --- matrices --------------------------------------------------------------------------------------------------------
+    def _addresses(self, p: Pointer, shape: tuple[int, int, int], layout: int, stride: int, dtype: Any) -> Any:
+        row, column = matrices.places(*shape)
+        if int(self.values[layout]) == 1:
+            row, column = column, row
+        step = p.type.size() * int(self._same(self.values[stride]))
+        inside = row * step + column * np.dtype(dtype).itemsize
+        base = np.broadcast_to(p.offset, self.n).astype(np.int64)
+        return base[:, None] + np.tile(inside, (self.n // LANES, 1))
+
+    def _matrix_load(self, t: Any, result: int, a: list[int]) -> None:
+        p = self.values[a[0]]
+        at = self._addresses(p, t.shape, a[1], a[2], t.dtype)
+        p.memory.touched(at, np.dtype(t.dtype).itemsize, self.mask, False)
+        view, index = p.memory.at(t.dtype, at, self.mask)
+        self._put(result, view[index])
+
+    def _matrix_store(self, t: Any, result: int, a: list[int]) -> None:
+        p, value = self.values[a[0]], self.values[a[1]]
+        shape = self._shape(a[1])
+        at = self._addresses(p, shape, a[2], a[3], value.dtype)
+        p.memory.touched(at, value.dtype.itemsize, self.mask, True)
+        view, index = p.memory.at(value.dtype, at, self.mask)
+        value = np.broadcast_to(value, index.shape)
+        if self.mask is None:
+            view[index] = value
+        else:
+            view[index[self.mask]] = value[self.mask]
+
+    def _multiply(self, t: Any, result: int, a: list[int]) -> None:
+        shapes = tuple(self._shape(x) for x in a[:3])
+        self._whole_subgroups()
+        x, y, z = (self.values[v] for v in a[:3])
+        self._put(result, matrices.product(x, y, z, self.n, shapes))
+
+    def _shape(self, value: int) -> tuple[int, int, int]:
+        return self.m.shapes[value]
+
+    def _whole_subgroups(self) -> None:
+        if self.mask is not None and (self.mask.reshape(-1, LANES).any(-1) != self.mask.reshape(-1, LANES).all(-1)).any():
+            raise Fault(f"{self.name}: a matrix operation that not all lanes of a subgroup reach")
+
+    def _same(self, value: Any) -> int:
+        found = uniform(value, self.mask)
+        if found is None:
+            raise Fault(f"{self.name}: a stride of matrices that differs between lanes")
+        return found
+
+    # --- subgroups and workgroups ----------------------------------------------------------------------------------------
+    def _active(self) -> np.ndarray:
+        whole = np.ones(self.n, bool) if self.mask is None else self.mask
+        return whole.reshape(-1, LANES)
+
+    def _lanes(self, value: Any) -> np.ndarray:
+        return spread(value, self.n).reshape(-1, LANES)
+
+    def _elect(self, t: Any, result: int, a: list[int]) -> None:
+        active = self._active()
+        self._put(result, (active & (np.cumsum(active, -1) == 1)).ravel())
+
+    def _vote(self, t: Any, result: int, a: list[int], every: bool) -> None:
+        active, x = self._active(), self._lanes(self.values[a[1]])
+        found = (x | ~active).all(-1) if every else (x & active).any(-1)
+        self._put(result, np.repeat(found, LANES))
+
+    def _shuffle(self, t: Any, result: int, a: list[int], exclusive: bool) -> None:
+        lane = np.arange(LANES)[None]
+        source = self._lanes(self.values[a[2]]).astype(np.int64)
+        source = lane ^ source if exclusive else source
+        self._take(result, self.values[a[1]], source)
+
+    def _take(self, result: int, value: Any, source: np.ndarray) -> None:
+        active = self._active()
+        wrong = active & ~np.take_along_axis(active, source % LANES, -1)
+        if wrong.any() or (source[active] >= LANES).any():
+            raise Fault(f"{self.name}: a lane takes what an inactive lane has")
+
+        def one(x: Any) -> Any:
+            return np.take_along_axis(self._lanes(x), source % LANES, -1).ravel()
+
+        self._put(result, [one(x) for x in value] if isinstance(value, list) else one(value))
+
+    def _broadcast(self, t: Any, result: int, a: list[int], first: bool) -> None:
+        active = self._active()
+        source = active.argmax(-1)[:, None] if first else self._lanes(self.values[a[2]]).astype(np.int64)
+        self._take(result, self.values[a[1]], np.broadcast_to(source, active.shape))
+
+    def _ballot(self, t: Any, result: int, a: list[int]) -> None:
+        bits = (self._lanes(self.values[a[1]]) & self._active()).astype(np.uint32) << np.arange(LANES, dtype=np.uint32)
+        word = np.repeat(np.bitwise_or.reduce(bits, -1), LANES)
+        self._put(result, [word, np.uint32(0), np.uint32(0), np.uint32(0)])
+
+    def _bit_count(self, t: Any, result: int, a: list[int]) -> None:
+        lane = np.arange(LANES, dtype=np.uint32)
+        bits = self._lanes(self.values[a[2]][0])[..., None] >> lane & 1  # [subgroups, lanes, bits]
+        counted = {0: np.ones((LANES, LANES), bool), 1: lane <= lane[:, None], 2: lane < lane[:, None]}[a[1]]
+        self._put(result, (bits * counted).sum(-1).astype(np.uint32).ravel())
+
+    def _reduce(self, op: int, t: Any, result: int, a: list[int]) -> None:
+        if a[1] != 0:
+            raise Fault(f"{self.name}: opcode {op} of subgroups as a scan")
+        value, active = self.values[a[2]], self._active()
+
+        def one(x: Any) -> Any:
+            return np.repeat(reduced(op, self._lanes(x), active, scalar(t)).astype(scalar(t)).ravel(), LANES)
+
+        self._put(result, [one(x) for x in value] if isinstance(value, list) else one(value))
+
+    def _barrier(self, t: Any, result: int, a: list[int]) -> None:
+        if int(self.values[a[0]]) > 2:  # of a subgroup
+            self._whole_subgroups()
+            return
+        if self.mask is not None:
+            threads = self.n // (int(self.group[-1]) + 1)
+            here, alive = self.mask.reshape(-1, threads), self.alive.reshape(-1, threads)
+            reached = here.any(-1)
+            if (here[reached] != alive[reached]).any():
+                raise Fault(f"{self.name}: a barrier that not all of a workgroup reach")
+            groups = np.flatnonzero(reached)
+        else:
+            groups = np.arange(int(self.group[-1]) + 1)
+        for shared in self.shared:
+            shared.epoch[groups] += 1
+
+    def _atomic(self, op: int, t: Any, result: int, a: list[int]) -> None:
+        p = self.values[a[0]]
+        dtype = p.type.dtype
+        value = spread(self.values[a[3]], self.n) if len(a) > 3 else np.ones(self.n, dtype)
+        view, index = p.memory.at(dtype, p.offset, self.mask)
+        index, found = np.broadcast_to(index, self.n), np.zeros(self.n, dtype)
+        for lane in range(self.n) if self.mask is None else np.flatnonzero(self.mask):
+            i = index[lane]
+            found[lane] = view[i]
+            view[i] = ATOMICS[op](view[i], value[lane])
+        if t is not None:
+            self._put(result, found)
+
+
+def _with(old: Any, path: list[int], value: Any, lanes: int) -> Any:
+    if not path:
+        return value
+    if isinstance(old, np.ndarray):
+        made = np.array(np.broadcast_to(old, (lanes, old.shape[1])))
+        made[:, path[0]] = value
+        return made
+    return [_with(x, path[1:], value, lanes) if i == path[0] else x for i, x in enumerate(old)]
+
+
+def _u32(value: Any) -> Any:
+    return [_u32(x) for x in value] if isinstance(value, list) else value.astype(np.uint32)
+
+
+def _i(x: Any) -> Any:
+    return x.view(f"i{x.itemsize}")
+
+
+ATOMICS: dict[int, Callable[[Any, Any], Any]] = {
+    227: lambda old, v: old, 228: lambda old, v: v, 229: lambda old, v: v,
+    232: lambda old, v: old + v, 234: lambda old, v: old + v, 235: lambda old, v: old - v,
+    236: lambda old, v: old if _i(old) < _i(v) else v, 237: min, 238: lambda old, v: old if _i(old) > _i(v) else v, 239: max,
+    240: lambda old, v: old & v, 241: lambda old, v: old | v,
+}  # fmt: skip
+SPECIAL: dict[int, Callable[..., None]] = {
+    1: lambda self, t, r, a: None,
+    61: Machine._load, 62: Machine._store, 65: Machine._chain, 66: Machine._chain, 81: Machine._extract, 82: Machine._insert,
+    224: Machine._barrier, 225: lambda self, t, r, a: None,
+    333: Machine._elect,
+    334: lambda self, t, r, a: self._vote(t, r, a, True), 335: lambda self, t, r, a: self._vote(t, r, a, False),
+    337: lambda self, t, r, a: self._broadcast(t, r, a, False), 338: lambda self, t, r, a: self._broadcast(t, r, a, True),
+    339: Machine._ballot, 342: Machine._bit_count,
+    345: lambda self, t, r, a: self._shuffle(t, r, a, False), 346: lambda self, t, r, a: self._shuffle(t, r, a, True),
+    4457: Machine._matrix_load, 4458: Machine._matrix_store, 4459: Machine._multiply,
+    4460: lambda self, t, r, a: self._put(r, np.uint32(self.m.types[a[0]].n)),
+    **{op: (lambda self, t, r, a, op=op: self._reduce(op, t, r, a)) for op in range(349, 361)},
+    **{op: (lambda self, t, r, a, op=op: self._atomic(op, t, r, a)) for op in ATOMICS},
+}  # fmt: skip

@@ -1,0 +1,214 @@
+"""What kernels read and write: bytes (buffers, push constants, shared memory) and variables of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from conformance.interpreter.module import TYPE_ARRAY, TYPE_BOOL, TYPE_RUNTIME, TYPE_STRUCT, TYPE_VECTOR, Type, zero
+from conformance.interpreter.values import Fault, merged, uniform
+
+NOBODY, MANY = -1, -2
+CELL = 2  # bytes of shared memory that are watched together
+
+
+class Bytes:
+    """A range of bytes; `name` is what a fault calls it."""
+
+    def __init__(self, data: np.ndarray, name: str) -> None:
+        self.data, self.name = data, name
+        self.views: dict[Any, np.ndarray] = {}
+
+    def view(self, dtype: Any) -> np.ndarray:
+        if dtype not in self.views:
+            size = np.dtype(dtype).itemsize
+            self.views[dtype] = self.data[: len(self.data) // size * size].view(dtype)
+        return self.views[dtype]
+
+    def at(self, dtype: Any, offset: Any, mask: Any) -> tuple[np.ndarray, Any]:
+        """The view and the elements at these bytes; of inactive lanes element 0."""
+        view, size = self.view(dtype), np.dtype(dtype).itemsize
+        if mask is not None and np.ndim(offset):
+            offset = np.where(mask if np.ndim(offset) == 1 else mask[:, None], offset, 0)
+        low, high = (int(offset), int(offset)) if np.ndim(offset) == 0 else (int(offset.min()), int(offset.max()))
+        if low < 0 or high + size > len(self.data):
+            raise Fault(f"{self.name} has {len(self.data)} bytes, touched were {low} to {high + size}")
+        index = offset // size
+        if (index * size != offset).any() if np.ndim(offset) else index * size != offset:
+            raise Fault(f"{self.name}: {np.dtype(dtype)} at an address that is no multiple of its size")
+        return view, index
+
+    def touched(self, offset: Any, size: int, mask: Any, writes: bool) -> None:
+        """Nothing watches."""
+
+
+class Shared(Bytes):
+    """Shared memory of all workgroups, one behind the other. A byte that a subgroup writes between two barriers is no other
+    subgroup's to touch, and one that it reads no other's to write."""
+
+    def __init__(self, nbytes: int, groups: int, subgroup: np.ndarray, group: np.ndarray, name: str) -> None:
+        super().__init__(np.full(nbytes * groups, 0x7F, np.uint8), name)  # undefined: a NaN as f16
+        self.nbytes, self.subgroup, self.group = nbytes, subgroup, group
+        self.base = group.astype(np.int64) * nbytes
+        cells = nbytes * groups // CELL + 1
+        self.wrote, self.wrote_by = np.full(cells, -1, np.int64), np.full(cells, NOBODY, np.int64)
+        self.read, self.read_by = np.full(cells, -1, np.int64), np.full(cells, NOBODY, np.int64)
+        self.epoch = np.zeros(groups, np.int64)
+
+    def touched(self, offset: Any, size: int, mask: Any, writes: bool) -> None:
+        lanes = slice(None) if mask is None else mask
+        places = np.broadcast_to(offset, (len(self.group), *np.shape(offset)[1:]))[lanes]
+        at = places[..., None] // CELL + np.arange(-(-size // CELL))
+        ones = (1,) * (at.ndim - 1)
+        who = np.broadcast_to(self.subgroup[lanes].reshape(-1, *ones), at.shape)
+        now = np.broadcast_to(self.epoch[self.group[lanes]].reshape(-1, *ones), at.shape)
+        late = (self.wrote[at] == now) & (self.wrote_by[at] != who)
+        if writes:
+            late |= (self.read[at] == now) & (self.read_by[at] != who)
+        if late.any():
+            byte, what = int(at[late][0]) * CELL % self.nbytes, "written" if writes else "read"
+            raise Fault(f"{self.name}: byte {byte} of shared memory is {what} by one subgroup after another has used it, with no "
+                        "barrier between")  # fmt: skip
+        if writes:
+            self.wrote[at], self.wrote_by[at] = now, who
+            if (self.wrote_by[at] != who).any():
+                raise Fault(f"{self.name}: two subgroups write the same shared memory in one step")
+        else:
+            several = (self.read[at] == now) & (self.read_by[at] != who)
+            self.read[at], self.read_by[at] = now, who
+            self.read_by[at[several | (self.read_by[at] != who)]] = MANY
+
+
+@dataclass(slots=True)
+class Pointer:
+    """To a type: in bytes at an offset (of each lane, or of all), or in a variable by a path of indices."""
+
+    type: Type
+    memory: Bytes | None
+    offset: Any = 0
+    variable: int = 0
+    path: tuple[Any, ...] = ()
+
+
+def element(p: Pointer, index: Any) -> Pointer:
+    """What a pointer's array, vector, structure or matrix has at an index."""
+    t = p.type
+    if t.kind == TYPE_STRUCT:
+        i = int(index)
+        inner = t.of[i]
+        if p.memory is None:
+            return Pointer(inner, None, 0, p.variable, (*p.path, i))
+        return Pointer(inner, p.memory, p.offset + t.places()[i])
+    if p.memory is None:
+        return Pointer(t.of, None, 0, p.variable, (*p.path, index))
+    step = t.of.size() if t.kind == TYPE_VECTOR else t.step()
+    index = index.astype(np.int64) if np.ndim(index) else int(index)
+    if t.kind == TYPE_ARRAY and np.ndim(index) == 0 and not 0 <= index < t.n:
+        raise Fault(f"element {index} of an array of {t.n}")
+    return Pointer(t.of, p.memory, p.offset + index * step)
+
+
+def load(p: Pointer, t: Type, mask: Any) -> Any:
+    """A value of bytes."""
+    assert p.memory is not None
+    if t.kind == TYPE_STRUCT:
+        return [load(element(p, i), m, mask) for i, m in enumerate(t.of)]
+    if t.kind in (TYPE_ARRAY, TYPE_RUNTIME):
+        return [load(element(p, i), t.of, mask) for i in range(t.n)]
+    if t.kind == TYPE_VECTOR:
+        p.memory.touched(p.offset, t.size(), mask, False)
+        return [_read(p.memory, t.dtype, p.offset + i * t.of.size(), mask) for i in range(t.n)]
+    p.memory.touched(p.offset, t.size(), mask, False)
+    if t.kind == TYPE_BOOL:
+        return _read(p.memory, np.uint32, p.offset, mask) != 0
+    return _read(p.memory, t.dtype, p.offset, mask)
+
+
+def store(p: Pointer, value: Any, mask: Any, lanes: int) -> None:
+    assert p.memory is not None
+    t = p.type
+    if t.kind == TYPE_STRUCT or t.kind == TYPE_ARRAY:
+        for i, part in enumerate(value):
+            store(element(p, i), part, mask, lanes)
+        return
+    p.memory.touched(p.offset, t.size(), mask, True)
+    if t.kind == TYPE_VECTOR:
+        for i, part in enumerate(value):
+            _write(p.memory, t.dtype, p.offset + i * t.of.size(), part, mask, lanes)
+    else:
+        _write(p.memory, np.uint32 if t.kind == TYPE_BOOL else t.dtype, p.offset, value, mask, lanes)
+
+
+def _read(memory: Bytes, dtype: Any, offset: Any, mask: Any) -> Any:
+    view, index = memory.at(dtype, offset, mask)
+    return view[index]
+
+
+def _write(memory: Bytes, dtype: Any, offset: Any, value: Any, mask: Any, lanes: int) -> None:
+    view, index = memory.at(dtype, offset, mask)
+    if np.ndim(index) == 0:
+        held = value if np.ndim(value) == 0 else value[-1] if mask is None else value[np.flatnonzero(mask)[-1]]
+        view[index] = held
+    elif mask is None:
+        view[index] = value
+    else:
+        view[index[mask]] = value if np.ndim(value) == 0 else value[mask]
+
+
+class Variables:
+    """Those of invocations: a tree of values each."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes, self.held = lanes, dict[int, Any]()
+
+    def load(self, p: Pointer, mask: Any) -> Any:
+        value = self.held[p.variable]
+        for index in p.path:
+            value = self._inner(value, index, mask)
+        return value
+
+    def _inner(self, value: Any, index: Any, mask: Any) -> Any:
+        if isinstance(value, np.ndarray) and value.ndim == 2:  # a matrix
+            i = uniform(index, mask)
+            if i is None:
+                raise Fault("lanes ask for different elements of a matrix")
+            return value[:, i]
+        i = uniform(index, mask)
+        if i is not None:
+            if not 0 <= i < len(value):
+                raise Fault(f"element {i} of an array of {len(value)}")
+            return value[i]
+        found = value[0]
+        for k in range(1, len(value)):
+            found = merged(np.asarray(index == k), value[k], found)
+        return found
+
+    def store(self, p: Pointer, value: Any, mask: Any) -> None:
+        if not p.path:
+            old = self.held[p.variable]
+            self.held[p.variable] = value if mask is None else merged(mask, value, old)
+            return
+        self.held[p.variable] = self._changed(self.held[p.variable], p.path, value, mask)
+
+    def _changed(self, old: Any, path: tuple[Any, ...], value: Any, mask: Any) -> Any:
+        if not path:
+            return value if mask is None else merged(mask, value, old)
+        if isinstance(old, np.ndarray) and old.ndim == 2:
+            i = uniform(path[0], mask)
+            if i is None:
+                raise Fault("lanes write different elements of a matrix")
+            made = np.array(np.broadcast_to(old, (self.lanes, old.shape[1])))
+            made[:, i] = value if mask is None else np.where(mask, value, made[:, i])
+            return made
+        i = uniform(path[0], mask)
+        whole = np.ones(self.lanes, bool) if mask is None else mask
+        parts = list(old)
+        for k in range(len(old)) if i is None else (i,):
+            here = mask if i is not None else whole & (path[0] == k)
+            parts[k] = self._changed(old[k], path[1:], value, here)
+        return parts
+
+    def declare(self, variable: int, kind: Type) -> None:
+        self.held[variable] = zero(kind)
