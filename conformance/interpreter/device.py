@@ -22,7 +22,7 @@ from hybrid.kernels.vulkan.spirv import ModuleInfo
 from hybrid.kernels.vulkan.timeline import Queue
 
 NAME = "interpreted"
-SHARED, INVOCATIONS, CORES = 48 << 10, 1024, 132  # as an H100 says
+SHARED, INVOCATIONS, CORES, BUFFERS = 48 << 10, 1024, 132, 1 << 20  # as an H100 says
 
 
 def as_gpu(report: Report) -> Report:
@@ -32,7 +32,8 @@ def as_gpu(report: Report) -> Report:
         return tuple(replace(f, present=f.present or f.name in GIVEN) for f in features)
 
     limits = replace(report.limits, shared_bytes=SHARED, workgroup=(INVOCATIONS, INVOCATIONS, 64), invocations=INVOCATIONS,
-                     subgroup=32, min_subgroup=32, max_subgroup=32, workgroup_subgroups=32, cores=CORES)  # fmt: skip
+                     subgroup=32, min_subgroup=32, max_subgroup=32, workgroup_subgroups=32, cores=CORES,
+                     storage_buffers=BUFFERS)  # fmt: skip
     return replace(report, features=all_of(report.features), extensions=all_of(report.extensions), limits=limits,
                    vendor="nvidia", driver_id="nvidia", matrices=(F16_MATRIX, F16_EIGHTS))  # fmt: skip
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from conformance.interpreter.module import Block
+
+BARRIER, ATOMIC_LOAD = 224, 227
 
 
 def targets(block: Block) -> list[int]:
@@ -14,6 +19,26 @@ def targets(block: Block) -> list[int]:
     if op == 251:
         return [a[1], *a[3::2]]
     return []
+
+
+def cut(blocks: list[Block], of_workgroup: Callable[[int], bool]) -> list[Block]:
+    """Blocks that have a barrier of the workgroup, by its scope, at most as their first instruction."""
+    found = []
+    for block in blocks:
+        parts: list[list] = [[]]
+        for one in block.body:
+            if one[0] == BARRIER and of_workgroup(one[3][0]):
+                parts.append([])
+            else:
+                parts[-1].append(one)
+        for i, body in enumerate(parts):
+            last = i == len(parts) - 1
+            found.append(replace(
+                block, label=block.label if i == 0 else -block.label * 1000 - i, phis=block.phis if i == 0 else [], body=body,
+                end=block.end if last else (249, [-block.label * 1000 - i - 1]), merge=block.merge if last else (),
+                origin=block.label, waits=i > 0, polls=any(op == ATOMIC_LOAD for op, *_ in body),
+            ))  # fmt: skip
+    return found
 
 
 def ordered(blocks: list[Block]) -> list[Block]:

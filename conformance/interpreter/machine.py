@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from conformance.interpreter import matrices
-from conformance.interpreter.flow import ordered
+from conformance.interpreter.flow import ATOMIC_LOAD, cut, ordered
 from conformance.interpreter.memory import Bytes, Pointer, Shared, Variables, element, load, store
 from conformance.interpreter.module import Block, Module, Type
-from conformance.interpreter.operations import EXTENDED, OPERATIONS, reduced, scalar
+from conformance.interpreter.operations import EXTENDED, OPERATIONS
+from conformance.interpreter.subgroups import LANES, Subgroups
 from conformance.interpreter.values import Fault, merged, spread, uniform
 
-LANES = matrices.LANES
+NOBODY = object()
 LITERALS = {79, 4450}  # whose third operand on are numbers
 INPUT, WORKGROUP, PRIVATE, FUNCTION, PUSH, STORAGE = 1, 4, 6, 7, 9, 12
 MOST_LANES = 1 << 14
@@ -34,7 +35,10 @@ def run(module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, 
     if threads % LANES:
         raise Fault(f"{name}: a workgroup of {threads} is no whole number of subgroups")
     most = max(1, MOST_LANES // threads)
-    if any(op in ATOMICS for block in module.blocks for op, *_ in block.body):
+    used = {op for block in module.blocks for op, *_ in block.body}
+    if ATOMIC_LOAD in used:
+        most = count  # they wait for one another
+    elif used & ATOMICS.keys():
         most = min(most, -(-count // BATCHES))  # they hand one another something: who comes first must not have what comes later
     for first in range(0, count, most):
         groups = np.arange(first, min(first + most, count))
@@ -42,20 +46,19 @@ def run(module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, 
             Machine(module, name, bindings, push, groups, (x, y, z)).go()
 
 
-class Machine:
+class Machine(Subgroups):
     def __init__(self, module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, groups: np.ndarray,
                  grid: tuple[int, int, int]) -> None:  # fmt: skip
         self.m, self.name = module, name
         local = module.local
         threads = local[0] * local[1] * local[2]
-        self.n = len(groups) * threads
+        self.n, self.groups = len(groups) * threads, len(groups)
         lane = np.arange(self.n)
         self.group, inside = lane // threads, lane % threads
         self.subgroup = lane // LANES
         self.values: dict[int, Any] = dict(module.constants)
         self.variables = Variables(self.n)
         self.mask: Any = None
-        self.alive = np.ones(self.n, bool)
         number = groups[self.group]
         at = [number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])]
         here = [inside % local[0], inside // local[0] % local[1], inside // (local[0] * local[1])]
@@ -83,18 +86,21 @@ class Machine:
                 binding = deco[33][0]
                 self.values[variable] = Pointer(kind, Bytes(bindings[binding], f"{name}: binding {binding}"))
         self.shared = [p.memory for p in self.values.values() if isinstance(p, Pointer) and isinstance(p.memory, Shared)]
-        self.blocks = ordered(module.blocks)
+        self.blocks = ordered(cut(module.blocks, lambda scope: int(module.constants[scope]) <= 2))
         self.index = {b.label: i for i, b in enumerate(self.blocks)}
 
     # --- flow ----------------------------------------------------------------------------------------------------------
     def go(self) -> None:
         pending: dict[int, tuple[Any, Any]] = {0: (None, 0)}  # block: the lanes (None: all), and the block each came from
+        resting: set[int] = set()  # blocks in which lanes ask whether something was published
         for _ in range(MOST_BLOCKS):
             if not pending:
                 return
-            i = min(pending)
-            self.mask, came = pending.pop(i)
+            i = self._next(pending, resting)
+            self.mask, came = self._taken(pending, i)
             block = self.blocks[i]
+            if block.polls:
+                resting.add(i)  # whoever publishes comes first
             self._phis(block, came)
             for op, t, result, a in block.body:
                 try:
@@ -106,14 +112,44 @@ class Machine:
             for label, mask in self._ways(block):
                 to = self.index[label]
                 if to not in pending:
-                    pending[to] = (mask, block.label)
+                    pending[to] = (mask, block.origin)
                     continue
                 other, before = pending[to]
                 source = np.array(np.broadcast_to(before, self.n))
-                source[mask] = block.label
+                source[mask] = block.origin
                 whole = mask | other
                 pending[to] = (None if whole.all() else whole, source)
         raise Fault(f"{self.name}: more than {MOST_BLOCKS} blocks were run: a loop without end")
+
+    def _next(self, pending: dict[int, tuple[Any, Any]], resting: set[int]) -> int:
+        """The first block in which lanes may go on, of those that ask for what others publish only where no other can."""
+        able = [i for i in sorted(pending) if not self.blocks[i].waits or self._arrived(pending[i][0]) is not NOBODY]
+        awake = [i for i in able if i not in resting]
+        if not awake:
+            resting.clear()
+        if not able:
+            raise Fault(f"{self.name}: a barrier that not all of a workgroup reach")
+        return (awake or able)[0]
+
+    def _arrived(self, mask: Any) -> Any:
+        """The lanes at a barrier whose whole workgroup is there: NOBODY, or a mask (None: all)."""
+        if mask is None:
+            return None
+        whole = mask.reshape(self.groups, -1).all(-1)
+        return np.repeat(whole, self.n // self.groups) if whole.any() else NOBODY
+
+    def _taken(self, pending: dict[int, tuple[Any, Any]], i: int) -> tuple[Any, Any]:
+        """Those lanes of a block that go on now; at a barrier, which they pass, others may be left."""
+        mask, came = pending.pop(i)
+        if not self.blocks[i].waits:
+            return mask, came
+        going = self._arrived(mask)
+        groups = slice(None) if going is None else going.reshape(self.groups, -1).any(-1)
+        for shared in self.shared:
+            shared.epoch[groups] += 1
+        if going is not None and (left := mask & ~going).any():
+            pending[i] = (left, came)
+        return going, came
 
     def _ways(self, block: Block) -> list[tuple[int, Any]]:
         op, a = block.end
@@ -124,10 +160,6 @@ class Machine:
         if op == 251:
             cases = [(label, value) for value, label in zip(a[2::2], a[3::2], strict=True)]
             return self._split(self.values[a[0]], cases, a[1], truth=False)
-        if self.mask is None:
-            self.alive[:] = False
-        else:
-            self.alive &= ~self.mask
         return []
 
     def _split(self, value: Any, cases: list[tuple[int, Any]], rest: int, truth: bool) -> list[tuple[int, Any]]:
@@ -243,97 +275,24 @@ class Machine:
     def _shape(self, value: int) -> tuple[int, int, int]:
         return self.m.shapes[value]
 
-    def _whole_subgroups(self) -> None:
-        if self.mask is not None and (self.mask.reshape(-1, LANES).any(-1) != self.mask.reshape(-1, LANES).all(-1)).any():
-            raise Fault(f"{self.name}: a matrix operation that not all lanes of a subgroup reach")
-
     def _same(self, value: Any) -> int:
         found = uniform(value, self.mask)
         if found is None:
             raise Fault(f"{self.name}: a stride of matrices that differs between lanes")
         return found
 
-    # --- subgroups and workgroups ----------------------------------------------------------------------------------------
-    def _active(self) -> np.ndarray:
-        whole = np.ones(self.n, bool) if self.mask is None else self.mask
-        return whole.reshape(-1, LANES)
-
-    def _lanes(self, value: Any) -> np.ndarray:
-        return spread(value, self.n).reshape(-1, LANES)
-
-    def _elect(self, t: Any, result: int, a: list[int]) -> None:
-        active = self._active()
-        self._put(result, (active & (np.cumsum(active, -1) == 1)).ravel())
-
-    def _vote(self, t: Any, result: int, a: list[int], every: bool) -> None:
-        active, x = self._active(), self._lanes(self.values[a[1]])
-        found = (x | ~active).all(-1) if every else (x & active).any(-1)
-        self._put(result, np.repeat(found, LANES))
-
-    def _shuffle(self, t: Any, result: int, a: list[int], exclusive: bool) -> None:
-        lane = np.arange(LANES)[None]
-        source = self._lanes(self.values[a[2]]).astype(np.int64)
-        source = lane ^ source if exclusive else source
-        self._take(result, self.values[a[1]], source)
-
-    def _take(self, result: int, value: Any, source: np.ndarray) -> None:
-        active = self._active()
-        wrong = active & ~np.take_along_axis(active, source % LANES, -1)
-        if wrong.any() or (source[active] >= LANES).any():
-            raise Fault(f"{self.name}: a lane takes what an inactive lane has")
-
-        def one(x: Any) -> Any:
-            return np.take_along_axis(self._lanes(x), source % LANES, -1).ravel()
-
-        self._put(result, [one(x) for x in value] if isinstance(value, list) else one(value))
-
-    def _broadcast(self, t: Any, result: int, a: list[int], first: bool) -> None:
-        active = self._active()
-        source = active.argmax(-1)[:, None] if first else self._lanes(self.values[a[2]]).astype(np.int64)
-        self._take(result, self.values[a[1]], np.broadcast_to(source, active.shape))
-
-    def _ballot(self, t: Any, result: int, a: list[int]) -> None:
-        bits = (self._lanes(self.values[a[1]]) & self._active()).astype(np.uint32) << np.arange(LANES, dtype=np.uint32)
-        word = np.repeat(np.bitwise_or.reduce(bits, -1), LANES)
-        self._put(result, [word, np.uint32(0), np.uint32(0), np.uint32(0)])
-
-    def _bit_count(self, t: Any, result: int, a: list[int]) -> None:
-        lane = np.arange(LANES, dtype=np.uint32)
-        bits = self._lanes(self.values[a[2]][0])[..., None] >> lane & 1  # [subgroups, lanes, bits]
-        counted = {0: np.ones((LANES, LANES), bool), 1: lane <= lane[:, None], 2: lane < lane[:, None]}[a[1]]
-        self._put(result, (bits * counted).sum(-1).astype(np.uint32).ravel())
-
-    def _reduce(self, op: int, t: Any, result: int, a: list[int]) -> None:
-        if a[1] != 0:
-            raise Fault(f"{self.name}: opcode {op} of subgroups as a scan")
-        value, active = self.values[a[2]], self._active()
-
-        def one(x: Any) -> Any:
-            return np.repeat(reduced(op, self._lanes(x), active, scalar(t)).astype(scalar(t)).ravel(), LANES)
-
-        self._put(result, [one(x) for x in value] if isinstance(value, list) else one(value))
-
+    # --- workgroups and atomic operations -----------------------------------------------------------------------------------
     def _barrier(self, t: Any, result: int, a: list[int]) -> None:
-        if int(self.values[a[0]]) > 2:  # of a subgroup
-            self._whole_subgroups()
-            return
-        if self.mask is not None:
-            threads = self.n // (int(self.group[-1]) + 1)
-            here, alive = self.mask.reshape(-1, threads), self.alive.reshape(-1, threads)
-            reached = here.any(-1)
-            if (here[reached] != alive[reached]).any():
-                raise Fault(f"{self.name}: a barrier that not all of a workgroup reach")
-            groups = np.flatnonzero(reached)
-        else:
-            groups = np.arange(int(self.group[-1]) + 1)
-        for shared in self.shared:
-            shared.epoch[groups] += 1
+        self._whole_subgroups()  # those of workgroups are where blocks are cut
 
     def _atomic(self, op: int, t: Any, result: int, a: list[int]) -> None:
         p = self.values[a[0]]
         dtype = p.type.dtype
         value = spread(self.values[a[3]], self.n) if len(a) > 3 else np.ones(self.n, dtype)
         view, index = p.memory.at(dtype, p.offset, self.mask)
+        if op == ATOMIC_LOAD:
+            self._put(result, view[index])
+            return
         index, found = np.broadcast_to(index, self.n), np.zeros(self.n, dtype)
         for lane in range(self.n) if self.mask is None else np.flatnonzero(self.mask):
             i = index[lane]

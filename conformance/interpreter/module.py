@@ -70,6 +70,12 @@ class Block:
     end: tuple[int, list[int]] = (255, [])
     merge: tuple[int, ...] = ()
     """Of a header: the block where its ways meet, and of a loop the one that continues it."""
+    origin: int = 0
+    """The block of the module that it is the end of (flow.cut)."""
+    waits: bool = False
+    """It begins with a barrier of the workgroup."""
+    polls: bool = False
+    """It loads what another workgroup may be about to store."""
 
 
 @dataclass(slots=True)
