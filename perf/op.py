@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from hybrid.checkpoint.random import random_packed
@@ -24,6 +24,7 @@ from hybrid.cli import Parser, amount, run
 from hybrid.cli.progress import progress_bar
 from hybrid.core.device import Device
 from hybrid.core.dtypes import WEIGHT_TYPES
+from hybrid.core.errors import nearest
 from hybrid.core.plan import Plan
 from hybrid.core.units import show_rate
 from hybrid.devices.opening import open_device
@@ -70,6 +71,24 @@ def workloads(spec: OpSpec, wanted: Sequence[str]) -> list[Workload]:
         known = ", ".join(w.id for w in spec.workload)
         raise ValueError(f"{spec.file} has no workload {' or '.join(wanted)}; it has {known}")
     return found
+
+
+def setting(text: str) -> tuple[str, str]:
+    """For arguments such as T=2048 and x=f16."""
+    name, _, value = text.partition("=")
+    if not name or not value or (name.isupper() and not value.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no setting such as T=2048 or x=f16")
+    return name, value
+
+
+def changed(spec: OpSpec, workload: Workload, settings: Mapping[str, str]) -> Workload:
+    """A workload with other axes and dtypes. ValueError for a name that the operation has not."""
+    axes = {k: int(v) for k, v in settings.items() if k in spec.axes}
+    dtypes = {k: v for k, v in settings.items() if k in spec.tensors}
+    stray = next((k for k in settings if k not in axes and k not in dtypes), None)
+    if stray:
+        raise ValueError(f"--set {stray}: {spec.name} has no such axis or tensor{nearest(stray, [*spec.axes, *spec.tensors])}")
+    return workload.model_copy(update={"bind": {**workload.bind, **axes}, "dtypes": {**workload.dtypes, **dtypes}})
 
 
 def case_of(spec: OpSpec, workload: Workload) -> Case:

@@ -24,6 +24,7 @@ COMMANDS = (
     "hybrid.doctor",
     "hybrid.spec",
     "perf.op",
+    "perf.accesses",
     "perf.profile",
     "perf.serving.load",
     "perf.serving.clients",

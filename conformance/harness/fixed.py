@@ -76,10 +76,10 @@ def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
 # Sizes, and attributes, at which a backend's bindings choose another kernel than for those of dtype_cases.
 VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
     "geglu": tuple({"F": f, "T": 2, "sparsity": 0.95} for f in (96, 1056, 2080)),
-    # More rows and columns than the largest tile on matrix units, and a last stage of 16 or 32 columns.
-    "linear": ({"T": 197, "N": 213, "K": 96}, {"T": 66, "N": 65, "K": 208}),
+    # More rows and columns than the largest tile on matrix units, and a last stage of 16 or 32 columns; whole pairs of blocks.
+    "linear": ({"T": 197, "N": 213, "K": 96}, {"T": 66, "N": 65, "K": 208}, {"T": 61, "N": 271, "K": 320}),
     "fused_qkv": ({"T": 131},),
-    "fused_ffn": ({"T": 195, "H": 96, "F": 160}, {"T": 4, "H": 288, "F": 160, "sparsity": 0.8}),
+    "fused_ffn": ({"T": 195, "H": 96, "F": 160}, {"T": 4, "H": 288, "F": 160, "sparsity": 0.8}, {"T": 61, "H": 320, "F": 160}),
     "logits": ({"O": 70, "V": 203},),
     "rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
     **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}) for op in

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from conformance.interpreter.values import Fault
 from conformance.mutation.mutate import Mutant, case_of, load, mutated_function, mutated_spirv, tried
 from conformance.support.devices import (
     GUARD,
@@ -23,6 +22,7 @@ from conformance.support.devices import (
 )
 from hybrid.harness import run_case
 from hybrid.harness.compare import Disagreement
+from hybrid.harness.interpreter.values import Fault
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.vulkan.build import sources, variants
 from hybrid.kernels.vulkan.dry import DryDevice, record

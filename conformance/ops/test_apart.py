@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.interpreter.values import Fault
 from conformance.mutation.mutate import Mutant, load, mutated_function, mutated_spirv, tried
 from conformance.ops.test_groups import SIZES
 from conformance.support.devices import GUARD, Devices, MatrixDevices, need_compiler, open_another, share_of, spy_kernels
@@ -27,6 +26,7 @@ from hybrid.harness.cases import Case
 from hybrid.harness.compare import Disagreement
 from hybrid.harness.fixed import variant
 from hybrid.harness.inputs import make
+from hybrid.harness.interpreter.values import Fault
 from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.ops import GROUPS, _apart, _linear, linear

@@ -24,14 +24,17 @@ from hybrid.kernels.vulkan.tuning import space
 ELSEWHERE = [
     ("attention.*.4x4", range(0, 16), "a narrow subgroup (a CPU driver) holds at most 8 units of queries per lane"),
     ("attention.*.8x2", range(0, 16), "as above"),
+    ("attention.*.4x4", range(32, 65), "heads that take four units of a wide subgroup's lanes have half the queries"),
     ("attention.*.2x[24]", range(16, 65), "a wide subgroup has room for more queries at once"),
     ("attention.*.2x8", range(16, 65), "head sizes end at 512: at most 4 units of a wide subgroup's lanes"),
     ("attention.*.2x16", range(16, 65), "as above"),
     ("decode_attention.*.1x[48]", range(16, 65), "a wide subgroup holds a head in fewer words per lane"),
     ("decode_attention.*.1x16", range(16, 65), "as above"),
+    ("decode_attention.q8_0.[12]x2", range(32, 65), "as above"),
     ("probe_*", range(0, 65), "the bench's ceilings, no operation: test_bench.py runs them"),
     ("flash_attention.*", range(0, 32), "for matrix units, in subgroups of 32"),
     ("layer.*", range(0, 65), "no single operation: test_groups.py runs them"),
+    ("own_gate.*.f16", range(0, 65), "a tile that only a GPU's table gives it: test_gemm_parts.py runs it"),
     ("altup_next.*", range(0, 65), "as above"),
     ("altup_gate.*", range(0, 65), "as above"),
     ("sparse_down.*", range(0, 65), "from a second layout of weights, which a model's device makes: test_sparse_down.py runs them"),
@@ -66,7 +69,7 @@ def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatc
     elsewhere = {n for n in shipped for pattern, sizes, _ in ELSEWHERE
                  if device.subgroup_size in sizes and fnmatch.fnmatchcase(n, pattern)}  # fmt: skip
     # f16 rows go to the matrix units where there are some, else to the tiles.
-    idle = ("*.tile.*.f16",) if device.has("f16_matrices") else ("*.gemm.*", "own_gate.*.f16")
+    idle = ("*.tile.*.f16",) if device.has("f16_matrices") else ("*.gemm.*",)
     elsewhere |= {n for n in shipped if any(fnmatch.fnmatchcase(n, pattern) for pattern in idle)}
     missed = sorted(shipped - chosen - elsewhere)
     assert not missed, f"no case chooses {missed}: add one to fixed.VARIANTS, or remove the kernel"

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance.interpreter import machine, matrices
-from conformance.interpreter.module import read
-from conformance.interpreter.values import Fault
 from conformance.support.devices import GUARD, INTERPRETED, Devices, need_compiler
 from conformance.support.profile import LONG
 from hybrid.harness import run_case
 from hybrid.harness.fixed import one_each, variant
+from hybrid.harness.interpreter import machine, matrices
+from hybrid.harness.interpreter.module import read
+from hybrid.harness.interpreter.values import Fault
 from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.spec import load_ops

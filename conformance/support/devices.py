@@ -25,7 +25,7 @@ T = TypeVar("T")
 BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
 INTERPRETED = "interpreted"
 """A backend beside these, and a value of HYBRID_VULKAN_DEVICE: a Vulkan device whose kernels NumPy runs, as on a GPU with matrix
-units (conformance/interpreter)."""
+units (conformance/harness/interpreter)."""
 SHARE = 12
 """In the short profile one test of matrix units in so many is interpreted."""
 OP_BACKENDS: tuple[BackendName, ...] = (*BACKENDS, "npu")  # the NPU runs single operations, in the simulator
@@ -69,7 +69,7 @@ def open_backend(backend: str, **options: Any) -> Device:
     selector = os.environ.get("HYBRID_VULKAN_DEVICE", "auto")
     try:
         if INTERPRETED in (backend, selector):
-            from conformance.interpreter.device import InterpretedDevice
+            from hybrid.harness.interpreter.device import InterpretedDevice
 
             return InterpretedDevice("auto", **options)
         return open_device(selector, **options)

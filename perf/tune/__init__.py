@@ -12,7 +12,6 @@ than --margin over it; what the default does as well gets none.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -25,7 +24,7 @@ from typing import Any
 
 from hybrid.cli import Parser, amount, run
 from hybrid.cli.progress import progress_bar
-from hybrid.core.errors import DeviceLost, nearest
+from hybrid.core.errors import DeviceLost
 from hybrid.core.units import show_rate
 from hybrid.devices.opening import open_device
 from hybrid.harness import run_case
@@ -36,7 +35,7 @@ from hybrid.harness.tuned import facts_of, plan_for
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.dry import asked
 from hybrid.kernels.vulkan.tuning import Family, Value, space
-from hybrid.perf.op import case_of, measure, repeated, workloads
+from hybrid.perf.op import case_of, changed, measure, repeated, setting, workloads
 from hybrid.perf.tune.table import commit_of, section, written
 from hybrid.spec import OpSpec, load_op
 from hybrid.spec.fields import Workload
@@ -95,14 +94,7 @@ class Tuner:
             yield self.sweep(workload.id, case, dict(facts), tuple(default.items()))
 
     def _case(self, workload: Workload) -> Case:
-        axes = {k: int(v) for k, v in self.changed.items() if k in self.spec.axes}
-        dtypes = {k: v for k, v in self.changed.items() if k in self.spec.tensors}
-        stray = next((k for k in self.changed if k not in axes and k not in dtypes), None)
-        if stray:
-            known = nearest(stray, [*self.spec.axes, *self.spec.tensors])
-            raise ValueError(f"--set {stray}: {self.spec.name} has no such axis or tensor{known}")
-        update = {"bind": {**workload.bind, **axes}, "dtypes": {**workload.dtypes, **dtypes}}
-        return case_of(self.spec, workload.model_copy(update=update))
+        return case_of(self.spec, changed(self.spec, workload, self.changed))
 
     def sweep(self, name: str, case: Case, facts: Mapping[str, Value], default: Use) -> Sweep:
         nbytes, flops = self.spec.nbytes(case.bind, case.dtypes, case.attrs), self.spec.flops(case.bind, case.attrs)
@@ -212,14 +204,6 @@ def _note(s: Sweep, use: Use) -> str:
     default = f"default {1e6 * s.seconds[s.default]:.1f}" if s.default in s.seconds else "default unfit"
     last = f"worst {1e6 * s.seconds[worst]:.1f} ({shown(worst)})"
     return f"{s.workload}: {1e6 * s.seconds[use]:.1f} us, {rate}; {default}; {last}"
-
-
-def setting(text: str) -> tuple[str, str]:
-    """For arguments such as T=2048 and x=f16."""
-    name, _, value = text.partition("=")
-    if not name or not value or (name.isupper() and not value.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no setting such as T=2048 or x=f16")
-    return name, value
 
 
 def shown(use: Use) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from conformance.interpreter.machine import run
-from conformance.interpreter.module import Module, read
+from hybrid.harness.interpreter.machine import run
+from hybrid.harness.interpreter.module import Module, read
+from hybrid.harness.interpreter.watch import Watch
 from hybrid.kernels.vulkan.device import VulkanDevice
 from hybrid.kernels.vulkan.features import F16_EIGHTS, F16_MATRIX, Feature, Report
 from hybrid.kernels.vulkan.kernel import KernelCache
@@ -99,7 +100,8 @@ class InterpretedProgram(Program):
                 if d.entry is not None:
                     words = self._bytes(Slice(self._grids.buffer, self._grids.offset + 4 * GRID_WORDS * d.entry, 4 * GRID_WORDS))
                     grid = words.view(np.uint32)[:3].tolist()
-                run(d.kernel.pipeline, d.kernel.name, [self._bytes(s) for s in d.slices], d.push, grid)
+                bound = [self._bytes(s) for s in d.slices]
+                run(d.kernel.pipeline, d.kernel.name, bound, d.push, grid, device.watch, device.limit)  # type: ignore[attr-defined]
         counters = device.counters
         counters.submits += 1
         counters.dispatches += times * self.dispatches
@@ -119,4 +121,8 @@ class InterpretedDevice(VulkanDevice):
     """VulkanDevice, its kernels run by NumPy."""
 
     interpreted = True
+    watch: Watch | None = None
+    """Counts what programs execute and touch from now on."""
+    limit: int | None = None
+    """Workgroups of a dispatch that run, to be counted; None: all, as they must for a result."""
     queue_type, kernels_type, program_type = InterpretedQueue, InterpretedKernels, InterpretedProgram

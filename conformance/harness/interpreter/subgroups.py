@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from conformance.interpreter.matrices import LANES
-from conformance.interpreter.operations import reduced, scalar
-from conformance.interpreter.values import Fault, spread
+from hybrid.harness.interpreter.matrices import LANES
+from hybrid.harness.interpreter.operations import reduced, scalar
+from hybrid.harness.interpreter.values import Fault, spread
 
 
 class Subgroups(ABC):

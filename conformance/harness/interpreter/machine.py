@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from conformance.interpreter import matrices
-from conformance.interpreter.flow import ATOMIC_LOAD, cut, ordered
-from conformance.interpreter.memory import Bytes, Pointer, Shared, Variables, element, load, store
-from conformance.interpreter.module import Block, Module, Type
-from conformance.interpreter.operations import EXTENDED, OPERATIONS
-from conformance.interpreter.subgroups import LANES, Subgroups
-from conformance.interpreter.values import Fault, merged, spread, uniform
+from hybrid.harness.interpreter import matrices
+from hybrid.harness.interpreter.flow import ATOMIC_LOAD, cut, ordered
+from hybrid.harness.interpreter.memory import Bytes, Pointer, Seen, Shared, Variables, element, load, store
+from hybrid.harness.interpreter.module import Block, Module, Type
+from hybrid.harness.interpreter.operations import EXTENDED, OPERATIONS
+from hybrid.harness.interpreter.subgroups import LANES, Subgroups
+from hybrid.harness.interpreter.values import Fault, merged, spread, uniform
+from hybrid.harness.interpreter.watch import Watch
 
 NOBODY = object()
 LITERALS = {79, 4450}  # whose third operand on are numbers
@@ -26,10 +27,13 @@ MOST_BLOCKS = 1 << 20
 """Of one run: a loop without end is a fault."""
 
 
-def run(module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, grid: Sequence[int]) -> None:
-    """One dispatch. bindings: the bytes of each buffer, written in place. Raises Fault."""
+def run(module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, grid: Sequence[int],
+        watch: Watch | None = None, limit: int | None = None) -> None:  # fmt: skip
+    """One dispatch. bindings: the bytes of each buffer, written in place. watch: counts what happens. limit: workgroups that run,
+    the first ones (default: all). Raises Fault."""
     x, y, z = (int(g) for g in grid)
     count, threads = x * y * z, module.local[0] * module.local[1] * module.local[2]
+    count = min(count, limit or count)
     if not count:
         return
     if threads % LANES:
@@ -43,19 +47,21 @@ def run(module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, 
     for first in range(0, count, most):
         groups = np.arange(first, min(first + most, count))
         with np.errstate(all="ignore"):
-            Machine(module, name, bindings, push, groups, (x, y, z)).go()
+            Machine(module, name, bindings, push, groups, (x, y, z), watch).go()
 
 
 class Machine(Subgroups):
     def __init__(self, module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, groups: np.ndarray,
-                 grid: tuple[int, int, int]) -> None:  # fmt: skip
-        self.m, self.name = module, name
+                 grid: tuple[int, int, int], watch: Watch | None = None) -> None:  # fmt: skip
+        self.m, self.name, self.watch = module, name, watch
         local = module.local
         threads = local[0] * local[1] * local[2]
         self.n, self.groups = len(groups) * threads, len(groups)
         lane = np.arange(self.n)
         self.group, inside = lane // threads, lane % threads
         self.subgroup = lane // LANES
+        if watch is not None:
+            watch.subgroups[name] += self.n // LANES
         self.values: dict[int, Any] = dict(module.constants)
         self.variables = Variables(self.n)
         self.mask: Any = None
@@ -75,7 +81,7 @@ class Machine(Subgroups):
                 self.values[variable] = Pointer(kind, None, 0, variable)
             elif storage == WORKGROUP:
                 size = -(-kind.size() // 16) * 16
-                shared = Shared(size, len(groups), self.subgroup, self.group, name)
+                shared = Shared(size, len(groups), self.subgroup, self.group, name, self._seen(True))
                 self.values[variable] = Pointer(kind, shared, shared.base)
             elif storage == PUSH:
                 self.values[variable] = Pointer(kind, Bytes(np.frombuffer(push, np.uint8), f"{name}: push constants"))
@@ -84,10 +90,16 @@ class Machine(Subgroups):
                 self.values[variable] = Pointer(kind, None, 0, variable)
             else:
                 binding = deco[33][0]
-                self.values[variable] = Pointer(kind, Bytes(bindings[binding], f"{name}: binding {binding}"))
+                self.values[variable] = Pointer(kind, Bytes(bindings[binding], f"{name}: binding {binding}", self._seen(False)))
         self.shared = [p.memory for p in self.values.values() if isinstance(p, Pointer) and isinstance(p.memory, Shared)]
         self.blocks = ordered(cut(module.blocks, lambda scope: int(module.constants[scope]) <= 2))
         self.index = {b.label: i for i, b in enumerate(self.blocks)}
+
+    def _seen(self, shared: bool) -> Seen:
+        watch = self.watch
+        if watch is None:
+            return None
+        return lambda offset, size, mask, writes: watch.touched(self.name, shared, offset, size, mask, writes, self.n)
 
     # --- flow ----------------------------------------------------------------------------------------------------------
     def go(self) -> None:
@@ -103,6 +115,8 @@ class Machine(Subgroups):
                 resting.add(i)  # whoever publishes comes first
             self._phis(block, came)
             for op, t, result, a in block.body:
+                if self.watch is not None:
+                    self.watch.executed(self.name, op, t, self.mask, self.n)
                 try:
                     self._do(op, t, result, a)
                 except Fault:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from conformance.interpreter.module import Block
+from hybrid.harness.interpreter.module import Block
 
 BARRIER, ATOMIC_LOAD = 224, 227
 

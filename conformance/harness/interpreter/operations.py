@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance.interpreter.module import TYPE_FLOAT, TYPE_INT, TYPE_MATRIX, TYPE_VECTOR, Type
-from conformance.interpreter.values import each, signed, unsigned
+from hybrid.harness.interpreter.module import TYPE_FLOAT, TYPE_INT, TYPE_MATRIX, TYPE_VECTOR, Type
+from hybrid.harness.interpreter.values import each, signed, unsigned
 
 Operation = Callable[..., Any]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from conformance.interpreter.module import TYPE_ARRAY, TYPE_BOOL, TYPE_RUNTIME, TYPE_STRUCT, TYPE_VECTOR, Type, zero
-from conformance.interpreter.values import Fault, merged, uniform
+from hybrid.harness.interpreter.module import TYPE_ARRAY, TYPE_BOOL, TYPE_RUNTIME, TYPE_STRUCT, TYPE_VECTOR, Type, zero
+from hybrid.harness.interpreter.values import Fault, merged, uniform
 
+Seen = Callable[[Any, int, Any, bool], object] | None
 NOBODY, MANY = -1, -2
 CELL = 2  # bytes of shared memory that are watched together
 
@@ -17,8 +19,9 @@ CELL = 2  # bytes of shared memory that are watched together
 class Bytes:
     """A range of bytes; `name` is what a fault calls it."""
 
-    def __init__(self, data: np.ndarray, name: str) -> None:
-        self.data, self.name = data, name
+    def __init__(self, data: np.ndarray, name: str, seen: Seen = None) -> None:
+        """seen: told of every access: offset, bytes, mask, whether it writes."""
+        self.data, self.name, self.seen = data, name, seen
         self.views: dict[Any, np.ndarray] = {}
 
     def view(self, dtype: Any) -> np.ndarray:
@@ -41,15 +44,17 @@ class Bytes:
         return view, index
 
     def touched(self, offset: Any, size: int, mask: Any, writes: bool) -> None:
-        """Nothing watches."""
+        """An access, of which whoever watches is told."""
+        if self.seen is not None:
+            self.seen(offset, size, mask, writes)
 
 
 class Shared(Bytes):
     """Shared memory of all workgroups, one behind the other. A byte that a subgroup writes between two barriers is no other
     subgroup's to touch, and one that it reads no other's to write."""
 
-    def __init__(self, nbytes: int, groups: int, subgroup: np.ndarray, group: np.ndarray, name: str) -> None:
-        super().__init__(np.full(nbytes * groups, 0x7F, np.uint8), name)  # undefined: a NaN as f16
+    def __init__(self, nbytes: int, groups: int, subgroup: np.ndarray, group: np.ndarray, name: str, seen: Seen = None) -> None:
+        super().__init__(np.full(nbytes * groups, 0x7F, np.uint8), name, seen)  # undefined: a NaN as f16
         self.nbytes, self.subgroup, self.group = nbytes, subgroup, group
         self.base = group.astype(np.int64) * nbytes
         cells = nbytes * groups // CELL + 1
@@ -58,6 +63,7 @@ class Shared(Bytes):
         self.epoch = np.zeros(groups, np.int64)
 
     def touched(self, offset: Any, size: int, mask: Any, writes: bool) -> None:
+        super().touched(offset, size, mask, writes)
         lanes = slice(None) if mask is None else mask
         places = np.broadcast_to(offset, (len(self.group), *np.shape(offset)[1:]))[lanes]
         at = places[..., None] // CELL + np.arange(-(-size // CELL))
