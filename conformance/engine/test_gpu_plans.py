@@ -19,8 +19,8 @@ from hybrid.kernels.vulkan.kernel import kernels_digest
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ([2, 4, 5, 4, 5, 6], [2, 7, 8, 9, 7, 8, 9, 7], [2, *range(20, 40)], [2] * 9, [2, 9])[: 5 if LONG else 3]
-DRAWN: dict[str, Any] = {"max_tokens": 10 if LONG else 4, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+PROMPTS = ([2, 4, 5, 4, 5, 6], [2, 7, 8, 9, 7, 8, 9, 7], [2, *range(20, 40)], [2] * 9, [2, 9])[: 5 if LONG else 2]
+DRAWN: dict[str, Any] = {"max_tokens": 10 if LONG else 3, "temperature": 1.0, "seed": 3, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_an_interrupt_at_any_line_ends_one_text_and_nothing_else(tmp_path: Path,
 
         alone, other = text(**options), model.submit([2, 7, 8, 9], **OTHER).result(PATIENCE).text
         lines, draw, ended = at_line(read), random.Random(5), 0
-        for _ in range(1000 if LONG else 40):
+        for _ in range(1000 if LONG else 24):
             beside, at = model.submit([2, 7, 8, 9], **OTHER), draw.randrange(1, lines)
             try:
                 at_line(read, at)
