@@ -26,7 +26,7 @@ BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
 INTERPRETED = "interpreted"
 """A backend beside these, and a value of HYBRID_VULKAN_DEVICE: a Vulkan device whose kernels NumPy runs, as on a GPU with matrix
 units (conformance/harness/interpreter)."""
-SHARE = 12
+SHARE = 16
 """In the short profile one test of matrix units in so many is interpreted."""
 OP_BACKENDS: tuple[BackendName, ...] = (*BACKENDS, "npu")  # the NPU runs single operations, in the simulator
 

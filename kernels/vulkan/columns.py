@@ -8,7 +8,6 @@ from typing import Any
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.plan import Plan, Step
-from hybrid.kernels.vulkan.program import Program
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 from hybrid.kernels.vulkan.tuning import Tuning
@@ -45,7 +44,7 @@ def lay_out(device: Any, w: DeviceTensor, by_columns: DeviceTensor) -> None:
     push = struct.pack("<2I", f, n)
     recorder.dispatch(device.kernel(f"columns.{w.dtype}"), reads=w.parts, writes=by_columns.parts, push=push, grid=grid)
     plan = Plan("columns", 1, 0, (Step("columns", "columns", {}, {}),), {})
-    program = Program(device, plan, recorder, False, cost=Cost(nbytes=2 * sum(p.size for p in w.parts)))
+    program = device.program_type(device, plan, recorder, False, cost=Cost(nbytes=2 * sum(p.size for p in w.parts)))
     try:
         device.wait(program.submit())
     finally:

@@ -69,6 +69,7 @@ class VulkanDevice(Storage, SingleDevice):
 
     backend = "vulkan"
     queue_type: type[Queue] = Queue
+    memory_type: type[Memory] = Memory
     kernels_type: type[KernelCache] = KernelCache
     program_type: type[Program] = Program
 
@@ -96,8 +97,7 @@ class VulkanDevice(Storage, SingleDevice):
         # A chunk of a weight is one binding in one allocation, and drivers may allow less for the second.
         limits = self.report.limits
         self.max_range = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation, max_range or sys.maxsize)
-        self.max_groups, self.max_threads = limits.groups, q.max_threads
-        self.polls = most_polls(q.info.kind)
+        self.max_groups, self.max_threads, self.polls = limits.groups, q.max_threads, most_polls(q.info.kind)
         self.cores, self.shared_bytes, self.storage_buffers = limits.cores, limits.shared_bytes, limits.storage_buffers
         self.tuning = Tuning(tuning or device_class(traits(self.report, self.subgroup_size)))
         self.bindings: Mapping[str, Binding] = BINDINGS if bindings is None else bindings
@@ -105,12 +105,12 @@ class VulkanDevice(Storage, SingleDevice):
         self._arena: Slice | None = None
         self._scratch: list[Slice] = []
         self.command_buffer, self.free_command, self.barrier_all = q.command_buffer, q.free_command, q.barrier_all
-        self.submit_info, self._submit_now, self.wait_ticket = q.submit_info, q.submit_now, q.wait_ticket
-        self.check = q.check
+        self.submit_info, self._submit_now = q.submit_info, q.submit_now
+        self.wait_ticket, self.check = q.wait_ticket, q.check
         try:
             self.report = replace(q.report, hidden=q.report.known(without)) if on is None else on.report
-            memory = Memory(q.info.handle, self.handle, self.report.limits, self.counters,
-                            self.report.has("memory_budget"), budget, lambda: q.pending)
+            memory = self.memory_type(q.info.handle, self.handle, self.report.limits, self.counters,
+                                      self.report.has("memory_budget"), budget, lambda: q.pending)
             self._closing.callback(memory.close)
             super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
             self._closing.callback(self.clear_names)

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from hybrid.core.tensor import Packed, unpacked
 from hybrid.harness.interpreter.machine import run
 from hybrid.harness.interpreter.module import Module, read
 from hybrid.harness.interpreter.watch import Watch
 from hybrid.kernels.vulkan.device import VulkanDevice
 from hybrid.kernels.vulkan.features import F16_EIGHTS, F16_MATRIX, Feature, Report
 from hybrid.kernels.vulkan.kernel import KernelCache
-from hybrid.kernels.vulkan.memory import Slice
+from hybrid.kernels.vulkan.memory import Memory, Slice
 from hybrid.kernels.vulkan.program import Program
 from hybrid.kernels.vulkan.recorder import GRID_WORDS
 from hybrid.kernels.vulkan.spirv import ModuleInfo
@@ -53,6 +54,13 @@ class InterpretedQueue(Queue):
         self.report = as_gpu(self.report)
         self.info = replace(self.info, name=f"{NAME} on {self.info.name}", kind="discrete")
         self.subgroup_size, self.max_threads = 32, INVOCATIONS
+
+
+class MappedMemory(Memory):
+    """All of it where NumPy finds it too, on a GPU as well."""
+
+    def _type(self, pool: str) -> int:
+        return super()._type("read")
 
 
 class InterpretedKernels(KernelCache):
@@ -112,8 +120,7 @@ class InterpretedProgram(Program):
         """A slice's memory, as much of it as is bound."""
         base = self._places.get(id(piece.buffer))
         real = piece if base is None else Slice(base.buffer, base.offset + piece.offset, piece.size)
-        if real.buffer.view is None:
-            raise ValueError("kernels can be interpreted only where the driver maps all its memory, as llvmpipe does")
+        assert real.buffer.view is not None  # MappedMemory
         return real.buffer.view[real.offset : real.offset + self._real(piece)[2]]
 
 
@@ -125,4 +132,9 @@ class InterpretedDevice(VulkanDevice):
     """Counts what programs execute and touch from now on."""
     limit: int | None = None
     """Workgroups of a dispatch that run, to be counted; None: all, as they must for a result."""
-    queue_type, kernels_type, program_type = InterpretedQueue, InterpretedKernels, InterpretedProgram
+    queue_type, memory_type = InterpretedQueue, MappedMemory
+    kernels_type, program_type = InterpretedKernels, InterpretedProgram
+
+    def _load_rows(self, name: str, piece: Packed, row: int) -> None:
+        """On the host: the kernels that repack are recorded by themselves."""
+        self._put_rows(name, unpacked(piece), row, fresh=True)
