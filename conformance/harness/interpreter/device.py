@@ -54,6 +54,7 @@ class InterpretedQueue(Queue):
         self.report = as_gpu(self.report)
         self.info = replace(self.info, name=f"{NAME} on {self.info.name}", kind="discrete")
         self.subgroup_size, self.max_threads = 32, INVOCATIONS
+        self.timestamp_bits = 0  # what is counted has no time: profiling is refused
 
 
 class MappedMemory(Memory):
