@@ -14,7 +14,7 @@ from hybrid.harness import run_case
 from hybrid.harness.fixed import one_each, variant
 from hybrid.harness.interpreter import machine, matrices
 from hybrid.harness.interpreter.module import read
-from hybrid.harness.interpreter.values import Fault
+from hybrid.harness.interpreter.values import Fault, NotInterpreted
 from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.spec import load_ops
@@ -101,6 +101,13 @@ def test_what_a_driver_lets_pass_is_a_fault(run: Run, body: str, said: str, monk
     monkeypatch.setattr(machine, "MOST_BLOCKS", 2000)
     with pytest.raises(Fault, match=said):
         run(body, wrong=1)
+
+
+def test_what_the_interpreter_does_not_know_is_no_fault_of_the_kernel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a mutant of which nothing is known would count as caught."""
+    monkeypatch.delitem(machine.OPERATIONS, 132)  # OpIMul
+    with pytest.raises(NotInterpreted, match=r"k: opcode 132: .*not known"):
+        run("y[i] = i * i;")
 
 
 def test_workgroups_that_hand_one_another_something_do_not_all_run_together(run: Run) -> None:

@@ -10,15 +10,15 @@ import numpy as np
 from hybrid.harness.interpreter import matrices
 from hybrid.harness.interpreter.flow import ATOMIC_LOAD, cut, ordered
 from hybrid.harness.interpreter.memory import Bytes, Pointer, Seen, Shared, Variables, element, load, store
-from hybrid.harness.interpreter.module import Block, Module, Type
+from hybrid.harness.interpreter.module import Block, Module, Type, zero
 from hybrid.harness.interpreter.operations import EXTENDED, OPERATIONS
 from hybrid.harness.interpreter.subgroups import LANES, Subgroups
-from hybrid.harness.interpreter.values import Fault, merged, spread, uniform
+from hybrid.harness.interpreter.values import Fault, NotInterpreted, merged, signed, spread, uniform
 from hybrid.harness.interpreter.watch import Watch
 
 NOBODY = object()
 LITERALS = {79, 4450}  # whose third operand on are numbers
-INPUT, WORKGROUP, PRIVATE, FUNCTION, PUSH, STORAGE = 1, 4, 6, 7, 9, 12
+INPUT, WORKGROUP, PRIVATE, FUNCTION, PUSH = 1, 4, 6, 7, 9  # storage classes; all else is a buffer
 MOST_LANES = 1 << 14
 """That run together."""
 BATCHES = 3
@@ -122,7 +122,7 @@ class Machine(Subgroups):
                 except Fault:
                     raise
                 except Exception as error:
-                    raise Fault(f"{self.name}: opcode {op}: {type(error).__name__}: {error}") from error
+                    raise NotInterpreted(f"{self.name}: opcode {op}: {type(error).__name__}: {error}") from error
             for label, mask in self._ways(block):
                 to = self.index[label]
                 if to not in pending:
@@ -330,18 +330,14 @@ def _u32(value: Any) -> Any:
     return [_u32(x) for x in value] if isinstance(value, list) else value.astype(np.uint32)
 
 
-def _i(x: Any) -> Any:
-    return x.view(f"i{x.itemsize}")
-
-
 ATOMICS: dict[int, Callable[[Any, Any], Any]] = {
     227: lambda old, v: old, 228: lambda old, v: v, 229: lambda old, v: v,
     232: lambda old, v: old + v, 234: lambda old, v: old + v, 235: lambda old, v: old - v,
-    236: lambda old, v: old if _i(old) < _i(v) else v, 237: min, 238: lambda old, v: old if _i(old) > _i(v) else v, 239: max,
+    236: lambda old, v: min(old, v, key=signed), 237: min, 238: lambda old, v: max(old, v, key=signed), 239: max,
     240: lambda old, v: old & v, 241: lambda old, v: old | v,
 }  # fmt: skip
 SPECIAL: dict[int, Callable[..., None]] = {
-    1: lambda self, t, r, a: None,
+    1: lambda self, t, r, a: self._put(r, zero(t)),
     61: Machine._load, 62: Machine._store, 65: Machine._chain, 66: Machine._chain, 81: Machine._extract, 82: Machine._insert,
     224: Machine._barrier, 225: lambda self, t, r, a: None,
     333: Machine._elect,

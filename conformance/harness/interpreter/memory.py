@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.harness.interpreter.module import TYPE_ARRAY, TYPE_BOOL, TYPE_RUNTIME, TYPE_STRUCT, TYPE_VECTOR, Type, zero
-from hybrid.harness.interpreter.values import Fault, merged, uniform
+from hybrid.harness.interpreter.values import Fault, NotInterpreted, merged, uniform
 
 Seen = Callable[[Any, int, Any, bool], object] | None
 NOBODY, MANY = -1, -2
@@ -179,7 +179,7 @@ class Variables:
         if isinstance(value, np.ndarray) and value.ndim == 2:  # a matrix
             i = uniform(index, mask)
             if i is None:
-                raise Fault("lanes ask for different elements of a matrix")
+                raise NotInterpreted("lanes ask for different elements of a matrix")
             return value[:, i]
         i = uniform(index, mask)
         if i is not None:
@@ -204,7 +204,7 @@ class Variables:
         if isinstance(old, np.ndarray) and old.ndim == 2:
             i = uniform(path[0], mask)
             if i is None:
-                raise Fault("lanes write different elements of a matrix")
+                raise NotInterpreted("lanes write different elements of a matrix")
             made = np.array(np.broadcast_to(old, (self.lanes, old.shape[1])))
             made[:, i] = value if mask is None else np.where(mask, value, made[:, i])
             return made

@@ -85,10 +85,8 @@ class Module:
     variables: dict[int, tuple[Type, int]]
     """id: (pointee, storage class)"""
     decorations: dict[int, dict[int, list[int]]]
-    extended: set[int]
     blocks: list[Block]
     local: tuple[int, int, int]
-    imports: dict[int, str]
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Of values that are matrices: see Type."""
 
@@ -102,7 +100,7 @@ def read(code: bytes, given: Mapping[int, int]) -> Module:
 class _Reader:
     def __init__(self, given: Mapping[int, int]) -> None:
         self.given = given
-        self.m = Module({}, {}, {}, {}, set(), [], (1, 1, 1), {})
+        self.m = Module({}, {}, {}, {}, [], (1, 1, 1))
         self.offsets: dict[int, dict[int, int]] = {}
         self.local_ids: list[int] | None = None
         self.block: Block | None = None
@@ -125,8 +123,6 @@ class _Reader:
         m = self.m
         if self.block is not None:
             self.instruction(op, a)
-        elif op == 11:
-            m.imports[a[0]] = struct.pack(f"<{len(a) - 1}I", *a[1:]).split(b"\0")[0].decode()
         elif op == 16 and a[1] == 17:
             m.local = (a[2], a[3], a[4])
         elif op == 331 and a[1] == 38:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybrid.harness.interpreter.matrices import LANES
 from hybrid.harness.interpreter.operations import reduced, scalar
-from hybrid.harness.interpreter.values import Fault, spread
+from hybrid.harness.interpreter.values import Fault, NotInterpreted, spread
 
 
 class Subgroups(ABC):
@@ -76,7 +76,7 @@ class Subgroups(ABC):
     def _reduce(self, op: int, t: Any, result: int, a: list[int]) -> None:
         how, value, active, dtype = a[1], self.values[a[2]], self._active(), scalar(t)
         if how not in (0, 1, 2) or (how and op not in (349, 350)):
-            raise Fault(f"{self.name}: opcode {op} of subgroups in a way that is not known ({how})")
+            raise NotInterpreted(f"{self.name}: opcode {op} of subgroups in a way that is not known ({how})")
 
         def one(x: Any) -> Any:
             if how == 0:

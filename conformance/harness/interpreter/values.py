@@ -13,6 +13,10 @@ class Fault(RuntimeError):
     """What a kernel may not do, with its name and the lane."""
 
 
+class NotInterpreted(RuntimeError):
+    """What the interpreter cannot run: nothing is known of the kernel."""
+
+
 def each(call: Callable[..., Any], *values: Any) -> Any:
     """A function of elements, of vectors element by element."""
     if isinstance(values[0], list):
