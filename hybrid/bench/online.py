@@ -17,6 +17,7 @@ from hybrid.bench.guessing import check_draft, draft_of
 from hybrid.bench.report import SCHEMA, energy_dict, say
 from hybrid.bench.speculating import WARM, Guesses, Runs
 from hybrid.cli import UsageError
+from hybrid.core import garbage
 from hybrid.devices.about import driver_of, kernels_of, provenance
 from hybrid.devices.energy import meter_for
 from hybrid.engine.pace import MOST
@@ -32,6 +33,7 @@ def online(args: argparse.Namespace, command: str) -> int:
         deterministic=args.deterministic, slots=slots, queue=max(slots, args.requests or 1), chunk=args.chunk, progress=True,
         npu=args.npu, warm=True, **_guesses(args),
     ) as model:  # fmt: skip
+        garbage.keep()
         device = model.engine.device
         main = getattr(device, "main", device)
         about: dict[str, Any] = {

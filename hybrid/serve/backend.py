@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid.cli import LOST, describe
+from hybrid.core import garbage
 from hybrid.core.errors import DeviceLost
 from hybrid.devices.energy import meter_for
 from hybrid.serve.errors import unavailable
@@ -75,8 +76,7 @@ class Backend:
         """What a model consists of lives until it is closed: no collection in the midst of requests looks through it."""
         gc.unfreeze()  # what was left of one before
         model = self._load()
-        gc.collect()
-        gc.freeze()
+        garbage.keep()
         return model
 
     def _take(self, model: Model) -> None:
