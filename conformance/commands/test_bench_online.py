@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
@@ -106,6 +107,19 @@ def test_requests_on_a_model(capsys):
     text = capsys.readouterr().out
     for part in ("up to 2 sequences of 27 positions", "to the first token    p50", "between tokens        p50", "preemptions"):
         assert part in text, text
+
+
+@pytest.mark.slow
+def test_no_collection_looks_through_the_model_while_it_is_asked(monkeypatch):
+    looked = []
+
+    def asked(args, model, meter):
+        looked.append(any(found is model for found in gc.get_objects()))
+        return {}
+
+    monkeypatch.setattr("hybrid.bench.online._requests", asked)
+    assert bench.main([*SMALL, "--requests", "1", "--prompt-lengths", "3", "--output-lengths", "2", "--json"]) == 0
+    assert looked == [False]
 
 
 @pytest.mark.slow
