@@ -59,8 +59,8 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fill:
-    """A piece of a tensor that is being read: into a slot, then to `parts` from block `first` on (plain types: from byte
-    `first` of their one part). Without a slot: straight to its place."""
+    """A piece of a tensor that is being read: into a slot, then to `parts` from block `first` on, row by row, wherever
+    those lie (plain types: from byte `first` of their one part). Without a slot: straight to its place."""
 
     name: str
     packed: Packed
@@ -239,7 +239,8 @@ class Loader:
             kernel = device.kernel(f"repack.{packed.dtype}")
             units = _units(packed.dtype)
             count = fill.nbytes // _block_bytes(packed.dtype) * units
-            self._dispatch(command, kernel, self._bind(slot, kernel, fill.parts), fill.first * units, count)
+            push = struct.pack("<III", fill.first * units, count, packed.shape[-1] // _UNIT)
+            self._dispatch(command, kernel, self._bind(slot, kernel, fill.parts), push, count)
         slot.ticket = submit(device, command, 4 * fill.nbytes)  # copied, and laid out anew
         slot.owner = fill.name, packed
 
@@ -274,11 +275,10 @@ class Loader:
         check(lib.vkAllocateDescriptorSets(self.device.handle, ffi.addressof(allocate), out), "allocating descriptor sets")
         return out[0]
 
-    def _dispatch(self, command: Any, kernel: Kernel, descriptors: Any, first: int, count: int) -> None:
+    def _dispatch(self, command: Any, kernel: Kernel, descriptors: Any, push: bytes, count: int) -> None:
         compute, sets = vk.VK_PIPELINE_BIND_POINT_COMPUTE, ffi.new("VkDescriptorSet[1]", [descriptors])
         lib.vkCmdBindPipeline(command, compute, kernel.pipeline)
         lib.vkCmdBindDescriptorSets(command, compute, kernel.layout, 0, 1, sets, 0, ffi.NULL)
-        push = struct.pack("<II", first, count)
         lib.vkCmdPushConstants(command, kernel.layout, vk.VK_SHADER_STAGE_COMPUTE_BIT, 0, len(push), ffi.from_buffer(push))
         lib.vkCmdDispatch(command, -(-count // _THREADS), 1, 1)
         self.device.counters.dispatches += 1

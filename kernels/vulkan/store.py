@@ -15,6 +15,7 @@ from hybrid.core.plan import PURPOSE, TensorDecl
 from hybrid.core.tensor import Packed, Source, Tensor, unpacked
 from hybrid.kernels.vulkan import columns
 from hybrid.kernels.vulkan.hostmemory import import_fd, import_pages
+from hybrid.kernels.vulkan.layout import tiled
 from hybrid.kernels.vulkan.memory import Memory, Slice, align_up
 from hybrid.kernels.vulkan.repack import Loader, takes
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, chunk_rows, part_bytes, rows_of
@@ -100,6 +101,8 @@ class Storage(ABC):
         self.check_open()
         if self.guard:
             raise NotShareable("tensors with guard bytes around them have memory of their own")
+        if tiled(decl.dtype, decl.shape):
+            raise NotShareable(f"{decl.name} lies in tiles on this device")
         if max(part_bytes(decl.dtype, decl.shape)) > self.max_range:
             raise NotShareable(f"{decl.name} is larger than one storage buffer of this device may be")
         held = self._allocations.setdefault(decl.name, [])
@@ -147,7 +150,7 @@ class Storage(ABC):
         self.wait(ticket if self._kinds[name] == "io" else None)
         for piece, host in tensor.spans(start, out):
             if piece.buffer.view is not None:
-                host[:] = piece.bytes
+                host[...] = piece.bytes.reshape(host.shape)
             else:
                 self.transfer.download(piece, host)
             self.counters.bytes_down += host.size
@@ -254,7 +257,7 @@ class Storage(ABC):
     def put(self, target: Slice, data: np.ndarray) -> None:
         """Bytes into device memory: straight into mapped memory, else through staging in queue order."""
         if target.buffer.view is not None:
-            target.bytes[:] = data
+            target.bytes.reshape(data.shape)[...] = data
         else:
             self.transfer.upload(target, data)
 

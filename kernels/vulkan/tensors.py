@@ -10,6 +10,7 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.numeric import np
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
+from hybrid.kernels.vulkan import layout
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.memory import Slice
 
@@ -56,7 +57,8 @@ class DeviceTensor:
     def spans(self, row: int, value: Tensor) -> Iterator[tuple[Slice, np.ndarray]]:
         """(device bytes, host bytes) of the rows row.. that `value` covers, chunk by chunk, part by part.
 
-        The host arrays are views of `value` where it is contiguous: write from them, or read into them.
+        The host arrays are views of the contiguous `value`, of any strides, whose bytes lie on the device in the order of their
+        axes: write from them, or read into them.
         """
         stop = row + rows_of(value.shape)
         for chunk in self.chunks:
@@ -70,8 +72,13 @@ class DeviceTensor:
                     raise ValueError(f"{self.name}: the host array must be contiguous")
                 per = array.nbytes // max(1, rows_of(value.shape))
                 host = array.reshape(-1).view(np.uint8)[(first - row) * per : (last - row) * per]
-                start = piece.offset + (first - chunk.row) * per
-                yield Slice(piece.buffer, start, host.size), host
+                if layout.tiled(value.dtype, value.shape):
+                    size = per // (value.shape[-1] // value.type.block)
+                    found = layout.pieces(host.reshape(-1, per), first - chunk.row, size)
+                else:
+                    found = iter([((first - chunk.row) * per, host)])
+                for start, view in found:
+                    yield Slice(piece.buffer, piece.offset + start, view.size), view
 
 
 def rows_of(shape: tuple[int, ...]) -> int:
@@ -79,9 +86,18 @@ def rows_of(shape: tuple[int, ...]) -> int:
 
 
 def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
-    """Bytes of each part, without padding."""
-    t = DTYPES[dtype]
+    """Bytes of each part: of whole tiles where it lies in tiles, else without padding."""
+    t, shape = DTYPES[dtype], (layout.padded_rows(dtype, shape), *shape[1:]) if shape else ()
     return [math.prod(t.part_shape(p, shape)) * p.itemsize for p in t.parts]
+
+
+def cut(chunk: Chunk, first: int, rows: int, width: int) -> Chunk:
+    """Rows first..first+rows of a chunk [.., width], counted from its own first one; those of tiles begin with a tile."""
+    if first % layout.TILE_ROWS and layout.tiled(chunk.dtype, (rows, width)):
+        raise ValueError(f"{chunk.dtype} in tiles of {layout.TILE_ROWS} rows cannot be cut at row {first}")
+    sizes = zip(chunk.parts, part_bytes(chunk.dtype, (first, width)), part_bytes(chunk.dtype, (rows, width)), strict=True)
+    parts = tuple(Slice(p.buffer, p.offset + before, size) for p, before, size in sizes)
+    return Chunk(chunk.row + first, rows, parts, chunk.dtype)
 
 
 def chunk_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int, str]]:
@@ -102,10 +118,12 @@ def split_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int]]:
     if decl.kind != "weight":
         raise VulkanError(f"{decl.name} ({decl.kind} {decl.dtype}{list(decl.shape)}) takes {max(sizes)} bytes, a "
                           f"buffer of this device at most {max_range}; use a smaller context or fewer rows")
-    most = max_range * rows // max(sizes)
-    if most < 1:
-        raise VulkanError(f"{decl.name}: one row is larger than a storage buffer of this device may be ({max_range} "
-                          "bytes)")
+    most, least = max_range * layout.padded_rows(decl.dtype, decl.shape) // max(sizes), 1
+    if layout.tiled(decl.dtype, decl.shape):
+        least = layout.TILE_ROWS
+    if most < least:
+        what = "one row is" if least == 1 else f"{least} rows, which lie in tiles, are"
+        raise VulkanError(f"{decl.name}: {what} larger than a storage buffer of this device may be ({max_range} bytes)")
     # Whole tiles in all but the last chunk.
-    most -= most % 64 if most >= 64 else most % 16 if most >= 16 else 0
+    most -= next((most % tile for tile in (64, 16, least) if most >= tile), 0)
     return [(row, min(most, rows - row)) for row in range(0, rows, most)]

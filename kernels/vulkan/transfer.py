@@ -50,8 +50,8 @@ class Transfer:
         return slot
 
     def upload(self, target: Slice, data: np.ndarray) -> None:
-        """Write bytes (u8 array) to the start of `target`; in force for everything submitted later."""
-        done = 0
+        """Write bytes (u8 array, in the order of its axes) to the start of `target`; in force for everything submitted later."""
+        data, done = np.ascontiguousarray(data).reshape(-1), 0
         while done < data.size:
             slot = self._slot()
             n = min(data.size - done, self.chunk - slot.used)
@@ -81,14 +81,15 @@ class Transfer:
         self.turn = (self.turn + 1) % SLOTS
 
     def download(self, source: Slice, out: np.ndarray) -> None:
-        """Copy `source` into bytes (u8 array), after everything submitted so far."""
+        """Copy `source` into bytes (u8 array, in the order of its axes), after everything submitted so far."""
+        flat = (out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)).reshape(-1)
         self.flush()
         waiting: list[tuple[_Slot, int, int]] = []
 
         def collect() -> None:
             slot, start, n = waiting.pop(0)
             self.device.wait_ticket(slot.ticket)
-            out[start : start + n] = slot.staging.bytes[:n]
+            flat[start : start + n] = slot.staging.bytes[:n]
 
         for start in range(0, out.size, self.chunk):
             if len(waiting) == SLOTS:
@@ -102,6 +103,8 @@ class Transfer:
             self.turn = (self.turn + 1) % SLOTS
         while waiting:
             collect()
+        if not out.flags.c_contiguous:
+            out[...] = flat.reshape(out.shape)
 
     def fill(self, target: Slice, byte: int) -> None:
         """Set every byte of `target`, in queue order."""

@@ -18,10 +18,9 @@ from pydantic import Field, model_validator
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.plan import Step
 from hybrid.kernels.vulkan.groups import Binding
-from hybrid.kernels.vulkan.memory import Slice
 from hybrid.kernels.vulkan.ops import BINDINGS
 from hybrid.kernels.vulkan.recorder import Recorder
-from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
+from hybrid.kernels.vulkan.tensors import DeviceTensor, cut
 from hybrid.kernels.vulkan.tuning import Tuning, Value, space
 from hybrid.spec.expr import Expr
 from hybrid.spec.load import Model, load_toml
@@ -130,15 +129,9 @@ def in_rows(tensor: DeviceTensor, sizes: Sequence[int]) -> DeviceTensor:
         raise ValueError(f"{tensor.name} has {whole.rows} rows, which {list(sizes)} do not add up to")
     chunks, row = [], 0
     for size in sizes:
-        parts = tuple(_rows(p, whole.rows, row, size) for p in whole.parts)
-        chunks.append(Chunk(row, size, parts, whole.dtype))
+        chunks.append(cut(whole, row, size, tensor.shape[-1]))
         row += size
     return replace(tensor, chunks=tuple(chunks))
-
-
-def _rows(part: Slice, rows: int, first: int, count: int) -> Slice:
-    each = part.size // rows  # parts are padded at their end, by less than a row has bytes
-    return part.sub(first * each, count * each)
 
 
 def schedule_without(schedule: Schedule, switches: Sequence[Switch]) -> Schedule:

@@ -192,4 +192,4 @@ def unpack(rec: Recorder, w: Chunk, dtype: str, y: Slice, k: int, first: int) ->
     per_row = k // unit(w.dtype)
     x, z = wide(-(-w.rows * per_row // 64))
     rec.dispatch(rec.kernel(f"dequantize.{w.dtype}.{dtype}"), reads=w.parts, writes=[y],
-                 push=struct.pack("<2I", first * per_row, w.rows * per_row), grid=(x, 1, z))
+                 push=struct.pack("<3I", first * per_row, w.rows * per_row, per_row), grid=(x, 1, z))

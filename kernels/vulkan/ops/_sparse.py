@@ -10,7 +10,7 @@ from hybrid.kernels.vulkan import columns
 from hybrid.kernels.vulkan.memory import Slice
 from hybrid.kernels.vulkan.ops._linear import linear, tokens
 from hybrid.kernels.vulkan.recorder import Recorder
-from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
+from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, cut
 
 DOWN_OUTS = 64  # rows of down for a workgroup of sparse_down.slang
 
@@ -19,9 +19,8 @@ def sparse_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows
     """h [rows, F] as `geglu` with `sparsity` makes it of x @ w.T, for at most GEMV_TOKENS rows and one unsplit weight [2F, K]: the
     product with gate, then that with the rows of up that are needed. h has the activation type of x."""
     f, k = w.rows // 2, x.shape[-1]
-    gates = tuple(Slice(p.buffer, p.offset, p.size // 2) for p in w.parts)
     gate = rec.scratch(4 * rows * f)
-    only_gate = DeviceTensor("gate", w.dtype, (f, k), (Chunk(0, f, gates, w.dtype),))
+    only_gate = DeviceTensor("gate", w.dtype, (f, k), (cut(w, 0, f, k),))
     linear(rec, x, only_gate, gate, rows=rows, extent=extent)
     push = struct.pack("<4If", CONTROL[extent], rows, f, k, NormalDist().inv_cdf(sparsity))
     kernel = rec.kernel(f"sparse_up.{w.dtype}.{x.dtype}", SUBGROUP=rec.device.subgroup_size)

@@ -9,7 +9,7 @@ from hybrid.core.plan import CONTROL, Step
 from hybrid.kernels.vulkan.memory import Slice
 from hybrid.kernels.vulkan.ops._linear import linear
 from hybrid.kernels.vulkan.recorder import Live, Recorder
-from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, part_bytes
+from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, cut
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
@@ -33,7 +33,4 @@ def _cut(w: DeviceTensor, start: int, stop: int) -> Iterator[Chunk]:
     for chunk in w.chunks:
         first, last = max(start, chunk.row), min(stop, chunk.row + chunk.rows)
         if first < last:
-            row = part_bytes(chunk.dtype, (1, w.shape[-1]))
-            parts = tuple(Slice(p.buffer, p.offset + (first - chunk.row) * n, (last - first) * n)
-                          for p, n in zip(chunk.parts, row, strict=True))  # fmt: skip
-            yield Chunk(first, last - first, parts, chunk.dtype)
+            yield cut(chunk, first - chunk.row, last - first, w.shape[-1])
