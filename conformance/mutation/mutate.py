@@ -130,6 +130,7 @@ def mutated_function(mutant: Mutant, of: str) -> Callable[..., Any]:
 
 def mutated_spirv(mutant: Mutant, kernels: set[str], folder: Path) -> Path:
     """A folder of SPIR-V in which those of `kernels` that use the mutated shader are built from it."""
+    from hybrid.kernels.vulkan import modules
     from hybrid.kernels.vulkan.build import compile_variant, digest, variants
     from hybrid.kernels.vulkan.kernel import SPIRV
     from hybrid.kernels.vulkan.lanes import KERNEL
@@ -139,7 +140,7 @@ def mutated_spirv(mutant: Mutant, kernels: set[str], folder: Path) -> Path:
     (source / mutant.file).write_text(mutant.mutated())
     out.mkdir()
     for name in kernels | {"grid", KERNEL}:
-        shutil.copy(SPIRV / f"{name}.spv", out)
+        shutil.copy(modules.path_of(SPIRV, name), out)
     manifest = json.loads((SPIRV / "manifest.json").read_text())
     changed = [v for v in variants(source) if v.module in kernels and digest(v) != manifest[v.module]["digest"]]
     if not changed:
@@ -147,7 +148,7 @@ def mutated_spirv(mutant: Mutant, kernels: set[str], folder: Path) -> Path:
                           f"uses {mutant.file}")  # fmt: skip
     for v in changed:
         code, manifest[v.module] = compile_variant(v)
-        (out / f"{v.module}.spv").write_bytes(code)
+        modules.write(out, v.module, code)
     (out / "manifest.json").write_text(json.dumps(manifest))
     return out
 

@@ -17,7 +17,20 @@ from hybrid.harness.inputs import make
 from hybrid.harness.sizes import base_bind
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.vulkan.dry import DryDevice, record
-from hybrid.kernels.vulkan.ops._gemm import ENDS, FEW, MOST_SPLITS, NARROW, STREAM, STREAMED, SUMS, TILES, TYPES, split_k
+from hybrid.kernels.vulkan.ops._gemm import (
+    ENDS,
+    FEW,
+    MOST_SPLITS,
+    NARROW,
+    STREAM,
+    STREAMED,
+    SUMS,
+    TILES,
+    TYPES,
+    narrow_threads,
+    split_k,
+)
+from hybrid.kernels.vulkan.tuning import space
 from hybrid.spec import load_op
 
 
@@ -69,14 +82,18 @@ def case_for(op: str, rows: int, dtype: str, shapes: dict[str, dict[str, int]] =
     return variant(spec, {**base_bind(spec), **bind}, spec.dtypes(types), 0, frozenset(bind))
 
 
-@pytest.mark.parametrize(("op", "tile"), [(op, tile) for op in BIND for tile in TILES if op == "linear" or tile != NARROW])
+FAMILIES = {"linear": "linear.gemm", "fused_ffn": "ffn_up.gemm"}
+TILED = {op: [tile for tile in TILES if tile in space().named(family).candidates["tile"]] for op, family in FAMILIES.items()}
+
+
+@pytest.mark.parametrize(("op", "tile"), [(op, tile) for op in BIND for tile in TILED[op]])
 @pytest.mark.parametrize("rows", SIZES)
 def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(matrices: MatrixDevices, op: str, rows: int, tile: str) -> None:
-    device, family = matrices(guard=GUARD), "linear.gemm" if op == "linear" else "ffn_up.gemm"
+    device, family = matrices(guard=GUARD), FAMILIES[op]
     ways = [(*way, live) for way in (("q4_0", 24), ("f16", 24), ("q8_0", 1056)) for live in (rows, rows // 2)]
     for dtype, groups, live in share_of(device, ways, 3):
         with device.tuning.forced(family, {"tile": tile, "groups": groups}):
-            case = case_for(op, rows, dtype, PAIRS if tile in (*STREAM, NARROW) else BIND)
+            case = case_for(op, rows, dtype, PAIRS if tile in (*STREAM, *NARROW) else BIND)
             run_case(load_op(op), device, replace(case, rows=live))
 
 
@@ -98,7 +115,8 @@ def test_counters_are_left_as_they_were_found(matrices: MatrixDevices) -> None:
 def test_few_rows_meet_weights_that_were_rounded_once(matrices: MatrixDevices, dtype: str) -> None:
     """With one element in a row of x nothing hides how a weight was decoded: its f16 is the definition's."""
     device, spec = matrices(guard=GUARD), load_op("linear")
-    for rows, tile in zip((11, 27, 7, 11, 19, 27, 35, 43, 61, 61, 133, 43), (*FEW, *STREAM, NARROW), strict=True):
+    for tile in (t for t in (*FEW, *STREAM, *NARROW) if t in TILED["linear"]):
+        rows = 43 if tile in NARROW else max(7, TILES[tile][0] - 5)
         bind = {"T": rows, "N": 331, "K": 512}
         case = variant(spec, {**base_bind(spec), **bind}, spec.dtypes({"x": "f16", "w": dtype}), rows, frozenset(bind))
         with device.tuning.forced("linear.gemm", {"tile": tile}):
@@ -110,14 +128,27 @@ def test_both_products_of_a_layers_own_input_as_narrow_ones(matrices: MatrixDevi
     """Whose second K is no whole pair of blocks with 96 columns: that product takes another tile."""
     device, spec = matrices(guard=GUARD), load_op("per_layer_input")
     types = spec.dtypes({"x": "f16", "h": "f16", "w_gate": "q4_0", "w_proj": "q4_0"})
-    with device.tuning.forced("linear.gemm", {"tile": NARROW}):
+    with device.tuning.forced("linear.gemm", {"tile": NARROW[0]}):
         for rows, live in ((5, 5), (37, 21), (64, 64)):
             bind = {"T": rows, "H": 4672 if width == 256 else 320, "P": width, "E": 3 * width}
             case = variant(spec, {**base_bind(spec), **bind}, types, rows, frozenset(bind))
             run_case(spec, device, replace(case, rows=live, attrs={**case.attrs, "layer": 2}))
 
 
-@pytest.mark.parametrize("tile", [STREAM[1], NARROW])
+@pytest.mark.parametrize("tile", NARROW)
+def test_subgroups_share_the_columns_of_a_small_product_evenly(tile: str) -> None:
+    """In as few passes as the most that there may be, whose sums fit shared memory."""
+    rows, columns = TILES[tile]
+    for shared in (16384, 32768, 49152):
+        device = DryDevice(shared_bytes=shared)
+        for k in range(64, 22000, 64):
+            stages, subgroups = -(-k // 128), narrow_threads(device, tile, k) // 32
+            most = max(n for n in range(1, 17) if n * rows * (4 * columns + 16) <= shared)
+            passes = -(-stages // subgroups)
+            assert subgroups <= most and passes == -(-stages // most) and stages > passes * (subgroups - 1)
+
+
+@pytest.mark.parametrize("tile", [STREAM[1], *NARROW])
 @pytest.mark.parametrize(("known", "k", "dtype", "streamed"), [
     (True, 320, "q4_0", True), (False, 320, "q4_0", False), (True, 224, "q4_0", False), (True, 320, "q8_0", False),
 ])  # fmt: skip

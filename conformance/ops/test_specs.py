@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from conformance.support.paths import ROOT
 from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
+from hybrid.kernels.vulkan import modules
 from hybrid.kernels.vulkan.features import CAPABILITIES
 from hybrid.kernels.vulkan.spirv import inspect
 from hybrid.spec import SPECS_DIR, OpSpec, SpecError, load_op, load_ops
@@ -332,15 +333,15 @@ SHARED = {"fused_qkv": ("linear",), "logits": ("linear",),
 def test_declared_features_are_those_that_the_shaders_ask_for(name: str) -> None:
     """Every capability of a SPIR-V module is declared for the dtypes in its name, and nothing else is declared."""
     backend, asked = OPS[name].backends["vulkan"], set()
-    modules = [p for k in SHARED.get(name, (name,)) for p in SPIRV.glob("*.spv") if p.name.split(".")[0] == k]
-    assert modules, f"no SPIR-V for {name}"
+    built = [m for k in SHARED.get(name, (name,)) for m in modules.names(SPIRV) if m.split(".")[0] == k]
+    assert built, f"no SPIR-V for {name}"
     taken = {d for t in OPS[name].tensors.values() for d in t.dtype}
-    for path in (m for m in modules if {d for d in m.stem.split(".") if d in DTYPES} <= taken):
-        needs = {CAPABILITIES[c] for c in inspect(path.read_bytes()).capabilities if c in CAPABILITIES}
+    for module in (m for m in built if {d for d in m.split(".") if d in DTYPES} <= taken):
+        needs = {CAPABILITIES[c] for c in inspect(modules.read(SPIRV, module)).capabilities if c in CAPABILITIES}
         needs.discard("subgroup basic")  # every Vulkan device has it in compute kernels
         declared = {*backend.requires, *backend.uses}
-        declared |= {f for d in path.stem.split(".") if d in DTYPES for f in backend.requires_for.get(d, ())}
-        assert needs <= declared, f"{path.name} needs {sorted(needs - declared)}: declare it in {OPS[name].file}"
+        declared |= {f for d in module.split(".") if d in DTYPES for f in backend.requires_for.get(d, ())}
+        assert needs <= declared, f"{module} needs {sorted(needs - declared)}: declare it in {OPS[name].file}"
         asked |= needs
     assert {*OPS[name].requirements("vulkan"), *backend.uses} == asked
 

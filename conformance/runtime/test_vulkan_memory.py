@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from conformance.support.devices import need_compiler
 from conformance.support.paths import DATA
 from hybrid.core.plan import ALIGN, TensorDecl
-from hybrid.kernels.vulkan import build
+from hybrid.kernels.vulkan import build, modules
 from hybrid.kernels.vulkan.api import VulkanError, VulkanUnavailable
 from hybrid.kernels.vulkan.instance import prefer, select, validation_mode
 from hybrid.kernels.vulkan.kernel import Kernel, read_cache, write_cache
@@ -222,7 +222,7 @@ def test_a_damaged_pipeline_cache_is_refused_and_said(tmp_path: Path, caplog: py
 
 
 def test_constants_set_workgroup_and_shared_memory() -> None:
-    code = (SPIRV / "toy.affine.spv").read_bytes()
+    code = modules.read(SPIRV, "toy.affine")
     info = inspect(code, {0: 96})
     assert (info.local_size, info.shared_bytes, info.push, info.spec_ids) == ((96, 1, 1), 384, 12, {0})
     assert info.bindings == {0, 1, 2} and inspect(code).local_size == (32, 1, 1)
@@ -255,8 +255,8 @@ def test_only_what_changed_is_compiled_and_check_says_so(toys: Path, tmp_path: P
         assert [p.split(":")[0] for p in build.check(toys, out, share=share)] == ["toy.affine", "toy.bump", "toy.stray"]
     assert build.build(toys, out, only="toy.a") == ["toy.affine"]
     assert set(build.read_manifest(out)) == {"grid", "toy.affine", "toy.bump", "toy.stray"}
-    (out / "grid.spv").write_bytes((out / "toy.bump.spv").read_bytes())
-    assert all(any(p.startswith("grid: grid.spv is not") for p in build.check(toys, out, "grid", n)) for n in (1, 1000))
+    modules.write(out, "grid", modules.read(out, "toy.bump"))
+    assert all(any(p.startswith("grid: grid.spv.gz is not") for p in build.check(toys, out, "grid", n)) for n in (1, 1000))
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [

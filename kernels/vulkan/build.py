@@ -35,7 +35,8 @@ from hybrid.cli import Parser, positive
 from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import nearest
 from hybrid.core.places import in_clone
-from hybrid.kernels.vulkan.spirv import inspect, stripped
+from hybrid.kernels.vulkan import modules
+from hybrid.kernels.vulkan.spirv import SpirvError, inspect, stripped
 
 HERE = Path(__file__).resolve().parent
 SHADERS, SPIRV = HERE / "shaders", HERE / "spirv"
@@ -245,7 +246,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", force: bool = False) -> list[str]:
-    """Compile what changed, write `<module>.spv` and merge manifest.json; returns the names that were compiled.
+    """Compile what changed, write `<module>.spv.gz` and merge manifest.json; returns the names that were compiled.
 
     Modules whose sidecar entry is gone are removed (within `only`). `source_dir` may be a mutated copy of shaders/.
     """
@@ -254,7 +255,7 @@ def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", for
     wanted = variants(source_dir, only)
     old, stale = read_manifest(out_dir), []
     for v in wanted:
-        entry, path = old.get(v.module), out_dir / f"{v.module}.spv"
+        entry, path = old.get(v.module), modules.path_of(out_dir, v.module)
         declared = {"constants": dict(v.constants), "bindings": v.bindings, "push": v.push}
         if (not force and entry and path.exists() and entry["digest"] == digest(v)
                 and entry["compiler"] == compiler().version and declared.items() <= entry.items()):
@@ -262,16 +263,14 @@ def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", for
         stale.append(v)
     fresh = {}
     for v, (code, entry) in zip(stale, compile_all(stale), strict=True):
-        path, fresh[v.module] = out_dir / f"{v.module}.spv", entry
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(code)
-        temporary.replace(path)
+        modules.write(out_dir, v.module, code)
+        fresh[v.module] = entry
     with _locked(out_dir):
         merged = {**read_manifest(out_dir), **fresh}
         for name in [n for n in merged if n.startswith(only)]:
             if name not in {v.module for v in wanted}:
                 del merged[name]
-                (out_dir / f"{name}.spv").unlink(missing_ok=True)
+                modules.path_of(out_dir, name).unlink(missing_ok=True)
         # One line per module: merges and diffs stay readable.
         lines = [f"{json.dumps(k)}: {json.dumps(merged[k], sort_keys=True)}" for k in sorted(merged)]
         temporary = out_dir / f"manifest.{os.getpid()}.tmp"
@@ -287,28 +286,36 @@ def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", sha
     wanted = [(v, digest(v)) for v in variants(source_dir, only)]
     rebuilt = [v for v, of in wanted if int(of, 16) % share == 0 or not _recorded(v, of, manifest.get(v.module), out_dir)]
     for v, (code, entry) in zip(rebuilt, compile_all(rebuilt), strict=True):
-        path = out_dir / f"{v.module}.spv"
+        path = modules.path_of(out_dir, v.module)
         if v.module not in manifest or not path.exists():
             problems.append(f"{v.module}: not built")
         elif manifest[v.module]["compiler"] != entry["compiler"]:
             problems.append(f"{v.module}: built by {manifest[v.module]['compiler']}, this is {entry['compiler']}")
         elif manifest[v.module] != entry:
             problems.append(f"{v.module}: the sources or the sidecar changed since it was built")
-        elif path.read_bytes() != code:
+        elif _lying(out_dir, v.module) != code:
             problems.append(f"{v.module}: {path.name} is not what its sources compile to")
     names = {v.module for v, _ in wanted}
-    stray = {p.stem for p in out_dir.glob("*.spv")} | set(manifest)
+    stray = {*modules.names(out_dir), *manifest}
     problems += [f"{n}: built, but no sidecar declares it" for n in sorted(stray - names) if n.startswith(only)]
     return problems
 
 
+def _lying(out_dir: Path, name: str) -> bytes | None:
+    """The module that lies there; None: none does, or it is damaged."""
+    try:
+        return modules.read(out_dir, name)
+    except (FileNotFoundError, SpirvError):
+        return None
+
+
 def _recorded(v: Variant, of_sources: str, entry: Mapping[str, Any] | None, out_dir: Path) -> bool:
     """Is the manifest's entry that of these sources, of this compiler and of the SPIR-V that lies there?"""
-    path = out_dir / f"{v.module}.spv"
-    if entry is None or not path.exists():
+    code = _lying(out_dir, v.module)
+    if entry is None or code is None:
         return False
     made = {"source": v.source.name, "digest": of_sources, "compiler": compiler().version,
-            "spirv": hashlib.sha256(path.read_bytes()).hexdigest(), "defines": dict(v.defines),
+            "spirv": hashlib.sha256(code).hexdigest(), "defines": dict(v.defines),
             "constants": dict(v.constants), "bindings": v.bindings, "push": v.push}  # fmt: skip
     return made == entry
 

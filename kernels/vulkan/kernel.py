@@ -4,6 +4,7 @@ between processes."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.core.places import cache_folder
+from hybrid.kernels.vulkan import modules
 from hybrid.kernels.vulkan.api import VulkanError, check, ffi, lib, vk
 from hybrid.kernels.vulkan.features import CAPABILITIES, Report, can_choose_subgroup
-from hybrid.kernels.vulkan.spirv import ModuleInfo, inspect
+from hybrid.kernels.vulkan.spirv import ModuleInfo, SpirvError, inspect
 
 log = logging.getLogger("hybrid.vulkan")
 _FULL_SUBGROUPS = 2  # VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT, which the package does not name
@@ -190,11 +192,12 @@ class KernelCache:
             raise VulkanError(f"{name} {dict(constants)} does not fit this device: it needs {', '.join(over)}")
 
     def _code(self, name: str, digest: str) -> bytes:
-        code = (self.folder / f"{name}.spv").read_bytes()
-        if hashlib.sha256(code).hexdigest() != digest:
-            raise VulkanError(f"{self.folder / name}.spv is not the module that manifest.json describes; run "
-                              "python -m kernels.vulkan.build")
-        return code
+        with contextlib.suppress(SpirvError):  # a damaged file is not the module either
+            code = modules.read(self.folder, name)
+            if hashlib.sha256(code).hexdigest() == digest:
+                return code
+        raise VulkanError(f"{modules.path_of(self.folder, name)} is not the module that manifest.json describes; run "
+                          "python -m kernels.vulkan.build")
 
     def _module(self, name: str, code: bytes) -> Any:
         if name not in self.modules:

@@ -16,6 +16,7 @@ from hybrid.core.device import Counters
 from hybrid.core.errors import SpecError
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
+from hybrid.kernels.vulkan import modules
 from hybrid.kernels.vulkan.dry import DryDevice, count
 from hybrid.kernels.vulkan.kernel import SPIRV
 from hybrid.perf.roofline.work import Planned, subject
@@ -64,7 +65,7 @@ def hopper() -> DryDevice:
 def spirv() -> Numbers:
     """Bytes of every SPIR-V module."""
     names = json.loads((SPIRV / "manifest.json").read_text())
-    return {name: (SPIRV / f"{name}.spv").stat().st_size for name in names}
+    return {name: len(modules.read(SPIRV, name)) for name in names}
 
 
 def cpu_driver() -> str:

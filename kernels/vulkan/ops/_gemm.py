@@ -16,31 +16,36 @@ from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 # These repeat the shader's: rows and columns of a workgroup's tile by name, its subgroups' size, and the types that
 # operands.slang decodes.
 TILES = {f"{rows}x{columns}": (rows, columns) for columns, heights in (
-    (256, (128, 64, 48, 40, 32, 24, 16, 8)), (384, (64,)), (192, (128,)), (128, (96, 32, 16)), (64, (64, 32)), (16, (8,))
+    (256, (128, 64, 48, 40, 32, 24, 16, 8)), (384, (64, 32, 24, 16, 8)), (192, (128,)), (128, (96, 32, 16)), (64, (64, 32)),
+    (32, (8,)), (16, (8,)),
 ) for rows in heights}  # fmt: skip
-EIGHTS = tuple(f"{rows}x256" for rows in (8, 16, 24, 32, 40, 48))
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
 # Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang), and of
-# those whose weights go straight into registers (eights.slang, stream.slang; wide.slang has STAGE): for these types by family,
-# pairs of blocks, and devices whose lanes hold the elements that it counts on (lanes.py). Elsewhere the tiles of shared memory
-# take their place.
+# those whose weights go straight into registers (eights.slang, stream.slang; wide.slang has STAGE).
 STAGE, FEW_STAGE, STREAM_STAGE = 64, 128, 256
-FEW, WIDE_TILE = ("16x128", "32x128"), "128x256"
-STREAM = (*EIGHTS, "64x256", "64x384", WIDE_TILE)
-STREAMED = {("linear", "q4_0"): (*EIGHTS, WIDE_TILE), ("linear", "q6_k"): ("8x256", "16x256", "32x256", "40x256", "64x256"),
-            ("ffn_up", "q4_0"): (*EIGHTS, "64x384", WIDE_TILE)}  # fmt: skip
-BEFORE_STREAM = {"8x256": "16x128", "16x256": "16x128", "24x256": "32x128", "32x256": "32x128", "40x256": "64x64",
-                 "48x256": "64x64", WIDE_TILE: "128x192"}  # fmt: skip
+FEW, WIDE_TILE, NARROW = ("16x128", "32x128"), "128x256", ("8x16", "8x32")
+EIGHTS = ("8x256", "16x256", "24x256", "32x256", "40x256", "48x256")
+LONG_EIGHTS = ("8x384", "16x384", "24x384", "32x384")
+STREAM = (*EIGHTS, *LONG_EIGHTS, "64x256", "64x384", WIDE_TILE)
+# Tiles whose weights go straight into registers, those for small matrices (narrow.slang) among them, by family and type: for
+# pairs of blocks, and devices whose lanes hold the elements that they count on (lanes.py). Elsewhere tiles of shared memory
+# take their place.
+STREAMED = {
+    ("linear", "q4_0"): (*EIGHTS, WIDE_TILE, *NARROW),
+    ("linear", "q6_k"): ("8x256", "16x256", "32x256", "40x256", "64x256"),
+    ("ffn_up", "q4_0"): (*EIGHTS, *LONG_EIGHTS, "64x384", WIDE_TILE, "8x32"),
+}
+BEFORE_EIGHTS = {8: "16x128", 16: "16x128", 24: "32x128", 32: "32x128", 40: "64x64", 48: "64x64"}
+BEFORE_STREAM = {WIDE_TILE: "128x192"} | {tile: BEFORE_EIGHTS[TILES[tile][0]] for tile in (*EIGHTS, *LONG_EIGHTS)}
 MOST_SPLITS, MOST_PARTS, APART = 16, 8, 1 << 31  # repeat gemm_split_k.slang's and parts.slang's
 SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
 # In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half. H200,
 # 128 rows of 27B, us (a stage takes 1.15): 5376 x 4096 in 2, 4 parts 54.6, 40.6; 8192 x 5376 in 2, 3 parts 64.5, 52.6;
 # 5376 x 21504 in 4, 9, 14 parts 115, 123, 131.
 ENDS, SUMS = {"128x192": 3.0}, {"128x192": 1.8}
-# Of the tile for small matrices (narrow.slang): its subgroups, at most, share K, two of them 256 columns, and of each the
-# sums lie in shared memory.
-NARROW, NARROWED, NARROW_SUBGROUPS, NARROW_STAGE, PATCH_BYTES = "8x16", ("q4_0",), 16, 256, 640
+# Of narrow.slang: columns of K that a subgroup multiplies at a time, and the most subgroups that share K.
+NARROW_STAGE, NARROW_SUBGROUPS = 128, 16
 TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 ENOUGH = 96  # workgroups that keep a large device busy: with fewer, on the H200, the next smaller tile was faster
 GROUPS = 24  # workgroups that even a small device runs at once
@@ -89,8 +94,8 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
         parts, dtype = (scratch,), "f16"
     tile = tile_of(device, family, use["tile"], dtype, rows, w.rows, k)
     tall, across = TILES[tile]
-    if tile == NARROW:
-        kernel = rec.kernel(f"linear.gemm.{dtype}.{x.dtype}.{NARROW}", THREADS=narrow_threads(device, k), K=k, **constants)
+    if tile in NARROW:
+        kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", THREADS=narrow_threads(device, tile, k), K=k, **constants)
         return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts, b"", ())
     if tile in STREAM and dtype == "q6_k":
         constants["FUSED"] = int(device.has("fused_halves"))
@@ -123,7 +128,7 @@ def parts_apart(rec: Recorder, x: DeviceTensor, w: Chunk, *, rows: int) -> int:
     use, facts = tile_for(device, "linear", w.dtype, rows, w.rows, k), {"w": w.dtype, "rows": rows, "n": w.rows, "k": k}
     most = min(device.tuning.choose("linear.apart", {"most": 0}, **facts)["most"], MOST_PARTS)
     tile = tile_of(device, "linear", use["tile"], w.dtype, rows, w.rows, k)
-    if most < 2 or tile == NARROW or use["unpack"]:
+    if most < 2 or tile in NARROW or use["unpack"]:
         return 0
     tall, across = TILES[tile]
     down, columns, stages = -(-rows // tall), -(-w.rows // across), -(-k // stage_of(tile, w.dtype))
@@ -133,10 +138,8 @@ def parts_apart(rec: Recorder, x: DeviceTensor, w: Chunk, *, rows: int) -> int:
 
 def tile_of(device: Any, family: str, tile: str, dtype: str, rows: int, n: int, k: int) -> str:
     """The tile that the tuning table names, or which stands in its place where the device or the types have no such kernel."""
-    if tile in STREAM and not (tile in STREAMED.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")):
-        tile = BEFORE_STREAM.get(tile) or default_tile(rows, n)
-    if tile == NARROW and not is_narrow(device, family, dtype, k):
-        tile = default_tile(rows, n)
+    if tile in (*STREAM, *NARROW) and not goes_to_lanes(device, family, tile, dtype, k):
+        return BEFORE_STREAM.get(tile) or default_tile(rows, n)
     return tile
 
 
@@ -153,14 +156,17 @@ def tile_for(device: Any, family: str, dtype: str, rows: int, n: int, k: int) ->
     return device.tuning.choose(f"{family}.gemm", default, w=dtype, rows=rows, n=n, k=k)
 
 
-def is_narrow(device: Any, family: str, dtype: str, k: int) -> bool:
-    """Whether narrow.slang computes such a product on the device."""
-    return family == "linear" and dtype in NARROWED and k % 64 == 0 and device.has("matrix_lanes")
+def goes_to_lanes(device: Any, family: str, tile: str, dtype: str, k: int) -> bool:
+    """Whether the device has such a product by a tile whose weights go straight into registers."""
+    return tile in STREAMED.get((family, dtype), ()) and k % 64 == 0 and device.has("matrix_lanes")
 
 
-def narrow_threads(device: Any, k: int) -> int:
-    """Of a workgroup of narrow.slang."""
-    return SUBGROUP * min(NARROW_SUBGROUPS, device.shared_bytes // PATCH_BYTES, -(-k // NARROW_STAGE) * 2)
+def narrow_threads(device: Any, tile: str, k: int) -> int:
+    """Of a workgroup of narrow.slang: the fewest subgroups that go through K in as few passes as the most do, whose sums lie in
+    shared memory together."""
+    rows, columns = TILES[tile]
+    stages, most = -(-k // NARROW_STAGE), min(NARROW_SUBGROUPS, device.shared_bytes // (rows * (4 * columns + 16)))
+    return SUBGROUP * -(-stages // -(-stages // most))
 
 
 def split_k(down: int, columns: int, stages: int, groups: int, room: int, ends: float = 2.0, sums: float = 0.5,

@@ -6,12 +6,13 @@ import struct
 from collections.abc import Mapping
 
 from hybrid.core.plan import CONTROL, Step
-from hybrid.kernels.vulkan.ops._gemm import NARROW, TILES, is_narrow, narrow_threads, tile_for
+from hybrid.kernels.vulkan.ops._gemm import TILES, goes_to_lanes, narrow_threads, tile_for
 from hybrid.kernels.vulkan.ops._linear import GEMV_TOKENS, linear
 from hybrid.kernels.vulkan.recorder import Live, Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 OUTS, TYPES = 32, ("q8_0", "q4_0")  # of own_gate.slang: outputs of a workgroup, types of weights that it is built for
+NARROW = "8x16"  # of narrow.slang
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
@@ -41,12 +42,13 @@ def _own_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
 def _narrow(rec: Recorder, step: Step, dtype: str) -> bool:
     """Whether the product with the gate is one that narrow.slang computes, and the tuning table asks for it."""
     rows, width, k = step.bind["T"], step.bind["P"], step.bind["H"]
-    return is_narrow(rec.device, "linear", dtype, k) and tile_for(rec.device, "linear", dtype, rows, width, k)["tile"] == NARROW
+    asked = tile_for(rec.device, "linear", dtype, rows, width, k)["tile"]
+    return asked == NARROW and goes_to_lanes(rec.device, "linear", NARROW, dtype, k)
 
 
 def _narrow_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     bind, w = step.bind, t["w_gate"].chunks[0]
-    kernel = rec.kernel(f"own_gate.{w.dtype}.f16", THREADS=narrow_threads(rec.device, bind["H"]), K=bind["H"])
+    kernel = rec.kernel(f"own_gate.{w.dtype}.f16", THREADS=narrow_threads(rec.device, NARROW, bind["H"]), K=bind["H"])
     rows, first = bind["T"], int(step.attrs["layer"]) * bind["P"]
     push = struct.pack("<7If", bind["P"], bind["H"], first, bind["E"], CONTROL[step.extent], rows, rows, 0.0)
     tall, across = TILES[NARROW]
