@@ -321,11 +321,10 @@ def test_requirements_follow_the_dtypes() -> None:
 
 
 # Operations that run other operations' kernels, beside their own.
-SHARED = {"fused_qkv": ("linear",), "logits": ("linear",),
+SHARED = {"fused_qkv": ("linear",), "logits": ("linear",), "geglu": ("geglu", "sparse_geglu"),
           "fused_ffn": ("linear", "ffn_up", "geglu", "sparse_geglu", "sparse_up", "sparse_down", "columns"),
-          "geglu": ("geglu", "sparse_geglu"), "altup_unembed": ("altup_split", "linear"),
           "per_layer_input": ("per_layer_gate", "linear"), "linear_rows": ("linear_rows", "quantize_rows"),
-          "attention": ("attention", "attention_combine", "flash_attention"),
+          "attention": ("attention", "attention_combine", "flash_attention"), "altup_unembed": ("altup_split", "linear"),
           "decode_attention": ("decode_attention", "attention_combine")}  # fmt: skip
 
 

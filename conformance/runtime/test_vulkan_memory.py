@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import struct
 from pathlib import Path
@@ -18,7 +19,7 @@ from hybrid.core.plan import ALIGN, TensorDecl
 from hybrid.kernels.vulkan import build, modules
 from hybrid.kernels.vulkan.api import VulkanError, VulkanUnavailable
 from hybrid.kernels.vulkan.instance import prefer, select, validation_mode
-from hybrid.kernels.vulkan.kernel import Kernel, read_cache, write_cache
+from hybrid.kernels.vulkan.kernel import Kernel, KernelCache, read_cache, write_cache
 from hybrid.kernels.vulkan.memory import Buffer, FreeList, Slice
 from hybrid.kernels.vulkan.recorder import Barrier, Live, Recorder
 from hybrid.kernels.vulkan.spirv import SpirvError, inspect
@@ -228,6 +229,22 @@ def test_constants_set_workgroup_and_shared_memory() -> None:
     assert info.bindings == {0, 1, 2} and inspect(code).local_size == (32, 1, 1)
     with pytest.raises(SpirvError, match="magic"):
         inspect(b"\0" * 64)
+
+
+def test_a_module_that_is_cut_or_changed_is_refused_by_name(tmp_path: Path) -> None:
+    code = modules.read(SPIRV, "toy.bump")
+    modules.write(tmp_path, "toy.bump", code)
+    path = modules.path_of(tmp_path, "toy.bump")
+    packed = path.read_bytes()
+    assert modules.names(tmp_path) == ["toy.bump"] and modules.read(tmp_path, "toy.bump") == code
+    for damaged in (packed[:-9], packed[: len(packed) // 2], b"", b"\0" + packed[1:], packed[:40] + b"\xff\xff" + packed[42:]):
+        path.write_bytes(damaged)
+        with pytest.raises(SpirvError, match=r"toy\.bump\.spv\.gz is damaged"):
+            modules.read(tmp_path, "toy.bump")
+        with pytest.raises(VulkanError, match=r"toy\.bump\.spv\.gz is not the module that manifest\.json describes"):
+            KernelCache._code(SimpleNamespace(folder=tmp_path), "toy.bump", hashlib.sha256(code).hexdigest())
+    with pytest.raises(FileNotFoundError):
+        modules.read(tmp_path, "toy.affine")
 
 
 @pytest.fixture

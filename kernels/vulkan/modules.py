@@ -21,9 +21,12 @@ def read(folder: Path, name: str) -> bytes:
     """The module's SPIR-V. FileNotFoundError where there is none, SpirvError where the file is damaged."""
     path = path_of(folder, name)
     try:
-        return gzip.decompress(path.read_bytes())
+        code = gzip.decompress(path.read_bytes())
     except (gzip.BadGzipFile, EOFError, zlib.error) as e:
         raise SpirvError(f"{path} is damaged: {e}") from e
+    if not code:  # nothing unpacks to nothing
+        raise SpirvError(f"{path} is damaged: it is empty")
+    return code
 
 
 def write(folder: Path, name: str, code: bytes) -> None:
