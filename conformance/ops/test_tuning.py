@@ -163,7 +163,7 @@ def test_three_rows_of_a_large_model_are_a_batch_on_nvidia(op, axes, types):
     assert [Tuning("nvidia").few_rows(hidden) for hidden in (2560, 5376)] == [FEW_ROWS, 2]
     assert Tuning(tuning.DEFAULT).few_rows(5376) == FEW_ROWS
     spec = load_op(op)
-    for rows, name in ((2, ".gemv."), (3, ".8x256"), (4, ".8x256")):
+    for rows, name in ((2, ".gemv."), (3, ".gemm.q4_0.f16.8x"), (4, ".gemm.q4_0.f16.8x")):
         case = replace(next(iter(dtype_cases(spec, types))), bind={"T": rows, **axes}, rows=rows)
         dry = DryDevice(features=lambda feature: feature in ("f16_matrices", "matrix_lanes"), tuning="nvidia")
         assert all(name in d.kernel.name for d in record(plan_for(spec, case), dry).dispatches), rows
