@@ -15,6 +15,7 @@ from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import Plan, Step
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
+from hybrid.kernels.vulkan import tlb_prefetch
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.program import Program
 from hybrid.kernels.vulkan.recorder import Recorder
@@ -103,11 +104,27 @@ def test_every_weight_is_prefetched_a_few_steps_before_its_step():
         assert all(any(w == n // 4 for n in later) for w in words[:count])
 
 
+@pytest.mark.parametrize("pool", [1 << 30, 0])
+def test_a_kv_cache_is_touched_whole_or_not_at_all(monkeypatch, pool):
+    """A large one has more pages than a pass reads, whose walks would keep those of weights waiting."""
+    monkeypatch.setattr(tlb_prefetch, "POOL", pool)
+    made, prefetched = recorded(8, rows=2)
+    caches = {t.nbytes // 4 for n, t in made.tensors.items() if n.startswith("kv.")}
+    weights = {t.nbytes // 4 for t in made.tensors.values() if t.kind == "weight"}
+    touched = set()
+    for d in prefetched.dispatches:
+        if d.kernel.name == "tlb_prefetch":
+            count, _, *words = struct.unpack(f"<{2 + SLICES}I", d.push)
+            touched |= set(words[:count])
+    assert caches and not caches & weights, "the model's sizes tell caches from weights"
+    assert caches <= touched if pool else not caches & touched
+
+
 def test_only_passes_of_few_rows_that_read_much_get_them_and_only_where_it_was_measured():
     def copies(table: str, mib: int, rows: int) -> int:
         return Tuning(table).choose("tlb_prefetch", {"copies": 0}, mib=mib, rows=rows)["copies"]
 
-    assert copies("nvidia", 15000, 2) == copies("nvidia", 17000, 1) == 8
+    assert copies("nvidia", 15000, 2) == copies("nvidia", 17000, 1) == copies("nvidia", 6315, 32) == 8
     assert copies("nvidia", 15000, 1) == 0, "a layer in one dispatch does without"
     assert copies("nvidia", 2500, 1) == copies("nvidia", 15000, 512) == 0
     assert copies("default", 15000, 1) == copies("lavapipe", 15000, 1) == copies("radv", 15000, 1) == 0
