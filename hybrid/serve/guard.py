@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import os
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -30,12 +30,46 @@ BEGAN, OUTCOME = "hybrid.began", "hybrid.outcome"
 """Keys of the ASGI scope: time.perf_counter() at arrival; what an endpoint says of a stream's end."""
 
 
+def admit(scope: Scope, settings: Settings) -> None:
+    """Check the Host header, the origin of a web page and the API key of one HTTP request. ApiError 400, 401 or 403."""
+    headers, path = Headers(scope=scope), scope["path"]
+    if len(headers.getlist("host")) > 1:
+        raise ApiError(400, "the request has two Host headers", code="host")
+    host = headers.get("host", "").lower()
+    if settings.hosts and (host if host.endswith("]") else host.rsplit(":", 1)[0]) not in settings.hosts:
+        raise ApiError(403, "this server is not known by that Host name: start it with --allow-host NAME", code="host")
+    if path in OPEN or path.startswith("/page/"):
+        return
+    if not settings.keys:
+        _check_origin(headers, host, settings.cors)
+    elif scope["method"] != "OPTIONS":
+        _check_key(headers, settings.keys)
+
+
+def _check_origin(headers: Headers, host: str, cors: Sequence[str]) -> None:
+    """Without a key, web pages from elsewhere are refused: a browser sends their requests even if it hides the answers."""
+    origins = headers.getlist("origin")
+    if origins and all(origin in cors for origin in origins):
+        return
+    foreign = any(origin.lower().partition("://")[2] != host for origin in origins)
+    if foreign or (not origins and headers.get("sec-fetch-site") in ("cross-site", "same-site")):
+        raise ApiError(403, "a page of another origin asks: start the server with --cors ORIGIN to let it", code="origin")
+
+
+def _check_key(headers: Headers, keys: Sequence[str]) -> None:
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    given = key.strip().encode("utf-8", "surrogateescape") if kind.lower() == "bearer" else b""
+    known = [hmac.compare_digest(given, k.encode()) for k in keys]  # all of them: the time tells nothing
+    if not any(known):
+        what = "Incorrect API key provided." if given else "You didn't provide an API key: send Authorization: Bearer KEY."
+        raise ApiError(401, what, code="invalid_api_key")
+
+
 class Guard:
     """ASGI middleware, outermost but for CORS."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
-        self._keys = [k.encode() for k in settings.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +88,7 @@ class Guard:
             await send(message)
 
         try:
-            self._admit(scope)
+            admit(scope, self._settings)
             await self._app(scope, self._bounded(scope, receive), sent)
         except ApiError as error:
             await _refuse(error, sent)
@@ -71,22 +105,6 @@ class Guard:
         finally:
             if scope["path"] in COUNTED:
                 self._count(scope, status)
-
-    def _admit(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        if self._settings.hosts:
-            name = headers.get("host", "").rsplit(":", 1)[0] if not headers.get("host", "").endswith("]") else headers["host"]
-            if name.lower() not in self._settings.hosts:
-                raise ApiError(403, "this server is not known by that Host name: start it with --allow-host NAME", code="host")
-        path = scope["path"]
-        if not self._keys or path in OPEN or path.startswith("/page/") or scope["method"] == "OPTIONS":
-            return
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode("utf-8", "surrogateescape") if kind.lower() == "bearer" else b""
-        known = [hmac.compare_digest(given, k) for k in self._keys]  # all of them: the time tells nothing
-        if not any(known):
-            what = "Incorrect API key provided." if given else "You didn't provide an API key: send Authorization: Bearer KEY."
-            raise ApiError(401, what, code="invalid_api_key")
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """`receive` with limits, until the body is complete. HTTPException, since the framework passes on no other."""
