@@ -3,17 +3,20 @@ masks of its constraint, and the log-probabilities that come back."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from hybrid.core.device import Device
 from hybrid.core.tensor import Tensor
-from hybrid.engine.constraint import Constraint, allows, checked_mask
+from hybrid.engine.constraint import Constraint, allows, checked_mask, is_ready
 from hybrid.engine.sampling import RING, Sampling, reported
 from hybrid.planning.planner import Target
 from hybrid.spec.step import Option
 
+PATIENCE = 0.003
+"""Seconds that a pass waits for masks; sequences without theirs are left to a later one."""
 GUESSED_ROWS = 16
 """Rows of `masks` beside one for each slot: after guessed tokens, of all sequences together."""
 
@@ -31,6 +34,7 @@ class Choosing:
         self._rows: dict[int, list[int]] = {}
         """Slot -> rows of `masks` that hold what it allows after guesses; its own row holds what it allows next."""
         self._free = list(range(target.cache.slots, target.cache.slots + GUESSED_ROWS))
+        self._patience = 0.0  # until when the next pass waits
 
     def admit(self, slot: int, sampling: Sampling, prompt: Sequence[int] = (), constraint: Constraint | None = None,
               generated: Sequence[int] = ()) -> None:  # fmt: skip
@@ -72,6 +76,15 @@ class Choosing:
         """Whether one of these may not run ahead of what its constraint has been told."""
         return False if not self._constraints else any(s in self._constraints for s in slots)
 
+    def begin_pass(self) -> None:
+        """A pass is made: from now on it waits for masks no longer than PATIENCE."""
+        if self._constraints:
+            self._patience = time.monotonic() + PATIENCE
+
+    def ready(self, constraint: Constraint | None) -> bool:
+        """Whether a constraint's next mask is there; waits for it as long as the pass may."""
+        return constraint is None or is_ready(constraint, max(0.0, self._patience - time.monotonic()))
+
     def prepare(self, slot: int) -> None:
         """Ask a slot's constraint, if it has one, what may come next; raises what the constraint raises, and ValueError for a
         mask that is none or allows nothing."""
@@ -88,6 +101,8 @@ class Choosing:
         if slot not in self._constraints:
             return tuple(guesses)
         self._forget(slot)
+        if not self.ready(self._constraints[slot]):
+            return ()
         self.prepare(slot)
         masks, rows = self._masks[slot], self._rows.setdefault(slot, [])
         ahead = self._constraints[slot].copy()
@@ -97,6 +112,8 @@ class Choosing:
                 break
             try:
                 ahead.accept(token)
+                if not self.ready(ahead):
+                    break
                 masks.append(self._asked(ahead))
             except Exception:  # if the token really comes, the constraint says it again, and then it counts
                 break

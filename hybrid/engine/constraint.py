@@ -2,7 +2,7 @@
 
 A mask is words of 32 ids: bit id % 32 of word id // 32 says that the id may be chosen. Whoever needs structured output
 writes a Constraint; the engine asks it for a mask before each token and tells it which one was chosen, so a constrained
-sequence does not run ahead of the host.
+sequence does not run ahead of the host. One that takes a while has `ready`: its sequence waits, and no other does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ class Constraint(Protocol):
         ...
 
     def copy(self) -> Constraint:
-        """One in the same state, which goes on by itself."""
+        """One in the same state, independent of this."""
         ...
+
+
+def is_ready(constraint: Constraint, wait: float) -> bool:
+    """Whether `mask` answers at once, after at most `wait` seconds: what the constraint's own `ready(wait)` says, else yes."""
+    ready = getattr(constraint, "ready", None)
+    return True if ready is None else bool(ready(wait))
 
 
 def mask_words(vocab: int) -> int:

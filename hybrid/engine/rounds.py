@@ -52,6 +52,7 @@ class Rounds:
         if at_once > 1 and len(self._flights) > at_once * (ahead - 1):
             return
         group: list[Pass] = []
+        self.engine.choosing.begin_pass()
         while True:
             may = self.drafting is None or self.drafting.prepare(scheduler)
             made = scheduler.schedule(at_once) if may else None

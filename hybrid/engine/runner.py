@@ -52,7 +52,8 @@ def scheduler_of(engine: Engine, clock: Callable[[], float], queue: int) -> Sche
                     queue=queue)  # fmt: skip
     steps = device.has("f16_matrices") and len(sizes.decode) > 1  # a pass costs by its plan's rows, not by those that live
     turns = Turns(sizes.decode, MATRIX_BUCKETS) if steps and not alone else None
-    return Scheduler(engine.blocks, limits, clock, engine.tables.free, turns)
+    choosing = engine.choosing
+    return Scheduler(engine.blocks, limits, clock, engine.tables.free, turns, lambda s: choosing.ready(s.tag.options.constraint))
 
 
 class Runner:

@@ -30,10 +30,13 @@ SHARE = 4  # of the rows for prompts, one of so many is kept for those behind th
 
 
 class Scheduler:
-    """clock: of deadlines, seconds. slots: those that are free, where others take some too. turns: where passes cost in steps."""
+    """clock: of deadlines, seconds. slots: those that are free, where others take some too. turns: where passes cost in steps.
+    ready: whether the next token of a sequence with ahead=False can be chosen."""
 
     def __init__(self, blocks: Blocks, limits: Limits, clock: Callable[[], float] = time.monotonic,
-                 slots: list[int] | None = None, turns: Turns | None = None) -> None:  # fmt: skip
+                 slots: list[int] | None = None, turns: Turns | None = None,
+                 ready: Callable[[Stream], bool] = lambda stream: True) -> None:  # fmt: skip
+        self.ready = ready
         self.blocks, self.limits, self.counts, self.turns = blocks, limits, Counts(), turns
         self.max_writes = len(blocks.pools) * (limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block))
         """Of a pass."""
@@ -210,7 +213,7 @@ class Scheduler:
                 rows += 1
                 continue
             total = len(stream.ids) + flying
-            if position != total - 1 or total >= stream.last or (flying and not stream.ahead):
+            if position != total - 1 or total >= stream.last or not self._may_choose(stream):
                 continue
             if spare < 0:  # rows for drafts: every stream may want one
                 most = min(limits.mixed or limits.rows, limits.outs or limits.slots)
@@ -237,7 +240,7 @@ class Scheduler:
         for i, stream in enumerate(prompts):
             if rows == room:
                 break
-            if self._follow(stream, now):
+            if not self._may_choose(stream) or self._follow(stream, now):
                 continue
             position, rest, held = stream.position, stream.rest, stream.held
             assert stream.slot is not None and held is not None
@@ -263,6 +266,10 @@ class Scheduler:
                 blocks.anchor(held, len(stream.ids) // blocks.block)
         self._prompts = [s for s in prompts if s.position < len(s.ids)]
         return rows
+
+    def _may_choose(self, stream: Stream) -> bool:
+        """Whether the host, where it takes part in choosing, has what it needs for the sequence's next token."""
+        return stream.ahead or (not stream.flying and self.ready(stream))
 
     def _follow(self, stream: Stream, now: int) -> bool:
         """Let a prompt take the blocks that another sequence has computed meanwhile; whether that one computes the next too."""

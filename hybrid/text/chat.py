@@ -12,7 +12,7 @@ from typing import Any
 from hybrid.text.chat_template import OUTPUT, ChatError, expand, expand_apart
 from hybrid.text.tokenizer import Tokenizer
 
-__all__ = ["GEMMA4_TEMPLATE", "GEMMA_TEMPLATE", "ChatError", "Message", "encode", "render", "template_of"]
+__all__ = ["GEMMA4_TEMPLATE", "GEMMA_TEMPLATE", "ChatError", "Message", "encode", "render", "template_of", "written"]
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | "model", "content": text or [{"type": "text", "text": ...}, ...]}"""
@@ -115,6 +115,23 @@ def render(
     return (expand if template in OWN_TEMPLATES.values() else expand_apart)(template, variables, most)
 
 
+def written(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    template: str | None = None,
+    parse_special: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[str, str]:
+    """A conversation as the template writes it, and the character that takes apart what looks like a control token inside its
+    messages (`Tokenizer.encode`: guard). Takes a while: a template from a file runs in a process of its own."""
+    bos_id = tokenizer.vocabulary.bos_id
+    bos = "" if bos_id is None else tokenizer.vocabulary.pieces[bos_id]
+    guard = "" if parse_special else _guard(chain(_texts([*messages, *(tools or ())]), [template or ""]))
+    quoted = [_quoted(tokenizer, m, guard) for m in messages] if guard else messages
+    offered = _nested(tokenizer, tools, guard) if guard else tools
+    return render(quoted, template_of(tokenizer, template), bos, tools=offered), guard
+
+
 def encode(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -124,12 +141,7 @@ def encode(
 ) -> list[int]:
     """Ids of a conversation that the model is to continue, with exactly one begin-of-text token. Control tokens
     inside the messages and the tools are ordinary text unless `parse_special`."""
-    bos_id = tokenizer.vocabulary.bos_id
-    bos = "" if bos_id is None else tokenizer.vocabulary.pieces[bos_id]
-    guard = "" if parse_special else _guard(chain(_texts([*messages, *(tools or ())]), [template or ""]))
-    quoted = [_quoted(tokenizer, m, guard) for m in messages] if guard else messages
-    offered = _nested(tokenizer, tools, guard) if guard else tools
-    text = render(quoted, template_of(tokenizer, template), bos, tools=offered)
+    text, guard = written(tokenizer, messages, template, parse_special, tools)
     return tokenizer.encode(text, parse_special=True, guard=guard)
 
 

@@ -12,8 +12,9 @@ import codecs
 import heapq
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # numbers shared by SentencePiece and GGUF
 SPACE = "\u2581"
@@ -31,6 +32,10 @@ PRINTED_MARKS = (
 )  # fmt: skip
 """These: user-defined pieces that only a template and the model write, and that a message holds as text (`quote`)."""
 _CACHED_WORDS = 1 << 16
+_LONG_WORD = 4096
+"""Characters; longer words are not remembered."""
+_PART = 4096
+"""Ids, or merges, after which `encode_parts` lets its caller go on."""
 
 
 class TokenizerError(ValueError):
@@ -129,28 +134,55 @@ class Tokenizer:
         self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._mergeable)
         self._words: dict[str, tuple[int, ...]] = {}
 
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest piece: a text of n characters has at least n / longest tokens."""
+        return max(map(len, self.vocabulary.pieces))
+
     def encode(self, text: str, bos: bool = True, parse_special: bool = False, guard: str = "") -> list[int]:
         """Ids of `text`, after the begin-of-text id if `bos` (never twice). `parse_special` also recognises control
         tokens by their text, except those that `quote` took apart with the character `guard`; otherwise they are
         ordinary characters. Lone surrogates count as U+FFFD. TypeError for what is no str."""
+        return [i for part in self.encode_parts(text, bos, parse_special, guard) for i in part]
+
+    def encode_parts(self, text: str, bos: bool = True, parse_special: bool = False, guard: str = "") -> Iterator[list[int]]:
+        """`encode` in parts that each take a few milliseconds, some of them empty: so that long texts can take turns, and end
+        where they are too long. Arguments and errors as of `encode`."""
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a str, not {type(text).__name__}")
-        ids = [self.bos_id] if bos and self.bos_id is not None else []
-        if not text:
-            return ids
+        first = [self.bos_id] if bos and self.bos_id is not None else []
+        begun = False
+        for part in self._parts(text, parse_special, guard) if text else ():
+            if not begun and part:
+                begun = True
+                part = part if first == part[:1] else first + part
+            yield part
+        if not begun:
+            yield first
+
+    def _parts(self, text: str, parse_special: bool, guard: str) -> Iterator[list[int]]:
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").replace(" ", SPACE)
         if self.vocabulary.add_space_prefix:
             text = SPACE + text
-        begin = len(ids)
+        ids: list[int] = []
         for piece, known in (self._special if parse_special else self._user).cut(text):
+            if len(ids) >= _PART:
+                yield ids
+                ids = []
             if known is not None:
                 ids.append(known)
-            elif guard and guard in piece:
-                for quoted, own in self._unmarked.cut(piece.replace(guard, "")):
-                    ids.extend(self._encode_plain(quoted) if own is None else (own,))
-            else:
-                ids.extend(self._encode_plain(piece))
-        return ids[1:] if begin and ids[1:2] == [self.bos_id] else ids
+                continue
+            quoted = guard and guard in piece
+            for plain, own in self._unmarked.cut(piece.replace(guard, "")) if quoted else ((piece, None),):
+                if own is not None:
+                    ids.append(own)
+                    continue
+                for part in self._plain_parts(plain):
+                    ids += part
+                    if not part or len(ids) >= _PART:
+                        yield ids
+                        ids = []
+        yield ids
 
     def quote(self, text: str, guard: str, *, joined: bool = False, marks: bool = True) -> str:
         """`text` with its control tokens taken apart by the character `guard`, for `encode`, and with `marks` those of
@@ -197,21 +229,26 @@ class Tokenizer:
         """Id of the token with exactly this text (U+2581 for a space), None where there is none."""
         return self._ids.get(piece)
 
-    def _encode_plain(self, text: str) -> Iterator[int]:
-        """Ids of text without pieces that are cut out."""
-        for word in _WORDS.findall(text) if self._by_word else (text,):
-            yield from self._encode_word(word)
+    def _plain_parts(self, text: str) -> Iterator[Sequence[int]]:
+        """Ids of text without pieces that are cut out; an empty part after some milliseconds without ids."""
+        for found in _WORDS.finditer(text) if self._by_word else (re.match("(?s).*", text),):
+            word = found[0]  # type: ignore[index]
+            if len(word) > _LONG_WORD:
+                yield from self._merge(word)
+            else:
+                yield self._encode_word(word)
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
         found = self._words.get(word)
         if found is None:
             if len(self._words) >= _CACHED_WORDS:
                 self._words.clear()
-            found = self._words[word] = tuple(self._merge(word))
+            found = self._words[word] = tuple(i for part in self._merge(word) for i in part)
         return found
 
-    def _merge(self, text: str) -> list[int]:
-        """BPE over a linked list of symbols with a heap of candidate pairs: O(n log n)."""
+    def _merge(self, text: str) -> Iterator[list[int]]:
+        """BPE over a linked list of symbols with a heap of candidate pairs: O(n log n). Yields empty parts while it works, then
+        the ids."""
         symbols: list[str] = list(text)
         before = list(range(-1, len(text) - 1))
         after = [*range(1, len(text)), -1]
@@ -231,7 +268,13 @@ class Tokenizer:
 
         for left in range(len(text) - 1):
             consider(left, left + 1)
+            if not left % _PART:
+                yield []
+        merges = 0
         while heap:
+            merges += 1
+            if not merges % _PART:
+                yield []
             _, left, right, length = heapq.heappop(heap)
             first, second = symbols[left], symbols[right]
             if not first or not second or len(first) + len(second) != length:
@@ -252,7 +295,10 @@ class Tokenizer:
                 out.append(self._mergeable[symbol])
             else:
                 out.extend(self._bytes[b] for b in symbol.encode("utf-8"))
-        return out
+            if len(out) >= _PART:
+                yield out
+                out = []
+        yield out
 
 
 class StreamDecoder:

@@ -1,0 +1,184 @@
+"""Grammars over one vocabulary, each in a process of its own: what a grammar does to its process costs nobody else anything.
+
+    python -m hybrid.text.grammar_worker FD
+
+The parent (hybrid/serve/grammars.py) sends its tokenizer once. This process builds llguidance's tokenizer from it and forks a
+child for each grammar, over which the parent then talks to that child alone. A child compiles its grammar, keeps a matcher for
+each sequence, and computes masks; memory and processor time are bounded by the kernel. A child ends when its socket is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from hybrid.text.tokenizer import CONTROL, UNKNOWN, Tokenizer
+
+HEAD = struct.Struct("<cIII")
+"""Of a message: operation, sequence, argument, bytes that follow."""
+COMPILE, COPY, ACCEPT, MASK, FREE = b"C", b"N", b"A", b"M", b"X"
+"""Compile one of several grammars, the first that can be; make sequence `argument` from another; a token is next, then a mask;
+a mask; forget a sequence. Sequence 0 is the grammar in its first state."""
+COMPILED, ALLOWED, ENDED, FAILED = b"c", b"m", b"e", b"f"
+"""Answers: JSON of what was compiled; a mask; nothing but an end of text; an error. `argument` is that of the question."""
+SECONDS = 10.0
+"""Processor time of one question."""
+MEMORY = 512 << 20
+"""Bytes that a grammar may add to its process."""
+FORK, KILL = b"F", b"K"
+
+
+def receive(connection: socket.socket, n: int) -> bytes:
+    """Exactly n bytes; EOFError where the other side has gone."""
+    parts = []
+    while n:
+        part = connection.recv(min(n, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        n -= len(part)
+    return b"".join(parts)
+
+
+class Vocabulary:
+    """A tokenizer as llguidance asks for it. special: tokens that grammars name by their ids and that are never part of a text."""
+
+    def __init__(self, tokenizer: Tokenizer, special: Iterable[int]) -> None:
+        t = self._tokenizer = tokenizer
+        self.ends = sorted(t.eos_ids)
+        self.eos_token_id = self.ends[0]
+        self.bos_token_id = t.vocabulary.bos_id
+        found = {i for i, kind in enumerate(t.types) if kind in (CONTROL, UNKNOWN)} | {*special, *self.ends}
+        pieces = t.vocabulary.pieces
+        self.special_token_ids = sorted(found)
+        self.tokens = [pieces[i].encode("utf-8", "replace") if i in found else t.token_bytes(i) for i in range(t.n_tokens)]
+        self.tokens += [b""] * (t.n_rows - t.n_tokens)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"), bos=False)
+
+
+def _virtual_and_resident() -> tuple[int, int]:
+    """Bytes of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as f:
+            pages = f.read().split()
+    except OSError:
+        return 0, 0
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE"), int(pages[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Child:
+    """One grammar. tokenizer: llguidance's."""
+
+    def __init__(self, connection: socket.socket, tokenizer: Any) -> None:
+        import resource
+
+        from llguidance import LLMatcher
+
+        self._connection, self._tokenizer, self._matcher, self._resource = connection, tokenizer, LLMatcher, resource
+        self._sequences: dict[int, Any] = {}
+        virtual, self._before = _virtual_and_resident()
+        if virtual:
+            self._limit(resource.RLIMIT_AS, virtual + MEMORY)
+
+    def run(self) -> None:
+        while True:
+            op, number, argument, length = HEAD.unpack(receive(self._connection, HEAD.size))
+            body = receive(self._connection, length)
+            used = self._resource.getrusage(self._resource.RUSAGE_SELF)
+            self._limit(self._resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + SECONDS) + 1)
+            if op == COMPILE:
+                self._compile(json.loads(body))
+            elif op == COPY:
+                self._sequences[argument] = self._sequences[number].deep_copy()
+            elif op == FREE:
+                self._sequences.pop(number, None)
+            elif op in (ACCEPT, MASK):
+                if op == ACCEPT and not (m := self._sequences[number]).is_stopped():
+                    m.consume_token(int.from_bytes(body, "little"))
+                self._mask(number, argument)
+
+    def _limit(self, kind: int, value: int) -> None:
+        hard = self._resource.getrlimit(kind)[1]
+        with contextlib.suppress(ValueError, OSError):  # macOS refuses some
+            self._resource.setrlimit(kind, (value if hard == self._resource.RLIM_INFINITY else min(value, hard), hard))
+
+    def _compile(self, grammars: list[str]) -> None:
+        errors = []
+        for n, lark in enumerate(grammars):
+            made = self._matcher(self._tokenizer, self._matcher.grammar_from_lark(lark), log_level=0)
+            if not made.is_error():
+                self._sequences[0] = made
+                memory = max(0, _virtual_and_resident()[1] - self._before)
+                self._answer(COMPILED, 0, 0, json.dumps({"which": n, "memory": memory}).encode())
+                return
+            errors.append(made.get_error())
+        self._answer(FAILED, 0, 0, errors[0].encode())
+
+    def _mask(self, number: int, argument: int) -> None:
+        m = self._sequences[number]
+        if m.is_stopped() and not m.is_error():
+            self._answer(ENDED, number, argument)
+            return
+        bits = b"" if m.is_error() else m.compute_bitmask()
+        if m.is_error():
+            self._answer(FAILED, number, argument, m.get_error().encode())
+        else:
+            self._answer(ALLOWED, number, argument, bits)
+
+    def _answer(self, kind: bytes, number: int, argument: int, body: bytes = b"") -> None:
+        self._connection.sendall(HEAD.pack(kind, number, argument, len(body)) + body)
+
+
+def main(argv: list[str]) -> int:
+    control = socket.socket(fileno=int(argv[1]))
+    import resource
+
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        (length,) = struct.unpack("<Q", receive(control, 8))
+        vocabulary = Vocabulary(*pickle.loads(receive(control, length)))  # the parent's own
+    except EOFError:
+        return 0
+    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.ends)
+    children: set[int] = set()
+    while True:
+        message, files, _, _ = socket.recv_fds(control, 5, 1)
+        if not message:
+            break
+        while len(message) < 5:
+            message += receive(control, 5 - len(message))
+        children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+        op, pid = message[:1], int.from_bytes(message[1:], "little")
+        if op == KILL and pid in children:
+            os.kill(pid, signal.SIGKILL)
+        if op != FORK:
+            continue
+        pid = os.fork()
+        if not pid:
+            control.close()
+            with contextlib.suppress(EOFError, ConnectionError, MemoryError):
+                Child(socket.socket(fileno=files[0]), tokenizer).run()
+            os._exit(0)
+        os.close(files[0])
+        children.add(pid)
+        control.sendall(struct.pack("<I", pid))
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
