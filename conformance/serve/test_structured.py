@@ -21,9 +21,10 @@ from conformance.support.scripted import Script, ScriptedModel, walk
 from conformance.support.server import running
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.constraint import ids_of
-from hybrid.serve import structured
+from hybrid.serve import grammars as processes
 from hybrid.serve.errors import ApiError
-from hybrid.serve.structured import Grammars, answer_lark
+from hybrid.serve.grammars import Grammars
+from hybrid.serve.structured import answer_larks
 from hybrid.text.tokenizer import Tokenizer
 
 
@@ -36,7 +37,7 @@ def grammars() -> tuple[Tokenizer, Grammars]:
 def text_of(schema: dict[str, Any], seed: int, most: int = 3000) -> str | None:
     """One text that the schema's grammar lets through; None if it did not end."""
     tokenizer, made = grammars()
-    constraint = made.constraint(answer_lark(schema), "response_format")
+    constraint = made.constraint(answer_larks(schema, True), "response_format")
     ids = list(islice(walk(constraint, tokenizer, seed), most))
     return tokenizer.decode(ids) if len(ids) < most else None
 
@@ -104,7 +105,7 @@ def test_whitespace_is_bounded() -> None:
     """Wherever blanks are allowed, at most a new line and sixteen spaces come before something else must."""
     tokenizer, made = grammars()
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    constraint = made.constraint(answer_lark(schema), "x")
+    constraint = made.constraint(answer_larks(schema, True), "x")
     for token in tokenizer.encode("{", bos=False):
         constraint.accept(token)
     blanks = ""
@@ -122,7 +123,7 @@ def test_whitespace_is_bounded() -> None:
 def test_masks_are_words_of_the_matrix_and_copies_go_on_alone() -> None:
     tokenizer, _ = grammars()
     wide = Grammars(tokenizer, tokenizer.n_rows + 100)
-    one = wide.constraint(answer_lark({"enum": ["ab", "ac"]}), "x")
+    one = wide.constraint(answer_larks({"enum": ["ab", "ac"]}, True), "x")
     mask = one.mask()
     assert mask is not None and mask.dtype == np.uint32 and len(mask) == -(-(tokenizer.n_rows + 100) // 32)
     other = one.copy()
@@ -160,14 +161,14 @@ def test_over_http() -> None:
         ][0]
         if answer["finish_reason"] == "stop":
             assert isinstance(json.loads(answer["message"]["content"]), dict)
-        wrong = {**hi, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "nothing"}}}}
-        refused = server.post("/v1/chat/completions", wrong)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+        shape = {"name": "s", "schema": {"type": "nothing"}, "strict": True}
+        refused = server.post("/v1/chat/completions", {**hi, "response_format": {"type": "json_schema", "json_schema": shape}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format.json_schema.schema.type")
 
 
 def test_a_server_without_llguidance_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    assert "pip install" in (structured.missing() or "")
+    assert "pip install" in (processes.missing() or "")
     with running(lambda: ScriptedModel(Script())) as server:
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
         for more in ({"response_format": {"type": "json_object"}}, {"tools": [{"type": "function", "function": {"name": "look"}}]}):

@@ -18,12 +18,12 @@ from conformance.support.paths import DEMO
 from conformance.support.scripted import Script, ScriptedModel, walk
 from conformance.support.server import running
 from hybrid.checkpoint import open_checkpoint
-from hybrid.serve.structured import MARKS, Grammars, marks_of
+from hybrid.serve.grammars import MARKS, Grammars, marks_of
 from hybrid.serve.tools import Format, Offer, parameters
 from hybrid.serve.tools_json import JSON
 from hybrid.serve.tools_marked import marked
 from hybrid.serve.wire import Message, Tool
-from hybrid.text.tokenizer import USER_DEFINED, Tokenizer
+from hybrid.text.tokenizer import USER_DEFINED, StreamDecoder, Tokenizer
 
 
 def tool(name: str, properties: dict[str, Any], required: list[str], **more: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ RAW = [
     ),
     {"type": "function", "function": {"name": "now"}},
 ]  # fmt: skip
-TOOLS = [Tool.model_validate(t) for t in RAW]
+TOOLS = [f for t in RAW if (f := Tool.model_validate(t).function)]
 
 
 @cache
@@ -60,18 +60,21 @@ def with_marks() -> Tokenizer:
 @cache
 def family(name: str) -> tuple[Tokenizer, Grammars, Format]:
     tokenizer = with_marks() if name == "marked" else open_checkpoint(DEMO).tokenizer
-    kind = marked(marks_of(tokenizer), tokenizer.token_bytes) if name == "marked" else JSON
+    kind = (marked(tokenizer) if name == "marked" else None) or JSON
     return tokenizer, Grammars(tokenizer, tokenizer.n_rows), kind
 
 
-def read(kind: Format, offered: Offer, text: str, seed: int) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
-    """(content, calls as the reader has them, calls as the deltas make them) of a text cut at random."""
-    reader, cut, deltas, at = kind.reader(offered), random.Random(seed), [], 0
-    while at < len(text):
-        n = cut.randint(1, 7)
-        deltas += reader.push(text[at : at + n])
-        at += n
-    deltas += reader.end()
+def read(
+    kind: Format, offered: Offer, tokenizer: Tokenizer, ids: list[int], seed: int
+) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
+    """(content, calls as the reader has them, calls as the deltas make them) of tokens whose text comes late, cut at random."""
+    reader, cut, deltas, text, decoder = kind.reader(offered), random.Random(seed), [], "", StreamDecoder(tokenizer)
+    for token in ids:
+        text += decoder.push(token)
+        n = cut.randint(0, len(text))
+        deltas += reader.push(text[:n], (token,))
+        text = text[n:]
+    deltas += [*reader.push(text + decoder.flush(), ()), *reader.end()]
     joined: list[dict[str, Any]] = []
     for call in (c for d in deltas for c in d.get("tool_calls", ())):
         if call["index"] == len(joined):
@@ -92,19 +95,19 @@ def test_what_the_grammar_lets_through_is_read(name: str, offered: Offer, least:
     begin = tokenizer.encode("[", bos=False) if name == "json" else [marks_of(tokenizer)[MARKS[0]]]
     ended = 0
     for seed in range(14):
-        constraint = grammars.constraint(kind.lark(offered, None), "tools")
+        constraint = grammars.constraint(kind.larks(offered, (None, False)), "tools")
         ids = list(islice(walk(constraint, tokenizer, seed, begin if seed % 2 and offered.several else ()), 1500))
         if len(ids) == 1500:
             continue
         ended += 1
         text = tokenizer.decode(ids)
-        content, calls, joined = read(kind, offered, text, seed)
+        content, calls, joined = read(kind, offered, tokenizer, ids, seed)
         assert calls == joined and least <= len(calls) <= most
         assert content == ("" if calls and name == "json" else content)
         if not calls:
             assert content == text
         for call in calls:
-            made = {t.function.name: t for t in offered.tools}[call["function"]["name"]]
+            made = {t.name: t for t in offered.tools}[call["function"]["name"]]
             jsonschema.validate(json.loads(call["function"]["arguments"]), parameters(made))
     assert ended > 10
 
@@ -116,9 +119,9 @@ def test_calls_beside_a_schema() -> None:
               "required": ["name"], "additionalProperties": False}  # fmt: skip
     seen = set()
     for seed in range(16):
-        constraint = grammars.constraint(kind.lark(Offer(TOOLS), schema), "tools")
-        text = tokenizer.decode(list(islice(walk(constraint, tokenizer, seed), 1500)))
-        content, calls, _ = read(kind, Offer(TOOLS), text, seed)
+        constraint = grammars.constraint(kind.larks(Offer(TOOLS), (schema, True)), "tools")
+        ids = list(islice(walk(constraint, tokenizer, seed), 1500))
+        content, calls, _ = read(kind, Offer(TOOLS), tokenizer, ids, seed)
         seen.add(bool(calls))
         if not calls:
             jsonschema.validate(json.loads(content), schema)
@@ -127,7 +130,8 @@ def test_calls_beside_a_schema() -> None:
 
 @pytest.mark.parametrize("text", ["plain", '{"nam', '{"name": "nobody", "parameters": {}}', "[1, 2]", "", '{"name": "weather'])
 def test_text_that_calls_nothing_is_content(text: str) -> None:
-    content, calls, _ = read(JSON, Offer(TOOLS), text, 1)
+    tokenizer = open_checkpoint(DEMO).tokenizer
+    content, calls, _ = read(JSON, Offer(TOOLS), tokenizer, tokenizer.encode(text, bos=False), 1)
     assert (content, calls) == (text, [])
 
 
@@ -148,7 +152,7 @@ def test_a_conversation_that_ends_on_results() -> None:
     turns, tools = JSON.turns(messages, Offer(TOOLS))
     assert tools is None and [t["role"] for t in turns] == ["system", "user", "assistant", "user"]
     assert turns[3]["content"] == "Result of weather:\nsunny\n\nResult of now:\nnoon"
-    constraint = family("json")[1].constraint(JSON.lark(Offer(TOOLS), None), "tools")
+    constraint = family("json")[1].constraint(JSON.larks(Offer(TOOLS), (None, False)), "tools")
     for token in family("json")[0].encode(turns[2]["content"], bos=False):  # it is written as the model itself writes it
         assert family("json")[0] and (constraint.mask()[token // 32] >> (token % 32)) & 1  # type: ignore[index]
         constraint.accept(token)

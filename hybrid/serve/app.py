@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         backend.start()
         yield
+        service.close()
         await backend.close()
 
     # The pages that show an OpenAPI document load scripts from elsewhere: the document alone is served.
@@ -59,13 +61,15 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
             CORSMiddleware,
             allow_origins=list(settings.cors),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"],  # those that were asked for: clients send many of their own
         )
     openapi.install(app, bool(settings.keys))
     return app
 
 
 def _add_state(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
+    figures = ThreadPoolExecutor(1, "hybrid metrics")
+
     @app.get("/health", summary="Whether the process is alive")
     async def health() -> Response:
         return Json({"status": "alive"})
@@ -77,7 +81,7 @@ def _add_state(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
 
     @app.get("/metrics", summary="Counts and times in Prometheus' form")
     async def metrics_text() -> Response:
-        return Response(await asyncio.to_thread(metrics.text), media_type=METRICS_TYPE)
+        return Response(await asyncio.get_running_loop().run_in_executor(figures, metrics.text), media_type=METRICS_TYPE)
 
 
 async def _api_error(_request: Request, error: Any) -> Response:

@@ -1,19 +1,31 @@
-"""Connections whose clients must say what they want, and whose answers cost the loop few writes. uvicorn bounds the silence after
-an answer, this the time and the size of a request's head."""
+"""HTTP connections: a request's head is bounded in time and size, answers cost the loop few writes, HTTP/1.0 gets no chunks, and
+refusals before there is a request are error objects too. The rest is uvicorn's."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from hybrid.serve.errors import ApiError
 
 HEAD = 64 << 10
 """Bytes of a request's head at most; whole pieces of what comes from the system are counted."""
 FULL = 64 << 10
 """Bytes that are not kept for the end of a turn."""
-LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def _refusal(status: int, reason: str, message: str, code: str) -> bytes:
+    """An answer that ends its connection."""
+    body = ApiError(status, message, code=code).text()
+    lines = [f"HTTP/1.1 {status} {reason}", "connection: close", "content-type: application/json", f"content-length: {len(body)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+LATE = _refusal(408, "Request Timeout", "the head of the request did not arrive in time", "timeout")
+LARGE = _refusal(431, "Request Header Fields Too Large", f"the head is larger than {HEAD >> 10} KiB", "head_too_large")
+BROKEN = _refusal(400, "Bad Request", "this is no HTTP request", "invalid_http")
 
 
 class Gathered:
@@ -43,6 +55,16 @@ class Gathered:
         kept, self._kept, self._size = self._kept, [], 0
         if kept and not self._transport.is_closing():
             self._transport.write(b"".join(kept))
+
+
+class Unframed(RequestResponseCycle):
+    """An answer to HTTP/1.0, which knows no chunks: the end of the connection ends the body."""
+
+    async def send(self, message: Any) -> None:
+        self.chunked_encoding = False
+        if message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class Connection(HttpToolsProtocol):
@@ -80,6 +102,12 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._whole = True
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.__class__ = Unframed
+
+    def send_400_response(self, msg: str) -> None:
+        self.transport.write(BROKEN)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()

@@ -1,23 +1,24 @@
-"""The endpoints for text: completions, chat, tokens, models."""
+"""The endpoints for text: completions, chat, responses, tokens, models."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hybrid.serve import options, prompts, tools
+from hybrid.serve import options, tools
 from hybrid.serve.errors import bad_request
-from hybrid.serve.forms import ChatForm, CompletionForm, Reader
-from hybrid.serve.http import Json
+from hybrid.serve.forms import ChatForm, CompletionForm, Echo, Head, Reader
+from hybrid.serve.http import Json, JsonRoute, packed
 from hybrid.serve.responses_form import ResponsesForm
 from hybrid.serve.responses_wire import ResponsesRequest
 from hybrid.serve.running import Job
-from hybrid.serve.service import Service, aside
-from hybrid.serve.structured import answer_lark, schema_of
+from hybrid.serve.schemas import LOOSER
+from hybrid.serve.service import Service, note
+from hybrid.serve.structured import answer_larks, schema_of
 from hybrid.serve.wire import ChatRequest, CompletionRequest, DetokenizeRequest, Sampled, TokenizeRequest
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ DEFAULT_COMPLETION = 16
 
 
 def router(service: Service) -> APIRouter:
-    r = APIRouter()
+    r = APIRouter(route_class=JsonRoute)
     began = int(time.time())
 
     def described(model: Model) -> dict[str, Any]:
@@ -63,98 +64,99 @@ def router(service: Service) -> APIRouter:
         return await answer_responses(service, body, request)
 
     @r.post("/tokenize", summary="Token ids of a text or a conversation")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         model = service.model(body.model)
         if body.messages is not None:
             messages, _ = service.tool_format(model).turns(body.messages, None)
-            ids = await aside(prompts.encode, model, messages)
+            text, guard = await service.written(request, model, messages)
+            ids = await service.tokenize(request, model, text, True, guard)
         else:
-            ids = await aside(model.encode, body.prompt, body.add_special_tokens)
-        out: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.engine.cache.ctx}
-        if body.return_token_strs:
-            out["token_strs"] = [service.tokens(model).name(i) for i in ids]
-        return Json(out)
+            ids = await service.tokenize(request, model, body.prompt or "", body.add_special_tokens)
+        answer = await service.aside(request, _tokens, service, model, ids, body.return_token_strs)
+        return Response(answer, media_type="application/json")
 
     @r.post("/detokenize", summary="Text of token ids")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         model = service.model(body.model)
         check_ids(body.tokens, model, "tokens")
-        return Json({"prompt": await aside(model.decode, body.tokens)})
+        return Json({"prompt": await service.aside(request, model.decode, body.tokens)})
+
+    @r.get("/tokenizer_info", summary="Names of the tokenizer's special tokens, and the chat template")
+    async def tokenizer_info() -> Response:
+        model = service.backend.model
+        t = model.checkpoint.tokenizer
+        named = {f"{n}_token": getattr(t.vocabulary, f"{n}_id") for n in ("bos", "eos", "pad", "unk")}
+        return Json(
+            {
+                "tokenizer_class": "GemmaTokenizer",
+                **{name: None if i is None else t.vocabulary.pieces[i] for name, i in named.items()},
+                "add_bos_token": t.bos_id is not None,
+                "model_max_length": model.engine.cache.ctx,
+                "chat_template": service.template(model),
+            }
+        )
 
     return r
 
 
+def _tokens(service: Service, model: Model, ids: list[int], names: bool) -> bytes:
+    out: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.engine.cache.ctx}
+    if names:
+        tokens = service.tokens(model)
+        out["token_strs"] = [tokens.name(i) for i in ids]
+    return packed(out)
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request for chat, understood."""
+    """A request for chat, understood. notes: what of it was left out."""
 
     model: Model
     jobs: list[Job]
-    top: int | None
-    kind: tools.Format
+    head: Head
     readers: list[Reader | None]
+    notes: list[str] = field(default_factory=list)
 
 
-async def asked_chat(service: Service, body: ChatRequest) -> Asked:
+async def asked_chat(service: Service, body: ChatRequest, request: Request, place: str = "tools[{}].function.parameters") -> Asked:
+    """place: of a tool's schema in the request."""
     model = service.model(body.model)
     n = body.n or 1
     service.count(n)
     kind = service.tool_format(model)
-    offered = tools.offer(body.tools, body.tool_choice, body.parallel_tool_calls)
-    messages, described = kind.turns(body.messages, offered)
-    ids = await aside(prompts.encode, model, messages, described)
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    shared = _shared(service, model, body, top, options.lengths(asked, None, len(ids), model.engine.cache.ctx, service.settings))
-    constraints: list[Any] = [None] * n
     schema = schema_of(body.response_format)
-    if offered is not None:
-        lark = await aside(kind.lark, offered, schema)
-        constraints = await aside(service.constraints, model, lark, "tools", n)
-    elif schema is not None:
-        constraints = await aside(service.constraints, model, answer_lark(schema), "response_format", n)
+    tools.check_schemas(body.tools, place)
+    offered = tools.offer(body.tools, body.tool_choice, body.parallel_tool_calls)
+    service.check_length(model, sum(len(m.text().strip()) for m in body.messages))
+    messages, described = kind.turns(body.messages, offered)
+    text, guard = await service.written(request, model, messages, described)
+    ids = await service.encode(request, model, text, guard=guard)
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    shared = _shared(service, model, body, top, options.lengths(asked, None, len(ids), model.engine.cache.ctx, service.settings))
+    notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
+    constraints: list[Any] = [None] * n
+    if offered is not None or schema[0] is not None:
+        param = "tools" if offered is not None else "response_format"
+        larks = kind.larks(offered, schema) if offered is not None else answer_larks(schema[0] or {}, schema[1])
+        constraints = await service.constraints(request, model, larks, param, n)
+        if constraints[0].which:
+            how = ("", "by types, properties and alternatives alone", "by its type alone")[constraints[0].which % LOOSER]
+            notes.append(f"{param}: a schema is followed {how}")
     jobs = [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
-    return Asked(model, jobs, top, kind, [None if offered is None else kind.reader(offered) for _ in range(n)])
+    readers = [None if offered is None else kind.reader(offered) for _ in range(n)]
+    return Asked(model, jobs, _head(service, model, body, top, len(ids)), readers, notes)
 
 
 async def answer_chat(service: Service, body: ChatRequest, request: Request) -> Response:
-    a = await asked_chat(service, body)
-    form = ChatForm(
-        service.name(a.model),
-        len(a.jobs),
-        include_usage(body),
-        service.fingerprint(a.model),
-        service.tokens(a.model),
-        a.top,
-        shown(a.model, body),
-        a.readers,
-        a.kind.silent,
-    )
-    return await service.answer(request, a.jobs, form, bool(body.stream))
+    a = await asked_chat(service, body, request)
+    return await service.answer(request, a.jobs, ChatForm(a.head, a.readers), bool(body.stream), note(a.notes))
 
 
 async def answer_responses(service: Service, body: ResponsesRequest, request: Request) -> Response:
-    chat = body.chat()
-    a = await asked_chat(service, chat)
-    repeated = body.model_dump(
-        include={"instructions", "max_output_tokens", "metadata", "text", "tool_choice", "tools", "top_p", "temperature", "user"},
-        by_alias=True,
-    )
-    repeated |= {
-        "tools": repeated["tools"] or [],
-        "tool_choice": repeated["tool_choice"] or "auto",
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-    }
-    form = ResponsesForm(
-        service.name(a.model),
-        repeated,
-        service.tokens(a.model),
-        a.top,
-        shown(a.model, chat),
-        a.readers[0],
-        dict(a.kind.silent),
-    )
-    return await service.answer(request, a.jobs, form, bool(body.stream))
+    a = await asked_chat(service, body.chat(), request, "tools[{}].parameters")
+    form = ResponsesForm(a.head, body.repeated(), a.readers[0])
+    return await service.answer(request, a.jobs, form, bool(body.stream), note(a.notes))
 
 
 async def answer_completion(service: Service, body: CompletionRequest, request: Request) -> Response:
@@ -162,39 +164,36 @@ async def answer_completion(service: Service, body: CompletionRequest, request: 
     n = body.n or 1
     asked = _prompts(body)
     service.count(n * len(asked))
-    if body.echo and body.logprobs is not None:
-        raise bad_request("logprobs of the prompt are not computed: leave out echo or logprobs", "echo", "unsupported_value")
     schema = schema_of(body.response_format)
-    jobs: list[Job] = []
-    echoes: list[str] = []
-    firsts: list[int] = []
+    prompts: list[list[int]] = []
     for prompt in asked:
         if isinstance(prompt, str):
-            ids = await aside(model.encode, prompt)
+            ids = await service.encode(request, model, prompt)
         else:
+            service.check_count(model, len(prompt))
             check_ids(prompt, model, "prompt")
             ids = prompt
         if not ids:
             raise bad_request("a prompt is empty", "prompt", "invalid_value")
+        prompts.append(ids)
+    jobs: list[Job] = []
+    echoes: list[Echo] = []
+    for prompt, ids in zip(asked, prompts, strict=True):
+        echo = Echo(len(ids))
+        if body.echo:
+            known = await service.prompt_logprobs(request, model, ids, body.logprobs) if body.logprobs is not None else []
+            echo = Echo(len(ids), prompt if isinstance(prompt, str) else model.decode(ids), ids, known)
+        echoes += [echo] * n
+        if body.max_tokens == 0:
+            continue
         length = options.lengths(body.max_tokens, DEFAULT_COMPLETION, len(ids), model.engine.cache.ctx, service.settings)
         shared = _shared(service, model, body, body.logprobs, length)
-        firsts.append(len(jobs))
         constraints: list[Any] = [None] * n
-        if schema is not None:
-            constraints = await aside(service.constraints, model, answer_lark(schema), "response_format", n)
+        if schema[0] is not None:
+            constraints = await service.constraints(request, model, answer_larks(schema[0], schema[1]), "response_format", n)
         jobs += [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
-        echoes += [(prompt if isinstance(prompt, str) else model.decode(ids)) if body.echo else ""] * n
-    form = CompletionForm(
-        service.name(model),
-        firsts,
-        include_usage(body),
-        service.fingerprint(model),
-        service.tokens(model),
-        body.logprobs,
-        shown(model, body),
-        echoes,
-    )
-    return await service.answer(request, jobs, form, bool(body.stream))
+    head = _head(service, model, body, body.logprobs, sum(map(len, prompts)))
+    return await service.answer(request, jobs, CompletionForm(head, n, echoes, begun=bool(jobs)), bool(body.stream))
 
 
 def _shared(service: Service, model: Model, body: Sampled, top: int | None, length: dict[str, Any]) -> dict[str, Any]:
@@ -204,19 +203,24 @@ def _shared(service: Service, model: Model, body: Sampled, top: int | None, leng
     return {**found, **length, **more}
 
 
-def include_usage(body: Sampled) -> bool:
-    return bool(body.stream_options and body.stream_options.include_usage)
-
-
-def shown(model: Model, body: Sampled) -> Any:
-    """Whether logprobs name a token: those that end a text are no part of it."""
+def _head(service: Service, model: Model, body: Sampled, top: int | None, prompt_tokens: int) -> Head:
     ends = frozenset() if body.ignore_eos else model.eos_ids
-    return lambda token: token not in ends
+    asked = body.stream_options
+    return Head(
+        service.name(model),
+        service.fingerprint(model),
+        service.tokens(model),
+        top,
+        ends,
+        prompt_tokens,
+        usage=bool(asked and (asked.include_usage or asked.continuous_usage_stats)),
+        every_usage=bool(asked and asked.continuous_usage_stats),
+    )
 
 
 def check_ids(ids: list[int], model: Model, param: str) -> None:
     vocab = model.hparams.vocab
-    if any(not 0 <= i < vocab for i in ids):
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
         raise bad_request(f"token ids are 0 to {vocab - 1}", param, "invalid_value")
 
 

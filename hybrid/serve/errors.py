@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid.core.errors import ContextExceeded, DeviceLost
+from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot
 from hybrid.text.chat_template import ChatError
 
 LONGEST_NAME = 64
@@ -71,6 +71,8 @@ def from_engine(error: BaseException) -> ApiError:
         return unavailable("the device was lost while this request ran: send it again", "device_lost")
     if type(error).__name__ == "QueueFull":
         return busy("more requests wait than the queue holds: try again later", float(getattr(error, "retry_after", 1.0)))
+    if isinstance(error, NoFreeSlot):
+        return busy("all slots of the model are in use: try again later", 1.0)
     if isinstance(error, ContextExceeded):
         return bad_request(str(error), code="context_length_exceeded")
     if isinstance(error, ChatError):
@@ -80,17 +82,25 @@ def from_engine(error: BaseException) -> ApiError:
     return internal(error)
 
 
+def printable(text: str, most: int = 500) -> str:
+    """Text for one line of a log: no line break and no control character of a terminal, whoever wrote it."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.split())[:most])
+
+
 def internal(error: BaseException) -> ApiError:
     """500; what happened goes to the log."""
-    print(f"error: internal: {type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr, flush=True)
+    print(f"error: internal: {type(error).__name__}: {printable(str(error))}", file=sys.stderr, flush=True)
     return ApiError(500, "the server failed on this request; its log says how", "server_error", code="internal_error")
 
 
-def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first problem that validation found, its place as the reference writes it: messages[0].content."""
     first = errors[0]
-    place = [p for p in first["loc"] if p not in ("body", "query", "path")]
+    place = [p for p in first["loc"] if p not in ("body", "query", "path") and not _is_tag(p)]
     shown = "".join(f"[{p}]" if isinstance(p, int) else f".{str(p)[:LONGEST_NAME]}" for p in place).lstrip(".")
+    if first["type"] == "rule":
+        context = first["ctx"]
+        return bad_request(f"{context['message']}.", f"{shown}.{context['param']}".lstrip("."), "invalid_value")
     if first["type"] == "extra_forbidden":
         return bad_request(f"Unknown parameter: '{shown}'.", shown, "unknown_parameter")
     if first["type"] == "missing" and place:
@@ -99,3 +109,8 @@ def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
         return bad_request("the body must be one JSON object, sent as application/json", None, "invalid_json")
     message = str(first["msg"])[:300]
     return bad_request(f"Invalid value for '{shown}': {message}.", shown, "invalid_value")
+
+
+def _is_tag(part: object) -> bool:
+    """Whether a part of a place names a kind of value (wire.kind_of) and no field."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")

@@ -1,18 +1,20 @@
-"""Answers in the reference's forms: a form takes what the choices of a request bring, and writes chunks of a stream or, at the
-end, the whole. `chat` and `completion` are here; a form knows neither HTTP nor the engine's threads."""
+"""Answers of chat and completions in the reference's form, as chunks of a stream or whole. A form knows neither HTTP nor the
+engine's threads."""
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hybrid.engine.handle import Completion, TokenLogprob, Usage
+from hybrid.engine.handle import Completion, Event, Timings, TokenLogprob, Usage
 from hybrid.serve.errors import ApiError
 from hybrid.serve.http import packed
 from hybrid.serve.running import Item
-from hybrid.text.tokenizer import Tokenizer
+from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length", "deadline": "length", "cancelled": "length"}
 """The reference's word for how a text ended; it has none for a limit of time."""
@@ -40,8 +42,8 @@ class Form(Protocol):
 class Reader(Protocol):
     """Tells calls of tools from text, as an answer comes."""
 
-    def push(self, text: str) -> list[dict[str, Any]]:
-        """Deltas: {"content": text} or {"tool_calls": [...]}."""
+    def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The deltas that an event brings: {"content": text} or {"tool_calls": [...]}."""
 
     def end(self) -> list[dict[str, Any]]:
         """What was held back."""
@@ -49,6 +51,11 @@ class Reader(Protocol):
     @property
     def calls(self) -> list[dict[str, Any]]:
         """Calls so far."""
+
+
+def finite(logprob: float) -> float:
+    """A log probability as JSON can hold it."""
+    return max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0
 
 
 class Tokens:
@@ -65,12 +72,16 @@ class Tokens:
             text = t.vocabulary.pieces[token].encode("utf-8", "replace")
         return text
 
+    def decoder(self) -> StreamDecoder:
+        """Counts characters of a text as its tokens come."""
+        return StreamDecoder(self._tokenizer)
+
     def name(self, token: int) -> str:
         return self.bytes(token).decode("utf-8", "replace")
 
     def entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.bytes(token)
-        return {"token": text.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(text)}
+        return {"token": text.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(text)}
 
     def chat(self, t: TokenLogprob, top: int) -> dict[str, Any]:
         return {**self.entry(t.id, t.logprob), "top_logprobs": [self.entry(i, p) for i, p in t.top[:top]]}
@@ -102,25 +113,50 @@ def event(value: Any) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What an answer says besides its choices. top: likely tokens beside each chosen one, None without logprobs; ends: tokens that
+    end a text, which logprobs do not name; usage: in the last chunk of a stream; every_usage: in every chunk."""
+
+    model: str
+    fingerprint: str
+    tokens: Tokens
+    top: int | None
+    ends: frozenset[int]
+    prompt_tokens: int
+    usage: bool = False
+    every_usage: bool = False
+
+    def logprobs(self, events: Sequence[Event]) -> list[TokenLogprob]:
+        """Those that events bring and an answer names."""
+        return [p for e in events for p in e.logprobs or () if p.id not in self.ends] if self.top is not None else []
+
+
 class _Choices:
     """What chat and completions share: the head of every object, the choices that have ended, the usage chunk."""
 
     prefix, chunk_object, whole_object = "", "", ""
 
-    def __init__(self, model: str, count: int, prompts: Sequence[int], include_usage: bool, fingerprint: str) -> None:
+    def __init__(self, head: Head, count: int, prompts: Sequence[int]) -> None:
+        self.head = head
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._head = {"id": self.id, "object": "", "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-        self._prompts, self._include_usage = prompts, include_usage
+        self._same = {"id": self.id, "object": "", "created": int(time.time()), "model": head.model,
+                      "system_fingerprint": head.fingerprint}  # fmt: skip
+        self._prompts = prompts
         self.done: list[Completion | None] = [None] * count
+        self._generated = 0
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        more = {"usage": None} if self._include_usage else {}
-        return event({**self._head, "object": self.chunk_object, "choices": [choice], **more})
+        more: dict[str, Any] = {"usage": None} if self.head.usage else {}
+        if self.head.every_usage:
+            n, m = self.head.prompt_tokens, self._generated
+            more = {"usage": {"prompt_tokens": n, "completion_tokens": m, "total_tokens": n + m}}
+        return event({**self._same, "object": self.chunk_object, "choices": [choice], **more})
 
     def close(self) -> bytes:
         out = b""
-        if self._include_usage:
-            out = event({**self._head, "object": self.chunk_object, "choices": [], "usage": usage(self.done, self._prompts)})
+        if self.head.usage:
+            out = event({**self._same, "object": self.chunk_object, "choices": [], "usage": usage(self.done, self._prompts)})
         return out + DONE
 
     def fail(self, error: ApiError) -> bytes:
@@ -128,47 +164,53 @@ class _Choices:
 
     def whole(self) -> dict[str, Any]:
         choices = [self._whole(i) for i in range(len(self.done))]
-        return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage(self.done, self._prompts)}
+        return {**self._same, "object": self.whole_object, "choices": choices, "usage": usage(self.done, self._prompts)}
 
     def _whole(self, index: int) -> dict[str, Any]:
         raise NotImplementedError
 
 
+def read(reader: Reader | None, item: Item) -> list[dict[str, Any]]:
+    """The deltas that a choice's events bring, text that follows text joined. reader: where tools may be called."""
+    if reader is None:
+        text = "".join(e.text for e in item.events)
+        return [{"content": text}] if text else []
+    deltas: list[dict[str, Any]] = []
+    for e in item.events:
+        deltas += reader.push(e.text, e.ids)
+    if item.done is not None:
+        deltas += reader.end()
+    out: list[dict[str, Any]] = []
+    for delta in deltas:
+        if out and "content" in delta and "content" in out[-1]:
+            out[-1] = {"content": out[-1]["content"] + delta["content"]}
+        else:
+            out.append(delta)
+    return out
+
+
 class ChatForm(_Choices):
-    """chat.completion and chat.completion.chunk. top: likely tokens beside each chosen one, None without logprobs. readers: one
-    for each choice where tools may be called, else None; silent: tokens that print nothing, as readers see them."""
+    """chat.completion and chat.completion.chunk. readers: one for each choice where tools may be called, else None."""
 
     prefix, chunk_object, whole_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(
-        self,
-        model: str,
-        count: int,
-        include_usage: bool,
-        fingerprint: str,
-        tokens: Tokens,
-        top: int | None,
-        shown: Callable[[int], bool],
-        readers: Sequence[Reader | None],
-        silent: Mapping[int, str] | None = None,
-    ) -> None:
-        super().__init__(model, count, [0], include_usage, fingerprint)
-        self._tokens, self._top, self._shown, self._readers = tokens, top, shown, readers
-        self._silent = silent or {}
-        self._text: list[list[str]] = [[] for _ in range(count)]
-        self._logprobs: list[list[dict[str, Any]] | None] = [None if top is None else [] for _ in range(count)]
+    def __init__(self, head: Head, readers: Sequence[Reader | None]) -> None:
+        super().__init__(head, len(readers), [0])
+        self._readers = readers
+        self._text: list[list[str]] = [[] for _ in readers]
+        self._logprobs: list[list[dict[str, Any]] | None] = [None if head.top is None else [] for _ in readers]
 
     def open(self) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._delta(i, first, None) for i in range(len(self.done)))
 
     def push(self, item: Item) -> bytes:
-        i, reader = item.choice, self._readers[item.choice]
-        text = "".join(e.text + self._marks(e.ids) for e in item.events)
-        fresh = self._entries(i, [p for e in item.events for p in e.logprobs or ()])
-        deltas = [{"content": text}] if text and reader is None else []
-        if reader is not None:
-            deltas = [*(reader.push(text) if text else ()), *(reader.end() if item.done is not None else ())]
+        i = item.choice
+        self._generated += sum(len(e.ids) for e in item.events)
+        deltas = read(self._readers[i], item)
+        fresh = [self.head.tokens.chat(p, self.head.top or 0) for p in self.head.logprobs(item.events)]
+        if (kept := self._logprobs[i]) is not None:
+            kept += fresh
         self._text[i] += [d["content"] for d in deltas if "content" in d]
         if fresh and not deltas:
             deltas = [{"content": ""}]
@@ -177,17 +219,6 @@ class ChatForm(_Choices):
             self.done[i] = item.done
             out.append(self._delta(i, {}, None, self._finish(i)))
         return b"".join(out)
-
-    def _marks(self, ids: Sequence[int]) -> str:
-        return "".join(self._silent.get(i, "") for i in ids) if self._silent else ""
-
-    def _entries(self, index: int, found: Sequence[TokenLogprob]) -> list[dict[str, Any]] | None:
-        kept = self._logprobs[index]
-        if kept is None:
-            return None
-        fresh = [self._tokens.chat(p, self._top or 0) for p in found if self._shown(p.id)]
-        kept += fresh
-        return fresh
 
     def _delta(self, index: int, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None, finish: str | None = None) -> bytes:
         shown = {"content": logprobs, "refusal": None} if logprobs else None
@@ -209,35 +240,45 @@ class ChatForm(_Choices):
         return {"index": index, "message": message, "logprobs": shown, "finish_reason": self._finish(index)}
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as an answer repeats it: its text and, where they were asked for, its tokens' log probabilities."""
+
+    tokens: int
+    text: str = ""
+    ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob | None] = ()
+
+
 class CompletionForm(_Choices):
-    """text_completion. top: as of ChatForm. echoes: what goes before each choice's text."""
+    """text_completion. n: choices of a prompt; echoes: the prompt of each choice; begun: whether tokens are generated."""
 
     prefix, chunk_object, whole_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self,
-        model: str,
-        prompts: Sequence[int],
-        include_usage: bool,
-        fingerprint: str,
-        tokens: Tokens,
-        top: int | None,
-        shown: Callable[[int], bool],
-        echoes: Sequence[str],
-    ) -> None:
-        super().__init__(model, len(echoes), prompts, include_usage, fingerprint)
-        self._tokens, self._top, self._shown, self._echoes = tokens, top, shown, echoes
-        self._text = [[e] for e in echoes]
-        self._logprobs: list[dict[str, list[Any]] | None] = [None if top is None else _empty() for _ in echoes]
-        self._offsets = [len(e) for e in echoes]
+    def __init__(self, head: Head, n: int, echoes: Sequence[Echo], begun: bool = True) -> None:
+        super().__init__(head, len(echoes), range(0, len(echoes), n))
+        self._echoes = echoes
+        self._text = [[e.text] for e in echoes]
+        self._logprobs = [None if head.top is None else _Logprobs(head, e) for e in echoes]
+        if not begun:
+            took = Timings(None, None, 0.0)
+            self.done = [Completion("", (), "length", None, Usage(e.tokens, 0, 0), took) for e in echoes]
 
     def open(self) -> bytes:
-        return b"".join(self._piece(i, e, None) for i, e in enumerate(self._echoes) if e)
+        out = []
+        for i, e in enumerate(self._echoes):
+            kept = self._logprobs[i]
+            if e.text or e.ids:
+                out.append(self._piece(i, e.text, kept.fields if kept is not None else None))
+            if (done := self.done[i]) is not None:
+                out.append(self._piece(i, "", None, FINISH[done.finish]))
+        return b"".join(out)
 
     def push(self, item: Item) -> bytes:
-        i = item.choice
+        i, kept = item.choice, self._logprobs[item.choice]
+        self._generated += sum(len(e.ids) for e in item.events)
         text = "".join(e.text for e in item.events)
-        fresh = self._entries(i, [p for e in item.events for p in e.logprobs or ()])
+        fresh = kept.more(self.head.logprobs(item.events)) if kept is not None else None
         self._text[i].append(text)
         out = self._piece(i, text, fresh) if text or (fresh and fresh["tokens"]) else b""
         if item.done is not None:
@@ -245,34 +286,47 @@ class CompletionForm(_Choices):
             out += self._piece(i, "", None, FINISH[item.done.finish])
         return out
 
-    def _entries(self, index: int, found: Sequence[TokenLogprob]) -> dict[str, list[Any]] | None:
-        kept = self._logprobs[index]
-        if kept is None:
-            return None
-        fresh = _empty()
-        for p in found:
-            if self._shown(p.id):
-                name = self._tokens.name(p.id)
-                fresh["tokens"].append(name)
-                fresh["token_logprobs"].append(max(p.logprob, -9999.0))
-                fresh["top_logprobs"].append({self._tokens.name(t): max(q, -9999.0) for t, q in p.top[: self._top]})
-                fresh["text_offset"].append(self._offsets[index])
-                self._offsets[index] += len(name)
-        for key, values in fresh.items():
-            kept[key] += values
-        return fresh
-
     def _piece(self, index: int, text: str, logprobs: dict[str, list[Any]] | None, finish: str | None = None) -> bytes:
         return self._chunk({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
 
     def _whole(self, index: int) -> dict[str, Any]:
-        done = self.done[index]
+        done, kept = self.done[index], self._logprobs[index]
         return {
             "index": index,
             "text": "".join(self._text[index]),
-            "logprobs": self._logprobs[index],
+            "logprobs": kept.fields if kept is not None else None,
             "finish_reason": FINISH[done.finish] if done is not None else "stop",
         }
+
+
+class _Logprobs:
+    """The logprobs object of one completion, its prompt's first where that is repeated."""
+
+    def __init__(self, head: Head, echo: Echo) -> None:
+        self._tokens, self._top = head.tokens, head.top
+        self._text = head.tokens.decoder()
+        self._at = 0 if echo.ids else len(echo.text)
+        self.fields: dict[str, list[Any]] = _empty()
+        for token, known in zip(echo.ids, echo.logprobs, strict=False):
+            self._add(self.fields, token, known)
+
+    def more(self, found: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        """Those of the next tokens."""
+        fresh = _empty()
+        for p in found:
+            self._add(fresh, p.id, p)
+        for key, values in fresh.items():
+            self.fields[key] += values
+        return fresh
+
+    def _add(self, fields: dict[str, list[Any]], token: int, known: TokenLogprob | None) -> None:
+        name = self._tokens.name
+        fields["tokens"].append(name(token))
+        fields["token_logprobs"].append(None if known is None else finite(known.logprob))
+        top = None if known is None else {name(t): finite(q) for t, q in known.top[: self._top]}
+        fields["top_logprobs"].append(top)
+        fields["text_offset"].append(self._at)
+        self._at += len(self._text.push(token))
 
 
 def _empty() -> dict[str, list[Any]]:

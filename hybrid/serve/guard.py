@@ -89,7 +89,9 @@ class Guard:
 
         try:
             admit(scope, self._settings)
-            await self._app(scope, self._bounded(scope, receive), sent)
+            # HEAD is GET to the application; uvicorn, which keeps the scope, sends no body.
+            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(asked, self._bounded(scope, receive), sent)
         except ApiError as error:
             await _refuse(error, sent)
         except asyncio.CancelledError:  # the time to drain is over; raised on, it would be a traceback in the log

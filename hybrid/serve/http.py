@@ -1,24 +1,70 @@
-"""Answers that end when their client goes: one JSON object, or a stream of server-sent events."""
+"""Bodies as JSON, and answers that end when their client goes: one JSON object, or a stream of server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from hybrid.serve.errors import bad_request
 
 
 class Gone(Exception):
     """The client went away before its answer was ready."""
 
 
+class JsonRequest(Request):
+    """A request whose body is JSON of bounded depth, with numbers that are finite and lists of any length in milliseconds."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            value = from_json(body, allow_inf_nan=False)
+            if _LARGE_NUMBER.search(body):
+                json.loads(body, parse_float=_finite)
+        except ValueError:
+            raise HTTPException(400) from None
+        return value
+
+
+_LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")
+"""What a number has that may be too large for a float."""
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:20]} is too large")
+    return value
+
+
+class JsonRoute(APIRoute):
+    """Takes JSON alone: any page can send other types to a local server without asking first."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if request.method == "POST" and kind != "application/json":
+                raise bad_request("send the body with Content-Type: application/json", code="invalid_content_type")
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return checked
+
+
 def packed(value: Any) -> bytes:
-    """JSON in ASCII, without spaces: any text can be sent, lone surrogates too."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    """JSON in ASCII, without spaces: any text can be sent, lone surrogates too. ValueError for a number that is not finite."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 class Json(Response):
@@ -58,8 +104,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], idle: float, ended: Callable[[bool], None]) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    def __init__(
+        self, chunks: AsyncIterator[bytes], idle: float, ended: Callable[[bool], None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._chunks, self._idle, self._ended = chunks, idle, ended
         self._since: float | None = None  # when the piece that is being sent was begun

@@ -42,6 +42,8 @@ def sampling(body: Sampled, advice: Generation, seeds: Seeds, vocab: int) -> dic
     }
     if body.stop == "":
         options["stop"] = ()
+    if options["top_p"] == 0:
+        options |= {"top_p": 1.0, "temperature": 0.0}
     if body.logit_bias:
         options["logit_bias"] = _biases(body.logit_bias, vocab)
     return options

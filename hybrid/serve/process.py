@@ -16,8 +16,8 @@ from fastapi import FastAPI
 
 from hybrid.serve.app import make_app
 from hybrid.serve.connection import connection
+from hybrid.serve.grammars import missing
 from hybrid.serve.settings import Settings
-from hybrid.serve.structured import missing
 
 if TYPE_CHECKING:
     from hybrid.model import Model
@@ -57,6 +57,7 @@ def configured(app: FastAPI, settings: Settings, drain: float, access_log: bool 
         timeout_keep_alive=int(max(1, settings.idle)),
         timeout_graceful_shutdown=max(1, round(drain)),
         server_header=False,
+        proxy_headers=False,  # the log names who connected, not whom a header names
         backlog=BACKLOG,
     )
 

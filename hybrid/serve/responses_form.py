@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
-from hybrid.engine.handle import Completion, Event
+from hybrid.engine.handle import Completion
 from hybrid.serve.errors import ApiError
-from hybrid.serve.forms import FINISH, Reader, Tokens, usage
+from hybrid.serve.forms import FINISH, Head, Reader, read, usage
 from hybrid.serve.http import packed
 from hybrid.serve.running import Item
 
 
 class ResponsesForm:
-    """asked: fields of the request that the answer repeats. top, shown, reader, silent: as of ChatForm."""
+    """asked: fields of the request that the answer repeats. reader: where tools may be called, else None."""
 
-    def __init__(
-        self,
-        model: str,
-        asked: dict[str, Any],
-        tokens: Tokens,
-        top: int | None,
-        shown: Callable[[int], bool],
-        reader: Reader | None,
-        silent: dict[int, str],
-    ) -> None:
+    def __init__(self, head: Head, asked: dict[str, Any], reader: Reader | None) -> None:
         self._head: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
+            "model": head.model,
             "error": None,
             "previous_response_id": None,
             "store": False,
             **asked,
         }
-        self._tokens, self._top, self._shown, self._reader, self._silent = tokens, top, shown, reader, silent
+        self._of, self._reader = head, reader
         self._items: list[dict[str, Any]] = []
         self._number = 0
         self._done: Completion | None = None
@@ -47,13 +37,8 @@ class ResponsesForm:
         return self._event("response.created", response=response) + self._event("response.in_progress", response=response)
 
     def push(self, item: Item) -> bytes:
-        text = "".join(e.text + "".join(self._silent.get(i, "") for i in e.ids) for e in item.events)
-        reader = self._reader
-        if reader is None:
-            deltas: list[dict[str, Any]] = [{"content": text}] if text else []
-        else:
-            deltas = [*(reader.push(text) if text else ()), *(reader.end() if item.done is not None else ())]
-        logprobs = self._logprobs(item.events)
+        deltas = read(self._reader, item)
+        logprobs = [self._of.tokens.chat(p, self._of.top or 0) for p in self._of.logprobs(item.events)]
         out = b""
         for delta in deltas:
             if "content" in delta:
@@ -98,11 +83,6 @@ class ResponsesForm:
         body = packed({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
-
-    def _logprobs(self, events: list[Event]) -> list[dict[str, Any]]:
-        if self._top is None:
-            return []
-        return [self._tokens.chat(p, self._top) for e in events for p in e.logprobs or () if self._shown(p.id)]
 
     def _say(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
         out = b""

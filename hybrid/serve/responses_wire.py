@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, ValidationError, model_validator
 
-from hybrid.serve.errors import bad_request
-from hybrid.serve.wire import I32, TOOLS, TOP_LOGPROBS, ChatRequest, Name, Probability, Text, Wire
-
-
-class InputPart(Wire):
-    type: Literal["input_text", "output_text", "text", "refusal"]
-    text: Text | None = None
-    refusal: Text | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+from hybrid.serve.errors import bad_request, from_validation
+from hybrid.serve.wire import (
+    I32,
+    MESSAGES,
+    TOOLS,
+    TOP_LOGPROBS,
+    ChatRequest,
+    Content,
+    Effort,
+    FirstError,
+    Name,
+    Probability,
+    Text,
+    Verbosity,
+    Wire,
+    check_tools,
+    kind_of,
+    other_type,
+    text_of,
+    wrong,
+)
 
 
 class InputMessage(Wire):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[InputPart]
+    content: Content
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -41,26 +52,80 @@ class InputCall(Wire):
 class InputResult(Wire):
     type: Literal["function_call_output"]
     call_id: str
-    output: Text | list[InputPart]
+    output: Content
     id: str | None = None
     status: str | None = None
     caller: dict[str, Any] | None = None
 
 
-InputItem = InputMessage | InputCall | InputResult
+class InputReasoning(Wire):
+    """Taken and ignored: clients send back what a model thought."""
+
+    type: Literal["reasoning"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_the_rest(cls, value: Any) -> Any:
+        return {"type": value.get("type")} if isinstance(value, dict) else value
+
+
+def _item_kind(value: Any) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in ("message", "function_call", "function_call_output", "reasoning") else None
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[InputCall, Tag("<function_call>")]
+    | Annotated[InputResult, Tag("<function_call_output>")]
+    | Annotated[InputReasoning, Tag("<reasoning>")],
+    Discriminator(
+        _item_kind,
+        custom_error_type="kind",
+        custom_error_message="must be a message, a function_call, a function_call_output or reasoning: nothing else is kept here",
+    ),
+]
+Input = Annotated[
+    Annotated[Text, Tag("<string>")]
+    | Annotated[list[InputItem], FirstError(), Field(min_length=1, max_length=MESSAGES), Tag("<array>")],
+    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of items"),
+]
 
 
 class ResponseTool(Wire):
-    type: Literal["function"]
-    name: Name
+    """`other`: as of wire.Tool."""
+
+    type: Annotated[str, StringConstraints(max_length=64)]
+    name: Name | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_other_types_whole(cls, value: Any) -> Any:
+        return other_type(value)
+
+    @model_validator(mode="after")
+    def _validate_name(self) -> ResponseTool:
+        if self.type == "function" and self.name is None:
+            wrong("name", "a tool of type function needs a name")
+        return self
 
 
 class NamedResponseTool(Wire):
     type: Literal["function"]
     name: Name
+
+
+ResponseToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedResponseTool, Tag("<object>")],
+    Discriminator(
+        kind_of,
+        custom_error_type="kind",
+        custom_error_message="must be 'none', 'auto', 'required' or an object that names a function",
+    ),
+]
 
 
 class TextFormat(Wire):
@@ -70,27 +135,42 @@ class TextFormat(Wire):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _validate_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            wrong("schema", "schema is needed with type json_schema, and belongs to it alone")
+        return self
+
 
 class TextOptions(Wire):
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Verbosity | None = None
+
+
+class Reasoning(Wire):
+    """Taken and ignored where it holds what the reference knows."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: str | None = None
 
 
 class ResponsesRequest(Wire):
     """Nothing is stored: each request holds its whole conversation."""
 
-    input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
+    input: Input
     model: str | None = None
     instructions: Text | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=I32)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1, le=I32)] | None = None
     min_p: Probability | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    tools: Annotated[list[ResponseTool], FirstError(), Field(max_length=TOOLS)] | None = None
+    tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
@@ -103,15 +183,24 @@ class ResponsesRequest(Wire):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    reasoning: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    reasoning: Reasoning | None = None
     stream_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _validate_format(self) -> ResponsesRequest:
-        f = self.text.format if self.text else None
-        if f is not None and (f.type == "json_schema") != (f.schema_ is not None):
-            raise ValueError("text.format: schema is needed with type json_schema, and belongs to it alone")
+    def _validate_tools(self) -> ResponsesRequest:
+        check_tools([t.name for t in self.tools or ()], [t.type for t in self.tools or ()])
         return self
+
+    def repeated(self) -> dict[str, Any]:
+        """Fields that the answer repeats."""
+        fields = {"instructions", "max_output_tokens", "metadata", "text", "tool_choice", "tools", "top_p", "temperature", "user"}
+        found = self.model_dump(include=fields, by_alias=True)
+        return found | {
+            "tools": [t for t in found["tools"] or [] if t["type"] == "function"],
+            "tool_choice": found["tool_choice"] or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+        }
 
     @property
     def logprobs(self) -> bool:
@@ -126,7 +215,8 @@ class ResponsesRequest(Wire):
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools:
-            body["tools"] = [{"type": "function", "function": t.model_dump(exclude={"type"})} for t in self.tools]
+            functions = [t.model_dump(exclude={"type"}) if t.type == "function" else None for t in self.tools]
+            body["tools"] = [{"type": t.type, "function": f} for t, f in zip(self.tools, functions, strict=True)]
         if isinstance(self.tool_choice, NamedResponseTool):
             body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
         else:
@@ -135,13 +225,13 @@ class ResponsesRequest(Wire):
             f = self.text.format
             shape: dict[str, Any] = {"type": f.type}
             if f.schema_ is not None:
-                shape["json_schema"] = {"name": f.name or "answer", "schema": f.schema_}
+                shape["json_schema"] = {"name": f.name or "answer", "schema": f.schema_, "strict": f.strict}
             body["response_format"] = shape
         try:
             return ChatRequest.model_validate(body)
-        except ValueError as error:
-            said = " ".join(str(error).split())
-            raise bad_request(f"the input cannot be used: {said.rpartition('Value error, ')[2][:200]}", "input") from None
+        except ValidationError as error:
+            refusal = from_validation(error.errors(include_url=False))
+            raise bad_request(refusal.message, _public(refusal.param), refusal.code) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
@@ -149,10 +239,10 @@ class ResponsesRequest(Wire):
         out: list[dict[str, Any]] = []
         for item in self.input:
             if isinstance(item, InputMessage):
-                out.append({"role": item.role, "content": _text(item.content)})
+                out.append({"role": item.role, "content": text_of(item.content)})
             elif isinstance(item, InputResult):
-                out.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            else:
+                out.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+            elif isinstance(item, InputCall):
                 call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
                 if not out or out[-1]["role"] != "assistant":
                     out.append({"role": "assistant", "content": None, "tool_calls": []})
@@ -160,5 +250,8 @@ class ResponsesRequest(Wire):
         return out
 
 
-def _text(content: str | list[InputPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(p.text or p.refusal or "" for p in content)
+def _public(param: str | None) -> str | None:
+    """A field of the request for chat as this endpoint calls it."""
+    renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+    first = (param or "").partition("[")[0].partition(".")[0]
+    return renamed.get(first, first) or None

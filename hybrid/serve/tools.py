@@ -1,20 +1,22 @@
 """Calls of tools: how they are offered, what an answer that makes them looks like, and how that is read.
 
-A format belongs to a family. `json_format` is for models that are told of tools in words (Gemma 3, 3n), `marked_format` for
-those whose template writes them (Gemma 4). In both the grammar allows a call only in the one form that the reader reads.
+A format belongs to a family. `tools_json` is for models that are told of tools in words (Gemma 3, 3n), `tools_marked` for those
+whose template writes them (Gemma 4). In both the grammar allows a call only in the one form that the reader reads. A tool's
+schema binds whole where the tool is strict, else as far as a grammar can follow it.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid.serve.errors import bad_request
 from hybrid.serve.forms import Reader
-from hybrid.serve.wire import Message, NamedTool, Tool, ToolChoice
+from hybrid.serve.schemas import LOOSER, check, loosened
+from hybrid.serve.wire import Function, Message, NamedTool, Tool, ToolChoice
 
 MOST_CALLS = 16
 """Calls in one answer."""
@@ -22,37 +24,71 @@ MOST_CALLS = 16
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Tools of a request that may be called. required: at least one is; several: more than one may be."""
+    """Functions of a request that may be called. required: at least one is; several: more than one may be; way: how loosely the
+    schemas of those that are not strict are followed (schemas.loosened)."""
 
-    tools: Sequence[Tool]
+    tools: Sequence[Function]
     required: bool = False
     several: bool = True
+    way: int = 0
+
+    def arguments(self, tool: Function) -> tuple[dict[str, Any], bool]:
+        """The schema that a grammar follows for a tool's arguments, and whether whole."""
+        if tool.strict:
+            return parameters(tool), True
+        return {**loosened(parameters(tool), self.way), "type": "object"}, False
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """One family's way. turns: messages as the chat template takes them, with what the template gets as `tools`; lark: the
-    grammar of an answer; one that calls nothing is JSON of the given schema, or without one any text."""
+    grammar of an answer; one that calls nothing is JSON of the given schema (with whether it is strict), or without one any
+    text."""
 
     turns: Callable[[Sequence[Message], Offer | None], tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]
-    lark: Callable[[Offer, dict[str, Any] | None], str]
+    lark: Callable[[Offer, tuple[dict[str, Any] | None, bool]], str]
     reader: Callable[[Offer], Reader]
-    silent: Mapping[int, str] = field(default_factory=dict)
-    """Tokens that print nothing, and what the reader is to see of them."""
+
+    def larks(self, offer: Offer, schema: tuple[dict[str, Any] | None, bool]) -> list[str]:
+        """Grammars of an answer, the closest first: the looser ones are for schemas that cannot be followed whole."""
+        answer, strict = schema
+        if all(t.strict for t in offer.tools) and (strict or answer is None):
+            return [self.lark(offer, schema)]
+        ways = range(LOOSER)
+        answers = [answer if strict or answer is None else loosened(answer, way) for way in ways]
+        return [self.lark(replace(offer, way=way), (answers[way], strict)) for way in ways]
 
 
 def offer(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> Offer | None:
     """What a request's fields offer; None where nothing may be called."""
-    if not tools or choice == "none":
+    functions = [t.function for t in tools or () if t.function is not None]
+    if not functions or choice == "none":
         return None
     if isinstance(choice, NamedTool):
-        return Offer([t for t in tools if t.function.name == choice.function.name], required=True, several=False)
-    return Offer(tools, required=choice == "required", several=parallel is not False)
+        return Offer([f for f in functions if f.name == choice.function.name], required=True, several=False)
+    return Offer(functions, required=choice == "required", several=parallel is not False)
 
 
-def parameters(tool: Tool) -> dict[str, Any]:
+def check_schemas(tools: Sequence[Tool] | None, place: str) -> None:
+    """Check the schemas of tools. ApiError 400 names the tool and the place; `place` has {} for a tool's number."""
+    for n, tool in enumerate(tools or ()):
+        if tool.function is None or tool.function.parameters is None:
+            continue
+        schema, at = tool.function.parameters, place.format(n)
+        check(schema, at, bool(tool.function.strict))
+        if schema.get("type", "object") != "object":
+            what = f"Invalid schema: {at}.type of the tool {tool.function.name} is 'object'."
+            raise bad_request(what, f"{at}.type", "invalid_schema")
+
+
+def left_out(tools: Sequence[Tool] | None) -> list[str]:
+    """The types of tools that are not offered, once each."""
+    return sorted({t.type for t in tools or () if t.function is None})
+
+
+def parameters(tool: Function) -> dict[str, Any]:
     """The schema of a tool's arguments: an object, also where none are declared."""
-    found = dict(tool.function.parameters or {})
+    found = dict(tool.parameters or {})
     if not found:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **found}
@@ -72,12 +108,11 @@ def called_names(messages: Sequence[Message]) -> dict[str, str]:
     return names
 
 
-def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def described(tools: Sequence[Function]) -> list[dict[str, Any]]:
     """Tools as they are shown to a model."""
     out = []
-    for t in tools:
-        f = t.function
-        about = {"name": f.name, "description": f.description, "parameters": parameters(t)}
+    for f in tools:
+        about = {"name": f.name, "description": f.description, "parameters": parameters(f)}
         out.append({k: v for k, v in about.items() if v is not None})
     return out
 
@@ -113,7 +148,3 @@ def arguments_of(text: str, param: str) -> dict[str, Any]:
 def literal(text: str) -> str:
     """A string of a Lark grammar."""
     return json.dumps(text)
-
-
-def names_of(offered: Offer) -> Mapping[str, Tool]:
-    return {t.function.name: t for t in offered.tools}

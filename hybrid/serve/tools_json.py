@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal, parameters
+from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal
 from hybrid.serve.wire import Message
 
 _HEADER = re.compile(r'(?:\[|, )?\{"name": "([A-Za-z0-9_-]+)", "parameters": ')
@@ -60,15 +60,18 @@ def _written(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
 
 
-def lark(offer: Offer, schema: dict[str, Any] | None) -> str:
+def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool]) -> str:
     """The first piece of every alternative reaches as far as alternatives may be alike: a lexer goes on with the longest, and
     does not come back. With a schema, calls are JSON too, written without freedom, so that the reader knows them."""
+    schema, strict = answer
     if schema is not None and not offer.required:
-        return f"start: {json_rule(_union(offer, schema), exact=True)}"
+        return f"start: {json_rule(_union(offer, schema), exact=True, strict=strict and all(t.strict for t in offer.tools))}"
     number = range(len(offer.tools))
-    names = [t.function.name for t in offer.tools]
+    names = [t.name for t in offer.tools]
     rules = [f'call_{i}: {literal(_opening(names[i]))} args_{i} "}}"' for i in number]
-    rules += [f"args_{i}: {json_rule(parameters(t))}" for i, t in enumerate(offer.tools)]
+    for i, tool in enumerate(offer.tools):
+        followed, whole = offer.arguments(tool)
+        rules.append(f"args_{i}: {json_rule(followed, strict=whole)}")
     calls = " | ".join(f"call_{i}" for i in number)
     rules.append(f"call: {calls}")
     if offer.several:
@@ -84,11 +87,11 @@ def lark(offer: Offer, schema: dict[str, Any] | None) -> str:
 
 def _union(offer: Offer, schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of a call, a list of calls, or an answer of `schema`."""
-    parts = {"answer": schema, **{f"tool_{i}": parameters(t) for i, t in enumerate(offer.tools)}}
+    parts = {"answer": schema, **{f"tool_{i}": offer.arguments(t)[0] for i, t in enumerate(offer.tools)}}
     one = [
         {
             "type": "object",
-            "properties": {"name": {"const": t.function.name}, "parameters": {"$ref": f"#/$defs/tool_{i}"}},
+            "properties": {"name": {"const": t.name}, "parameters": {"$ref": f"#/$defs/tool_{i}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
@@ -119,7 +122,8 @@ class JsonReader:
     """Reads an answer that follows `lark`."""
 
     def __init__(self, offer: Offer) -> None:
-        self._openings = [begin + _opening(t.function.name) for t in offer.tools for begin in ("", "[")]
+        self._names = {t.name for t in offer.tools}
+        self._openings = [begin + _opening(t.name) for t in offer.tools for begin in ("", "[")]
         self._calls = Calls()
         self._held = ""
         self._mode = "undecided"  # text, header or arguments
@@ -129,7 +133,9 @@ class JsonReader:
     def calls(self) -> list[dict[str, Any]]:
         return self._calls.made
 
-    def push(self, text: str) -> list[dict[str, Any]]:
+    def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
+        if not text:
+            return []
         if self._mode == "text":
             return [{"content": text}]
         self._held += text
@@ -157,7 +163,7 @@ class JsonReader:
         """Read a header, or what has come of its arguments. False: more text is needed."""
         if self._mode == "header":
             found = _HEADER.match(self._held)
-            if found is None:
+            if found is None or found[1] not in self._names:
                 return False
             deltas.append(self._calls.begin(found[1]))
             self._held, self._mode = self._held[found.end() :], "arguments"

@@ -2,24 +2,28 @@
 
     <|tool_call>call:NAME{key:value,...}<tool_call|>
 
-with bare keys, strings between two <|"|>, and numbers, true, false, null, lists and objects as in JSON. Marks are tokens of
-their own, so text cannot hold one by accident; calls may follow text. The reader writes the arguments as JSON.
+with bare keys, strings (and keys that are no plain words) between two <|"|>, and numbers, true, false, null, lists and objects
+as in JSON. A mark is known by its token's id alone: text that spells one is text. Calls may follow text. The reader writes the
+arguments as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybrid.serve.grammars import MARKS, marks_of
+from hybrid.serve.schemas import resolve
 from hybrid.serve.structured import json_rule
-from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal, parameters
+from hybrid.serve.tools import MOST_CALLS, Calls, Format, Offer, arguments_of, called_names, described, literal
 from hybrid.serve.wire import Message
+from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_MARK = re.compile("|".join(map(re.escape, (OPEN, CLOSE, QUOTE))))
-_LONGEST = max(map(len, (OPEN, CLOSE, QUOTE)))
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _MOST_RULES = 2000
 _COMMA = ' "," '
 
@@ -104,7 +108,7 @@ class _Rules:
         required = set(schema.get("required") or ())
         first = rest = self._add('""')
         for key, value in reversed(members):
-            pair = f"{literal(key + ':')} {self._value(value)}"
+            pair = f"{_key(key)} {self._value(value)}"
             skip = f" | {first}" if key not in required else ""
             skip_rest = f" | {rest}" if key not in required else ""
             first, rest = self._add(f"{pair} {rest}{skip}"), self._add(f'"," {pair} {rest}{skip_rest}')
@@ -112,15 +116,9 @@ class _Rules:
 
     def _reference(self, ref: str) -> str:
         if ref not in self._known:
-            found: Any = self._root
-            for part in ref.removeprefix("#").split("/")[1:]:
-                key = part.replace("~1", "/").replace("~0", "~")
-                found = found.get(key) if isinstance(found, dict) else None
-            if not ref.startswith("#") or found is None:
-                raise ValueError(f"the reference {ref[:100]!r} leads nowhere")
+            found = resolve(self._root, ref)
             name = self._known[ref] = f"ref{len(self._known)}_{len(self.lines)}"
-            body = self._value(found)
-            self.lines.append(f"{name}: {body}")
+            self.lines.append(f"{name}: {'any' if found is None else self._value(found)}")
         return self._known[ref]
 
     def _written(self, value: Any) -> str:
@@ -130,22 +128,28 @@ class _Rules:
         if isinstance(value, list):
             return f'"[" {_COMMA.join(map(self._written, value))} "]"'
         if isinstance(value, dict):
-            pairs = [f"{literal(k + ':')} {self._written(v)}" for k, v in value.items()]
+            pairs = [f"{_key(k)} {self._written(v)}" for k, v in value.items()]
             return f'"{{" {_COMMA.join(pairs)} "}}"'
-        return literal(json.dumps(value))
+        return literal(json.dumps(value, allow_nan=False))
+
+
+def _key(key: str) -> str:
+    """A property's name and what follows it, as a sequence of literals."""
+    return literal(key + ":") if _PLAIN_KEY.fullmatch(key) else f'quote {literal(key)} quote ":"' if key else 'quote quote ":"'
 
 
 def lark_with(marks: Mapping[str, int]) -> Any:
     """The grammar's maker for a tokenizer that has the marks at these ids."""
 
-    def lark(offer: Offer, schema: dict[str, Any] | None) -> str:
+    def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool]) -> str:
         rules = _Rules(marks)
         calls = []
         for t in offer.tools:
-            arguments = rules.of(parameters(t))
-            calls.append(rules._add(f"{literal('call:' + t.function.name)} {arguments}"))
+            arguments = rules.of(offer.arguments(t)[0])
+            calls.append(rules._add(f"{literal('call:' + t.name)} {arguments}"))
         rules.lines.append(f"call: <[{marks[OPEN]}]> ({' | '.join(calls)}) <[{marks[CLOSE]}]>")
         several = f"call{{1,{MOST_CALLS}}}" if offer.several else "call"
+        schema, strict = answer
         if offer.required:
             start = several
         elif schema is None:
@@ -153,50 +157,77 @@ def lark_with(marks: Mapping[str, int]) -> Any:
             rules.lines.append(r"TEXT: /(?s:.*)/")
         else:
             start = f"{several} | answer"
-            rules.lines.append(f"answer: {json_rule(schema)}")
+            rules.lines.append(f"answer: {json_rule(schema, strict=strict)}")
         return "\n".join([f"start: {start}", *rules.lines])
 
     return lark
 
 
-class MarkedReader:
-    """Reads an answer that follows the grammar; marks come as their text."""
+class _Marks:
+    """Finds marks in an answer by their ids, and cuts their text out where they print one. A text comes later than its tokens
+    where a character or a stop string is unfinished, so places are counted in characters."""
 
-    def __init__(self, _offer: Offer) -> None:
+    def __init__(self, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:
+        self._names = {i: m for m, i in marks.items()}
+        self._decoder = StreamDecoder(tokenizer)
+        self._printed = self._read = 0  # characters of the tokens so far, and of the text that was read
+        self._text = ""  # what came after that
+        self._found: deque[tuple[int, int, str]] = deque()  # (begin, end, mark)
+
+    def push(self, text: str, ids: Sequence[int]) -> list[tuple[str, str]]:
+        """("", text) and (mark, "") in their order."""
+        for token in ids:
+            begin = self._printed
+            self._printed += len(self._decoder.push(token))
+            if (mark := self._names.get(token)) is not None:
+                self._found.append((max(begin, self._printed - len(mark)), self._printed, mark))
+        self._text += text
+        out: list[tuple[str, str]] = []
+        while self._found and self._found[0][1] <= self._read + len(self._text):
+            begin, end, mark = self._found.popleft()
+            out += [("", self._take(begin)), (mark, "")]
+            self._take(end)
+        whole = self._read + len(self._text)
+        return [*out, ("", self._take(min(whole, self._found[0][0]) if self._found else whole))]
+
+    def _take(self, until: int) -> str:
+        """Text that has come, up to a place."""
+        n = until - self._read
+        text, self._text, self._read = self._text[:n], self._text[n:], until
+        return text
+
+
+class MarkedReader:
+    """Reads an answer that follows the grammar."""
+
+    def __init__(self, offer: Offer, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:
+        self._marks, self._names = _Marks(tokenizer, marks), {t.name for t in offer.tools}
         self._calls = Calls()
-        self._held = ""
-        self._mode = "text"  # head: before the arguments; arguments; tail: after them
-        self._name = ""
+        self._mode = "text"  # head: before the arguments; arguments; tail: after them; nothing: of a call that is none
+        self._head = ""
         self._stack: list[str] = []  # open objects and lists of the arguments
-        self._quoted = self._key = False  # within a string; within a key
+        self._quoted = self._key = False  # within a string; within a key without quotes
         self._was = ""  # the character before, but for blanks
 
     @property
     def calls(self) -> list[dict[str, Any]]:
         return self._calls.made
 
-    def push(self, text: str) -> list[dict[str, Any]]:
-        self._held += text
+    def push(self, text: str, ids: Sequence[int]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        while (found := _MARK.search(self._held)) is not None:
-            before, self._held = self._held[: found.start()], self._held[found.end() :]
-            self._take(before, deltas)
-            self._mark(found[0], deltas)
-        keep = next((n for n in range(min(_LONGEST - 1, len(self._held)), 0, -1) if _begins_mark(self._held[-n:])), 0)
-        cut = len(self._held) - keep
-        ready, self._held = self._held[:cut], self._held[cut:]
-        self._take(ready, deltas)
+        for mark, part in self._marks.push(text, ids):
+            if mark:
+                self._mark(mark, deltas)
+            elif part:
+                self._take(part, deltas)
         return deltas
 
     def end(self) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
-        rest, self._held = self._held, ""
-        self._take(rest, deltas)
-        return deltas
+        return []
 
     def _mark(self, mark: str, deltas: list[dict[str, Any]]) -> None:
         if mark == OPEN:
-            self._mode, self._name, self._stack, self._was = "head", "", [], ""
+            self._mode, self._head, self._stack, self._was = "head", "", [], ""
             self._quoted = self._key = False
         elif mark == CLOSE:
             self._mode = "text"
@@ -206,15 +237,17 @@ class MarkedReader:
 
     def _take(self, text: str, deltas: list[dict[str, Any]]) -> None:
         if self._mode == "head":
-            self._name += text
-            head, brace, rest = self._name.partition("{")
+            self._head += text
+            head, brace, rest = self._head.partition("{")
             if not brace:
                 return
-            deltas.append(self._calls.begin(head.removeprefix("call:").strip()))
-            self._mode, text = "arguments", brace + rest
-        if self._mode == "text" and text:
+            name = head.strip().removeprefix("call:").strip()
+            self._mode, text = "arguments" if name in self._names else "nothing", brace + rest
+            if name in self._names:
+                deltas.append(self._calls.begin(name))
+        if self._mode == "text":
             deltas.append({"content": text})
-        if self._mode == "arguments" and text:
+        if self._mode == "arguments":
             written = json.dumps(text)[1:-1] if self._quoted else "".join(map(self._json, text))
             if written:
                 deltas.append(self._calls.more(written))
@@ -228,23 +261,22 @@ class MarkedReader:
         was, self._was = self._was, c
         if self._key:
             self._key = c != ":"
-            return c if self._key else '":'
+            return json.dumps(c)[1:-1] if self._key else '":'
         if c in "{[":
             self._stack.append(c)
         elif c in "}]":
             self._stack.pop()
             if not self._stack:
                 self._mode = "tail"
-        elif self._stack[-1] == "{" and was in "{,":
+        elif self._stack[-1] == "{" and was in ("{", ","):
             self._key = True
-            return '"' + c
+            return '"' + json.dumps(c)[1:-1]
         return c
 
 
-def _begins_mark(text: str) -> bool:
-    return any(m.startswith(text) for m in (OPEN, CLOSE, QUOTE))
-
-
-def marked(marks: Mapping[str, int], printed: Callable[[int], bytes]) -> Format:
-    """The format for a tokenizer that has the marks at these ids; printed: what a token prints."""
-    return Format(turns, lark_with(marks), MarkedReader, {i: m for m, i in marks.items() if not printed(i)})
+def marked(tokenizer: Tokenizer) -> Format | None:
+    """The format for a tokenizer that has the marks; None for others."""
+    marks = marks_of(tokenizer)
+    if len(marks) < len(MARKS):
+        return None
+    return Format(turns, lark_with(marks), lambda offer: MarkedReader(offer, tokenizer, marks))

@@ -1,35 +1,85 @@
 """Requests of the OpenAI-compatible endpoints, as models: what each field may hold.
 
-Fields that the reference has and that change nothing here are taken and ignored; every other name is refused, as the
-reference does.
+Fields that ask for nothing here are taken and ignored, whatever their name; any other unknown name is refused, as the reference
+does. Lists stop at their first wrong item, and a choice between kinds looks at the value's kind alone, so that the time and the
+message of a refusal do not grow with the body.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, StringConstraints, Tag, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 TOP_LOGPROBS = 20
 BIASES = 1024
 STOPS = 16
 TOOLS = 128
 I32 = 2**31 - 1
+MESSAGES = 4096
 
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Text = Annotated[str, StringConstraints(max_length=1 << 22)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
+class FirstError(FailFast):
+    """A list ends at its first wrong item. Hashable, which a choice between types asks of what it is made of."""
+
+    __hash__ = object.__hash__
+
+
+def wrong(param: str, message: str) -> NoReturn:
+    """Refuse a request by a rule over several fields: the first named is `param`, of the model whose rule it is."""
+    raise PydanticCustomError("rule", "{message}", {"message": message, "param": param})
+
+
+def kind_of(value: Any) -> str | None:
+    """The tag of a choice between kinds of JSON values; errors.py leaves tags out of places."""
+    if isinstance(value, BaseModel):
+        return "<object>"
+    kinds: dict[type, str] = {str: "<string>", list: "<array>", dict: "<object>"}
+    return kinds.get(type(value))
+
+
+def asks_for_nothing(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
 
 
 class Wire(BaseModel):
-    """Strict: a number is no text, and an unknown name is refused."""
+    """Strict: a number is no text, and an unknown name is refused unless its value asks for nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = _names(cls)
+        if all(k in known for k in value):
+            return value
+        return {k: v for k, v in value.items() if k in known or not asks_for_nothing(v)}
+
+
+_known: dict[type[BaseModel], frozenset[str]] = {}
+
+
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    """The names of a model's fields in JSON."""
+    if model not in _known:
+        _known[model] = frozenset(f.alias or name for name, f in model.model_fields.items())
+    return _known[model]
 
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Usage in every chunk."""
     include_obfuscation: bool | None = None
 
 
@@ -46,8 +96,10 @@ class ResponseFormat(Wire):
 
     @model_validator(mode="after")
     def _validate_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is needed with type json_schema, and belongs to it alone")
+        if self.type == "json_schema" and self.json_schema is None:
+            wrong("json_schema", "type json_schema needs json_schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            wrong("json_schema", f"json_schema belongs to type json_schema, and the type is {self.type}")
         return self
 
 
@@ -59,8 +111,29 @@ class Function(Wire):
 
 
 class Tool(Wire):
-    type: Literal["function"]
-    function: Function
+    """`other`: a type that is not offered; such tools are left out beside functions."""
+
+    type: Annotated[str, StringConstraints(max_length=64)]
+    function: Function | None = None
+    cache_control: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_other_types_whole(cls, value: Any) -> Any:
+        return other_type(value)
+
+    @model_validator(mode="after")
+    def _validate_function(self) -> Tool:
+        if self.type == "function" and self.function is None:
+            wrong("function", "a tool of type function needs function")
+        return self
+
+
+def other_type(tool: Any) -> Any:
+    """A tool as it is where it is a function; of other types nothing but the type is looked at."""
+    if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function":
+        return {"type": tool["type"]}
+    return tool
 
 
 class NamedFunction(Wire):
@@ -72,7 +145,14 @@ class NamedTool(Wire):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedTool, Tag("<object>")],
+    Discriminator(
+        kind_of,
+        custom_error_type="kind",
+        custom_error_message="must be 'none', 'auto', 'required' or an object that names a function",
+    ),
+]
 
 
 class CalledFunction(Wire):
@@ -87,40 +167,82 @@ class ToolCall(Wire):
     index: int | None = None
 
 
+def text_part(value: Any) -> Any:
+    """ValueError for parts of a message that hold no text."""
+    if isinstance(value, str) and value not in ("text", "input_text", "output_text", "refusal"):
+        raise PydanticCustomError("part", "this model reads text, not a part of type {type}", {"type": value[:40]})
+    return value
+
+
 class Part(Wire):
     """Of a message; this model reads text."""
 
-    type: Literal["text", "refusal"]
+    type: Annotated[str, Field(max_length=64)]
     text: Text | None = None
     refusal: Text | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+    _validate_type = field_validator("type", mode="before")(text_part)
+
+
+Content = Annotated[
+    Annotated[Text, Tag("<string>")] | Annotated[list[Part], FirstError(), Field(max_length=MESSAGES), Tag("<array>")],
+    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of parts"),
+]
+
+
+def text_of(content: str | list[Part] | None) -> str:
+    """All text of a content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(p.text or p.refusal or "" for p in content)
 
 
 class Message(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[Part] | None = None
+    content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FirstError(), Field(max_length=MESSAGES)] | None = None
     tool_call_id: str | None = None
     annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
+    # Taken and ignored: what servers say beside an answer, which clients send back.
+    reasoning_content: str | None = None
+    reasoning: Any = None
+    reasoning_details: Any = None
+    provider_specific_fields: Any = None
+    cache_control: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _validate_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs content, except one of the assistant that calls tools")
+        if self.content is None and self.role != "assistant":
+            wrong("content", f"a message of the role {self.role} needs content")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("only messages of the assistant hold tool_calls")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("a message of the role tool, and only such a one, needs tool_call_id")
+            wrong("tool_calls", "only messages of the assistant hold tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            wrong("tool_call_id", "a message of the role tool needs tool_call_id")
+        if self.role != "tool" and self.tool_call_id is not None:
+            wrong("tool_call_id", "tool_call_id belongs to messages of the role tool")
         return self
 
     def text(self) -> str:
         """All of its text."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "\n".join(p.text or p.refusal or "" for p in self.content)
+        return text_of(self.content)
+
+
+Messages = Annotated[list[Message], FirstError(), Field(min_length=1, max_length=MESSAGES)]
+Stop = Annotated[
+    Annotated[str, StringConstraints(max_length=1024), Tag("<string>")]
+    | Annotated[
+        list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]],
+        FirstError(),
+        Field(max_length=STOPS),
+        Tag("<array>"),
+    ],
+    Discriminator(kind_of, custom_error_type="kind", custom_error_message="must be a string or an array of strings"),
+]
 
 
 class Sampled(Wire):
@@ -133,7 +255,8 @@ class Sampled(Wire):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    """0: the most likely token, as with temperature 0."""
     top_k: Annotated[int, Field(ge=-1, le=I32)] | None = None
     """0 and -1: off."""
     min_p: Probability | None = None
@@ -141,12 +264,8 @@ class Sampled(Wire):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=BIASES)] | None = None
-    stop: (
-        Annotated[str, StringConstraints(max_length=1024)]
-        | Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]], Field(max_length=STOPS)]
-        | None
-    ) = None
-    max_tokens: Annotated[int, Field(ge=1, le=I32)] | None = None
+    stop: Stop | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=I32)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     user: str | None = None
@@ -156,54 +275,96 @@ class Sampled(Wire):
     store: Literal[False] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     @model_validator(mode="after")
     def _validate_stream_options(self) -> Any:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options belongs to stream: true")
+            wrong("stream_options", "stream_options belongs to stream: true")
         return self
 
 
 class ChatRequest(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=I32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
+    tools: Annotated[list[Tool], FirstError(), Field(max_length=TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    # Taken and ignored where they hold what the reference knows.
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+    function_call: Literal["none"] | None = None
 
     @model_validator(mode="after")
     def _validate_together(self) -> ChatRequest:
+        if self.max_tokens == 0:
+            wrong("max_tokens", "an answer has at least one token")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        names = [t.function.name for t in self.tools or ()]
-        if len(set(names)) != len(names):
-            raise ValueError("two tools have the same name")
+            wrong("top_logprobs", "top_logprobs needs logprobs: true")
+        check_tools([t.function.name if t.function else None for t in self.tools or ()], [t.type for t in self.tools or ()])
         choice = self.tool_choice
-        if choice not in (None, "none", "auto") and not names:
-            raise ValueError("tool_choice asks for a call, and there are no tools")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise ValueError("tool_choice names a tool that is not among the tools")
+        check_choice(choice.function.name if isinstance(choice, NamedTool) else choice, self.tools)
         return self
 
 
+def check_tools(names: list[str | None], types: list[str]) -> None:
+    """Refuse two functions of one name, and tools none of which is a function."""
+    known = [n for n in names if n is not None]
+    if len(set(known)) != len(known):
+        wrong("tools", "two tools have the same name")
+    if types and not known:
+        wrong("tools[0].type", f"this server offers tools of type function, not {types[0]}")
+
+
+def check_choice(choice: str | None, tools: list[Tool] | None) -> None:
+    """Refuse a tool_choice that cannot be followed: `choice` is a word or a function's name."""
+    names = [t.function.name for t in tools or () if t.function]
+    if choice in (None, "none", "auto"):
+        return
+    if not names:
+        wrong("tool_choice", "tool_choice asks for a call, and there are no tools")
+    if choice != "required" and choice not in names:
+        wrong("tool_choice", "tool_choice names a tool that is not among the tools")
+
+
+def prompt_kind(value: Any) -> str | None:
+    if isinstance(value, list) and value:
+        kinds: dict[type, str] = {str: "<strings>", int: "<tokens>", list: "<lists>"}
+        return kinds.get(type(value[0]))
+    return kind_of(value)
+
+
+Ids = Annotated[list[int], FirstError(), Field(max_length=1 << 20)]
+Prompt = Annotated[
+    Annotated[Text, Tag("<string>")]
+    | Annotated[list[Text], FirstError(), Field(max_length=1 << 10), Tag("<strings>")]
+    | Annotated[Ids, Tag("<tokens>")]
+    | Annotated[list[Ids], FirstError(), Field(max_length=1 << 10), Tag("<lists>")],
+    Discriminator(
+        prompt_kind,
+        custom_error_type="kind",
+        custom_error_message="must be a string, an array of strings, an array of token ids or an array of such arrays, not empty",
+    ),
+]
+
+
 class CompletionRequest(Sampled):
-    prompt: Text | Annotated[list[Text] | list[int] | list[list[int]], Field(min_length=1, max_length=1 << 20)]
+    prompt: Prompt
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    suffix: None = None
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
-    def _validate_best(self) -> CompletionRequest:
+    def _validate_together(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of must equal n: choices are not ranked here")
+            wrong("best_of", "best_of must equal n: choices are not ranked here")
+        if self.max_tokens == 0 and not self.echo:
+            wrong("max_tokens", "max_tokens: 0 asks for the prompt alone, and needs echo: true")
         return self
 
 
@@ -212,17 +373,17 @@ class TokenizeRequest(Wire):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _validate_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, one of the two")
+            wrong("prompt", "give prompt or messages, one of the two")
         return self
 
 
 class DetokenizeRequest(Wire):
     model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=1 << 20)]
+    tokens: Ids

@@ -1,0 +1,400 @@
+"""Constraints whose grammars live in processes of their own (hybrid/text/grammar_worker.py): a grammar that crashes, loops or
+grows ends its process and the requests that asked for it, and its memory goes back to the system when nobody uses it any more.
+
+Masks are computed while the device runs its step: `accept` asks for the next one, `ready` says whether it has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from hybrid.engine.constraint import Constraint, mask_of, mask_words
+from hybrid.serve.errors import bad_request, busy
+from hybrid.text import grammar_worker as worker
+from hybrid.text.grammar_worker import HEAD
+from hybrid.text.tokenizer import Tokenizer
+
+MARKS = ("<|tool_call>", "<tool_call|>", '<|"|>')
+"""Tokens that grammars name and that are never part of a text, whatever their type."""
+MISSING = "response_format and tools need llguidance, which is not installed (pip install hybrid-kernels[serve])"
+MASK_SECONDS = 5.0
+"""How long a mask may take; then its request fails."""
+START_SECONDS = 60.0
+"""How long the process that the others come from may take to begin."""
+KEPT, KEPT_MEMORY = 32, 256 << 20
+"""Grammars without a sequence that are kept for the next request, and their bytes."""
+LIVE_MEMORY = 1 << 30
+"""Bytes of all grammars with sequences; further requests wait outside (429)."""
+SLICE = 0.005
+"""Seconds after which a thread that waits looks whether another one has taken its answer."""
+LEAST = 2 << 20
+"""Bytes that any process takes."""
+GONE = "the schema cannot be used: it takes more time, memory or nesting than a schema may"
+
+
+def missing() -> str | None:
+    """What this installation cannot constrain and why; None where it can."""
+    if importlib.util.find_spec("llguidance") is None:
+        return MISSING
+    return None if hasattr(os, "fork") else "response_format and tools need a system that can fork processes"
+
+
+def marks_of(tokenizer: Tokenizer) -> dict[str, int]:
+    """The marks that a tokenizer has, and their ids."""
+    return {m: i for m in MARKS if (i := tokenizer.token_id(m)) is not None}
+
+
+class Grammars:
+    """Grammars over one tokenizer, for any thread. vocab: rows of the output matrix."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._ends = sorted(tokenizer.eos_ids)
+        self._lock = threading.Lock()
+        self._source: _Source | None = None
+        self._kept: OrderedDict[tuple[str, ...], Grammar] = OrderedDict()
+        self._all: weakref.WeakSet[Grammar] = weakref.WeakSet()
+
+    def constraint(self, grammars: str | Sequence[str], param: str) -> GrammarConstraint:
+        """A constraint in its first state, its first mask computed: of the first of several Lark grammars that can be compiled.
+        Takes a while. ApiError 400, naming `param`, for grammars that cannot be used; 429 where too much memory is in use."""
+        if (what := missing()) is not None:
+            raise bad_request(f"this server cannot constrain answers: {what}", code="unsupported_value")
+        if not self._ends:
+            raise bad_request("this model has no end-of-text token: nothing could end a structured answer", param)
+        key = (grammars,) if isinstance(grammars, str) else tuple(grammars)
+        try:
+            made = self._grammar(key).constraint()
+            made.ready(MASK_SECONDS)
+            made.mask()
+        except ValueError as error:
+            raise bad_request(str(error), param, "invalid_schema") from None
+        return made
+
+    def memory(self) -> int:
+        """Bytes that grammars take in their processes."""
+        with self._lock:
+            return sum(g.memory for g in self._all if g.alive)
+
+    def close(self) -> None:
+        """End the processes."""
+        with self._lock:
+            self._kept.clear()
+            source, self._source = self._source, None
+            grammars = list(self._all)
+        for grammar in grammars:
+            grammar.close()
+        if source is not None:
+            source.close()
+
+    def _grammar(self, key: tuple[str, ...]) -> Grammar:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None and found.alive:
+                self._kept.move_to_end(key)
+                return found
+            self._evict()
+            if sum(g.memory for g in self._all if g.alive) > LIVE_MEMORY:
+                raise busy("structured answers take all the memory that this server gives them: try again later", 5.0)
+            source = self._running()
+        made = Grammar(source, self._ends, self._vocab)
+        made.compile(key)
+        with self._lock:
+            self._all.add(made)
+            self._kept[key] = made
+            self._evict()
+        return made
+
+    def _running(self) -> _Source:
+        if self._source is None or not self._source.alive:
+            self._source = _Source(self._tokenizer)
+        return self._source
+
+    def _evict(self) -> None:
+        """Give up the least recently used grammars without sequences, beyond what may be kept."""
+        for key in [k for k, g in self._kept.items() if not g.alive]:
+            del self._kept[key]
+        idle = [k for k, g in self._kept.items() if not g.sequences]
+        memory = sum(self._kept[k].memory for k in idle)
+        while idle and (len(idle) > KEPT or memory > KEPT_MEMORY):
+            grammar = self._kept.pop(idle.pop(0))
+            memory -= grammar.memory
+            grammar.close()
+
+
+class _Source:
+    """The process that the others are forked from: it has the tokenizer, and no grammar."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        ours, theirs = socket.socketpair()
+        search = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hybrid.text.grammar_worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a crash of a child is told by its end
+                env={**os.environ, "PYTHONPATH": search},
+                start_new_session=True,  # a terminal's Ctrl-C is the parent's
+            )
+        self._control, self._lock = ours, threading.Lock()
+        ours.settimeout(START_SECONDS)
+        data = pickle.dumps((tokenizer, tuple(marks_of(tokenizer).values())))
+        with contextlib.suppress(OSError):  # it has ended: `fork` says so
+            ours.sendall(struct.pack("<Q", len(data)) + data)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self) -> tuple[socket.socket, int]:
+        """A connection to a new child, and its process id. RuntimeError where this process has ended."""
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            try:
+                socket.send_fds(self._control, [worker.FORK + bytes(4)], [theirs.fileno()])
+                pid = int.from_bytes(worker.receive(self._control, 4), "little")
+            except (OSError, EOFError) as error:
+                ours.close()
+                self._process.kill()
+                raise RuntimeError(f"the process of grammars ended: {error}") from None
+        return ours, pid
+
+    def kill(self, pid: int) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._control.sendall(worker.KILL + pid.to_bytes(4, "little"))
+
+    def close(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+
+class Grammar:
+    """One compiled grammar and its process. For any thread."""
+
+    def __init__(self, source: _Source, ends: list[int], vocab: int) -> None:
+        self._source, self.ends, self.vocab = source, ends, vocab
+        self._connection, self._pid = source.fork()
+        self._connection.setblocking(False)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._held = bytearray()  # of an answer that has not come whole
+        self._answers: dict[int, tuple[int, bytes, bytes]] = {}  # sequence -> (question, kind, body)
+        self._freed: deque[int] = deque()
+        self._compiled: tuple[bytes, bytes] | None = None
+        self.alive = True
+        self.memory = LEAST
+        """Bytes that it adds to its process."""
+        self.which = 0
+        """Of several grammars, the one that was compiled."""
+        self._made = self._forgotten = 0  # sequences
+
+    @property
+    def sequences(self) -> int:
+        """That use it."""
+        return self._made - self._forgotten - len(self._freed)
+
+    def compile(self, grammars: Sequence[str]) -> None:
+        """ValueError with the reason."""
+        self._say(worker.COMPILE, 0, 0, json.dumps(list(grammars)).encode(), worker.SECONDS)
+        until = time.monotonic() + worker.SECONDS
+        while self._compiled is None and self.alive and (left := until - time.monotonic()) > 0:
+            self._listen(left)
+        if self._compiled is None:
+            self.close()
+            raise ValueError(GONE)
+        kind, body = self._compiled
+        if kind == worker.FAILED:
+            self.close()
+            line = next((part for part in body.decode("utf-8", "replace").splitlines() if part.strip()), "it cannot be compiled")
+            raise ValueError(f"the schema cannot be used: {line.rpartition('failed to compile JSON schema: ')[2][:300]}")
+        said = json.loads(body)
+        self.memory, self.which = self.memory + said["memory"], said["which"]
+
+    def constraint(self, of: int = 0) -> GrammarConstraint:
+        """A sequence in the state of another one."""
+        number = next(self._numbers)
+        with self._lock:
+            self._made += 1
+        self._say(worker.COPY, of, number)
+        return GrammarConstraint(self, number)
+
+    def ask(self, op: bytes, number: int, question: int, body: bytes = b"") -> None:
+        self._say(op, number, question, body)
+
+    def answer(self, number: int, question: int, wait: float) -> tuple[bytes, bytes] | None:
+        """(kind, body) once it has come; None where it has not after `wait` seconds. ValueError where none will come."""
+        until = time.monotonic() + wait
+        while True:
+            found = self._answers.get(number)
+            if found is not None and found[0] == question:
+                return found[1:]
+            if not self.alive:
+                raise ValueError(GONE)
+            left = until - time.monotonic()
+            self._listen(left)
+            if left <= 0 and ((found := self._answers.get(number)) is None or found[0] != question):
+                return None
+
+    def free(self, number: int) -> None:
+        """Forget a sequence; from a finaliser, so without the lock."""
+        self._freed.append(number)
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self.alive = False
+        self._source.kill(self._pid)
+        self._connection.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "alive", False):
+            self._connection.close()  # it waits for the next question, and ends
+
+    def _say(self, op: bytes, number: int, argument: int, body: bytes = b"", seconds: float = 0.0) -> None:
+        until = time.monotonic() + seconds
+        with self._lock:
+            message = b""
+            while self._freed:
+                gone = self._freed.popleft()
+                self._forgotten += 1
+                self._answers.pop(gone, None)
+                message += HEAD.pack(worker.FREE, gone, 0, 0)
+            message += HEAD.pack(op, number, argument, len(body)) + body
+            while message and self.alive:
+                try:
+                    message = message[self._connection.send(message) :]
+                except BlockingIOError:
+                    if time.monotonic() >= until or not self._poll(select.POLLOUT, until - time.monotonic()):
+                        self.alive = False  # it has not read what came before
+                except OSError:
+                    self.alive = False
+
+    def _listen(self, wait: float) -> None:
+        """Take the answers that have come, after at most `wait` seconds without any."""
+        if wait > 0 and not self._poll(select.POLLIN, min(wait, SLICE)):
+            return
+        with self._lock:
+            try:
+                data = self._connection.recv(1 << 20)
+            except BlockingIOError:
+                return
+            except OSError:  # closed meanwhile
+                data = b""
+            if not data:
+                self.alive = False
+            self._held += data
+            self._take()
+
+    def _poll(self, event: int, seconds: float) -> bool:
+        try:
+            poll = select.poll()
+            poll.register(self._connection, event)
+            return bool(poll.poll(1000 * seconds))
+        except (OSError, ValueError):  # closed meanwhile
+            return True
+
+    def _take(self) -> None:
+        at = 0
+        while len(self._held) - at >= HEAD.size:
+            kind, number, question, length = HEAD.unpack_from(self._held, at)
+            if len(self._held) - at - HEAD.size < length:
+                break
+            body = bytes(self._held[at + HEAD.size : at + HEAD.size + length])
+            at += HEAD.size + length
+            if number:
+                self._answers[number] = (question, kind, body)
+            else:
+                self._compiled = kind, body
+        del self._held[:at]
+
+
+class GrammarConstraint(Constraint):
+    """One sequence's place in a grammar."""
+
+    def __init__(self, grammar: Grammar, number: int) -> None:
+        self._grammar, self._number = grammar, number
+        self._question = 0
+        self._mask: np.ndarray | None = None
+        self._error: str | None = None
+        self._ask(worker.MASK)
+
+    @property
+    def which(self) -> int:
+        """Of several grammars, the one that is followed."""
+        return self._grammar.which
+
+    def ready(self, wait: float = 0.0) -> bool:
+        """Whether `mask` answers at once; waits at most `wait` seconds for that."""
+        if self._mask is not None or self._error is not None:
+            return True
+        try:
+            late = self._asked + MASK_SECONDS - time.monotonic()
+            found = self._grammar.answer(self._number, self._question, max(0.0, min(wait, late)))
+        except ValueError as error:
+            self._error = str(error)
+            return True
+        if found is None:
+            if time.monotonic() > self._asked + MASK_SECONDS:
+                self._grammar.close()
+                self._error = GONE
+            return self._error is not None
+        kind, body = found
+        if kind == worker.FAILED:
+            self._error = f"the schema cannot be followed further: {body.decode('utf-8', 'replace')[:200]}"
+        elif kind == worker.ENDED:
+            self._mask = mask_of(self._grammar.ends, self._grammar.vocab)
+        else:
+            bits, words = np.frombuffer(body, np.uint32), mask_words(self._grammar.vocab)
+            self._mask = bits[:words].copy() if len(bits) >= words else np.pad(bits, (0, words - len(bits)))
+        return True
+
+    def mask(self) -> np.ndarray:
+        """Which ids may come next: those that end the text where nothing else may. ValueError for a grammar that takes too long or
+        grew beyond its limits."""
+        if not self.ready(MASK_SECONDS) and not self.ready():
+            raise ValueError(GONE)
+        if self._error is not None:
+            raise ValueError(self._error)
+        assert self._mask is not None
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        if token in self._grammar.ends:
+            return  # the text has ended; what a pass ahead chose is dropped
+        self._ask(worker.ACCEPT, token.to_bytes(4, "little"))
+
+    def copy(self) -> GrammarConstraint:
+        return self._grammar.constraint(self._number)
+
+    def _ask(self, op: bytes, body: bytes = b"") -> None:
+        self._question += 1
+        self._mask, self._asked = None, time.monotonic()
+        self._grammar.ask(op, self._number, self._question, body)
+
+    def __del__(self) -> None:
+        grammar = getattr(self, "_grammar", None)
+        if grammar is not None:
+            grammar.free(self._number)

@@ -1,0 +1,234 @@
+"""JSON schemas of requests: their shape and size are checked here, before anything is made of them, and what no grammar can follow
+is left out or refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybrid.serve.errors import ApiError, bad_request
+
+DEPTH = 100
+"""Schemas within schemas, those that references lead to included."""
+REFERENCES = 1000
+PARTS = 20_000
+"""Schemas of one request's schema."""
+ALTERNATIVES = 1000
+"""Of one anyOf, oneOf or allOf."""
+VALUES = 20_000
+"""Of all enumerations."""
+
+TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+)
+_TEXTS = ("$ref", "pattern", "format")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NOT_FOLLOWED = (
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "maxContains",
+    "propertyNames",
+    "uniqueItems",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+    "$recursiveRef",
+)
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_STRUCTURE = (
+    "type",
+    "properties",
+    "required",
+    "items",
+    "prefixItems",
+    "enum",
+    "const",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "$ref",
+    "$defs",
+    "definitions",
+    "additionalProperties",
+)
+_NO_AUTOMATON = re.compile(r"\(\?<?[=!]|\\[1-9bB]|\(\?P?=")
+"""In patterns: looks around, earlier groups, borders of words."""
+
+
+def check(schema: Mapping[str, Any], place: str, strict: bool = False) -> None:
+    """Check a schema's shape and size. strict: also that a grammar can follow it whole. ApiError 400 names what is wrong as a
+    place below `place`."""
+    _Check(schema, strict).schema(schema, place, 0)
+
+
+class _Check:
+    def __init__(self, root: Mapping[str, Any], strict: bool) -> None:
+        self._root, self._strict = root, strict
+        self._parts = self._references = self._values = 0
+        self._seen: set[str] = set()
+
+    def schema(self, schema: Any, place: str, depth: int) -> None:
+        if isinstance(schema, bool):
+            return
+        if not isinstance(schema, dict):
+            raise _wrong(place, "a schema is an object, true or false")
+        self._parts += 1
+        if depth > DEPTH:
+            raise _wrong(place, f"schemas lie more than {DEPTH} deep")
+        if self._parts > PARTS:
+            raise _wrong(place, f"the schema has more than {PARTS} parts")
+        self._words(schema, place)
+        for key, at, part in _below(schema, place):
+            if key in _LISTS and isinstance(part, list) and len(part) > ALTERNATIVES:
+                raise _wrong(at, f"has more than {ALTERNATIVES} alternatives")
+            self.schema(part, at, depth + 1)
+        if "$ref" in schema:
+            self._reference(schema["$ref"], f"{place}.$ref", depth)
+
+    def _words(self, schema: dict[str, Any], place: str) -> None:
+        """Check the keywords of one schema that hold no schemas."""
+        for key, value in schema.items():
+            at, wanted = f"{place}.{key}", ""
+            if key == "type":
+                kinds = value if isinstance(value, list) else [value]
+                if not kinds or not all(isinstance(k, str) for k in kinds):
+                    wanted = "is a type's name or an array of them"
+                elif self._strict and not all(k in TYPES for k in kinds):
+                    wanted = f"is one of {', '.join(TYPES)}"
+            elif key == "required" and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+                wanted = "is an array of property names"
+            elif key == "enum":
+                wanted = "" if isinstance(value, list) and value else "is an array of values, at least one"
+                self._values += len(value) if isinstance(value, list) else 0
+            elif key in _MAPS and not isinstance(value, dict):
+                wanted = "is an object of schemas"
+            elif key in _LISTS and not (isinstance(value, list) and value):
+                wanted = "is an array of schemas, at least one"
+            elif key in _LISTS and len(value) > ALTERNATIVES:
+                wanted = f"has at most {ALTERNATIVES} schemas"
+            elif key in _TEXTS and not isinstance(value, str):
+                wanted = "is a string"
+            elif key in _COUNTS and not (type(value) is int and value >= 0):
+                wanted = "is a whole number, 0 or more"
+            elif key in _NUMBERS and not (type(value) in (int, float, bool) and math.isfinite(value)):
+                wanted = "is a number"
+            if wanted:
+                raise _wrong(at, wanted)
+            if self._strict and (reason := _unfollowed(key, value)):
+                raise _wrong(at, reason)
+        if self._values > VALUES:
+            raise _wrong(f"{place}.enum", f"the schema enumerates more than {VALUES} values")
+
+    def _reference(self, reference: str, place: str, depth: int) -> None:
+        self._references += 1
+        if self._references > REFERENCES:
+            raise _wrong(place, f"the schema has more than {REFERENCES} references")
+        if reference in self._seen:
+            return
+        self._seen.add(reference)
+        target = resolve(self._root, reference)
+        if target is not None:
+            self.schema(target, place, depth + 1)
+        elif self._strict or reference.startswith("#/"):
+            raise _wrong(place, "leads nowhere within the schema")
+
+
+def _below(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, str, Any]]:
+    """(keyword, place, schema) of the schemas directly within one."""
+    for key in _MAPS:
+        for name, part in schema.get(key, {}).items():
+            yield key, f"{place}.{key}.{name[:64]}", part
+    for key in (*_LISTS, *_SINGLE):
+        if key in schema:
+            value = schema[key]
+            if isinstance(value, list):
+                yield from ((key, f"{place}.{key}[{n}]", part) for n, part in enumerate(value))
+            else:
+                yield key, f"{place}.{key}", value
+
+
+def _unfollowed(key: str, value: Any) -> str:
+    """Why a grammar cannot follow a keyword; "" where it can."""
+    if key in _NOT_FOLLOWED and value is not False:
+        return "cannot be followed: leave it out, or send strict: false"
+    if key == "pattern" and _NO_AUTOMATON.search(value):
+        return "looks around, or back to a group: no grammar can follow that"
+    if key == "format" and value not in _FORMATS:
+        return f"is a format that cannot be followed; those that can: {', '.join(_FORMATS)}"
+    return ""
+
+
+def resolve(root: Mapping[str, Any], reference: str) -> Any:
+    """What a reference within a schema leads to; None where that is nothing, or elsewhere."""
+    found: Any = root
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isascii() and key.isdigit() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+LOOSER = 3
+"""Ways to follow a schema that need not be followed whole."""
+
+
+def loosened(schema: Mapping[str, Any], way: int) -> dict[str, Any]:
+    """A schema of which a grammar can follow more. way 0: without patterns that no grammar follows; 1: types, properties, items
+    and alternatives alone; 2: the type alone."""
+    if way == 2:
+        return {"type": schema["type"]} if schema.get("type") in TYPES else {}
+    found: dict[str, Any] = _looser(schema, way)
+    return found
+
+
+def _looser(schema: Any, way: int) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    out = {}
+    for key, value in schema.items():
+        if (way and key not in _STRUCTURE) or (key == "pattern" and _NO_AUTOMATON.search(value)):
+            continue
+        if key == "type":
+            value = [k for k in (value if isinstance(value, list) else [value]) if k in TYPES]
+            if not value:
+                continue
+            value = value[0] if len(value) == 1 else value
+        elif key == "$ref" and not value.startswith("#"):
+            continue
+        elif key in _MAPS:
+            value = {name: _looser(part, way) for name, part in value.items()}
+        elif key in _LISTS or key in _SINGLE:
+            value = [_looser(part, way) for part in value] if isinstance(value, list) else _looser(value, way)
+        out[key] = value
+    return out
+
+
+def _wrong(place: str, what: str) -> ApiError:
+    return bad_request(f"Invalid schema: {place[-300:]} {what}.", place[:300], "invalid_schema")
