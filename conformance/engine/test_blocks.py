@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from hybrid.core.errors import NoFreeSlot
 from hybrid.engine.blocks import Blocks, Group, groups_of
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.sequence import Limits, Stream
 from hybrid.planning.cache import CacheShape
 
 
@@ -200,6 +202,32 @@ def test_a_prompts_end_is_kept_longer_than_its_middle():
     other = blocks.held()
     blocks.grow(other, 3, 0, [])
     assert found(blocks, ids[:16]) == 4 and found(blocks, ids[:12]) == 0
+
+
+def asked(blocks: Blocks, ids: list[int], generated: int, now: int) -> int:
+    """Run a prompt whose rows are one pass, then rows of generated tokens, as the scheduler does; returns the tokens found."""
+    scheduler = Scheduler(blocks, Limits(slots=1, ctx=400, rows=400), lambda: 0.0)
+    scheduler.number = now
+    stream = Stream(0, ids, generated)
+    scheduler.add(stream)
+    while not scheduler.idle:
+        done = scheduler.schedule()
+        assert done is not None
+        scheduler.commit(done, [900 + len(stream.ids)] * len(done.wanting))
+    return stream.cached
+
+
+@pytest.mark.parametrize("length", [17, 20, 150, 160, 161, 192])
+def test_a_prompt_asked_again_is_found_on_a_used_cache(length: int) -> None:
+    """All of it but the blocks of its last token, whatever else the cache holds, and however much was generated."""
+    blocks = Blocks([Group("global", 100), Group("local", 24, 128)], 32)
+    for n in range(20):  # conversations that ended
+        asked(blocks, [n] * 150, 120, 1000 * n)
+    ids = [500 + i for i in range(length)]
+    assert asked(blocks, ids, 70, 50_000) == 0
+    for n in (1, 2):
+        assert asked(blocks, ids, 70, 50_000 + 1000 * n) == (length - 1) // 32 * 32
+    blocks.check([])
 
 
 def test_without_its_global_block_a_local_one_is_free():

@@ -12,8 +12,7 @@ one holder.
 Idle blocks go by rank, within a rank the least recently used first (a branch from its end):
 
     0  passed by a window somewhere in the middle of a branch
-    1  the last window of a prompt, or of a text that was continued
-    2  the last window of a branch, or where several part; and all blocks of groups that see the whole context
+    1  the last window of a prompt or of a branch; and all blocks of groups that see the whole context
 
 Plain host code for one thread; which device memory a block's number means is the engine's business.
 """
@@ -31,7 +30,7 @@ from hybrid.planning.cache import CacheShape
 
 Write = tuple[str, int, int, int]
 """A change of a block table: group, slot, index, block."""
-RANKS = 3
+RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +150,6 @@ class Blocks:
         self.given = 0
         """Grows whenever blocks are given up: what did not fit may fit then."""
         self._root = blake2b(salt, digest_size=16).digest()
-        self._parent: dict[bytes, bytes] = {}  # of the keys of the first pool
-        self._children: Counter[bytes] = Counter()  # keys of the first pool that follow each key
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -226,26 +223,19 @@ class Blocks:
         """Let the blocks among the first `positions`, whose tokens are known, be found by passes after `born`."""
         for i in range(held.sealed, positions // self.block):
             key = self.key(held, ids, i)
-            if key not in self.pools[0].by_key and i >= held.first[0]:
-                parent = held.keys[i - 1] if i else self._root
-                self._parent[key] = parent
-                self._children[parent] += 1
             for g, pool in enumerate(self.pools):
                 if i >= held.first[g]:
                     pool.name(held.tables[g][i], key, born)
             held.sealed = i + 1
 
-    def anchor(self, held: Held, n: int, rank: int | None = None) -> None:
-        """The window before block n is where something ends or parts: it goes late. rank None: 2 where another text goes on
-        from there already, else 1."""
+    def anchor(self, held: Held, n: int) -> None:
+        """Evict the window before block n late: a prompt ends there, and may be asked again, or a branch."""
         if not 0 < n <= held.sealed:
             return
-        if rank is None:
-            rank = 2 if self._children[held.keys[n - 1]] else 1
         for g, pool in enumerate(self.pools):
             for i in range(max(held.first[g], pool.group.first(n * self.block, self.block)), n):
                 block = held.tables[g][i]
-                pool.rank[block] = max(pool.rank[block], rank)
+                pool.rank[block] = RANKS - 1
 
     # --- taking and giving -------------------------------------------------------------------------------------------
 
@@ -274,7 +264,7 @@ class Blocks:
 
     def release(self, held: Held) -> None:
         """Give up everything. The keys stay: the sequence may come back."""
-        self.anchor(held, held.sealed, RANKS - 1)
+        self.anchor(held, held.sealed)
         for g, pool in enumerate(self.pools):
             table = held.tables[g]
             for i in range(len(table) - 1, held.first[g] - 1, -1):  # the end of a branch is evicted before its beginning
@@ -334,11 +324,6 @@ class Blocks:
         """A key of one group; without its block in a group that sees everything, those of other groups serve nobody."""
         for other in [pool] if pool.group.window else self.pools:
             other.forget(key)
-        if key in self._parent and key not in self.pools[0].by_key:
-            parent = self._parent.pop(key)
-            self._children[parent] -= 1
-            if not self._children[parent]:
-                del self._children[parent]
 
     # --- proof -------------------------------------------------------------------------------------------------------
 
@@ -363,8 +348,6 @@ class Blocks:
             assert len(keyed) == n - pool.keys.count(None), f"{name}: two blocks have one key"
             assert all(pool.keys[b] is None for b in pool.free), f"{name}: a free block has a key"
             assert all(pool.keys[b] is not None for idle in pool.idle for b in idle), f"{name}: an idle block has no key"
-        assert self._parent.keys() == self.pools[0].by_key.keys(), "parents and keys differ"
-        assert +self._children == Counter(self._parent.values()), "children are miscounted"
         for held in holders:  # what is still written to has one holder
             for g, pool in enumerate(self.pools):
                 for i in range(max(held.sealed, held.first[g]), held.size):

@@ -263,7 +263,8 @@ class Scheduler:
             blocks.seal(held, stream.ids, position + n, now)
             if n == rest:
                 stream.flying, stream.steady = 1, stream.ahead
-                blocks.anchor(held, len(stream.ids) // blocks.block)
+                for end in (len(stream.ids) - 1, len(stream.ids)):  # asked again, of which the last row is run; continued
+                    blocks.anchor(held, end // blocks.block)
         self._prompts = [s for s in prompts if s.position < len(s.ids)]
         return rows
 

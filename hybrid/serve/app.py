@@ -94,7 +94,7 @@ async def _validation_error(_request: Request, error: Any) -> Response:
 
 
 _HTTP = {
-    400: ("the body could not be read as JSON", "invalid_json"),
+    400: ("the body could not be read as JSON, or is nested too deep", "invalid_json"),
     404: ("there is nothing at this address", "unknown_url"),
     405: ("this address takes another method", "method_not_allowed"),
     408: ("the body did not arrive in time", "timeout"),

@@ -94,16 +94,14 @@ class _Check:
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
-            raise _wrong(place, "a schema is an object, true or false")
+            raise _wrong(place, "must be an object, true or false")
         self._parts += 1
         if depth > DEPTH:
-            raise _wrong(place, f"schemas lie more than {DEPTH} deep")
+            raise _wrong(place, f"is more than {DEPTH} schemas deep")
         if self._parts > PARTS:
-            raise _wrong(place, f"the schema has more than {PARTS} parts")
+            raise _wrong(place, f"is one part too many: a schema has at most {PARTS}")
         self._words(schema, place)
-        for key, at, part in _below(schema, place):
-            if key in _LISTS and isinstance(part, list) and len(part) > ALTERNATIVES:
-                raise _wrong(at, f"has more than {ALTERNATIVES} alternatives")
+        for at, part in _below(schema, place):
             self.schema(part, at, depth + 1)
         if "$ref" in schema:
             self._reference(schema["$ref"], f"{place}.$ref", depth)
@@ -115,37 +113,37 @@ class _Check:
             if key == "type":
                 kinds = value if isinstance(value, list) else [value]
                 if not kinds or not all(isinstance(k, str) for k in kinds):
-                    wanted = "is a type's name or an array of them"
+                    wanted = "must be a type's name or an array of them"
                 elif self._strict and not all(k in TYPES for k in kinds):
-                    wanted = f"is one of {', '.join(TYPES)}"
+                    wanted = f"must be one of {', '.join(TYPES)}"
             elif key == "required" and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
-                wanted = "is an array of property names"
+                wanted = "must be an array of property names"
             elif key == "enum":
-                wanted = "" if isinstance(value, list) and value else "is an array of values, at least one"
+                wanted = "" if isinstance(value, list) and value else "must be an array of values, at least one"
                 self._values += len(value) if isinstance(value, list) else 0
             elif key in _MAPS and not isinstance(value, dict):
-                wanted = "is an object of schemas"
+                wanted = "must be an object of schemas"
             elif key in _LISTS and not (isinstance(value, list) and value):
-                wanted = "is an array of schemas, at least one"
+                wanted = "must be an array of schemas, at least one"
             elif key in _LISTS and len(value) > ALTERNATIVES:
-                wanted = f"has at most {ALTERNATIVES} schemas"
+                wanted = f"must have at most {ALTERNATIVES} schemas"
             elif key in _TEXTS and not isinstance(value, str):
-                wanted = "is a string"
+                wanted = "must be a string"
             elif key in _COUNTS and not (type(value) is int and value >= 0):
-                wanted = "is a whole number, 0 or more"
+                wanted = "must be a whole number, 0 or more"
             elif key in _NUMBERS and not (type(value) in (int, float, bool) and math.isfinite(value)):
-                wanted = "is a number"
+                wanted = "must be a number"
             if wanted:
                 raise _wrong(at, wanted)
             if self._strict and (reason := _unfollowed(key, value)):
                 raise _wrong(at, reason)
         if self._values > VALUES:
-            raise _wrong(f"{place}.enum", f"the schema enumerates more than {VALUES} values")
+            raise _wrong(f"{place}.enum", f"has too many values: a schema enumerates at most {VALUES}")
 
     def _reference(self, reference: str, place: str, depth: int) -> None:
         self._references += 1
         if self._references > REFERENCES:
-            raise _wrong(place, f"the schema has more than {REFERENCES} references")
+            raise _wrong(place, f"is one reference too many: a schema has at most {REFERENCES}")
         if reference in self._seen:
             return
         self._seen.add(reference)
@@ -156,18 +154,18 @@ class _Check:
             raise _wrong(place, "leads nowhere within the schema")
 
 
-def _below(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, str, Any]]:
-    """(keyword, place, schema) of the schemas directly within one."""
+def _below(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+    """(place, schema) of the schemas directly within one."""
     for key in _MAPS:
         for name, part in schema.get(key, {}).items():
-            yield key, f"{place}.{key}.{name[:64]}", part
+            yield f"{place}.{key}.{name[:64]}", part
     for key in (*_LISTS, *_SINGLE):
         if key in schema:
             value = schema[key]
             if isinstance(value, list):
-                yield from ((key, f"{place}.{key}[{n}]", part) for n, part in enumerate(value))
+                yield from ((f"{place}.{key}[{n}]", part) for n, part in enumerate(value))
             else:
-                yield key, f"{place}.{key}", value
+                yield f"{place}.{key}", value
 
 
 def _unfollowed(key: str, value: Any) -> str:
@@ -231,4 +229,5 @@ def _looser(schema: Any, way: int) -> Any:
 
 
 def _wrong(place: str, what: str) -> ApiError:
-    return bad_request(f"Invalid schema: {place[-300:]} {what}.", place[:300], "invalid_schema")
+    short = place if len(place) <= 160 else f"{place[:100]}...{place[-50:]}"
+    return bad_request(f"Invalid schema: {short} {what}.", short, "invalid_schema")

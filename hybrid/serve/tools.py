@@ -77,7 +77,7 @@ def check_schemas(tools: Sequence[Tool] | None, place: str) -> None:
         schema, at = tool.function.parameters, place.format(n)
         check(schema, at, bool(tool.function.strict))
         if schema.get("type", "object") != "object":
-            what = f"Invalid schema: {at}.type of the tool {tool.function.name} is 'object'."
+            what = f"Invalid schema: {at}.type of the tool {tool.function.name} must be 'object'."
             raise bad_request(what, f"{at}.type", "invalid_schema")
 
 
