@@ -1,4 +1,5 @@
-"""Two replicas through Ray on this machine, one of them killed in the middle. Needs the extra `ray`, and half a minute."""
+"""Two replicas through Ray on this machine: who may reach them, and one of them killed in the middle. Needs the extra `ray`, and
+half a minute."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,17 +41,76 @@ def served(command: subprocess.Popen[str], log: Path) -> str:
     raise AssertionError(f"not served within {READY:g} s, exit code {command.poll()}: {log.read_text()[-2000:]}")
 
 
-def engines() -> list[int]:
-    """Processes of the replicas: Ray writes an actor's class into its command line."""
-    found = []
+def processes(root: int) -> dict[int, str]:
+    """The command lines of a process and of all that come from it; Ray writes an actor's class into its own."""
+    found, children = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        if line.startswith(b"ray::ServeReplica") and b"engine-" in line:
-            found.append(int(folder.name))
-    return sorted(found)
+        children.setdefault(parent, []).append(int(folder.name))
+    these = [root]
+    for one in these:
+        these += children.get(one, [])
+    return {one: found[one] for one in these if one in found}
+
+
+def engines(root: int) -> list[int]:
+    return sorted(one for one, line in processes(root).items() if line.startswith("ray::ServeReplica"))
+
+
+def listening(lines: dict[int, str]) -> list[tuple[str, int, int]]:
+    """Address, port and process of each TCP socket that these processes listen on."""
+    owners = {}
+    for one in lines:
+        for file in Path(f"/proc/{one}/fd").glob("*"):
+            try:
+                owners[os.readlink(file)] = one
+            except OSError:
+                continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in owners:
+                host, _, port = local.partition(":")
+                raw = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
+                address = socket.inet_ntop(socket.AF_INET6 if len(raw) == 16 else socket.AF_INET, raw)
+                found.append((address.removeprefix("::ffff:"), int(port, 16), owners[f"socket:[{inode}]"]))
+    return found
+
+
+def check_who_may_connect(root: int, folder: Path) -> subprocess.Popen[str]:
+    """Only loopback addresses, but for one port of each replica, which asks for the token. The token is on no command line, and
+    lets in whoever has it. What is returned tries to join without one."""
+    import grpc
+
+    lines = processes(root)
+    sockets = listening(lines)
+    elsewhere = [(port, one) for address, port, one in sockets if address != "127.0.0.1"]
+    assert len(sockets) > len(elsewhere) and sorted(one for _, one in elsewhere) == engines(root)
+    for port, _ in elsewhere:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
+            channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", timeout=30)
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    variables = Path(f"/proc/{elsewhere[0][1]}/environ").read_bytes().split(b"\0")
+    token = next(v for v in variables if v.startswith(b"RAY_AUTH_TOKEN=")).decode().partition("=")[2]
+    assert len(token) == 64 and not any(token in line for line in lines.values())
+    session = next(found[1] for line in lines.values() if (found := re.search(r"--session.dir=(/\S+)", line)))
+    assert any(not parent.stat().st_mode & 0o077 for parent in Path(session).parents)
+
+    port = next(port for _, port, one in sockets if "gcs_server" in lines[one])
+    stranger = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    stranger |= {"HOME": str(folder), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else it looks for 127.0.0.1 elsewhere
+    join = f"import ray; ray.init('127.0.0.1:{port}', log_to_driver=False); print(len(ray.nodes()), 'node')"
+    friend = {**stranger, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    joined = subprocess.run([sys.executable, "-c", join], env=friend, capture_output=True, text=True, timeout=READY)
+    assert "1 node" in joined.stdout, joined.stderr
+    arguments = ["--ray", "--ray-address", f"127.0.0.1:{port}", "--replica", "cpu", "--port", "0"]
+    return subprocess.Popen([sys.executable, "-m", "hybrid.serve", *arguments], cwd=ROOT, env=stranger, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
 
 
 def check_streams_and_routes(client: httpx.Client) -> None:
@@ -84,6 +145,7 @@ def test_two_replicas_one_killed_in_the_middle_lose_nothing_that_was_not_streami
     with log.open("w") as out:
         command = subprocess.Popen([sys.executable, "-m", "hybrid.serve", *arguments], cwd=ROOT, env=environment, text=True,
                                    stdout=out, stderr=subprocess.STDOUT)  # fmt: skip
+    stranger: subprocess.Popen[str] | None = None
     try:
         with httpx.Client(base_url=served(command, log), timeout=120, trust_env=False) as client:
 
@@ -97,8 +159,11 @@ def test_two_replicas_one_killed_in_the_middle_lose_nothing_that_was_not_streami
             while client.get("/ready").status_code != 200 and time.monotonic() < until:
                 time.sleep(0.2)
             assert [ask(p) for p in PROMPTS[:2]] == alone[:2]
+            stranger = check_who_may_connect(command.pid, tmp_path)
+            for host, status in (("rebound.example", 403), ("localhost", 404)):  # nothing of Ray's own answers
+                assert client.get("/-/routes", headers={"host": host}).status_code == status
             check_streams_and_routes(client)
-            before = engines()
+            before = engines(command.pid)
             assert len(before) == 2
             with ThreadPoolExecutor(len(PROMPTS)) as threads:
                 asked = [threads.submit(ask, p) for p in PROMPTS]
@@ -106,16 +171,19 @@ def test_two_replicas_one_killed_in_the_middle_lose_nothing_that_was_not_streami
                 os.kill(before[0], signal.SIGKILL)
                 assert [a.result(120) for a in asked] == alone
             until = time.monotonic() + READY
-            while (len(engines()) < 2 or client.get("/health").json()["down"]) and time.monotonic() < until:
+            while (len(engines(command.pid)) < 2 or client.get("/health").json()["down"]) and time.monotonic() < until:
                 time.sleep(0.5)
-            assert len(engines()) == 2 and engines() != before, "Ray has not replaced the replica"
+            assert len(engines(command.pid)) == 2 and engines(command.pid) != before, "Ray has not replaced the replica"
             assert [ask(p) for p in PROMPTS[:4]] == alone[:4]
+        said = stranger.communicate(timeout=READY)[0]
+        assert stranger.returncode == 1 and "RAY_AUTH_TOKEN" in said.splitlines()[-1], said
         command.send_signal(signal.SIGTERM)
         assert command.wait(60) == 0, log.read_text()[-2000:]
     finally:
-        if command.poll() is None:
-            command.kill()
-            command.wait(30)
+        for one in (command, stranger):
+            if one is not None and one.poll() is None:
+                one.kill()
+                one.wait(30)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="Ray Data needs pyarrow")

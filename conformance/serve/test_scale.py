@@ -10,16 +10,15 @@ from unittest.mock import patch
 
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import UNTOUCHED
 from hybrid.serve.app import make_app
 from hybrid.serve.scale import front as front_module
+from hybrid.serve.scale import routing
 from hybrid.serve.scale.calls import Call, Head, answers
-from hybrid.serve.scale.front import Front, ReplicaGone
-from hybrid.serve.scale.routing import PIECE, Routes, beginning, keys_of
+from hybrid.serve.scale.front import Front, ReplicaGone, guarded
+from hybrid.serve.scale.routing import LOOKED, PIECE, PIECES, Routes, beginning, keys_of
 from hybrid.serve.settings import Settings
 
 LONG = "a sentence that is said again and again. " * 20
@@ -52,6 +51,31 @@ def test_system_prompts_and_tools_are_part_of_the_beginning() -> None:
     plain = beginning("/v1/chat/completions", chat("hello"))
     tools = json.loads(chat("hello")) | {"tools": [{"type": "function"}]}
     assert beginning("/v1/chat/completions", json.dumps(tools).encode()) != plain
+
+
+def test_a_conversation_of_any_length_keeps_its_keys() -> None:
+    """Also where the body is cut in the middle of a character."""
+    said = ["é" * 3000] * 100
+    for length in (5, 20, 40):
+        shorter, longer = (keys_of(beginning("/v1/chat/completions", chat(*said[:n]))) for n in (length, 100))
+        assert len(shorter) > 4 and longer[: len(shorter)] == shorter
+    one = json.dumps({"prompt": "ü" * LOOKED}, ensure_ascii=False).encode()
+    assert len(keys_of(beginning("/v1/completions", one))) == PIECES
+
+
+@pytest.mark.parametrize("begun", ["[" * 100_000, "[[]", '[{"a":{}}', '[{"a":' * 100_000, "[" + "9" * 100_000, "[1", '["\\n'])
+def test_of_a_hostile_body_a_bounded_part_is_read(monkeypatch: pytest.MonkeyPatch, begun: str) -> None:
+    more = begun[-2:] if begun.endswith("\\n") else "," + begun[1:]
+    body = ('{"messages": ' + begun + more * (LOOKED // len(more) + 1)).encode()
+    read: list[int] = []
+    parse = routing.from_json
+
+    def counted(body: bytes, **options: Any) -> Any:
+        read.append(len(body))
+        return parse(body, **options)
+
+    monkeypatch.setattr(routing, "from_json", counted)
+    assert len(keys_of(beginning("/v1/chat/completions", body))) <= PIECES and read == [LOOKED]
 
 
 def test_a_request_goes_where_its_beginning_ran_until_that_replica_is_too_busy() -> None:
@@ -126,7 +150,7 @@ def with_front(test: Test, replicas: int = 2, script: Script | None = None, sett
             while not await fake.ready():
                 await asyncio.sleep(0.01)
         front = Front(fakes, settings or Settings())
-        app = Starlette(routes=[Route("/{path:path}", front.respond, methods=["GET", "POST"])])
+        app = guarded(front, settings or Settings())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
             await test(client, front, fakes)
         await front.close()
@@ -178,15 +202,17 @@ def test_what_a_lost_replica_has_not_begun_runs_elsewhere(monkeypatch: pytest.Mo
         answer = await client.post("/v1/completions", json=BODY)
         assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "some text."
         assert front.rerouted == 1 and len(first.calls) == 2
+        front._down.pop(fakes.index(first)).cancel()  # as if nobody had noticed
+        assert (await client.get("/metrics")).status_code == 200 and len(first.calls) == 3
         assert (await client.get("/health")).json()["down"] == [fakes.index(first)]
         await client.post("/v1/completions", json=BODY)
-        assert len(first.calls) == 2  # not asked while it is down
+        assert len(first.calls) == 3  # not asked while it is down
         first.dies = None
         while (await client.get("/health")).json()["down"]:
             await asyncio.sleep(0.02)
         other = next(f for f in fakes if f is not first)
         other.dies = "before"
-        assert (await client.post("/v1/completions", json=BODY)).status_code == 200 and len(first.calls) == 3
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200 and len(first.calls) == 4
 
     with_front(test)
 
@@ -257,3 +283,93 @@ def test_bodies_are_bounded_and_figures_name_their_replica() -> None:
         assert figures.count("# TYPE hybrid_running gauge") == 1
 
     with_front(test, settings=Settings(max_body=100))
+
+
+PATHS = ["/", "/health", "/ready", "/metrics", "/v1/models", "/page/page.css", "/nowhere", "/-/healthz", "/-/routes", "/a%0Ab"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "DELETE"])
+def test_no_path_is_answered_under_an_unknown_name_or_two(method: str) -> None:
+    async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
+        for path in PATHS:
+            assert (await client.request(method, path, headers=[("host", "rebound.example")])).status_code == 403
+            assert (await client.request(method, path, headers=[("host", "front"), ("host", "front")])).status_code == 400
+        assert not any(f.calls for f in fakes)
+        assert (await client.get("/health")).json() == {"status": "alive", "replicas": 2, "down": []}
+        assert (await client.get("/nowhere")).json()["error"]["code"] == "unknown_url"  # a replica's answer
+
+    with_front(test, settings=Settings(hosts=("front",)))
+
+
+def test_no_path_but_the_open_ones_is_answered_without_a_key_or_to_another_origin() -> None:
+    closed = [path for path in PATHS if path not in ("/", "/health", "/ready", "/page/page.css")]
+
+    async def keyless(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
+        for path in closed:
+            answer = await client.post(path, json=BODY, headers={"origin": "https://elsewhere.example"})
+            assert answer.status_code == 403 and answer.json()["error"]["code"] == "origin"
+        assert not any(f.calls for f in fakes)
+
+    async def keyed(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
+        for path in closed:
+            for headers in ({}, {"authorization": "Bearer wrong"}):
+                answer = await client.get(path, headers=headers)
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert not any(f.calls for f in fakes)
+        assert "hybrid_running" not in (await client.options("/metrics")).text
+        key = {"authorization": "Bearer right"}
+        assert (await client.get("/metrics", headers=key)).status_code == 200
+        assert (await client.post("/v1/completions", json=BODY, headers=key)).status_code == 200
+        assert [(await client.get(path)).status_code for path in ("/", "/health", "/ready")] == [200] * 3
+
+    with_front(keyless)
+    with_front(keyed, settings=Settings(keys=("right",)))
+
+
+def test_a_body_that_comes_too_slowly_or_is_too_large_is_refused() -> None:
+    async def pieces(size: int) -> AsyncIterator[bytes]:
+        yield b"x" * size
+        await asyncio.Event().wait()
+
+    async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
+        for size, status, code in ((1, 408, "timeout"), (1001, 413, "body_too_large")):
+            answer = await client.post("/v1/completions", content=pieces(size))
+            assert answer.status_code == status and answer.json()["error"]["code"] == code
+        assert not any(f.calls for f in fakes)
+
+    with_front(test, settings=Settings(idle=0.2, max_body=1000))
+
+
+def test_a_reader_that_takes_nothing_is_dropped() -> None:
+    async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
+        body, asked, begun = json.dumps(BODY | {"stream": True}).encode(), [False], [False]
+        kind = [(b"host", b"front"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": kind}
+
+        async def receive() -> dict[str, Any]:
+            if asked[0]:
+                await asyncio.Event().wait()
+            asked[0] = True
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                begun[0] = True
+                await asyncio.Event().wait()
+
+        await guarded(front, Settings(idle=0.2))(scope, receive, send)
+        while any(f.model.open for f in fakes):
+            await asyncio.sleep(0.01)
+        assert begun[0] and front._open == [0, 0]
+
+    with_front(test, settings=Settings(idle=0.2), script=Script(text="word " * 200))
+
+
+def test_what_is_refused_leaves_no_route() -> None:
+    async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
+        assert (await client.post("/v1/completions", json={**BODY, "max_tokens": "x"})).status_code == 400
+        assert not front._routes._ran
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert front._routes._ran
+
+    with_front(test)

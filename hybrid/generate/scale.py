@@ -14,9 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import ray
-import ray.data
-
+from hybrid.cli.cluster import cluster
 from hybrid.engine.batch import outcomes
 from hybrid.engine.handle import Handle
 from hybrid.generate.many import Asked, encoded, result
@@ -52,6 +50,8 @@ class Engine:
     why there is none."""
 
     def __init__(self, load: Mapping[str, Any], devices: Any, options: Mapping[str, Any], prompts: Mapping[str, Any]) -> None:
+        import ray
+
         import hybrid
 
         self._model = hybrid.load(**load, device=ray.get(devices.take.remote()))
@@ -89,6 +89,8 @@ class Pool:
 
     def results(self, rest: Sequence[Asked], first: int, options: Mapping[str, Any], prompts: Prompts) -> Iterator[dict[str, Any]]:
         """Of each prompt, in order, as they come; `first`: the first one's index."""
+        import ray.data
+
         part = part_of(len(rest), len(self.devices), int(self.load["slots"]))
         rows = [{"asked": json.dumps([i, a.prompt, dict(a.options), a.where])} for i, a in enumerate(rest, first)]
         devices = ray.remote(num_cpus=0)(Devices).remote(list(self.devices))
@@ -112,12 +114,11 @@ def part_of(prompts: int, engines: int, slots: int) -> int:
 @contextmanager
 def engines(load: Mapping[str, Any], devices: Sequence[str], address: str | None = None) -> Iterator[Pool]:
     """address: a running cluster's; without one, Ray is started on this machine and ended with the block."""
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="error")
-    try:
+    with cluster(address):
+        import ray.data
+
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         yield Pool(load, devices)
-    finally:
-        ray.shutdown()

@@ -104,13 +104,12 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _ray(args: argparse.Namespace, options: dict[str, Any], devices: list[str]) -> int:
-    if args.access_log:
-        raise UsageError("--access-log: with --ray, Ray's proxy keeps the log of requests")
     try:
         from hybrid.serve.scale import ray
     except ImportError as error:
         raise ValueError(f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[serve,ray]") from None
-    return ray.run(options, settings(args), devices, host=args.host, port=args.port, drain=args.drain, address=args.ray_address)
+    return ray.run(options, settings(args), devices, host=args.host, port=args.port, drain=args.drain, address=args.ray_address,
+                   access_log=args.access_log)  # fmt: skip
 
 
 def settings(args: argparse.Namespace) -> Settings:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from hybrid import __version__
 from hybrid.serve import endpoints, openapi, pages
 from hybrid.serve.backend import Backend
-from hybrid.serve.errors import ApiError, from_validation
+from hybrid.serve.errors import ApiError, from_validation, of_status
 from hybrid.serve.guard import Guard
 from hybrid.serve.http import Json
 from hybrid.serve.metrics import Metrics
@@ -93,16 +93,6 @@ async def _validation_error(_request: Request, error: Any) -> Response:
     return Json(refusal.body(), refusal.status)
 
 
-_HTTP = {
-    400: ("the body could not be read as JSON, or is nested too deep", "invalid_json"),
-    404: ("there is nothing at this address", "unknown_url"),
-    405: ("this address takes another method", "method_not_allowed"),
-    408: ("the body did not arrive in time", "timeout"),
-    413: ("the body is larger than this server takes", "body_too_large"),
-}
-
-
 async def _http_error(_request: Request, error: Any) -> Response:
-    message, code = _HTTP.get(error.status_code, ("the request cannot be answered", None))
-    refusal = ApiError(error.status_code, message, code=code)
+    refusal = of_status(error.status_code)
     return Json(refusal.body(), refusal.status, {**(error.headers or {}), **refusal.headers()})

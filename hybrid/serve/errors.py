@@ -51,6 +51,21 @@ class ApiError(Exception):
         return json.dumps(self.body()).encode()
 
 
+_OF_STATUS = {
+    400: ("the body could not be read as JSON, or is nested too deep", "invalid_json"),
+    404: ("there is nothing at this address", "unknown_url"),
+    405: ("this address takes another method", "method_not_allowed"),
+    408: ("the body did not arrive in time", "timeout"),
+    413: ("the body is larger than this server takes", "body_too_large"),
+}
+
+
+def of_status(status: int) -> ApiError:
+    """The refusal for a status that the framework or the guard raises."""
+    message, code = _OF_STATUS.get(status, ("the request cannot be answered", None))
+    return ApiError(status, message, code=code)
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 

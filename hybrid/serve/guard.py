@@ -66,9 +66,9 @@ def _check_key(headers: Headers, keys: Sequence[str]) -> None:
 
 
 class Guard:
-    """ASGI middleware, outermost but for CORS."""
+    """ASGI middleware, outermost but for CORS. metrics: counts requests; None where another process does."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics | None) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,8 +105,8 @@ class Guard:
             if not status:
                 await _refuse(answer, sent)
         finally:
-            if scope["path"] in COUNTED:
-                self._count(scope, status)
+            if self._metrics is not None and scope["path"] in COUNTED:
+                _count(self._metrics, scope, status)
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """`receive` with limits, until the body is complete. HTTPException, since the framework passes on no other."""
@@ -132,11 +132,12 @@ class Guard:
 
         return bounded
 
-    def _count(self, scope: MutableMapping[str, Any], status: int) -> None:
-        outcome = scope.get(OUTCOME) or outcome_of(status)
-        self._metrics.requests.labels(scope["path"], outcome).inc()
-        if outcome == "ok":
-            self._metrics.whole.observe(time.perf_counter() - scope[BEGAN])
+
+def _count(metrics: Metrics, scope: MutableMapping[str, Any], status: int) -> None:
+    outcome = scope.get(OUTCOME) or outcome_of(status)
+    metrics.requests.labels(scope["path"], outcome).inc()
+    if outcome == "ok":
+        metrics.whole.observe(time.perf_counter() - scope[BEGAN])
 
 
 def outcome_of(status: int) -> str:

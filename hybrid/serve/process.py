@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from hybrid.serve.app import make_app
 from hybrid.serve.connection import connection
@@ -45,7 +45,7 @@ def serve(load: Callable[[], Model], settings: Settings, *, host: str, port: int
     return ended[0][0] if ended else 0
 
 
-def configured(app: FastAPI, settings: Settings, drain: float, access_log: bool = False) -> uvicorn.Config:
+def configured(app: ASGIApp, settings: Settings, drain: float, access_log: bool = False) -> uvicorn.Config:
     """drain: seconds that running requests get once the server stops."""
     return uvicorn.Config(
         app,

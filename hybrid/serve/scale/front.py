@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import Protocol
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hybrid.serve.errors import ApiError, unavailable
+from hybrid.serve.errors import ApiError, of_status, unavailable
 from hybrid.serve.forms import event
-from hybrid.serve.http import Json
+from hybrid.serve.guard import Guard
+from hybrid.serve.http import EventStream, Gone, Json, until_gone
 from hybrid.serve.scale.calls import Call, Head
 from hybrid.serve.scale.routing import Routes, beginning, keys_of
 from hybrid.serve.settings import Settings
@@ -44,7 +47,7 @@ class Replica(Protocol):
 
 
 class Front:
-    """Belongs to one event loop. `respond` is a handler for every path."""
+    """An application for every path, of one event loop; `guarded` is what clients may reach."""
 
     def __init__(self, replicas: Sequence[Replica], settings: Settings, imbalance: int = 8) -> None:
         self._replicas, self._settings = list(replicas), settings
@@ -54,35 +57,28 @@ class Front:
         self.rerouted = 0
         """Requests that a lost replica had not begun and another one took."""
 
-    async def respond(self, request: Request) -> Response:
-        path = request.url.path
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
         try:
-            if path == "/health":
-                return Json({"status": "alive", "replicas": len(self._replicas), "down": sorted(self._down)})
-            if path == "/metrics":
-                return await self._metrics(request)
-            body = await self._body(request)
-            call = Call(request.method, path, request.scope["query_string"], tuple(request.headers.raw), body)
-            return await self._forward(call)
-        except ApiError as error:
-            return Json(error.body(), error.status, error.headers())
+            response = await until_gone(request, self._respond(request, await request.body()))
         except HTTPException as error:
-            refusal = ApiError(error.status_code, str(error.detail), code="body")
-            return Json(refusal.body(), refusal.status)
+            raise of_status(error.status_code) from None
+        except (ClientDisconnect, Gone):
+            raise ApiError(499, "the client went away", code="cancelled") from None
+        await response(scope, receive, send)
+
+    async def _respond(self, request: Request, body: bytes) -> Response:
+        path: str = request.scope["path"]
+        if request.method == "GET" and path == "/health":
+            return Json({"status": "alive", "replicas": len(self._replicas), "down": sorted(self._down)})
+        if request.method == "GET" and path == "/metrics":
+            return await self._metrics(request)
+        return await self._forward(Call(request.method, path, request.scope["query_string"], tuple(request.headers.raw), body))
 
     async def close(self) -> None:
         for task in self._down.values():
             task.cancel()
         await asyncio.gather(*self._down.values(), return_exceptions=True)
-
-    async def _body(self, request: Request) -> bytes:
-        taken = bytearray()
-        async with aclosing(request.stream()) as stream:
-            async for piece in stream:
-                taken += piece
-                if len(taken) > self._settings.max_body:
-                    raise HTTPException(413, "the body is larger than this server takes")
-        return bytes(taken)
 
     async def _forward(self, call: Call) -> Response:
         keys = keys_of(beginning(call.path, call.body)) if call.method == "POST" else ()
@@ -105,8 +101,10 @@ class Front:
                 continue
             if attempt:
                 self.rerouted += 1
+            if head.status != 200:
+                return _whole([head, *[piece async for piece in answer]])
             self._routes.ran(keys, replica)
-            return _answer(head, answer)
+            return _headers(EventStream(answer, self._settings.idle, lambda whole: None), head)  # type: ignore[arg-type]
         raise unavailable("no replica takes requests at present: try again", "not_ready")
 
     async def _counted(self, replica: int, call: Call) -> AsyncGenerator[Head | bytes, None]:
@@ -154,7 +152,10 @@ class Front:
         found: dict[str, Metric] = {}
         for i in self._up():
             call = Call("GET", "/metrics", headers=tuple(request.headers.raw))
-            pieces = [p async for p in self._counted(i, call)]
+            try:
+                pieces = [p async for p in self._counted(i, call)]
+            except ReplicaGone:
+                continue
             head = pieces[0] if pieces else None
             if not isinstance(head, Head) or head.status != 200:
                 return _whole(pieces) if isinstance(head, Head) else Json({}, 503)
@@ -178,17 +179,18 @@ def _headers(response: Response, head: Head) -> Response:
     return response
 
 
-def _answer(head: Head, rest: AsyncGenerator[Head | bytes, None]) -> Response:
-    async def body() -> AsyncIterator[bytes]:
-        async with aclosing(rest) as pieces:
-            async for piece in pieces:
-                assert isinstance(piece, bytes)
-                yield piece
-
-    return _headers(StreamingResponse(body(), head.status), head)
-
-
 def _whole(pieces: Sequence[Head | bytes]) -> Response:
     head = pieces[0]
     assert isinstance(head, Head)
     return _headers(Response(b"".join(p for p in pieces if isinstance(p, bytes)), head.status), head)
+
+
+def guarded(front: Front, settings: Settings) -> ASGIApp:
+    """The front behind the Host header, origin, key, size and pace that every path asks for."""
+
+    @asynccontextmanager
+    async def lifespan(_app: Any) -> AsyncIterator[None]:
+        yield
+        await front.close()
+
+    return Guard(Router(default=front, lifespan=lifespan), settings, None)  # replicas count

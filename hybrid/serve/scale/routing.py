@@ -12,27 +12,31 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 PIECE = 128
 """Characters of a piece: about the tokens of one cache block."""
 PIECES = 512
 """Of a beginning that are looked at: longer ones differ in these or do not matter."""
+LOOKED = 2 * PIECES * PIECE
+"""Bytes of a body that are read for it, whatever is in them: milliseconds of the event loop."""
 
 
 def beginning(path: str, body: bytes) -> str:
     """What an engine would compute first, as text that a longer conversation begins with too; empty where the body is none of
     a request for text. Never raises: replicas refuse what is wrong."""
     try:
-        said = json.loads(body)
-    except (ValueError, RecursionError):
+        said = from_json(body[:LOOKED], allow_partial="trailing-strings" if len(body) > LOOKED else "off")
+        if not isinstance(said, dict):
+            return ""
+        first = [said[k] for k in ("tools", "instructions") if said.get(k) is not None]
+        rest: Any = said.get("messages", said.get("input", said.get("prompt")))
+        if rest is None:
+            return ""
+        *before, last = (json.dumps(item, sort_keys=True) for item in [*first, rest])
+    except ValueError:
         return ""
-    if not isinstance(said, dict):
-        return ""
-    first = [said.get(k) for k in ("tools", "instructions") if said.get(k) is not None]
-    rest: Any = said.get("messages", said.get("input", said.get("prompt")))
-    if rest is None:
-        return ""
-    items = rest if isinstance(rest, list) else [rest]
-    return path + "".join(json.dumps(item, sort_keys=True) for item in [*first, *items])
+    return path + "".join(before) + (last[:-1] if isinstance(rest, (list, str)) else last)  # a longer one does not end here
 
 
 def keys_of(text: str) -> tuple[bytes, ...]:
