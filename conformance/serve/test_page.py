@@ -1,20 +1,28 @@
-"""The chat page in a browser: a conversation, stop, edit, regenerate, reload, markup shown as text, nothing from elsewhere."""
+"""The chat page in a browser: a conversation, stop, edit, regenerate, reload, markup shown as text, nothing from elsewhere;
+plain addresses, several tabs, a model that loads, servers that refuse, break off or are gone."""
 
 from __future__ import annotations
 
+import json
 import re
+import threading
 from collections.abc import Iterator
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 
-from conformance.serve.browser import NEEDED, available, browser
+from conformance.serve.browser import NEEDED, NO_GOODBYE, NO_TIMERS, Page, available, browser
 from conformance.support.scripted import Script, ScriptedModel
-from conformance.support.server import Running, running, until
+from conformance.support.server import Running, listening_elsewhere, running, until
 from hybrid.serve.pages import FOLDER
+from hybrid.serve.process import listen
 from hybrid.serve.settings import Settings
 
 ATTACK = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>**b**"
+LONG = "word " * 3000  # comes for half a minute, if nobody ends it
+CUT = "Cut off: regenerate or continue by asking."
+RETRY, REGENERATE = "[aria-label='Send this message again']", "[aria-label='Regenerate this answer']"
+COPY = "[aria-label='Copy this message']"
 
 
 def test_the_policy_and_what_the_files_name() -> None:
@@ -27,7 +35,7 @@ def test_the_policy_and_what_the_files_name() -> None:
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|https?://(?!www\.w3)", file.read_text()
         )
     with running(lambda: ScriptedModel(Script()), Settings(keys=("k",))) as server:
-        for path in ("/", "/dashboard", "/page/chat.js", "/page/page.css"):
+        for path in ("/", "/dashboard", *(f"/page/{file.name}" for file in FOLDER.glob("*.[jc]s*"))):
             answer = server.http.get(path)
             assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
             assert answer.headers["x-content-type-options"] == "nosniff"
@@ -36,105 +44,357 @@ def test_the_policy_and_what_the_files_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[tuple[Running, ScriptedModel, Any]]:
+def shared() -> Iterator[tuple[Running, ScriptedModel, Page]]:
     if not available():
         pytest.skip(NEEDED)
-    model = ScriptedModel(Script(text="The first answer.", pause=0.05), ctx=4000)
+    model = ScriptedModel(Script(text="The first answer.", pause=0.01), ctx=4000)
     with running(lambda: model) as server, browser() as driver:
-        yield server, model, driver
+        yield server, model, Page(driver)
 
 
-def by(driver: Any, css: str) -> list[Any]:
-    return driver.find_elements("css selector", css)
+@pytest.fixture
+def page(shared: tuple[Running, ScriptedModel, Page]) -> Iterator[Page]:
+    """One window, for a server of a test's own: its address has nothing in the storage yet."""
+    page = shared[2]
+    first = page.driver.current_window_handle
+    yield page
+    page.close_all_but(first)
+    page.driver.get("about:blank")
 
 
-def ask(driver: Any, text: str) -> None:
-    field = by(driver, "#text")[0]
-    field.send_keys(text + "\n")
+@pytest.fixture
+def model() -> ScriptedModel:
+    return ScriptedModel(Script(text="Yes."), ctx=4000)
 
 
-def settled(driver: Any, says: str) -> None:
-    until(lambda: says in by(driver, "#status")[0].text and not by(driver, "#stop")[0].is_displayed(), 20)
-
-
-def said(driver: Any) -> list[str]:
-    return [e.text for e in by(driver, ".turn .say")]
+@pytest.fixture
+def server(model: ScriptedModel) -> Iterator[Running]:
+    with running(lambda: model) as server:
+        yield server
 
 
 @pytest.mark.slow
-def test_a_conversation(page: tuple[Running, ScriptedModel, Any]) -> None:
-    server, model, driver = page
-    script = model.script
+def test_a_conversation(shared: tuple[Running, ScriptedModel, Page]) -> None:
+    server, model, page = shared
+    script, driver = model.script, page.driver
     driver.get(server.url)
-    until(lambda: by(driver, "#model")[0].text == "demo-gemma3")
-    ask(driver, "Hello")
-    settled(driver, "complete")
-    assert said(driver) == ["Hello", "The first answer."]
-    assert re.search(r"tok/s.*3 of them cached", by(driver, ".turn.assistant .told")[0].text)
+    until(lambda: page.one("#model").text == "demo-gemma3")
+    page.ask("Hello")
+    assert page.said == ["Hello", "The first answer."]
+    assert re.search(r"tok/s.*3 of them cached", page.one(".turn.assistant .told").text)
 
     script.text = ATTACK  # what a model says, and what is typed, is text
-    ask(driver, ATTACK)
-    settled(driver, "complete")
-    assert said(driver)[2:] == [ATTACK, ATTACK]
-    assert driver.title == "Hello" and not by(driver, "#log img, #log script")
+    page.ask(ATTACK)
+    assert page.said[2:] == [ATTACK, ATTACK]
+    assert driver.title == "Hello" and not page.by("#log img, #log script")
 
     driver.refresh()  # conversations are the browser's own
-    until(lambda: said(driver)[2:] == [ATTACK, ATTACK])
-    assert driver.title == "Hello"
+    until(lambda: page.said[2:] == [ATTACK, ATTACK] and driver.title == "Hello")
 
     script.text = "Another one."
-    by(driver, "[aria-label='Regenerate this answer']")[1].click()
-    settled(driver, "complete")
-    assert said(driver) == ["Hello", "The first answer.", ATTACK, "Another one."]
-    by(driver, "[aria-label='Edit this message']")[0].click()
-    field = by(driver, ".turn textarea")[0]
+    page.click(REGENERATE, "complete")
+    assert page.said == ["Hello", "The first answer.", ATTACK, "Another one."]
+    page.by("[aria-label='Edit this message']")[0].click()
+    field = page.one(".turn textarea")
     field.clear()
     field.send_keys("Hi there\n")
-    settled(driver, "complete")
-    assert said(driver) == ["Hi there", "Another one."]
+    page.settled()
+    assert page.said == ["Hi there", "Another one."]
 
-    script.text, script.pause = "word " * 400, 0.01
-    ask(driver, "Much")
-    until(lambda: len(said(driver)[-1]) > 20)
-    by(driver, "#stop")[0].click()
-    settled(driver, "Stopped")
+    script.text = LONG
+    page.begin("Much")
+    page.click("#stop", "Stopped")
     until(lambda: model.open == 0)
-    assert 20 < len(said(driver)[-1]) < 1900
+    assert 20 < len(page.said[-1]) < len(LONG) / 2
 
-    by(driver, "#new")[0].click()
-    assert not said(driver)
-    by(driver, "#list button")[0].click()
-    assert len(said(driver)) == 4
-    wrong = [e for e in driver.get_log("browser") if e["level"] == "SEVERE"]
-    assert not wrong, wrong
+    page.click("#new")
+    assert not page.said
+    page.by("#list button")[0].click()
+    assert len(page.said) == 4 and page.errors() == []
 
 
 @pytest.mark.slow
-def test_settings_reach_the_model_and_errors_are_shown(page: tuple[Running, ScriptedModel, Any]) -> None:
-    server, model, driver = page
-    driver.get(server.url)
+def test_settings_reach_the_model_and_errors_are_shown(shared: tuple[Running, ScriptedModel, Page]) -> None:
+    server, model, page = shared
+    page.driver.get(server.url)
     model.script.text, model.script.pause = "fine", 0.0
-    driver.execute_script("document.getElementById('settings').open = true")
     for name, value in {"system": "Be brief.", "temperature": "0.5", "top_k": "7", "seed": "11", "max_tokens": "5"}.items():
-        by(driver, f"#{name}")[0].send_keys(value)
-    by(driver, "#new")[0].click()
-    ask(driver, "Hello")
-    settled(driver, "complete")
+        page.set(f"#{name}", value)
+    page.click("#new")
+    page.ask("Hello")
     got = model.script.submitted[-1]
     assert (got["temperature"], got["top_k"], got["seed"], got["max_tokens"]) == (0.5, 7, 11, 5)
     assert "Be brief." in model.decode(got["prompt"])
     model.script.error = lambda: RuntimeError("x")
-    ask(driver, "Again")
-    settled(driver, "the server failed on this request")
+    page.ask("Again", "the server failed on this request")
     model.script.error = None
 
 
 @pytest.mark.slow
-def test_the_dashboard(page: tuple[Running, ScriptedModel, Any]) -> None:
-    server, _, driver = page
+def test_the_dashboard(shared: tuple[Running, ScriptedModel, Page]) -> None:
+    server, _, page = shared
     assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
-    driver.get(f"{server.url}/dashboard")
-    until(lambda: by(driver, "#state")[0].text == "ready" and "demo-gemma3" in by(driver, "#what")[0].text)
-    until(lambda: "/v1/completions, ok" in by(driver, "#outcomes")[0].text)
-    assert "2 cached" in by(driver, "#blocks")[0].text and len(by(driver, ".card")) >= 12
-    assert not [e for e in driver.get_log("browser") if e["level"] == "SEVERE"]
+    page.driver.get(f"{server.url}/dashboard")
+    shows = {"#state": "ready", "#what": "demo-gemma3", "#outcomes": "/v1/completions, ok"}
+    until(lambda: all(text in page.one(css).text for css, text in shows.items()))
+    assert "2 cached" in page.one("#blocks").text and len(page.by(".card")) >= 12 and page.errors() == []
+
+
+@pytest.mark.slow
+def test_at_a_plain_address(model: ScriptedModel) -> None:
+    """Where browsers have no clipboard and no random identifiers: everywhere but at https and the loopback address."""
+    if not available():
+        pytest.skip(NEEDED)
+    with ExitStack() as stack:
+        try:
+            listening = stack.enter_context(listening_elsewhere())
+        except OSError as error:
+            pytest.skip(f"another address needs root, Debian's iproute2 and network namespaces: {error}")
+        server = stack.enter_context(running(lambda: model, listening=listening))
+        page = Page(stack.enter_context(browser(host=listening.getsockname()[0])))
+        page.driver.get(server.url)
+        assert page.run("return [isSecureContext, typeof navigator.clipboard]") == [False, "undefined"]
+        page.ask("Hello")
+        assert page.said == ["Hello", "Yes."]
+        page.click(COPY, "Copied.")
+        page.one("#text").send_keys("\ue009v\ue000")  # Control and V
+        until(lambda: page.one("#text").get_property("value") == "Yes.")
+        page.one("#text").clear()
+        page.run("document.execCommand = () => false")
+        page.click(COPY, "Could not copy: select the text by hand.")
+        page.click("#new")
+        page.ask("Another")
+        assert page.titles == ["Another", "Hello"] and page.said == ["Another", "Yes."] and page.errors() == []
+
+
+def two_tabs(page: Page, server: Running) -> tuple[str, str]:
+    """A window with the conversation "Cats", and one with "Dogs", which is at hand."""
+    one = page.driver.current_window_handle
+    page.driver.get(server.url)
+    page.ask("Cats")
+    page.driver.switch_to.new_window("tab")
+    page.driver.get(server.url)
+    page.click("#new")
+    page.ask("Dogs")
+    return one, page.driver.current_window_handle
+
+
+@pytest.mark.slow
+def test_two_tabs_go_on_with_their_own(page: Page, server: Running) -> None:
+    one, two = two_tabs(page, server)
+    page.go(one)
+    until(lambda: page.titles == ["Dogs", "Cats"])
+    page.ask("More cats")
+    page.go(two)
+    until(lambda: page.titles == ["Cats", "Dogs"])
+    page.ask("More dogs")
+    assert {title: len(turns) for title, turns in page.kept.items()} == {"Cats": 4, "Dogs": 4}
+    page.driver.refresh()
+    assert page.said[2] == "More dogs" and page.titles == ["Dogs", "Cats"]
+
+    page.set("#seed", "7")  # settings, too
+    page.go(one)
+    until(lambda: page.one("#seed").get_property("value") == "7")
+    page.set("#top_k", "5")
+    page.driver.refresh()
+    assert [page.one(name).get_property("value") for name in ("#seed", "#top_k")] == ["7", "5"]
+
+
+@pytest.mark.slow
+def test_one_conversation_in_two_tabs(page: Page, model: ScriptedModel, server: Running) -> None:
+    """Both answer at once: neither answer is lost."""
+    one, two = two_tabs(page, server)
+    model.script.gate = threading.Event()
+    page.send("Here")
+    until(lambda: model.open == 1)
+    page.go(one)
+    until(lambda: page.titles == ["Dogs", "Cats"])
+    page.by("#list button")[0].click()
+    until(lambda: page.said == ["Dogs", "Yes.", "Here"])
+    page.send("There")
+    until(lambda: model.open == 2)
+    model.script.gate.set()
+    page.settled()
+    page.go(two)
+    page.settled("this tab's is kept as a second one")
+    until(lambda: page.titles == ["Dogs", "Dogs", "Cats"])
+    assert page.said == ["Dogs", "Yes.", "Here", "Yes."]
+    page.driver.refresh()
+    assert page.said == ["Dogs", "Yes.", "Here", "Yes."]
+    page.go(one)
+    page.driver.refresh()
+    assert page.said == ["Dogs", "Yes.", "Here", "There", "Yes."]
+
+
+@pytest.mark.slow
+def test_what_is_deleted_in_a_tab_is_deleted(page: Page, model: ScriptedModel, server: Running) -> None:
+    """Also in the midst of an answer."""
+    one, two = two_tabs(page, server)
+    model.script.text, model.script.pause = LONG, 0.01
+    page.begin("Much")
+    page.go(one)
+    page.by("#list button")[0].click()
+    until(lambda: "Much" in page.said)
+    page.click("#delete")
+    page.go(two)
+    until(lambda: page.status == "This conversation was deleted in another tab.")
+    for window in (one, two):
+        page.go(window)
+        assert not page.said and page.titles == ["Cats"] and list(page.kept) == ["Cats"]
+        page.driver.refresh()
+        assert not page.said and page.titles == ["Cats"]
+    until(lambda: model.open == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [NO_GOODBYE, NO_TIMERS], ids=["goodbye", "timers"])
+def test_a_reload_in_the_midst_of_an_answer(page: Page, model: ScriptedModel, server: Running, without: str) -> None:
+    """A page keeps what came from time to time, and when it is left: each is enough."""
+    page.driver.get(server.url)
+    page.run(without)
+    model.script.text, model.script.pause = LONG, 0.01
+    page.begin("Much")
+    until(lambda: len(page.kept["Much"]) == 2 or without == NO_TIMERS)
+    page.driver.refresh()
+    until(lambda: model.open == 0)
+    assert page.said[0] == "Much" and page.said[1].startswith("word ") and len(page.said[1]) < len(LONG) / 2
+    assert page.one(".turn.assistant .cut").text == CUT
+    model.script.text, model.script.pause = "Enough.", 0.0
+    page.click(REGENERATE, "complete")
+    assert page.said == ["Much", "Enough."] and not page.by(".cut")
+
+
+@pytest.mark.slow
+def test_a_reload_before_an_answer(page: Page, model: ScriptedModel, server: Running) -> None:
+    """What there was stays, and a question is not answered."""
+    page.driver.get(server.url)
+    page.ask("Much")
+    model.script.gate = threading.Event()
+    for begin in (lambda: page.click(REGENERATE), lambda: page.send("And?")):
+        begin()
+        until(lambda: model.open == 1)
+        page.driver.refresh()
+        until(lambda: model.open == 0)
+        assert page.said[:2] == ["Much", "Yes."]
+    model.script.gate.set()
+    page.click(RETRY, "complete")
+    assert page.said == ["Much", "Yes.", "And?", "Yes."]
+
+
+@pytest.mark.slow
+def test_sending_while_the_model_loads(page: Page, model: ScriptedModel) -> None:
+    loaded = threading.Event()
+
+    def load() -> ScriptedModel:
+        assert loaded.wait(30)
+        return model
+
+    waiting = "The model is loading: the message is sent as soon as it is ready."
+    with running(load, wait=False) as server:
+        page.driver.get(server.url)
+        page.send("Hello")
+        page.waits(waiting)
+        page.one("#text").send_keys("\ue00c")  # Escape
+        page.settled("Stopped.")
+        assert page.said == ["Hello"]
+        page.click(RETRY)
+        page.waits(waiting)
+        loaded.set()
+        page.settled()
+        assert page.said == ["Hello", "Yes."] and len(model.script.submitted) == 1
+
+
+@pytest.mark.slow
+def test_a_server_that_breaks_off_and_is_gone(page: Page, model: ScriptedModel) -> None:
+    with running(lambda: model) as server:
+        page.driver.get(server.url)
+        model.script.text, model.script.pause = LONG, 0.01
+        page.begin("Much")
+        server.break_off()
+        page.settled("The connection to the server broke off: check that it runs, then try again.")
+        assert 20 < len(page.said[1]) < len(LONG) / 2 and page.one(".turn.assistant .cut").text == CUT
+        until(lambda: model.open == 0)
+    unreachable = "The server cannot be reached: check that it runs, then try again."
+    model.script.text, model.script.pause = "Yes.", 0.0
+    before = page.said
+    page.click(REGENERATE)  # takes nothing away where it fails
+    page.settled(unreachable)
+    assert page.said == before
+    page.ask("Are you there?", unreachable)
+    page.ask("Hello?", unreachable)
+    page.record()
+    with running(lambda: model, listening=listen("127.0.0.1", server.port)):
+        page.click(RETRY, "complete")
+        assert page.said == [*before, "Are you there?", "Hello?", "Yes."] and not page.by(RETRY)
+        assert page.sent()[-1]["content"] == "Are you there?\n\nHello?"
+        page.driver.get(f"{server.url}/dashboard")
+        until(lambda: page.one("#state").text == "ready")
+    page.run("document.getElementById('key').dispatchEvent(new Event('change'))")  # looks at once
+    until(lambda: page.status == unreachable)
+
+
+@pytest.mark.slow
+def test_refusals_are_sentences(page: Page, model: ScriptedModel, server: Running) -> None:
+    page.driver.get(server.url)
+    model.script.queue = 0
+    page.ask("Hello", "more requests wait than the queue holds: try again later")
+    model.script.queue = 1
+    page.driver.refresh()
+    page.set("#temperature", "-1")
+    refused = {"messages": [{"role": "user", "content": "Hello"}], "temperature": -1}
+    page.click(RETRY, server.post("/v1/chat/completions", refused).json()["error"]["message"])
+    page.set("#temperature", "")
+    model.script.error, model.script.after, model.script.text = (lambda: RuntimeError("x")), 3, "one two three four five"
+    page.click(RETRY, "the server failed on this request")
+    assert page.one(".turn.assistant .cut").text == CUT and page.said[1].startswith("one")
+    none = "The server answered with status 502."
+    said = {"<h1>Bad</h1>": none, '{"error": {"message": {"a": 1}}}': none, "[1]": none, '{"error": "Plain."}': "Plain."}
+    assert page.refusals(list(said)) == list(said.values())
+
+
+@pytest.mark.slow
+def test_what_the_browser_keeps(page: Page, server: Running) -> None:
+    """The former list is taken over, the oldest conversation dropped; a full storage, and none, are said."""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.", "told": ""}]
+    former = [{"id": f"former-{n}", "title": f"Title {n}", "turns": turns} for n in range(200)]
+    page.driver.get(f"{server.url}/page/icon.svg")
+    page.run("localStorage.setItem('conversations', arguments[0])", json.dumps(former))
+    page.fill_storage(16 << 10)
+    page.driver.get(server.url)  # there is no room for both forms at once
+    assert page.titles == [c["title"] for c in former] and page.said == ["Hi", "Yes."]
+    assert page.run("return localStorage.getItem('conversations')") is None and len(page.kept) == 200
+
+    page.fill_storage(0)
+    page.click("#new")
+    page.ask("Hello", "This browser's storage is full: delete conversations.")
+    assert page.said == ["Hello", "Yes."] and "Hello" not in page.kept
+    page.fill_storage(1 << 20)
+    page.ask("Again")
+    assert page.titles == ["Hello", *(f"Title {n}" for n in range(199))] and len(page.kept) == 200
+
+    refuse = "for (const n of ['local', 'session']) Object.defineProperty(window, n + 'Storage', {get() {throw Error()}})"
+    script = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": refuse})
+    page.driver.refresh()
+    assert page.status == "This browser keeps nothing for this page: conversations are lost at a reload."
+    page.ask("Hello")
+    assert page.titles == ["Hello"]
+    page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1200, 400])
+def test_everything_is_in_view(page: Page, model: ScriptedModel, server: Running, width: int) -> None:
+    with page.width(width):
+        page.driver.get(server.url)
+        model.script.text, model.script.error, model.script.after = "long" * 100, lambda: RuntimeError("x"), 9
+        page.ask("wide" * 40, "the server failed")
+        assert page.outside() == []
+        model.script.queue = 0
+        page.ask("wide" * 40, "more requests wait")
+        assert page.is_inside("#log", RETRY) and page.outside() == []
+        if page.one("#menu").is_displayed():
+            page.click("#menu")
+        page.open_settings()
+        assert page.outside() == [] and page.one("#new").is_displayed() and page.one("#key").is_displayed()
+        page.click("#new")
+        assert page.one("#list").is_displayed() == (width > 1000) and page.one("#text").is_displayed()

@@ -1,28 +1,14 @@
 // The chat page. Conversations live in this browser's storage; the key lives in the tab alone. What anybody says is put into
 // the page as text (textContent), never as markup.
-"use strict";
+import { Failure, events, getJson, send } from "/page/server.js";
+import { lasting, list, load, look, migrate, newId, remove, save, saveSetting, settings, tab, watch } from "/page/store.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
-const STORE = "conversations", SETTINGS = "settings";
-let conversations = read(STORE, []);
-let current = null, running = null;
-
-function read(name, otherwise) {
-  try {
-    return JSON.parse(localStorage.getItem(name)) ?? otherwise;
-  } catch {
-    return otherwise;
-  }
-}
-
-function keep() {
-  try {
-    localStorage.setItem(STORE, JSON.stringify(conversations.slice(0, 200)));
-  } catch {
-    say("This browser's storage is full: delete conversations.", true);
-  }
-}
+const FULL = "This browser's storage is full: delete conversations.";
+const PARTIAL = 500; // milliseconds between two writes of an answer that still comes
+let current = null; // the conversation that is shown
+let running = null; // the answer that is awaited: { conversation, turn, former, stop, timer, seen }
 
 function make(tag, attributes = {}, text = "") {
   const e = document.createElement(tag);
@@ -37,62 +23,139 @@ function button(text, act, label = text) {
   return b;
 }
 
-function say(text, bad = false) {
-  $("status").textContent = text;
-  $("status").classList.toggle("bad", bad);
+/** A button that has no use while an answer comes. */
+function idle(made) {
+  made.disabled = running !== null;
+  return made;
 }
 
-function headers() {
-  const key = sessionStorage.getItem("key");
-  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+function say(text, bad = false) {
+  const log = $("log"), near = isNearEnd(log);
+  $("status").textContent = text;
+  $("status").classList.toggle("bad", bad);
+  if (near) log.scrollTop = log.scrollHeight; // a message of two lines takes one from the log
+}
+
+function isNearEnd(log) {
+  return log.scrollHeight - log.scrollTop - log.clientHeight < 80;
 }
 
 // ---------------------------------------------------------------------------------------------------- conversations
-function begin() {
-  current = { id: crypto.randomUUID(), title: "New conversation", turns: [] };
+function show(conversation) {
+  current = conversation;
+  tab.setItem("current", current.id);
+  openMenu(false);
+  say("");
   draw();
+}
+
+function openMenu(yes) {
+  $("side").classList.toggle("open", yes);
+  $("menu").setAttribute("aria-expanded", String(yes));
+}
+
+function begin() {
+  leave();
+  show({ id: newId(), title: "New conversation", turns: [] });
   $("text").focus();
 }
 
 function open(id) {
-  if (running) running.abort();
-  current = conversations.find((c) => c.id === id) ?? null;
-  if (!current) return begin();
-  $("side").classList.remove("open");
-  $("menu").setAttribute("aria-expanded", "false");
-  draw();
+  leave();
+  const found = load(id);
+  if (!found) return begin();
+  for (const turn of found.turns) if (turn.open) cut(turn);
+  show(found);
 }
 
-function draw() {
-  $("list").replaceChildren(...conversations.map((c) => {
-    const li = make("li"), b = make("button", { type: "button", "aria-current": String(c === current) }, c.title);
-    b.addEventListener("click", () => open(c.id));
+function cut(turn) {
+  delete turn.open;
+  turn.cut = true;
+}
+
+function keep(conversation) {
+  const outcome = save(conversation);
+  if (outcome === "full") say(FULL, true);
+  if (outcome === "second") {
+    tab.setItem("current", conversation.id);
+    say("Another tab changed this conversation: this tab's is kept as a second one.");
+  }
+  drawList();
+}
+
+/** Another tab has written the conversation that is shown. */
+function adopt() {
+  if (running || $("log").querySelector("textarea")) return;
+  const found = load(current.id);
+  if (!found || found.revision === current.revision) return;
+  current = found;
+  redraw();
+}
+
+// --------------------------------------------------------------------------------------------------------- drawing
+let drawn = "";
+
+function drawList() {
+  const heads = list();
+  $("delete").hidden = !heads.some((head) => head.id === current.id);
+  const drawing = JSON.stringify([current.id, heads.map(({ id, title }) => [id, title])]);
+  if (drawing === drawn) return; // a button that has the focus stays
+  drawn = drawing;
+  $("list").replaceChildren(...heads.map(({ id, title }) => {
+    const li = make("li"), b = make("button", { type: "button", "aria-current": String(id === current.id) }, title);
+    b.addEventListener("click", () => open(id));
     li.append(b);
     return li;
   }));
+}
+
+function draw() {
+  drawList();
   $("title").textContent = current.title;
   document.title = current.title;
-  $("delete").hidden = !conversations.includes(current);
-  const turns = current.turns.map(drawn);
-  $("log").replaceChildren(...(turns.length ? turns : [make("p", { class: "empty" }, "Ask something. Everything stays on this machine.")]));
+  const turns = current.turns.map(box);
+  const empty = "Ask something. What is said stays between this browser and its server.";
+  $("log").replaceChildren(...(turns.length ? turns : [make("p", { class: "empty" }, empty)]));
   $("log").scrollTop = $("log").scrollHeight;
 }
 
-function drawn(turn, n) {
-  const user = turn.role === "user";
-  const box = make("article", { class: `turn ${turn.role}` });
-  box.append(make("p", { class: "who" }, user ? "You" : "Model"), make("p", { class: "say" }, turn.content));
-  const foot = make("div", { class: "foot" });
-  if (user) foot.append(button("Edit", () => edit(n, box), "Edit this message"));
-  else foot.append(button("Regenerate", () => again(n), "Regenerate this answer"));
-  foot.append(button("Copy", () => navigator.clipboard?.writeText(turn.content), "Copy this message"));
-  if (turn.told) foot.append(make("span", { class: "told" }, turn.told));
-  box.append(foot);
-  return box;
+/** The same conversation again: whoever reads above its end stays there. */
+function redraw() {
+  const log = $("log"), { scrollTop } = log, near = isNearEnd(log);
+  draw();
+  if (!near) log.scrollTop = scrollTop;
 }
 
-function edit(n, box) {
-  if (running) return;
+function box(turn, n) {
+  const user = turn.role === "user";
+  const article = make("article", { class: `turn ${turn.role}` });
+  article.append(make("p", { class: "who" }, user ? "You" : "Model"), make("p", { class: "say" }, turn.content));
+  article.append(user ? userFoot(turn, n, article) : modelFoot(turn, n));
+  return article;
+}
+
+function userFoot(turn, n, article) {
+  const foot = make("div", { class: "foot" }), unanswered = !running && n === current.turns.length - 1;
+  if (unanswered) {
+    const retry = button("Retry", () => answer(), "Send this message again");
+    retry.classList.add("retry");
+    foot.append(retry);
+  }
+  foot.append(idle(button("Edit", () => edit(n, article), "Edit this message")), copyButton(turn));
+  if (unanswered) foot.append(make("span", { class: "cut" }, "Not answered."));
+  return foot;
+}
+
+function modelFoot(turn, n) {
+  const foot = make("div", { class: "foot" });
+  foot.append(idle(button("Regenerate", () => again(n), "Regenerate this answer")), copyButton(turn));
+  if (turn.cut) foot.append(make("span", { class: "cut" }, "Cut off: regenerate or continue by asking."));
+  else if (turn.open && turn !== running?.turn) foot.append(make("span", { class: "told" }, "Another tab receives this answer."));
+  if (turn.told) foot.append(make("span", { class: "told" }, turn.told));
+  return foot;
+}
+
+function edit(n, article) {
   const field = make("textarea", { rows: "3", "aria-label": "Edit your message" });
   field.value = current.turns[n].content;
   const done = button("Send", () => {
@@ -107,28 +170,62 @@ function edit(n, box) {
     if (e.key === "Escape") draw();
     if (e.key === "Enter" && !e.shiftKey && !e.isComposing) { e.preventDefault(); done.click(); }
   });
-  box.replaceChildren(field, foot);
+  article.replaceChildren(field, foot);
   field.focus();
 }
 
-function again(n) {
-  if (running) return;
-  current.turns = current.turns.slice(0, n);
-  answer();
+// ---------------------------------------------------------------------------------------------------------- copying
+function copyButton(turn) {
+  return button("Copy", () => copy(turn.content), "Copy this message");
 }
 
-function ask(text) {
-  if (!current.turns.length) current.title = text.slice(0, 60);
-  current.turns.push({ role: "user", content: text });
-  if (!conversations.includes(current)) conversations.unshift(current);
-  answer();
+async function copy(text) {
+  const done = await copied(text);
+  say(done ? "Copied." : "Could not copy: select the text by hand.", !done);
+}
+
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch { // browsers have a clipboard only at https and loopback addresses
+    return copiedFromField(text);
+  }
+}
+
+function copiedFromField(text) {
+  const field = make("textarea", { class: "hidden", readonly: "", "aria-hidden": "true" }), focused = document.activeElement;
+  field.value = text;
+  document.body.append(field);
+  field.focus({ preventScroll: true });
+  field.setSelectionRange(0, text.length);
+  try {
+    return document.execCommand("copy");
+  } catch {
+    return false;
+  } finally {
+    field.remove();
+    focused?.focus({ preventScroll: true });
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------- answers
-function request() {
+function ask(text) {
+  if (!current.turns.length) current.title = text.slice(0, 60);
+  current.turns.push({ role: "user", content: text });
+  answer();
+}
+
+function again(n) {
+  const former = current.turns;
+  current.turns = former.slice(0, n);
+  answer(former);
+}
+
+function request(turns) {
   const system = $("system").value.trim();
   const body = {
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...current.turns.map(({ role, content }) => ({ role, content }))],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...alternating(turns)],
     stream: true,
     stream_options: { include_usage: true },
   };
@@ -136,71 +233,103 @@ function request() {
   return body;
 }
 
-async function answer() {
-  const conversation = current, turn = { role: "assistant", content: "", told: "" }, body = request();
-  conversation.turns.push(turn);
-  keep();
+/** Messages that were not answered are one with the next: most templates want roles that alternate. */
+function alternating(turns) {
+  const messages = [];
+  for (const { role, content } of turns) {
+    const last = messages.at(-1);
+    if (last?.role === role) last.content += `\n\n${content}`;
+    else messages.push({ role, content });
+  }
+  return messages;
+}
+
+/** `former`: turns which an answer is to replace; they come back if there is none. */
+async function answer(former = null) {
+  const body = request(current.turns), turn = { role: "assistant", content: "", open: true };
+  const seen = { first: 0, last: 0, pieces: 0, usage: null, finish: "" };
+  const work = { conversation: current, turn, former, stop: new AbortController(), timer: 0, seen };
+  running = work;
+  current.turns.push(turn);
+  current.changed = Date.now();
   draw();
-  const box = $("log").lastElementChild, text = box.querySelector(".say");
-  box.classList.add("busy");
-  running = new AbortController();
   busy(true);
-  let first = 0, last = 0, pieces = 0, usage = null, finish = "";
+  if (!former) keep(current);
+  const outcome = await received(body, work);
+  if (running === work) finish(work, outcome); // else it was left
+}
+
+/** What to say in the end. */
+async function received(body, work) {
   try {
-    const reply = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal });
-    if (!reply.ok) throw new Error((await reply.json().catch(() => null))?.error?.message ?? `the server answered ${reply.status}`);
-    for await (const chunk of events(reply.body)) {
-      if (chunk.error) throw new Error(chunk.error.message);
-      usage = chunk.usage ?? usage;
-      const choice = chunk.choices?.[0];
-      finish = choice?.finish_reason ?? finish;
-      if (!choice?.delta?.content) continue;
-      last = performance.now();
-      first ||= last;
-      pieces += 1;
-      const near = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 80;
-      turn.content += choice.delta.content;
-      text.textContent = turn.content;
-      if (near) $("log").scrollTop = $("log").scrollHeight;
-    }
-    say(finish === "length" ? "Answer cut: its length is limited." : "Answer complete.");
+    const reply = await send(body, work.stop.signal, () => say("The model is loading: the message is sent as soon as it is ready."));
+    say("Answering…");
+    for await (const event of events(reply)) take(event, work);
+    if (!work.turn.content) return { text: "The model answered nothing.", bad: true };
+    return { text: work.seen.finish === "length" ? "Answer cut: its length is limited." : "Answer complete." };
   } catch (error) {
-    if (error.name === "AbortError") say("Stopped.");
-    else say(`${error.message}`, true);
-  } finally {
-    running = null;
-    busy(false);
-    const tokens = usage?.completion_tokens ?? pieces, seconds = (last - first) / 1000;
-    turn.told = [
-      tokens > 1 && seconds > 0 ? `${((tokens - 1) / seconds).toFixed(1)} tok/s` : "",
-      usage ? `${usage.prompt_tokens} tokens of prompt, ${usage.prompt_tokens_details.cached_tokens} of them cached` : "",
-    ].filter(Boolean).join(", ");
-    if (!turn.content) conversation.turns.pop();
-    keep();
-    if (conversation === current) draw();
-    $("text").focus();
+    if (work.stop.signal.aborted) return { text: "Stopped." };
+    if (!(error instanceof Failure)) console.error(error);
+    return { text: error instanceof Failure ? error.message : "This page failed: reload it.", bad: true, isCut: true };
   }
 }
 
-async function* events(stream) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    held += value;
-    let at;
-    while ((at = held.indexOf("\n\n")) >= 0) {
-      const line = held.slice(0, at);
-      held = held.slice(at + 2);
-      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
-    }
-  }
+function take(event, work) {
+  const { turn, seen } = work, choice = event.choices?.[0], log = $("log");
+  seen.usage = event.usage ?? seen.usage;
+  seen.finish = choice?.finish_reason ?? seen.finish;
+  if (!choice?.delta?.content) return;
+  seen.last = performance.now();
+  seen.first ||= seen.last;
+  seen.pieces += 1;
+  const near = isNearEnd(log);
+  turn.content += choice.delta.content;
+  log.lastElementChild.querySelector(".say").textContent = turn.content;
+  if (near) log.scrollTop = log.scrollHeight;
+  work.timer ||= setTimeout(keepPartial, PARTIAL);
+}
+
+/** So that a reload, or the end of the browser, loses little of an answer that still comes. */
+function keepPartial() {
+  if (!running?.turn.content) return;
+  clearTimeout(running.timer);
+  running.timer = 0;
+  keep(running.conversation);
+}
+
+function finish({ conversation, turn, former, stop, timer, seen }, { text, bad = false, isCut = false }) {
+  running = null;
+  stop.abort();
+  clearTimeout(timer);
+  delete turn.open;
+  if (isCut) cut(turn);
+  turn.told = told(seen);
+  if (!turn.content) conversation.turns = former ?? conversation.turns.slice(0, -1);
+  redraw();
+  busy(false);
+  say(text, bad);
+  if (turn.content || !former) keep(conversation);
+  $("text").focus();
+}
+
+/** Ends the answer that is awaited; what came of it stays. */
+function leave(outcome = { text: "Stopped." }) {
+  if (running) finish(running, outcome);
+}
+
+function told({ first, last, pieces, usage }) {
+  const tokens = usage?.completion_tokens ?? pieces, seconds = (last - first) / 1000;
+  const cached = usage?.prompt_tokens_details?.cached_tokens ?? 0;
+  return [
+    tokens > 1 && seconds > 0 ? `${((tokens - 1) / seconds).toFixed(1)} tok/s` : "",
+    usage ? `${usage.prompt_tokens} tokens of prompt, ${cached} of them cached` : "",
+  ].filter(Boolean).join(", ");
 }
 
 function busy(yes) {
   $("send").hidden = yes;
   $("stop").hidden = !yes;
+  $("log").lastElementChild.classList.toggle("busy", yes);
   if (yes) say("Answering…");
 }
 
@@ -210,12 +339,26 @@ function grow() {
   $("text").style.height = `${$("text").scrollHeight + 2}px`;
 }
 
+let naming = 0;
+
 async function name() {
-  const reply = await fetch("/v1/models", { headers: headers() }).catch(() => null);
-  const found = reply?.ok ? (await reply.json()).data[0] : null;
-  $("model").textContent = found?.id ?? (reply?.status === 401 ? "key needed" : "not ready");
-  if (reply?.status === 401) { $("settings").open = true; say("This server asks for an API key: put it into the settings.", true); }
-  else if (!found) setTimeout(name, 2000);
+  clearTimeout(naming);
+  try {
+    $("model").textContent = (await getJson("/v1/models")).data[0].id;
+  } catch (error) {
+    const keyless = error.status === 401;
+    $("model").textContent = keyless ? "key needed" : error.status ? "not ready" : "no server";
+    if (!keyless) naming = setTimeout(name, 2000);
+    else {
+      $("settings").open = true;
+      say("This server asks for an API key: put it into the settings.", true);
+    }
+  }
+}
+
+function fillSettings() {
+  const values = settings();
+  for (const id of ["system", ...NUMBERS]) if ($(id) !== document.activeElement) $(id).value = values[id] ?? "";
 }
 
 $("form").addEventListener("submit", (e) => {
@@ -230,27 +373,48 @@ $("text").addEventListener("input", grow);
 $("text").addEventListener("keydown", (e) => {
   if (e.key === "Enter" && !e.shiftKey && !e.isComposing) { e.preventDefault(); $("form").requestSubmit(); }
 });
-document.addEventListener("keydown", (e) => { if (e.key === "Escape" && running) running.abort(); });
-$("stop").addEventListener("click", () => running?.abort());
-$("new").addEventListener("click", () => { if (running) running.abort(); begin(); });
+document.addEventListener("keydown", (e) => { if (e.key === "Escape") leave(); });
+$("stop").addEventListener("click", () => leave());
+$("new").addEventListener("click", begin);
 $("delete").addEventListener("click", () => {
-  if (running) running.abort();
-  conversations = conversations.filter((c) => c !== current);
-  keep();
+  leave();
+  remove(current.id);
+  migrate();
   begin();
   say("Conversation deleted.");
 });
-$("menu").addEventListener("click", () => $("menu").setAttribute("aria-expanded", String($("side").classList.toggle("open"))));
-const settings = read(SETTINGS, {});
-for (const id of ["system", ...NUMBERS]) {
-  $(id).value = settings[id] ?? "";
-  $(id).addEventListener("change", () => {
-    settings[id] = $(id).value;
-    localStorage.setItem(SETTINGS, JSON.stringify(settings));
-  });
-}
-$("key").value = sessionStorage.getItem("key") ?? "";
-$("key").addEventListener("change", () => { sessionStorage.setItem("key", $("key").value); name(); });
-if (conversations.length) open(conversations[0].id);
+$("menu").addEventListener("click", () => openMenu(!$("side").classList.contains("open")));
+for (const id of ["system", ...NUMBERS]) $(id).addEventListener("change", () => { if (!saveSetting(id, $(id).value)) say(FULL, true); });
+$("key").value = tab.getItem("key") ?? "";
+$("key").addEventListener("change", () => { tab.setItem("key", $("key").value); name(); });
+
+window.addEventListener("pagehide", () => leave({ text: "", isCut: true }));
+window.addEventListener("pageshow", (e) => {
+  if (!e.persisted) return;
+  look();
+  drawList();
+  adopt();
+});
+document.addEventListener("visibilitychange", () => { if (document.hidden) keepPartial(); });
+watch({
+  changed(id) {
+    drawList();
+    if (id === current.id) adopt();
+  },
+  deleted(id) {
+    if (id !== current.id) return;
+    begin();
+    say("This conversation was deleted in another tab.");
+  },
+  set: fillSettings,
+});
+
+look();
+const migrated = migrate(), before = tab.getItem("current");
+if (before !== null) open(before);
+else if (list().length) open(list()[0].id);
 else begin();
+if (!migrated) say(FULL, true);
+if (!lasting) say("This browser keeps nothing for this page: conversations are lost at a reload.", true);
+fillSettings();
 name();

@@ -1,5 +1,6 @@
 // The dashboard: /metrics every two seconds, rates from the differences, quantiles from the histograms' differences.
-"use strict";
+import { getJson, getText, readiness } from "/page/server.js";
+import { tab } from "/page/store.js";
 
 const EVERY = 2000, KEPT = 150;
 const $ = (id) => document.getElementById(id);
@@ -120,31 +121,27 @@ function tables(s) {
 }
 
 async function look() {
-  const key = sessionStorage.getItem("key");
-  const headers = key ? { authorization: `Bearer ${key}` } : {};
   try {
-    const reply = await fetch("/metrics", { headers });
-    if (!reply.ok) throw new Error(reply.status === 401 ? "this server asks for an API key" : `the server answered ${reply.status}`);
-    const now = parsed(await reply.text());
+    const now = parsed(await getText("/metrics"));
     for (const [title, unit, of] of CARDS) show(title, unit, before || !unit.includes("second") ? of(now) : 0);
     tables(now);
     before = now;
-    const state = (await (await fetch("/ready")).json()).status;
+    const state = await readiness();
     $("state").textContent = state;
     $("state").classList.toggle("good", state === "ready");
     if (!$("what").textContent && state === "ready") {
-      const model = (await (await fetch("/v1/models", { headers })).json()).data[0];
+      const model = (await getJson("/v1/models")).data[0];
       $("what").textContent = `${model.id} on ${model.device}`;
     }
     $("status").textContent = "";
   } catch (error) {
     $("state").textContent = "no answer";
     $("state").classList.remove("good");
-    $("status").textContent = error.message;
+    $("status").textContent = error.status === 401 ? "This server asks for an API key." : error.message;
   }
 }
 
-$("key").value = sessionStorage.getItem("key") ?? "";
-$("key").addEventListener("change", () => { sessionStorage.setItem("key", $("key").value); look(); });
+$("key").value = tab.getItem("key") ?? "";
+$("key").addEventListener("change", () => { tab.setItem("key", $("key").value); look(); });
 look();
 setInterval(look, EVERY);

@@ -1,0 +1,120 @@
+// What the pages ask of the server. Whatever goes wrong becomes a Failure, whose message is a sentence to be shown.
+import { tab } from "/page/store.js";
+
+const UNREACHABLE = "The server cannot be reached: check that it runs, then try again.";
+const BROKEN = "The connection to the server broke off: check that it runs, then try again.";
+const UNREADABLE = "The server sent something that this page cannot read.";
+const LOOK = 500; // milliseconds between two looks whether the model is loaded
+
+export class Failure extends Error {
+  constructor(message, { status = 0, code = "", wait = 0 } = {}) {
+    super(message);
+    Object.assign(this, { status, code, wait });
+  }
+}
+
+function headers() {
+  const key = tab.getItem("key");
+  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+}
+
+/** The reply, whatever its status. */
+async function reach(path, options = {}) {
+  try {
+    return await fetch(path, { ...options, headers: headers() });
+  } catch {
+    throw new Failure(UNREACHABLE);
+  }
+}
+
+export async function getText(path) {
+  const reply = await reach(path);
+  if (!reply.ok) throw await refusal(reply);
+  return whole(reply);
+}
+
+export async function getJson(path) {
+  return readable(await getText(path));
+}
+
+/** The word for the model's state: "ready", "loading" and others. */
+export async function readiness() {
+  return readable(await whole(await reach("/ready"))).status;
+}
+
+async function whole(reply) {
+  try {
+    return await reply.text();
+  } catch {
+    throw new Failure(BROKEN);
+  }
+}
+
+function readable(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new Failure(UNREADABLE);
+  }
+}
+
+/** The server's own sentence, where there is one: something between may answer in its place. */
+export async function refusal(reply) {
+  const body = await reply.json().catch(() => null);
+  const wait = Number(reply.headers.get("retry-after")) || 5;
+  return new Failure(sentence(body) ?? `The server answered with status ${reply.status}.`, { status: reply.status, code: body?.error?.code, wait });
+}
+
+function sentence(body) {
+  return [body?.error?.message, body?.error, body?.message].find((text) => typeof text === "string" && text.trim());
+}
+
+/** Asks for an answer as a stream. While the model loads, `waiting` is called and the request sent again. */
+export async function send(body, signal, waiting) {
+  for (;;) {
+    const reply = await reach("/v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
+    if (reply.ok) return reply;
+    const why = await refusal(reply);
+    if (why.code !== "not_ready") throw why;
+    waiting();
+    await ready(why.wait * 1000, signal);
+  }
+}
+
+/** Until the model is loaded, or the time is over for which the server asked. */
+async function ready(wait, signal) {
+  for (const end = performance.now() + wait; performance.now() < end; ) {
+    await pause(LOOK, signal);
+    const reply = await reach("/ready", { signal }).catch(() => null);
+    if (reply?.ok) return;
+  }
+}
+
+function pause(time, signal) {
+  return new Promise((done, stopped) => {
+    if (signal.aborted) stopped(signal.reason);
+    const timer = setTimeout(done, time);
+    signal.addEventListener("abort", () => { clearTimeout(timer); stopped(signal.reason); }, { once: true });
+  });
+}
+
+/** The events of a stream, which is whole only if it says that it is done. */
+export async function* events(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read().catch(() => { throw new Failure(BROKEN); });
+    if (done) throw new Failure(BROKEN);
+    held += value;
+    let at;
+    while ((at = held.indexOf("\n\n")) >= 0) {
+      const line = held.slice(0, at);
+      held = held.slice(at + 2);
+      if (line === "data: [DONE]") return;
+      if (!line.startsWith("data: ")) continue;
+      const event = readable(line.slice(6));
+      if (event.error) throw new Failure(sentence(event) ?? BROKEN);
+      yield event;
+    }
+  }
+}
