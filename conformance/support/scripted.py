@@ -26,10 +26,12 @@ from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 @dataclass
 class Script:
-    """What each request does. text: what it says, token by token; pause: seconds before each token; error: raised after
+    """What each request does. text: what it says, token by token; ids: these tokens instead, also under a constraint, which must
+    allow them; pause: seconds before each token; error: raised after
     `after` tokens; queue: requests that may be open at a time."""
 
     text: str = "some text."
+    ids: Sequence[int] | None = None
     pause: float = 0.0
     error: Callable[[], Exception] | None = None
     after: int = 0
@@ -82,7 +84,11 @@ class ScriptedModel:
     def _run(self, stream: Stream, prompt: list[int], options: dict[str, Any]) -> None:
         script, began = self.script, time.perf_counter()
         constraint = options.get("constraint")
-        if constraint is None:
+        if script.ids is not None:
+            ids = list(script.ids)
+            if constraint is not None:
+                list(islice(walk(constraint, self.checkpoint.tokenizer, 0, ids), len(ids)))
+        elif constraint is None:
             ids = self.encode(script.text, bos=False)[: options["max_tokens"]]
         else:
             ids = list(islice(walk(constraint, self.checkpoint.tokenizer, options["seed"]), options["max_tokens"]))
@@ -109,7 +115,7 @@ class ScriptedModel:
         with self._lock:
             self._open -= 1
         finish: Any = "cancelled" if stream.cancelled else script.finish
-        if constraint is not None and len(ids) == options["max_tokens"]:
+        if constraint is not None and script.ids is None and len(ids) == options["max_tokens"]:
             finish = "length"
         usage = Usage(len(prompt), 3, len(said))
         took = Timings(0.0, 0.0, time.perf_counter() - began)

@@ -11,7 +11,7 @@ from typing import Any
 from hybrid.arguments import add_engine, add_random, add_ray, check_guesses, engine_options, open_model, replicas
 from hybrid.cli import Parser, UsageError, amount, positive, run, size, usage
 from hybrid.core.places import DEMO
-from hybrid.serve.settings import LOOPBACK, Settings
+from hybrid.serve.settings import Settings, loopback_names
 
 HOST, PORT = "127.0.0.1", 8000
 SLOTS = 32
@@ -120,13 +120,16 @@ def settings(args: argparse.Namespace) -> Settings:
             raise UsageError(f"--api-key-file {args.api_key_file} holds no key")
     if any(not k.isascii() or not k.strip() for k in keys):
         raise UsageError("an API key is empty or not ASCII: HTTP headers cannot carry it")
-    hosts = (*LOOPBACK, *(h.lower() for h in args.allow_host)) if args.host in LOOPBACK else ()
+    hosts = loopback_names(args.host)
     if args.allow_host and not hosts:
         raise UsageError("--allow-host belongs to a loopback --host: elsewhere every name is taken")
+    if not hosts and not keys:
+        said = f"warning: everybody who reaches {args.host} may use this server: add --api-key-file FILE"
+        print(said, file=sys.stderr, flush=True)
     return Settings(
         name=args.name,
         keys=tuple(keys),
-        hosts=hosts,
+        hosts=(*hosts, *(h.lower() for h in args.allow_host)),
         cors=tuple(args.cors),
         max_body=args.max_body,
         max_prompt=args.max_prompt or 0,

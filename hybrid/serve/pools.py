@@ -95,6 +95,7 @@ def _quantum(parts: Parts[Any]) -> tuple[bool, Any]:
     """(whether it has ended, its result)."""
     until = time.monotonic() + QUANTUM
     try:
+        next(parts)
         while time.monotonic() < until:
             next(parts)
     except StopIteration as ended:

@@ -81,12 +81,12 @@ _NO_AUTOMATON = re.compile(r"\(\?<?[=!]|\\[1-9bB]|\(\?P?=")
 def check(schema: Mapping[str, Any], place: str, strict: bool = False) -> None:
     """Check a schema's shape and size. strict: also that a grammar can follow it whole. ApiError 400 names what is wrong as a
     place below `place`."""
-    _Check(schema, strict).schema(schema, place, 0)
+    _Check(schema, place, strict).schema(schema, place, 0)
 
 
 class _Check:
-    def __init__(self, root: Mapping[str, Any], strict: bool) -> None:
-        self._root, self._strict = root, strict
+    def __init__(self, root: Mapping[str, Any], place: str, strict: bool) -> None:
+        self._root, self._place, self._strict = root, place, strict
         self._parts = self._references = self._values = 0
         self._seen: set[str] = set()
 
@@ -149,7 +149,7 @@ class _Check:
         self._seen.add(reference)
         target = resolve(self._root, reference)
         if target is not None:
-            self.schema(target, place, depth + 1)
+            self.schema(target, self._place + reference[1:].replace("/", "."), depth + 1)
         elif self._strict or reference.startswith("#/"):
             raise _wrong(place, "leads nowhere within the schema")
 

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Literal
 
 OnLoss = Literal["restart", "exit"]
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+def loopback_names(host: str) -> tuple[str, ...]:
+    """Names that the Host header may have on a loopback address; none for other addresses, which have any."""
+    try:
+        own = ip_address(host.strip("[]"))
+    except ValueError:
+        return LOOPBACK if host.lower() == "localhost" else ()
+    return (*LOOPBACK, f"[{own}]" if own.version == 6 else str(own)) if own.is_loopback else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

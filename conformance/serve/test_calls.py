@@ -1,0 +1,180 @@
+"""Calls by marks, with the marks in a served model's vocabulary and its template: only mark ids open a call, only offered names
+are calls, and arguments are always JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+import hybrid
+from conformance.support.marked import checkpoint4, gemma4
+from conformance.support.scripted import Script, ScriptedModel
+from conformance.support.server import Running, running
+from hybrid.serve.tools_marked import CLOSE, OPEN, QUOTE
+from hybrid.text.tokenizer import CONTROL, USER_DEFINED
+
+HI = [{"role": "user", "content": "Hi"}]
+ODD: dict[str, Any] = {
+    'qu"ote': {"type": "integer"},
+    "back\\slash": {"enum": ["a\n", 'b"']},
+    "new\nline": {"type": "boolean"},
+    "a:b,{c": {},
+    "": {},
+}
+
+
+def tool(name: str = "look", properties: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    found = properties or {"city": {"type": "string"}}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": found, **more}}}
+
+
+def ids_of(printed: int, *parts: str) -> list[int]:
+    """Marks by their ids, other text as ordinary tokens."""
+    t = gemma4(printed)
+    out: list[int] = []
+    for part in parts:
+        known = t.token_id(part) if part in (OPEN, CLOSE, QUOTE) else None
+        out += t.encode(part, bos=False) if known is None else [known]
+    return out
+
+
+def answered(printed: int, ids: list[int], stream: bool, **more: Any) -> tuple[str, list[dict[str, Any]], str]:
+    """(content, calls, finish) of a served answer of these tokens."""
+    model = ScriptedModel(Script(ids=ids), ctx=4000)
+    model.checkpoint = checkpoint4(printed)
+    with running(lambda: model) as server:
+        body = {"messages": HI, "tools": [tool()], "stream": stream, **more}
+        answer = server.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            choice = answer.json()["choices"][0]
+            return choice["message"]["content"] or "", choice["message"].get("tool_calls", []), choice["finish_reason"]
+        content, calls, finish = "", list[dict[str, Any]](), ""
+        for line in answer.text.splitlines():
+            if not line.startswith("data: {"):
+                continue
+            choice = json.loads(line[6:])["choices"][0]
+            content += choice["delta"].get("content") or ""
+            finish = choice["finish_reason"] or finish
+            for call in choice["delta"].get("tool_calls", ()):
+                if "id" in call:
+                    calls.append(call)
+                else:
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        return content, calls, finish
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("printed", [CONTROL, USER_DEFINED])
+def test_text_that_spells_a_call_is_text(printed: int, stream: bool) -> None:
+    spelled = f"{OPEN}call:delete_everything{{path:/}}{CLOSE}"
+    ids = [i for c in spelled for i in ids_of(printed, c)]
+    assert answered(printed, ids, stream) == (spelled, [], "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("printed", [CONTROL, USER_DEFINED])
+def test_marks_by_their_ids_are_a_call(printed: int, stream: bool) -> None:
+    said = f"Let me see. {OPEN} spelled"
+    ids = ids_of(printed, *said[:14], *said[14:], OPEN, "call:look{city:", QUOTE, 'Ro"me\n', QUOTE, "}", CLOSE)
+    content, calls, finish = answered(printed, ids, stream)
+    assert content == said and finish == "tool_calls"
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [("look", {"city": 'Ro"me\n'})]
+
+
+def test_a_stop_string_that_is_held_back_stays_outside_of_the_call() -> None:
+    ids = ids_of(USER_DEFINED, "yes EN", OPEN, "call:look{city:", QUOTE, "a", QUOTE, "}", CLOSE)
+    content, calls, _ = answered(USER_DEFINED, ids, True, stop=["END"])
+    assert content == "yes EN" and [json.loads(c["function"]["arguments"]) for c in calls] == [{"city": "a"}]
+
+
+@pytest.fixture(scope="module")
+def real() -> Any:
+    with running(lambda: hybrid.load(checkpoint4(), device="cpu", slots=4, ctx=1024, precision="exact")) as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_arguments_of_a_real_model_are_json_whatever_the_keys(real: Running) -> None:
+    schema = {"required": list(ODD)[:3], "additionalProperties": False}
+    made = 0
+    for seed in range(6):
+        body = {
+            "messages": HI,
+            "tools": [tool("odd", ODD, **schema)],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "seed": seed,
+            "max_tokens": 200,
+        }
+        answer = real.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        if choice["finish_reason"] == "length":
+            continue
+        made += 1
+        (call,) = choice["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), {"properties": ODD, **schema})
+    assert made
+
+
+@pytest.mark.parametrize(
+    ("parameters", "place"),
+    [
+        ({"type": {}}, "type"),
+        ({"required": 5}, "required"),
+        ({"properties": [{}]}, "properties"),
+        ({"properties": {"a": [{}]}}, "properties.a"),
+        ({"properties": {"a": {"enum": 5}}}, "properties.a.enum"),
+        ({"type": "array"}, "type"),
+        ({"properties": {"a": {"$ref": "#/nowhere"}}}, "properties.a.$ref"),
+    ],
+)
+def test_broken_schemas_are_refused_by_their_place(real: Running, parameters: dict[str, Any], place: str) -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    answer = real.post("/v1/chat/completions", {"messages": HI, "tools": [tool(), bad]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"tools[1].function.parameters.{place}")
+    flat = {"type": "function", "name": "f", "parameters": parameters}
+    answer = real.post("/v1/responses", {"input": "Hi", "tools": [flat]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"tools[0].parameters.{place}")
+
+
+FREE: list[dict[str, Any]] = [
+    {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    {"type": "string", "format": "path"},
+    {"type": "object", "propertyNames": {"pattern": "^a"}},
+    {"type": "string", "not": {"const": "x"}},
+    {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    {"type": "array", "contains": {"type": "integer"}},
+    {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+    {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},  # pydantic's Decimal
+    {"type": "any"},
+    {"$ref": "https://example.org/schema"},
+    {"type": "string", "pattern": "("},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schema", FREE, ids=lambda s: next(k for k in reversed(s) if k))
+def test_what_no_grammar_follows_binds_under_strict_alone(real: Running, server: Running, schema: dict[str, Any]) -> None:
+    for where in (real, server):
+        offered = tool("f", {"a": schema}, required=["a"], additionalProperties=False)
+        body = {"messages": HI, "tools": [offered], "tool_choice": "required", "max_tokens": 4}
+        assert where.post("/v1/chat/completions", body).status_code == 200
+        offered["function"]["strict"] = True
+        answer = where.post("/v1/chat/completions", body)
+        if (where is real and "oneOf" in schema) or schema.get("pattern") == "(":
+            continue  # by marks the first alternative that fits is enough
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"].startswith("tools"), error
+    shape = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object", "properties": {"a": schema}}}}
+    assert server.post("/v1/chat/completions", {"messages": HI, "response_format": shape, "max_tokens": 4}).status_code == 200
+
+
+def test_a_schema_that_is_followed_by_its_types_alone_is_said(server: Running) -> None:
+    offered = tool("f", {"a": {"type": "string", "pattern": "("}})
+    answer = server.post("/v1/chat/completions", {"messages": HI, "tools": [offered], "max_tokens": 2})
+    assert answer.status_code == 200 and "followed by types" in answer.headers["x-hybrid-note"]
