@@ -12,7 +12,7 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 # Hundreds of processes are started here: without byte code beside the sources each would compile them again, for 2 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help generate serve test quick lint check gates conformance processors docs spirv doctor mesa report clean
+.PHONY: help generate serve test quick lint check gates conformance processors floors docs spirv doctor mesa report clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,7 +24,7 @@ serve: $(VENV)/.ready-serve ## a server with the embedded model: chat page, Open
 	@$(PY) -m hybrid.serve --device "$$(cat $(VENV)/.device)" --port $(PORT)
 
 test: $(VENV)/.ready-test ## everything that CI runs
-	@$(MAKE) --no-print-directory -j2 lint check gates conformance processors
+	@$(MAKE) --no-print-directory -j2 lint check gates conformance processors floors
 
 quick: $(VENV)/.ready-test ## for whoever changes a line: lint, specs, a share of every test
 	$(PY) -m ruff check .
@@ -63,6 +63,9 @@ conformance: $(VENV)/.ready-test ## every operation, backend and dtype; whole mo
 processors: $(VENV)/.ready-test ## what rests on NumPy's products, under the kernels of other processors
 	HYBRID_REQUIRE_VULKAN=$${HYBRID_REQUIRE_VULKAN:-$$(test "$$(cat $(VENV)/.device)" = vulkan && echo 1)} \
 	$(PY) tools/processors.py --jobs $(JOBS)
+
+floors: $(VENV)/.ready-test ## the server's tests with the lowest versions that pyproject.toml allows
+	@VENV=$(VENV) PYTHON=$(PYTHON) JOBS=$(JOBS) sh tools/floors.sh
 
 docs: $(VENV)/.ready ## renew the generated pages, and the generated parts of others
 	$(PY) -m hybrid.spec docs

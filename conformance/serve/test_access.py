@@ -14,7 +14,7 @@ from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import Running, running
 from hybrid.serve import parser, settings
 from hybrid.serve.errors import internal, printable
-from hybrid.serve.process import configured
+from hybrid.serve.process import announce, configured, listen
 from hybrid.serve.settings import LOOPBACK, Settings, loopback_names
 
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -94,7 +94,9 @@ def test_every_loopback_address_checks_the_host() -> None:
 
 def test_an_open_address_without_a_key_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     for words, warned in ([], False), (["--host", "0.0.0.0"], True), (["--host", "0.0.0.0", "--api-key", "k"], False):
-        settings(parser().parse_args(words))
+        args = parser().parse_args([*words, "--port", "0"])
+        with listen("127.0.0.1", 0) as listening:
+            announce(args.host, listening, settings(args))
         assert ("may use this server" in capsys.readouterr().err) == warned
 
 

@@ -77,19 +77,43 @@ def test_chat_takes_what_asks_for_nothing(scripted: Running, more: dict[str, Any
     "more",
     [
         {"previous_response_id": None, "conversation": None, "background": False, "prompt": None, "max_tool_calls": None},
-        {"reasoning": {"effort": "medium", "summary": "auto"}, "text": {"verbosity": "low"}, "include": ["reasoning.encrypted_content"]},
-        {"store": False, "stream_options": {"include_obfuscation": False}, "truncation": "disabled", "prompt_cache_retention": None},
-        {"input": [{"role": "user", "content": "Hi"},
-                   {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "content": None},
-                   {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
-                    "content": [{"type": "output_text", "text": "Hm", "annotations": [], "logprobs": []}]},
-                   {"role": "user", "content": [{"type": "input_text", "text": "Well?"}]}]},
-        {"tools": [FLAT, {"type": "web_search", "external_web_access": True}, {"type": "local_shell"},
-                   {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}],
-         "tool_choice": "auto"},
+        {
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "text": {"verbosity": "low"},
+            "include": ["reasoning.encrypted_content"],
+        },
+        {
+            "store": False,
+            "stream_options": {"include_obfuscation": False},
+            "truncation": "disabled",
+            "prompt_cache_retention": None,
+        },
+        {
+            "input": [
+                {"role": "user", "content": "Hi"},
+                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "content": None},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "id": "msg_1",
+                    "status": "completed",
+                    "content": [{"type": "output_text", "text": "Hm", "annotations": [], "logprobs": []}],
+                },
+                {"role": "user", "content": [{"type": "input_text", "text": "Well?"}]},
+            ]
+        },
+        {
+            "tools": [
+                FLAT,
+                {"type": "web_search", "external_web_access": True},
+                {"type": "local_shell"},
+                {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+            ],
+            "tool_choice": "auto",
+        },
     ],
     ids=["null", "reasoning", "store", "history", "codex"],
-)  # fmt: skip
+)
 def test_responses_takes_what_asks_for_nothing(scripted: Running, more: dict[str, Any]) -> None:
     answer = scripted.post("/v1/responses", {"input": "Hi", "max_output_tokens": 20, **more})
     assert answer.status_code == 200, answer.text
@@ -104,7 +128,11 @@ def test_responses_takes_what_asks_for_nothing(scripted: Running, more: dict[str
     [
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ("/v1/responses", {"input": 5}, "input"),
-        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
         ("/v1/responses", {"input": "a", "reasoning": {"effort": "bogus"}}, "reasoning.effort"),
         ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("/v1/responses", {"input": "a", "conversation": "conv_1"}, "conversation"),
@@ -122,7 +150,7 @@ def test_responses_takes_what_asks_for_nothing(scripted: Running, more: dict[str
         ("/tokenize", {"prompt": "a", "messages": HI["messages"]}, "prompt"),
         ("/detokenize", {"tokens": [1, -1]}, "tokens"),
     ],
-)  # fmt: skip
+)
 def test_refusals_name_the_public_field(scripted: Running, path: str, body: dict[str, Any], param: str) -> None:
     answer = scripted.post(path, body)
     error = answer.json()["error"]

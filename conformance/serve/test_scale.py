@@ -42,7 +42,14 @@ def test_keys_follow_from_everything_before() -> None:
     assert keys_of("a" * (PIECE - 1)) == ()
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model": "m"}', b'"text"', b"[" * 100_000, b"\xff\xfe", b'{"prompt": null}'])
+def repr_of(body: object) -> str:
+    """A short name of a case."""
+    return repr(body)[:20]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"model": "m"}', b'"text"', b"[" * 100_000, b"\xff\xfe", b'{"prompt": null}'], ids=repr_of
+)
 def test_what_is_no_request_for_text_has_no_beginning(body: bytes) -> None:
     assert beginning("/v1/completions", body) == ""
 
@@ -63,7 +70,9 @@ def test_a_conversation_of_any_length_keeps_its_keys() -> None:
     assert len(keys_of(beginning("/v1/completions", one))) == PIECES
 
 
-@pytest.mark.parametrize("begun", ["[" * 100_000, "[[]", '[{"a":{}}', '[{"a":' * 100_000, "[" + "9" * 100_000, "[1", '["\\n'])
+@pytest.mark.parametrize(
+    "begun", ["[" * 100_000, "[[]", '[{"a":{}}', '[{"a":' * 100_000, "[" + "9" * 100_000, "[1", '["\\n'], ids=repr_of
+)
 def test_of_a_hostile_body_a_bounded_part_is_read(monkeypatch: pytest.MonkeyPatch, begun: str) -> None:
     more = begun[-2:] if begun.endswith("\\n") else "," + begun[1:]
     body = ('{"messages": ' + begun + more * (LOOKED // len(more) + 1)).encode()

@@ -123,9 +123,6 @@ def settings(args: argparse.Namespace) -> Settings:
     hosts = loopback_names(args.host)
     if args.allow_host and not hosts:
         raise UsageError("--allow-host belongs to a loopback --host: elsewhere every name is taken")
-    if not hosts and not keys:
-        said = f"warning: everybody who reaches {args.host} may use this server: add --api-key-file FILE"
-        print(said, file=sys.stderr, flush=True)
     return Settings(
         name=args.name,
         keys=tuple(keys),

@@ -37,12 +37,19 @@ def serve(load: Callable[[], Model], settings: Settings, *, host: str, port: int
 
     app = make_app(load, settings, end)
     server = Server(configured(app, settings, drain, access_log), app.state.backend.stop)
-    name = f"[{host}]" if ":" in host else host
     if (what := missing()) is not None:
         print(f"note: {what}", file=sys.stderr, flush=True)
-    print(f"serving http://{name}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+    announce(host, listening, settings)
     asyncio.run(server.serve([listening]))
     return ended[0][0] if ended else 0
+
+
+def announce(host: str, listening: socket.socket, settings: Settings, more: str = "") -> None:
+    """Say where a server listens, and whom that lets in."""
+    if not settings.hosts and not settings.keys:
+        print(f"warning: everybody who reaches {host} may use this server: add --api-key-file FILE", file=sys.stderr, flush=True)
+    name = f"[{host}]" if ":" in host else host
+    print(f"serving http://{name}:{listening.getsockname()[1]}{more}", file=sys.stderr, flush=True)
 
 
 def configured(app: ASGIApp, settings: Settings, drain: float, access_log: bool = False) -> uvicorn.Config:

@@ -4,13 +4,12 @@ of a server with one engine are."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid.cli import UsageError
 from hybrid.cli.cluster import cluster
-from hybrid.serve.process import Server, configured, listen
+from hybrid.serve.process import Server, announce, configured, listen
 from hybrid.serve.scale.front import Front, guarded
 from hybrid.serve.settings import Settings
 
@@ -28,8 +27,6 @@ def run(options: Mapping[str, Any], settings: Settings, devices: Sequence[str], 
         with replicas(options, settings, devices, drain) as engines:
             app = guarded(Front(engines, settings), settings)
             server = Server(configured(app, settings, drain, access_log), lambda: None)
-            name = f"[{host}]" if ":" in host else host
-            said = f"serving http://{name}:{listening.getsockname()[1]} with {len(devices)} replicas: {', '.join(devices)}"
-            print(said, file=sys.stderr, flush=True)
+            announce(host, listening, settings, f" with {len(devices)} replicas: {', '.join(devices)}")
             asyncio.run(server.serve([listening]))
     return 0
