@@ -149,17 +149,22 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
 
 
 async def answer_chat(service: Service, body: ChatRequest, request: Request) -> Response:
-    a = await asked_chat(service, body, request)
+    a = await service.unless_gone(request, asked_chat(service, body, request))
     return await service.answer(request, a.jobs, ChatForm(a.head, a.readers), bool(body.stream), note(a.notes))
 
 
 async def answer_responses(service: Service, body: ResponsesRequest, request: Request) -> Response:
-    a = await asked_chat(service, body.chat(), request, "tools[{}].parameters")
+    a = await service.unless_gone(request, asked_chat(service, body.chat(), request, "tools[{}].parameters"))
     form = ResponsesForm(a.head, body.repeated(), a.readers[0])
     return await service.answer(request, a.jobs, form, bool(body.stream), note(a.notes))
 
 
 async def answer_completion(service: Service, body: CompletionRequest, request: Request) -> Response:
+    jobs, form = await service.unless_gone(request, asked_completion(service, body, request))
+    return await service.answer(request, jobs, form, bool(body.stream))
+
+
+async def asked_completion(service: Service, body: CompletionRequest, request: Request) -> tuple[list[Job], CompletionForm]:
     model = service.model(body.model)
     n = body.n or 1
     asked = _prompts(body)
@@ -193,7 +198,7 @@ async def answer_completion(service: Service, body: CompletionRequest, request: 
             constraints = await service.constraints(request, model, answer_larks(schema[0], schema[1]), "response_format", n)
         jobs += [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
     head = _head(service, model, body, body.logprobs, sum(map(len, prompts)))
-    return await service.answer(request, jobs, CompletionForm(head, n, echoes, begun=bool(jobs)), bool(body.stream))
+    return jobs, CompletionForm(head, n, echoes, begun=bool(jobs))
 
 
 def _shared(service: Service, model: Model, body: Sampled, top: int | None, length: dict[str, Any]) -> dict[str, Any]:

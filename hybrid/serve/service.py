@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -167,11 +167,13 @@ class Service:
 
         return EventStream(self._chunks(feed, form, request), self.settings.idle, ended, headers)
 
-    async def unless_gone(self, request: Request, work: Any) -> Any:
+    async def unless_gone(self, request: Request, work: Awaitable[T]) -> T:
+        """The result of `work`, which ends where the client goes first. ApiError 499."""
         try:
-            return await until_gone(request, work)
+            found: T = await until_gone(request, work)
         except Gone:
             raise ApiError(499, "the client went away", code="cancelled") from None
+        return found
 
     async def _whole(self, feed: Feed, form: Form) -> dict[str, Any]:
         async for batch in feed.batches():
