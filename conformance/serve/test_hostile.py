@@ -278,6 +278,27 @@ def test_copies_and_sequences_of_one_grammar_are_apart(grammars: Grammars) -> No
     assert one._grammar.sequences == 2
 
 
+def test_threads_share_a_grammar(grammars: Grammars) -> None:
+    larks, found = answer_larks({"type": "array", "items": {"type": "integer"}}, True), list[int]()
+    tokenizer = open_checkpoint(DEMO).tokenizer
+
+    def steps() -> None:
+        one = grammars.constraint(larks, "x")
+        for _ in range(40):
+            token = next(
+                i for i in np.flatnonzero(np.unpackbits(one.mask().view(np.uint8), bitorder="little")) if i not in tokenizer.eos_ids
+            )
+            one.accept(int(token))
+        found.append(1)
+
+    threads = [threading.Thread(target=steps) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert len(found) == 8
+
+
 # ------------------------------------------------------------------------------------------------------- whole server
 
 

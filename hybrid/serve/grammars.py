@@ -201,6 +201,7 @@ class Grammar:
         self._connection.setblocking(False)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._buffer = memoryview(bytearray(1 << 16))
         self._held = bytearray()  # of an answer that has not come whole
         self._answers: dict[int, tuple[int, bytes, bytes]] = {}  # sequence -> (question, kind, body)
         self._freed: deque[int] = deque()
@@ -298,19 +299,19 @@ class Grammar:
             return
         with self._lock:
             try:
-                data = self._connection.recv(1 << 20)
+                n = self._connection.recv_into(self._buffer)
             except BlockingIOError:
                 return
             except OSError:  # closed meanwhile
-                data = b""
-            if not data:
+                n = 0
+            if not n:
                 self.alive = False
-            self._held += data
+            self._held += self._buffer[:n]
             self._take()
 
     def _poll(self, event: int, seconds: float) -> bool:
+        poll = select.poll()  # of this thread: no two may wait on one
         try:
-            poll = select.poll()
             poll.register(self._connection, event)
             return bool(poll.poll(1000 * seconds))
         except (OSError, ValueError):  # closed meanwhile
