@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from hybrid.serve import options, tools
-from hybrid.serve.errors import bad_request
+from hybrid.serve.errors import ApiError, bad_request
 from hybrid.serve.forms import ChatForm, CompletionForm, Echo, Head, Reader
 from hybrid.serve.http import Json, JsonRoute, packed
 from hybrid.serve.responses_form import ResponsesForm
@@ -136,16 +136,35 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
     shared = _shared(service, model, body, top, options.lengths(asked, None, len(ids), model.engine.cache.ctx, service.settings))
     notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
     constraints: list[Any] = [None] * n
-    if offered is not None or schema[0] is not None:
-        param = "tools" if offered is not None else "response_format"
-        larks = kind.larks(offered, schema) if offered is not None else answer_larks(schema[0] or {}, schema[1])
-        constraints = await service.constraints(request, model, larks, param, n)
-        if constraints[0].which:
-            how = ("", "by types, properties and alternatives alone", "by its type alone")[constraints[0].which % LOOSER]
-            notes.append(f"{param}: a schema is followed {how}")
+    if offered is not None:
+        try:
+            constraints = await service.constraints(request, model, kind.larks(offered, schema), "tools", n)
+        except ApiError as error:
+            raise await _of_tool(service, request, body, kind, offered, place, error) from None
+    elif schema[0] is not None:
+        constraints = await service.constraints(request, model, answer_larks(schema[0], schema[1]), "response_format", n)
+    if constraints[0] is not None and constraints[0].which:
+        how = ("", "by types, properties and alternatives alone", "by its type alone")[constraints[0].which % LOOSER]
+        notes.append(f"a schema is followed {how}")
     jobs = [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
     readers = [None if offered is None else kind.reader(offered) for _ in range(n)]
     return Asked(model, jobs, _head(service, model, body, top, len(ids)), readers, notes)
+
+
+async def _of_tool(
+    service: Service, request: Request, body: ChatRequest, kind: tools.Format, offered: tools.Offer, place: str, error: ApiError
+) -> ApiError:
+    """A refusal of a grammar as that of the first strict tool whose schema alone is refused, where there is one."""
+    model = service.model(body.model)
+    for n, tool in enumerate(body.tools or ()):
+        if error.code != "invalid_schema" or tool.function is None or not tool.function.strict:
+            continue
+        alone = tools.Offer([tool.function], required=True, several=offered.several)
+        try:
+            await service.constraints(request, model, kind.larks(alone, (None, False)), "tools", 1)
+        except ApiError as found:
+            return tools.of_tool(tool.function, found, place.format(n))
+    return error
 
 
 async def answer_chat(service: Service, body: ChatRequest, request: Request) -> Response:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybrid.serve.errors import bad_request
+from hybrid.serve.errors import ApiError, bad_request
 from hybrid.serve.forms import Reader
 from hybrid.serve.schemas import LOOSER, check, loosened
 from hybrid.serve.wire import Function, Message, NamedTool, Tool, ToolChoice
@@ -75,10 +75,18 @@ def check_schemas(tools: Sequence[Tool] | None, place: str) -> None:
         if tool.function is None or tool.function.parameters is None:
             continue
         schema, at = tool.function.parameters, place.format(n)
-        check(schema, at, bool(tool.function.strict))
+        try:
+            check(schema, at, bool(tool.function.strict))
+        except ApiError as error:
+            raise of_tool(tool.function, error) from None
         if schema.get("type", "object") != "object":
-            what = f"Invalid schema: {at}.type of the tool {tool.function.name} must be 'object'."
-            raise bad_request(what, f"{at}.type", "invalid_schema")
+            wrong = bad_request(f"Invalid schema: {at}.type must be 'object'.", f"{at}.type", "invalid_schema")
+            raise of_tool(tool.function, wrong)
+
+
+def of_tool(tool: Function, error: ApiError, param: str | None = None) -> ApiError:
+    """The refusal of a schema, which names the tool too."""
+    return bad_request(f"The tool {tool.name}: {error.message}", param or error.param, error.code)
 
 
 def left_out(tools: Sequence[Tool] | None) -> list[str]:
