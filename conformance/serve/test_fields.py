@@ -158,6 +158,54 @@ def test_refusals_name_the_public_field(scripted: Running, path: str, body: dict
     assert "Invalid value for ''" not in error["message"] and "constrained" not in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_nothing_is_stored_and_that_is_said(scripted: Running, path: str) -> None:
+    answer = scripted.post(path, {**HI, "store": True} if "chat" in path else {"input": "Hi", "store": True, "truncation": "auto"})
+    assert answer.status_code == 200 and answer.headers["x-hybrid-note"] == "nothing is stored"
+    assert answer.json().get("store", False) is False
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_responses_takes_the_options_of_chat(scripted: Running, model: ScriptedModel) -> None:
+    options = {"ignore_eos": True, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "priority": 2}
+    assert scripted.post("/v1/responses", {"input": "Hi", **options}).status_code == 200
+    assert {k: model.script.submitted[-1][k] for k in options} == options
+
+
+def test_what_parse_returns_can_be_sent_back(scripted: Running) -> None:
+    """The official clients add what they have parsed to messages and calls."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}}
+    chat = [
+        *HI["messages"],
+        {"role": "assistant", "content": "{}", "parsed": {"a": 1}, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+    ]
+    assert scripted.post("/v1/chat/completions", {"messages": chat}).status_code == 200
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "{}", "parsed": {"a": 1}}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+    ]
+    assert scripted.post("/v1/responses", {"input": items}).status_code == 200
+
+
+def test_a_system_message_anywhere_is_taken(scripted: Running, model: ScriptedModel) -> None:
+    later = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "system", "content": "Obey."}]
+    assert scripted.post("/v1/chat/completions", {"messages": [*later, *HI["messages"]]}).status_code == 200
+    assert "Obey.\n\nHi" in model.decode(model.script.submitted[-1]["prompt"])
+    assert scripted.post("/v1/responses", {"input": [{"role": "developer", "content": "x"}, *later]}).status_code == 200
+
+
+def test_a_control_token_by_its_name_is_its_id(scripted: Running) -> None:
+    """Clients that tokenize here learn the ids of <bos> and <eos> so; within a text they stay text."""
+    for name, ids in {"<bos>": [2], "<eos>": [1]}.items():
+        for special in (True, False):
+            told = scripted.post("/tokenize", {"prompt": name, "add_special_tokens": special}).json()
+            assert told["tokens"] == ids
+    assert 2 not in scripted.post("/tokenize", {"prompt": "a <bos>", "add_special_tokens": False}).json()["tokens"]
+
+
 def test_top_p_of_nothing_is_the_most_likely_token(scripted: Running, model: ScriptedModel) -> None:
     assert scripted.post("/v1/chat/completions", {**HI, "top_p": 0, "temperature": 0.7}).status_code == 200
     assert (model.script.submitted[-1]["temperature"], model.script.submitted[-1]["top_p"]) == (0.0, 1.0)
@@ -222,11 +270,21 @@ def test_prompt_logprobs_agree_with_perplexity(real: tuple[Any, Running], as_ids
         assert -sum(told["token_logprobs"][1:]) == pytest.approx(measured.nats.total, abs=1e-4)
         for n, (token, logprob, top) in enumerate(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)):
             if n and top is not None:
-                assert len(top) <= 3 and max(top.values()) >= logprob - 1e-9
-                assert top.get(token, logprob) == pytest.approx(logprob)
+                assert len(top) <= 4 and max(top.values()) >= logprob - 1e-9
+                assert top[token] == pytest.approx(logprob)
         offsets = told["text_offset"]
         assert offsets[0] == 0 and all(text.startswith(model.decode(ids[:n]).rstrip("\ufffd")[:at]) for n, at in enumerate(offsets))
         assert offsets == sorted(offsets) and offsets[-1] < len(text)
+
+
+def test_an_end_of_text_is_an_entry(real: tuple[Any, Running]) -> None:
+    """Clients take away the generated tokens' entries by their number: lm-eval one."""
+    model, server = real
+    end = min(model.eos_ids)
+    body = {"prompt": "import os", "max_tokens": 1, "echo": True, "logprobs": 1, "logit_bias": {str(end): 100}}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["text"] == "import os"
+    assert len(choice["logprobs"]["tokens"]) == len(model.encode("import os")) + 1
 
 
 def test_offsets_of_generated_tokens_count_characters(real: tuple[Any, Running]) -> None:

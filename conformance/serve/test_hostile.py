@@ -24,7 +24,7 @@ from hybrid.serve import pools
 from hybrid.serve.errors import ApiError, from_validation
 from hybrid.serve.grammars import Grammars
 from hybrid.serve.pools import FairPool
-from hybrid.serve.schemas import ALTERNATIVES, DEPTH, PARTS, REFERENCES, VALUES, check
+from hybrid.serve.schemas import ALTERNATIVES, DEPTH, PARTS, REFERENCES, VALUES, check, loosened
 from hybrid.serve.structured import answer_larks
 from hybrid.serve.wire import ChatRequest, CompletionRequest, DetokenizeRequest
 
@@ -185,6 +185,20 @@ def test_schemas_have_limits_and_a_shape(schema: dict[str, Any], place: str) -> 
     with pytest.raises(ApiError) as caught:
         check(schema, "s")
     assert caught.value.status == 400 and (caught.value.param or "").startswith(place)
+
+
+def test_objects_are_closed_where_nothing_says_that_they_are_open() -> None:
+    inner = {"properties": {"a": {}}}
+    assert loosened({"properties": {"o": inner}, "type": "object"}, 0)["properties"]["o"]["additionalProperties"] is False
+    for open_ in (
+        {"additionalProperties": True, **inner},
+        {"patternProperties": {"x": {}}, **inner},
+        {"type": "object"},
+        {"properties": {}},
+    ):
+        assert loosened(open_, 0) == open_
+    assert loosened({"allOf": [inner, {"properties": {"b": {}}}]}, 0) == {"allOf": [inner, {"properties": {"b": {}}}]}
+    assert loosened(inner, 1) == inner
 
 
 def test_a_schema_that_refers_to_itself_is_no_loop() -> None:

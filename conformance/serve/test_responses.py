@@ -85,7 +85,6 @@ def test_a_schema(client: openai.OpenAI) -> None:
     "more",
     [
         {"previous_response_id": "resp_1"},
-        {"store": True},
         {"input": []},
         {"input": [{"type": "function_call_output", "call_id": "nobody", "output": "x"}]},
         {"tool_choice": "required"},

@@ -14,7 +14,7 @@ from hybrid.serve.errors import ApiError, bad_request
 from hybrid.serve.forms import ChatForm, CompletionForm, Echo, Head, Reader
 from hybrid.serve.http import Json, JsonRoute, packed
 from hybrid.serve.responses_form import ResponsesForm
-from hybrid.serve.responses_wire import ResponsesRequest
+from hybrid.serve.responses_wire import ResponsesRequest, public
 from hybrid.serve.running import Job
 from hybrid.serve.schemas import LOOSER
 from hybrid.serve.service import Service, note
@@ -72,6 +72,8 @@ def router(service: Service) -> APIRouter:
             ids = await service.tokenize(request, model, text, True, guard)
         else:
             ids = await service.tokenize(request, model, body.prompt or "", body.add_special_tokens)
+            if (named := model.checkpoint.tokenizer.token_id(body.prompt or "")) is not None:
+                ids = [named]  # clients ask so for the ids of <bos> and <eos>
         answer = await service.aside(request, _tokens, service, model, ids, body.return_token_strs)
         return Response(answer, media_type="application/json")
 
@@ -135,6 +137,7 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
     top = (body.top_logprobs or 0) if body.logprobs else None
     shared = _shared(service, model, body, top, options.lengths(asked, None, len(ids), model.engine.cache.ctx, service.settings))
     notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
+    notes += ["nothing is stored"] if body.store else []
     constraints: list[Any] = [None] * n
     if offered is not None:
         try:
@@ -173,7 +176,11 @@ async def answer_chat(service: Service, body: ChatRequest, request: Request) -> 
 
 
 async def answer_responses(service: Service, body: ResponsesRequest, request: Request) -> Response:
-    a = await service.unless_gone(request, asked_chat(service, body.chat(), request, "tools[{}].parameters"))
+    try:
+        a = await service.unless_gone(request, asked_chat(service, body.chat(), request, "tools[{}].parameters"))
+    except ApiError as error:
+        error.param = public(error.param)
+        raise
     form = ResponsesForm(a.head, body.repeated(), a.readers[0])
     return await service.answer(request, a.jobs, form, bool(body.stream), note(a.notes))
 

@@ -116,7 +116,7 @@ DONE = b"data: [DONE]\n\n"
 @dataclass(frozen=True, slots=True)
 class Head:
     """What an answer says besides its choices. top: likely tokens beside each chosen one, None without logprobs; ends: tokens that
-    end a text, which logprobs do not name; usage: in the last chunk of a stream; every_usage: in every chunk."""
+    end a text, which logprobs of a conversation do not name; usage: in the last chunk of a stream; every_usage: in every chunk."""
 
     model: str
     fingerprint: str
@@ -128,7 +128,7 @@ class Head:
     every_usage: bool = False
 
     def logprobs(self, events: Sequence[Event]) -> list[TokenLogprob]:
-        """Those that events bring and an answer names."""
+        """Those that events bring, of tokens that are part of a message."""
         return [p for e in events for p in e.logprobs or () if p.id not in self.ends] if self.top is not None else []
 
 
@@ -278,7 +278,8 @@ class CompletionForm(_Choices):
         i, kept = item.choice, self._logprobs[item.choice]
         self._generated += sum(len(e.ids) for e in item.events)
         text = "".join(e.text for e in item.events)
-        fresh = kept.more(self.head.logprobs(item.events)) if kept is not None else None
+        # Every token, the end of text too: clients count on one entry for each.
+        fresh = kept.more([p for e in item.events for p in e.logprobs or ()]) if kept is not None else None
         self._text[i].append(text)
         out = self._piece(i, text, fresh) if text or (fresh and fresh["tokens"]) else b""
         if item.done is not None:
@@ -323,7 +324,7 @@ class _Logprobs:
         name = self._tokens.name
         fields["tokens"].append(name(token))
         fields["token_logprobs"].append(None if known is None else finite(known.logprob))
-        top = None if known is None else {name(t): finite(q) for t, q in known.top[: self._top]}
+        top = None if known is None else {name(t): finite(q) for t, q in (*known.top[: self._top], (token, known.logprob))}
         fields["top_logprobs"].append(top)
         fields["text_offset"].append(self._at)
         self._at += len(self._text.push(token))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import secrets
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -85,6 +86,7 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
+                headers.setdefault("x-request-id", f"req_{secrets.token_hex(12)}")
             await send(message)
 
         try:

@@ -17,6 +17,7 @@ from hybrid.serve.wire import (
     Effort,
     FirstError,
     Name,
+    Penalty,
     Probability,
     Text,
     Verbosity,
@@ -47,6 +48,7 @@ class InputCall(Wire):
     status: str | None = None
     namespace: str | None = None
     caller: dict[str, Any] | None = None
+    parsed_arguments: Any = None
 
 
 class InputResult(Wire):
@@ -168,6 +170,11 @@ class ResponsesRequest(Wire):
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1, le=I32)] | None = None
     min_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     tools: Annotated[list[ResponseTool], FirstError(), Field(max_length=TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
@@ -175,8 +182,10 @@ class ResponsesRequest(Wire):
     text: TextOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    truncation: Literal["disabled"] | None = None
-    store: Literal[False] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """What does not fit is refused, not truncated."""
+    store: bool | None = None
+    """Nothing is stored, which the answer says."""
     # Taken and ignored: they ask for nothing that changes the text.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -208,7 +217,9 @@ class ResponsesRequest(Wire):
 
     def chat(self) -> ChatRequest:
         """The request for chat that asks for the same. ApiError for what has no such form."""
-        copied = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls")
+        copied = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls", "presence_penalty",
+                  "frequency_penalty", "repetition_penalty", "ignore_eos", "priority",
+            "store")  # fmt: skip
         body: dict[str, Any] = {k: getattr(self, k) for k in copied}
         body["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *self._messages()]
         body["max_completion_tokens"] = self.max_output_tokens
@@ -231,7 +242,7 @@ class ResponsesRequest(Wire):
             return ChatRequest.model_validate(body)
         except ValidationError as error:
             refusal = from_validation(error.errors(include_url=False))
-            raise bad_request(refusal.message, _public(refusal.param), refusal.code) from None
+            raise bad_request(refusal.message, public(refusal.param), refusal.code) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
@@ -250,8 +261,8 @@ class ResponsesRequest(Wire):
         return out
 
 
-def _public(param: str | None) -> str | None:
+def public(param: str | None) -> str | None:
     """A field of the request for chat as this endpoint calls it."""
     renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
     first = (param or "").partition("[")[0].partition(".")[0]
-    return renamed.get(first, first) or None
+    return renamed.get(first, param)

@@ -198,18 +198,24 @@ LOOSER = 3
 
 
 def loosened(schema: Mapping[str, Any], way: int) -> dict[str, Any]:
-    """A schema of which a grammar can follow more. way 0: without patterns that no grammar follows; 1: types, properties, items
-    and alternatives alone; 2: the type alone."""
+    """A schema of which a grammar can follow more. way 0: without patterns that no grammar follows, and without properties that
+    are not declared, which weak models invent; 1: types, properties, items and alternatives alone; 2: the type alone."""
     if way == 2:
         return {"type": schema["type"]} if schema.get("type") in TYPES else {}
     found: dict[str, Any] = _looser(schema, way)
     return found
 
 
-def _looser(schema: Any, way: int) -> Any:
+_COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties", "if", "dependentSchemas")
+
+
+def _looser(schema: Any, way: int, part: bool = False) -> Any:
+    """part: of an allOf, which other parts may add properties to."""
     if not isinstance(schema, dict):
         return schema
-    out = {}
+    out: dict[str, Any] = {}
+    if not (way or part) and schema.get("properties") and not any(k in schema for k in _COMPOSED):
+        out["additionalProperties"] = False
     for key, value in schema.items():
         if (way and key not in _STRUCTURE) or (key == "pattern" and _NO_AUTOMATON.search(value)):
             continue
@@ -221,9 +227,10 @@ def _looser(schema: Any, way: int) -> Any:
         elif key == "$ref" and not value.startswith("#"):
             continue
         elif key in _MAPS:
-            value = {name: _looser(part, way) for name, part in value.items()}
+            value = {name: _looser(below, way) for name, below in value.items()}
         elif key in _LISTS or key in _SINGLE:
-            value = [_looser(part, way) for part in value] if isinstance(value, list) else _looser(value, way)
+            many = key == "allOf"
+            value = [_looser(below, way, many) for below in value] if isinstance(value, list) else _looser(value, way)
         out[key] = value
     return out
 

@@ -35,7 +35,9 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
     names = called_names(messages)
     out: list[dict[str, Any]] = []
     for n, m in enumerate(messages):
-        role = {"developer": "system", "tool": "user"}.get(m.role, m.role)
+        role: str = m.role if m.role == "assistant" else "user"
+        if m.role in ("system", "developer") and all(o["role"] == "system" for o in out):
+            role = "system"  # later ones join the user's turn: the family's templates know no other place for them
         text = m.text()
         if m.role == "tool":
             text = f"Result of {names[str(m.tool_call_id)]}:\n{text}"

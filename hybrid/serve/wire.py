@@ -108,6 +108,7 @@ class Function(Wire):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class Tool(Wire):
@@ -158,6 +159,7 @@ ToolChoice = Annotated[
 class CalledFunction(Wire):
     name: Name
     arguments: Text
+    parsed_arguments: Any = None
 
 
 class ToolCall(Wire):
@@ -183,6 +185,7 @@ class Part(Wire):
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
     cache_control: dict[str, Any] | None = None
+    parsed: Any = None
 
     _validate_type = field_validator("type", mode="before")(text_part)
 
@@ -212,6 +215,8 @@ class Message(Wire):
     reasoning_content: str | None = None
     reasoning: Any = None
     reasoning_details: Any = None
+    thinking_blocks: Any = None
+    parsed: Any = None
     provider_specific_fields: Any = None
     cache_control: dict[str, Any] | None = None
 
@@ -272,7 +277,8 @@ class Sampled(Wire):
     # Taken and ignored: they ask for nothing that changes the text.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
+    """Nothing is stored."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
