@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+import hybrid
 from conformance.support.paths import DEMO
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import running, until
 from hybrid.checkpoint import open_checkpoint
 from hybrid.serve import grammars as module
 from hybrid.serve import pools
-from hybrid.serve.errors import ApiError, from_validation
+from hybrid.serve.errors import ApiError, InvalidSchema, from_validation
 from hybrid.serve.grammars import Grammars
 from hybrid.serve.pools import FairPool
 from hybrid.serve.schemas import ALTERNATIVES, DEPTH, PARTS, REFERENCES, VALUES, check, loosened
@@ -339,3 +340,37 @@ def test_nobody_waits_for_the_work_of_others() -> None:
             between += any(t.is_alive() for t in threads)
         assert between >= 3
         assert answered == [200] * 6
+
+
+def test_what_a_client_names_does_not_break_the_head_of_an_answer() -> None:
+    with running(lambda: ScriptedModel(Script())) as server:
+        for name in ("a\nb", "a\r\nx-forged: 1", "a\x00b", "\u00e9\u2028"):
+            tools = [{"type": "function", "function": {"name": "f"}}, {"type": name}]
+            answer = server.post("/v1/chat/completions", {"messages": HI, "max_tokens": 1, "tools": tools})
+            assert answer.status_code == 200 and "x-forged" not in answer.headers
+
+
+def test_refusals_of_grammars_say_why_in_one_line(grammars: Grammars) -> None:
+    with pytest.raises(ApiError, match="regex parse error: unclosed character class"):
+        grammars.constraint(answer_larks({"type": "string", "pattern": "["}, True), "x")
+    wide = {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(3)]} for i in range(5)]}
+    one = grammars.constraint(answer_larks(wide, True), "x")
+    one.accept(BRACE)
+    with pytest.raises(InvalidSchema, match="cannot be followed further") as caught:
+        one.mask()
+    said = str(caught.value)
+    assert "\n" not in said and "state" not in said and "items" in said
+
+
+def test_an_answer_that_has_ended_keeps_no_grammar() -> None:
+    """Requests have deadlines, and the engine knows them for a while after their end: not what they were constrained by."""
+    with hybrid.load(DEMO, device="cpu", slots=2, ctx=128, precision="exact") as model:
+        found = Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
+        try:
+            for n in range(3):
+                constraint = found.constraint(answer_larks({"enum": [f"{n}"]}, True), "x")
+                assert model.submit("a", max_tokens=8, constraint=constraint, deadline=600.0).result(60).finish == "eos"
+                del constraint
+            until(lambda: all(g.sequences == 0 for g in found._all))
+        finally:
+            found.close()

@@ -62,6 +62,12 @@ class Choosing:
         self._sampling.pop(slot, None)
         self._constraints.pop(slot, None)
 
+    def forget(self, constraint: Constraint) -> None:
+        """A constraint's sequence has ended."""
+        for slot in [s for s, c in self._constraints.items() if c is constraint]:
+            self._forget(slot)
+            del self._constraints[slot]
+
     def _forget(self, slot: int) -> None:
         """What a slot's constraint allowed next is over."""
         self._masks.pop(slot, None)

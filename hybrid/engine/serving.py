@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from hybrid.core.errors import NoFreeSlot, QueueFull
@@ -306,6 +307,9 @@ class Serving(Rounds):
             self._behind -= job.pieces is None
         if self.drafting is not None:
             job.guessed = self.drafting.end(job.stream)
+        if job.options.constraint is not None:  # what it holds may be large, and a job is known for a while after its end
+            self.engine.choosing.forget(job.options.constraint)
+            job.options = replace(job.options, constraint=None)
         if error is None:
             job.end(self._wakes)
         else:

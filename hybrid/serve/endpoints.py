@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 DEFAULT_COMPLETION = 16
 """Tokens of a completion that names no length: the reference's."""
 
+CHAT = ("tools[{}].function.parameters", "response_format.json_schema.schema")
+RESPONSES = ("tools[{}].parameters", "text.format.schema")
+
 
 def router(service: Service) -> APIRouter:
     r = APIRouter(route_class=JsonRoute)
@@ -120,14 +123,14 @@ class Asked:
     notes: list[str] = field(default_factory=list)
 
 
-async def asked_chat(service: Service, body: ChatRequest, request: Request, place: str = "tools[{}].function.parameters") -> Asked:
-    """place: of a tool's schema in the request."""
+async def asked_chat(service: Service, body: ChatRequest, request: Request, places: tuple[str, str] = CHAT) -> Asked:
+    """places: of a tool's schema in the request, by its number, and of the answer's."""
     model = service.model(body.model)
     n = body.n or 1
     service.count(n)
     kind = service.tool_format(model)
-    schema = schema_of(body.response_format)
-    tools.check_schemas(body.tools, place)
+    schema = schema_of(body.response_format, places[1])
+    tools.check_schemas(body.tools, places[0])
     offered = tools.offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     service.check_length(model, sum(len(m.text().strip()) for m in body.messages))
     messages, described = kind.turns(body.messages, offered)
@@ -143,7 +146,7 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
         try:
             constraints = await service.constraints(request, model, kind.larks(offered, schema), "tools", n)
         except ApiError as error:
-            raise await _of_tool(service, request, body, kind, offered, place, error) from None
+            raise await _of_tool(service, request, body, kind, offered, places[0], error) from None
     elif schema[0] is not None:
         constraints = await service.constraints(request, model, answer_larks(schema[0], schema[1]), "response_format", n)
     if constraints[0] is not None and constraints[0].which:
@@ -177,7 +180,7 @@ async def answer_chat(service: Service, body: ChatRequest, request: Request) -> 
 
 async def answer_responses(service: Service, body: ResponsesRequest, request: Request) -> Response:
     try:
-        a = await service.unless_gone(request, asked_chat(service, body.chat(), request, "tools[{}].parameters"))
+        a = await service.unless_gone(request, asked_chat(service, body.chat(), request, RESPONSES))
     except ApiError as error:
         error.param = public(error.param)
         raise
@@ -195,7 +198,7 @@ async def asked_completion(service: Service, body: CompletionRequest, request: R
     n = body.n or 1
     asked = _prompts(body)
     service.count(n * len(asked))
-    schema = schema_of(body.response_format)
+    schema = schema_of(body.response_format, CHAT[1])
     prompts: list[list[int]] = []
     for prompt in asked:
         if isinstance(prompt, str):

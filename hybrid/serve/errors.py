@@ -18,6 +18,10 @@ LONGEST_NAME = 64
 """Characters of a client's own field name that a message repeats."""
 
 
+class InvalidSchema(ValueError):
+    """A schema that cannot be used, or not be followed further."""
+
+
 class ApiError(Exception):
     """A refusal: status and the reference's error object. `retry_after`: seconds, for 429 and 503."""
 
@@ -52,7 +56,7 @@ class ApiError(Exception):
 
 
 _OF_STATUS = {
-    400: ("the body could not be read as JSON, or is nested too deep", "invalid_json"),
+    400: ("the body could not be read as JSON in UTF-8, or is nested too deep", "invalid_json"),
     404: ("there is nothing at this address", "unknown_url"),
     405: ("this address takes another method", "method_not_allowed"),
     408: ("the body did not arrive in time", "timeout"),
@@ -90,6 +94,8 @@ def from_engine(error: BaseException) -> ApiError:
         return busy("all slots of the model are in use: try again later", 1.0)
     if isinstance(error, ContextExceeded):
         return bad_request(str(error), code="context_length_exceeded")
+    if isinstance(error, InvalidSchema):
+        return bad_request(str(error), code="invalid_schema")
     if isinstance(error, ChatError):
         return bad_request(str(error), "messages")
     if isinstance(error, ValueError):

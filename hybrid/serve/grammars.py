@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybrid.engine.constraint import Constraint, mask_of, mask_words
-from hybrid.serve.errors import bad_request, busy
+from hybrid.serve.errors import InvalidSchema, bad_request, busy
 from hybrid.text import grammar_worker as worker
 from hybrid.text.grammar_worker import HEAD
 from hybrid.text.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ class Grammars:
             made = self._grammar(key).constraint()
             made.ready(MASK_SECONDS)
             made.mask()
-        except ValueError as error:
+        except InvalidSchema as error:
             raise bad_request(str(error), param, "invalid_schema") from None
         return made
 
@@ -219,19 +219,18 @@ class Grammar:
         return self._made - self._forgotten - len(self._freed)
 
     def compile(self, grammars: Sequence[str]) -> None:
-        """ValueError with the reason."""
+        """InvalidSchema with the reason."""
         self._say(worker.COMPILE, 0, 0, json.dumps(list(grammars)).encode(), worker.SECONDS)
         until = time.monotonic() + worker.SECONDS
         while self._compiled is None and self.alive and (left := until - time.monotonic()) > 0:
             self._listen(left)
         if self._compiled is None:
             self.close()
-            raise ValueError(GONE)
+            raise InvalidSchema(GONE)
         kind, body = self._compiled
         if kind == worker.FAILED:
             self.close()
-            line = next((part for part in body.decode("utf-8", "replace").splitlines() if part.strip()), "it cannot be compiled")
-            raise ValueError(f"the schema cannot be used: {line.rpartition('failed to compile JSON schema: ')[2][:300]}")
+            raise InvalidSchema(f"the schema cannot be used: {_reason(body)}")
         said = json.loads(body)
         self.memory, self.which = self.memory + said["memory"], said["which"]
 
@@ -247,14 +246,14 @@ class Grammar:
         self._say(op, number, question, body)
 
     def answer(self, number: int, question: int, wait: float) -> tuple[bytes, bytes] | None:
-        """(kind, body) once it has come; None where it has not after `wait` seconds. ValueError where none will come."""
+        """(kind, body) once it has come; None where it has not after `wait` seconds. InvalidSchema where none will come."""
         until = time.monotonic() + wait
         while True:
             found = self._answers.get(number)
             if found is not None and found[0] == question:
                 return found[1:]
             if not self.alive:
-                raise ValueError(GONE)
+                raise InvalidSchema(GONE)
             left = until - time.monotonic()
             self._listen(left)
             if left <= 0 and ((found := self._answers.get(number)) is None or found[0] != question):
@@ -332,6 +331,14 @@ class Grammar:
         del self._held[:at]
 
 
+def _reason(body: bytes) -> str:
+    """What llguidance says, without the insides of its parser: the first line, and a pattern's own error."""
+    lines = [line.strip() for line in body.decode("utf-8", "replace").splitlines() if line.strip()]
+    first = lines[0].rpartition("failed to compile JSON schema: ")[2] if lines else "it cannot be compiled"
+    why = next((line for line in lines[1:] if line.startswith("error: ")), "")
+    return f"{first.rstrip(':').partition('; consider')[0]}{': ' + why.removeprefix('error: ') if why else ''}"[:300]
+
+
 class GrammarConstraint(Constraint):
     """One sequence's place in a grammar."""
 
@@ -354,7 +361,7 @@ class GrammarConstraint(Constraint):
         try:
             late = self._asked + MASK_SECONDS - time.monotonic()
             found = self._grammar.answer(self._number, self._question, max(0.0, min(wait, late)))
-        except ValueError as error:
+        except InvalidSchema as error:
             self._error = str(error)
             return True
         if found is None:
@@ -364,7 +371,7 @@ class GrammarConstraint(Constraint):
             return self._error is not None
         kind, body = found
         if kind == worker.FAILED:
-            self._error = f"the schema cannot be followed further: {body.decode('utf-8', 'replace')[:200]}"
+            self._error = f"the schema cannot be followed further: {_reason(body)}"
         elif kind == worker.ENDED:
             self._mask = mask_of(self._grammar.ends, self._grammar.vocab)
         else:
@@ -373,12 +380,12 @@ class GrammarConstraint(Constraint):
         return True
 
     def mask(self) -> np.ndarray:
-        """Which ids may come next: those that end the text where nothing else may. ValueError for a grammar that takes too long or
-        grew beyond its limits."""
+        """Which ids may come next: those that end the text where nothing else may. InvalidSchema for a grammar that takes too long
+        or grew beyond its limits."""
         if not self.ready(MASK_SECONDS) and not self.ready():
-            raise ValueError(GONE)
+            raise InvalidSchema(GONE)
         if self._error is not None:
-            raise ValueError(self._error)
+            raise InvalidSchema(self._error)
         assert self._mask is not None
         return self._mask
 

@@ -82,12 +82,12 @@ class Guard:
         async def sent(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
                 headers.setdefault("x-request-id", f"req_{secrets.token_hex(12)}")
             await send(message)
+            status = message.get("status", status)  # only now: a head that cannot be sent is answered with another
 
         try:
             admit(scope, self._settings)

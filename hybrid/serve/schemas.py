@@ -129,7 +129,7 @@ class _Check:
                 wanted = f"must have at most {ALTERNATIVES} schemas"
             elif key in _TEXTS and not isinstance(value, str):
                 wanted = "must be a string"
-            elif key in _COUNTS and not (type(value) is int and value >= 0):
+            elif key in _COUNTS and not (type(value) in (int, float) and value >= 0 and value == int(value)):
                 wanted = "must be a whole number, 0 or more"
             elif key in _NUMBERS and not (type(value) in (int, float, bool) and math.isfinite(value)):
                 wanted = "must be a number"

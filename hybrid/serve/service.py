@@ -13,7 +13,7 @@ from starlette.responses import Response
 from hybrid import __version__
 from hybrid.engine.handle import TokenLogprob
 from hybrid.serve.backend import Backend
-from hybrid.serve.errors import ApiError, bad_request, internal
+from hybrid.serve.errors import ApiError, bad_request, internal, printable
 from hybrid.serve.forms import Form, Tokens
 from hybrid.serve.grammars import GrammarConstraint, Grammars
 from hybrid.serve.guard import BEGAN, OUTCOME, outcome_of
@@ -208,8 +208,8 @@ def client_of(request: Request) -> str:
 
 def note(parts: Iterable[str]) -> dict[str, str]:
     """Headers that say what was left out."""
-    text = "; ".join(parts)
-    return {NOTE: text.encode("ascii", "replace").decode()[:1000]} if text else {}
+    text = printable("; ".join(parts), 1000)
+    return {NOTE: text.encode("ascii", "replace").decode()} if text else {}
 
 
 def _joined(parts: Iterable[list[int]], most: int | None) -> Parts[list[int]]:

@@ -35,13 +35,13 @@ def answer_larks(schema: Mapping[str, Any], strict: bool) -> list[str]:
     return [f"start: {json_rule(loosened(schema, way))}" for way in range(LOOSER)]
 
 
-def schema_of(wanted: ResponseFormat | None) -> tuple[dict[str, Any] | None, bool]:
+def schema_of(wanted: ResponseFormat | None, place: str) -> tuple[dict[str, Any] | None, bool]:
     """The JSON schema that a response_format asks for, checked, and whether it is to be followed whole; None for plain text.
-    ApiError 400."""
+    ApiError 400. place: of the schema in the request."""
     if wanted is None or wanted.type == "text":
         return None, False
     if wanted.json_schema is None:
         return {"type": "object"}, False
     schema, strict = wanted.json_schema.schema_, bool(wanted.json_schema.strict)
-    check(schema, "response_format.json_schema.schema", strict)
+    check(schema, place, strict)
     return dict(schema), strict

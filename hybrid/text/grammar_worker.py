@@ -116,12 +116,15 @@ class Child:
         errors = []
         for n, lark in enumerate(grammars):
             made = self._matcher(self._tokenizer, self._matcher.grammar_from_lark(lark), log_level=0)
+            trial = made.deep_copy()
             if not made.is_error():
+                trial.compute_bitmask()  # some grammars are too large only once they are followed
+            if not (made.is_error() or trial.is_error()):
                 self._sequences[0] = made
                 memory = max(0, _virtual_and_resident()[1] - self._before)
                 self._answer(COMPILED, 0, 0, json.dumps({"which": n, "memory": memory}).encode())
                 return
-            errors.append(made.get_error())
+            errors.append(made.get_error() or trial.get_error())
         self._answer(FAILED, 0, 0, errors[0].encode())
 
     def _mask(self, number: int, argument: int) -> None:
