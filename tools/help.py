@@ -27,6 +27,7 @@ COMMANDS = (
     "perf.accesses",
     "perf.profile",
     "perf.serving.load",
+    "perf.serving.fuzz",
     "perf.serving.clients",
     "perf.serving.pairs",
     "perf.tune",
