@@ -211,12 +211,12 @@ class Grammar:
         """Bytes that it adds to its process."""
         self.which = 0
         """Of several grammars, the one that was compiled."""
-        self._made = self._forgotten = 0  # sequences
+        self._live: set[int] = set()
 
     @property
     def sequences(self) -> int:
         """That use it."""
-        return self._made - self._forgotten - len(self._freed)
+        return len(self._live) - len(self._freed)
 
     def compile(self, grammars: Sequence[str]) -> None:
         """InvalidSchema with the reason."""
@@ -238,7 +238,7 @@ class Grammar:
         """A sequence in the state of another one."""
         number = next(self._numbers)
         with self._lock:
-            self._made += 1
+            self._live.add(number)
         self._say(worker.COPY, of, number)
         return GrammarConstraint(self, number)
 
@@ -279,7 +279,7 @@ class Grammar:
             message = b""
             while self._freed:
                 gone = self._freed.popleft()
-                self._forgotten += 1
+                self._live.discard(gone)
                 self._answers.pop(gone, None)
                 message += HEAD.pack(worker.FREE, gone, 0, 0)
             message += HEAD.pack(op, number, argument, len(body)) + body
@@ -324,10 +324,10 @@ class Grammar:
                 break
             body = bytes(self._held[at + HEAD.size : at + HEAD.size + length])
             at += HEAD.size + length
-            if number:
-                self._answers[number] = (question, kind, body)
-            else:
+            if not number:
                 self._compiled = kind, body
+            elif number in self._live:  # else it was forgotten before its answer came
+                self._answers[number] = (question, kind, body)
         del self._held[:at]
 
 
