@@ -108,8 +108,16 @@ def _ray(args: argparse.Namespace, options: dict[str, Any], devices: list[str]) 
         from hybrid.serve.scale import ray
     except ImportError as error:
         raise ValueError(f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[serve,ray]") from None
-    return ray.run(options, settings(args), devices, host=args.host, port=args.port, drain=args.drain, address=args.ray_address,
-                   access_log=args.access_log)  # fmt: skip
+    return ray.run(
+        options,
+        settings(args),
+        devices,
+        host=args.host,
+        port=args.port,
+        drain=args.drain,
+        address=args.ray_address,
+        access_log=args.access_log,
+    )
 
 
 def settings(args: argparse.Namespace) -> Settings:

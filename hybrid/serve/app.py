@@ -45,8 +45,9 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
         await backend.close()
 
     # The pages that show an OpenAPI document load scripts from elsewhere: the document alone is served.
-    app = FastAPI(title="hybrid-kernels", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
-                  redirect_slashes=False)  # fmt: skip
+    app = FastAPI(
+        title="hybrid-kernels", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.backend = backend
     app.state.service = service
     app.include_router(endpoints.router(service))

@@ -140,8 +140,13 @@ class _Choices:
     def __init__(self, head: Head, count: int, prompts: Sequence[int]) -> None:
         self.head = head
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._same = {"id": self.id, "object": "", "created": int(time.time()), "model": head.model,
-                      "system_fingerprint": head.fingerprint}  # fmt: skip
+        self._same = {
+            "id": self.id,
+            "object": "",
+            "created": int(time.time()),
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
         self._prompts = prompts
         self.done: list[Completion | None] = [None] * count
         self._generated = 0

@@ -217,9 +217,22 @@ class ResponsesRequest(Wire):
 
     def chat(self) -> ChatRequest:
         """The request for chat that asks for the same. ApiError for what has no such form."""
-        copied = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls", "presence_penalty",
-                  "frequency_penalty", "repetition_penalty", "ignore_eos", "priority",
-            "store")  # fmt: skip
+        copied = (
+            "model",
+            "stream",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "parallel_tool_calls",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "ignore_eos",
+            "priority",
+            "store",
+        )
         body: dict[str, Any] = {k: getattr(self, k) for k in copied}
         body["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *self._messages()]
         body["max_completion_tokens"] = self.max_output_tokens

@@ -14,8 +14,17 @@ from hybrid.serve.scale.front import Front, guarded
 from hybrid.serve.settings import Settings
 
 
-def run(options: Mapping[str, Any], settings: Settings, devices: Sequence[str], *, host: str, port: int, drain: float,
-        address: str | None = None, access_log: bool = False) -> int:  # fmt: skip
+def run(
+    options: Mapping[str, Any],
+    settings: Settings,
+    devices: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    drain: float,
+    address: str | None = None,
+    access_log: bool = False,
+) -> int:
     """Until a signal; the exit code. options: of hybrid.load, without the device. address: a running Ray cluster's (default: one
     of this process's own). OSError where the port cannot be had."""
     if address is not None and "://" in address:
