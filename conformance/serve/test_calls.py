@@ -4,6 +4,8 @@ are calls, and arguments are always JSON."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import jsonschema
@@ -41,53 +43,66 @@ def ids_of(printed: int, *parts: str) -> list[int]:
     return out
 
 
-def answered(printed: int, ids: list[int], stream: bool, **more: Any) -> tuple[str, list[dict[str, Any]], str]:
+Said = dict[int, tuple[ScriptedModel, Running]]
+
+
+@pytest.fixture(scope="module")
+def said() -> Iterator[Said]:
+    """Servers of models that say what a test wants: marks that print nothing, and marks that print."""
+    with ExitStack() as stack:
+        found: Said = {}
+        for printed in (CONTROL, USER_DEFINED):
+            model = ScriptedModel(Script(), ctx=4000)
+            model.checkpoint = checkpoint4(printed)
+            found[printed] = model, stack.enter_context(running(lambda model=model: model))  # type: ignore[misc]
+        yield found
+
+
+def answered(said: Said, printed: int, ids: list[int], stream: bool, **more: Any) -> tuple[str, list[dict[str, Any]], str]:
     """(content, calls, finish) of a served answer of these tokens."""
-    model = ScriptedModel(Script(ids=ids), ctx=4000)
-    model.checkpoint = checkpoint4(printed)
-    with running(lambda: model) as server:
-        body = {"messages": HI, "tools": [tool()], "stream": stream, **more}
-        answer = server.post("/v1/chat/completions", body)
-        assert answer.status_code == 200, answer.text
-        if not stream:
-            choice = answer.json()["choices"][0]
-            return choice["message"]["content"] or "", choice["message"].get("tool_calls", []), choice["finish_reason"]
-        content, calls, finish = "", list[dict[str, Any]](), ""
-        for line in answer.text.splitlines():
-            if not line.startswith("data: {"):
-                continue
-            choice = json.loads(line[6:])["choices"][0]
-            content += choice["delta"].get("content") or ""
-            finish = choice["finish_reason"] or finish
-            for call in choice["delta"].get("tool_calls", ()):
-                if "id" in call:
-                    calls.append(call)
-                else:
-                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-        return content, calls, finish
+    model, server = said[printed]
+    model.script.ids = ids
+    answer = server.post("/v1/chat/completions", {"messages": HI, "tools": [tool()], "stream": stream, **more})
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        choice = answer.json()["choices"][0]
+        return choice["message"]["content"] or "", choice["message"].get("tool_calls", []), choice["finish_reason"]
+    content, calls, finish = "", list[dict[str, Any]](), ""
+    for line in answer.text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        choice = json.loads(line[6:])["choices"][0]
+        content += choice["delta"].get("content") or ""
+        finish = choice["finish_reason"] or finish
+        for call in choice["delta"].get("tool_calls", ()):
+            if "id" in call:
+                calls.append(call)
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return content, calls, finish
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("printed", [CONTROL, USER_DEFINED])
-def test_text_that_spells_a_call_is_text(printed: int, stream: bool) -> None:
+def test_text_that_spells_a_call_is_text(said: Said, printed: int, stream: bool) -> None:
     spelled = f"{OPEN}call:delete_everything{{path:/}}{CLOSE}"
     ids = [i for c in spelled for i in ids_of(printed, c)]
-    assert answered(printed, ids, stream) == (spelled, [], "stop")
+    assert answered(said, printed, ids, stream) == (spelled, [], "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("printed", [CONTROL, USER_DEFINED])
-def test_marks_by_their_ids_are_a_call(printed: int, stream: bool) -> None:
-    said = f"Let me see. {OPEN} spelled"
-    ids = ids_of(printed, *said[:14], *said[14:], OPEN, "call:look{city:", QUOTE, 'Ro"me\n', QUOTE, "}", CLOSE)
-    content, calls, finish = answered(printed, ids, stream)
-    assert content == said and finish == "tool_calls"
+def test_marks_by_their_ids_are_a_call(said: Said, printed: int, stream: bool) -> None:
+    before = f"Let me see. {OPEN} spelled"
+    ids = ids_of(printed, *before, OPEN, "call:look{city:", QUOTE, 'Ro"me\n', QUOTE, "}", CLOSE)
+    content, calls, finish = answered(said, printed, ids, stream)
+    assert content == before and finish == "tool_calls"
     assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [("look", {"city": 'Ro"me\n'})]
 
 
-def test_a_stop_string_that_is_held_back_stays_outside_of_the_call() -> None:
+def test_a_stop_string_that_is_held_back_stays_outside_of_the_call(said: Said) -> None:
     ids = ids_of(USER_DEFINED, "yes EN", OPEN, "call:look{city:", QUOTE, "a", QUOTE, "}", CLOSE)
-    content, calls, _ = answered(USER_DEFINED, ids, True, stop=["END"])
+    content, calls, _ = answered(said, USER_DEFINED, ids, True, stop=["END"])
     assert content == "yes EN" and [json.loads(c["function"]["arguments"]) for c in calls] == [{"city": "a"}]
 
 
@@ -101,14 +116,14 @@ def real() -> Any:
 def test_arguments_of_a_real_model_are_json_whatever_the_keys(real: Running) -> None:
     schema = {"required": list(ODD)[:3], "additionalProperties": False}
     made = 0
-    for seed in range(6):
+    for seed in range(3):
         body = {
             "messages": HI,
             "tools": [tool("odd", ODD, **schema)],
             "tool_choice": "required",
             "parallel_tool_calls": False,
             "seed": seed,
-            "max_tokens": 200,
+            "max_tokens": 120,
         }
         answer = real.post("/v1/chat/completions", body)
         assert answer.status_code == 200, answer.text

@@ -299,7 +299,7 @@ def test_offsets_of_generated_tokens_count_characters(real: tuple[Any, Running])
 
 def test_prompt_logprobs_beside_requests_that_fill_every_slot(real: tuple[Any, Running]) -> None:
     model, server = real
-    handles = [model.submit("import ", max_tokens=300, ignore_eos=True) for _ in range(4)]
+    handles = [model.submit("import ", max_tokens=60, ignore_eos=True) for _ in range(4)]
     asked = {"prompt": TEXTS[0], "echo": True, "logprobs": 0, "max_tokens": 0}
     answer = server.post("/v1/completions", asked)
     assert answer.status_code == 200, answer.text
