@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,12 @@ def said(server: Running, sent: bytes) -> bytes:
     return out
 
 
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Running]:
+    with running(lambda: ScriptedModel(Script())) as found:
+        yield found
+
+
 def test_pages_of_other_origins_are_refused_without_a_key() -> None:
     with running(lambda: ScriptedModel(Script()), Settings(cors=("https://friend.example",))) as server:
         own = f"http://127.0.0.1:{server.port}"
@@ -66,16 +73,13 @@ def test_pages_of_other_origins_are_refused_without_a_key() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
-def test_what_a_page_may_send_without_asking_is_not_taken(kind: str | None) -> None:
-    with running(lambda: ScriptedModel(Script())) as server:
-        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
-            headers = {} if kind is None else {"content-type": kind}
-            answer = server.post(path, content=json.dumps(HI).encode(), headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_content_type")
-        answer = server.post(
-            "/v1/chat/completions", content=json.dumps(HI), headers={"content-type": "Application/JSON; charset=utf-8"}
-        )
-        assert answer.status_code == 200
+def test_what_a_page_may_send_without_asking_is_not_taken(plain: Running, kind: str | None) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        headers = {} if kind is None else {"content-type": kind}
+        answer = plain.post(path, content=json.dumps(HI).encode(), headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_content_type")
+    answer = plain.post("/v1/chat/completions", content=json.dumps(HI), headers={"content-type": "Application/JSON; charset=utf-8"})
+    assert answer.status_code == 200
 
 
 def test_two_host_headers_are_refused() -> None:
@@ -110,36 +114,33 @@ def test_cors_takes_the_headers_that_clients_ask_for() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/v1/models", "/metrics", "/page/chat.js", "/tokenizer_info"])
-def test_head_is_get_without_a_body(path: str) -> None:
-    with running(lambda: ScriptedModel(Script())) as server:
-        answer = server.http.head(path)
-        assert answer.status_code == 200 and not answer.content
-        whole = server.http.get(path)
-        assert whole.content and answer.headers["content-type"] == whole.headers["content-type"]
-        assert server.http.head("/v1/chat/completions").status_code == 405
+def test_head_is_get_without_a_body(plain: Running, path: str) -> None:
+    answer = plain.http.head(path)
+    assert answer.status_code == 200 and not answer.content
+    whole = plain.http.get(path)
+    assert whole.content and answer.headers["content-type"] == whole.headers["content-type"]
+    assert plain.http.head("/v1/chat/completions").status_code == 405
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_streams_to_http_1_0_are_not_chunked(version: str) -> None:
-    with running(lambda: ScriptedModel(Script())) as server:
-        body = json.dumps({**HI, "stream": True}).encode()
-        head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        answer = said(server, head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        headers, _, stream = answer.partition(b"\r\n\r\n")
-        assert (b"chunked" in headers.lower()) == (version == "1.1")
-        if version == "1.0":
-            assert stream.startswith(b"data: {") and stream.endswith(b"data: [DONE]\n\n")
-        whole = said(server, f"GET /v1/models HTTP/{version}\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
-        assert json.loads(whole.partition(b"\r\n\r\n")[2])["object"] == "list"
+def test_streams_to_http_1_0_are_not_chunked(plain: Running, version: str) -> None:
+    body = json.dumps({**HI, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    answer = said(plain, head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    headers, _, stream = answer.partition(b"\r\n\r\n")
+    assert (b"chunked" in headers.lower()) == (version == "1.1")
+    if version == "1.0":
+        assert stream.startswith(b"data: {") and stream.endswith(b"data: [DONE]\n\n")
+    whole = said(plain, f"GET /v1/models HTTP/{version}\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    assert json.loads(whole.partition(b"\r\n\r\n")[2])["object"] == "list"
 
 
 @pytest.mark.parametrize(
     "sent", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost : x\r\n\r\n", b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n"]
 )
-def test_refusals_before_there_is_a_request_are_error_objects(sent: bytes) -> None:
-    with running(lambda: ScriptedModel(Script())) as server:
-        answer = said(server, sent)
-        assert answer.startswith(b"HTTP/1.1 400") and error_of(answer)["code"] == "invalid_http"
+def test_refusals_before_there_is_a_request_are_error_objects(plain: Running, sent: bytes) -> None:
+    answer = said(plain, sent)
+    assert answer.startswith(b"HTTP/1.1 400") and error_of(answer)["code"] == "invalid_http"
 
 
 def test_nobody_writes_lines_into_the_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +177,6 @@ def test_answers_hold_no_number_that_is_none() -> None:
         packed({"a": float("nan")})
 
 
-def test_an_address_that_is_not_there_is_an_error_object() -> None:
-    with running(lambda: ScriptedModel(Script())) as server:
-        for answer in (server.http.get("/v2"), server.http.delete("/v1/models"), httpx.get(f"{server.url}/v1/models/none")):
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+def test_an_address_that_is_not_there_is_an_error_object(plain: Running) -> None:
+    for answer in (plain.http.get("/v2"), plain.http.delete("/v1/models"), httpx.get(f"{plain.url}/v1/models/none")):
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
