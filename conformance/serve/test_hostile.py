@@ -80,7 +80,9 @@ def test_json_of_any_shape_is_read_or_refused() -> None:
         ):
             for path in ("/v1/completions", "/v1/responses", "/v1/chat/completions"):
                 answer = server.post(path, content=body, headers={"content-type": "application/json"})
-                assert answer.status_code == 400, (body[:60], answer.text)
+                ignored = path == "/v1/completions" and body.startswith(b'{"prompt": "a", "metadata"')
+                assert answer.status_code == (200 if ignored else 400), (body[:60], answer.text)
+                assert "Infinity" not in answer.text
 
 
 # ------------------------------------------------------------------------------------------------------------- texts

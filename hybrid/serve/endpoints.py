@@ -179,12 +179,13 @@ async def answer_chat(service: Service, body: ChatRequest, request: Request) -> 
 
 
 async def answer_responses(service: Service, body: ResponsesRequest, request: Request) -> Response:
+    repeated = body.repeated()
     try:
         a = await service.unless_gone(request, asked_chat(service, body.chat(), request, RESPONSES))
     except ApiError as error:
         error.param = public(error.param)
         raise
-    form = ResponsesForm(a.head, body.repeated(), a.readers[0])
+    form = ResponsesForm(a.head, repeated, a.readers[0])
     return await service.answer(request, a.jobs, form, bool(body.stream), note(a.notes))
 
 

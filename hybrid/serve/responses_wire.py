@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag, ValidationError, model_validator
 
 from hybrid.serve.errors import bad_request, from_validation
+from hybrid.serve.http import packed
 from hybrid.serve.wire import (
     I32,
     MESSAGES,
@@ -202,9 +203,13 @@ class ResponsesRequest(Wire):
         return self
 
     def repeated(self) -> dict[str, Any]:
-        """Fields that the answer repeats."""
+        """Fields that the answer repeats. ApiError 400 for numbers that are too large for an answer."""
         fields = {"instructions", "max_output_tokens", "metadata", "text", "tool_choice", "tools", "top_p", "temperature", "user"}
         found = self.model_dump(include=fields, by_alias=True)
+        try:
+            packed(found)
+        except ValueError:
+            raise bad_request("a number in metadata or tools is too large", "metadata", "invalid_value") from None
         return found | {
             "tools": [t for t in found["tools"] or [] if t["type"] == "function"],
             "tool_choice": found["tool_choice"] or "auto",
