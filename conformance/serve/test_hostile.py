@@ -180,8 +180,12 @@ def test_work_that_fails_is_refused_and_the_pool_goes_on() -> None:
         ({"allOf": []}, "s.allOf"),
         ({"minLength": -1}, "s.minLength"),
         ({"minimum": "a"}, "s.minimum"),
+        ({"minimum": 1e999}, "s.minimum"),
+        ({"maxItems": 1e999}, "s.maxItems"),
+        ({"maxItems": 1.5}, "s.maxItems"),
         ({"pattern": 5}, "s.pattern"),
         ({"$ref": "#/a/b"}, "s.$ref"),
+        ({"properties": {"a": {"default": [1e999]}}}, "s"),
     ],
 )
 def test_schemas_have_limits_and_a_shape(schema: dict[str, Any], place: str) -> None:
@@ -202,6 +206,10 @@ def test_objects_are_closed_where_nothing_says_that_they_are_open() -> None:
         assert loosened(open_, 0) == open_
     assert loosened({"allOf": [inner, {"properties": {"b": {}}}]}, 0) == {"allOf": [inner, {"properties": {"b": {}}}]}
     assert loosened(inner, 1) == inner
+
+
+def test_whole_numbers_of_any_form_and_size_are_numbers() -> None:
+    check({"maxItems": 3.0, "maximum": 10**400, "minLength": 10**400, "multipleOf": 0.5, "exclusiveMinimum": True}, "s", True)
 
 
 def test_a_schema_that_refers_to_itself_is_no_loop() -> None:

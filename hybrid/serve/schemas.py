@@ -3,6 +3,7 @@ is left out or refused."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -82,6 +83,10 @@ def check(schema: Mapping[str, Any], place: str, strict: bool = False) -> None:
     """Check a schema's shape and size. strict: also that a grammar can follow it whole. ApiError 400 names what is wrong as a
     place below `place`."""
     _Check(schema, place, strict).schema(schema, place, 0)
+    try:
+        json.dumps(schema, allow_nan=False)
+    except ValueError:
+        raise _wrong(place, "has a number that is too large") from None
 
 
 class _Check:
@@ -129,9 +134,9 @@ class _Check:
                 wanted = f"must have at most {ALTERNATIVES} schemas"
             elif key in _TEXTS and not isinstance(value, str):
                 wanted = "must be a string"
-            elif key in _COUNTS and not (type(value) in (int, float) and value >= 0 and value == int(value)):
+            elif key in _COUNTS and not (_is_whole(value) and value >= 0):
                 wanted = "must be a whole number, 0 or more"
-            elif key in _NUMBERS and not (type(value) in (int, float, bool) and math.isfinite(value)):
+            elif key in _NUMBERS and not _is_number(value):
                 wanted = "must be a number"
             if wanted:
                 raise _wrong(at, wanted)
@@ -152,6 +157,14 @@ class _Check:
             self.schema(target, self._place + reference[1:].replace("/", "."), depth + 1)
         elif self._strict or reference.startswith("#/"):
             raise _wrong(place, "leads nowhere within the schema")
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, bool) or (type(value) is float and math.isfinite(value))
 
 
 def _below(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:

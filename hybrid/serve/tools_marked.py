@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybrid.serve.errors import bad_request
 from hybrid.serve.grammars import MARKS, marks_of
 from hybrid.serve.schemas import resolve
 from hybrid.serve.structured import json_rule
@@ -72,7 +73,7 @@ class _Rules:
     def _add(self, body: str) -> str:
         name = f"r{len(self.lines)}"
         if len(self.lines) > _MOST_RULES:
-            raise ValueError("the tools' parameters have too many parts")
+            raise bad_request("the tools' parameters have too many parts", "tools", "invalid_schema")
         self.lines.append(f"{name}: {body}")
         return name
 
