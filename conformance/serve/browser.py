@@ -56,7 +56,7 @@ def browser(width: int = 1200, height: int = 800, dark: bool = False, host: str 
 
 NO_GOODBYE = "addEventListener('beforeunload', () => { Storage.prototype.setItem = () => {}; })"
 NO_TIMERS = "window.setTimeout = () => 1"
-"""What a page cannot do any more: keep something when it is left, or after a while."""
+"""Scripts that take from a page its last writes: when it is left, and those of timers."""
 SETTLE = 20.0
 """Seconds that an answer may take."""
 
@@ -117,7 +117,7 @@ class Page:
 
     @property
     def kept(self) -> dict[str, list[dict[str, str]]]:
-        """What the browser's storage holds: turns by titles."""
+        """Turns in the browser's storage, by title."""
         every = self.run("return Object.entries(localStorage).filter(([key]) => key.startsWith('conversation:'))")
         return {c["title"]: c["turns"] for c in (json.loads(value) for _, value in every)}
 
@@ -147,7 +147,7 @@ class Page:
         return list(json.loads(self.run("return window.last.body"))["messages"])
 
     def errors(self) -> list[Any]:
-        """Of the console."""
+        """Severe messages of the console."""
         return [e for e in self.driver.get_log("browser") if e["level"] == "SEVERE"]
 
     @contextmanager
@@ -161,7 +161,7 @@ class Page:
             self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     def is_inside(self, outer: str, inner: str) -> bool:
-        """Whether a box is within another's height."""
+        """True if a box is within another's height."""
         o, i = self.one(outer).rect, self.one(inner).rect
         return bool(o["y"] <= i["y"] and i["y"] + i["height"] <= o["y"] + o["height"])
 
@@ -188,7 +188,7 @@ class Page:
         self.run(script, left)
 
     def refusals(self, bodies: list[str]) -> list[str]:
-        """What would be said of replies of status 502 with these bodies."""
+        """The page's messages for replies of status 502 with these bodies."""
         script = """
             const [bodies, done] = arguments;
             import("/page/server.js").then(async ({ refusal }) => {

@@ -50,7 +50,7 @@ class Model(ScriptedModel):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where requests that show something are written."""
+    """The folder for failing requests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fuzz, "SETTLING", 0.05)
     return tmp_path

@@ -155,6 +155,20 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         assert s.recv(100).startswith(b"HTTP/1.1 408")
 
 
+def test_a_body_that_comes_byte_by_byte_has_an_end() -> None:
+    with running(lambda: ScriptedModel(Script()), Settings(idle=20, total=0.5)) as server, server.raw() as s:
+        s.sendall(head(50_000))
+        s.settimeout(0.05)
+        came, end = b"", time.monotonic() + 15  # before a byte less than `idle` after the last one would be missed
+        while not came and time.monotonic() < end:
+            try:
+                s.sendall(b" ")
+                came = s.recv(100)
+            except TimeoutError:
+                continue
+        assert came.startswith(b"HTTP/1.1 408")
+
+
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_head_that_comes_byte_by_byte_is_not_waited_for(answered: bool) -> None:
     """On a new connection, and on one that is kept after an answer."""
@@ -229,6 +243,20 @@ def test_a_lost_device_is_503_and_the_model_is_loaded_again(stream: bool) -> Non
         until(lambda: server.http.get("/ready").status_code == 200)
         assert server.post("/v1/chat/completions", HI).status_code == 200
         assert models[0].closed and "hybrid_device_losses_total 1.0" in server.http.get("/metrics").text
+
+
+def test_a_device_that_is_lost_while_a_prompt_is_scored_is_loaded_again() -> None:
+    models = [ScriptedModel(Script()), ScriptedModel(Script())]
+    made = iter(models)
+
+    def lost(ids: Any) -> Any:
+        raise DeviceLost("gone")
+
+    models[0].engine.logits_by_pass = lost
+    with running(lambda: next(made)) as server:
+        answer = server.post("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0})
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "device_lost")
+        until(lambda: models[0].closed and server.http.get("/ready").status_code == 200)
 
 
 def test_a_lost_device_ends_the_process_where_that_is_asked_for() -> None:

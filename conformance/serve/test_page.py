@@ -142,7 +142,7 @@ def test_the_dashboard(shared: tuple[Running, ScriptedModel, Page]) -> None:
 
 @pytest.mark.slow
 def test_at_a_plain_address(model: ScriptedModel) -> None:
-    """Where browsers have no clipboard and no random identifiers: everywhere but at https and the loopback address."""
+    """At an address that is no secure context, browsers have no clipboard and no random identifiers."""
     if not available():
         pytest.skip(NEEDED)
     with ExitStack() as stack:
@@ -266,7 +266,7 @@ def test_a_reload_in_the_midst_of_an_answer(page: Page, model: ScriptedModel, se
 
 @pytest.mark.slow
 def test_a_reload_before_an_answer(page: Page, model: ScriptedModel, server: Running) -> None:
-    """What there was stays, and a question is not answered."""
+    """Former answers stay, and the open question has a Retry."""
     page.driver.get(server.url)
     page.ask("Much")
     model.script.gate = threading.Event()

@@ -113,6 +113,7 @@ class Guard:
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """`receive` with limits, until the body is complete. HTTPException, since the framework passes on no other."""
         most, idle = self._settings.max_body, self._settings.idle
+        end = time.monotonic() + self._settings.total
         length = Headers(scope=scope).get("content-length", "0")
         taken, complete = 0, False
 
@@ -123,7 +124,7 @@ class Guard:
             if length.isdigit() and int(length) > most:
                 raise HTTPException(413)
             try:
-                message = await asyncio.wait_for(receive(), idle)
+                message = await asyncio.wait_for(receive(), max(0.0, min(idle, end - time.monotonic())))
             except asyncio.TimeoutError:
                 raise HTTPException(408) from None
             taken += len(message.get("body", b""))

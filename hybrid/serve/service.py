@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hybrid import __version__
+from hybrid.core.errors import DeviceLost
 from hybrid.engine.handle import TokenLogprob
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, bad_request, internal, printable
@@ -89,21 +90,21 @@ class Service:
         tokenizer, most = model.checkpoint.tokenizer, self.most(model)
         self.check_length(model, len(text) - (text.count(guard) if guard else 0))
         parts = tokenizer.encode_parts(text, bos, guard is not None, guard or "")
-        return await self._texts.run(client_of(request), _joined(parts, most), len(text))
+        return await self._texts.run(self._client(request), _joined(parts, most), len(text))
 
     async def tokenize(self, request: Request, model: Model, text: str, bos: bool, guard: str | None = None) -> list[int]:
         """Ids of a text of any length."""
         parts = model.checkpoint.tokenizer.encode_parts(text, bos, guard is not None, guard or "")
-        return await self._texts.run(client_of(request), _joined(parts, None), len(text))
+        return await self._texts.run(self._client(request), _joined(parts, None), len(text))
 
     async def aside(self, request: Request, work: Callable[..., T], *args: Any) -> T:
         """A call that takes a while, in the thread for texts."""
-        return await self._texts.call(client_of(request), work, *args)
+        return await self._texts.call(self._client(request), work, *args)
 
     async def written(self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None) -> tuple[str, str]:
         """A conversation as the model's template writes it, for `encode` with its guard."""
         c = model.checkpoint
-        return await self._templates.call(client_of(request), chat.written, c.tokenizer, messages, c.chat_template, False, tools)
+        return await self._templates.call(self._client(request), chat.written, c.tokenizer, messages, c.chat_template, False, tools)
 
     def check_length(self, model: Model, characters: int) -> None:
         """ApiError 400 for a text that has too many tokens, however it is cut: no token has more characters than the longest."""
@@ -133,19 +134,30 @@ class Service:
     ) -> list[GrammarConstraint]:
         """n of the first of several grammars that can be compiled. ApiError 400, naming `param`; 429."""
         if self._compiled is None or self._compiled[0] is not model:
-            self.close()
-            self._compiled = model, Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
+            former, self._compiled = self._compiled, (model, Grammars(model.checkpoint.tokenizer, model.hparams.vocab))
+            if former is not None:
+                await self._grammars.call(self._client(request), former[1].close)
         known = self._compiled[1]
 
         def made() -> list[GrammarConstraint]:
             first = known.constraint(grammars, param)
             return [first, *(first.copy() for _ in range(n - 1))]
 
-        return await self._grammars.call(client_of(request), made)
+        return await self._grammars.call(self._client(request), made)
 
     async def prompt_logprobs(self, request: Request, model: Model, ids: Sequence[int], top: int) -> list[TokenLogprob | None]:
         """How likely each token of a prompt is after those before it, as `hybrid.perplexity` computes it; None for the first."""
-        return await self._scores.call(client_of(request), _prompt_logprobs, model, ids, top)
+        try:
+            return await self._scores.call(self._client(request), _prompt_logprobs, model, ids, top)
+        except ApiError as error:
+            if error.code == "device_lost":
+                self.backend.lost(model, DeviceLost(error.message))
+            raise
+
+    def _client(self, request: Request) -> str:
+        """Who asks: clients take turns. The key where one is checked, else the address that the connection comes from."""
+        address = request.client.host if request.client is not None else ""
+        return request.headers.get("authorization", address) if self.settings.keys else address
 
     def count(self, n: int) -> None:
         """Refuses more choices than this server allows."""
@@ -198,12 +210,6 @@ class Service:
             yield form.fail(internal(error))
         finally:
             feed.cancel()
-
-
-def client_of(request: Request) -> str:
-    """Who asks: clients have turns. The key, or the address that the connection comes from."""
-    key = request.headers.get("authorization")
-    return key or (request.client.host if request.client is not None else "")
 
 
 def note(parts: Iterable[str]) -> dict[str, str]:
