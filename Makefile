@@ -28,11 +28,13 @@ test: $(VENV)/.ready-test ## everything that CI runs
 
 quick: $(VENV)/.ready-test ## for whoever changes a line: lint, specs, a share of every test
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m hybrid.spec check
 	HYBRID_CONFORMANCE=quick OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.ready-test ## ruff, mypy, the layers of pyproject.toml
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/lines.py

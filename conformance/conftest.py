@@ -1,12 +1,13 @@
 """Fixtures and profiles of the suite.
 
 HYBRID_CONFORMANCE=long        many random examples, every named workload and dtype combination
-HYBRID_CONFORMANCE=quick       a share of each test's parameters, nothing that takes seconds (conformance/support/profile.py)
-HYBRID_REQUIRE_VULKAN=1        a missing Vulkan device is a failure, not a skip
-HYBRID_REQUIRE_COMPILER=1      so is a missing shader compiler, which mutated and new shaders need, or a missing C++ compiler
-HYBRID_VULKAN_DEVICE=vulkan:1  which one
+HYBRID_CONFORMANCE=quick       a share of each test's parameters, nothing that takes seconds
+(conformance/support/profile.py) HYBRID_REQUIRE_VULKAN=1        a missing Vulkan device is a failure, not a skip
+HYBRID_REQUIRE_COMPILER=1      so is a missing shader compiler, which mutated and new shaders need, or a missing C++
+compiler HYBRID_VULKAN_DEVICE=vulkan:1  which one
 HYBRID_VULKAN_VALIDATION=1     with the validation layer; any message fails the test in which it appears
-HYBRID_ROUGH_PRODUCTS=1        cpu's products add up in an order that depends on their shape (conformance/support/rough.py)
+HYBRID_ROUGH_PRODUCTS=1        cpu's products add up in an order that depends on their shape
+(conformance/support/rough.py)
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from conformance.support.expected import apply_expected
 from conformance.support.profile import PROFILE, QUICK, quick
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-settings.register_profile("ci", derandomize=True, max_examples=1 if QUICK else 3, deadline=None, database=None,
-                          suppress_health_check=_SLOW)  # fmt: skip
+settings.register_profile(
+    "ci", derandomize=True, max_examples=1 if QUICK else 3, deadline=None, database=None, suppress_health_check=_SLOW
+)
 settings.register_profile("long", max_examples=150, deadline=None, suppress_health_check=_SLOW, print_blob=True)
 settings.register_profile("quick", settings.get_profile("ci"))
 settings.register_profile("trial", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile(PROFILE)
 
 
-# Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled once.
+# Mesa keeps what it compiled in XDG_CACHE_HOME, which some tests move: the kernels that do not differ are compiled
+# once.
 os.environ.setdefault("MESA_SHADER_CACHE_DIR", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
 # Compiling a tile kernel of the NPU takes longer than most of what tests do with it; inlining costs nothing there.
 os.environ.setdefault("CXXFLAGS", "-Og -finline-small-functions -finline-functions")
@@ -51,7 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # thousands of tests and modules that stay: no collection looks through them, which would take a third of a second
+    # thousands of tests and modules that stay: no collection looks through them, which would take a third of a second
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

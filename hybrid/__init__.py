@@ -23,8 +23,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Completion", "ContextExceeded", "DeviceLost", "Event", "Handle", "Model", "NoFreeSlot", "QueueFull", "__version__", "load",
-]  # fmt: skip
+    "Completion",
+    "ContextExceeded",
+    "DeviceLost",
+    "Event",
+    "Handle",
+    "Model",
+    "NoFreeSlot",
+    "QueueFull",
+    "__version__",
+    "load",
+]
 
 
 # Backends, NumPy and the file readers are imported by the first use of these, not by `import hybrid`.

@@ -25,7 +25,9 @@ def add_model(p: argparse.ArgumentParser) -> None:
 
 def add_random(p: argparse.ArgumentParser) -> None:
     """--random NAME, a model in place of a file, and what belongs to it."""
-    p.add_argument("--random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models, no file")
+    p.add_argument(
+        "--random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models, no file"
+    )
     p.add_argument("--type", metavar="TYPE", help="with --random: of matrices (q4_0)")
     p.add_argument("--head", metavar="TYPE", help="with --random: of embedding and head (q6_k; q8_0 for odd rows)")
     p.add_argument("--layers", type=int, metavar="N", help="with --random: only the first N layers")
@@ -33,7 +35,8 @@ def add_random(p: argparse.ArgumentParser) -> None:
 
 
 def open_model(args: argparse.Namespace) -> Checkpoint:
-    """The checkpoint that the arguments of `add_model` name. UsageError for none or both, ValueError for one that cannot be."""
+    """The checkpoint that the arguments of `add_model` name. UsageError for none or both, ValueError for one that
+    cannot be."""
     from hybrid.checkpoint import open_checkpoint
     from hybrid.checkpoint.random import random_checkpoint
 
@@ -49,7 +52,9 @@ def open_model(args: argparse.Namespace) -> Checkpoint:
 
 def add_devices(p: argparse.ArgumentParser) -> None:
     """--device, --schedule and --npu: what runs the model's steps."""
-    p.add_argument("--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
+    p.add_argument(
+        "--device", default="auto", metavar="NAME", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)"
+    )
     p.add_argument(
         "--schedule",
         metavar="NAME",
@@ -63,8 +68,20 @@ def add_devices(p: argparse.ArgumentParser) -> None:
     )
 
 
-ENGINE = ("schedule", "npu", "weights", "precision", "kv", "ctx", "chunk", "deterministic", "memory", "draft", "draft_device",
-          "speculate")  # fmt: skip
+ENGINE = (
+    "schedule",
+    "npu",
+    "weights",
+    "precision",
+    "kv",
+    "ctx",
+    "chunk",
+    "deterministic",
+    "memory",
+    "draft",
+    "draft_device",
+    "speculate",
+)
 """Arguments of `add_engine` that are options of hybrid.load by the same names."""
 
 
@@ -75,7 +92,9 @@ def add_engine(p: argparse.ArgumentParser) -> None:
 
     made = [t for t in WRITABLE_TYPES if t not in NATIVE]
     add_devices(p)
-    p.add_argument("--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading")
+    p.add_argument(
+        "--weights", choices=made, metavar="TYPE", help=f"convert matrices to {', '.join(made)} while loading"
+    )
     p.add_argument(
         "--precision",
         default="auto",
@@ -83,8 +102,12 @@ def add_engine(p: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="auto (int8 activations for quantised weights, else float32), exact (float32), fast (auto)",
     )
-    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
-    p.add_argument("--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)")
+    p.add_argument(
+        "--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)"
+    )
+    p.add_argument(
+        "--ctx", type=positive, metavar="N", help="most tokens of prompt and text (the model's, at most 4096)"
+    )
     p.add_argument("--chunk", type=positive, metavar="N", help="most rows of a prefill pass (what suits the device)")
     p.add_argument(
         "--deterministic",
@@ -115,7 +138,9 @@ def add_ray(p: argparse.ArgumentParser, what: str) -> None:
         metavar="DEVICE",
         help="with --ray: a replica on this device, as of --device; may be repeated (every real GPU here, else cpu)",
     )
-    p.add_argument("--ray-address", metavar="ADDRESS", help="with --ray: a running cluster's (one of this machine's own)")
+    p.add_argument(
+        "--ray-address", metavar="ADDRESS", help="with --ray: a running cluster's (one of this machine's own)"
+    )
 
 
 def replicas(args: argparse.Namespace) -> list[str]:
@@ -148,7 +173,9 @@ def _speculate(text: str) -> str | int:
 def add_guesses(p: argparse.ArgumentParser) -> None:
     """--draft, --draft-device and --speculate, as hybrid.load takes them (`check_guesses`)."""
     p.add_argument(
-        "--draft", metavar="FILE", help="guess what comes next by a smaller model with the same tokenizer, or by `lookup`"
+        "--draft",
+        metavar="FILE",
+        help="guess what comes next by a smaller model with the same tokenizer, or by `lookup`",
     )
     p.add_argument(
         "--draft-device",

@@ -120,7 +120,11 @@ def _device(info: Any, report: Any, heaps: list[dict[str, Any]]) -> Finding:
     }
     limits = report.limits
     f16 = report.has("f16_matrices")
-    units = f"{F16_MATRIX}{', used for prefill' if f16 else ': no'}; {len(report.matrices)} shapes" if report.matrices else "no"
+    units = (
+        f"{F16_MATRIX}{', used for prefill' if f16 else ': no'}; {len(report.matrices)} shapes"
+        if report.matrices
+        else "no"
+    )
     detail = (
         f"{info.kind}, {report.driver}; memory {memory}; subgroup {limits.subgroup}; storage buffers up to "
         f"{limits.max_storage_range / 2**20:.0f} MiB; matrix units {units}"

@@ -42,15 +42,23 @@ def parser() -> argparse.ArgumentParser:
         "model", nargs="?", metavar="FILE|NAME", help=".gguf file, Hugging Face directory, or a name such as gemma3-27b"
     )
     p.add_argument(
-        "--find", action="store_true", help="instead: the models on this machine, of Hugging Face's cache, Ollama, GGUF files"
+        "--find",
+        action="store_true",
+        help="instead: the models on this machine, of Hugging Face's cache, Ollama, GGUF files",
     )
     p.add_argument("--tensors", action="store_true", help="every tensor, not one line for each kind")
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences at a time (1)")
     p.add_argument("--context", type=int, metavar="N", help="positions of each sequence (the model's, at most 4096)")
     p.add_argument("--memory", type=size, metavar="SIZE", help="also compare with this much memory, such as 16GiB")
-    p.add_argument("--schedule", metavar="NAME", help="a shipped schedule such as gemma3-hybrid, or a file (the family's)")
-    p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (auto)")
-    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
+    p.add_argument(
+        "--schedule", metavar="NAME", help="a shipped schedule such as gemma3-hybrid, or a file (the family's)"
+    )
+    p.add_argument(
+        "--precision", default="auto", choices=PRECISIONS, metavar="NAME", help=f"{', '.join(PRECISIONS)} (auto)"
+    )
+    p.add_argument(
+        "--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)"
+    )
     add_types(p, default=" (the default; a NAME is stored in bf16)")
     p.add_argument(
         "--check-finite",
@@ -105,7 +113,9 @@ def _find(as_json: bool) -> int:
         print(json.dumps([f.as_dict() for f in found]))
         return 0
     for f in found:
-        print(f"{f.kind:13} {f.name}, {show_bytes(f.bytes)}" + (f": cannot be loaded: {f.problem}" if f.problem else ""))
+        print(
+            f"{f.kind:13} {f.name}, {show_bytes(f.bytes)}" + (f": cannot be loaded: {f.problem}" if f.problem else "")
+        )
         print(f"    {f.path}")
     if not found:
         print(f"no model was found; {ADVICE}")
@@ -141,7 +151,8 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     types = plan_types(subject.tensors, wanted(args), writing=False)
     shapes = {name: shape for name, (_, shape) in subject.tensors.items()}
     table: list[dict[str, Any]] = [
-        {"name": n, "type": k, "shape": list(shapes[n]), "bytes": DTYPES[k].nbytes(shapes[n])} for n, k in types.kinds.items()
+        {"name": n, "type": k, "shape": list(shapes[n]), "bytes": DTYPES[k].nbytes(shapes[n])}
+        for n, k in types.kinds.items()
     ]
     by_type: dict[str, int] = {}
     for row in table:
@@ -155,7 +166,9 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     needs: dict[str, dict[str, int]] = {}
     sizes = {"batch": args.batch, "context": context, "precision": args.precision, "kv": args.kv, "schedule": schedule}
     for (storage, capabilities), group in alike(asked_of(devices)).items():
-        infos = {n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()}
+        infos = {
+            n: WeightInfo(native(k, storage) if len(shapes[n]) > 1 else k, shapes[n]) for n, k in types.kinds.items()
+        }
         if storage == "cpu":
             needs |= dict.fromkeys(group, footprint(hp, infos, **sizes).as_dict())
             continue
@@ -168,7 +181,9 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
         held = footprint(hp, infos, **sizes, capabilities=capabilities, beside=noted)
         for name, dry in group.items():
             weights = held.weights + laid_out_again(hp, infos, dry.second_layout)
-            needs[name] = replace(held, weights=weights, beside=max(scratch_bytes(plan, dry) for plan in plans)).as_dict()
+            needs[name] = replace(
+                held, weights=weights, beside=max(scratch_bytes(plan, dry) for plan in plans)
+            ).as_dict()
     return {
         **subject.head,
         "parameters": sum(_product(s) for s in shapes.values()),
@@ -194,7 +209,9 @@ def _subject(model: str) -> Subject:
         sheet = find_model(model)
         hp = sheet.hparams()
         tensors = {n: ("bf16" if len(s) > 1 else "f32", s) for n, s in tensors_of(hp).items()}
-        return Subject({"name": model, "path": None, "file_bytes": None, "source": sheet.model.source}, hp, tensors, None)
+        return Subject(
+            {"name": model, "path": None, "file_bytes": None, "source": sheet.model.source}, hp, tensors, None
+        )
     from hybrid.checkpoint import open_checkpoint
 
     with open_checkpoint(model) as c:
@@ -212,7 +229,14 @@ def _tokenizer(checkpoint: Any) -> dict[str, Any]:
     except CheckpointError as error:  # all else can still be shown
         return {"problem": str(error)}
     v = tokenizer.vocabulary
-    names = {NORMAL: "normal", UNKNOWN: "unknown", CONTROL: "control", USER_DEFINED: "user_defined", UNUSED: "unused", BYTE: "byte"}
+    names = {
+        NORMAL: "normal",
+        UNKNOWN: "unknown",
+        CONTROL: "control",
+        USER_DEFINED: "user_defined",
+        UNUSED: "unused",
+        BYTE: "byte",
+    }
     return {
         "tokens": tokenizer.n_tokens,
         "kinds": {name: sum(t == kind for t in v.types) for kind, name in names.items() if kind in v.types},
@@ -233,14 +257,22 @@ def text(report: Mapping[str, Any], every: bool) -> str:
     lines += [f"  note: {note}" for note in report["notes"]]
     plain = {key: value for key, value in hp.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
     lines += ["", "hyper-parameters", *(f"  {key:18} {value:g}" for key, value in plain.items())]
-    lines += [f"  {'output matrix':18} {'the embedding' if hp['tied'] else 'its own'}", "", "layers", *_layer_lines(hp["layers"])]
+    lines += [
+        f"  {'output matrix':18} {'the embedding' if hp['tied'] else 'its own'}",
+        "",
+        "layers",
+        *_layer_lines(hp["layers"]),
+    ]
     if tokenizer and "problem" in tokenizer:
         lines += ["", f"tokenizer: {tokenizer['problem']}"]
     elif tokenizer:
         kinds = ", ".join(f"{n} {k.replace('_', '-')}" for k, n in tokenizer["kinds"].items())
         ends = ", ".join(f"{i} {piece}" for i, piece in tokenizer["ends"].items())
-        lines += ["", f"tokenizer: {tokenizer['tokens']} tokens ({kinds}); begin {tokenizer['bos']}; ends {ends}; "
-                  f"{'with' if tokenizer['chat_template'] else 'no'} chat template"]  # fmt: skip
+        lines += [
+            "",
+            f"tokenizer: {tokenizer['tokens']} tokens ({kinds}); begin {tokenizer['bos']}; ends {ends}; "
+            f"{'with' if tokenizer['chat_template'] else 'no'} chat template",
+        ]
     lines += ["", "tensors", *_tensor_lines(report["tensors"], every)]
     types = ", ".join(f"{kind} {show_bytes(n)}" for kind, n in report["types"].items())
     lines += [f"  {len(report['tensors'])} tensors: {types}"]
@@ -249,8 +281,8 @@ def text(report: Mapping[str, Any], every: bool) -> str:
 
 
 def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What all layers have alike, then a line for each kind of layer. A source of keys and values, and the scalar, are a layer's
-    own and make no kind."""
+    """What all layers have alike, then a line for each kind of layer. A source of keys and values, and the scalar, are
+    a layer's own and make no kind."""
     kinds: dict[tuple[tuple[str, Any], ...], list[int]] = {}
     for index, layer in enumerate(layers):
         of = {**layer, "kv_from": layer["kv_from"] is not None}
@@ -313,7 +345,9 @@ def _needs_lines(report: Mapping[str, Any]) -> list[str]:
         if "problem" in row:
             lines.append(f"  {row['device']}: {row['problem']}")
             continue
-        verdict = f"fits, {show_bytes(row['spare'])} to spare" if row["spare"] >= 0 else f"{show_bytes(-row['spare'])} short"
+        verdict = (
+            f"fits, {show_bytes(row['spare'])} to spare" if row["spare"] >= 0 else f"{show_bytes(-row['spare'])} short"
+        )
         if row["spare"] < 0 and row["device"] == "cpu":
             verdict += ": so much of the weights would be read from the file at every use"
         lines.append(f"  {row['device']:44} {show_bytes(row['bytes']):>10}  {verdict}")

@@ -67,24 +67,24 @@ def load(
 ) -> Model:
     """Open a .gguf file or a Hugging Face directory (or take an open checkpoint) and make it ready on a device.
 
-    device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, another chain of the schedule, or open ones. schedule: a file
-    (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32 converts
-    matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto (quantised
-    weights: int8 activations and f16 KV; others: float32, or what quantised ones beside them take on matrix units), exact
-    (float32), fast (unquantised weights: f16). kv overrides the cache's type. slots: sequences that run at a time, for each of
-    which the cache has room at its longest (default: a few, which share the room of one).
-    queue: submitted requests that may wait beside those that run. memory: bytes on the device, or text such as 16GiB: the
-    cache gets what weights and activations leave of it (default: what `slots` sequences need at their longest).
+    device: auto (a real GPU, else cpu), cpu, vulkan, vulkan:N, another chain of the schedule, or open ones. schedule: a
+    file (default: the shipped one of the checkpoint's family). weights: q8_0, q4_0, q4_1, q5_1, f16, bf16 or f32
+    converts matrices while loading. ctx: tokens per sequence (default: the model's, at most 4096). precision: auto
+    (quantised weights: int8 activations and f16 KV; others: float32, or what quantised ones beside them take on matrix
+    units), exact (float32), fast (unquantised weights: f16). kv overrides the cache's type. slots: sequences that run
+    at a time, for each of which the cache has room at its longest (default: a few, which share the room of one).
+    queue: submitted requests that may wait beside those that run. memory: bytes on the device, or text such as 16GiB:
+    the cache gets what weights and activations leave of it (default: what `slots` sequences need at their longest).
     chunk: rows of a prefill pass (default: what suits the device).
     deterministic: the same bits for the same tokens, however a prompt is cut and whatever runs beside it; slower.
-    profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or, only
-    when asked for, its simulator.
-    draft: guesses of the next tokens, which passes of several rows verify, so that a text is the same, sooner: a smaller model
-    with the same tokenizer (on draft_device; default: where this one runs. In turns with it, or, where passes of the two need
-    nothing in common, while it verifies), or "lookup": what followed the last tokens where they stood before. speculate: how many
-    are guessed, auto (by what is accepted and what passes take here), a number, or 0 for none; alone it means "lookup".
-    warm: make what passes of many sequences need now, so that no request waits for that.
-    Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
+    profile: time every step. progress: a bar for slow loads. npu: what a schedule's NPU steps run on, the hardware or,
+    only when asked for, its simulator.
+    draft: guesses of the next tokens, which passes of several rows verify, so that a text is the same, sooner: a
+    smaller model with the same tokenizer (on draft_device; default: where this one runs. In turns with it, or, where
+    passes of the two need nothing in common, while it verifies), or "lookup": what followed the last tokens where they
+    stood before. speculate: how many are guessed, auto (by what is accepted and what passes take here), a number, or 0
+    for none; alone it means "lookup". warm: make what passes of many sequences need now, so that no request waits for
+    that. Raises ValueError (files, options, schedules) or RuntimeError (no device) with one line that says what to do.
     """
     guesses = most_guesses(draft, speculate)
     config = EngineConfig(
@@ -109,7 +109,8 @@ def load(
         try:
             drafter = drafter_for(made, draft, draft_device, slots, warm) if guesses else None
             if warm:
-                gc.collect()  # looks through all that was made, 0.15 s for a model of 62 layers: not in the midst of a request
+                # looks through all that was made, 0.15 s for a model of 62 layers: not in the midst of a request
+                gc.collect()
         except BaseException:
             made.close()
             raise
@@ -120,12 +121,19 @@ def load(
 
 
 class Model:
-    """Made by `load`. Threads may share it: they work one at a time, in the order in which they asked, and a generation lets
-    others in after each piece of text. `slots` says how many generations and sessions may be open at a time. `stats` are those
-    of whichever generation ended last."""
+    """Made by `load`. Threads may share it: they work one at a time, in the order in which they asked, and a generation
+    lets others in after each piece of text. `slots` says how many generations and sessions may be open at a time.
+    `stats` are those of whichever generation ended last."""
 
-    def __init__(self, checkpoint: Checkpoint, opened: Opened, engine: Engine, queue: int = QUEUE,
-                 drafter: Drafter | None = None, k: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        opened: Opened,
+        engine: Engine,
+        queue: int = QUEUE,
+        drafter: Drafter | None = None,
+        k: int | None = None,
+    ) -> None:
         self.checkpoint = checkpoint
         self.engine = engine
         self.device = opened.device.name
@@ -166,8 +174,8 @@ class Model:
         return self._engine().logits(token_ids(ids))
 
     def hidden_states(self, ids: Sequence[int], streams: bool = False) -> np.ndarray:
-        """float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of several residual streams
-        (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams, hidden]."""
+        """float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of several residual
+        streams (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams, hidden]."""
         return self._engine().hidden_states(token_ids(ids), streams=streams)
 
     def generate(
@@ -197,8 +205,9 @@ class Model:
         ignore_eos), at a stop string, or at the context's end; `stats` says which. With a `session`, what the prompt
         shares with the session's last sequence is not run again. With several tokens_per_submit pieces come that many
         at a time, with less work for the host; an end of text is then noticed late, and nothing is guessed. speculate:
-        guesses of a pass (default: as the model was loaded; 0: none; auto: where it was loaded so). logprobs: as for `submit`, in
-        `stats`. How tokens are chosen: hybrid.engine.sampling.Sampling. Raises at once for wrong arguments.
+        guesses of a pass (default: as the model was loaded; 0: none; auto: where it was loaded so). logprobs: as for
+        `submit`, in `stats`. How tokens are chosen: hybrid.engine.sampling.Sampling. Raises at once for wrong
+        arguments.
         """
         engine = self._engine()
         if not isinstance(tokens_per_submit, int) or tokens_per_submit < 1:
@@ -208,7 +217,9 @@ class Model:
         if session is not None and not session.of(engine):
             raise ValueError("the session belongs to another model: use one that this model made")
         if self._apart and logprobs:
-            raise ValueError("logprobs come with requests that are scheduled: load without draft and speculate, or use submit")
+            raise ValueError(
+                "logprobs come with requests that are scheduled: load without draft and speculate, or use submit"
+            )
         if self._apart:
             steps = in_own_slot(engine, request, session, tokens_per_submit, self._engine, self._note)
             return engine.lock.steps(steps)
@@ -236,21 +247,23 @@ class Model:
         constraint: Constraint | None = None,
         speculate: int | None = None,
     ) -> Handle:
-        """Put a request into the queue, from any thread; returns at once. Requests run together, up to `slots` at a time, and
-        are read from the handle, in threads or with asyncio.
+        """Put a request into the queue, from any thread; returns at once. Requests run together, up to `slots` at a
+        time, and are read from the handle, in threads or with asyncio.
 
-        As for `generate`. logprobs: how many of the most likely tokens come with each token (0: none; at most 20), by the model's
-        own distribution. constraint: says before each token which may come (hybrid.engine.constraint). priority: greater ones are
-        begun first. deadline: seconds from now after which it ends (finish `deadline`). ValueError for wrong options,
-        ContextExceeded for a prompt that is too long, QueueFull where too many wait.
+        As for `generate`. logprobs: how many of the most likely tokens come with each token (0: none; at most 20), by
+        the model's own distribution. constraint: says before each token which may come (hybrid.engine.constraint).
+        priority: greater ones are begun first. deadline: seconds from now after which it ends (finish `deadline`).
+        ValueError for wrong options, ContextExceeded for a prompt that is too long, QueueFull where too many wait.
         """
         self._engine()
         options = Options.among({**locals(), "speculate": self._guesses(speculate)})
         return self._serving.submit(self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt), options)
 
-    def generate_batch(self, prompts: Sequence[str | Sequence[int]], *, progress: bool = False, **options: Any) -> list[str]:
-        """The texts of several prompts, in their order; `options` are those of `submit`. progress: a bar on standard error.
-        The first error of a request ends the others and is raised."""
+    def generate_batch(
+        self, prompts: Sequence[str | Sequence[int]], *, progress: bool = False, **options: Any
+    ) -> list[str]:
+        """The texts of several prompts, in their order; `options` are those of `submit`. progress: a bar on standard
+        error. The first error of a request ends the others and is raised."""
         self._engine()
         return batch.texts(self.submit, prompts, options, progress)
 
@@ -259,8 +272,8 @@ class Model:
         return self._serving.metrics()
 
     def session(self) -> Session:
-        """For a conversation: one generation at a time. What its prompts have in common with what was said before is found in the
-        cache, as it is without a session."""
+        """For a conversation: one generation at a time. What its prompts have in common with what was said before is
+        found in the cache, as it is without a session."""
         return Session(self._engine())
 
     def _guesses(self, speculate: object) -> object:
@@ -268,20 +281,26 @@ class Model:
         if speculate != "auto" or self.drafting is None:
             return speculate
         if self.drafting.k is not None:
-            raise ValueError(f"speculate: the model was loaded with {self.drafting.k} guesses of a pass: ask for a number, 0 to "
-                             f"{MOST_GUESSES}, or load it with speculate='auto'")  # fmt: skip
+            raise ValueError(
+                f"speculate: the model was loaded with {self.drafting.k} guesses of a pass: ask for a number, 0 to "
+                f"{MOST_GUESSES}, or load it with speculate='auto'"
+            )
         return None
 
-    def _run(self, engine: Engine, request: Request, options: Options, session: Session | None,
-             at_once: int) -> Generator[str, None, None]:  # fmt: skip
-        """The pieces of a request's text, which takes its turn with all others from the first piece on until it is closed."""
+    def _run(
+        self, engine: Engine, request: Request, options: Options, session: Session | None, at_once: int
+    ) -> Generator[str, None, None]:
+        """The pieces of a request's text, which takes its turn with all others from the first piece on until it is
+        closed."""
         self._engine()  # it may have been closed since `generate`
         serving, mark = self._serving, None if session is None else session.enter()
         try:
             with engine.lock:
                 cached = serving.cached(request.prompt)
                 with interrupts.allowed():
-                    engine.warm_up(len(request.prompt) - cached, request.sampling.options())  # compiling is no part of the speeds
+                    engine.warm_up(
+                        len(request.prompt) - cached, request.sampling.options()
+                    )  # compiling is no part of the speeds
                 job = serving.begin(request, options, 1 if options.logprobs else at_once)
             try:
                 while (piece := serving.piece(job)) is not None:
@@ -311,8 +330,8 @@ class Model:
             self.stats = request.stats(self._report(self.engine, context, passes, counts or Counts()))
 
     def _report(self, engine: Engine, context: int, passes: int, counts: Counts) -> EngineReport:
-        """The engine's part of statistics. context: mean length of the sequence; passes: decode passes since the prefill; counts:
-        of guesses, where there were any."""
+        """The engine's part of statistics. context: mean length of the sequence; passes: decode passes since the
+        prefill; counts: of guesses, where there were any."""
         done = engine.counters.minus(engine.prefilled)
         counted = [f.name for f in fields(done) if f.name not in ("bytes_up", "bytes_down")]
         return EngineReport(
@@ -333,8 +352,8 @@ class Model:
         )
 
     def close(self) -> None:
-        """Free every device object and let go of the files; the model cannot be used afterwards. Requests that have not ended
-        fail."""
+        """Free every device object and let go of the files; the model cannot be used afterwards. Requests that have not
+        ended fail."""
         self._serving.close(ValueError(CLOSED))
         with self.engine.lock:
             if self._opened is not None:
@@ -352,7 +371,9 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _engine(self) -> Engine:

@@ -173,7 +173,9 @@ def parser() -> argparse.ArgumentParser:
     add_devices(p)
     p.add_argument("--weights", metavar="TYPE", help="convert MODEL's matrices to this type while loading")
     p.add_argument("--precision", default="auto", choices=PRECISIONS, metavar="NAME", help="auto, exact or fast (auto)")
-    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"MODEL's KV cache: {', '.join(CACHES)} (auto)")
+    p.add_argument(
+        "--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"MODEL's KV cache: {', '.join(CACHES)} (auto)"
+    )
     p.add_argument("--progress", action="store_true", help="a progress bar even where standard error is no terminal")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
@@ -221,9 +223,17 @@ def _load(path: str, args: argparse.Namespace, precision: Any, weights: str | No
         raise ValueError(f"--chunk {args.chunk} is more than the context of {longest} that {path} was made for")
     slots = _together(args.chunk)
     return hybrid.load(
-        path, args.device, args.schedule, weights, args.chunk, precision=precision, kv=kv, slots=slots, progress=True,
+        path,
+        args.device,
+        args.schedule,
+        weights,
+        args.chunk,
+        precision=precision,
+        kv=kv,
+        slots=slots,
+        progress=True,
         npu=args.npu,
-    )  # fmt: skip
+    )
 
 
 def _together(chunk: int) -> int:
@@ -241,7 +251,9 @@ def _reference(args: argparse.Namespace, stack: contextlib.ExitStack) -> Any:
 def _same_tokens(model: Any, reference: Any, documents: Sequence[str], args: argparse.Namespace) -> None:
     rows = [m.hparams.vocab for m in (model, reference)]
     if rows[0] != rows[1] or any(model.encode(d) != reference.encode(d) for d in documents):
-        raise ValueError(f"--kl {args.kl}: its tokenizer or vocabulary is not that of {args.model}: nothing can be compared")
+        raise ValueError(
+            f"--kl {args.kl}: its tokenizer or vocabulary is not that of {args.model}: nothing can be compared"
+        )
 
 
 def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, seconds: float) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""A checkpoint's engine on its devices, ready to run, and whoever guesses for it. What cannot be made ready is closed."""
+"""A checkpoint's engine on its devices, ready to run, and whoever guesses for it. What cannot be made ready is
+closed."""
 
 from __future__ import annotations
 
@@ -31,8 +32,15 @@ class Ready:
         self.opened.device.close()
 
 
-def ready(checkpoint: Checkpoint, device: str | Opened, schedule: str | os.PathLike[str] | Schedule | None, config: EngineConfig,
-          clock: LoadClock | None = None, npu: NpuKind = "npu", warm: bool = False) -> Ready:  # fmt: skip
+def ready(
+    checkpoint: Checkpoint,
+    device: str | Opened,
+    schedule: str | os.PathLike[str] | Schedule | None,
+    config: EngineConfig,
+    clock: LoadClock | None = None,
+    npu: NpuKind = "npu",
+    warm: bool = False,
+) -> Ready:
     """As hybrid.load takes these. clock: notes what it takes."""
     clock, given = clock or LoadClock(), schedule is not None
     if schedule is None:
@@ -58,10 +66,15 @@ def ready(checkpoint: Checkpoint, device: str | Opened, schedule: str | os.PathL
     return Ready(opened, engine)
 
 
-def drafter_for(model: Ready, draft: str | os.PathLike[str] | Checkpoint | Drafter | None, device: str | None,
-                slots: int | None, warm: bool = False) -> Drafter:  # fmt: skip
-    """What hybrid.load was told to guess by; a model runs on `device`, or where those run that are open. warm: as of hybrid.load.
-    ValueError for one with another tokenizer, and where the engine cannot verify guesses."""
+def drafter_for(
+    model: Ready,
+    draft: str | os.PathLike[str] | Checkpoint | Drafter | None,
+    device: str | None,
+    slots: int | None,
+    warm: bool = False,
+) -> Drafter:
+    """What hybrid.load was told to guess by; a model runs on `device`, or where those run that are open. warm: as of
+    hybrid.load. ValueError for one with another tokenizer, and where the engine cannot verify guesses."""
     check_drafting(model.engine)
     if draft is None or draft == "lookup":
         return Lookup()
@@ -71,14 +84,18 @@ def drafter_for(model: Ready, draft: str | os.PathLike[str] | Checkpoint | Draft
     try:
         ours, theirs = (c.tokenizer.vocabulary.pieces for c in (model.engine.checkpoint, found))
         if ours != theirs:
-            raise ValueError(f"{found.path}: as a draft it needs the model's tokenizer, and has another "
-                             f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)")  # fmt: skip
+            raise ValueError(
+                f"{found.path}: as a draft it needs the model's tokenizer, and has another "
+                f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)"
+            )
         ctx = min(model.engine.cache.ctx, found.hparams.context_length)
         where: str | Opened | None = device
         if where is None:
             lent = {"history": GUESSES_TENSOR, GUESSES_TENSOR: "history", UNTIL_TENSOR: "next_position"}
             where = open_again(model.opened, find_schedule(found.hparams.family), lent)
-        config = EngineConfig(ctx=ctx, slots=1 if slots is None else slots, shared=slots is None, guesses=min(WATCHED, ctx) - 1)
+        config = EngineConfig(
+            ctx=ctx, slots=1 if slots is None else slots, shared=slots is None, guesses=min(WATCHED, ctx) - 1
+        )
         smaller = ready(found, where, None, config)
     except BaseException:
         found.close()

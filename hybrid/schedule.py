@@ -19,7 +19,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("file", type=Path, metavar="FILE", help="schedule file, or the name of a shipped one such as gemma3")
     p.add_argument("model", type=Path, metavar="MODEL", help=".gguf file or Hugging Face directory")
     p.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="which plan to show (decode)")
-    p.add_argument("--rows", type=positive, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)")
+    p.add_argument(
+        "--rows", type=positive, default=1, metavar="N", help="rows of a pass: decode slots, or prompt tokens (1)"
+    )
     p.add_argument("--ctx", type=int, metavar="N", help="context to plan for (the model's, at most 4096)")
     p.add_argument(
         "--device",
@@ -67,7 +69,10 @@ def _main(args: argparse.Namespace) -> int:
         summary = {
             **about,
             "model": str(args.model),
-            **{k: {"steps": len(p.steps), "tensors": len(p.tensors), "segments": len(segments(p))} for k, p in checked.items()},
+            **{
+                k: {"steps": len(p.steps), "tensors": len(p.tensors), "segments": len(segments(p))}
+                for k, p in checked.items()
+            },
         }
         steps = ", ".join(f"{k} {len(p.steps)} steps" for k, p in checked.items())
         fits = f"{path}: fits {args.model}: {steps}; every edge agrees"
@@ -105,7 +110,8 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
 
 
 def _dry(device: str) -> Any:
-    """A device of the survey as plans are counted for it; for plain `vulkan` one with subgroups of 32, no matrix units."""
+    """A device of the survey as plans are counted for it; for plain `vulkan` one with subgroups of 32, no matrix
+    units."""
     from hybrid.kernels.vulkan.dry import DryDevice
 
     if device == "vulkan":

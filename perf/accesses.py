@@ -1,10 +1,11 @@
-"""What an operation's kernels execute and touch, counted without a GPU: instructions by kind, bank conflicts in shared memory, and
-the sectors of memory that loads and stores take.
+"""What an operation's kernels execute and touch, counted without a GPU: instructions by kind, bank conflicts in shared
+memory, and the sectors of memory that loads and stores take.
 
     python -m perf.accesses linear --workload gemma3-27b.attn_output --set T=32
 
-The kernels that a GPU with matrix units would choose run by NumPy (hybrid.harness.interpreter), `--workgroups` of each dispatch.
-Simulated counts, no times: by the module, before a driver's compiler has seen it. 1.00 is the least that the same words take.
+The kernels that a GPU with matrix units would choose run by NumPy (hybrid.harness.interpreter), `--workgroups` of each
+dispatch. Simulated counts, no times: by the module, before a driver's compiler has seen it. 1.00 is the least that the
+same words take.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ LACKS = {"nvidia": (), "radv": ("matrix_lanes", "fused_halves")}
 
 
 def counted(spec: OpSpec, workload: Workload, table: str, workgroups: int) -> Iterator[dict[str, Any]]:
-    """For each kernel that the workload takes by a class of devices' table, its counts; instructions of a subgroup, on average."""
+    """For each kernel that the workload takes by a class of devices' table, its counts; instructions of a subgroup, on
+    average."""
     case, watch = case_of(spec, workload), Watch()
     device = InterpretedDevice("auto", validation=False, tuning=table, without=LACKS[table])
     with device:
@@ -43,15 +45,19 @@ def counted(spec: OpSpec, workload: Workload, table: str, workgroups: int) -> It
             "workload": workload.id,
             "kernel": kernel,
             "subgroups": subgroups,
-            "instructions": {k: n / subgroups for k, n in sorted(watch.instructions[kernel].items(), key=lambda kn: -kn[1])},
+            "instructions": {
+                k: n / subgroups for k, n in sorted(watch.instructions[kernel].items(), key=lambda kn: -kn[1])
+            },
             "shared": _accesses(watch.shared[kernel], "wavefronts"),
             "buffers": _accesses(watch.buffers[kernel], "sectors"),
         }
 
 
 def _accesses(found: dict[tuple[str, int], Accesses], unit: str) -> list[dict[str, Any]]:
-    return [{"kind": kind, "bytes": size, "requests": a.requests, unit: a.taken, "least": a.least}
-            for (kind, size), a in sorted(found.items())]  # fmt: skip
+    return [
+        {"kind": kind, "bytes": size, "requests": a.requests, unit: a.taken, "least": a.least}
+        for (kind, size), a in sorted(found.items())
+    ]
 
 
 def lines(one: dict[str, Any]) -> Iterator[str]:
@@ -67,14 +73,29 @@ def lines(one: dict[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m perf.accesses",
-                    description="Count what an operation's kernels execute and touch, without a GPU.")  # fmt: skip
+    parser = Parser(
+        prog="python -m perf.accesses",
+        description="Count what an operation's kernels execute and touch, without a GPU.",
+    )
     parser.add_argument("op", help="operation, as in specs/ops")
-    parser.add_argument("--workload", action="append", default=[], metavar="ID",
-                        help="workloads whose id begins so (repeatable; default: those tagged demo)")  # fmt: skip
-    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE",
-                        help="an axis or a dtype of the workloads: T=32, x=f16")  # fmt: skip
-    parser.add_argument("--table", choices=TABLES, default=TABLES[0], help="whose kernels: kernels/vulkan/tuning (nvidia)")
+    parser.add_argument(
+        "--workload",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="workloads whose id begins so (repeatable; default: those tagged demo)",
+    )
+    parser.add_argument(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an axis or a dtype of the workloads: T=32, x=f16",
+    )
+    parser.add_argument(
+        "--table", choices=TABLES, default=TABLES[0], help="whose kernels: kernels/vulkan/tuning (nvidia)"
+    )
     parser.add_argument("--workgroups", type=positive, default=8, metavar="N", help="of each dispatch that run (8)")
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel")
     args: argparse.Namespace = parser.parse_args(argv)

@@ -1,11 +1,13 @@
-"""Everything that a device's record is made of, in one go: the proof of its kernels, then benches, profiles and ablation.
+"""Everything that a device's record is made of, in one go: the proof of its kernels, then benches, profiles and
+ablation.
 
     python -m perf.campaign --device vulkan                  # build/campaign/*.json, and what to keep them with
     python -m perf.campaign --only proof '1b-*'              # a small device
     python -m perf.campaign --list                           # the commands, to be run by hand
 
-The commands are those of perf/campaign.toml, each in a process of its own. What was made before is kept: a campaign that
-was stopped goes on where it was. No git is needed on the device; perf.record takes the files in where the commit is.
+The commands are those of perf/campaign.toml, each in a process of its own. What was made before is kept: a campaign
+that was stopped goes on where it was. No git is needed on the device; perf.record takes the files in where the commit
+is.
 """
 
 from __future__ import annotations
@@ -77,11 +79,20 @@ def perform(step: Step, out: Path, device: str, jobs: int) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.campaign", description="Prove, bench, profile and ablate on this device: what a record needs.")
+    p = Parser(
+        prog="python -m perf.campaign",
+        description="Prove, bench, profile and ablate on this device: what a record needs.",
+    )
     p.add_argument("--device", default="vulkan", metavar="NAME", help="vulkan or vulkan:N (vulkan)")
-    p.add_argument("--out", type=Path, default=Path("build") / "campaign", metavar="DIR", help="where it goes (build/campaign)")
-    p.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these steps of perf/campaign.toml, such as '1b-*' (all)")
-    p.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes of the proof (all cores)")
+    p.add_argument(
+        "--out", type=Path, default=Path("build") / "campaign", metavar="DIR", help="where it goes (build/campaign)"
+    )
+    p.add_argument(
+        "--only", nargs="+", default=[], metavar="STEP", help="these steps of perf/campaign.toml, such as '1b-*' (all)"
+    )
+    p.add_argument(
+        "--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes of the proof (all cores)"
+    )
     p.add_argument("--again", action="store_true", help="also what was made before")
     p.add_argument("--list", action="store_true", help="print the commands; run nothing")
     return p

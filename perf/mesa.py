@@ -1,6 +1,6 @@
-"""Where a Mesa with RADV is, and a process started on it. Two are used: the machine's own, and Debian 13's unpacked into
-build/mesa-trixie or, of an installation, into the user's cache (RADV of Debian 12 has no cooperative matrices): no root, no
-chroot, its own ld-linux starts Python.
+"""Where a Mesa with RADV is, and a process started on it. Two are used: the machine's own, and Debian 13's unpacked
+into build/mesa-trixie or, of an installation, into the user's cache (RADV of Debian 12 has no cooperative matrices): no
+root, no chroot, its own ld-linux starts Python.
 
     python -m perf.mesa fetch      # about 57 MB from Debian's mirror, by apt
 
@@ -53,7 +53,12 @@ class Mesa:
         raise RuntimeError(f"{self.name}: RADV's null device did not compile the kernels: {said}")
 
     def _start(self, family: str, *given: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "RADV_FORCE_FAMILY": family, "VK_DRIVER_FILES": str(self.icd), "VK_ICD_FILENAMES": str(self.icd)}
+        env = {
+            **os.environ,
+            "RADV_FORCE_FAMILY": family,
+            "VK_DRIVER_FILES": str(self.icd),
+            "VK_ICD_FILENAMES": str(self.icd),
+        }
         env.pop("HYBRID_VULKAN_VALIDATION", None)
         # The interpreter itself, not a virtual environment's link: ld-linux would not find its modules.
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(p for p in sys.path if p.endswith("site-packages"))])
@@ -108,8 +113,12 @@ def fetch(folder: Path = TRIXIE) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     from hybrid.cli import Parser, run
 
-    p = Parser(prog="python -m perf.mesa", description="Debian 13's Mesa in build/, for compiling for gfx1103; what is here.")
-    p.add_argument("command", choices=("fetch", "list"), help="fetch: download and unpack it; list: every RADV that is here")
+    p = Parser(
+        prog="python -m perf.mesa", description="Debian 13's Mesa in build/, for compiling for gfx1103; what is here."
+    )
+    p.add_argument(
+        "command", choices=("fetch", "list"), help="fetch: download and unpack it; list: every RADV that is here"
+    )
     args: argparse.Namespace = p.parse_args(argv)
     if args.command == "fetch":
         return run(fetch)

@@ -40,7 +40,9 @@ AHEAD = 2  # submits in flight
 def open_gpu(name: str) -> Any:
     """The Vulkan device of a --device choice: `gpu`, `vulkan` or `vulkan:N`. UsageError for others."""
     if name != "gpu" and "cpu" in find_schedule("gemma3").chain(name):
-        raise UsageError(f"--device {name}: neighbours share a GPU, or a CPU driver of Vulkan: use gpu, vulkan or vulkan:N")
+        raise UsageError(
+            f"--device {name}: neighbours share a GPU, or a CPU driver of Vulkan: use gpu, vulkan or vulkan:N"
+        )
     return open_device(name).device
 
 
@@ -89,7 +91,8 @@ def keep_busy(work: Iterator[int], stop: Callable[[], bool], out: Any = None) ->
 
 
 def stopping(seconds: float, attached: bool) -> Callable[[], bool]:
-    """Tells when to end: after so many seconds, at SIGTERM, and with `attached` when standard input ends (the parent did)."""
+    """Tells when to end: after so many seconds, at SIGTERM, and with `attached` when standard input ends (the parent
+    did)."""
     ended, last = threading.Event(), time.monotonic() + seconds
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     if attached:
@@ -116,7 +119,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=amount, default=60.0, metavar="S", help="ends after so long (60)")
     p.add_argument("--prompt", type=positive, default=16, metavar="N", help="of engine: tokens before each text (16)")
     p.add_argument("--tokens", type=positive, default=512, metavar="N", help="of engine: tokens of each text (512)")
-    p.add_argument("--attached", action="store_true", help="ends when its standard input does, so that it outlives no parent")
+    p.add_argument(
+        "--attached", action="store_true", help="ends when its standard input does, so that it outlives no parent"
+    )
     return p
 
 
@@ -132,7 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 checkpoint = held.enter_context(open_model(args))
                 device = open_gpu(args.device)
                 held.callback(device.close)
-                engine = Engine(checkpoint, device, EngineConfig(ctx=args.prompt + args.tokens, n_tokens=checkpoint.hparams.vocab))
+                engine = Engine(
+                    checkpoint, device, EngineConfig(ctx=args.prompt + args.tokens, n_tokens=checkpoint.hparams.vocab)
+                )
                 done, seconds = keep_busy(tokens(engine, args.prompt), stop)
                 print(f"{done} tokens, {done / max(seconds, 1e-9):.1f} a second on {device.name}")
             else:

@@ -1,11 +1,13 @@
 """The text of a generation alone, and beside programs that use the same GPU: it must be the same.
 
     python -m perf.neighbours --random gemma3-4b --tokens 2000 --beside matrix --beside engines --kills 20
-    python -m perf.neighbours models/demo-gemma3-q8_0.gguf --device vulkan --tokens 40 --prompt 8 --beside copy --kills 2
+    python -m perf.neighbours models/demo-gemma3-q8_0.gguf --device vulkan --tokens 40 --prompt 8 --beside copy --kills
+    2
 
-Neighbours are processes of their own (perf.neighbour). Tokens are drawn at temperature 1 from one seed: one wrong number
-changes all that follows. The run alone is made twice, since a comparison with what does not repeat would mean nothing.
-With --kills, neighbours start and are killed with SIGKILL while one generation runs; it is slowed where it would end first.
+Neighbours are processes of their own (perf.neighbour). Tokens are drawn at temperature 1 from one seed: one wrong
+number changes all that follows. The run alone is made twice, since a comparison with what does not repeat would mean
+nothing. With --kills, neighbours start and are killed with SIGKILL while one generation runs; it is slowed where it
+would end first.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class NeighbourFailed(RuntimeError):
 
 
 class Neighbour:
-    """One process of perf.neighbour. It ends with its parent, by its own clock after `seconds`, or by stop() and kill()."""
+    """One process of perf.neighbour. It ends with its parent, by its own clock after `seconds`, or by stop() and
+    kill()."""
 
     def __init__(self, options: Sequence[str], seconds: float) -> None:
         self.options = " ".join(options)
@@ -61,7 +64,9 @@ class Neighbour:
         assert self._process.stdout is not None
         left = max(0.0, deadline - time.monotonic())
         if not select.select([self._process.stdout], [], [], left)[0]:
-            raise NeighbourFailed(f"neighbour {self.options}: not busy in the time that was left ({left:.0f} s): raise --limit")
+            raise NeighbourFailed(
+                f"neighbour {self.options}: not busy in the time that was left ({left:.0f} s): raise --limit"
+            )
         if self._process.stdout.readline().decode().strip() != BUSY:
             raise NeighbourFailed(f"neighbour {self.options}: {self._said()}")
 
@@ -76,13 +81,16 @@ class Neighbour:
             said = self._process.communicate(timeout=STOP_S)[0].decode().strip()  # closes its standard input
         except subprocess.TimeoutExpired:
             self.kill()
-            raise NeighbourFailed(f"neighbour {self.options} did not end within {STOP_S:.0f} s of being asked to") from None
+            raise NeighbourFailed(
+                f"neighbour {self.options} did not end within {STOP_S:.0f} s of being asked to"
+            ) from None
         if early or self._process.returncode:
             raise NeighbourFailed(f"neighbour {self.options} ended too early: {said or self._said()}")
         return said
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would end it; harmless where it has ended. NeighbourFailed where even that does not end it."""
+        """SIGKILL, as a crash would end it; harmless where it has ended. NeighbourFailed where even that does not end
+        it."""
         self._process.kill()
         try:
             self._process.wait(STOP_S)
@@ -101,7 +109,8 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One generation. first_difference: index of the first token that is not that of the run alone; None: the same text."""
+    """One generation. first_difference: index of the first token that is not that of the run alone; None: the same
+    text."""
 
     name: str
     tokens: int
@@ -178,9 +187,13 @@ class Trials:
         ids, seconds = self._generate(each, during)
         said, kills = tuple(after()), during.kills if during else 0
         if len(set(ids)) < min(3, len(ids)):
-            raise NeighbourFailed(f"a text of {len(ids)} tokens has {len(set(ids))} different ones: a wrong number would not show")
+            raise NeighbourFailed(
+                f"a text of {len(ids)} tokens has {len(set(ids))} different ones: a wrong number would not show"
+            )
         self._first = self._first or ids
-        trial = Trial(name, len(ids), seconds, difference(self._first, ids), tuple(self.engine.faults[before:]), said, kills)
+        trial = Trial(
+            name, len(ids), seconds, difference(self._first, ids), tuple(self.engine.faults[before:]), said, kills
+        )
         self.done.append(trial)
         return trial
 
@@ -210,7 +223,8 @@ class Trials:
 
 
 class Killer:
-    """Threads that start neighbours and kill them shortly after their first work, `count` in all, while the block runs."""
+    """Threads that start neighbours and kill them shortly after their first work, `count` in all, while the block
+    runs."""
 
     def __init__(self, count: int, options: Sequence[Sequence[str]], deadline: float) -> None:
         self.count, self.options, self.deadline = count, options, deadline
@@ -240,7 +254,9 @@ class Killer:
         if self._errors:
             raise self._errors[0]
         if kind is None and self.kills < self.count:
-            raise NeighbourFailed(f"{self.kills} of {self.count} neighbours were killed before the text ended: ask for more tokens")
+            raise NeighbourFailed(
+                f"{self.kills} of {self.count} neighbours were killed before the text ended: ask for more tokens"
+            )
 
     def pace(self, done: int, tokens: int) -> None:
         """After each token: sleep so long that the text lasts until the last kill, as fast as they come now."""
@@ -285,8 +301,13 @@ def difference(alone: Sequence[int], found: Sequence[int]) -> int | None:
     return None if len(alone) == len(found) else min(len(alone), len(found))
 
 
-def run_all(trials: Trials, beside: Mapping[str, Sequence[Sequence[str]]], kills: int, kinds: Sequence[str],
-            say: Callable[[Trial], None]) -> list[Trial]:  # fmt: skip
+def run_all(
+    trials: Trials,
+    beside: Mapping[str, Sequence[Sequence[str]]],
+    kills: int,
+    kinds: Sequence[str],
+    say: Callable[[Trial], None],
+) -> list[Trial]:
     """The run alone, twice; then beside each set of neighbours, by name; then while `kills` neighbours are killed."""
     say(trials.alone())
     say(trials.alone())
@@ -328,11 +349,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="gpu", metavar="NAME", help="gpu (a real one), vulkan, or vulkan:N (gpu)")
     p.add_argument("--prompt", type=positive, default=512, metavar="N", help="tokens before the text (512)")
     p.add_argument("--tokens", type=positive, default=2000, metavar="N", help="tokens of the text (2000)")
-    p.add_argument("--beside", action="append", default=[], choices=BESIDE, help="a neighbour of this kind; may be repeated")
+    p.add_argument(
+        "--beside", action="append", default=[], choices=BESIDE, help="a neighbour of this kind; may be repeated"
+    )
     p.add_argument("--engines", type=positive, default=2, metavar="N", help="of --beside engines: how many (2)")
-    p.add_argument("--kills", type=int, default=0, metavar="N", help="start and kill so many neighbours during one text (0)")
-    p.add_argument("--limit", type=amount, default=540.0, metavar="S", help="give up after so many seconds in all (540)")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead, each run's line on standard error")
+    p.add_argument(
+        "--kills", type=int, default=0, metavar="N", help="start and kill so many neighbours during one text (0)"
+    )
+    p.add_argument(
+        "--limit", type=amount, default=540.0, metavar="S", help="give up after so many seconds in all (540)"
+    )
+    p.add_argument(
+        "--json", action="store_true", help="print one JSON object instead, each run's line on standard error"
+    )
     return p
 
 
@@ -344,14 +373,25 @@ def _main(args: argparse.Namespace, command: str) -> int:
         checkpoint = held.enter_context(open_model(args))
         device = open_gpu(args.device)
         held.callback(device.close)
-        engine = Engine(checkpoint, device, EngineConfig(ctx=args.prompt + args.tokens, n_tokens=checkpoint.hparams.vocab))
+        engine = Engine(
+            checkpoint, device, EngineConfig(ctx=args.prompt + args.tokens, n_tokens=checkpoint.hparams.vocab)
+        )
         out = sys.stderr if args.json else sys.stdout
-        about = {"command": command, "device": device.name, "driver": driver_of(device), "kernels": kernels_of(device),
-                 "model": checkpoint.name, "prompt": args.prompt, "tokens": args.tokens}  # fmt: skip
+        about = {
+            "command": command,
+            "device": device.name,
+            "driver": driver_of(device),
+            "kernels": kernels_of(device),
+            "model": checkpoint.name,
+            "prompt": args.prompt,
+            "tokens": args.tokens,
+        }
         what = f"{checkpoint.name}: {args.tokens} tokens after {args.prompt}"
         print(f"{device.name}, {about['driver']}; {what}", file=out, flush=True)
         trials = Trials(engine, args.prompt, args.tokens, deadline, ["--device", args.device])
-        found = run_all(trials, sets_of(args), args.kills, probe_kinds(device), lambda t: print(t.line(), file=out, flush=True))
+        found = run_all(
+            trials, sets_of(args), args.kills, probe_kinds(device), lambda t: print(t.line(), file=out, flush=True)
+        )
     same = all(t.first_difference is None for t in found)
     if args.json:
         print(json.dumps({**about, "same": same, "trials": [t.as_dict() for t in found]}))

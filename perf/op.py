@@ -87,7 +87,9 @@ def changed(spec: OpSpec, workload: Workload, settings: Mapping[str, str]) -> Wo
     dtypes = {k: v for k, v in settings.items() if k in spec.tensors}
     stray = next((k for k in settings if k not in axes and k not in dtypes), None)
     if stray:
-        raise ValueError(f"--set {stray}: {spec.name} has no such axis or tensor{nearest(stray, [*spec.axes, *spec.tensors])}")
+        raise ValueError(
+            f"--set {stray}: {spec.name} has no such axis or tensor{nearest(stray, [*spec.axes, *spec.tensors])}"
+        )
     return workload.model_copy(update={"bind": {**workload.bind, **axes}, "dtypes": {**workload.dtypes, **dtypes}})
 
 
@@ -95,14 +97,24 @@ def case_of(spec: OpSpec, workload: Workload) -> Case:
     """A full bucket of the workload's shapes."""
     bind = workload.bind
     attrs, style = spec.attrs(bind, workload.attrs), "full" if bind.get("T") == 1 else "ragged"
-    return Case(spec.name, bind, dict(spec.dtypes(workload.dtypes)), attrs, bind.get("T", 1), bind.get("O", 1), style=style)
+    return Case(
+        spec.name, bind, dict(spec.dtypes(workload.dtypes)), attrs, bind.get("T", 1), bind.get("O", 1), style=style
+    )
 
 
 def repeated(spec: OpSpec, case: Case, device: Device, footprint: int, noise: bool = False) -> tuple[Plan, int]:
     """The step repeated over copies of its large tensors; everything stored on the device and filled, its matrices with
     the bench's noise if asked for: drawing and quantising them as the spec says takes minutes for a large model's."""
-    matrices = {n for n, t in spec.inputs.items() if noise and t.role == "weight" and len(t.shape) == 2 and t.domain is not None
-                and case.dtypes[n] in WEIGHT_TYPES and t.domain.dist == "normal"}  # fmt: skip
+    matrices = {
+        n
+        for n, t in spec.inputs.items()
+        if noise
+        and t.role == "weight"
+        and len(t.shape) == 2
+        and t.domain is not None
+        and case.dtypes[n] in WEIGHT_TYPES
+        and t.domain.dist == "normal"
+    }
     values = make(spec, case, matrices)
     own = [n for n in spec.tensors if spec.tensors[n].role in ("weight", "cache")]
     large = sum(declared(spec, case, n).nbytes for n in own)
@@ -166,8 +178,18 @@ def time_op(spec: OpSpec, workload: Workload, device: Device, footprint: int, se
     spent = measure(device, plan, copies, seconds)
     nbytes, flops = spec.nbytes(case.bind, case.dtypes, case.attrs), spec.flops(case.bind, case.attrs)
     floor = ceiling(sheet_for(device.name), nbytes, flops, dict(case.dtypes))
-    return Timing(spec.name, workload.id, device.name, dict(case.dtypes), spent, nbytes, flops, copies,
-                  floor[0] / spent if floor else None, floor[1] if floor else None)  # fmt: skip
+    return Timing(
+        spec.name,
+        workload.id,
+        device.name,
+        dict(case.dtypes),
+        spent,
+        nbytes,
+        flops,
+        copies,
+        floor[0] / spent if floor else None,
+        floor[1] if floor else None,
+    )
 
 
 def timings(args: argparse.Namespace, device: Device) -> Iterator[Timing]:
@@ -179,11 +201,21 @@ def timings(args: argparse.Namespace, device: Device) -> Iterator[Timing]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m perf.op", description="Time an operation on its workloads, after proving each.")
     parser.add_argument("op", help="operation, as in specs/ops")
-    parser.add_argument("--workload", action="append", default=[], metavar="ID",
-                        help="workloads whose id begins so (repeatable; default: those tagged demo)")  # fmt: skip
+    parser.add_argument(
+        "--workload",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="workloads whose id begins so (repeatable; default: those tagged demo)",
+    )
     parser.add_argument("--device", default="vulkan", help="cpu, vulkan, vulkan:N or auto (default: vulkan)")
-    parser.add_argument("--footprint", type=amount, default=256.0, metavar="MB",
-                        help="bytes of weights and caches to rotate through, in 1e6 (default: 256)")  # fmt: skip
+    parser.add_argument(
+        "--footprint",
+        type=amount,
+        default=256.0,
+        metavar="MB",
+        help="bytes of weights and caches to rotate through, in 1e6 (default: 256)",
+    )
     parser.add_argument("--seconds", type=amount, default=0.5, help="how long to repeat each workload (default: 0.5)")
     parser.add_argument("--json", action="store_true", help="one JSON object per workload")
     args = parser.parse_args(argv)

@@ -20,7 +20,10 @@ from hybrid.devices.opening import open_device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(prog="python -m perf.probe", description="Bytes and operations per second that the probe kernels reach, by variant.")
+    p = Parser(
+        prog="python -m perf.probe",
+        description="Bytes and operations per second that the probe kernels reach, by variant.",
+    )
     p.add_argument("--device", default="auto", help="auto (a real GPU, else cpu), cpu, vulkan, or vulkan:N (auto)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     args = p.parse_args(argv)

@@ -52,7 +52,8 @@ def crosses(a: Point, b: Point, box: Box) -> bool:
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Ascending places at least `gap` apart, each as near as can be to the one wanted, within low..high if all fit there."""
+    """Ascending places at least `gap` apart, each as near as can be to the one wanted, within low..high if all fit
+    there."""
     groups: list[list[float]] = []  # [sum of what its members want of the first one's place, members]
     for i, at in enumerate(wanted):
         groups.append([at - gap * i, 1])
@@ -154,7 +155,9 @@ class Chart:
             self._low - self.y.place(point[1]) * (self._low - TOP),
         )
 
-    def line(self, points: Sequence[Point], colour: int, name: str = "", dashed: bool = False, dots: bool = False) -> None:
+    def line(
+        self, points: Sequence[Point], colour: int, name: str = "", dashed: bool = False, dots: bool = False
+    ) -> None:
         corners = [self.at(p) for p in points]
         self._drawn += pairwise(corners)
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
@@ -191,12 +194,16 @@ class Chart:
             f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{max(bottom - top, 0.8):.1f}" '
             f'fill="{_colour(colour)}">{_title(title)}</rect>'
         )
-        if label and (not self.names or LETTER * len(label) <= (right - left) / width):  # in narrower slots the title has it
+        if label and (
+            not self.names or LETTER * len(label) <= (right - left) / width
+        ):  # in narrower slots the title has it
             self.text((slot + 0.5, max(value, base)), label, dy=-5, anchor="middle")
         if name:
             self._legend[name] = (_colour(colour), "dot")
 
-    def text(self, point: Point, text: str, dx: float = 0, dy: float = 0, anchor: str = "start", colour: str = INK) -> None:
+    def text(
+        self, point: Point, text: str, dx: float = 0, dy: float = 0, anchor: str = "start", colour: str = INK
+    ) -> None:
         x, y = self.at(point)
         self._taken.append(box_of(x + dx, y + dy, text, anchor))
         self._marks.append(
@@ -204,7 +211,8 @@ class Chart:
         )
 
     def ends(self, named: Sequence[tuple[Point, str, int]]) -> None:
-        """Names right of the lines' last points, each in its line's colour (the number) and tied to it, in one column."""
+        """Names right of the lines' last points, each in its line's colour (the number) and tied to it, in one
+        column."""
         if not named:
             return
         rows = sorted(((*self.at(point), name, colour) for point, name, colour in named), key=lambda row: row[1])
@@ -216,21 +224,29 @@ class Chart:
             self._marks.append(_label(column, at, name, "start", _colour(colour)))
 
     def labels(self, named: Sequence[tuple[Point, str]]) -> None:
-        """Names beside their points, where no other point, no text and no line is; those farther off are tied to theirs. To be
-        called when all else is drawn."""
+        """Names beside their points, where no other point, no text and no line is; those farther off are tied to
+        theirs. To be called when all else is drawn."""
         for point, name in sorted(named, key=lambda item: self.at(item[0])[1]):
             x, y = self.at(point)
-            dx, dy, anchor = next((p for p in _PLACES if self._free(box_of(x + p[0], y + p[1], name, p[2]))), _PLACES[0])
+            dx, dy, anchor = next(
+                (p for p in _PLACES if self._free(box_of(x + p[0], y + p[1], name, p[2]))), _PLACES[0]
+            )
             if max(abs(dx), abs(dy - 4)) > 13:
                 self._tie(x, y, x + dx, y + dy - 4)
             self.text(point, name, dx=dx, dy=dy, anchor=anchor)
 
     def _free(self, box: Box) -> bool:
         inside = box[0] >= LEFT + 2 and box[1] >= TOP and box[2] <= self.width - 4 and box[3] <= self._low - 2
-        return inside and not any(meet(box, o) for o in self._taken) and not any(crosses(a, b, box) for a, b in self._drawn)
+        return (
+            inside
+            and not any(meet(box, o) for o in self._taken)
+            and not any(crosses(a, b, box) for a, b in self._drawn)
+        )
 
     def _tie(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        self._marks.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{FAINT}" stroke-width="0.8"/>')
+        self._marks.append(
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{FAINT}" stroke-width="0.8"/>'
+        )
 
     def svg(self) -> str:
         """The chart as a <g> of its own size."""
@@ -265,7 +281,9 @@ class Chart:
             mark = f'<circle cx="{x + 7:.0f}" cy="33" r="4" fill="{colour}"/>'
             if kind != "dot":
                 dash = ' stroke-dasharray="5 3"' if kind == "dash" else ""
-                mark = f'<line x1="{x:.0f}" y1="33" x2="{x + 16:.0f}" y2="33" stroke="{colour}" stroke-width="2"{dash}/>'
+                mark = (
+                    f'<line x1="{x:.0f}" y1="33" x2="{x + 16:.0f}" y2="33" stroke="{colour}" stroke-width="2"{dash}/>'
+                )
             out += [mark, _label(x + 20, 37, name, "start", INK)]
             x += 32 + 6.1 * len(name)
         return out

@@ -1,8 +1,9 @@
 """python -m tools.fuzz TARGET [libFuzzer options]: coverage-guided fuzzing of a reader, until it is stopped.
 
 TARGET: gguf, directory (config.json and safetensors), tokenizer_model, tokenizer_json, toml. Needs the extra `fuzz`
-(atheris). The corpus is kept in build/fuzz/TARGET and begins with the valid files of conformance.files.seeds; what crashes,
-works for two seconds, takes a gigabyte of memory or ends with an error that is not one line is written beside it.
+(atheris). The corpus is kept in build/fuzz/TARGET and begins with the valid files of conformance.files.seeds; what
+crashes, works for two seconds, takes a gigabyte of memory or ends with an error that is not one line is written beside
+it.
 
     python -m tools.fuzz gguf -max_total_time=600
 """
@@ -24,11 +25,36 @@ with atheris.instrument_imports(include=["hybrid", "json"]):
 SECONDS = 2.0  # of processor time
 MEMORY = Path("/dev/shm")
 WORDS = (
-    "GGUF", "general.alignment", "general.architecture", "gemma3", "gemma3.block_count", "split.count", "split.no",
-    "tokenizer.ggml.tokens", "token_embd.weight", "blk.0.attn_q.weight", "data_offsets", "__metadata__", "shape", "dtype",
-    "text_config", "rope_scaling", "rope_parameters", "layer_types", "null", "NaN", "Infinity", "-1", "1e400",
-    "9223372036854775808", "[[[[[[[[", "{}", "\\\\ud800", "\\x00", "\\xff\\xff\\xff\\xff\\xff\\xff\\xff\\x7f",
-)  # fmt: skip
+    "GGUF",
+    "general.alignment",
+    "general.architecture",
+    "gemma3",
+    "gemma3.block_count",
+    "split.count",
+    "split.no",
+    "tokenizer.ggml.tokens",
+    "token_embd.weight",
+    "blk.0.attn_q.weight",
+    "data_offsets",
+    "__metadata__",
+    "shape",
+    "dtype",
+    "text_config",
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "null",
+    "NaN",
+    "Infinity",
+    "-1",
+    "1e400",
+    "9223372036854775808",
+    "[[[[[[[[",
+    "{}",
+    "\\\\ud800",
+    "\\x00",
+    "\\xff\\xff\\xff\\xff\\xff\\xff\\xff\\x7f",
+)
 
 
 def main() -> None:
@@ -52,9 +78,13 @@ def main() -> None:
             refused(error)
 
     options = [
-        f"-dict={words}", "-timeout=60", "-rss_limit_mb=1024", "-print_final_stats=1", "-max_len=65536",
+        f"-dict={words}",
+        "-timeout=60",
+        "-rss_limit_mb=1024",
+        "-print_final_stats=1",
+        "-max_len=65536",
         f"-artifact_prefix=build/fuzz/{name}-",
-    ]  # fmt: skip
+    ]
     atheris.Setup([sys.argv[0], *options, *sys.argv[2:], str(corpus)], one)
     atheris.Fuzz()
 

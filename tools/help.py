@@ -95,7 +95,9 @@ def section(p: argparse.ArgumentParser, level: int = 2) -> list[str]:
     options = [a for a in p._actions if not isinstance(a, shown)]
     places = " ".join(_place(a) for a in options if not a.option_strings)
     subs = [a for a in p._actions if isinstance(a, argparse._SubParsersAction)]
-    usage = " ".join(filter(None, (p.prog, places, "COMMAND" * bool(subs), "[options]" * any(a.option_strings for a in options))))
+    usage = " ".join(
+        filter(None, (p.prog, places, "COMMAND" * bool(subs), "[options]" * any(a.option_strings for a in options)))
+    )
     lines = [f"{'#' * level} {p.prog}", "", f"    {usage}", ""]
     lines += [_sentence(_text(p.description)), ""] if p.description else []
     if options:

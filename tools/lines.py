@@ -19,7 +19,9 @@ def folder(name: str) -> str:
 
 def main() -> int:
     names = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
-    counts = {n: len(Path(n).read_text().splitlines()) for n in names if Path(n).suffix in SUFFIXES and Path(n).exists()}
+    counts = {
+        n: len(Path(n).read_text().splitlines()) for n in names if Path(n).suffix in SUFFIXES and Path(n).exists()
+    }
     folders: Counter[str] = Counter()
     for name, lines in counts.items():
         folders[folder(name)] += lines

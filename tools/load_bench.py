@@ -109,7 +109,13 @@ def _main(args: argparse.Namespace) -> int:
     if args.most_memory is not None and above > args.most_memory:
         wrong.append(f"{above} bytes of host memory beyond the page cache, more than {args.most_memory}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    report = {"file": str(args.file), "file_bytes": args.file.stat().st_size, "cores": cores, "runs": runs, "failed": wrong}
+    report = {
+        "file": str(args.file),
+        "file_bytes": args.file.stat().st_size,
+        "cores": cores,
+        "runs": runs,
+        "failed": wrong,
+    }
     print(json.dumps(report, indent=1, ensure_ascii=False))
     for line in wrong:
         print(f"error: {line}", file=sys.stderr)
@@ -120,11 +126,15 @@ def main(argv: list[str] | None = None) -> int:
     p = Parser(prog="python -m tools.load_bench", description="Measure the load of a model, up to its first token.")
     p.add_argument("file", metavar="FILE", type=Path, help="a .gguf file")
     p.add_argument("--device", default="auto", metavar="NAME", help="as for hybrid.generate (auto)")
-    p.add_argument("--tokens", type=int, default=17, metavar="N", help="to generate: the first, and 16 of decoding (17)")
+    p.add_argument(
+        "--tokens", type=int, default=17, metavar="N", help="to generate: the first, and 16 of decoding (17)"
+    )
     p.add_argument("--ctx", type=int, metavar="N", help="as for hybrid.generate (the model's, at most 4096)")
     p.add_argument("--runs", type=int, default=2, metavar="N", help="processes, one after another (2)")
     p.add_argument("--most-seconds", type=float, metavar="S", help="fail where the last run's first token comes later")
-    p.add_argument("--most-memory", type=size, metavar="SIZE", help="fail where the last run holds more beyond the file")
+    p.add_argument(
+        "--most-memory", type=size, metavar="SIZE", help="fail where the last run holds more beyond the file"
+    )
     p.add_argument("--since", type=float, help=argparse.SUPPRESS)  # one run, in a process started then
     args = p.parse_args(argv)
     return run(lambda: _main(args))

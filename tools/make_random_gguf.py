@@ -1,8 +1,8 @@
 """python -m tools.make_random_gguf NAME OUT: a valid GGUF file of a published model's shape with random weights, for
 measuring loading without the model. (Speed needs no file: `--random NAME` of hybrid.bench and others.)
 
-NAME: a sheet of specs/models. Types, weights and tokenizer are those of hybrid/checkpoint/random.py, written in pieces of
-64 MiB again and again.
+NAME: a sheet of specs/models. Types, weights and tokenizer are those of hybrid/checkpoint/random.py, written in pieces
+of 64 MiB again and again.
 
     python -m tools.make_random_gguf gemma3-27b /tmp/27b.gguf --type q4_0 --head q6_k      # 15.6 GB
 """
@@ -36,8 +36,8 @@ _ALIGNMENT = 32
 def random_file(
     path: Path, hparams: HParams, kind: str, head: str | None, name: str = "random", piece_bytes: int = PIECE_BYTES
 ) -> None:
-    """Write the file: matrices of type `kind`, embedding (and head) of type `head`, norms of 1 in f32. What no plan uses is
-    there too: other engines demand it."""
+    """Write the file: matrices of type `kind`, embedding (and head) of type `head`, norms of 1 in f32. What no plan
+    uses is there too: other engines demand it."""
     family = family_of(hparams)
     shapes, made = family.kept(hparams), family.made(hparams)
     kinds = random_types(hparams, kind, head, shapes)
@@ -91,11 +91,15 @@ def _align(size: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = Parser(prog="python -m tools.make_random_gguf", description="Write a GGUF file of a model's shape with random weights.")
+    p = Parser(
+        prog="python -m tools.make_random_gguf", description="Write a GGUF file of a model's shape with random weights."
+    )
     p.add_argument("name", metavar="NAME", help="a sheet of specs/models, for example gemma3-27b")
     p.add_argument("out", metavar="OUT", type=Path, help="the file to write")
     p.add_argument("--type", default="q4_0", choices=WEIGHT_TYPES, metavar="TYPE", help="of matrices (q4_0)")
-    p.add_argument("--head", choices=WEIGHT_TYPES, metavar="TYPE", help="of embedding and head (q6_k; q8_0 for odd rows)")
+    p.add_argument(
+        "--head", choices=WEIGHT_TYPES, metavar="TYPE", help="of embedding and head (q6_k; q8_0 for odd rows)"
+    )
     p.add_argument("--layers", type=int, metavar="N", help="fewer layers than the model has")
     p.add_argument("--vocab", type=int, metavar="N", help="fewer tokens than the model has")
     p.add_argument("--force", action="store_true", help="replace OUT")

@@ -1,14 +1,16 @@
-"""Pages that cannot drift: makes docs/measured.md, fills the generated parts of README.md and docs/, and checks what pages name.
+"""Pages that cannot drift: makes docs/measured.md, fills the generated parts of README.md and docs/, and checks what
+pages name.
 
     python tools/pages.py            # renew what is generated
-    python tools/pages.py --check    # write nothing; 1 for a stale part, a path or link that leads nowhere, a loose speed
+    python tools/pages.py --check    # write nothing; 1 for a stale part, a path or link that leads nowhere, a loose
+    speed
 
-A generated part stands between `<!-- made: NAME -->` and `<!-- end -->`. In the pages of SPEEDS a speed (a number with tok/s,
-GB/s, TFLOPS and the like) stands either in a generated part or between `<!-- figures of: SOURCE -->` and `<!-- end -->`, where
-SOURCE says what was measured: it is told in one place, and that place says where it comes from.
+A generated part stands between `<!-- made: NAME -->` and `<!-- end -->`. In the pages of SPEEDS a speed (a number with
+tok/s, GB/s, TFLOPS and the like) stands either in a generated part or between `<!-- figures of: SOURCE -->` and `<!--
+end -->`, where SOURCE says what was measured: it is told in one place, and that place says where it comes from.
 
-In code spans, `path/to/file` must exist (capitals stand for any name), `path/file.py:Class.method` must be defined in it, and a
-module behind `python -m` must be there. Entries of docs/decisions have a date and a status, newest first.
+In code spans, `path/to/file` must exist (capitals stand for any name), `path/file.py:Class.method` must be defined in
+it, and a module behind `python -m` must be there. Entries of docs/decisions have a date and a status, newest first.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ FOLDERS = "hybrid|kernels|perf|conformance|specs|tools|docs|models"
 PART = re.compile(r"<!-- made: ([\w-]+) -->\n(.*?)<!-- end -->", re.S)
 TOLD = re.compile(r"<!-- figures of: [^>]*?\S -->\n.*?<!-- end -->", re.S)
 MARK = re.compile(r"<!-- (?:made|figures of|end)\b.*?-->")
-SPEED = re.compile(r"\d+(?:[.,]\d+)*\s*(?:tok/s|tokens/s|tokens (?:per|a) second|[GT]B/s|TFLOPS|us (?:a|per) (?:layer|token))")
+SPEED = re.compile(
+    r"\d+(?:[.,]\d+)*\s*(?:tok/s|tokens/s|tokens (?:per|a) second|[GT]B/s|TFLOPS|us (?:a|per) (?:layer|token))"
+)
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 SPAN = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])(?::([A-Za-z_][\w.]*))?")
@@ -67,7 +71,8 @@ PARTS: dict[str, Callable[[], list[str]]] = {
 
 
 def measured_page() -> str:
-    """docs/measured.md, as `python -m perf.report --markdown` makes it: here, because reading the records takes seconds."""
+    """docs/measured.md, as `python -m perf.report --markdown` makes it: here, because reading the records takes
+    seconds."""
     from hybrid.perf.record.schema import load_records
     from hybrid.perf.report.measured import markdown
 

@@ -5,10 +5,10 @@
     python tools/processors.py --list
     HYBRID_CONFORMANCE=long python tools/processors.py          # all, and all that they run
 
-OpenBLAS takes its kernels by OPENBLAS_CORETYPE, NumPy leaves out its own by NPY_DISABLE_CPU_FEATURES, llvmpipe's subgroups
-are as wide as LP_NATIVE_VECTOR_WIDTH. Each kind is a pytest process of its own: a library reads these when it is loaded.
-The short profile has each set of kernels, each number of threads and each width once, and rough products on one of them: the
-suite itself runs this processor's own kernels on one thread.
+OpenBLAS takes its kernels by OPENBLAS_CORETYPE, NumPy leaves out its own by NPY_DISABLE_CPU_FEATURES, llvmpipe's
+subgroups are as wide as LP_NATIVE_VECTOR_WIDTH. Each kind is a pytest process of its own: a library reads these when it
+is loaded. The short profile has each set of kernels, each number of threads and each width once, and rough products on
+one of them: the suite itself runs this processor's own kernels on one thread.
 """
 
 from __future__ import annotations
@@ -26,16 +26,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = os.environ.get("HYBRID_CONFORMANCE") == "long"
-# The marker comes second. What compares with kernels that are compiled for it, or has two passes in flight, in the long profile.
+# The marker comes second. What compares with kernels that are compiled for it, or has two passes in flight, in the long
+# profile.
 SOME = "not vulkan and not test_pipeline"
 BLAS = ("-m", "blas", "-k", "not vulkan" if LONG else f"{SOME} and not both_devices")
-# Each shader is compiled for it: in the short profile those that lay their subgroups out in different ways, and one of products.
-APART = ("attention", "linear-vulkan", "fused_ffn", "altup_correct", "rmsnorm", "sample", "logprobs", "quantize", "verify", "begin")
+# Each shader is compiled for it: in the short profile those that lay their subgroups out in different ways, and one of
+# products.
+APART = (
+    "attention",
+    "linear-vulkan",
+    "fused_ffn",
+    "altup_correct",
+    "rmsnorm",
+    "sample",
+    "logprobs",
+    "quantize",
+    "verify",
+    "begin",
+)
 OTHERS = f"vulkan and (past_failure or (prime and ({' or '.join(APART)})))"
 WIDTH = ("-m", "width", "-k", "vulkan" if LONG else OTHERS)
 SHORT = ("haswell-2", "nehalem-rough", "width-512")
-# What simulates an NPU, whose sums NumPy has no part in, and int8 activations, whose codes depend on the processor, beside compiled
-# kernels: once in the short profile.
+# What simulates an NPU, whose sums NumPy has no part in, and int8 activations, whose codes depend on the processor,
+# beside compiled kernels: once in the short profile.
 ONCE = BLAS if LONG else (*BLAS[:3], f"{SOME} and (int8_activations or not both_devices) and not test_hybrid")
 ROUGH = {"HYBRID_ROUGH_PRODUCTS": "1"}
 AVX512, AVX = ("AVX512", "X86_V4"), ("AVX", "X86_V3", "X86_V4", "FMA", "F16C")
@@ -101,7 +114,8 @@ def files_with(marker: str) -> list[str]:
 
 
 def usual(flags: frozenset[str], long: bool = LONG) -> list[str]:
-    """The kinds that run if none is named. Where another processor's kernels cannot, what they prove beside is on its own."""
+    """The kinds that run if none is named. Where another processor's kernels cannot, what they prove beside is on its
+    own."""
     stands_in = {"own-" + k.name.split("-")[1] for k in KINDS if k.name in SHORT and k.lacks(flags)}
     return [k.name for k in KINDS if long or k.name in {*SHORT, *stands_in}]
 
@@ -134,10 +148,19 @@ def run(kinds: Iterable[Kind], jobs: int) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python tools/processors.py", description="Tests under the kernels of other processors.")
-    parser.add_argument("--only", nargs="+", metavar="KIND", default=usual(flags_of()),
-                        help="these kinds (some; all in the long profile)")  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="kinds at once (all processors)")
+    parser = argparse.ArgumentParser(
+        prog="python tools/processors.py", description="Tests under the kernels of other processors."
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="KIND",
+        default=usual(flags_of()),
+        help="these kinds (some; all in the long profile)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="kinds at once (all processors)"
+    )
     parser.add_argument("--list", action="store_true", help="print the kinds; run nothing")
     args = parser.parse_args(argv)
     known = {k.name: k for k in KINDS}

@@ -1,13 +1,13 @@
 """One sweep of a mutation tool over hybrid/: which single changes of host code no test notices.
 
     pip install cosmic-ray coverage
-    python -m tools.sweep measure TESTS...     which test runs which line (once; a plain run of the tests, about twice as slow)
-    python -m tools.sweep run --most 12        mutants, each against the tests that run its line; goes on where it stopped
-    python -m tools.sweep show                 the counts, and each survivor as a diff of a line
+    python -m tools.sweep measure TESTS...     which test runs which line (once; a plain run of the tests, about twice
+    as slow) python -m tools.sweep run --most 12        mutants, each against the tests that run its line; goes on where
+    it stopped python -m tools.sweep show                 the counts, and each survivor as a diff of a line
 
-Mutants are cosmic-ray's, one for each place and kind of change, chosen by a fixed seed; changes of annotations and of the options
-of data classes (frozen, slots) are none. They are tried in memory (conformance/mutation/trial.py). The list that CI keeps is
-conformance/mutation/mutants/host.
+Mutants are cosmic-ray's, one for each place and kind of change, chosen by a fixed seed; changes of annotations and of
+the options of data classes (frozen, slots) are none. They are tried in memory (conformance/mutation/trial.py). The list
+that CI keeps is conformance/mutation/mutants/host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,16 @@ def measure(tests: list[str]) -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     settings = OUT / "coverage.ini"
     settings.write_text(f"[run]\nsource = hybrid\ndynamic_context = test_function\ndata_file = {OUT / 'coverage'}\n")
-    run = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", f"--junitxml={OUT / 'tests.xml'}"]
+    run = [
+        sys.executable,
+        "-m",
+        "coverage",
+        "run",
+        f"--rcfile={settings}",
+        "-m",
+        "pytest",
+        f"--junitxml={OUT / 'tests.xml'}",
+    ]
     return subprocess.run([*run, "-p", "no:xdist", *tests], cwd=ROOT).returncode
 
 
@@ -73,13 +82,18 @@ def tests_by_line(path: Path, seconds: dict[str, float]) -> dict[int, list[str]]
 
 
 def mutants(path: Path, seed: int) -> Iterator[dict[str, Any]]:
-    """A file's mutants in random order: one for each place and family of operators, none that only changes annotations."""
+    """A file's mutants in random order: one for each place and family of operators, none that only changes
+    annotations."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.operators.provider import OperatorProvider
 
     source, provider = path.read_text(), OperatorProvider()
-    nodes, plain, rng = list(ast_nodes(get_ast(source))), _bare(source), random.Random(f"{seed} {path.relative_to(ROOT)}")
+    nodes, plain, rng = (
+        list(ast_nodes(get_ast(source))),
+        _bare(source),
+        random.Random(f"{seed} {path.relative_to(ROOT)}"),
+    )
     places: defaultdict[tuple[str, Any], list[tuple[str, int]]] = defaultdict(list)
     for name in provider:
         if name.startswith("Variable"):  # needs the name of a variable
@@ -93,7 +107,13 @@ def mutants(path: Path, seed: int) -> Iterator[dict[str, Any]]:
         name, occurrence = rng.choice(choices)
         text = mutate_code(source, provider[name](), occurrence)
         if text and (bare := _bare(text)) and bare != plain:
-            yield {"file": str(path.relative_to(ROOT)), "line": place[0][0], "column": place[0][1], "operator": name, "text": text}
+            yield {
+                "file": str(path.relative_to(ROOT)),
+                "line": place[0][0],
+                "column": place[0][1],
+                "operator": name,
+                "text": text,
+            }
 
 
 def _bare(source: str) -> str | None:
@@ -131,7 +151,11 @@ def run(most: int, seed: int, minutes: float, only: list[str]) -> None:
     seconds, results = seconds_of_tests(), OUT / "results.jsonl"
     lines = results.read_text().splitlines() if results.exists() else []
     done = {(r["file"], r["line"], r["column"], r["operator"]) for r in map(json.loads, lines)}
-    files = [p for p in sorted((ROOT / "hybrid").rglob("*.py")) if str(p.relative_to(ROOT)).startswith(tuple(only or ["hybrid"]))]
+    files = [
+        p
+        for p in sorted((ROOT / "hybrid").rglob("*.py"))
+        if str(p.relative_to(ROOT)).startswith(tuple(only or ["hybrid"]))
+    ]
     wanted = {p: mutants(p, seed) for p in files}
     covered = {p: tests_by_line(p, seconds) for p in files}
     end = time.monotonic() + 60 * minutes

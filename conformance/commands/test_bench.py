@@ -32,10 +32,45 @@ pytestmark = pytest.mark.slow
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "-r", "2", "-n", "4", "-p", "5,9"]
 PROBES = Probes(3000.0, "copy", 500.0, "matrix", {})
 ROW = Row("decode", 10, 0, 1, 10, (0.1, 0.2, 0.4), 10**12, 10**12, {"dispatches": 1.0, "barriers": 1.0})
-KEYS = {"schema", "command", "device", "driver", "kernels", "model", "schedule", "precision", "weights_bytes", "context", "chunk",
-        "tokens_per_submit", "deterministic", "load_seconds", "passed_over", "probes", "ceiling", "results", "errors"}  # fmt: skip
-RESULT = {"test", "phase", "n", "depth", "batch", "tokens", "seconds", "tokens_per_second", "mean", "spread", "gb_per_second",
-          "share_of_copy", "tflops", "share_of_matrix", "host_us_per_token", "per_pass"}  # fmt: skip
+KEYS = {
+    "schema",
+    "command",
+    "device",
+    "driver",
+    "kernels",
+    "model",
+    "schedule",
+    "precision",
+    "weights_bytes",
+    "context",
+    "chunk",
+    "tokens_per_submit",
+    "deterministic",
+    "load_seconds",
+    "passed_over",
+    "probes",
+    "ceiling",
+    "results",
+    "errors",
+}
+RESULT = {
+    "test",
+    "phase",
+    "n",
+    "depth",
+    "batch",
+    "tokens",
+    "seconds",
+    "tokens_per_second",
+    "mean",
+    "spread",
+    "gb_per_second",
+    "share_of_copy",
+    "tflops",
+    "share_of_matrix",
+    "host_us_per_token",
+    "per_pass",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +90,13 @@ NPU_SCHEDULES = ("gemma3-hybrid", str(ATTENTION))
 
 
 # Every command with either NPU, and each schedule with one; in the long profile all with all.
-OPENED = [(command, schedule, npu) for i, command in enumerate(("bench", "profile", "perplexity"))
-          for j, schedule in enumerate(NPU_SCHEDULES) for npu in ("sim", "npu") if LONG or j == i % 2]  # fmt: skip
+OPENED = [
+    (command, schedule, npu)
+    for i, command in enumerate(("bench", "profile", "perplexity"))
+    for j, schedule in enumerate(NPU_SCHEDULES)
+    for npu in ("sim", "npu")
+    if LONG or j == i % 2
+]
 
 
 @pytest.mark.parametrize(("command", "schedule", "npu"), OPENED)
@@ -110,18 +150,31 @@ def test_json_has_every_test_and_what_the_device_counted(devices, capsys, backen
 @pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[:1])
 def test_the_table_names_device_driver_model_and_ceilings(devices, capsys, backend):
     devices.get(backend)
-    assert bench.main([*SMALL, "--device", backend, "--batch-size", "2", "--tokens-per-submit", "2"]) == 0  # kernels of above
+    assert (
+        bench.main([*SMALL, "--device", backend, "--batch-size", "2", "--tokens-per-submit", "2"]) == 0
+    )  # kernels of above
     out = capsys.readouterr().out
-    for part in (backend, "measured", "gemma3-270m (random)", "copy 3000.0 GB/s", "prefill 5 @ 0", "decode 4 @ 0", "copy probe"):
+    for part in (
+        backend,
+        "measured",
+        "gemma3-270m (random)",
+        "copy 3000.0 GB/s",
+        "prefill 5 @ 0",
+        "decode 4 @ 0",
+        "copy probe",
+    ):
         assert part in out, out
 
 
-@pytest.mark.parametrize(("options", "context"), [
-    (["-p", "9", "-n", "4", "--ctx-depth", "0,20"], 29),
-    (["-p", "3", "-n", "7", "--ctx-depth", "0,12"], 20),  # what is chosen last is read from a position of its own
-    (["-p", "5", "-n", "40"], 43),  # decoding begins with two tokens
-    (["-p", "5,9", "-n", "0"], 9),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "context"),
+    [
+        (["-p", "9", "-n", "4", "--ctx-depth", "0,20"], 29),
+        (["-p", "3", "-n", "7", "--ctx-depth", "0,12"], 20),  # what is chosen last is read from a position of its own
+        (["-p", "5", "-n", "40"], 43),  # decoding begins with two tokens
+        (["-p", "5,9", "-n", "0"], 9),
+    ],
+)
 def test_the_context_holds_the_longest_test(capsys, monkeypatch, options, context):
     monkeypatch.setattr(bench, "_rows", lambda args, engine, meter: [ROW])
     assert bench.main([*SMALL[:6], "-r", "1", "--device", "cpu", "--json", *options]) == 0
@@ -130,7 +183,9 @@ def test_the_context_holds_the_longest_test(capsys, monkeypatch, options, contex
 
 def test_a_file_is_measured_too(tmp_path, capsys):
     folder = write_hf(tmp_path / "m", tiny())
-    assert bench.main([str(folder), "--device", "cpu", "-p", "3", "-n", "0", "-r", "1", "--json", "--deterministic"]) == 0
+    assert (
+        bench.main([str(folder), "--device", "cpu", "-p", "3", "-n", "0", "-r", "1", "--json", "--deterministic"]) == 0
+    )
     out = json.loads(capsys.readouterr().out)
     assert [r["test"] for r in out["results"]] == ["prefill 3 @ 0"] and out["deterministic"]
 
@@ -153,7 +208,9 @@ def test_a_run_that_consumed_another_number_of_tokens_is_an_error(monkeypatch, c
 def test_a_token_that_is_none_is_an_error(devices):
     from hybrid.checkpoint.random import random_checkpoint
 
-    engine = Engine(random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), EngineConfig(ctx=32, n_tokens=64))
+    engine = Engine(
+        random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), EngineConfig(ctx=32, n_tokens=64)
+    )
     made = Bench(engine, 1)
     made.prefill(5, 0)
     engine.device.whole("history").array[0, 5] = 64
@@ -164,7 +221,9 @@ def test_a_token_that_is_none_is_an_error(devices):
 def test_bytes_and_operations_are_the_plans(devices):
     from hybrid.checkpoint.random import random_checkpoint
 
-    engine = Engine(random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), EngineConfig(ctx=64, n_tokens=64, chunk=8))
+    engine = Engine(
+        random_checkpoint("gemma3-270m", layers=1, vocab=64), CpuDevice(), EngineConfig(ctx=64, n_tokens=64, chunk=8)
+    )
     made = Bench(engine, 1)
     row, one = made.decode(6, 20), plan_cost(engine.plan("decode", 1, 1), 23)
     assert (row.flops, row.nbytes) == (6 * one.flops, 6 * one.nbytes)
@@ -180,7 +239,10 @@ def test_shares_are_of_the_probe_once_it_is_good_enough_else_of_the_sheet():
     good, poor = Probes(4300.0, "c", 600.0, "m", {}), Probes(3200.0, "c", None, "none", {})
     assert (ceiling(good, h200).gb_s, ceiling(good, h200).tflops) == (4300.0, 600.0)
     assert "the copy probe of this run" in ceiling(good, h200).of_bytes
-    assert ceiling(poor, h200).gb_s == 4800 and "the copy probe reached 3200 GB/s, others 4300" in ceiling(poor, h200).of_bytes
+    assert (
+        ceiling(poor, h200).gb_s == 4800
+        and "the copy probe reached 3200 GB/s, others 4300" in ceiling(poor, h200).of_bytes
+    )
     assert ceiling(poor, h200).tflops == 989 and "no matrix probe" in ceiling(poor, h200).of_flops
     assert ceiling(poor, None).gb_s == 3200 and ceiling(poor, None).tflops is None
     assert ceiling(poor, None).share_of_flops(ROW) is None
@@ -189,15 +251,17 @@ def test_shares_are_of_the_probe_once_it_is_good_enough_else_of_the_sheet():
 def test_impossible_figures_of_either_kind_are_found():
     assert ROW.tokens_per_second == 50 and ROW.gb_per_second == 5000 and ROW.tflops == 5
     assert impossible([ROW], PROBES, None) == [] == impossible([ROW], PROBES, sheet())
-    assert impossible([ROW], PROBES, find_sheet("h200")) == ["decode 10 @ 0: 5000 GB/s is above the 4800 of NVIDIA H200"]
+    assert impossible([ROW], PROBES, find_sheet("h200")) == [
+        "decode 10 @ 0: 5000 GB/s is above the 4800 of NVIDIA H200"
+    ]
     found = impossible([ROW], PROBES, sheet(f16_tflops=2, int8_tops=4))
     assert found == ["copy probe: 500 TFLOPS is above the 4 of tiny", "decode 10 @ 0: 5 TFLOPS is above the 4 of tiny"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[:1])
 def test_a_test_may_end_where_the_context_ends(devices, capsys, tmp_path, backend):
-    """The last token of a prompt, and the last that decoding chooses; in the long profile, at the demonstration model's 2048
-    positions."""
+    """The last token of a prompt, and the last that decoding chooses; in the long profile, at the demonstration model's
+    2048 positions."""
     devices.get(backend)
     file, context = (MODELS / "demo-gemma3-q8_0.gguf", 2048) if LONG else (write_hf(tmp_path / "m", tiny()), 256)
     model = [str(file), "--device", backend, "-r", "1", "--json"]
@@ -251,8 +315,15 @@ def test_errors_are_one_line(capsys, options, code, says):
 def test_the_text_shows_what_is_not_known_as_a_dash():
     from hybrid.bench.report import as_dict
 
-    about = {"device": "d", "driver": "v", "model": "m", "weights_bytes": 1, "load_seconds": 1.0, "passed_over": [],
-             "precision": {"weights": ["q4_0"], "activations": ["f32"], "kv": ["f16"]}}  # fmt: skip
+    about = {
+        "device": "d",
+        "driver": "v",
+        "model": "m",
+        "weights_bytes": 1,
+        "load_seconds": 1.0,
+        "passed_over": [],
+        "precision": {"weights": ["q4_0"], "activations": ["f32"], "kv": ["f16"]},
+    }
     bare = Probes(1.0, "c", None, "none", {})
     lines = text(as_dict(about, [ROW], bare, ceiling(bare, None), [])).splitlines()
     assert "no matrix units" in lines[2] and lines[-1].split().count("-") == 2

@@ -1,4 +1,5 @@
-"""python -m hybrid.bench --acceptance: guesses of a set rightness, counted, with a draft whose passes are run and without."""
+"""python -m hybrid.bench --acceptance: guesses of a set rightness, counted, with a draft whose passes are run and
+without."""
 
 from __future__ import annotations
 
@@ -21,11 +22,19 @@ def test_guesses_of_a_set_rightness_are_counted(capsys):
     assert bench.main([*SMALL, "--acceptance", "1,0,0.5", "--speculate", "3", "--json"]) == 0
     said = capsys.readouterr()
     right, wrong, half = json.loads(said.out)["guessed"]
-    assert [line.split()[3] for line in said.err.splitlines() if " @ " in line] == ["1.00", "0.00", "0.50"], "each when it is there"
-    assert (right["passes"], right["verified"], right["drafted"], right["accepted"]) == (4, 3, 9, 9), "a token, 3 times 4"
-    assert wrong["accepted"] == 0 and wrong["passes"] == 13 and wrong["verified"] == 11, "no guess is left for the last token"
+    assert [line.split()[3] for line in said.err.splitlines() if " @ " in line] == ["1.00", "0.00", "0.50"], (
+        "each when it is there"
+    )
+    assert (right["passes"], right["verified"], right["drafted"], right["accepted"]) == (4, 3, 9, 9), (
+        "a token, 3 times 4"
+    )
+    assert wrong["accepted"] == 0 and wrong["passes"] == 13 and wrong["verified"] == 11, (
+        "no guess is left for the last token"
+    )
     assert 0 < half["accepted"] < half["drafted"] and half["tokens_of_a_verification_expected"] == 1.875
-    assert all(g["plain"] > 0 and g["speed"] > 0 and set(g["pass_ms"]) <= {"1", "2", "3", "4"} for g in (right, wrong, half))
+    assert all(
+        g["plain"] > 0 and g["speed"] > 0 and set(g["pass_ms"]) <= {"1", "2", "3", "4"} for g in (right, wrong, half)
+    )
 
 
 def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(monkeypatch, capsys):
@@ -37,8 +46,20 @@ def test_a_drafts_passes_are_run_and_its_guesses_are_not_used(monkeypatch, capsy
         return made(name, kind, head, *rest)
 
     monkeypatch.setattr(random, "random_checkpoint", noted)
-    options = ["--acceptance", "1", "--speculate", "auto,3", "--draft-random", "gemma3-270m", "--ctx-depth", "4",
-               "--draft-head", "q4_0", "--head", "q8_0"]  # fmt: skip
+    options = [
+        "--acceptance",
+        "1",
+        "--speculate",
+        "auto,3",
+        "--draft-random",
+        "gemma3-270m",
+        "--ctx-depth",
+        "4",
+        "--draft-head",
+        "q4_0",
+        "--head",
+        "q8_0",
+    ]
     assert bench.main([*SMALL, *options, "--draft-device", "cpu"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "guesses of draft random/gemma3-270m on cpu, right by set rates" in said[1] and "tokens/pass" in said[3]
@@ -66,18 +87,24 @@ def test_a_run_that_is_cut_has_printed_what_it_has_measured(monkeypatch, capsys,
     assert len(begun) == 2 and sum(" @ " in line for line in said) == 1 and " 0 " in said[-1]
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (["--acceptance", "1.5"], "is no list of probabilities such as 0.6,0.8"),
-    (["--acceptance", "1", "--speculate", "17"], "is no list of auto and numbers from 0 to 16"),
-    (["--acceptance", "1", "-b", "2"], "--acceptance is of one sequence"),
-    (["--draft", "small.gguf"], "--draft belongs to --acceptance or --requests: give that too, or leave it out"),
-    (["--speculate", "auto"], "--speculate belongs to --acceptance or --requests: give"),
-    (["--acceptance", "0.5", "--deterministic", "--energy"], "--acceptance takes no --deterministic, no --energy: leave out"),
-    (["--acceptance", "0.5", "-p", "0", "--seed", "1"], "--acceptance takes no --prompt, no --seed"),
-    (["--acceptance", "1", "--draft", "a", "--draft-head", "q4_0"], "--draft-head belongs to --draft-random"),
-    (["--acceptance", "1", "--draft-device", "cpu"], "--draft-device belongs to"),
-    (["--acceptance", "1", "--draft", "a", "--draft-random", "b"], "one of the two"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--acceptance", "1.5"], "is no list of probabilities such as 0.6,0.8"),
+        (["--acceptance", "1", "--speculate", "17"], "is no list of auto and numbers from 0 to 16"),
+        (["--acceptance", "1", "-b", "2"], "--acceptance is of one sequence"),
+        (["--draft", "small.gguf"], "--draft belongs to --acceptance or --requests: give that too, or leave it out"),
+        (["--speculate", "auto"], "--speculate belongs to --acceptance or --requests: give"),
+        (
+            ["--acceptance", "0.5", "--deterministic", "--energy"],
+            "--acceptance takes no --deterministic, no --energy: leave out",
+        ),
+        (["--acceptance", "0.5", "-p", "0", "--seed", "1"], "--acceptance takes no --prompt, no --seed"),
+        (["--acceptance", "1", "--draft", "a", "--draft-head", "q4_0"], "--draft-head belongs to --draft-random"),
+        (["--acceptance", "1", "--draft-device", "cpu"], "--draft-device belongs to"),
+        (["--acceptance", "1", "--draft", "a", "--draft-random", "b"], "one of the two"),
+    ],
+)
 def test_misuse_is_one_line(capsys, options, says):
     try:
         assert bench.main([*SMALL, *options]) == 2

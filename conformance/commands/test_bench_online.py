@@ -42,7 +42,9 @@ def test_a_seed_draws_the_same_requests_again():
 
 def served(submitted: float, times: list[float], prompt=10, cached=0, finish="length") -> Served:
     usage = Usage(prompt, cached, len(times))
-    return Served(submitted, tuple(times), Completion("", tuple(range(len(times))), finish, None, usage, Timings(0.0, 0.0, 0.0)))
+    return Served(
+        submitted, tuple(times), Completion("", tuple(range(len(times))), finish, None, usage, Timings(0.0, 0.0, 0.0))
+    )
 
 
 def test_figures_are_those_of_the_readers():
@@ -53,13 +55,18 @@ def test_figures_are_those_of_the_readers():
     assert (found["prompt_tokens"], found["cached_tokens"]) == (20, 6)
     assert found["first_token_ms"] == quantiles([1.0, 1.0]) and found["between_tokens_ms"]["max"] == 2000.0
     assert (found["passes"], found["preemptions"], found["evictions"]) == (10, 3, 7)
-    assert summary([served(0.0, [1.0]), served(0.0, [2.0])], Metrics(), Metrics())["tokens_per_second_while_all_run"] is None
+    assert (
+        summary([served(0.0, [1.0]), served(0.0, [2.0])], Metrics(), Metrics())["tokens_per_second_while_all_run"]
+        is None
+    )
     with pytest.raises(RuntimeError, match="ended with 'context' after 1 tokens: the figures are void"):
         summary([served(0.0, [1.0], finish="context")], Metrics(), Metrics())
 
 
 def test_quantiles_are_of_all_values():
-    assert quantiles([i / 1000 for i in range(101)]) == pytest.approx({"p50": 50.0, "p95": 95.0, "p99": 99.0, "max": 100.0})
+    assert quantiles([i / 1000 for i in range(101)]) == pytest.approx(
+        {"p50": 50.0, "p95": 95.0, "p99": 99.0, "max": 100.0}
+    )
 
 
 def test_a_full_queue_is_asked_again():
@@ -100,12 +107,19 @@ def test_requests_on_a_model(capsys):
     out = json.loads(capsys.readouterr().out)
     wanted = requests.requests(5, 100.0, (4, 20), (2, 6), 512, 0, 3)
     found = out["requests"]
-    assert found["prompt_tokens"] == sum(len(r.ids) for r in wanted) and found["generated_tokens"] == sum(r.n for r in wanted)
+    assert found["prompt_tokens"] == sum(len(r.ids) for r in wanted) and found["generated_tokens"] == sum(
+        r.n for r in wanted
+    )
     assert found["passes"] > 0 and out["slots"] == 2 and out["context"] == 27
     assert found["energy"]["joules"] is None or found["energy"]["joules"] > 0
     assert bench.main([*SMALL, *options]) == 0
     text = capsys.readouterr().out
-    for part in ("up to 2 sequences of 27 positions", "to the first token    p50", "between tokens        p50", "preemptions"):
+    for part in (
+        "up to 2 sequences of 27 positions",
+        "to the first token    p50",
+        "between tokens        p50",
+        "preemptions",
+    ):
         assert part in text, text
 
 
@@ -170,7 +184,11 @@ def test_batches_in_turn(capsys):
     assert bench.main([*SMALL, "-b", "1,3", "-p", "5", "-n", "3", "-r", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["results"]
     assert [(r["test"], r["tokens"]) for r in found] == [
-        ("prefill 5 @ 0", 5), ("decode 3 @ 0", 3), ("prefill 5 @ 0 x 3", 15), ("decode 3 @ 0 x 3", 9)]  # fmt: skip
+        ("prefill 5 @ 0", 5),
+        ("decode 3 @ 0", 3),
+        ("prefill 5 @ 0 x 3", 15),
+        ("decode 3 @ 0 x 3", 9),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -179,9 +197,15 @@ def test_batches_in_turn(capsys):
         (["--requests", "2", "--conversation", "2"], "--requests or --conversation: one of the two"),
         (["--requests", "2", "-b", "1,2"], "-b takes one number with --requests and --conversation"),
         (["--rate", "3", "--conversation", "2"], "--conversation takes no --rate: leave out one or the other"),
-        (["--rate", "3", "--seed", "0"], "--rate belongs to --requests, --seed belongs to --requests or --conversation: give that"),
+        (
+            ["--rate", "3", "--seed", "0"],
+            "--rate belongs to --requests, --seed belongs to --requests or --conversation: give that",
+        ),
         (["--requests", "2", "-p", "512", "-r", "3"], "--requests takes no --prompt, no --repetitions: leave out"),
-        (["--conversation", "2", "--shared-prefix", "9", "-r", "1"], "--conversation takes no --repetitions, no --shared-prefix"),
+        (
+            ["--conversation", "2", "--shared-prefix", "9", "-r", "1"],
+            "--conversation takes no --repetitions, no --shared-prefix",
+        ),
         (["--rate", "0", "--requests", "2"], "'0' is not"),
         (["--requests", "2", "--shared-prefix", "128"], "less than the shortest prompt (128)"),
         (["--requests", "0"], "'0' is not a positive number"),
@@ -239,7 +263,8 @@ def test_a_counter_is_read_around_the_runs(clock):
 def test_runs_too_short_for_a_counter_have_no_energy(clock):
     found = used(Meter("c", counter=lambda: 1.0), clock, 0.1)
     assert (
-        found.joules is None and found.line(9) == "energy: not available: runs of 0.10 s are too short for c: ask for more tokens"
+        found.joules is None
+        and found.line(9) == "energy: not available: runs of 0.10 s are too short for c: ask for more tokens"
     )
 
 

@@ -13,8 +13,20 @@ from hybrid.engine.drafts import Lookup
 
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu"]
 ASKED = ["-b", "3", "--requests", "4", "--prompt-lengths", "33,40", "--output-lengths", "7,13"]
-COUNTED = {"k", "rate", "drafted", "accepted", "verified", "ready", "dropped", "tokens_per_pass", "guesses", "times",
-           "times_while_all_run", "same_texts"}  # fmt: skip
+COUNTED = {
+    "k",
+    "rate",
+    "drafted",
+    "accepted",
+    "verified",
+    "ready",
+    "dropped",
+    "tokens_per_pass",
+    "guesses",
+    "times",
+    "times_while_all_run",
+    "same_texts",
+}
 
 
 # --- known texts of several sequences --------------------------------------------------------------------------------
@@ -23,7 +35,9 @@ COUNTED = {"k", "rate", "drafted", "accepted", "verified", "ready", "dropped", "
 def test_a_sequence_is_guessed_by_its_own_text():
     known = Replays({(1, 2): (3, 4, 5), (6, 7, 8): (4, 9)}, 1.0)
     assert known.fork() is known and known.propose([1, 2, 3], 5) == [4, 5] and known.propose([6, 7, 8], 1) == [4]
-    assert known.propose([1, 2, 3, 4], 3) == [5] and known.propose((6, 7, 8, 4), 3) == [9], "as long, with the same last token"
+    assert known.propose([1, 2, 3, 4], 3) == [5] and known.propose((6, 7, 8, 4), 3) == [9], (
+        "as long, with the same last token"
+    )
     assert known.agreed([1, 2, 3, 4], 2) == (2, 2) and known.propose([1, 2, 3, 4, 5], 2) == []
     assert known.propose([1, 2, 9], 2) == [] and known.agreed([0, 0, 0, 4], 0) == (0, 0), "nobody's text"
     assert Replays({(1, 2): (3, 4, 5)}, 0.0).propose([1, 2, 3], 2) == [4 ^ 1, 5 ^ 1]
@@ -53,7 +67,10 @@ def test_guesses_of_a_set_rightness_are_counted_for_all_requests(capsys):
     for found in (right, wrong):
         assert all(found[name] == plain[name] for name in ("generated_tokens", "prompt_tokens"))
         assert found["same_texts"] == found["requests"] == 4 and found["cached_tokens"] == 0 and found["k"] == 3
-        assert found["times"] == found["tokens_per_second"] / plain["tokens_per_second"] and found["times_while_all_run"] is None
+        assert (
+            found["times"] == found["tokens_per_second"] / plain["tokens_per_second"]
+            and found["times_while_all_run"] is None
+        )
         assert f"drafted {found['drafted']}, accepted {found['accepted']} " in found["guesses"]
     assert right["rate"] == 1 and right["drafted"] == right["accepted"] > 0 and right["tokens_per_pass"] > 2
     assert wrong["rate"] == 0 and wrong["accepted"] == 0 < wrong["drafted"] and wrong["tokens_per_pass"] == 1
@@ -63,12 +80,30 @@ def test_guesses_of_a_set_rightness_are_counted_for_all_requests(capsys):
 @pytest.mark.slow
 def test_a_drafts_own_guesses_between_runs_without(capsys):
     """A draft with the same weights guesses all tokens rightly."""
-    options = [*SMALL, "--precision", "exact", "-b", "2", "--requests", "2", "--prompt-lengths", "5", "--output-lengths", "13"]
+    options = [
+        *SMALL,
+        "--precision",
+        "exact",
+        "-b",
+        "2",
+        "--requests",
+        "2",
+        "--prompt-lengths",
+        "5",
+        "--output-lengths",
+        "13",
+    ]
     assert bench.main([*options, "--draft-random", "gemma3-270m", "--speculate", "3,0,auto"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if line.startswith(("without", "guesses of"))] == [
-        "without guesses", "guesses of a pass: 3", "without guesses", "guesses of a pass: auto"]  # fmt: skip
-    three, none, auto = (line for line in said if line.startswith("guesses (draft random/gemma3-270m on cpu): drafted "))
+        "without guesses",
+        "guesses of a pass: 3",
+        "without guesses",
+        "guesses of a pass: auto",
+    ]
+    three, none, auto = (
+        line for line in said if line.startswith("guesses (draft random/gemma3-270m on cpu): drafted ")
+    )
     assert "drafted 18, accepted 18 (100 %); 3.25 tokens per pass" in three, "13 tokens: one, and three times four"
     assert none.endswith("drafted 0, accepted 0; 1.00 tokens per pass") and "drafted" in auto
     compared = [line for line in said if line.startswith("compared ")]
@@ -79,7 +114,17 @@ def test_a_drafts_own_guesses_between_runs_without(capsys):
 @pytest.mark.slow
 def test_a_draft_may_only_cost_its_time(capsys):
     """On a device of its own, where it may go on while its guesses are verified."""
-    options = ["--acceptance", "1", "--draft-random", "gemma3-270m", "--draft-device", "cpu", "--speculate", "2", "--json"]
+    options = [
+        "--acceptance",
+        "1",
+        "--draft-random",
+        "gemma3-270m",
+        "--draft-device",
+        "cpu",
+        "--speculate",
+        "2",
+        "--json",
+    ]
     assert bench.main([*SMALL, *ASKED, *options]) == 0
     out = json.loads(capsys.readouterr().out)
     (found,) = out["guessed"]
@@ -124,14 +169,26 @@ def test_other_texts_void_the_figures_of_known_ones(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--requests", "2", "--speculate", "0"], "--speculate 0 guesses nothing, which is measured anyway: add auto or a number"),
+        (
+            ["--requests", "2", "--speculate", "0"],
+            "--speculate 0 guesses nothing, which is measured anyway: add auto or a number",
+        ),
         (["--requests", "2", "--draft", "a", "--draft-random", "b"], "--draft or --draft-random: one of the two"),
-        (["--requests", "2", "--draft", "lookup", "--draft-device", "cpu"], "--draft-device belongs to --draft FILE or"),
+        (
+            ["--requests", "2", "--draft", "lookup", "--draft-device", "cpu"],
+            "--draft-device belongs to --draft FILE or",
+        ),
         (["--requests", "2", "--draft-head", "q8_0"], "--draft-head belongs to --draft-random"),
         (["--requests", "2", "--acceptance", "1", "-n", "4"], "--requests takes no --tokens"),
-        (["--conversation", "2", "--draft", "a", "--speculate", "3"], "--conversation takes no --speculate, no --draft"),
+        (
+            ["--conversation", "2", "--draft", "a", "--speculate", "3"],
+            "--conversation takes no --speculate, no --draft",
+        ),
         (["--conversation", "2", "--acceptance", "1"], "--acceptance or --conversation: one of the two"),
-        (["--conversation", "2", "--requests", "2", "--acceptance", "1"], "--requests or --conversation: one of the two"),
+        (
+            ["--conversation", "2", "--requests", "2", "--acceptance", "1"],
+            "--requests or --conversation: one of the two",
+        ),
         (["-b", "32", "--draft", "a"], "--draft belongs to --acceptance or --requests: give that too, or leave it out"),
         (["--acceptance", "1", "-b", "2"], "of several sequences it is with --requests"),
         (["--acceptance", "1", "--speculate", "0"], "--speculate 0 belongs to --requests"),

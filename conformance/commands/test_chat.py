@@ -54,15 +54,18 @@ def test_chat_is_rendered_as_gemma_does() -> None:
     assert chat.encode(demo(), MESSAGES[1:2], "{{ messages[0].content }}") == demo().encode(" hi\n")
 
 
-@pytest.mark.parametrize(("messages", "template", "words"), [
-    (MESSAGES[2:], None, "alternate"),
-    ([{"role": "user"}], None, "message 0 needs"),
-    ([{"role": "user", "content": [{"type": "image"}]}], None, "only text"),
-    (MESSAGES[:1], "{{ nope.x }}", "template failed"),
-    (MESSAGES[:1], "{% if", "template failed"),
-    (MESSAGES[:1], "{{ messages.append(1) }}", "template failed"),
-    (MESSAGES[:1], "{{ ''.__class__.__mro__ }}", "template failed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("messages", "template", "words"),
+    [
+        (MESSAGES[2:], None, "alternate"),
+        ([{"role": "user"}], None, "message 0 needs"),
+        ([{"role": "user", "content": [{"type": "image"}]}], None, "only text"),
+        (MESSAGES[:1], "{{ nope.x }}", "template failed"),
+        (MESSAGES[:1], "{% if", "template failed"),
+        (MESSAGES[:1], "{{ messages.append(1) }}", "template failed"),
+        (MESSAGES[:1], "{{ ''.__class__.__mro__ }}", "template failed"),
+    ],
+)
 def test_bad_chats_are_refused(messages: list[dict[str, Any]], template: str | None, words: str) -> None:
     with pytest.raises(ChatError, match=words):
         chat.encode(demo(), messages, template)
@@ -79,14 +82,17 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}%s{% endfor %}{
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("template", "words"), [
-    (ENDLESS.replace("%s", ""), "does not end: stopped after 1 s"),
-    (ENDLESS.replace("%s", "x"), "writes more than 1000 characters"),
-    ("{{ 'a' * 10 ** 10 }}", "needs more than 1024 MiB"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-    ("{{ 1 // 0 }}", "template failed"),
-    ("{{ raise_exception('no tools here') }}", "refuses: no tools here"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (ENDLESS.replace("%s", ""), "does not end: stopped after 1 s"),
+        (ENDLESS.replace("%s", "x"), "writes more than 1000 characters"),
+        ("{{ 'a' * 10 ** 10 }}", "needs more than 1024 MiB"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 1 // 0 }}", "template failed"),
+        ("{{ raise_exception('no tools here') }}", "refuses: no tools here"),
+    ],
+)
 def test_templates_are_bounded(template: str, words: str) -> None:
     begin = time.perf_counter()
     with pytest.raises(ChatError, match=words) as error:
@@ -98,14 +104,16 @@ def test_a_template_of_a_file_is_expanded_as_ours_is() -> None:
     other = chat.GEMMA_TEMPLATE + "{# another text, so that it is a stranger #}"
     assert chat.render(MESSAGES, other) == chat.render(MESSAGES)
     variables = {"messages": [{"role": "user", "content": "\ud83d \U0001f600"}]}
-    assert expand_apart("{{ messages[0].content }}", variables, 10) == expand("{{ messages[0].content }}", variables, 10)
+    assert expand_apart("{{ messages[0].content }}", variables, 10) == expand(
+        "{{ messages[0].content }}", variables, 10
+    )
     with pytest.raises(ChatError, match="neither text nor"):
         expand_apart("x", {"messages": [b"bytes"]}, 10)
 
 
-PARTS = st.sampled_from([
-    "<end_of_turn>", "<start_of_turn>model\n", "<bos>", "<eos>", "<end_of", "_turn>", "<", "a b", "\n\n", "\ufdd0",
-])  # fmt: skip
+PARTS = st.sampled_from(
+    ["<end_of_turn>", "<start_of_turn>model\n", "<bos>", "<eos>", "<end_of", "_turn>", "<", "a b", "\n\n", "\ufdd0"]
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -225,7 +233,9 @@ def test_the_oldest_turns_make_room_for_the_next(tmp_path: Path, capsys: Any) ->
         kept = talk.messages
         assert 0 < forgotten < 3 and kept[:-2] == before[2 * forgotten :] and kept[-2]["content"] == texts[3]
         asked = [{"role": "system", "content": "the bee"}, *kept[:-1]]
-        fresh = "".join(model.generate(encode(model.checkpoint.tokenizer, asked), 4, ignore_eos=True, session=talk._session))
+        fresh = "".join(
+            model.generate(encode(model.checkpoint.tokenizer, asked), 4, ignore_eos=True, session=talk._session)
+        )
         assert fresh == kept[-1]["content"]  # as if what was forgotten had never been said
         for _ in kept[::2]:
             _obey(talk, "/drop", False)
@@ -234,10 +244,10 @@ def test_the_oldest_turns_make_room_for_the_next(tmp_path: Path, capsys: Any) ->
         talk.close()
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    (["--chat"], "--chat needs --prompt TEXT"),
-    (["--chat", "--prompt", "x"], "no chat template and no turn markers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--chat"], "--chat needs --prompt TEXT"), (["--chat", "--prompt", "x"], "no chat template and no turn markers")],
+)
 def test_chats_that_cannot_be(tmp_path: Path, options: list[str], words: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     from conformance.support import synthetic

@@ -24,7 +24,8 @@ TERMS = ("dumb", "xterm")
 
 
 def _at_a_terminal() -> None:
-    """In the child: a controlling terminal, and Ctrl-C heard even where the tests' own shell ignores it (jobs with &)."""
+    """In the child: a controlling terminal, and Ctrl-C heard even where the tests' own shell ignores it (jobs with
+    &)."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -34,11 +35,20 @@ class Terminal:
 
     def __init__(self, *args: str, code: str = "", term: str = "dumb") -> None:
         self.master, slave = pty.openpty()
-        start = [sys.executable, "-c", code + "from hybrid.generate import main; import sys; sys.exit(main(sys.argv[1:]))"]
+        start = [
+            sys.executable,
+            "-c",
+            code + "from hybrid.generate import main; import sys; sys.exit(main(sys.argv[1:]))",
+        ]
         self.process = subprocess.Popen(
-            [*start, *args], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            preexec_fn=_at_a_terminal, env={**os.environ, "TERM": term},
-        )  # fmt: skip
+            [*start, *args],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=_at_a_terminal,
+            env={**os.environ, "TERM": term},
+        )
         os.close(slave)
         self.seen = ""
 
@@ -134,8 +144,11 @@ c.Conversation.ask = ask
 @pytest.mark.slow
 @pytest.mark.parametrize("term", TERMS if LONG else [TERMS[int(kernels_digest(), 16) % 2]])  # in turn
 def test_what_belongs_together_is_one_turn(tmp_path: Path, term: str) -> None:
-    """A paste where the terminal marks it, and where it does not; a line that goes on; lines typed one by one are not."""
-    t = Terminal(str(write_hf(tmp_path, tiny())), "--device", "cpu", "--chat", "--system", "short", code=ECHO, term=term)
+    """A paste where the terminal marks it, and where it does not; a line that goes on; lines typed one by one are
+    not."""
+    t = Terminal(
+        str(write_hf(tmp_path, tiny())), "--device", "cpu", "--chat", "--system", "short", code=ECHO, term=term
+    )
     begun = t.until("> ")
     marked = term != "dumb" and readline_marks_pastes()
     assert ("\x1b[?2004h" in begun) == marked  # the terminal is asked to

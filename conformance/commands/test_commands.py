@@ -63,7 +63,13 @@ def test_a_load_off_a_terminal_says_how_far_it_is(tmp_path, monkeypatch, capsys)
 
 
 def test_amounts_are_short():
-    assert [show_count(n) for n in (0, 9999, 12500, 3_250_000, 7_120_000_000)] == ["0", "9999", "12.5k", "3.25M", "7.12G"]
+    assert [show_count(n) for n in (0, 9999, 12500, 3_250_000, 7_120_000_000)] == [
+        "0",
+        "9999",
+        "12.5k",
+        "3.25M",
+        "7.12G",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- wrong usage
@@ -85,8 +91,20 @@ def test_a_built_prefix_is_compared(capsys):
     assert capsys.readouterr().out == "1 modules are up to date\n"
 
 
-@pytest.mark.parametrize("option", [["--top-p", "0"], ["-n", "0"], ["--seed", "-1"], ["--temperature", "nan"], ["--min-p", "2"],
-                                    ["--trace", "/no/t.json"], ["--stop", ""], ["--weights", "q9"], ["--ctx", "0"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--top-p", "0"],
+        ["-n", "0"],
+        ["--seed", "-1"],
+        ["--temperature", "nan"],
+        ["--min-p", "2"],
+        ["--trace", "/no/t.json"],
+        ["--stop", ""],
+        ["--weights", "q9"],
+        ["--ctx", "0"],
+    ],
+)
 def test_wrong_usage_is_said_before_a_model_is_opened(monkeypatch, capsys, option):
     monkeypatch.setattr(hybrid, "load", None, raising=False)
     try:
@@ -98,7 +116,9 @@ def test_wrong_usage_is_said_before_a_model_is_opened(monkeypatch, capsys, optio
 
 def test_a_trace_that_can_be_written_leaves_no_file_before_it_is(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(hybrid, "load", lambda *a, **k: seen.append((tmp_path / "t.json").exists()) or sys.exit(7), raising=False)
+    monkeypatch.setattr(
+        hybrid, "load", lambda *a, **k: seen.append((tmp_path / "t.json").exists()) or sys.exit(7), raising=False
+    )
     with pytest.raises(SystemExit):
         generate.main(["--trace", str(tmp_path / "t.json")])
     assert seen == [False] and not (tmp_path / "t.json").exists()
@@ -111,7 +131,13 @@ def test_a_trace_that_can_be_written_leaves_no_file_before_it_is(tmp_path, monke
 
 # --------------------------------------------------------------------------------------------------------------- speeds
 def test_rates_have_the_unit_that_fits():
-    shown = {3.4e5: "340 kFLOPS", 1.234e12: "1.23 TFLOPS", 6.19e14: "619 TFLOPS", 0.0: "0 FLOPS", 9.9949e7: "99.9 MFLOPS"}
+    shown = {
+        3.4e5: "340 kFLOPS",
+        1.234e12: "1.23 TFLOPS",
+        6.19e14: "619 TFLOPS",
+        0.0: "0 FLOPS",
+        9.9949e7: "99.9 MFLOPS",
+    }
     assert {value: show_rate(value, "FLOPS") for value in shown} == shown
 
 
@@ -120,7 +146,11 @@ def test_one_token_has_no_speed():
     assert "generated 1 |" in one.line() and "B/s" not in one.line() and ", 0.0 tok/s" not in one.line()
     assert one.as_dict()["tokens_per_second"] is None and one.as_dict()["prompt_per_second"] > 0
     more = replace(one, tokens=3, total_seconds=0.3)
-    assert "generated 3, 10.0 tok/s" in more.line() and "10 kB/s" in more.line() and more.as_dict()["tokens_per_second"] == 10
+    assert (
+        "generated 3, 10.0 tok/s" in more.line()
+        and "10 kB/s" in more.line()
+        and more.as_dict()["tokens_per_second"] == 10
+    )
 
 
 def test_the_cpu_is_timed_by_the_clock_that_it_has(capsys, monkeypatch):
@@ -178,7 +208,9 @@ def test_inspecting_a_large_model_plans_no_more_than_a_small_one(monkeypatch, ca
         steps.clear()
         assert inspect.main([name]) == 0
         counts[name] = len(steps)
-    assert load_models()["gemma3-27b"].hparams().n_layers == 62 and counts["gemma3-27b"] <= 1.2 * counts["gemma3-1b"] < 900
+    assert (
+        load_models()["gemma3-27b"].hparams().n_layers == 62 and counts["gemma3-27b"] <= 1.2 * counts["gemma3-1b"] < 900
+    )
     assert "needs, for 1 x 4096 positions" in capsys.readouterr().out
 
 
@@ -200,7 +232,9 @@ def machine(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True)
     blob.symlink_to(MODELS / "demo-gemma3-q8_0.gguf")
     layers = {"application/vnd.ollama.image.license": "sha256:99", OLLAMA_MODEL: "sha256:0123"}
-    manifest.write_text(json.dumps({"layers": [{"mediaType": kind, "digest": digest} for kind, digest in layers.items()]}))
+    manifest.write_text(
+        json.dumps({"layers": [{"mediaType": kind, "digest": digest} for kind, digest in layers.items()]})
+    )
     (manifest.parent / "broken").write_text("{")
     (home / "models" / "deep").mkdir(parents=True)
     (home / "models" / "deep" / "demo.gguf").symlink_to(MODELS / "demo-gemma3-draft-q8_0.gguf")
@@ -218,7 +252,9 @@ def test_models_of_this_machine_are_found_and_judged(machine, capsys):
     found = {f.name: f for f in find_models(problem)}
     ours = {"google/gemma-3-tiny": "Hugging Face", "gemma3:1b": "Ollama", "demo.gguf": "GGUF"}
     assert {n: f.kind for n, f in found.items() if f.problem is None and machine in f.path.parents} == ours
-    assert set(found) >= {"meta/llama", "damaged.gguf"} and found["meta/llama"].problem and found["damaged.gguf"].problem
+    assert (
+        set(found) >= {"meta/llama", "damaged.gguf"} and found["meta/llama"].problem and found["damaged.gguf"].problem
+    )
     assert not any("part-0000" in n for n in found)
     for name in ours:
         with open_checkpoint(found[name].path) as c:
@@ -232,12 +268,24 @@ def test_models_of_this_machine_are_found_and_judged(machine, capsys):
 
 
 def test_a_name_that_is_no_path_says_what_a_model_is_or_where_it_lies(machine, capsys):
-    for name, path in (("gemma3:1b", "sha256-0123"), ("google/gemma-3-tiny", "snapshots/abc"), ("Gemma-3-Tiny", "snapshots/abc")):
+    for name, path in (
+        ("gemma3:1b", "sha256-0123"),
+        ("google/gemma-3-tiny", "snapshots/abc"),
+        ("Gemma-3-Tiny", "snapshots/abc"),
+    ):
         assert len(called(name)) == 1
-        with pytest.raises(CheckpointError, match=f"no such file or directory; a model of that name on this machine is .*{path}"):
+        with pytest.raises(
+            CheckpointError, match=f"no such file or directory; a model of that name on this machine is .*{path}"
+        ):
             open_checkpoint(name)
     assert generate.main(["gemma9:1b", "--device", "cpu"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    for words in ("gemma9:1b: no such file", "a model is a .gguf file", "Ollama blob", "hybrid.inspect --find", "ollama pull"):
+    for words in (
+        "gemma9:1b: no such file",
+        "a model is a .gguf file",
+        "Ollama blob",
+        "hybrid.inspect --find",
+        "ollama pull",
+    ):
         assert words in said

@@ -42,9 +42,14 @@ def test_a_prompt_a_line(folder: Path, texts: list[str], tmp_path: Path, capsys:
     assert said.err.startswith("cpu | 6 results | prompts ") and "| generated 36, " in said.err
 
 
-def test_objects_with_options_and_json(folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    lines = [PROMPTS[0], json.dumps({"prompt": PROMPTS[1], "max_tokens": 3, "logprobs": 2, "logit_bias": {"7": -100}}), PROMPTS[2]]
+def test_objects_with_options_and_json(
+    folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        PROMPTS[0],
+        json.dumps({"prompt": PROMPTS[1], "max_tokens": 3, "logprobs": 2, "logit_bias": {"7": -100}}),
+        PROMPTS[2],
+    ]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     assert command(folder, "--batch", "-", "--json") == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -55,7 +60,9 @@ def test_objects_with_options_and_json(folder: Path, texts: list[str], tmp_path:
     assert found[0]["usage"]["completion_tokens"] == 6 and found[0]["timings"]["total"] > 0
 
 
-def test_guesses_of_all_are_summed_up(folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guesses_of_all_are_summed_up(
+    folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With --stats, and a line may ask for as many as the model decides on."""
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(json.dumps({"prompt": p, "speculate": "auto"}) for p in PROMPTS), encoding="utf-8")
@@ -68,7 +75,10 @@ def test_guesses_of_all_are_summed_up(folder: Path, texts: list[str], tmp_path: 
     assert said.err.endswith(f"; {36 / (36 - accepted):.2f} tokens per pass\n")
     assert command(folder, "--batch", file, "--speculate", "2", "--json") == 1
     said = capsys.readouterr()
-    assert "loaded with 2 guesses of a pass: ask for a number, 0 to 16, or load it with speculate='auto'" in said.out + said.err
+    assert (
+        "loaded with 2 guesses of a pass: ask for a number, 0 to 16, or load it with speculate='auto'"
+        in said.out + said.err
+    )
     assert "guesses (" not in said.err
 
 
@@ -80,8 +90,9 @@ def test_totals_count_a_token_for_each_pass_beside_right_guesses() -> None:
     assert totals.guessed.line("x") == "guesses (x): drafted 10, accepted 7 (70 %); 1.45 tokens per pass"
 
 
-def test_a_prompt_that_cannot_be_run_has_an_error_and_the_others_go_on(folder: Path, texts: list[str], tmp_path: Path,
-                                                                       capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_prompt_that_cannot_be_run_has_an_error_and_the_others_go_on(
+    folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text("\n".join([PROMPTS[0], "the bee " * 40, PROMPTS[2]]), encoding="utf-8")
     assert command(folder, "--batch", file, "--output", output) == 1
@@ -94,8 +105,9 @@ def test_a_prompt_that_cannot_be_run_has_an_error_and_the_others_go_on(folder: P
     assert capsys.readouterr().out == "\n\f\n".join([texts[0], "", texts[2]]) + "\n"
 
 
-def test_output_goes_on_where_it_was_interrupted(folder: Path, texts: list[str], tmp_path: Path,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_output_goes_on_where_it_was_interrupted(
+    folder: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text("\n".join(PROMPTS), encoding="utf-8")
     assert command(folder, "--batch", file, "--output", output) == 0

@@ -1,4 +1,5 @@
-"""python -m hybrid.generate as its users meet it: output, statistics, interruption, errors. And what `import hybrid` costs."""
+"""python -m hybrid.generate as its users meet it: output, statistics, interruption, errors. And what `import hybrid`
+costs."""
 
 from __future__ import annotations
 
@@ -36,7 +37,18 @@ def test_import_loads_nothing_heavy():
 
 @pytest.mark.slow
 def test_text_streams_to_stdout_and_one_line_of_statistics_to_stderr(folder):
-    command = [*PYTHON, "hybrid.generate", folder, "--device", "cpu", "--prompt", "the bee", "--max-tokens", "8", "--ignore-eos"]
+    command = [
+        *PYTHON,
+        "hybrid.generate",
+        folder,
+        "--device",
+        "cpu",
+        "--prompt",
+        "the bee",
+        "--max-tokens",
+        "8",
+        "--ignore-eos",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("the bee")
     assert done.stderr.startswith("cpu | prompt ") and done.stderr.count("\n") == 1
@@ -46,7 +58,9 @@ def test_text_streams_to_stdout_and_one_line_of_statistics_to_stderr(folder):
 
 def test_json_has_text_ids_and_counts(folder, capsys):
     options = ["--temperature", "0.8", "--top-k", "20", "--seed", "3", "--ignore-eos", "--max-tokens", "12"]
-    assert generate.main([str(folder), "--device", "cpu", "--prompt", "the", "--json", "--weights", "q8_0", *options]) == 0
+    assert (
+        generate.main([str(folder), "--device", "cpu", "--prompt", "the", "--json", "--weights", "q8_0", *options]) == 0
+    )
     out = json.loads(capsys.readouterr().out)
     assert out["tokens"] == len(out["ids"]) == 12 and out["finish"] == "length"
     assert out["precision"] == {"weights": ["q8_0"], "activations": ["q8_act"], "kv": ["f16"]}
@@ -60,7 +74,10 @@ def test_json_has_text_ids_and_counts(folder, capsys):
 def test_trace_has_every_step_of_every_pass(folder, tmp_path, capsys, devices, backend):
     devices.get(backend)  # skips where there is no Vulkan
     trace = tmp_path / "t.json"
-    assert generate.main([str(folder), "--device", backend, "-n", "4", "--ignore-eos", "--stats", "--trace", str(trace)]) == 0
+    assert (
+        generate.main([str(folder), "--device", backend, "-n", "4", "--ignore-eos", "--stats", "--trace", str(trace)])
+        == 0
+    )
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     passes = [e for e in events if e["tid"] == 0]
     assert [e["name"].split(".")[1] for e in passes] == ["prefill", "decode", "decode", "decode"]
@@ -101,8 +118,16 @@ def test_a_model_survives_wrong_arguments_and_generations_that_are_dropped_close
     devices.get(backend)
     with hybrid.load(folder, device=backend) as model, hybrid.load(folder, device=backend) as other:
         truth = "".join(model.generate("the", 9, ignore_eos=True))
-        wrong = [{"top_k": 2**40}, {"top_k": 1.5}, {"seed": 2**64}, {"seed": 0.5}, {"temperature": 1e39}, {"max_tokens": 2.5},
-                 {"stop": [5]}, {"session": other.session()}]  # fmt: skip
+        wrong = [
+            {"top_k": 2**40},
+            {"top_k": 1.5},
+            {"seed": 2**64},
+            {"seed": 0.5},
+            {"temperature": 1e39},
+            {"max_tokens": 2.5},
+            {"stop": [5]},
+            {"session": other.session()},
+        ]
         for given in wrong:
             with pytest.raises(ValueError, match=r"must be|another model"):
                 model.generate("the", **given)
@@ -145,12 +170,18 @@ def test_a_closed_standard_stream_is_no_error(folder, closed):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_ends_with_statistics_and_130(folder):
-    code = ("import hybrid.engine.engine as e, sys, time; old = e.Engine.token\n"
-            "def slow(*a): time.sleep(0.05); return old(*a)\n"
-            "e.Engine.token = slow\nfrom hybrid.generate import main; sys.exit(main(sys.argv[1:]))")  # fmt: skip
+    code = (
+        "import hybrid.engine.engine as e, sys, time; old = e.Engine.token\n"
+        "def slow(*a): time.sleep(0.05); return old(*a)\n"
+        "e.Engine.token = slow\nfrom hybrid.generate import main; sys.exit(main(sys.argv[1:]))"
+    )
     args = [sys.executable, "-c", code, str(folder), "--device", "cpu", "-p", "ab ab", "-n", "200", "--ignore-eos"]
-    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a job with & ignores it
+    process = subprocess.Popen(
+        args,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # a job with & ignores it
     assert process.stdout.read(6)  # the prompt and the first piece
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
@@ -205,15 +236,33 @@ def test_errors_are_one_line(folder, capsys, args, code, message):
 
 def test_penalties_and_biases_reach_the_model(folder, capsys):
     """The command and Model.generate choose the same, and otherwise than without."""
-    options = ["--repetition-penalty", "1.8", "--presence-penalty", "0.5", "--frequency-penalty", "0.25", "--logit-bias", "9=5"]
+    options = [
+        "--repetition-penalty",
+        "1.8",
+        "--presence-penalty",
+        "0.5",
+        "--frequency-penalty",
+        "0.25",
+        "--logit-bias",
+        "9=5",
+    ]
     said = []
     for more in (options, []):
         assert generate.main([str(folder), "--device", "cpu", "--ignore-eos", "-n", "12", "--json", *more]) == 0
         said.append(json.loads(capsys.readouterr().out)["ids"])
     with hybrid.load(folder, device="cpu") as model:
         prompt = model.encode(generate.DEFAULT_PROMPT)
-        "".join(model.generate(prompt, 12, ignore_eos=True, repetition_penalty=1.8, presence_penalty=0.5, frequency_penalty=0.25,
-                               logit_bias={9: 5}))  # fmt: skip
+        "".join(
+            model.generate(
+                prompt,
+                12,
+                ignore_eos=True,
+                repetition_penalty=1.8,
+                presence_penalty=0.5,
+                frequency_penalty=0.25,
+                logit_bias={9: 5},
+            )
+        )
         assert list(model.stats.ids) == said[0] != said[1]
 
 

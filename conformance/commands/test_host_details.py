@@ -43,7 +43,9 @@ from hybrid.text.tokenizer import Tokenizer, Vocabulary
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(random_checkpoint("gemma3-270m", layers=1, vocab=512), CpuDevice(), EngineConfig(ctx=64, chunk=16, slots=2))
+    return Engine(
+        random_checkpoint("gemma3-270m", layers=1, vocab=512), CpuDevice(), EngineConfig(ctx=64, chunk=16, slots=2)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- plans
@@ -69,7 +71,10 @@ def test_memory_beside_the_arena_is_planned_for_every_pass(engine: Engine) -> No
 
 def test_what_was_carried_is_told_in_megabytes() -> None:
     assert str(TransferCounts(2, 3_000_000, 4, 5_500_000)) == "2 tensors shared (3.00 MB), 4 copies, 5.50 MB"
-    assert str(TransferCounts(1, 0, 0, 0, 2, "no")) == "1 tensors shared (0.00 MB, 2 dma-bufs), 0 copies, 0.00 MB; not shared: no"
+    assert (
+        str(TransferCounts(1, 0, 0, 0, 2, "no"))
+        == "1 tensors shared (0.00 MB, 2 dma-bufs), 0 copies, 0.00 MB; not shared: no"
+    )
 
 
 def test_passes_that_read_hidden_states_back_fit_in_host_memory() -> None:
@@ -161,7 +166,9 @@ def test_probes_count_what_they_move_and_compute(monkeypatch: pytest.MonkeyPatch
 
 def test_a_probe_of_matrices_multiplies_its_tiles() -> None:
     names = ("256.4x2", "64.1x1")
-    has = SimpleNamespace(has=lambda name: True, subgroup_size=32, kernels_named=lambda start: [start + n for n in names])
+    has = SimpleNamespace(
+        has=lambda name: True, subgroup_size=32, kernels_named=lambda start: [start + n for n in names]
+    )
     each = probe.MATRIX_GROUPS * probe.MATRIX_STEPS * 2 * 16**3
     found = [(v.kernel, v.cost.flops // each) for v in probe.products(has, 1 << 40)]
     assert found == [("probe_matrix.256.4x2", 64), ("probe_matrix.64.1x1", 2)]
@@ -172,8 +179,15 @@ def test_a_probe_of_matrices_multiplies_its_tiles() -> None:
 def test_shares_in_the_table_of_a_bench_are_per_cent() -> None:
     row = Row("decode", 10, 0, 1, 10, (0.1, 0.2, 0.4), 10**12, 10**12, {"dispatches": 3.0, "barriers": 2.0})
     probes = probe.Probes(20_000.0, "copy", 10.0, "matrix", {})
-    about = {"device": "d", "driver": "v", "model": "m", "weights_bytes": 1, "precision": {k: ("f32",) for k in
-             ("weights", "activations", "kv")}, "load_seconds": 1.0, "passed_over": []}  # fmt: skip
+    about = {
+        "device": "d",
+        "driver": "v",
+        "model": "m",
+        "weights_bytes": 1,
+        "precision": {k: ("f32",) for k in ("weights", "activations", "kv")},
+        "load_seconds": 1.0,
+        "passed_over": [],
+    }
     made = report.as_dict(about, [row, replace(row, seconds=(0.2,))], probes, ceiling(probes, None), [])
     line = report.text(made).splitlines()[-2]
     assert line.count(" %") == 2 and "25.0 %" in line and "50.0 %" in line  # 5000 GB/s and 5 TFLOPS
@@ -206,15 +220,23 @@ def test_memory_is_shared_in_whole_anonymous_pages(tmp_path: Path) -> None:
     ("maps", "error"),
     [
         ("{0:x}-{2:x} rw-p 0 00:00 0", ""),
-        ("1000-2000 r-xp 0 08:01 5 /bin/python\n{0:x}-{1:x} rw-p 0 00:00 0 [heap]\n{1:x}-{2:x} rw-p 0 00:00 0 [anon: a b]", ""),
-        ("{0:x}-{1:x} rw-p 0 00:00 0\n{1:x}-{2:x} rw-p 0 08:01 7 /srv/a file", "{1:#x} is a mapping of /srv/a file, not"),
+        (
+            "1000-2000 r-xp 0 08:01 5 /bin/python\n{0:x}-{1:x} rw-p 0 00:00 0 [heap]\n{1:x}-{2:x} rw-p 0 00:00 0 [anon: a b]",
+            "",
+        ),
+        (
+            "{0:x}-{1:x} rw-p 0 00:00 0\n{1:x}-{2:x} rw-p 0 08:01 7 /srv/a file",
+            "{1:#x} is a mapping of /srv/a file, not",
+        ),
         ("{0:x}-{2:x} rw-s 0 00:01 9", "{0:#x} is a mapping of a file, not"),
         ("{0:x}-{2:x} rw-p 0 00:00 0 [stack]", r"{0:#x} is a mapping of \[stack\], not"),
         ("{0:x}-{1:x} rw-p 0 00:00 0\n{2:x}-{3:x} rw-p 0 00:00 0", "{1:#x} is not mapped to the end of its"),
         ("{1:x}-{2:x} rw-p 0 00:00 0", "{0:#x} is not mapped to the end of its"),
     ],
 )
-def test_what_lies_under_memory_is_read_from_the_systems_map(maps: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_under_memory_is_read_from_the_systems_map(
+    maps: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = anonymous(TensorDecl("x", "i8", (2, PAGE), "io")).parts[0]
     ends = [held.ctypes.data + i * PAGE for i in range(4)]
     monkeypatch.setattr(Path, "read_text", lambda self: maps.format(*ends))
@@ -257,8 +279,9 @@ def test_a_vulkan_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytes
     monkeypatch.setattr(builtins, "__import__", fail)
     opened = devices._first(["vulkan", "cpu"])
     assert opened.device.name == "cpu"
-    assert opened.passed_over == ("vulkan: the Vulkan backend cannot be imported (libvulkan.so.1: cannot open); "
-                                  "install the package vulkan",)  # fmt: skip
+    assert opened.passed_over == (
+        "vulkan: the Vulkan backend cannot be imported (libvulkan.so.1: cannot open); install the package vulkan",
+    )
     with pytest.raises(devices.NoDevice, match="install the package vulkan"):
         devices._first(["vulkan"])
 
@@ -296,13 +319,26 @@ def test_doctor_tells_memory_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("lacks", "state"), [((), "ok"), (("shaderInt8", "16-bit storage"), "missing")])
 def test_doctor_names_what_a_device_lacks(lacks: tuple[str, ...], state: str) -> None:
     limits = Limits(subgroup=32, max_storage_range=1 << 27)
-    report = SimpleNamespace(driver="v1", features=[], extensions=[], limits=limits, matrices=[], has=lambda name: False,
-                             missing=[SimpleNamespace(name=n) for n in lacks])  # fmt: skip
+    report = SimpleNamespace(
+        driver="v1",
+        features=[],
+        extensions=[],
+        limits=limits,
+        matrices=[],
+        has=lambda name: False,
+        missing=[SimpleNamespace(name=n) for n in lacks],
+    )
     heaps = [{"bytes": 3 << 30, "device_local": True}, {"bytes": 1 << 30, "device_local": False}]
     found = doctor._device(SimpleNamespace(label="none such", kind="integrated"), report, heaps)
     assert found.state == state and bool(found.fix) == bool(lacks)
     assert ("lacks shaderInt8, 16-bit storage" in found.detail) == bool(lacks)
-    for part in ("memory 3.0 GiB device, 1.0 GiB;", "subgroup 32", "up to 128 MiB", "matrix units no;", "peak not known"):
+    for part in (
+        "memory 3.0 GiB device, 1.0 GiB;",
+        "subgroup 32",
+        "up to 128 MiB",
+        "matrix units no;",
+        "peak not known",
+    ):
         assert part in found.detail
 
 

@@ -53,7 +53,9 @@ class Units(CpuDevice):
 
 
 @pytest.mark.parametrize(("context", "kv_rows"), [(40, 40), (2560, 2048)])
-def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(tmp_path: Path, context: int, kv_rows: int) -> None:
+def test_a_footprint_is_what_an_engine_holds_where_matrix_units_multiply(
+    tmp_path: Path, context: int, kv_rows: int
+) -> None:
     hp = tiny(head_dim=32, layer_is_global=(False, True, False), context_length=4096)
     dry = DryDevice(features=Units().has)
     with open_checkpoint(write_hf(tmp_path / "hf", hp)) as c:
@@ -77,7 +79,9 @@ def test_what_kernels_take_beside_the_arena_is_counted_and_taken_once(devices: D
     try:
         for rows in engine.sizes.rows:
             engine.warm_up(rows)
-        planned = footprint(checkpoint.hparams, engine.target.weights, context=256, **planned_on(DryDevice.like(device.report)))
+        planned = footprint(
+            checkpoint.hparams, engine.target.weights, context=256, **planned_on(DryDevice.like(device.report))
+        )
         assert planned.beside == device.memory()["scratch"] > 0
     finally:
         device.reset()
@@ -90,7 +94,9 @@ def test_a_weight_that_is_unpacked_is_counted() -> None:
     for table in ("default", "nvidia"):
         options = planned_on(DryDevice(features=Units().has, tuning=table))
         found[table] = footprint(hp, infos, context=2048, **options).beside
-    most = max(a * b for n, (a, *rest) in tensors(hp).items() for b in rest if "embd" not in n)  # gate and up are one matrix
+    most = max(
+        a * b for n, (a, *rest) in tensors(hp).items() for b in rest if "embd" not in n
+    )  # gate and up are one matrix
     assert found["nvidia"] >= 2 * 2 * most > found["default"] > 0
 
 
@@ -144,13 +150,22 @@ def test_a_name_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     local, whole = report["needs"]["vulkan"]["kv_local"], report["needs"]["vulkan"]["kv_global"]
     assert whole == 3 * 8192 * 1024  # 3 layers, 1024 bytes for each position in f16
     assert local == 15 * 1024 * 32 * 33  # 15 rings that hold a window of 512 and a chunk of 512
-    for args, words in ((["gemma3-9b"], "no model is called"), (["gemma3-1b", "--context", "40000"], "outside 1..32768"),
-                        (["none.gguf"], "no such file")):  # fmt: skip
+    for args, words in (
+        (["gemma3-9b"], "no model is called"),
+        (["gemma3-1b", "--context", "40000"], "outside 1..32768"),
+        (["none.gguf"], "no such file"),
+    ):
         assert main(args) == 1 and words in capsys.readouterr().err
 
 
 def test_sizes_as_people_write_them() -> None:
-    assert [parse_bytes(t) for t in ("16GiB", "1.5 MB", "2g", "4096", "1KiB")] == [1 << 34, 1_500_000, 2 * 10**9, 4096, 1024]
+    assert [parse_bytes(t) for t in ("16GiB", "1.5 MB", "2g", "4096", "1KiB")] == [
+        1 << 34,
+        1_500_000,
+        2 * 10**9,
+        4096,
+        1024,
+    ]
     for text in ("", "x", "-1", "0", "1XB", "1 i"):
         with pytest.raises(ValueError, match="is no size"):
             parse_bytes(text)

@@ -1,4 +1,5 @@
-"""The wheel, installed where nothing of the repository is: every command starts, those that write do it where they should."""
+"""The wheel, installed where nothing of the repository is: every command starts, those that write do it where they
+should."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())
 SCRIPTS = PROJECT["project"]["scripts"]
 LEFT_OUT = ("__pycache__", "*.egg-info", "data", "mutants", "*-q4_0.gguf", "*-bf16.gguf")  # large, and in no wheel
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "hybrid", "kernels", "specs", "perf", "conformance", "models")
-# `python -m ...` of the pages that are no commands of an installation: other projects' modules, and what only a clone has.
+# `python -m ...` of the pages that are no commands of an installation: other projects' modules, and what only a clone
+# has.
 ELSEWHERE = {"pytest", "venv", "tarfile", "tools.load_bench", "tools.make_random_gguf", "tools.fuzz"}
 # Runs each command in one process, as `python -m` would, and prints what came of it.
 DRIVER = """
@@ -80,8 +82,12 @@ class Installation:
 
     @property
     def env(self) -> dict[str, str]:
-        own = {"XDG_CACHE_HOME": str(self.home / "cache"), "HOME": str(self.home), "OPENBLAS_NUM_THREADS": "1",
-               "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
+        own = {
+            "XDG_CACHE_HOME": str(self.home / "cache"),
+            "HOME": str(self.home),
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COLUMNS")} | own
 
     def untouched(self) -> bool:
@@ -90,8 +96,15 @@ class Installation:
 
     def run(self, commands: list[list[str]]) -> dict[str, tuple[object, str, str]]:
         """Command -> (exit code, standard output, standard error)."""
-        done = subprocess.run([self.python, "-c", DRIVER], input=json.dumps(commands), capture_output=True, text=True,
-                              cwd=self.work, env=self.env, timeout=300)  # fmt: skip
+        done = subprocess.run(
+            [self.python, "-c", DRIVER],
+            input=json.dumps(commands),
+            capture_output=True,
+            text=True,
+            cwd=self.work,
+            env=self.env,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
         return {" ".join(c): (code, out, err) for c, code, out, err in map(json.loads, done.stdout.splitlines())}
 
@@ -105,7 +118,9 @@ def install(root: Path) -> None:
     """Build the wheel from a copy of the sources (building leaves files beside them) and install it."""
     for part in PARTS:
         if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, root / "source" / part, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
+            shutil.copytree(
+                ROOT / part, root / "source" / part, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT)
+            )
         else:
             (root / "source").mkdir(exist_ok=True)
             shutil.copy(ROOT / part, root / "source" / part)
@@ -115,7 +130,8 @@ def install(root: Path) -> None:
     _quiet(sys.executable, "-c", build, cwd=root / "source")
     made = Installation(root, root, root)
     _quiet(sys.executable, "-m", "venv", "--without-pip", str(root / "env"))
-    # Compiled once, as pip does it: commands leave no byte code (env), and without any each would compile what it imports.
+    # Compiled once, as pip does it: commands leave no byte code (env), and without any each would compile what it
+    # imports.
     _quiet(*pip, "--python", str(made.python), "install", "--no-deps", "--no-index", str(made.wheel))
     # What the project depends on is that of these tests; nothing of the project is there (it is installed by its path).
     (made.packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -164,16 +180,29 @@ def test_every_command_starts_from_an_empty_folder(installed: Installation) -> N
     assert len(results) == 2 * len(COMMANDS)
     for command, (code, out, err) in results.items():
         assert code == 0 and not err, f"{command}: {code}\n{err}"
-        assert ("usage: python -m" in out) if command.endswith("--help") else re.fullmatch(r"hybrid-kernels \d+\.\d+\.\d+\n", out)
+        assert (
+            ("usage: python -m" in out)
+            if command.endswith("--help")
+            else re.fullmatch(r"hybrid-kernels \d+\.\d+\.\d+\n", out)
+        )
     for script in SCRIPTS:
-        done = subprocess.run([installed.python.with_name(script), "--version"], capture_output=True, text=True,
-                              cwd=installed.work, env=installed.env)  # fmt: skip
+        done = subprocess.run(
+            [installed.python.with_name(script), "--version"],
+            capture_output=True,
+            text=True,
+            cwd=installed.work,
+            env=installed.env,
+        )
         assert done.returncode == 0 and done.stdout.startswith("hybrid-kernels "), done.stderr
 
 
 def test_commands_of_the_pages_are_those_of_an_installation() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    said = {name for page in pages for name in re.findall(r"python -m ([a-z_]+(?:\.[a-z_]+)*)", page.read_text(encoding="utf-8"))}
+    said = {
+        name
+        for page in pages
+        for name in re.findall(r"python -m ([a-z_]+(?:\.[a-z_]+)*)", page.read_text(encoding="utf-8"))
+    }
     ours = {name for name in said if name.startswith("conformance.")}  # of the repository alone
     assert [name for name in ours if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()] == []
     assert said - ELSEWHERE - ours == set(COMMANDS)
@@ -257,10 +286,16 @@ def test_it_lives_beside_the_package_kernels(root: Path, tmp_path: Path, first: 
         _quiet(*pip, "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
     (made.packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
     code = "import kernels, hybrid.kernels.vulkan.kernel as ours; print(kernels.whose, ours.SPIRV.is_dir())"
-    assert subprocess.check_output([made.python, "-c", code], text=True, env=made.env, cwd=tmp_path).split() == ["theirs", "True"]
+    assert subprocess.check_output([made.python, "-c", code], text=True, env=made.env, cwd=tmp_path).split() == [
+        "theirs",
+        "True",
+    ]
     _quiet(*pip, "uninstall", "--yes", "hybrid-kernels")
     code = "import importlib.util, kernels; print(kernels.whose, importlib.util.find_spec('hybrid'))"
-    assert subprocess.check_output([made.python, "-c", code], text=True, env=made.env, cwd=tmp_path).split() == ["theirs", "None"]
+    assert subprocess.check_output([made.python, "-c", code], text=True, env=made.env, cwd=tmp_path).split() == [
+        "theirs",
+        "None",
+    ]
 
 
 def _icds() -> tuple[str, ...]:
@@ -272,10 +307,12 @@ def _icds() -> tuple[str, ...]:
 def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installation, devices: object) -> None:
     need_compiler()
     devices.get("vulkan")  # type: ignore[attr-defined]  # skips where there is none
-    results = installed.run([
-        ["hybrid.perf.tune", "sample", "--workload", "demo", "--seconds", "0.001", "--write", "--table", "mine"],
-        ["hybrid.kernels.vulkan.build", "--check", "--only", "geglu"],
-    ])  # fmt: skip
+    results = installed.run(
+        [
+            ["hybrid.perf.tune", "sample", "--workload", "demo", "--seconds", "0.001", "--write", "--table", "mine"],
+            ["hybrid.kernels.vulkan.build", "--check", "--only", "geglu"],
+        ]
+    )
     (tuned, checked) = results.values()
     assert tuned[0] == 0 and "wrote tuning/mine.toml" in tuned[2], tuned
     assert (installed.work / "tuning" / "mine.toml").is_file() and installed.untouched()
@@ -284,17 +321,23 @@ def test_kernels_are_proved_and_tuned_from_an_installation(installed: Installati
 
 def test_an_npu_is_captured_from_an_installation(installed: Installation) -> None:
     need_cxx()
-    results = installed.run([
-        ["hybrid.harness.npu_capture", "o.zip", "--npu", "sim", "--only", "rmsnorm/000"],
-        ["hybrid.harness.npu_capture", "o.zip", "--compare"],
-    ])  # fmt: skip
+    results = installed.run(
+        [
+            ["hybrid.harness.npu_capture", "o.zip", "--npu", "sim", "--only", "rmsnorm/000"],
+            ["hybrid.harness.npu_capture", "o.zip", "--compare"],
+        ]
+    )
     assert [code for code, _, _ in results.values()] == [0, 0], results
     assert (installed.work / "o.zip").is_file() and installed.untouched()
 
 
 def test_the_package_says_its_version_and_names(installed: Installation) -> None:
-    code = "import hybrid, sys; print(hybrid.__file__, hybrid.__version__, 'load' in dir(hybrid), 'numpy' in sys.modules)"
-    done = subprocess.run([installed.python, "-c", code], capture_output=True, text=True, cwd=installed.work, env=installed.env)
+    code = (
+        "import hybrid, sys; print(hybrid.__file__, hybrid.__version__, 'load' in dir(hybrid), 'numpy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [installed.python, "-c", code], capture_output=True, text=True, cwd=installed.work, env=installed.env
+    )
     file, version, named, heavy = done.stdout.split()
     assert file.startswith(str(installed.packages)) and (named, heavy) == ("True", "False")
     assert installed.wheel.name.startswith(f"hybrid_kernels-{version}-")

@@ -26,7 +26,8 @@ MODEL = MODELS / "demo-gemma3-q8_0.gguf"
 
 
 @pytest.mark.parametrize(
-    ("module", "options"), [(generate, ("--kv", "--precision")), (inspect, ("--kv", "--precision")), (perplexity, ("--precision",))]
+    ("module", "options"),
+    [(generate, ("--kv", "--precision")), (inspect, ("--kv", "--precision")), (perplexity, ("--precision",))],
 )
 def test_unknown_precisions_and_caches_are_wrong_usage(module, options, capsys):
     for option in options:
@@ -34,17 +35,25 @@ def test_unknown_precisions_and_caches_are_wrong_usage(module, options, capsys):
         with pytest.raises(SystemExit) as stopped:
             module.main(args)
         error = capsys.readouterr().err
-        assert stopped.value.code == 2 and f"argument {option}: invalid choice: 'best'" in error and error.count("\n") == 1, error
+        assert (
+            stopped.value.code == 2 and f"argument {option}: invalid choice: 'best'" in error and error.count("\n") == 1
+        ), error
 
 
 @pytest.mark.parametrize(
     ("module", "options"),
     [
-        (op, ["linear", "--seconds", "nan"]), (op, ["linear", "--footprint", "-1"]), (op, ["linear", "--seconds", "inf"]),
-        (tune, ["--margin", "nan"]), (tune, ["--seconds", "0"]), (npu, ["--placement", "--tokens", "0"]),
-        (ablate, [str(MODEL), "-r", "0"]), (ablate, [str(MODEL), "--depth", "-1"]), (ablate, [str(MODEL), "--tokens", "1.5"]),
+        (op, ["linear", "--seconds", "nan"]),
+        (op, ["linear", "--footprint", "-1"]),
+        (op, ["linear", "--seconds", "inf"]),
+        (tune, ["--margin", "nan"]),
+        (tune, ["--seconds", "0"]),
+        (npu, ["--placement", "--tokens", "0"]),
+        (ablate, [str(MODEL), "-r", "0"]),
+        (ablate, [str(MODEL), "--depth", "-1"]),
+        (ablate, [str(MODEL), "--tokens", "1.5"]),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_measure_nothing_are_wrong_usage(module, options, capsys):
     with pytest.raises(SystemExit) as stopped:
         module.main(options)
@@ -80,10 +89,13 @@ def test_what_is_no_text_is_not_encoded():
         assert model.encode("") == model.encode("", bos=True) and model.encode("", bos=False) == []
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    (["linaer"], "no operation 'linaer'; did you mean 'linear'?"),
-    (["linear", "--workload", "gemma9"], "has no workload gemma9"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["linaer"], "no operation 'linaer'; did you mean 'linear'?"),
+        (["linear", "--workload", "gemma9"], "has no workload gemma9"),
+    ],
+)
 def test_timing_an_unknown_operation_prints_the_error_alone(args, message, capsys):
     assert op.main([*args, "--device", "cpu"]) == 1
     shown = capsys.readouterr()
@@ -92,11 +104,14 @@ def test_timing_an_unknown_operation_prints_the_error_alone(args, message, capsy
 
 @pytest.mark.slow
 def test_short_chunks_share_passes(monkeypatch, capsys, tmp_path):
-    """A pass reads every weight: one for each chunk of two tokens made --chunk 2 a hundred times as dear as --chunk 512."""
+    """A pass reads every weight: one for each chunk of two tokens made --chunk 2 a hundred times as dear as --chunk
+    512."""
     passes: list[str] = []
     submit = Engine._submit
     monkeypatch.setattr(
-        Engine, "_submit", lambda engine, program, times=1: passes.append(program.plan.name) or submit(engine, program, times)
+        Engine,
+        "_submit",
+        lambda engine, program, times=1: passes.append(program.plan.name) or submit(engine, program, times),
     )
     (tmp_path / "t.txt").write_text((GOLDEN / "held-out.txt").read_text()[:250])
     args = [str(demo("f32", layers=None if LONG else BOTH)), str(tmp_path / "t.txt"), "--chunk", "2", "--limit", "1"]

@@ -1,5 +1,5 @@
-"""The text of a generation beside other programs on the same GPU, and while they start and are killed, is that of the run
-alone (perf.neighbours). On a CPU driver a small part of it runs, which proves the harness.
+"""The text of a generation beside other programs on the same GPU, and while they start and are killed, is that of the
+run alone (perf.neighbours). On a CPU driver a small part of it runs, which proves the harness.
 
 HYBRID_CONFORMANCE=long: 4B and 27B, 2000 tokens each, beside products, copies and two more engines, twenty kills.
 """
@@ -57,12 +57,27 @@ def test_beside_products_and_engines_and_through_kills_the_text_is_that_of_the_r
     if kind == "cpu":
         pytest.skip("a CPU driver runs one program's workgroups one after another: this needs a real GPU")
     device = os.environ.get("HYBRID_VULKAN_DEVICE", "gpu")
-    wanted = ["--device", device, "--beside", "matrix", "--beside", "copy", "--beside", "engines", "--kills", str(KILLS)]
+    wanted = [
+        "--device",
+        device,
+        "--beside",
+        "matrix",
+        "--beside",
+        "copy",
+        "--beside",
+        "engines",
+        "--kills",
+        str(KILLS),
+    ]
     code = neighbours.main(["--random", size, "--tokens", str(TOKENS), *wanted, "--limit", str(LIMIT), "--json"])
     out, errors = capsys.readouterr()
     assert code == 0, errors
     found = json.loads(out)
-    assert found["same"] and [t["tokens"] for t in found["trials"]] == [TOKENS] * 6 and found["trials"][-1]["kills"] == KILLS
+    assert (
+        found["same"]
+        and [t["tokens"] for t in found["trials"]] == [TOKENS] * 6
+        and found["trials"][-1]["kills"] == KILLS
+    )
 
 
 @pytest.mark.slow
@@ -80,7 +95,9 @@ def test_a_neighbour_and_a_kill_leave_the_text_as_it_is(trials):
 def test_a_token_that_changes_beside_a_neighbour_is_found(trials, monkeypatch):
     trials.alone()
     read = trials.engine.token
-    monkeypatch.setattr(trials.engine, "token", lambda slot, at, ticket=None: read(slot, at, ticket) ^ (at == PROMPT + 5))
+    monkeypatch.setattr(
+        trials.engine, "token", lambda slot, at, ticket=None: read(slot, at, ticket) ^ (at == PROMPT + 5)
+    )
     again = trials.alone()
     assert again.first_difference == 5 and "DIFFERS from token 5 on" in again.line()
 

@@ -48,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.blas
-def test_divergence_from_a_reference(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_from_a_reference(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hybrid.perplexity._ROW_ELEMENTS", 1000)  # a few rows at a time
     a, b, text = str(folder / "a"), str(folder / "b"), str(folder / "text.txt")
     assert main([a, text, "--device", "cpu", "--chunk", "200", "--kl", b, "--json"]) == 0

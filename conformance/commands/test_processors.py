@@ -1,4 +1,5 @@
-"""Which kernels NumPy multiplies with is asked for, and is what runs; the stand-in for other kernels is as exact as they are."""
+"""Which kernels NumPy multiplies with is asked for, and is what runs; the stand-in for other kernels is as exact as
+they are."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_rough_products_are_exact_to_rounding_and_differ_by_the_number_of_rows()
     assert (whole[:7] != rough.product(a[:7], b)).any() and (whole == rough.product(a, b)).all()
     out = np.empty_like(whole)
     assert rough.product(a, b, out=out) is out and (out == whole).all()
-    assert (rough.product(a.astype(np.float64), b.astype(np.float64)) == a.astype(np.float64) @ b.astype(np.float64)).all()
+    assert (
+        rough.product(a.astype(np.float64), b.astype(np.float64)) == a.astype(np.float64) @ b.astype(np.float64)
+    ).all()
 
 
 def test_kinds_stand_for_processors_that_this_one_can_be() -> None:

@@ -30,8 +30,16 @@ from hybrid.spec.step import Phase
         ('act = { x = "auto:w" }', 'act = { x = "int8" }', "x = 'int8': use one of f32, f16, q8_act or auto:"),
         ('cpu = ["cpu"]', 'cpu = ["gpu"]', "a chain of cpu, vulkan"),
         ('auto = ["vulkan:gpu", "cpu"]\n', "", 'needs the chain "auto"'),
-        ('unquantised = { act = "f32", kv = "f32" }', 'unquantised = { act = "q8_act", kv = "f32" }', "cannot be q8_act"),
-        ("[precision.exact]", 'beside_quantised = { act = "q8_act", kv = "f32" }\n[precision.exact]', "beside_quantised.act can"),
+        (
+            'unquantised = { act = "f32", kv = "f32" }',
+            'unquantised = { act = "q8_act", kv = "f32" }',
+            "cannot be q8_act",
+        ),
+        (
+            "[precision.exact]",
+            'beside_quantised = { act = "q8_act", kv = "f32" }\n[precision.exact]',
+            "beside_quantised.act can",
+        ),
         ("[precision.exact]", "[precision.exactly]", "precision.exactly"),
         ('H = "hidden"', 'H = "__import__"', "axes.H: unknown name '__import__'"),
         ('dtype = "i32", shape = ["T"]', 'dtype = "i33", shape = ["T"]', "unknown dtype 'i33'"),
@@ -114,7 +122,10 @@ def written(folder: Path, text: str, name: str = "mine") -> Path:
 
 
 EXTENSION_MISTAKES = {
-    "unknown base": (HEAD.replace('"gemma3"', '"gema3"'), "extends: no shipped schedule is called 'gema3'; did you mean 'gemma3'?"),
+    "unknown base": (
+        HEAD.replace('"gemma3"', '"gema3"'),
+        "extends: no shipped schedule is called 'gema3'; did you mean 'gemma3'?",
+    ),
     "no such file": (HEAD.replace('"gemma3"', '"other.toml"'), "extends: there is no file 'other.toml' from here"),
     "itself": (HEAD.replace('"gemma3"', '"mine.toml"'), "extends: goes in a circle"),
     "no text": (HEAD.replace('"gemma3"', "3"), "extends: input should be a valid string, not 3"),
@@ -122,14 +133,26 @@ EXTENSION_MISTAKES = {
     "same table": (HEAD + '[devices]\ncpu = ["cpu"]\n', "devices.cpu: specs/schedules/gemma3.toml sets it too"),
     "same steps": (HEAD + '[[layer]]\nname = "n"\nop = "linear"\n', "layer: specs/schedules/gemma3.toml sets it too"),
     "unknown key": (HEAD + NPU.replace("device", "devise"), "placement[0].devise: unknown key; did you mean 'device'?"),
-    "no step": (HEAD + NPU.replace("*.ffn", "*.attentoin"), "placement[0].steps[0]: '*.attentoin' fits no step; did you mean"),
+    "no step": (
+        HEAD + NPU.replace("*.ffn", "*.attentoin"),
+        "placement[0].steps[0]: '*.attentoin' fits no step; did you mean",
+    ),
     "no step of the phase": (
         HEAD + NPU.replace("*.ffn", "*.qk_norm_rope") + 'phase = "decode"\n',
         "placement[0].steps[0]: '*.qk_norm_rope' fits no step of decode; ",
     ),
-    "nothing said": (HEAD + NPU.replace('device = "npu"\n', 'phase = "decode"\n'), "placement[0].steps: nothing is said of them"),
-    "like and phase": (HEAD + NPU + 'like = "prefill"\nphase = "decode"\n', "placement[0].phase: has no meaning beside like"),
-    "form and act": (HEAD + NPU + 'form = "linear_rows"\nact = { x = "f32" }\n', "placement[0].act: the steps of a form have"),
+    "nothing said": (
+        HEAD + NPU.replace('device = "npu"\n', 'phase = "decode"\n'),
+        "placement[0].steps: nothing is said of them",
+    ),
+    "like and phase": (
+        HEAD + NPU + 'like = "prefill"\nphase = "decode"\n',
+        "placement[0].phase: has no meaning beside like",
+    ),
+    "form and act": (
+        HEAD + NPU + 'form = "linear_rows"\nact = { x = "f32" }\n',
+        "placement[0].act: the steps of a form have",
+    ),
     "form and another's act": (
         HEAD + NPU + 'form = "linear_rows"\n[[placement]]\nsteps = ["*.ffn"]\nact = { x = "f32" }\n',
         "placement[0].form: another placement gives blk.{l}.ffn an act",
@@ -141,10 +164,13 @@ EXTENSION_MISTAKES = {
         HEAD + NPU.replace("*.ffn", "*.attn_add") + 'form = "linear_rows"\n',
         "placement[0].form: linear_rows has nothing in place of add_rmsnorm (blk.{l}.attn_add); it has linear",
     ),
-    "placed twice": (HEAD + NPU + NPU.replace("*.ffn", "blk.*"), "placement[1].device: placement[0] sets it for blk.{l}.ffn"),
+    "placed twice": (
+        HEAD + NPU + NPU.replace("*.ffn", "blk.*"),
+        "placement[1].device: placement[0] sets it for blk.{l}.ffn",
+    ),
     "same value": (HEAD + '[values]\nkind = { any = "x" }\n', "values.kind: specs/schedules/gemma3.toml sets it too"),
     "placement of a whole file": ("", "placement: unknown key"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", EXTENSION_MISTAKES)
@@ -168,9 +194,13 @@ def test_a_circle_of_files_is_shown(tmp_path: Path) -> None:
 def test_an_extension_adds_what_is_not_set_and_can_itself_be_extended(tmp_path: Path) -> None:
     added = '[devices]\nboth = ["vulkan:0", "cpu"]\n[fallback]\nnpu = "main"\n'
     written(tmp_path, HEAD + added + NPU, "one")
-    two = written(tmp_path, HEAD.replace('"gemma3"', '"one.toml"') + "pipeline = 2\n" + NPU.replace("ffn", "attn_qkv"), "two")
+    two = written(
+        tmp_path, HEAD.replace('"gemma3"', '"one.toml"') + "pipeline = 2\n" + NPU.replace("ffn", "attn_qkv"), "two"
+    )
     made, base = load_schedule(two), find_schedule("gemma3")
-    assert made.chain("both") == ("vulkan:0", "cpu") and made.fallback == {"npu": "main"} and made.schedule.pipeline == 2
+    assert (
+        made.chain("both") == ("vulkan:0", "cpu") and made.fallback == {"npu": "main"} and made.schedule.pipeline == 2
+    )
     assert (made.schedule.family, made.schedule.source) == (base.schedule.family, base.schedule.source)
     assert made.elsewhere == {"npu": ["blk.{l}.attn_qkv", "blk.{l}.ffn"]} and not base.elsewhere
     assert extended(two) == ["one", "gemma3"] and extended(SCHEDULES / "gemma3.toml") == []
@@ -183,9 +213,13 @@ def test_another_family_is_placed_by_the_same_lines(name: str, tmp_path: Path) -
     """A family with its own tensors and one more step: the shipped placements extend it as they are."""
     family = (SCHEDULES / "gemma3.toml").read_text().replace('"gemma3"', '"other"').replace("y.{l}", "normed.{l}")
     written(
-        tmp_path, family + '[[layer]]\nname = "blk.{l}.more"\nop = "rmsnorm"\nargs = { x = "x.{l+1}", y = "more.{l}" }\n', "other"
+        tmp_path,
+        family + '[[layer]]\nname = "blk.{l}.more"\nop = "rmsnorm"\nargs = { x = "x.{l+1}", y = "more.{l}" }\n',
+        "other",
     )
-    path = written(tmp_path, (SCHEDULES / f"{name}.toml").read_text().replace('extends = "gemma3"', 'extends = "other.toml"'))
+    path = written(
+        tmp_path, (SCHEDULES / f"{name}.toml").read_text().replace('extends = "gemma3"', 'extends = "other.toml"')
+    )
     made, shipped = load_schedule(path), named_schedule(name)
     assert made.schedule.family == "other" and made.elsewhere == shipped.elsewhere
     assert [(s.name, s.op, s.phase) for s in made.layer[:-1]] == [(s.name, s.op, s.phase) for s in shipped.layer]
@@ -197,8 +231,13 @@ NAMES = sorted({s.name for s in find_schedule("gemma3").layer})
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from([None, *PHASES]), st.sampled_from(["npu", "tpu"])), max_size=4,
-                unique_by=lambda entry: entry[0]))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(NAMES), st.sampled_from([None, *PHASES]), st.sampled_from(["npu", "tpu"])),
+        max_size=4,
+        unique_by=lambda entry: entry[0],
+    )
+)
 def test_in_each_phase_a_placement_changes_the_devices_of_its_steps_and_nothing_else(
     entries: list[tuple[str, Phase | None, str]],
 ) -> None:
@@ -211,7 +250,9 @@ def test_in_each_phase_a_placement_changes_the_devices_of_its_steps_and_nothing_
     for phase in PHASES:
         device = {n: d for n, p, d in entries if p in (None, phase)}
         wanted = [
-            s.model_copy(update={"phase": phase, "device": device.get(s.name, "main")}) for s in base.layer if phase in s.phases
+            s.model_copy(update={"phase": phase, "device": device.get(s.name, "main")})
+            for s in base.layer
+            if phase in s.phases
         ]
         assert [s.model_copy(update={"phase": phase}) for s in found["layer"] if phase in s.phases] == wanted
 
@@ -235,7 +276,9 @@ def test_a_form_takes_the_place_of_steps_where_they_run() -> None:
     one = ffn.model_copy(update={"when": "l == 2", "phase": "prefill", "extent": "outs"})
     made = placed({"layer": [one]}, [Placement(steps=("*",), device="npu", form="linear_rows")])["layer"]
     assert [(s.op, s.device) for s in made] == [("linear_rows", "npu"), ("geglu", "main"), ("linear_rows", "npu")]
-    assert {(s.when, s.phase, s.extent) for s in made} == {("l == 2", "prefill", "outs")} and not any(s.act for s in made)
+    assert {(s.when, s.phase, s.extent) for s in made} == {("l == 2", "prefill", "outs")} and not any(
+        s.act for s in made
+    )
     assert made[0].args == {"x": "z.{l}", "w": "blk.{l}.ffn_gate_up.weight", "y": "gate_up.{l}"}
     outside = placed({"after": [one]}, [Placement(steps=("*",), device="npu", form="linear_rows")])["after"]
     assert outside[1].args == {"gate_up": "gate_up", "h": "h.{l}"}
@@ -257,7 +300,9 @@ def test_shipped_forms_name_tensors_that_there_are(path: Path) -> None:
         assert set(ops[op].outputs) <= results
 
 
-def test_the_commands_say_what_is_extended_and_what_runs_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_say_what_is_extended_and_what_runs_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = str(write_hf(tmp_path, tiny()))
     assert command.main(["show", "gemma3-hybrid", model, "--phase", "prefill"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
@@ -270,20 +315,27 @@ def test_the_commands_say_what_is_extended_and_what_runs_elsewhere(tmp_path: Pat
     path = written(tmp_path, HEAD.replace('"gemma3"', '"gemma9"'))
     assert spec(["check", "gemma3-hybrid", str(SCHEDULES / "gemma3-hybrid.toml"), str(path)]) == 1
     out, err = capsys.readouterr()
-    assert "1 schedules are sound: gemma3-hybrid (extends gemma3); 2 are wrong" in out and f"error: {path}: extends: " in err
+    assert (
+        "1 schedules are sound: gemma3-hybrid (extends gemma3); 2 are wrong" in out
+        and f"error: {path}: extends: " in err
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('parts = ["passes", "choosing"]', 'parts = ["passes", "chosing"]'),
-         "parts[1]: no part is called 'chosing'; did you mean 'choosing'?"),
+        (
+            ('parts = ["passes", "choosing"]', 'parts = ["passes", "chosing"]'),
+            "parts[1]: no part is called 'chosing'; did you mean 'choosing'?",
+        ),
         (('parts = ["passes", "choosing"]', "parts = 7"), "parts[0]: no part is called 7"),
-        (("[tensors]", '[tensors]\nhistory = { kind = "io", dtype = "i32", shape = ["S"] }'),
-         "tensors.history: specs/parts/choosing.toml sets it too; remove one of the two"),
+        (
+            ("[tensors]", '[tensors]\nhistory = { kind = "io", dtype = "i32", shape = ["S"] }'),
+            "tensors.history: specs/parts/choosing.toml sets it too; remove one of the two",
+        ),
         (("[tensors]", "[[tensors]]"), "tensors: "),
     ],
-)  # fmt: skip
+)
 def test_parts_are_found_and_set_nothing_twice(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     text = (SCHEDULES / "gemma3.toml").read_text()
     assert change[0] in text
@@ -294,4 +346,10 @@ def test_parts_are_found_and_set_nothing_twice(tmp_path: Path, change: tuple[str
 
 def test_a_part_stands_around_a_schedules_own_steps() -> None:
     made = find_schedule("gemma3")
-    assert [s.name for s in made.after] == ["logits", "adjust_logits", "sample", "verify", "logprobs"] and "history" in made.tensors
+    assert [s.name for s in made.after] == [
+        "logits",
+        "adjust_logits",
+        "sample",
+        "verify",
+        "logprobs",
+    ] and "history" in made.tensors

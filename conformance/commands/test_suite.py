@@ -12,12 +12,21 @@ from conformance.support import profile, ties, units
 from hybrid.perf.record.schema import Record
 
 RECORD: dict[str, Any] = {
-    "schema": 1, "device": "NVIDIA H200", "driver": "580", "clock": "not locked", "commit": "4564b6f", "date": "2026-11-20",
+    "schema": 1,
+    "device": "NVIDIA H200",
+    "driver": "580",
+    "clock": "not locked",
+    "commit": "4564b6f",
+    "date": "2026-11-20",
     "kernels": "0123",
-    "conformance": {"command": "python -m pytest conformance/ops/test_ops.py conformance/ops/test_tuning.py", "passed": 900,
-                    "failed": 0, "kernels": "0123"},
+    "conformance": {
+        "command": "python -m pytest conformance/ops/test_ops.py conformance/ops/test_tuning.py",
+        "passed": 900,
+        "failed": 0,
+        "kernels": "0123",
+    },
     "runs": [{"model": "gemma3-27b", "dtype": "q4_0", "phase": "decode", "tokens_per_second": 1.0, "command": "x"}],
-}  # fmt: skip
+}
 
 
 def made(**changes: Any) -> Record:
@@ -32,7 +41,11 @@ def test_quick_keeps_one_parameter_of_each_test_and_backend_and_nothing_slow() -
     names = [f"f.py::test_a[{op}-{b}-x]" for b in ("cpu", "vulkan") for op in "abcdef"]
     every = [item("f.py::test_b"), item("f.py::test_c", "slow"), *map(item, names), item("f.py::test_d[one]")]
     kept = [i.nodeid for i in profile.quick(every)]
-    assert kept == ["f.py::test_b", *[f"f.py::test_a[{op}-{b}-x]" for b in ("cpu", "vulkan") for op in "a"], "f.py::test_d[one]"]
+    assert kept == [
+        "f.py::test_b",
+        *[f"f.py::test_a[{op}-{b}-x]" for b in ("cpu", "vulkan") for op in "a"],
+        "f.py::test_d[one]",
+    ]
 
 
 def test_skips_for_want_of_matrix_units_are_counted() -> None:
@@ -51,7 +64,11 @@ LAST = "last 2026-11-21 on NVIDIA H200: test_ops, test_tuning, 900 passed, "
     ("changes", "kernels", "words"),
     [
         ([], "0123", "; perf/records has no campaign on a device that has them"),
-        ([{"date": "2026-11-21"}], "0123", f". Campaigns on devices that have them: 1, {LAST}these kernels; not in it: test_x"),
+        (
+            [{"date": "2026-11-21"}],
+            "0123",
+            f". Campaigns on devices that have them: 1, {LAST}these kernels; not in it: test_x",
+        ),
         ([{}, {"date": "2026-11-21"}], "9", f": 2, {LAST}kernels 0123, not these (9); not in it: test_x"),
         ([{"device": "llvmpipe"}], "0123", "has no campaign"),
     ],
@@ -67,7 +84,12 @@ def test_texts_agree_up_to_a_near_tie_and_no_further() -> None:
     leads = np.array([1.0, 2.0, 0.1, 3.0])
     ties.agree([1, 2, 3, 4], [1, 2, 3, 4], leads, near=0.05)
     ties.agree([1, 2, 9, 9], [1, 2, 3, 4], leads, near=0.2, at_least=2)
-    for ours, near, at_least in (([1, 9, 3, 4], 0.2, 2), ([1, 2, 9, 4], 0.05, 2), ([1, 2, 3, 4], 0.2, 3), ([1, 2, 3], 0.05, 2)):
+    for ours, near, at_least in (
+        ([1, 9, 3, 4], 0.2, 2),
+        ([1, 2, 9, 4], 0.05, 2),
+        ([1, 2, 3, 4], 0.2, 3),
+        ([1, 2, 3], 0.05, 2),
+    ):
         with pytest.raises(AssertionError):
             ties.agree(ours, [1, 2, 3, 4], leads, near, at_least)
 

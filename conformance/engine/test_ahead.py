@@ -1,4 +1,5 @@
-"""A draft on a device of its own guesses on while its guesses are verified: what is right is there, what is not is dropped."""
+"""A draft on a device of its own guesses on while its guesses are verified: what is right is there, what is not is
+dropped."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ PATIENCE = 60.0
 
 
 class Counting:
-    """Guesses the next number, of every sequence; waits before each for `may`, which is given where nothing is to wait."""
+    """Guesses the next number, of every sequence; waits before each for `may`, which is given where nothing is to
+    wait."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.may, self.taken, self.fails_at = threading.Semaphore(100), 0, fails_at
@@ -86,7 +88,12 @@ def test_a_draft_whose_guesses_are_wrong_is_stopped() -> None:
 
 
 def test_what_fails_is_raised_by_who_waits_for_it() -> None:
-    for wait in (lambda a: a.take({"a": ([1, 2, 3], 9)}), Ahead.rest, lambda a: a.forget("a"), lambda a: a.start({"a": ([1], 2)})):
+    for wait in (
+        lambda a: a.take({"a": ([1, 2, 3], 9)}),
+        Ahead.rest,
+        lambda a: a.forget("a"),
+        lambda a: a.start({"a": ([1], 2)}),
+    ):
         ahead = Ahead(Counting(fails_at=2))
         ahead.start({"a": ([1, 2], 50)})
         ahead._wait(None)  # or it would be stopped before it fails
@@ -131,8 +138,8 @@ Pairs = Callable[[str], tuple[hybrid.Model, DraftModel]]
 
 @pytest.fixture(scope="module")
 def pairs() -> Iterator[Pairs]:
-    """By backend, a model of few layers as its own draft, which is on `cpu`, on a device of its own. One thread for products: two
-    models on the cpu take turns otherwise."""
+    """By backend, a model of few layers as its own draft, which is on `cpu`, on a device of its own. One thread for
+    products: two models on the cpu take turns otherwise."""
     with ExitStack() as opened:
         opened.enter_context(threadpool_limits(1, "blas"))
 
@@ -152,11 +159,15 @@ def pairs() -> Iterator[Pairs]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "way"), [(b, w) for b in BACKENDS for w in ("greedy", "sampled")
-                                             if LONG or b == "cpu" or w == "sampled"])  # fmt: skip
-def test_a_pass_of_the_draft_runs_while_its_guesses_are_verified(pairs: Pairs, backend: str, way: str,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """Neither the verification nor the draft's first pass beside it goes on before the other has begun; the text is the same."""
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [(b, w) for b in BACKENDS for w in ("greedy", "sampled") if LONG or b == "cpu" or w == "sampled"],
+)
+def test_a_pass_of_the_draft_runs_while_its_guesses_are_verified(
+    pairs: Pairs, backend: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the verification nor the draft's first pass beside it goes on before the other has begun; the text is the
+    same."""
     model, draft = pairs(backend)
     assert model.drafting is not None
     options = {**WAYS[way], "max_tokens": 14}
@@ -179,7 +190,9 @@ def test_a_pass_of_the_draft_runs_while_its_guesses_are_verified(pairs: Pairs, b
     assert met["hybrid draft"] == met[""] == draft.beside.started >= begun + 2
     counts, stats = model.drafting.counts, model.stats
     drafted, ready = counts.drafted - before.drafted, counts.ready - before.ready
-    assert stats is not None and f"; {ready} (" in stats.guessed and "drafted while others were verified" in stats.guessed
+    assert (
+        stats is not None and f"; {ready} (" in stats.guessed and "drafted while others were verified" in stats.guessed
+    )
     assert ready >= 0.5 * drafted > 0, "all but the first, where the device rounds as the draft does"
 
 
@@ -217,7 +230,10 @@ def test_a_draft_apart_that_lies_and_dies_costs_no_token(pairs: Pairs) -> None:
     assert draft.beside.started > begun + 3 and not model.engine.faults
     draft._guessed, draft.engine.submit_scheduled = honest, dying  # type: ignore[method-assign]
     run()
-    assert len(model.engine.faults) == 1 and "the draft's device is gone; no more tokens are guessed" in model.engine.faults[0]
+    assert (
+        len(model.engine.faults) == 1
+        and "the draft's device is gone; no more tokens are guessed" in model.engine.faults[0]
+    )
     assert model.drafting is not None and model.drafting.drafter is None
     model.engine.faults.clear()
     draft.engine.submit_scheduled, model.drafting.drafter = kept, draft  # type: ignore[method-assign]
@@ -226,10 +242,18 @@ def test_a_draft_apart_that_lies_and_dies_costs_no_token(pairs: Pairs) -> None:
 
 
 class Timed(DraftModel):
-    """A draft model by given costs: guesses that are right with a rate, `each` seconds for one, on a device of its own."""
+    """A draft model by given costs: guesses that are right with a rate, `each` seconds for one, on a device of its
+    own."""
 
     def __init__(self, rate: float, each: float, apart: bool) -> None:
-        self.name, self.chains, self.apart, self.watches, self.steady, self.compiled = "timed", False, apart, 0, True, False
+        self.name, self.chains, self.apart, self.watches, self.steady, self.compiled = (
+            "timed",
+            False,
+            apart,
+            0,
+            True,
+            False,
+        )
         self.clock, self.oracle, self.rate, self.each, self.ready = Clock(), Oracle([2]), rate, each, {}
         self.beside = Ahead(self._guess_on)
         self.begun: tuple[float, list[int], int] | None = None  # when, what it goes on from, guesses
@@ -266,11 +290,14 @@ class Timed(DraftModel):
 
 
 def seconds(rate: float, each: float, apart: bool, slower: float = 1.0, tokens: int = 240) -> tuple[float, Counts]:
-    """Of a text, on a device whose passes take 1 and 0.02 for each row, `slower` times as long while the draft goes on."""
+    """Of a text, on a device whose passes take 1 and 0.02 for each row, `slower` times as long while the draft goes
+    on."""
     draft, limits = Timed(rate, each, apart), Limits(1, tokens + 4, rows=8, outs=8, ahead=1)
     blocks = Blocks([Group("local", tokens, 2)], 4)
     scheduler, runner = Scheduler(blocks, limits, lambda: 0.0), Runner(blocks.groups, 4, 1, -(-limits.ctx // 4))
-    drafting = Drafting(draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock)
+    drafting = Drafting(
+        draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock
+    )
     scheduler.add(stream := Stream(0, [1], tokens))
     while not scheduler.idle:
         before = draft.clock.now
@@ -285,7 +312,9 @@ def seconds(rate: float, each: float, apart: bool, slower: float = 1.0, tokens: 
     return draft.clock.now, drafting.counts
 
 
-@pytest.mark.parametrize(("each", "slower"), [(0.2, 1.0), (0.2, 3.0), *([(0.05, 1.0), (0.5, 1.0), (0.2, 1.3)] if LONG else [])])
+@pytest.mark.parametrize(
+    ("each", "slower"), [(0.2, 1.0), (0.2, 3.0), *([(0.05, 1.0), (0.5, 1.0), (0.2, 1.3)] if LONG else [])]
+)
 def test_a_round_takes_the_longer_of_pass_and_drafting_where_guesses_are_right(each: float, slower: float) -> None:
     """And hardly more than both one after another where they are not, or where the two devices slow each other down."""
     for rate in (0.0, 0.5, 0.8, 0.95, 1.0) if LONG else (0.0, 0.8, 1.0):

@@ -1,7 +1,7 @@
 """Text from beginnings that the models were not trained on: the same with guesses and without, greedy and sampled.
 
-`python -m conformance.engine.test_beginnings DEVICE lookup,model,deterministic [COUNT TOKENS]` runs many (200 of 24 tokens) and
-prints what happened; deterministic: with lookup, bit for bit.
+`python -m conformance.engine.test_beginnings DEVICE lookup,model,deterministic [COUNT TOKENS]` runs many (200 of 24
+tokens) and prints what happened; deterministic: with lookup, bit for bit.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def texts(model: hybrid.Model, prompts: list[list[int]], **options: Any) -> list
 
 
 def run(draft: Any, device: str, count: int, tokens: int, file: Any = DEMO, **options: Any) -> Counter[str]:
-    """Asserts that texts are the same, up to a choice that rounding can change, or, of a deterministic engine, with the same
-    log-probabilities to the last bit; returns what was counted."""
+    """Asserts that texts are the same, up to a choice that rounding can change, or, of a deterministic engine, with the
+    same log-probabilities to the last bit; returns what was counted."""
     done: Counter[str] = Counter()
     how = {"precision": "exact", "slots": SLOTS, **options}
     logprobs = int("deterministic" in options)
@@ -58,7 +58,8 @@ def run(draft: Any, device: str, count: int, tokens: int, file: Any = DEMO, **op
         for way, chosen in WAYS.items():
             began = time.perf_counter()
             plain, guessed = (
-                texts(model, prompts, max_tokens=tokens, logprobs=logprobs, **chosen, **more) for more in ({"speculate": 0}, {})
+                texts(model, prompts, max_tokens=tokens, logprobs=logprobs, **chosen, **more)
+                for more in ({"speculate": 0}, {})
             )
             for prompt, one, other in zip(prompts, plain, guessed, strict=True):
                 same = one.ids == other.ids and one.logprobs == other.logprobs
@@ -82,7 +83,9 @@ def close(model: hybrid.Model, prompt: list[int], one: list[int], other: list[in
         assert logits.max() - min(logits[one[at]], logits[other[at]]) < EXACT_NEAR, (prompt, at, one, other)
         return
     for token in (one[at], other[at]):
-        judge(f"after {len(prompt) + at} tokens", logits, Params(**chosen), len(prompt) + at - 1, token, slack=EXACT_NEAR)
+        judge(
+            f"after {len(prompt) + at} tokens", logits, Params(**chosen), len(prompt) + at - 1, token, slack=EXACT_NEAR
+        )
 
 
 @pytest.mark.slow
@@ -97,7 +100,8 @@ def test_texts_are_the_same_with_guesses(backend: str, draft: str) -> None:
 
 @pytest.mark.slow
 def test_deterministic_texts_have_the_same_bits_with_guesses() -> None:
-    """Guesses that are right and others that are not (in the short profile, a few of the model's layers by fewer of them)."""
+    """Guesses that are right and others that are not (in the short profile, a few of the model's layers by fewer of
+    them)."""
     whole = open_checkpoint(DEMO)
     file, draft = (whole, DRAFTS["model"]) if LONG else (cut(whole, (0, 1, 2, 11)), cut(whole, (0, 1, 11)))
     count, tokens = (20, 24) if LONG else (2, 8)

@@ -1,4 +1,5 @@
-"""Guesses that are made behind the verification of those before them, on one queue: on whole models, and by given costs."""
+"""Guesses that are made behind the verification of those before them, on one queue: on whole models, and by given
+costs."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from hybrid.engine.sequence import Limits, Stream
 
 @pytest.mark.slow
 def test_guesses_behind_a_verification_are_those_that_would_follow_it() -> None:
-    """Of a draft that is sometimes wrong: as many are right as where the host reads each verification first, and the texts are
-    those without guesses, also of two sequences in the same passes and a third that comes when one ends."""
+    """Of a draft that is sometimes wrong: as many are right as where the host reads each verification first, and the
+    texts are those without guesses, also of two sequences in the same passes and a third that comes when one ends."""
     how = {"temperature": 2.0, "seed": 5, "max_tokens": 16, "ignore_eos": True}
     options = {"ctx": 64, "slots": 2, "precision": "exact", "draft": cut(open_checkpoint(DEMO), (4, 6)), "speculate": 3}
     with hybrid.load(cut(open_checkpoint(DEMO), BOTH), for_model("vulkan"), **options) as model:
@@ -51,7 +52,9 @@ def test_guesses_behind_a_verification_are_those_that_would_follow_it() -> None:
             done = [handle.result(timeout=300) for handle in handles]
             assert [d.ids for d in done] == wanted
             assert all(d.usage.accepted_tokens > 0 for d in done)
-            assert sum(d.usage.accepted_tokens for d in done) < sum(d.usage.drafted_tokens for d in done), "some are wrong"
+            assert sum(d.usage.accepted_tokens for d in done) < sum(d.usage.drafted_tokens for d in done), (
+                "some are wrong"
+            )
             assert (sum(taken) > 5) == follows
             alone = [model.submit(ids, **how).result(timeout=300) for ids in prompts]
             assert [d.ids for d in alone] == wanted
@@ -74,9 +77,18 @@ def test_requests_that_come_and_go_get_the_texts_that_they_get_without_guesses(s
         make = draft.behind
         draft.behind = lambda *given: (behind.append(made := make(*given)), made)[1]  # type: ignore[method-assign]
         prompts = ["def area(w, h):\n", "class A:\n", "import os\nimport sys\n", "x = 1\ny = 2\n"]
-        asked = [(drawn.choice(prompts), {"temperature": drawn.choice([0, 1.5, 2.5]), "seed": drawn.randrange(4),
-                                          "max_tokens": drawn.choice([3, 9, 24, 40]), "ignore_eos": drawn.random() < 0.7})
-                 for _ in range(10)]  # fmt: skip
+        asked = [
+            (
+                drawn.choice(prompts),
+                {
+                    "temperature": drawn.choice([0, 1.5, 2.5]),
+                    "seed": drawn.randrange(4),
+                    "max_tokens": drawn.choice([3, 9, 24, 40]),
+                    "ignore_eos": drawn.random() < 0.7,
+                },
+            )
+            for _ in range(10)
+        ]
         wanted = [model.submit(text, speculate=0, **how).result(timeout=300).ids for text, how in asked]
         for _ in range(2):
             handles = []
@@ -94,12 +106,15 @@ def test_requests_that_come_and_go_get_the_texts_that_they_get_without_guesses(s
 
 
 class Queued(Timed):
-    """A draft model by given costs on the larger one's queue; `host` seconds until the first of its passes is submitted."""
+    """A draft model by given costs on the larger one's queue; `host` seconds until the first of its passes is
+    submitted."""
 
     def __init__(self, rate: float, each: float, host: float, follows_on: bool) -> None:
         super().__init__(rate, each, False)
         self.chains, self.follows_on, self.host = True, follows_on, host
-        self.free = self.ended = 0.0  # when the queue has nothing more to do; when the guesses that are verified next were made
+        self.free = self.ended = (
+            0.0  # when the queue has nothing more to do; when the guesses that are verified next were made
+        )
         self.known: tuple[list[int], list[int]] = [], []  # what was guessed last, and after what
         self.made, self.end_of_made, self.wasted = 0, 0.0, 0
 
@@ -142,13 +157,16 @@ class Queued(Timed):
         self.clock.now = max(self.clock.now, self.ended)
 
 
-def seconds(rate: float, follows_on: bool, k: int | None = None, each: float = 0.1, host: float = 0.06,
-            tokens: int = 240) -> tuple[float, Counts, Queued, Drafting]:  # fmt: skip
+def seconds(
+    rate: float, follows_on: bool, k: int | None = None, each: float = 0.1, host: float = 0.06, tokens: int = 240
+) -> tuple[float, Counts, Queued, Drafting]:
     """Of a text, on a device whose passes take 1 and 0.02 for each row."""
     draft, limits = Queued(rate, each, host, follows_on), Limits(1, tokens + 4, rows=8, outs=8, ahead=1)
     blocks = Blocks([Group("local", tokens, 2)], 4)
     scheduler, runner = Scheduler(blocks, limits, lambda: 0.0), Runner(blocks.groups, 4, 1, -(-limits.ctx // 4))
-    drafting = Drafting(draft, 8, k, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock)
+    drafting = Drafting(
+        draft, 8, k, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock
+    )
     clock, read = draft.clock, 0.0
     scheduler.add(stream := Stream(0, [1], tokens))
     while not scheduler.idle:
@@ -190,7 +208,9 @@ def test_guesses_that_are_never_right_cost_no_more_than_their_budget() -> None:
 def test_only_what_the_verification_alone_has_led_to_is_taken() -> None:
     """After another pass, or where nothing is to be guessed, it is dropped, and its time is not taken for a pass's."""
     draft = Queued(1.0, 0.1, 0.0, True)
-    drafting = Drafting(draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock)
+    drafting = Drafting(
+        draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock
+    )
     stream = Stream(0, [1, 2], 40)
     stream.last, stream.slot, stream.position = 42, 0, 1
     drafted = list[tuple[int, ...]]()
@@ -207,7 +227,9 @@ def test_only_what_the_verification_alone_has_led_to_is_taken() -> None:
 
 def test_nothing_is_made_behind_what_the_budget_cannot_pay_or_what_ends() -> None:
     draft = Queued(0.8, 0.1, 0.0, True)
-    drafting = Drafting(draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock)
+    drafting = Drafting(
+        draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock
+    )
     drafting.costs.passes, drafting.costs.drafts = {1: 1.0, 8: 1.2}, {4: 0.4}
     for seconds, last, behind in ((9.0, 42, True), (-9.0, 42, False), (9.0, 7, False), (9.0, 8, True)):
         stream = Stream(0, [1, 2], 40)

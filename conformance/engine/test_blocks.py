@@ -82,7 +82,9 @@ def test_another_model_finds_nothing():
 
 def test_tokens_of_any_size_have_keys_of_their_own():
     blocks = store(block=2)
-    keys = {blocks.key(blocks.held(), ids, 0) for ids in ([1, 2], [2, 1], [258, 0], [0, 258], [262143, 2], [131071, 65535])}
+    keys = {
+        blocks.key(blocks.held(), ids, 0) for ids in ([1, 2], [2, 1], [258, 0], [0, 258], [262143, 2], [131071, 65535])
+    }
     assert len(keys) == 6
 
 
@@ -156,7 +158,8 @@ def test_the_middle_of_a_branch_goes_before_its_last_window():
 
 
 def test_where_branches_part_is_kept_as_their_ends_are():
-    """Two texts behind the same 12 tokens: the window there (blocks 1 and 2) outlives what came after it, on either side."""
+    """Two texts behind the same 12 tokens: the window there (blocks 1 and 2) outlives what came after it, on either
+    side."""
     blocks = store(blocks=40, window=6, local=11)
     system = [7] * 12
     first = computed(blocks, [*system, *[1] * 16])
@@ -205,7 +208,8 @@ def test_a_prompts_end_is_kept_longer_than_its_middle():
 
 
 def asked(blocks: Blocks, ids: list[int], generated: int, now: int) -> int:
-    """Run a prompt whose rows are one pass, then rows of generated tokens, as the scheduler does; returns the tokens found."""
+    """Run a prompt whose rows are one pass, then rows of generated tokens, as the scheduler does; returns the tokens
+    found."""
     scheduler = Scheduler(blocks, Limits(slots=1, ctx=400, rows=400), lambda: 0.0)
     scheduler.number = now
     stream = Stream(0, ids, generated)
@@ -275,7 +279,11 @@ def test_a_lost_device_leaves_nothing_to_find():
     blocks, ids = store(window=6), [1] * 20
     blocks.release(computed(blocks, ids))
     blocks.clear()
-    assert found(blocks, ids) == 0 and blocks.cached == {"global": 0, "local": 0} and blocks.free == {"global": 20, "local": 20}
+    assert (
+        found(blocks, ids) == 0
+        and blocks.cached == {"global": 0, "local": 0}
+        and blocks.free == {"global": 20, "local": 20}
+    )
     blocks.check([])
 
 

@@ -1,5 +1,6 @@
-"""Penalties, biases, constraints and log-probabilities through the public interface: each choice is the best one of the model's own
-logits, adjusted by the formulas written out here, and requests that ask for nothing get what they got before."""
+"""Penalties, biases, constraints and log-probabilities through the public interface: each choice is the best one of the
+model's own logits, adjusted by the formulas written out here, and requests that ask for nothing get what they got
+before."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from hybrid.model import Model
 PATIENCE = 60.0  # seconds; nothing here takes one
 PROMPT = [2, 282, 8, 9, 9, 282, 12, 13, 14, 7]  # with the token that this model likes best
 BIASES = {282: -50, 20: 0.5}
-STRONG: dict[str, Any] = {"repetition_penalty": 1.8, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": BIASES}
+STRONG: dict[str, Any] = {
+    "repetition_penalty": 1.8,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "logit_bias": BIASES,
+}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -38,7 +44,9 @@ def run(model: Model, ids: Sequence[int], count: int, **options: Any) -> list[in
     return list(model.submit(ids, max_tokens=count, ignore_eos=True, **options).result(PATIENCE).ids)
 
 
-def judge(model: Model, prompt: Sequence[int], said: Sequence[int], s: Sampling, allowed: Sequence[set[int] | None] = ()) -> None:
+def judge(
+    model: Model, prompt: Sequence[int], said: Sequence[int], s: Sampling, allowed: Sequence[set[int] | None] = ()
+) -> None:
     """Every greedy choice of `said` is the best of the adjusted logits, or as good as."""
     rows = model.logits([*prompt, *said])[len(prompt) - 1 : -1].astype(np.float64)
     for i, (z, token) in enumerate(zip(rows, said, strict=True)):
@@ -64,7 +72,8 @@ def test_choices_are_the_best_of_the_adjusted_logits(model: Model, options: dict
 
 
 def test_a_generation_and_a_conversation_count_the_same_tokens(model: Model) -> None:
-    """The second turn's prompt holds the first turn's tokens, most of which the cache holds too; they are no generated ones."""
+    """The second turn's prompt holds the first turn's tokens, most of which the cache holds too; they are no generated
+    ones."""
     "".join(model.generate(PROMPT, 12, ignore_eos=True, **STRONG))
     assert model.stats is not None and list(model.stats.ids) == run(model, PROMPT, 12, **STRONG)
     first, s = list(model.stats.ids), Sampling(**STRONG)
@@ -96,7 +105,9 @@ def test_requests_that_ask_for_nothing_are_what_they_were(model: Model) -> None:
 
 def test_neutral_options_choose_the_same_plan(model: Model) -> None:
     before = dict(model.engine.programs)
-    model.submit(PROMPT, max_tokens=3, repetition_penalty=1, presence_penalty=0.0, logit_bias={}, logprobs=0).result(PATIENCE)
+    model.submit(PROMPT, max_tokens=3, repetition_penalty=1, presence_penalty=0.0, logit_bias={}, logprobs=0).result(
+        PATIENCE
+    )
     assert not [key for key in model.engine.programs.keys() - before.keys() if key[-1]]
 
 
@@ -104,7 +115,9 @@ def test_log_probabilities_are_those_of_the_models_own_logits(model: Model) -> N
     options: dict[str, Any] = {"logprobs": 5, "temperature": 1.5, "seed": 1, "logit_bias": {40: 9}}
     done = model.submit(PROMPT, max_tokens=8, ignore_eos=True, **options).result(PATIENCE)
     rows = model.logits([*PROMPT, *done.ids])[len(PROMPT) - 1 : -1, : model.engine.target.n_tokens].astype(np.float64)
-    wanted = rows - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True)) - rows.max(-1, keepdims=True)
+    wanted = (
+        rows - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True)) - rows.max(-1, keepdims=True)
+    )
     assert done.logprobs is not None and [p.id for p in done.logprobs] == list(done.ids)
     for found, row in zip(done.logprobs, wanted, strict=True):
         assert abs(found.logprob - row[found.id]) < EXACT_NEAR and len(found.top) == 5
@@ -112,7 +125,9 @@ def test_log_probabilities_are_those_of_the_models_own_logits(model: Model) -> N
         for i, p in found.top:
             assert abs(p - row[i]) < EXACT_NEAR
         assert found.top[-1][1] >= np.sort(row)[-5] - EXACT_NEAR and len({i for i, _ in found.top}) == 5
-    assert any(40 in [i for i, _ in p.top] or p.id == 40 for p in done.logprobs), "the bias chose nothing: the test proves nothing"
+    assert any(40 in [i for i, _ in p.top] or p.id == 40 for p in done.logprobs), (
+        "the bias chose nothing: the test proves nothing"
+    )
 
 
 def test_events_bring_the_log_probabilities_of_their_tokens(model: Model) -> None:
@@ -207,7 +222,10 @@ def test_guessed_rows_have_the_masks_that_their_guesses_lead_to(model: Model) ->
     assert [ids_of(device.masks[rows[i]]).tolist() for i in (0, 2, 3)] == [[3, 5], [8], [3, 5]]
     choosing.accept(0, 5)
     choosing.accept(0, 70)  # both guesses came
-    assert choosing.guessed(0, [8, 8, 9, 9]) == (8, 8)  # after the last step there is nothing: that row could not choose
+    assert choosing.guessed(0, [8, 8, 9, 9]) == (
+        8,
+        8,
+    )  # after the last step there is nothing: that row could not choose
     assert ids_of(device.masks[choosing.mask_rows([0, 0, 0]).tolist()[0]]).tolist() == [8]
 
 

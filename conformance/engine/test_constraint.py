@@ -51,5 +51,7 @@ def test_a_slow_mask_holds_up_its_own_sequence_alone() -> None:
 
 def test_a_sequence_whose_mask_never_comes_ends_at_its_deadline() -> None:
     with hybrid.load(DEMO, device="cpu", slots=2, ctx=64, precision="exact") as model:
-        late = model.submit("import ", max_tokens=4, deadline=0.3, constraint=Gated(model.hparams.vocab, threading.Event()))
+        late = model.submit(
+            "import ", max_tokens=4, deadline=0.3, constraint=Gated(model.hparams.vocab, threading.Event())
+        )
         assert late.result(60).finish == "deadline"

@@ -1,4 +1,5 @@
-"""How many tokens are guessed, and for whom: seconds by given costs of passes, on the device of the scheduler's tests."""
+"""How many tokens are guessed, and for whom: seconds by given costs of passes, on the device of the scheduler's
+tests."""
 
 from __future__ import annotations
 
@@ -49,13 +50,14 @@ class Clock:
 
 
 class Rated:
-    """Guesses that are right with a rate, by the text of the sequence; `cost` seconds for the most guesses of a sequence, and
-    once `slow` more."""
+    """Guesses that are right with a rate, by the text of the sequence; `cost` seconds for the most guesses of a
+    sequence, and once `slow` more."""
 
     name = "rated"
 
-    def __init__(self, oracle: Oracle, rate: float, clock: Clock, cost: Callable[[int], float], slow: float = 0.0,
-                 seed: int = 5) -> None:  # fmt: skip
+    def __init__(
+        self, oracle: Oracle, rate: float, clock: Clock, cost: Callable[[int], float], slow: float = 0.0, seed: int = 5
+    ) -> None:
         self.oracle, self.rate, self.clock, self.cost, self.slow, self.seed = oracle, rate, clock, cost, slow, seed
         self.asked, self.took = 0, 0.0
 
@@ -85,15 +87,28 @@ class Watched(Rated):
         return Replay(ids, self.rate, self.seed).agreed(ids, since)
 
 
-def spent(rate: float, cost: Callable[[int], float], sequences: int = 1, guess: float | Callable[[int], float] = 0.0,
-          k: int | None = None, wanted: int | None = None, tokens: int = TOKENS, slow: float = 0.0, kind: type[Rated] = Rated,
-          seed: int = 5) -> tuple[float, Counts, Drafting]:  # fmt: skip
-    """Seconds of a text of `tokens` tokens of each sequence, what was guessed, and by whom. wanted: guesses that requests ask
-    for. slow: seconds that the first guesses take more."""
+def spent(
+    rate: float,
+    cost: Callable[[int], float],
+    sequences: int = 1,
+    guess: float | Callable[[int], float] = 0.0,
+    k: int | None = None,
+    wanted: int | None = None,
+    tokens: int = TOKENS,
+    slow: float = 0.0,
+    kind: type[Rated] = Rated,
+    seed: int = 5,
+) -> tuple[float, Counts, Drafting]:
+    """Seconds of a text of `tokens` tokens of each sequence, what was guessed, and by whom. wanted: guesses that
+    requests ask for. slow: seconds that the first guesses take more."""
     room = max(sequences + MOST, min(32, sequences * (1 + MOST)))
     limits = Limits(sequences, tokens + 4, rows=room, outs=room, ahead=1)
     blocks = Blocks([Group("local", sequences * (tokens // 4 + 4), WINDOW)], BLOCK)
-    scheduler, clock, each = Scheduler(blocks, limits, lambda: 0.0), Clock(), guess if callable(guess) else lambda n: guess * n
+    scheduler, clock, each = (
+        Scheduler(blocks, limits, lambda: 0.0),
+        Clock(),
+        guess if callable(guess) else lambda n: guess * n,
+    )
     runner = Runner(blocks.groups, BLOCK, sequences, -(-limits.ctx // BLOCK))
     drafter = kind(Oracle([WINDOW]), rate, clock, each, slow, seed)
     wish = lambda stream: (Sampling(), wanted, False)  # noqa: E731
@@ -116,10 +131,18 @@ def spent(rate: float, cost: Callable[[int], float], sequences: int = 1, guess: 
     return clock.now - slow, drafting.counts, drafting
 
 
-@pytest.mark.parametrize(("rate", "cost", "guess", "most"), [
-    (0.0, reads, 0.0, 1.03), (0.0, computes, 0.0, 1.05), (0.0, reads, 0.3, 1.05), (0.9, computes, 0.1, 1.05),
-    (0.9, reads, 0.0, 0.35), (0.8, reads, 0.05, 0.55), (1.0, reads, 0.0, 0.25),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rate", "cost", "guess", "most"),
+    [
+        (0.0, reads, 0.0, 1.03),
+        (0.0, computes, 0.0, 1.05),
+        (0.0, reads, 0.3, 1.05),
+        (0.9, computes, 0.1, 1.05),
+        (0.9, reads, 0.0, 0.35),
+        (0.8, reads, 0.05, 0.55),
+        (1.0, reads, 0.0, 0.25),
+    ],
+)
 def test_what_guesses_cost_and_bring(rate: float, cost: Callable[[int], float], guess: float, most: float) -> None:
     """Of a text of 400 tokens: half of the tries of an unguessable one are in its first 64."""
     seconds, counts, _ = spent(rate, cost, guess=guess)
@@ -145,12 +168,15 @@ def test_what_guesses_may_lose_is_bounded_by_a_budget(cost: Callable[[int], floa
 
 
 def test_sequences_with_guesses_share_one_pass() -> None:
-    """Nothing is submitted for one of them before the passes in flight have been read, or they would take turns ever after."""
+    """Nothing is submitted for one of them before the passes in flight have been read, or they would take turns ever
+    after."""
     limits = Limits(2, 40, rows=16, outs=16, ahead=2)
     blocks = Blocks([Group("local", 80, WINDOW)], BLOCK)
     scheduler, drafter = Scheduler(blocks, limits, lambda: 0.0), Rated(Oracle([WINDOW]), 1.0, Clock(), float)
     runner = Runner(blocks.groups, BLOCK, 2, 10)
-    drafting = Drafting(drafter, 16, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, lambda why: None)
+    drafting = Drafting(
+        drafter, 16, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, lambda why: None
+    )
     for i in range(2):
         scheduler.add(Stream(i, [i + 1], 30))
     assert drafting.prepare(scheduler)
@@ -173,7 +199,11 @@ def test_sequences_with_guesses_share_one_pass() -> None:
 
 def test_what_drafting_takes_is_part_of_what_guesses_are_worth() -> None:
     assert share([Pace()], 1, 8, Costs({1: 1.0, 8: 1.2}, {1: 0.05}))[0] > 2
-    assert share([Pace()], 1, 8, Costs({1: 1.0, 8: 1.2}, {1: 2.0})) == [0] == [trial(1, 8, Costs({1: 1.0, 8: 1.2}, {1: 2.0}))]
+    assert (
+        share([Pace()], 1, 8, Costs({1: 1.0, 8: 1.2}, {1: 2.0}))
+        == [0]
+        == [trial(1, 8, Costs({1: 1.0, 8: 1.2}, {1: 2.0}))]
+    )
 
 
 def test_a_budget_is_earned_and_spent() -> None:
@@ -207,14 +237,18 @@ def test_drafting_costs_what_was_measured_and_what_follows_from_it() -> None:
     costs.drafted(2, 9.0)
     assert costs.drafting(4) == 18.0, "measured anew"
     costs.took(3, 2.0)
-    assert costs.of(2) == 0.0 and costs.of(32) == 2.0 and costs.of(48) == 3.0, "in proportion where a batch fills a device"
+    assert costs.of(2) == 0.0 and costs.of(32) == 2.0 and costs.of(48) == 3.0, (
+        "in proportion where a batch fills a device"
+    )
 
 
 def test_a_slow_reading_among_others_counts_for_nothing() -> None:
     costs = Costs({1: 1.0})
     costs.took(3, 9.0, 1.0)
     costs.drafted(2, 9.0, 1.0)
-    assert costs.of(3) == 1.0 and not costs.drafting(2), "more than a pass for each row or guess is not believed at once"
+    assert costs.of(3) == 1.0 and not costs.drafting(2), (
+        "more than a pass for each row or guess is not believed at once"
+    )
     for seconds in (2.0, 2.2, 40.0, 2.1):
         costs.took(3, seconds)
     assert costs.of(3) == pytest.approx(2.05) and costs.of(2) == pytest.approx(1.2625), "rather like one"
@@ -227,19 +261,28 @@ def test_a_slow_reading_among_others_counts_for_nothing() -> None:
 
 
 H200 = {1: 5.65e-3, 2: 7.5e-3, 3: 10.5e-3, 4: 10.8e-3, 5: 10.0e-3, 6: 10.05e-3, 7: 10.1e-3, 8: 10.3e-3}
-"""Seconds of a 27B pass by its rows, as measured there; a 1B draft takes 0.3 ms and 0.97 ms a guess, a look of 16 tokens 2.4."""
+"""Seconds of a 27B pass by its rows, as measured there; a 1B draft takes 0.3 ms and 0.97 ms a guess, a look of 16
+tokens 2.4."""
 
 
-@pytest.mark.parametrize(("rate", "most"), [(0.0, 1.03), (0.8, 1.05), *([(0.3, 1.05), (0.6, 1.05), (0.9, 1.05)] if LONG else [])])
+@pytest.mark.parametrize(
+    ("rate", "most"), [(0.0, 1.03), (0.8, 1.05), *([(0.3, 1.05), (0.6, 1.05), (0.9, 1.05)] if LONG else [])]
+)
 def test_the_best_number_is_found_whatever_is_seen_first(rate: float, most: float) -> None:
-    """Of a draft model by the costs of a real device, which vary by a few percent, and whose first guesses seem to take 350 ms; in
-    the mean of some texts, against the number that is best for this rate, none included."""
+    """Of a draft model by the costs of a real device, which vary by a few percent, and whose first guesses seem to take
+    350 ms; in the mean of some texts, against the number that is best for this rate, none included."""
     took = []
     for seed in range(4):
         noise = random.Random(seed)
         vary = lambda seconds: seconds * (1 + 0.03 * abs(noise.gauss(0, 1)))  # noqa: E731, B023
-        seconds, counts, _ = spent(rate, lambda rows: vary(H200[rows]), guess=lambda k: vary(drafts(k)), slow=0.35, kind=Watched,  # noqa: B023
-                                   seed=seed)  # fmt: skip
+        seconds, counts, _ = spent(
+            rate,
+            lambda rows: vary(H200[rows]),  # noqa: B023
+            guess=lambda k: vary(drafts(k)),  # noqa: B023
+            slow=0.35,
+            kind=Watched,
+            seed=seed,
+        )
         took.append(seconds)
     best = min((H200[1 + k] + drafts(k)) / expected(rate, k) for k in range(MOST + 1))
     assert sum(took) / len(took) <= most * 1.024 * TOKENS * best, counts  # 1.024: the mean of what varies
@@ -275,7 +318,14 @@ class ByHand(DraftModel):
     """A draft model without an engine, whose passes are over when this says so."""
 
     def __init__(self, fails: bool) -> None:
-        self.name, self.chains, self.compiled, self.watches, self.fails, self.waited = "by hand", True, False, 0, fails, 0
+        self.name, self.chains, self.compiled, self.watches, self.fails, self.waited = (
+            "by hand",
+            True,
+            False,
+            0,
+            fails,
+            0,
+        )
         self.apart, self.beside, self.closed = False, Ahead(self._guess_on), False
 
     def finish(self) -> None:
@@ -293,7 +343,9 @@ def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool) ->
     """Its time is measured there; where it fails, guessing ends, and is reported once."""
     said: list[str] = []
     clock, model = Clock(), ByHand(fails)
-    drafting = Drafting(model, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, said.append, clock)
+    drafting = Drafting(
+        model, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, said.append, clock
+    )
     stream = Stream(0, [1], 9)
     plain, verified = (Pass(1, [Run(stream, 0, 0, (1,) * n, n)], rows=n, outs=n) for n in (1, 4))
     assert drafting.finish(verified) == 0.0 and not model.waited, "nothing was drafted"
@@ -307,8 +359,10 @@ def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool) ->
     assert model.waited == 1 and (drafting.drafter is None) == fails == bool(said)
     assert drafting.finish(verified) == 0.0 and model.waited == 1
     if fails:
-        assert said == ["by hand: RuntimeError: the draft's device is gone; no more tokens are guessed (closing it: RuntimeError: "
-                        "nothing to free)"]  # fmt: skip
+        assert said == [
+            "by hand: RuntimeError: the draft's device is gone; no more tokens are guessed (closing it: RuntimeError: "
+            "nothing to free)"
+        ]
     assert model.closed == fails
 
 

@@ -1,4 +1,5 @@
-"""Who guesses: what was looked up, a known text, a smaller model; what they would have guessed of a text that came without."""
+"""Who guesses: what was looked up, a known text, a smaller model; what they would have guessed of a text that came
+without."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_lookup_finds_what_followed_and_repeats_what_repeats() -> None:
     assert Lookup().propose([5, 6, 5, 6, 5, 6], 5) == [5, 6, 5, 6, 5], "on and on"
     assert found.propose([4, 4], 3) == [] == found.propose([4], 2), "another sequence"
     text = [5, 6, 7, 5, 6, 7, 5, 8]
-    assert found.agreed(text, 1) == (2, 3) and found.agreed(text, 6) == (1, 2), "7 and 5 after 5, 6 and 6, 7; not 8 after 7, 5"
+    assert found.agreed(text, 1) == (2, 3) and found.agreed(text, 6) == (1, 2), (
+        "7 and 5 after 5, 6 and 6, 7; not 8 after 7, 5"
+    )
     assert Replay(text, 1.0).agreed(text, 3) == (5, 5) and Replay(text, 0.0).agreed(text[:4], 3) == (0, 1)
 
 
@@ -66,7 +69,9 @@ def test_a_draft_says_what_it_would_have_guessed(backend: str) -> None:
             draft.begin(Sampling(), "a")
             assert draft.watch("a", other)
             right.append(draft.agreed("a"))
-            assert draft.propose_all({"a": (text[: at + 1], 2)})["a"] == text[at + 1 : at + 3], "it goes back to where texts part"
+            assert draft.propose_all({"a": (text[: at + 1], 2)})["a"] == text[at + 1 : at + 3], (
+                "it goes back to where texts part"
+            )
         assert all(n == WATCHED for _, n in right) and all(agreed < WATCHED for agreed, _ in right)
         draft.close()
         assert draft.watches and not found.engine.positions
@@ -88,7 +93,8 @@ def test_a_draft_says_what_it_would_have_guessed(backend: str) -> None:
 def test_a_draft_that_fails_while_it_runs_is_closed_at_once(
     monkeypatch: pytest.MonkeyPatch, backend: str, gone: tuple[str, ...]
 ) -> None:
-    """Its device, with all that lies there, and its file, while the text goes on; not when the model is closed, or collected."""
+    """Its device, with all that lies there, and its file, while the text goes on; not when the model is closed, or
+    collected."""
     files = [few(open_checkpoint(DEMO)) for _ in range(2)]
     with hybrid.load(files[0], for_model(backend), ctx=64, precision="exact", draft=files[1], speculate=3) as model:
         assert model.drafting is not None
@@ -105,7 +111,11 @@ def test_a_draft_that_fails_while_it_runs_is_closed_at_once(
             monkeypatch.setattr(draft.engine, name, fail)
         for _ in range(2):
             assert "".join(model.generate(PROMPT, max_tokens=12, ignore_eos=True)) == wanted
-        assert model.drafting.drafter is None and len(model.engine.faults) == 1 and "device is gone" in model.engine.faults[0]
+        assert (
+            model.drafting.drafter is None
+            and len(model.engine.faults) == 1
+            and "device is gone" in model.engine.faults[0]
+        )
         with pytest.raises(RuntimeError, match="closed"):
             draft.engine.device.check_open()
         with pytest.raises(ValueError, match="closed"):

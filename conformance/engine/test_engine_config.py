@@ -1,4 +1,5 @@
-"""What an engine is configured with is checked when the configuration is made, and against the model when it is used."""
+"""What an engine is configured with is checked when the configuration is made, and against the model when it is
+used."""
 
 from __future__ import annotations
 
@@ -32,10 +33,14 @@ def test_a_field_that_cannot_be_is_named(field: str, value: Any, said: str) -> N
 
 def test_the_context_is_the_models_at_most() -> None:
     hp = tiny(context_length=2 * DEFAULT_CTX)
-    assert EngineConfig().context(hp) == DEFAULT_CTX and EngineConfig(ctx=2 * DEFAULT_CTX).context(hp) == 2 * DEFAULT_CTX
+    assert (
+        EngineConfig().context(hp) == DEFAULT_CTX and EngineConfig(ctx=2 * DEFAULT_CTX).context(hp) == 2 * DEFAULT_CTX
+    )
     assert EngineConfig().context(tiny(context_length=64)) == 64
     for ctx in (0, 65):
-        with pytest.raises(ValueError, match=rf"^ctx {ctx} is outside 1\.\.64, the context that the model was made for$"):
+        with pytest.raises(
+            ValueError, match=rf"^ctx {ctx} is outside 1\.\.64, the context that the model was made for$"
+        ):
             EngineConfig(ctx=ctx).context(tiny(context_length=64))
 
 

@@ -82,7 +82,9 @@ def test_several_tokens_in_a_submit_are_the_same_tokens(checkpoint, device):
         slot = engine.admit()
         submits = engine.counters.submits
         found.append(list(engine.stream(slot, IDS[:9], 32, at_once)))
-        assert engine.counters.submits - submits <= 1 + -(-31 // at_once) + 2  # a prompt, its tokens, and the host's writes
+        assert (
+            engine.counters.submits - submits <= 1 + -(-31 // at_once) + 2
+        )  # a prompt, its tokens, and the host's writes
         engine.wait()
         engine.release(slot)
     assert found[0] == found[1] == found[2] and len(found[0]) == 32

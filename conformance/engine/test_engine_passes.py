@@ -1,4 +1,5 @@
-"""How an engine cuts its work into passes, on the NumPy device: rows, buckets, submits, and what is left when it ends."""
+"""How an engine cuts its work into passes, on the NumPy device: rows, buckets, submits, and what is left when it
+ends."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_prompts_are_cut_into_passes() -> None:
 
 
 def test_buckets_hold_what_they_must() -> None:
-    assert buckets(512) == (1, 8, 32, 128, 512) and buckets(8) == (1, 8) and buckets(9) == (1, 8, 9) and buckets(1) == (1,)
+    assert (
+        buckets(512) == (1, 8, 32, 128, 512) and buckets(8) == (1, 8) and buckets(9) == (1, 8, 9) and buckets(1) == (1,)
+    )
     assert [bucket_of(n, (1, 8, 32)) for n in (1, 2, 8, 9, 32)] == [1, 8, 8, 32, 32]
     with pytest.raises(ValueError, match="33 rows do not fit in the largest bucket, 32"):
         bucket_of(33, (1, 8, 32))
@@ -80,7 +83,10 @@ def test_passes_that_read_logits_back_fit_in_host_memory() -> None:
 
 def test_passes_are_wider_where_matrix_units_multiply() -> None:
     assert chunk_of({"f16_matrices"}) == 2048 and chunk_of(()) == 512
-    assert capabilities_of(lambda name: name == "f16_matrices") == {"f16_matrices"} and capabilities_of(lambda name: False) == set()
+    assert (
+        capabilities_of(lambda name: name == "f16_matrices") == {"f16_matrices"}
+        and capabilities_of(lambda name: False) == set()
+    )
 
 
 def test_a_token_has_to_fit_in_the_context(engine: Engine) -> None:

@@ -19,12 +19,19 @@ from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.kernels.vulkan.kernel import kernels_digest
 
 MORE = {
-    "narrowest": {"hidden": 32, "ffn": 32, "head_dim": 16, "n_heads": 1, "n_kv_heads": 1, "n_layers": 1,
-                  "layer_is_global": (True,)},
+    "narrowest": {
+        "hidden": 32,
+        "ffn": 32,
+        "head_dim": 16,
+        "n_heads": 1,
+        "n_kv_heads": 1,
+        "n_layers": 1,
+        "layer_is_global": (True,),
+    },
     "odd sizes": {"hidden": 96, "ffn": 160, "head_dim": 80, "vocab": 333},
     "groups of three": {"n_heads": 12, "n_kv_heads": 4, "head_dim": 32},
     "wide heads": {"n_heads": 2, "n_kv_heads": 1, "head_dim": 256},
-}  # fmt: skip
+}
 
 
 MANY = 30 if LONG else 12
@@ -53,8 +60,19 @@ KERNELS = ["odd sizes", "groups of three", "wide heads"]
 TURN = int(kernels_digest(), 16) % len(KERNELS)
 
 
-@pytest.mark.parametrize("name", ["plain", "capped", "scaled rope", "untied", "all local", "window of one", "narrowest",
-                                  *(KERNELS if LONG else KERNELS[TURN : TURN + 1])])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "capped",
+        "scaled rope",
+        "untied",
+        "all local",
+        "window of one",
+        "narrowest",
+        *(KERNELS if LONG else KERNELS[TURN : TURN + 1]),
+    ],
+)
 def test_logits_and_hidden_states_are_those_of_the_equations(tmp_path, device, name):
     checkpoint = model(tmp_path, **(SHAPES | MORE)[name])
     made = Engine(checkpoint, device, EngineConfig(chunk=16))
@@ -69,7 +87,9 @@ def test_quantised_models_agree_with_the_cpu_device(tmp_path, device, weights):
     checkpoint = model(tmp_path)
     for precision, bound in (("exact", 1e-4), ("auto", 0.15)):  # int8: one code that rounds the other way is seen
         ours = Engine(checkpoint, device, EngineConfig(chunk=16, weights=weights, precision=precision)).logits(IDS)
-        theirs = Engine(checkpoint, CpuDevice(), EngineConfig(chunk=16, weights=weights, precision=precision)).logits(IDS)
+        theirs = Engine(checkpoint, CpuDevice(), EngineConfig(chunk=16, weights=weights, precision=precision)).logits(
+            IDS
+        )
         assert np.abs(ours - theirs).max() < bound * np.abs(theirs).max()
         device.reset()
 
@@ -122,4 +142,11 @@ def test_a_token_is_one_submit_and_nothing_else(tmp_path, device):
         made.decode(1)
     done = made.counters.minus(before)
     assert done.submits == 20
-    assert (done.allocations, done.recordings, done.transfers, done.pipelines, done.descriptor_writes, done.bytes_up) == (0,) * 6
+    assert (
+        done.allocations,
+        done.recordings,
+        done.transfers,
+        done.pipelines,
+        done.descriptor_writes,
+        done.bytes_up,
+    ) == (0,) * 6

@@ -29,9 +29,11 @@ TURN = int(kernels_digest(), 16) % 2
 
 
 def on(names: Sequence[str], turn: int) -> list[tuple[str, str]]:
-    """Models and devices: on Vulkan, in the short profile, of the two families the turn-th alone; it changes with the kernels. What
-    one family's values are compared with there the other's layers and requests are."""
-    return [(n, b) for n in names for b in BACKENDS if LONG or b == "cpu" or n not in FAMILIES or n == FAMILIES[turn % 2]]
+    """Models and devices: on Vulkan, in the short profile, of the two families the turn-th alone; it changes with the
+    kernels. What one family's values are compared with there the other's layers and requests are."""
+    return [
+        (n, b) for n in names for b in BACKENDS if LONG or b == "cpu" or n not in FAMILIES or n == FAMILIES[turn % 2]
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,9 @@ def models(open_models: Models) -> Iterator[Models]:
 def by_equations(name: str) -> np.ndarray:
     """Layers in float64 past the sliding window: the same for every backend."""
     with open_checkpoint(demo("q8_0", name)) as checkpoint:
-        _, hidden = (plain_gemma3n if name == "demo-gemma3n" else plain_gemma4).forward(checkpoint, past_the_window(name))
+        _, hidden = (plain_gemma3n if name == "demo-gemma3n" else plain_gemma4).forward(
+            checkpoint, past_the_window(name)
+        )
     return hidden[:, :, 0] if hidden.ndim == 4 else hidden
 
 
@@ -112,14 +116,12 @@ QUANTISED = [*((name, "q8_0", 0.003) for name in NAMES), *((name, "q4_0", 0.06) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "file", "bound"), [q for q in QUANTISED if LONG or q[:2] != (FAMILIES[TURN], "q4_0")]
-)
+@pytest.mark.parametrize(("name", "file", "bound"), [q for q in QUANTISED if LONG or q[:2] != (FAMILIES[TURN], "q4_0")])
 def test_held_out_loss(
     models: Models, name: str, file: str, bound: float, unquantised: Callable[[str], np.ndarray]
 ) -> None:
-    """Nats per token with int8 activations and an f16 cache; in the short profile of two documents, whose mean varies more,
-    against float32's."""
+    """Nats per token with int8 activations and an f16 cache; in the short profile of two documents, whose mean varies
+    more, against float32's."""
     model = models.get("cpu", file, name)
     losses = losses_of(model, None if LONG else 2)
     if LONG:
@@ -196,9 +198,9 @@ form = "linear_rows"
 @pytest.mark.usefixtures("sim_machine")
 @pytest.mark.parametrize("name", FAMILIES if LONG else FAMILIES[TURN : TURN + 1])
 def test_a_placement_extends_either_family(models: Models, name: str, tmp_path: Path) -> None:
-    """Prefill's products on the simulated NPU, sparse layers and wanted rows included: the integers of the main device. In the
-    short profile one family, in turn, and the logits after the prompt alone, whose pass is the generation's: the simulator takes
-    4 s for one."""
+    """Prefill's products on the simulated NPU, sparse layers and wanted rows included: the integers of the main device.
+    In the short profile one family, in turn, and the logits after the prompt alone, whose pass is the generation's: the
+    simulator takes 4 s for one."""
     (tmp_path / "placed.toml").write_text(PLACED.format(family=name.removeprefix("demo-")))
     exact, ids = several(models, "cpu", name).logits(golden(name)[1].ids), golden(name)[1].ids
     with hybrid.load(demo("q8_0", name), "cpu", tmp_path / "placed.toml", ctx=64, npu="sim") as model:
@@ -206,7 +208,9 @@ def test_a_placement_extends_either_family(models: Models, name: str, tmp_path: 
         assert model.device.endswith("+ sim-npu1") and len(said.ids) == 4 and said.logprobs is not None
         wanted = exact[-1].astype(np.float64) - np.logaddexp.reduce(exact[-1].astype(np.float64))
         error = np.array([logprob - wanted[token] for token, logprob in said.logprobs[0].top])
-        assert len(error) == 20 and np.sqrt(np.square(error).mean()) < 4 * INT8_RMS  # a scale for a whole row, not for 32
+        assert (
+            len(error) == 20 and np.sqrt(np.square(error).mean()) < 4 * INT8_RMS
+        )  # a scale for a whole row, not for 32
         if LONG:
             assert np.sqrt(np.square(model.logits(ids) - exact).mean()) < 4 * INT8_RMS
 

@@ -62,11 +62,15 @@ def device(opened, request):
 
 # Tensor, type, what it is spoilt with, precision, softcap: what each writer and each rounding of numbers makes of it.
 PATHS = [
-    ("embed_tokens", "f32", NAN, "exact", 30.0), ("embed_tokens", "bf16", INF, "fast", 0.0),
-    ("layers.1.self_attn.k_proj", "f16", NAN, "exact", 0.0), ("layers.1.self_attn.v_proj", "bf16", INF, "fast", 30.0),
-    ("layers.1.self_attn.o_proj", "f32", ONES, "exact", 30.0), ("layers.1.mlp.gate_proj", "f32", ONES, "fast", 0.0),
-    ("layers.1.mlp.up_proj", "f16", INF, "fast", 0.0), ("layers.1.mlp.down_proj", "bf16", ONES, "fast", 30.0),
-]  # fmt: skip
+    ("embed_tokens", "f32", NAN, "exact", 30.0),
+    ("embed_tokens", "bf16", INF, "fast", 0.0),
+    ("layers.1.self_attn.k_proj", "f16", NAN, "exact", 0.0),
+    ("layers.1.self_attn.v_proj", "bf16", INF, "fast", 30.0),
+    ("layers.1.self_attn.o_proj", "f32", ONES, "exact", 30.0),
+    ("layers.1.mlp.gate_proj", "f32", ONES, "fast", 0.0),
+    ("layers.1.mlp.up_proj", "f16", INF, "fast", 0.0),
+    ("layers.1.mlp.down_proj", "bf16", ONES, "fast", 30.0),
+]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,9 @@ def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, path):
     spoil(folder, f"model.{tensor}.weight", PROMPT[1], BITS[dtype][what])
     with open_checkpoint(folder) as checkpoint:
         engine = Engine(checkpoint, device, EngineConfig(ctx=64, precision=precision))
-        with pytest.raises(NotFinite, match=r"after position 3 of slot 0 are NaN or infinite.*--check-finite") as raised:
+        with pytest.raises(
+            NotFinite, match=r"after position 3 of slot 0 are NaN or infinite.*--check-finite"
+        ) as raised:
             next(engine.stream(engine.admit(), PROMPT, 5))
         assert (raised.value.position, raised.value.slot) == (3, 0)
         engine.release(0)
@@ -135,8 +141,8 @@ def test_it_passes_through_int8_activations(tmp_path, device, weights):
 @pytest.mark.slow
 @pytest.mark.parametrize("device_name", BACKENDS)
 def test_other_sequences_and_what_comes_after_are_untouched(tmp_path, device_name):
-    """A token whose embedding is spoilt: prompts without it run, beside it, before it and after it. The one that ends in it
-    is as long as what its slot held before, so that a pass in flight would write where the fault was told."""
+    """A token whose embedding is spoilt: prompts without it run, beside it, before it and after it. The one that ends
+    in it is as long as what its slot held before, so that a pass in flight would write where the fault was told."""
     folder = spoil(write_hf(tmp_path, tiny(tied=False), dtype="f32"), "model.embed_tokens.weight", 9, BITS["f32"][NAN])
     with hybrid.load(folder, for_model(device_name), ctx=64, slots=2) as model:
         alone = list(model.generate(PROMPT, 12, ignore_eos=True))
@@ -161,10 +167,15 @@ def test_a_word_that_no_device_writes_is_no_token():
 
 
 def test_commands_say_so_and_name_the_tensor(tmp_path, capsys):
-    folder = spoil(write_hf(tmp_path / "a model", tiny(), dtype="bf16"), "model.layers.2.mlp.up_proj.weight", 7, BITS["bf16"][ONES])
+    folder = spoil(
+        write_hf(tmp_path / "a model", tiny(), dtype="bf16"), "model.layers.2.mlp.up_proj.weight", 7, BITS["bf16"][ONES]
+    )
     held_out = tmp_path / "text"
     held_out.write_text("the abc the abc")
-    for main, rest in ((generate.main, ["--prompt", "the", "--ctx", "32"]), (perplexity.main, [str(held_out), "--chunk", "16"])):
+    for main, rest in (
+        (generate.main, ["--prompt", "the", "--ctx", "32"]),
+        (perplexity.main, [str(held_out), "--chunk", "16"]),
+    ):
         assert main([str(folder), "--device", "cpu", *rest]) == 1
         found = capsys.readouterr()
         assert "nan" not in found.out.lower() and f"python -m hybrid.inspect '{folder}' --check-finite" in found.err
@@ -190,5 +201,7 @@ def test_every_row_is_looked_at(tmp_path, dtype, monkeypatch):
     spoil(folder, "model.layers.0.self_attn.q_proj.weight", 0, BITS[dtype][NAN])
     with open_checkpoint(folder) as checkpoint:
         found = list(finite.damaged(checkpoint))
-    assert "token_embd.weight of" in found[0] and "row 319, element 3 is -inf" in found[0] and "blk.0.attn_q" in found[1]
+    assert (
+        "token_embd.weight of" in found[0] and "row 319, element 3 is -inf" in found[0] and "blk.0.attn_q" in found[1]
+    )
     assert len(found) == 2

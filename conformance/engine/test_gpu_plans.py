@@ -1,5 +1,6 @@
-"""Whole models by the plans, the table and the kernels of a GPU with matrix units, interpreted where there is none: products of few
-rows on these units, their splits left to whoever reads them, layers in one dispatch whose workgroups wait for one another."""
+"""Whole models by the plans, the table and the kernels of a GPU with matrix units, interpreted where there is none:
+products of few rows on these units, their splits left to whoever reads them, layers in one dispatch whose workgroups
+wait for one another."""
 
 from __future__ import annotations
 
@@ -48,8 +49,12 @@ def kernels(model: Any) -> set[str]:
 RADEON: dict[str, Any] = {"tuning": "radv", "without": ("matrix_lanes", "fused_halves")}
 
 
-@pytest.mark.parametrize(("options", "kernel"), [({}, "q4_0.f16.24x256"), (RADEON, ".gemm.q4_0.f16.")], ids=["nvidia", "radv"])
-def test_logits_are_those_of_cpu(folder: Path, gpu: Callable[..., Opened], options: dict[str, Any], kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "kernel"), [({}, "q4_0.f16.24x256"), (RADEON, ".gemm.q4_0.f16.")], ids=["nvidia", "radv"]
+)
+def test_logits_are_those_of_cpu(
+    folder: Path, gpu: Callable[..., Opened], options: dict[str, Any], kernel: str
+) -> None:
     """By NVIDIA's table and by that of the Radeon 780M, whose lanes hold other elements: of a prompt in two passes."""
     ids = [2, *range(30, 30 + 44)]
     found = []
@@ -65,8 +70,11 @@ def test_logits_are_those_of_cpu(folder: Path, gpu: Callable[..., Opened], optio
 
 @pytest.mark.parametrize("speculate", (0, 2) if LONG else [(0, 2)[int(kernels_digest(), 16) % 2]])  # in turn
 def test_texts_are_the_same_alone_and_together(folder: Path, gpu: Callable[..., Opened], speculate: int) -> None:
-    """Drawn ones, bit for bit, with guesses and without. Where that is not asked for, layers of one sequence are one dispatch."""
-    load: dict[str, Any] = {"ctx": 96, "slots": len(PROMPTS), "weights": "q4_0"} | ({"speculate": speculate} if speculate else {})
+    """Drawn ones, bit for bit, with guesses and without. Where that is not asked for, layers of one sequence are one
+    dispatch."""
+    load: dict[str, Any] = {"ctx": 96, "slots": len(PROMPTS), "weights": "q4_0"} | (
+        {"speculate": speculate} if speculate else {}
+    )
     with hybrid.load(folder, gpu(), deterministic=True, **load) as model:
         alone = [model.submit(p, **DRAWN).result().ids for p in PROMPTS]
         with model.engine.lock:

@@ -1,4 +1,5 @@
-"""The table of per-layer embeddings stays in its file where memory has no room for it, and the host reads rows of it."""
+"""The table of per-layer embeddings stays in its file where memory has no room for it, and the host reads rows of
+it."""
 
 from __future__ import annotations
 
@@ -38,11 +39,17 @@ def texts(model: hybrid.Model) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "backend"), [(f, b) for f in FAMILIES for b in BACKENDS if LONG or b == "cpu" or f == TURN])
+@pytest.mark.parametrize(
+    ("family", "backend"), [(f, b) for f in FAMILIES for b in BACKENDS if LONG or b == "cpu" or f == TURN]
+)
 def test_the_text_is_the_same_and_the_table_is_not_on_the_device(tmp_path: Path, family: str, backend: str) -> None:
     folder = write_hf(tmp_path, FAMILIES[family]())
     with load(folder, backend) as model:
-        wanted, table, before = texts(model), model.engine.plan("decode", 1, 1).tensors[TABLE], model.engine.device.memory()
+        wanted, table, before = (
+            texts(model),
+            model.engine.plan("decode", 1, 1).tensors[TABLE],
+            model.engine.device.memory(),
+        )
         lone = model.engine.counters.submits
         model.generate_batch(PROMPTS[:1], max_tokens=4, ignore_eos=True)
         lone = model.engine.counters.submits - lone
@@ -76,7 +83,9 @@ def test_it_is_chosen_where_memory_is_short_and_said(tmp_path: Path) -> None:
     short = enough - (16 << 10)
     with load(folder, "vulkan", memory=short) as model:
         assert model.device.endswith("+ cpu")
-        assert "schedule gemma4: memory" in model.passed_over[0] and model.passed_over[0].endswith("so gemma4-host-table")
+        assert "schedule gemma4: memory" in model.passed_over[0] and model.passed_over[0].endswith(
+            "so gemma4-host-table"
+        )
         assert model.engine.room is not None and model.engine.room.memory == short
     with pytest.raises(NoRoom, match="too little"):  # not even so
         load(folder, "vulkan", memory="1MiB")

@@ -1,5 +1,5 @@
-"""One model on two devices: attention on sim-npu1, the rest on the main device. Same text, every copy counted, and a device
-that fails is replaced as the schedule says."""
+"""One model on two devices: attention on sim-npu1, the rest on the main device. Same text, every copy counted, and a
+device that fails is replaced as the schedule says."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_the_schedule_is_gemma3_with_attention_elsewhere() -> None:
         elif step.name.endswith("attn_output"):
             change = {"act": {"x": "f32"}}
         wanted.append(step.model_copy(update=change))
-    head = ours.schedule.model_copy(update={"name": theirs.schedule.name, "summary": theirs.schedule.summary, "pipeline": 1})
+    head = ours.schedule.model_copy(
+        update={"name": theirs.schedule.name, "summary": theirs.schedule.summary, "pipeline": 1}
+    )
     assert ours.layer == tuple(wanted)
     assert ours.model_copy(update={"schedule": head, "layer": theirs.layer, "fallback": {}}) == theirs
 
@@ -108,9 +110,14 @@ def test_the_text_is_that_of_one_device(backend: str, plain: Plain) -> None:
         device = model.engine.device
         assert isinstance(device, MultiDevice) and not device.failures
         if own_memory(device):
-            assert device.transfers.counts.shared == 0 < device.transfers.counts.copies and OWN in device.transfers.counts.why_not
+            assert (
+                device.transfers.counts.shared == 0 < device.transfers.counts.copies
+                and OWN in device.transfers.counts.why_not
+            )
         else:
-            assert device.transfers.counts.shared > 2 * model.hparams.n_layers, "caches, and what passes between the devices"
+            assert device.transfers.counts.shared > 2 * model.hparams.n_layers, (
+                "caches, and what passes between the devices"
+            )
             assert (device.transfers.counts.copies, device.transfers.counts.why_not) == (0, "")
             assert "npu.state" not in device.memory(), "held once"
         count = model.hparams.n_layers
@@ -119,7 +126,9 @@ def test_the_text_is_that_of_one_device(backend: str, plain: Plain) -> None:
         assert divergence(plain.logits, logits).max() < 0.01
         if backend == "vulkan":
             names = [e["name"] for e in events(model.engine.trace, model.device)]
-            assert sum(n.endswith("on sim-npu1") for n in names) > count and any(n.endswith("attn_output") for n in names)
+            assert sum(n.endswith("on sim-npu1") for n in names) > count and any(
+                n.endswith("attn_output") for n in names
+            )
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -132,7 +141,9 @@ def drivers_memory(decl: TensorDecl) -> Tensor:
     """A tensor in a mapping of a simulated buffer, which is no anonymous memory."""
     (part,) = DTYPES[decl.dtype].parts
     mapped = xrt_sim.bo(xrt_sim.device(0), decl.nbytes, xrt_sim.bo.host_only, 0).map()
-    return Tensor(decl.dtype, decl.shape, (np.frombuffer(mapped, part.dtype)[: math.prod(decl.shape)].reshape(decl.shape),))
+    return Tensor(
+        decl.dtype, decl.shape, (np.frombuffer(mapped, part.dtype)[: math.prod(decl.shape)].reshape(decl.shape),)
+    )
 
 
 @pytest.mark.slow
@@ -235,8 +246,8 @@ def test_what_a_segment_writes() -> None:
 @pytest.mark.parametrize("backend", BACKENDS if LONG else BACKENDS[1:])  # on tiny models with cpu too: test_pipeline
 @pytest.mark.slow
 def test_prefill_projections_in_int8_and_their_fallback(backend: str) -> None:
-    """Rows of activations quantised whole instead of per 32: other numbers, nearly the same distributions. After a fault the
-    main device's integers are the same: numbers differ by the order of the rest's sums at most."""
+    """Rows of activations quantised whole instead of per 32: other numbers, nearly the same distributions. After a
+    fault the main device's integers are the same: numbers differ by the order of the rest's sums at most."""
     with hybrid.load(layers(), "cpu", ctx=64) as model:
         exact = model.logits(model.encode(PROMPT))
     opened = for_model(backend, named_schedule(PROJECTIONS))
@@ -264,7 +275,8 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str) -> None:
 @pytest.mark.blas
 @pytest.mark.slow
 def test_the_shipped_schedule_places_the_down_projection_of_prefill(plain: Plain) -> None:
-    """One segment a layer on the NPU in prefill, none in decode; nearly the same distributions; and what is left is gemma3's."""
+    """One segment a layer on the NPU in prefill, none in decode; nearly the same distributions; and what is left is
+    gemma3's."""
     ours, theirs = named_schedule("gemma3-hybrid"), find_schedule("gemma3")
     assert ours.elsewhere == {"npu": ["blk.{l}.ffn_down (prefill)"]} and ours.fallback == {"npu": "main"}
     assert [s for s in ours.layer if "ffn" not in s.name] == [s for s in theirs.layer if "ffn" not in s.name]

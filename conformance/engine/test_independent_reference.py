@@ -1,4 +1,5 @@
-"""Hugging Face transformers as an independent reference for whole models (extra `reference`; skipped where it is not installed)."""
+"""Hugging Face transformers as an independent reference for whole models (extra `reference`; skipped where it is not
+installed)."""
 
 from __future__ import annotations
 

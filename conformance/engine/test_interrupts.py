@@ -60,6 +60,7 @@ def test_an_interrupt_at_any_line_ends_one_text_and_nothing_else(tmp_path: Path,
     load = {k: v for k, v in how.items() if k == "speculate"}
     options = {k: v for k, v in how.items() if k != "speculate"}
     with hybrid.load(write_hf(tmp_path, tiny(), dtype="f32"), "cpu", ctx=96, slots=2, **load) as model:
+
         def read() -> None:
             pieces = model.generate([2, 4, 5, 4, 5, 6], 8, ignore_eos=True, **options)
             try:
@@ -98,7 +99,9 @@ def test_an_interrupt_within_a_decision_waits_for_its_end(model: Model, monkeypa
     other = model.submit([2, 7, 8, 9], **OTHER).result(PATIENCE).text
 
     def hand_out(job: Any, *token: Any) -> None:
-        if not sent and job.pieces is None and threading.current_thread() is threading.main_thread():  # a token of the other's
+        if (
+            not sent and job.pieces is None and threading.current_thread() is threading.main_thread()
+        ):  # a token of the other's
             sent.append(True)
             signal.raise_signal(signal.SIGINT)
         whole(job, *token)

@@ -44,7 +44,9 @@ def test_sequences_never_share_blocks_and_all_come_back(events):
             tables.release(slot)
             del lengths[slot]
         for group, blocks in (("global", shape.global_blocks), ("local", shape.local_blocks)):
-            table = tables.tables[group]  # no entry is missing: kernels may take a visible key without asking for its block
+            table = tables.tables[
+                group
+            ]  # no entry is missing: kernels may take a visible key without asking for its block
             assert ((table >= 0) & (table < blocks)).all()
             used = [set(tables.tables[group][s, : -(-n // 8)].tolist()) for s, n in lengths.items()]
             assert sum(map(len, used)) == len(set().union(*used))

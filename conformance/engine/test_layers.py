@@ -87,7 +87,9 @@ def test_every_plan_has_room_in_the_largest(family: str) -> None:
     plans = [plan(t, rows, 1, "prefill", layout=largest) for rows in sizes.rows]
     plans += [plan(t, rows, rows, "prefill", sample=False, layout=largest) for rows in sizes.rows]
     small = [plan(t, rows, 0, "prefill", capture=True, layout=largest) for rows in sizes.rows if rows <= sizes.hidden]
-    assert {p.arena_bytes for p in plans} == {largest.arena_bytes} and {p.arena_bytes for p in small} == {hidden.arena_bytes}
+    assert {p.arena_bytes for p in plans} == {largest.arena_bytes} and {p.arena_bytes for p in small} == {
+        hidden.arena_bytes
+    }
     for made in (*plans, *small):
         placed = [d for d in made.tensors.values() if d.kind == "activation"]
         assert all(d.offset + d.nbytes <= made.arena_bytes for d in placed)
@@ -108,14 +110,18 @@ def test_a_table_rotates_a_share_of_the_pairs() -> None:
     layer = replace(tiny_gemma4().layers[2], head_dim=48, rotated=0.25)  # 6 of 24 pairs: 8 in the table
     table = rope_of(layer, 20)
     whole = rope_table(20, 48, 1e6, 1.0)
-    assert table.shape == (20, 16) and (table[:, :6] == whole[:, :6]).all() and (table[:, 8:14] == whole[:, 24:30]).all()
+    assert (
+        table.shape == (20, 16) and (table[:, :6] == whole[:, :6]).all() and (table[:, 8:14] == whole[:, 24:30]).all()
+    )
     assert (table[:, 6:8] == 1).all() and (table[:, 14:] == 0).all()
 
 
 def test_a_table_is_of_layers_that_rotate_alike() -> None:
     hp = tiny(n_layers=3)
     wrong = replace(hp, layers=(hp.layers[0], hp.layers[1], replace(hp.layers[2], rope_theta=2e4)))
-    with pytest.raises(SpecError, match=r"tensors.rope.\{kind\}: layers 0 and 2 rotate differently, but both have rope.local"):
+    with pytest.raises(
+        SpecError, match=r"tensors.rope.\{kind\}: layers 0 and 2 rotate differently, but both have rope.local"
+    ):
         plan(target(wrong), 1, 1, "decode")
 
 
@@ -138,16 +144,27 @@ def test_schedules_that_say_what_no_layer_has_are_one_line() -> None:
     values: dict[str, dict[str, str]] = {k: dict(v) for k, v in base.values.items()}
     for change, words in (
         ({"values": {**values, "kind": {"layer.windw > 0": "local", "any": "global"}}}, "unknown name 'layer.windw'"),
-        ({"values": {**values, "kind": {"layer.window > 9999": "local"}}}, "values.kind: no condition holds for layer 0; add any"),
-        ({"axes": {**base.axes, "D": type(base.axes["D"])("layer.head_dims")}}, "axes.D: unknown name 'layer.head_dims'"),
-        ({"before": (base.before[0].model_copy(update={"when": "layer.window > 0"}), *base.before[1:])},
-         "'layer.window' in 'layer.window > 0' has a value only in [[layer]] steps"),
+        (
+            {"values": {**values, "kind": {"layer.window > 9999": "local"}}},
+            "values.kind: no condition holds for layer 0; add any",
+        ),
+        (
+            {"axes": {**base.axes, "D": type(base.axes["D"])("layer.head_dims")}},
+            "axes.D: unknown name 'layer.head_dims'",
+        ),
+        (
+            {"before": (base.before[0].model_copy(update={"when": "layer.window > 0"}), *base.before[1:])},
+            "'layer.window' in 'layer.window > 0' has a value only in [[layer]] steps",
+        ),
         ({"layer": (first.model_copy(update={"name": "{layer.rope_theta}"}), *rest)}, "unknown {layer.rope_theta}"),
         ({"layer": (first, first.model_copy(update={"when": "l == 0"}), *rest)}, "two steps of this name"),
-        ({"layer": (first.model_copy(update={"extent": "{kind}"}), *rest)}, "is 'local'; use one of rows, outs, wanted"),
+        (
+            {"layer": (first.model_copy(update={"extent": "{kind}"}), *rest)},
+            "is 'local'; use one of rows, outs, wanted",
+        ),
         ({"layer": (first.model_copy(update={"alias": {"z": "x"}}), *rest)}, "alias: fused_qkv has no result z"),
         ({"layer": (first.model_copy(update={"same": {"z": "x.0"}}), *rest)}, "same: fused_qkv has no result z"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(SpecError) as error:
             plan(target(tiny(), changed(**change)), 1, 1, "decode")
         assert words in str(error.value) and "\n" not in str(error.value)

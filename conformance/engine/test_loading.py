@@ -62,13 +62,16 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("slot", [1 << 20, 2048], ids=["large", "tiny"])
 @pytest.mark.parametrize("split", [None, 8192], ids=["whole", "split"])
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
-def test_repacked_rows_are_those_of_the_host(devices: Devices, tmp_path: Path, dtype: str, split: int | None, slot: int) -> None:
+def test_repacked_rows_are_those_of_the_host(
+    devices: Devices, tmp_path: Path, dtype: str, split: int | None, slot: int
+) -> None:
     """Two sources of odd row counts, at an odd place of the file, in chunks and through slots that end anywhere."""
     device = devices.get("vulkan", max_range=split, guard=GUARD)
     device.reset()
     width = 3 * 256
     files = [
-        stored(tmp_path / f"{rows}", dtype, (rows, width), raw_tensor(dtype, (rows, width), rows), b"x" * 7) for rows in (37, 5, 1)
+        stored(tmp_path / f"{rows}", dtype, (rows, width), raw_tensor(dtype, (rows, width), rows), b"x" * 7)
+        for rows in (37, 5, 1)
     ]
     decl = TensorDecl("w", dtype, (43, width), "weight")
     up = device.counters.copy()
@@ -124,12 +127,16 @@ def test_a_scale_that_is_not_finite_is_named(devices: Devices, tmp_path: Path, b
     size = kind.nbytes((kind.block,))
     fields = {"q4_1": 4, "q5_1": 4, "q6_k": 210}.get(dtype, 2)  # the last float16 ends here
     block = 29 * 512 // kind.block + 1
-    raw.reshape(-1, size)[block, fields - 2 : fields] = np.array([np.nan if dtype == "q8_0" else -np.inf], "<f2").view(np.uint8)
+    raw.reshape(-1, size)[block, fields - 2 : fields] = np.array([np.nan if dtype == "q8_0" else -np.inf], "<f2").view(
+        np.uint8
+    )
     file = stored(tmp_path / "f", dtype, shape, raw)
     device = devices.get(backend)
     device.reset()
     staging = device.memory().get("staging", 0)
-    want = f"f: tensor blk.0.ffn_up.weight of {dtype} is damaged: the (scale|minimum) of row 29, elements {kind.block} to"
+    want = (
+        f"f: tensor blk.0.ffn_up.weight of {dtype} is damaged: the (scale|minimum) of row 29, elements {kind.block} to"
+    )
     with pytest.raises(CheckpointError, match=want):
         device.store(TensorDecl("w", dtype, shape, "weight"), parts=[file.packed])
     # Within a load the error may come late, but it names the right tensor.
@@ -144,7 +151,9 @@ def test_a_scale_that_is_not_finite_is_named(devices: Devices, tmp_path: Path, b
 
 @pytest.mark.parametrize("dtype", ["q4_0", "f16", "q4_k"])
 @pytest.mark.parametrize("backend", ["cpu", "vulkan"])
-def test_a_file_that_is_cut_during_the_load_is_refused(devices: Devices, tmp_path: Path, backend: str, dtype: str) -> None:
+def test_a_file_that_is_cut_during_the_load_is_refused(
+    devices: Devices, tmp_path: Path, backend: str, dtype: str
+) -> None:
     shape = (64, 512)
     file = stored(tmp_path / "f", dtype, shape, raw_tensor(dtype, shape))
     device = devices.get(backend)
@@ -156,7 +165,10 @@ def test_a_file_that_is_cut_during_the_load_is_refused(devices: Devices, tmp_pat
             f.truncate(1000)
         return file.packed()
 
-    with pytest.raises(CheckpointError, match=r"f changed while it was open: it had .* load it again"), device.loading(1 << 16):
+    with (
+        pytest.raises(CheckpointError, match=r"f changed while it was open: it had .* load it again"),
+        device.loading(1 << 16),
+    ):
         device.store(TensorDecl("w", dtype, shape, "weight"), parts=[cut])
     assert backend == "cpu" or device.memory() == held
     device.reset()
@@ -207,7 +219,9 @@ def test_loading_again_takes_no_more_memory(devices: Devices, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell a process's peak memory")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell a process's peak memory"
+)
 def test_a_load_holds_little_on_the_host(devices: Devices, tmp_path: Path) -> None:
     """Beyond the device's memory (which is the host's on a CPU driver) and its staging: no copy, no mapped page."""
     shape = tiny(n_layers=1, hidden=1024, ffn=131072, n_heads=4, n_kv_heads=1, head_dim=256, vocab=8192)

@@ -41,7 +41,9 @@ def golden_leads(open_models: Models) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def beginning(open_models: Models) -> Callable[[str], list[np.ndarray]]:
     """Of a file on cpu: the logits of the first documents, which several tests look at."""
-    return functools.cache(lambda file: [m.logits(ids) for m in [open_models.get("cpu", file)] for ids in first_documents(m)])
+    return functools.cache(
+        lambda file: [m.logits(ids) for m in [open_models.get("cpu", file)] for ids in first_documents(m)]
+    )
 
 
 def first_documents(model: hybrid.Model) -> list[list[int]]:
@@ -62,8 +64,8 @@ def models(open_models: Models) -> Iterator[Models]:
 )
 @pytest.mark.slow
 def test_golden_logits(models: Models, backend: str, options: dict, bound: float) -> None:
-    """In the short profile Vulkan takes the first three prompts alone, and with rounded weights both take two: layers below are
-    followed past the window."""
+    """In the short profile Vulkan takes the first three prompts alone, and with rounded weights both take two: layers
+    below are followed past the window."""
     model = models.get(backend, "f32", **options)
     for case in golden()[: None if LONG else 2 if options else None if backend == "cpu" else 3]:
         logits = model.logits(case.ids)
@@ -82,7 +84,8 @@ TEXTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "near", "backend"), TEXTS)
 def test_golden_text(models: Models, backend: str, options: dict, near: float, golden_leads: list[np.ndarray]) -> None:
-    """In the short profile all prompts on cpu in float32, else one or two; a text is then a third as long, on Vulkan a quarter."""
+    """In the short profile all prompts on cpu in float32, else one or two; a text is then a third as long, on Vulkan a
+    quarter."""
     model = models.get(backend, "f32", **options)
     most = None if LONG or (backend == "cpu" and not options) else 1 if backend == "vulkan" else 2
     many = None if LONG else 12 if backend == "vulkan" else 16
@@ -105,8 +108,8 @@ def test_golden_text(models: Models, backend: str, options: dict, near: float, g
     ],
 )
 def test_held_out_loss(models: Models, file: str, bound: float, backend: str) -> None:
-    """Nats per token over the 3025 predictions, int8 activations and f16 cache included where weights are quantised. In the
-    short profile of the shipped file on cpu: float32 has its logits above, q4_0 and Vulkan the two tests below."""
+    """Nats per token over the 3025 predictions, int8 activations and f16 cache included where weights are quantised. In
+    the short profile of the shipped file on cpu: float32 has its logits above, q4_0 and Vulkan the two tests below."""
     model = models.get(backend, file)
     texts = list(documents(model))
     losses = np.concatenate([nats(model.logits(ids), ids) for ids in texts])
@@ -119,12 +122,19 @@ def test_held_out_loss(models: Models, file: str, bound: float, backend: str) ->
     ("file", "loss", "divergence", "agreement"), [("q8_0", 0.003, 0.003, 0.97), ("q4_0", 0.06, 0.1, 0.82)]
 )
 def test_quantised_distributions(
-    models: Models, beginning: Callable[[str], list[np.ndarray]], file: str, loss: float, divergence: float, agreement: float
+    models: Models,
+    beginning: Callable[[str], list[np.ndarray]],
+    file: str,
+    loss: float,
+    divergence: float,
+    agreement: float,
 ) -> None:
-    """Of three documents: nats per token beside the unquantised model's, KL from its next-token distributions, and how often the
-    likeliest token is the same."""
+    """Of three documents: nats per token beside the unquantised model's, KL from its next-token distributions, and how
+    often the likeliest token is the same."""
     ids = first_documents(models.get("cpu", file))
-    unquantised, found = (np.concatenate([nats(z, i) for z, i in zip(beginning(f), ids, strict=True)]) for f in ("f32", file))
+    unquantised, found = (
+        np.concatenate([nats(z, i) for z, i in zip(beginning(f), ids, strict=True)]) for f in ("f32", file)
+    )
     assert abs((found - unquantised).mean()) < loss
     kl, same = [], []
     for both in zip(beginning("f32"), beginning(file), strict=True):
@@ -161,8 +171,8 @@ def test_quantised_weights_with_exact_arithmetic(models: Models, file: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "loss"), [("q8_0", 0.003), pytest.param("q4_0", 0.06, marks=pytest.mark.blas)])
 def test_int8_activations_agree_on_both_devices(models: Models, file: str, loss: float) -> None:
-    """As well as they agree with float32, in nats per token of a document's beginning, row by row, and in the choice wherever it
-    is not a near tie."""
+    """As well as they agree with float32, in nats per token of a document's beginning, row by row, and in the choice
+    wherever it is not a near tie."""
     ids = next(documents(models.get("cpu", file)))[: 300 if LONG else WINDOW + 32]
     on_cpu, on_vulkan = (models.get(b, file).logits(ids) for b in BACKENDS)
     assert not shifted(nats(on_cpu, ids), nats(on_vulkan, ids), loss)
@@ -187,8 +197,8 @@ def by_equations(length: int, layers: tuple[int, ...] | None) -> tuple[np.ndarra
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "length"), ON_BOTH)
 def test_layers_are_those_of_the_equations(models: Models, backend: str, length: int) -> None:
-    """Contexts shorter and longer than the sliding window; every layer's residual stream against float64. In the short profile
-    of all layers for the longest on cpu, else of three."""
+    """Contexts shorter and longer than the sliding window; every layer's residual stream against float64. In the short
+    profile of all layers for the longest on cpu, else of three."""
     layers = None if backend == "cpu" and length == LENGTHS[-1] else few_layers()
     model = models.get(backend, "f32", layers=layers)
     logits, hidden = by_equations(length, layers)
@@ -203,7 +213,8 @@ def test_layers_are_those_of_the_equations(models: Models, backend: str, length:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS if LONG else ["cpu"])  # of a tiny model on both: test_engine_host
 def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
-    """All of LENGTHS at once (the long profile), or just past the window: logits depend on what came before them only."""
+    """All of LENGTHS at once (the long profile), or just past the window: logits depend on what came before them
+    only."""
     engine = models.get(backend, "f32", layers=few_layers()).engine
     ids = prompt(LENGTHS[-1] if LONG else WINDOW + 9)
     assert np.abs(engine.logits(ids) - engine.logits(ids, chunk=1)).max() < 2e-4
@@ -211,7 +222,8 @@ def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
 
 @pytest.mark.blas
 @pytest.mark.parametrize(
-    ("backend", "length"), [(b, n) for n in (WINDOW - 6, LENGTHS[-1]) for b in BACKENDS if LONG or b == "cpu" or n < WINDOW]
+    ("backend", "length"),
+    [(b, n) for n in (WINDOW - 6, LENGTHS[-1]) for b in BACKENDS if LONG or b == "cpu" or n < WINDOW],
 )
 @pytest.mark.slow
 def test_decoding_follows_the_logits(models: Models, backend: str, length: int) -> None:
@@ -237,9 +249,14 @@ def test_decoding_follows_the_logits(models: Models, backend: str, length: int) 
 def test_rows_of_a_batch_are_independent(
     models: Models, backend: str, file: str, options: dict, golden_leads: list[np.ndarray]
 ) -> None:
-    """Ragged prompts in one batch, in slots of another order and in chunks that cut them, give what each gives alone (in float32:
-    by the equations, or on cpu). On Vulkan, but for the long profile, three of them, the long one cut short, and so are texts."""
-    exact, layers, many = "weights" in options, few_layers() if backend == "vulkan" else None, 16 if LONG or backend == "cpu" else 8
+    """Ragged prompts in one batch, in slots of another order and in chunks that cut them, give what each gives alone
+    (in float32: by the equations, or on cpu). On Vulkan, but for the long profile, three of them, the long one cut
+    short, and so are texts."""
+    exact, layers, many = (
+        "weights" in options,
+        few_layers() if backend == "vulkan" else None,
+        16 if LONG or backend == "cpu" else 8,
+    )
     cases, slots = golden(), (3, 0, 4, 1, 2)
     chunk = 200
     if layers is not None:
@@ -265,7 +282,8 @@ def test_rows_of_a_batch_are_independent(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("file", ["f32", "q4_0"] if LONG else ["q4_0"])
 def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: str, file: str) -> None:
-    """One recorded command buffer, submitted for 100 positions, and all of that again; in the short profile a hundred in all."""
+    """One recorded command buffer, submitted for 100 positions, and all of that again; in the short profile a hundred
+    in all."""
     engine = models.get(backend, file, layers=few_layers()).engine
     ids = prompt(100 if LONG else 50)
     first = engine.logits(ids, chunk=1)

@@ -1,5 +1,5 @@
-"""Prefill chunks that overlap on two devices: the same bits as one after another, both devices at work at the same time, what
-one chunk needs of another waited for, and a device that fails in one pass replaced for both."""
+"""Prefill chunks that overlap on two devices: the same bits as one after another, both devices at work at the same
+time, what one chunk needs of another waited for, and a device that fails in one pass replaced for both."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def test_attention_waits_for_the_keys_of_the_chunk_before_and_for_nothing_else(p
 def test_a_tensor_that_is_read_is_not_overwritten_before(plans: Any) -> None:
     """Caches alone are exempt, because a pass writes positions of its own; other state of sequences is not."""
     schedule, plan = plans
-    first, second = (segments(for_pipeline_slot(plan, pipeline_slot, schedule, plan.arena_bytes)) for pipeline_slot in (0, 1))
+    first, second = (
+        segments(for_pipeline_slot(plan, pipeline_slot, schedule, plan.arena_bytes)) for pipeline_slot in (0, 1)
+    )
     reader = replace(first[1].steps[0], args={**first[1].steps[0].args, "slots": "next_token"})
     first = (*first[:1], replace(first[1], steps=(reader,)), *first[2:])
     assert needs(first, second)[-1] == (1, len(first) - 1), "sample writes what that step reads"
@@ -155,7 +157,9 @@ def test_pipeline_slots_share_what_belongs_to_sequences_and_nothing_else(plans: 
     assert {n for n, d in plan.tensors.items() if d.kind == "activation"} < own
     assert zero.tensors.keys() == plan.tensors.keys() and (zero.control, one.control) == ("control", "control@1")
     assert one.tensors.keys() - zero.tensors.keys() == {f"{n}@1" for n in own}
-    spans = [[(d.offset, d.offset + d.nbytes) for d in p.tensors.values() if d.kind == "activation"] for p in (zero, one)]
+    spans = [
+        [(d.offset, d.offset + d.nbytes) for d in p.tensors.values() if d.kind == "activation"] for p in (zero, one)
+    ]
     assert max(end for _, end in spans[0]) <= min(start for start, _ in spans[1]) and spans[1]
     assert max(end for _, end in spans[1]) <= one.arena_bytes == 2 * zero.arena_bytes
     assert {"params", "history"} <= one.tensors.keys()
@@ -171,7 +175,12 @@ def test_activations_between_devices_share_few_tensors(plans: Any) -> None:
     for i, segment in enumerate(segments(plan)):
         if segment.device == "npu":
             (step,) = segment.steps
-            assert (step.layer, step.args["q"], step.args["o"], step.args["k_cache"]) == (i // 2, "q.0", "o.0", f"kv.{i // 2}.k")
+            assert (step.layer, step.args["q"], step.args["o"], step.args["k_cache"]) == (
+                i // 2,
+                "q.0",
+                "o.0",
+                f"kv.{i // 2}.k",
+            )
 
 
 # --- the same bits
@@ -180,7 +189,9 @@ def test_activations_between_devices_share_few_tensors(plans: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "backend"), [*product(SCHEDULES, BACKENDS)] if LONG else [*zip(SCHEDULES, BACKENDS[::-1], strict=True)]
 )
-def test_overlapping_passes_give_the_bits_of_one_after_another(name: Path, backend: str, folder: Path, unpipelined: Any) -> None:
+def test_overlapping_passes_give_the_bits_of_one_after_another(
+    name: Path, backend: str, folder: Path, unpipelined: Any
+) -> None:
     with Opened(folder, backend, schedule_of(name, 2)) as one:
         assert one.engine.device.pipeline_depth == 2 and "positions@1" in one.engine._stored
         assert same(one.run(), unpipelined[name, backend])
@@ -217,8 +228,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slow_device_sees_the_same_caches_and_a_ring_for_one_pass_would_not_do(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chunk behind appends while the one before still reads: its positions must not fall on those. (An NPU whose view has
-    followed every pass reads its own rows alone, which a short ring keeps; one that begins anew reads all that a row sees.)"""
+    """The chunk behind appends while the one before still reads: its positions must not fall on those. (An NPU whose
+    view has followed every pass reads its own rows alone, which a short ring keeps; one that begins anew reads all that
+    a row sees.)"""
     late(monkeypatch)
     update = KeyView.update
     monkeypatch.setattr(KeyView, "update", lambda self, *args: (self.forget(), update(self, *args)))
@@ -232,7 +244,9 @@ def test_a_slow_device_sees_the_same_caches_and_a_ring_for_one_pass_would_not_do
     wanted, found = logits(1), logits(2)
     assert wanted[0] and found[0] and np.array_equal(found[1], wanted[1])
 
-    def short(hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1, held: tuple[int, int] = (0, 0)) -> CacheShape:
+    def short(
+        hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1, held: tuple[int, int] = (0, 0)
+    ) -> CacheShape:
         return CacheShape(ctx, hp.window, rows, slots, rows=rows, held=held)
 
     monkeypatch.setattr(CacheShape, "of", short)
@@ -243,7 +257,8 @@ def test_a_slow_device_sees_the_same_caches_and_a_ring_for_one_pass_would_not_do
 def test_order_is_kept_by_what_a_segment_needs_not_by_which_pass_is_stepped_first(
     folder: Path, unpipelined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the youngest chunk first in line the older ones are made to go on; without the wait, keys would be missing."""
+    """With the youngest chunk first in line the older ones are made to go on; without the wait, keys would be
+    missing."""
     enqueue = NpuDevice.enqueue
 
     def quick(self: NpuDevice, work: Any) -> int:
@@ -278,8 +293,9 @@ def test_a_second_device_that_sees_no_common_memory_gets_copies_in_order(
 def test_the_trace_shows_both_devices_at_work_on_different_chunks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a user asks for it, with pipeline = 1 and 2 in the schedule: the text is one, the spans are not. Every run of the NPU
-    is long beside the GPU's segments, so that what overlaps follows from the order of work and not from the machine's load."""
+    """As a user asks for it, with pipeline = 1 and 2 in the schedule: the text is one, the spans are not. Every run of
+    the NPU is long beside the GPU's segments, so that what overlaps follows from the order of work and not from the
+    machine's load."""
     execute = xrt_sim.run._execute
     monkeypatch.setattr(xrt_sim.run, "_execute", lambda self: (time.sleep(0.02), execute(self)))
     device: Any = open_backend("vulkan")
@@ -291,7 +307,20 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
     for depth in (1, 2):
         schedule, trace = tmp_path / f"{depth}.toml", tmp_path / f"{depth}.json"
         schedule.write_text(shipped.replace("\npipeline = 2", f"\npipeline = {depth}"))
-        args = ["--schedule", str(schedule), "--npu", "sim", "--device", "vulkan", "--ctx", "128", "--chunk", "8", "-n", "3"]
+        args = [
+            "--schedule",
+            str(schedule),
+            "--npu",
+            "sim",
+            "--device",
+            "vulkan",
+            "--ctx",
+            "128",
+            "--chunk",
+            "8",
+            "-n",
+            "3",
+        ]
         assert main([str(model), "--prompt", prompt, "--ignore-eos", "--trace", str(trace), *args]) == 0
         said.add(capsys.readouterr().out)
         spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
@@ -299,7 +328,10 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
     assert len(said) == 1 and prompt in said.pop()
     slack = 0.01  # microseconds: what adding floats of this size may lose
     for depth, trace_of in found.items():
-        rows = {r: sorted((e["ts"], e["ts"] + e["dur"], e["args"]["pass"]) for e in trace_of if e["tid"] == r) for r in (1, 2)}
+        rows = {
+            r: sorted((e["ts"], e["ts"] + e["dur"], e["args"]["pass"]) for e in trace_of if e["tid"] == r)
+            for r in (1, 2)
+        }
         chunks = len({number for *_, number in rows[1]})
         assert chunks >= 4 and len(rows[2]) == len(BOTH) * chunks and len(rows[1]) > 4 * len(rows[2])
         for row in rows.values():
@@ -311,7 +343,9 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
         assert all(p != q for p, q in both), "within a chunk they run one after another"
         if apart:
             continue
-        assert {tuple(sorted(pair)) for pair in both} >= {(i, i + 1) for i in range(chunks - 1)}, "every two neighbours overlap"
+        assert {tuple(sorted(pair)) for pair in both} >= {(i, i + 1) for i in range(chunks - 1)}, (
+            "every two neighbours overlap"
+        )
         beside = {c for a, b, _ in rows[1] for c, d, _ in rows[2] if min(b, d) > max(a, c) + slack}
         assert len(beside) > len(rows[2]) / 2, "most of the NPU's steps have the GPU at work beside them"
 
@@ -320,15 +354,18 @@ def test_the_trace_shows_both_devices_at_work_on_different_chunks(
 
 
 FAULTS = [
-    pytest.param("timeout_after", 0, marks=pytest.mark.blas), ("timeout_after", 7), ("silent_after", 3), ("vanish_after", 3),
+    pytest.param("timeout_after", 0, marks=pytest.mark.blas),
+    ("timeout_after", 7),
+    ("silent_after", 3),
+    ("vanish_after", 3),
     ("vanish_after", 4),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fault", "nth"), FAULTS if LONG else FAULTS[::2])  # each fault
 def test_a_failure_in_one_pass_ends_the_device_for_both(fault: str, nth: int, folder: Path, unpipelined: Any) -> None:
-    """The other pass's work is drained, both go on on the main device, and the result is what that computes: with int8 by
-    rows the same integers, so the same tokens and logits but for the order of the rest's sums."""
+    """The other pass's work is drained, both go on on the main device, and the result is what that computes: with int8
+    by rows the same integers, so the same tokens and logits but for the order of the rest's sums."""
     wanted = unpipelined[PROJECTIONS, "cpu"]
     with Opened(folder, "cpu", schedule_of(PROJECTIONS, 2)) as one:
         npu, dropped = one.device.others["npu"], []

@@ -29,7 +29,9 @@ def target(dtype: str = "q8_0", ctx: int = 200, slots: int = 3, **options) -> Ta
     hp = options.pop("hparams", tiny())
     infos = {n: WeightInfo("f32" if is_exact(n, s) else dtype, tuple(s)) for n, s in tensors(hp).items()}
     infos |= options.pop("weights", {})
-    return Target(options.pop("schedule", GEMMA3), hp, infos, CacheShape(ctx, hp.window, 64, slots), hp.vocab, **options)
+    return Target(
+        options.pop("schedule", GEMMA3), hp, infos, CacheShape(ctx, hp.window, 64, slots), hp.vocab, **options
+    )
 
 
 def change(group: str, name: str, **fields):
@@ -124,8 +126,12 @@ def test_smaller_buckets_fit_in_the_layout_of_the_largest():
 def test_precision_follows_profile_and_weights(dtype, options, act, kv):
     made = plan(target(dtype, **options), 8, 1, "prefill")
     assert {made.tensors[f"kv.{layer}.k"].dtype for layer in range(3)} == {kv}
-    inputs = {made.tensors[s.args[k]].dtype for s in made.steps for k in ("x", "h") if k in load_ops()[s.op].tensors
-              and s.op in ("fused_qkv", "linear", "fused_ffn", "logits")}  # fmt: skip
+    inputs = {
+        made.tensors[s.args[k]].dtype
+        for s in made.steps
+        for k in ("x", "h")
+        if k in load_ops()[s.op].tensors and s.op in ("fused_qkv", "linear", "fused_ffn", "logits")
+    }
     assert inputs == {act}
     assert {made.tensors[f"x.{i}"].dtype for i in range(4)} == {"f32"}  # the residual stream
 
@@ -139,8 +145,8 @@ def test_each_matrix_has_the_precision_of_its_own_type():
 
 
 def test_a_capability_changes_the_precision_of_prefill_and_of_batches():
-    """Activations of more than a few rows are f16 where matrix units multiply them; those of few rows, and the cache, stay as
-    they are. The device says what few are."""
+    """Activations of more than a few rows are f16 where matrix units multiply them; those of few rows, and the cache,
+    stay as they are. The device says what few are."""
     units = target("q4_0", capabilities=frozenset({"f16_matrices"}), slots=8)
     for phase, rows, act in (
         ("prefill", FEW_ROWS, "q8_act"),
@@ -172,8 +178,17 @@ def test_a_joined_matrix_keeps_the_types_of_its_sources():
     counts = count(made).dispatches
     assert counts["blk.1.attn_qkv"] == counts["blk.0.attn_qkv"] + 1
     with pytest.raises(SpecError, match="q4_k is not allowed"):
-        plan(target("q4_1", weights={"blk.1.attn_v.weight": WeightInfo("q4_k", (32, 256))}, hparams=tiny(hidden=256),
-                    device="vulkan"), 8, 1, "prefill")  # fmt: skip
+        plan(
+            target(
+                "q4_1",
+                weights={"blk.1.attn_v.weight": WeightInfo("q4_k", (32, 256))},
+                hparams=tiny(hidden=256),
+                device="vulkan",
+            ),
+            8,
+            1,
+            "prefill",
+        )
 
 
 def test_local_and_global_layers_differ_where_they_should():
@@ -204,16 +219,31 @@ def test_an_untied_output_matrix_is_used():
     [
         ({"weights": {"blk.1.attn_output.weight": WeightInfo("q8_0", (32, 64))}}, r"step blk\.1\.attn_add: .*32.*64"),
         ({"weights": {"blk.1.attn_norm.weight": WeightInfo("f16", (64,))}}, r"step blk\.0\.ffn_add: .*w_next.*f16"),
-        ({"hparams": tiny(), "weights": {"token_embd.weight": WeightInfo("q8_0", (320, 96))}}, r"step embed: .*(96|64)"),
-        ({"weights": {"blk.0.attn_q.weight": WeightInfo("q4_0", (64, 96))}}, "joins matrices with rows of different lengths"),
+        (
+            {"hparams": tiny(), "weights": {"token_embd.weight": WeightInfo("q8_0", (320, 96))}},
+            r"step embed: .*(96|64)",
+        ),
+        (
+            {"weights": {"blk.0.attn_q.weight": WeightInfo("q4_0", (64, 96))}},
+            "joins matrices with rows of different lengths",
+        ),
         ({"schedule": change("layer", "blk.{l}.ffn", op="fused_fnn")}, "unknown operation 'fused_fnn'; did you mean"),
-        ({"schedule": change("layer", "blk.{l}.ffn", act={"x": "f16", "y": "f32"})}, r"act\.y: fused_ffn has no such name"),
-        ({"schedule": change("layer", "blk.{l}.attn_output", args={"x": "o.{l}", "w": "nothing.weight", "y": "a.{l}"})},
-         r"step blk\.0\.attn_output: .*nothing\.weight"),
+        (
+            {"schedule": change("layer", "blk.{l}.ffn", act={"x": "f16", "y": "f32"})},
+            r"act\.y: fused_ffn has no such name",
+        ),
+        (
+            {
+                "schedule": change(
+                    "layer", "blk.{l}.attn_output", args={"x": "o.{l}", "w": "nothing.weight", "y": "a.{l}"}
+                )
+            },
+            r"step blk\.0\.attn_output: .*nothing\.weight",
+        ),
         ({"schedule": change("layer", "blk.{l}.attention", args={"q": "q.{m}"})}, r"unknown \{m\}"),
         ({"schedule": change("after", "logits", act={"x": "q8_act"}), "dtype": "f16"}, "step logits: .*q8_act"),
     ],
-)  # fmt: skip
+)
 def test_a_misfit_is_one_line_that_names_the_step(options, message):
     with pytest.raises(SpecError, match=message) as caught:
         plan(target(**options), 8, 1, "prefill")
@@ -234,8 +264,10 @@ def test_dispatches_can_be_counted_without_a_device():
 
 
 def test_a_plan_has_the_steps_of_its_options_only():
-    made = {options: plan(target(), 4, 2, "decode", options=options)
-            for options in ((), ("adjust",), ("logprobs",), ("logprobs", "adjust"))}  # fmt: skip
+    made = {
+        options: plan(target(), 4, 2, "decode", options=options)
+        for options in ((), ("adjust",), ("logprobs",), ("logprobs", "adjust"))
+    }
     plain = made[()]
     assert [s.name for s in plain.steps[-2:]] == ["logits", "sample"] and plain.steps[-1].args["logits"] == "logits"
     assert not {"penalties", "masks", "top_ids", "logits.adjusted"} & plain.tensors.keys()
@@ -268,10 +300,17 @@ def test_an_alias_names_a_result_and_an_input(alias: dict[str, str]):
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
-@pytest.mark.parametrize(("rows", "units", "dtype", "matrix", "act"), [
-    (32, True, "q4_0", "bf16", "f16"), (32, False, "q4_0", "bf16", "f32"), (1, True, "q4_0", "bf16", "f32"),
-    (32, True, "bf16", "bf16", "f32"), (32, True, "q4_0", "q4_0", "f16"), (1, True, "q4_0", "q4_0", "q8_act"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "units", "dtype", "matrix", "act"),
+    [
+        (32, True, "q4_0", "bf16", "f16"),
+        (32, False, "q4_0", "bf16", "f32"),
+        (1, True, "q4_0", "bf16", "f32"),
+        (32, True, "bf16", "bf16", "f32"),
+        (32, True, "q4_0", "q4_0", "f16"),
+        (1, True, "q4_0", "q4_0", "q8_act"),
+    ],
+)
 def test_a_matrix_beside_quantised_ones_takes_matrix_units(
     family: str, rows: int, units: bool, dtype: str, matrix: str, act: str
 ) -> None:
@@ -279,8 +318,20 @@ def test_a_matrix_beside_quantised_ones_takes_matrix_units(
     hp = {"gemma3n": tiny_gemma3n, "gemma4": tiny_gemma4}[family]()
     shape = (hp.n_layers * hp.per_layer_dim, hp.hidden)
     can = frozenset({"f16_matrices"} if units else ())
-    made = plan(target(dtype, 96, 32, hparams=hp, schedule=find_schedule(family), capabilities=can,
-                       weights={"per_layer_model_proj.weight": WeightInfo(matrix, shape)}), rows, rows, "decode")  # fmt: skip
+    made = plan(
+        target(
+            dtype,
+            96,
+            32,
+            hparams=hp,
+            schedule=find_schedule(family),
+            capabilities=can,
+            weights={"per_layer_model_proj.weight": WeightInfo(matrix, shape)},
+        ),
+        rows,
+        rows,
+        "decode",
+    )
     steps = {s.name: s for s in made.steps}
     given = steps["per_layer_proj"].args["x"]
     assert made.tensors[given].dtype == act
@@ -290,17 +341,29 @@ def test_a_matrix_beside_quantised_ones_takes_matrix_units(
 
 
 def test_what_a_left_out_step_would_read_outlives_its_result() -> None:
-    """A plan of few rows, which has no such step, has the places of one of many: here of a schedule whose conversion is the last to
-    read its input, and whose feed-forward comes before the result is read."""
+    """A plan of few rows, which has no such step, has the places of one of many: here of a schedule whose conversion is
+    the last to read its input, and whose feed-forward comes before the result is read."""
     hp, schedule = tiny_gemma4(hidden=256), find_schedule("gemma4")
-    moved = {s.name: s.model_copy(update={"when": "l == 0"}) for s in (*schedule.before, *schedule.layer)
-             if s.name.startswith("per_layer")}  # fmt: skip
+    moved = {
+        s.name: s.model_copy(update={"when": "l == 0"})
+        for s in (*schedule.before, *schedule.layer)
+        if s.name.startswith("per_layer")
+    }
     before = {"blk.{l}.ffn": ["per_layer_rows"], "blk.{l}.own_input": ["per_layer_proj", "per_layer_embed"]}
     layer = [t for s in schedule.layer if s.name not in moved for t in (*(moved[n] for n in before.get(s.name, ())), s)]
-    later = schedule.model_copy(update={"before": tuple(s for s in schedule.before if s.name not in moved), "layer": tuple(layer)})
+    later = schedule.model_copy(
+        update={"before": tuple(s for s in schedule.before if s.name not in moved), "layer": tuple(layer)}
+    )
     matrix = WeightInfo("bf16", (hp.n_layers * hp.per_layer_dim, hp.hidden))
-    many = target("q4_0", 96, 32, hparams=hp, schedule=later, capabilities=frozenset({"f16_matrices"}),
-                  weights={"per_layer_model_proj.weight": matrix})  # fmt: skip
+    many = target(
+        "q4_0",
+        96,
+        32,
+        hparams=hp,
+        schedule=later,
+        capabilities=frozenset({"f16_matrices"}),
+        weights={"per_layer_model_proj.weight": matrix},
+    )
     layout = plan(many, 32, 32, "decode")
     few = plan(many, 1, 1, "decode", layout=layout)
     assert "ple.rows" in layout.tensors and "ple.rows" not in few.tensors and few.arena_bytes == layout.arena_bytes

@@ -32,17 +32,24 @@ def request(tokenizer: Tokenizer, **options: Any) -> Request:
     return Request(**{"prompt": [2, 5, 6], "tokenizer": tokenizer, "vocab": tokenizer.n_tokens, "ctx": 64, **options})
 
 
-@pytest.mark.parametrize(("method", "others", "without"), [
-    (Model.submit, {"prompt"}, set()),
-    (Model.generate, {"prompt", "session", "tokens_per_submit"}, {"priority", "deadline", "constraint"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "others", "without"),
+    [
+        (Model.submit, {"prompt"}, set()),
+        (Model.generate, {"prompt", "session", "tokens_per_submit"}, {"priority", "deadline", "constraint"}),
+    ],
+)
 def test_options_are_what_a_model_takes(method: Callable[..., Any], others: set[str], without: set[str]) -> None:
     """By the same names, types and defaults, so that none is lost on the way or means something else here and there."""
     taken = {p.name: (p.annotation, p.default) for p in list(inspect.signature(method).parameters.values())[1:]}
     declared = {f.name: (f.type, f.default) for f in fields(Options)}
-    assert {name: taken[name] for name in taken.keys() - others} == {name: declared[name] for name in declared.keys() - without}
+    assert {name: taken[name] for name in taken.keys() - others} == {
+        name: declared[name] for name in declared.keys() - without
+    }
     assert {f.name: (f.type, f.default) for f in fields(Sampling)}.items() <= declared.items()
-    found = Options.among({"top_k": 3, "constraint": None, "prompt": "text", "logprobs": 2, "seed": 5, "temperature": 0.5})
+    found = Options.among(
+        {"top_k": 3, "constraint": None, "prompt": "text", "logprobs": 2, "seed": 5, "temperature": 0.5}
+    )
     assert found == Options(top_k=3, logprobs=2, seed=5, temperature=0.5)
     assert found.sampling() == Sampling(top_k=3, logprobs=2, seed=5, temperature=0.5)
 

@@ -35,7 +35,12 @@ FIXED = 1000 + 100 + BESIDE
 
 def test_blocks_take_what_is_left() -> None:
     assert (CACHE.table, CACHE.ring, CACHE.global_blocks, CACHE.local_blocks) == (10, 4, 40, 16)
-    for times, blocks in ((1.0, (10, 4)), (2.5, (25, 10)), (4.0, (40, 16)), (1000.0, (10 * LEAST_KEPT, 4 * LEAST_KEPT))):
+    for times, blocks in (
+        (1.0, (10, 4)),
+        (2.5, (25, 10)),
+        (4.0, (40, 16)),
+        (1000.0, (10 * LEAST_KEPT, 4 * LEAST_KEPT)),
+    ):
         room = room_for(FIXED + int(times * ONE), HELD, CACHE)
         assert room.blocks == blocks and room.sequences == min(times, LEAST_KEPT)
         assert room.weights + room.rest + room.kv <= room.memory
@@ -90,17 +95,21 @@ def test_no_tensor_of_a_model_with_a_large_table_needs_more_at_a_time(name: str)
 
 @pytest.mark.skipif(not LONG, reason="a gigabyte of weights; the long profile does, the short one plans them")
 def test_a_model_with_a_large_table_runs_where_one_allocation_is_half_a_gigabyte() -> None:
-    """Eight layers of E2B with every row of both tables: what comes of rows of each chunk is what the cpu makes of them."""
+    """Eight layers of E2B with every row of both tables: what comes of rows of each chunk is what the cpu makes of
+    them."""
     device = cast(VulkanDevice, open_backend("vulkan", max_range=CAP))
     device.memory_pool.limits = replace(device.memory_pool.limits, max_allocation=CAP)  # more is refused
     prompt = [2, 262143, 131071, 131072, 5]
-    with hybrid.load(random_checkpoint("gemma4-e2b", "q4_0", layers=8), Opened(device, device), ctx=64, chunk=8,
-                     precision="exact") as model:  # fmt: skip
+    with hybrid.load(
+        random_checkpoint("gemma4-e2b", "q4_0", layers=8), Opened(device, device), ctx=64, chunk=8, precision="exact"
+    ) as model:
         chunks = device.tensor("per_layer_token_embd.weight").chunks
         assert len(chunks) > 1 and chunks[-1].row + chunks[-1].rows == 262144
         sizes = [b.size for pool in device.memory_pool.blocks.values() for b in pool]
         assert max(sizes) <= CAP < sum(sizes)
         found = model.logits(prompt)
-    with hybrid.load(random_checkpoint("gemma4-e2b", "q4_0", layers=8), "cpu", ctx=64, chunk=8, precision="exact") as model:
+    with hybrid.load(
+        random_checkpoint("gemma4-e2b", "q4_0", layers=8), "cpu", ctx=64, chunk=8, precision="exact"
+    ) as model:
         wanted = model.logits(prompt)
     assert np.abs(found - wanted).max() <= 1e-3 * np.abs(wanted).max() and np.abs(wanted).max() > 0

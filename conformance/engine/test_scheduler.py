@@ -60,7 +60,10 @@ def test_decoding_rows_go_on_where_the_device_left_off():
     server = loop()
     stream = server.add(prompt(5), 5)
     runs = [p.runs[0] for p in server.steps(5)]
-    assert [(r.start, r.ids, r.wants) for r in runs] == [(0, tuple(prompt(5)), 1), *((5 + i, None, 1) for i in range(4))]
+    assert [(r.start, r.ids, r.wants) for r in runs] == [
+        (0, tuple(prompt(5)), 1),
+        *((5 + i, None, 1) for i in range(4)),
+    ]
     assert server.step() is None and stream.finish == "length", "no pass for a token that nobody wants"
     assert server.scheduler.idle and server.right(stream)
 
@@ -188,7 +191,9 @@ def test_what_never_fits_is_refused_with_numbers():
     server = loop(ctx=100, blocks=10, window=9, local=3)
     with pytest.raises(ContextExceeded, match="a prompt of 100 tokens leaves no room in the context of 100"):
         server.add(prompt(100), 1)
-    with pytest.raises(ContextExceeded, match=r"30 tokens and 12 to generate need 11 blocks of 4 positions in global .* has 10"):
+    with pytest.raises(
+        ContextExceeded, match=r"30 tokens and 12 to generate need 11 blocks of 4 positions in global .* has 10"
+    ):
         server.add(prompt(30), 12)
     stream = server.add(prompt(30), 11)
     server.drain()
@@ -280,7 +285,8 @@ def test_what_was_computed_is_found_again_after_a_preemption():
 
 
 def test_a_slot_whose_token_is_not_read_yet_is_not_given_again():
-    """The last in order is preempted while a pass that chooses its token runs; a request of high priority comes just then."""
+    """The last in order is preempted while a pass that chooses its token runs; a request of high priority comes just
+    then."""
 
     def server_at(passes: int) -> tuple[Loop, Stream, Stream]:
         server = loop(slots=2, blocks=13, ctx=60)
@@ -392,6 +398,9 @@ def test_misuse_is_said():
         Stream(1, [], 1)
     with pytest.raises(ValueError, match="limit must be positive, not 0"):
         Stream(1, [1], 0)
-    for wrong, said in (({"rows": 1}, "rows must be at least the number of slots, 2, not 1"), ({"ahead": 0}, "ahead must be pos")):
+    for wrong, said in (
+        ({"rows": 1}, "rows must be at least the number of slots, 2, not 1"),
+        ({"ahead": 0}, "ahead must be pos"),
+    ):
         with pytest.raises(ValueError, match=said):
             Limits(**{"slots": 2, "ctx": 9, "rows": 9, **wrong})

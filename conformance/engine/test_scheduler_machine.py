@@ -1,5 +1,5 @@
-"""Random requests against a scheduler whose device has a memory: every text is that of its sequence alone, every block is
-accounted for after every step, nothing is left in the end.
+"""Random requests against a scheduler whose device has a memory: every text is that of its sequence alone, every block
+is accounted for after every step, nothing is left in the end.
 
 A step is one rule. `python -m conformance.engine.test_scheduler_machine STEPS` runs many and prints what happened.
 """
@@ -16,7 +16,14 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from conformance.support.fake_runner import VOCAB, Oracle, Runner, Uneven
 from conformance.support.profile import LONG
@@ -38,7 +45,8 @@ WAYS = ("right", "wrong", "mixed", "long", "none", "fails")
 
 
 class Liar:
-    """Guesses by the way that it is told: what comes, what does not, both, more than it was asked for, nothing; or it fails."""
+    """Guesses by the way that it is told: what comes, what does not, both, more than it was asked for, nothing; or it
+    fails."""
 
     name = "liar"
 
@@ -123,7 +131,9 @@ class Serving(RuleBasedStateMachine):
         turns=st.booleans(),
         data=st.data(),
     )
-    def start(self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, apart, turns, data):
+    def start(
+        self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, apart, turns, data
+    ):
         table = -(-ctx // block)
         groups = [Group("global", table + spare[0])]
         if window:
@@ -189,7 +199,12 @@ class Serving(RuleBasedStateMachine):
         self.add(prompt, limit, ends=ends, priority=priority, deadline=deadline, ahead=ahead, tag=speculate)
 
     @precondition(lambda self: self.streams)
-    @rule(of=st.integers(0, 99), keep=st.integers(1, 70), own=st.lists(TOKENS, min_size=1, max_size=4), limit=st.integers(1, 30))
+    @rule(
+        of=st.integers(0, 99),
+        keep=st.integers(1, 70),
+        own=st.lists(TOKENS, min_size=1, max_size=4),
+        limit=st.integers(1, 30),
+    )
     def go_on(self, of, keep, own, limit):
         """The next turn of a conversation, or another end of one."""
         self.add(self.streams[of % len(self.streams)].ids[:keep] + own, limit)
@@ -335,7 +350,9 @@ class Serving(RuleBasedStateMachine):
         audit(scheduler)
         for stream in self.streams:
             text = stream.generated
-            assert text == self.oracle.text(stream.ids[: stream.n_prompt], len(text), frozenset()), f"{stream.id}: a wrong token"
+            assert text == self.oracle.text(stream.ids[: stream.n_prompt], len(text), frozenset()), (
+                f"{stream.id}: a wrong token"
+            )
             assert not any(t in stream.ends for t in text[:-1]), "it goes on after its end"
             match stream.finish:
                 case "eos":
@@ -372,7 +389,9 @@ class Serving(RuleBasedStateMachine):
                 for pool in blocks.pools:
                     if key in pool.by_key:
                         memory = self.runner.memory[pool.group.name][pool.by_key[key]]
-                        assert tuple(memory) == values[i * blocks.block : (i + 1) * blocks.block], "a cached block is wrong"
+                        assert tuple(memory) == values[i * blocks.block : (i + 1) * blocks.block], (
+                            "a cached block is wrong"
+                        )
 
 
 def drive(examples: int, steps: int, derandomize: bool) -> None:

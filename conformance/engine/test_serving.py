@@ -49,7 +49,9 @@ def test_requests_together_get_the_texts_that_they_get_alone(folder: Path, devic
     """More requests than slots, of several lengths, greedy and drawn, some of them sent by other threads."""
     with load(folder, device, 3) as model:
         wanted: list[tuple[list[int], int, dict[str, Any]]]
-        wanted = [(p, n, {"temperature": t, "seed": 5}) for p in PROMPTS for n in (3, 24 if LONG else 12) for t in (0.0, 0.8)]
+        wanted = [
+            (p, n, {"temperature": t, "seed": 5}) for p in PROMPTS for n in (3, 24 if LONG else 12) for t in (0.0, 0.8)
+        ]
         single = [alone(model, p, n, **o) for p, n, o in wanted]
         found: list[Any] = [None] * len(wanted)
 
@@ -170,8 +172,13 @@ def test_cancelled_late_and_dropped_requests_end_and_free_their_place(model: Mod
 def test_refusals(folder: Path) -> None:
     with load(folder, "cpu", 1, queue=1) as model:
         wrong: list[tuple[str, Any]] = [
-            ("max_tokens", 0), ("temperature", -1), ("priority", 0.5), ("deadline", 0), ("stop", [""]), ("seed", -1),
-        ]  # fmt: skip
+            ("max_tokens", 0),
+            ("temperature", -1),
+            ("priority", 0.5),
+            ("deadline", 0),
+            ("stop", [""]),
+            ("seed", -1),
+        ]
         for name, value in wrong:
             with pytest.raises(ValueError, match=name):
                 model.submit(PROMPTS[0], **{name: value})
@@ -198,7 +205,9 @@ def test_greater_priority_is_begun_first(folder: Path, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(model._serving.runner, "start", noted)
         with model.engine.lock:  # nothing is begun
-            handles = [model.submit(PROMPTS[i], max_tokens=2, ignore_eos=True, priority=p) for i, p in enumerate((0, 1, 5, 1))]
+            handles = [
+                model.submit(PROMPTS[i], max_tokens=2, ignore_eos=True, priority=p) for i, p in enumerate((0, 1, 5, 1))
+            ]
         for handle in handles:
             handle.result(PATIENCE)
         assert begun == [len(PROMPTS[i]) for i in (2, 1, 3, 0)]

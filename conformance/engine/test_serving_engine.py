@@ -1,7 +1,8 @@
-"""Scheduled passes on a real engine: prompts and decoding in the same passes, blocks found again and taken away, faults. Every
-text is that of its sequence alone.
+"""Scheduled passes on a real engine: prompts and decoding in the same passes, blocks found again and taken away,
+faults. Every text is that of its sequence alone.
 
-`python -m conformance.engine.test_serving_engine STEPS SEED [draft]` runs many steps of the state machine and prints what happened.
+`python -m conformance.engine.test_serving_engine STEPS SEED [draft]` runs many steps of the state machine and prints
+what happened.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def test_void_passes_cost_no_token(on: Callable[..., Stepped]) -> None:
         made.engine.forget_programs("decode")
 
 
-def test_a_pass_that_was_never_submitted_leaves_no_message(on: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_was_never_submitted_leaves_no_message(
+    on: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = on()
     wanted = alone(made.engine, [2, 5, 6], 8)
 
@@ -160,7 +163,9 @@ def test_a_pass_that_was_never_submitted_leaves_no_message(on: Callable[..., Ste
     same(made.engine, [2, 5, 6], list(last.result(0).ids), wanted)
 
 
-def test_a_pass_that_was_never_submitted_may_have_no_request(on: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_was_never_submitted_may_have_no_request(
+    on: Callable[..., Stepped], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its only one's constraint raises while it is made, then the device fails: whoever comes next is served."""
     made = on()
     wanted = alone(made.engine, [2, 5, 6], 8)
@@ -187,7 +192,9 @@ def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[.
     def run() -> None:
         handles = []
         for i in range(6):
-            handles.append(made.submit([2, *range(30 + i, 40 + 4 * i)], max_tokens=4 + i, temperature=0.5 * (i % 2), seed=i))
+            handles.append(
+                made.submit([2, *range(30 + i, 40 + 4 * i)], max_tokens=4 + i, temperature=0.5 * (i % 2), seed=i)
+            )
             made.step(2)
         made.finish()
         assert [len(h.result(0).ids) for h in handles] == [4 + i for i in range(6)]
@@ -197,7 +204,13 @@ def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[.
     made.serving.scheduler.blocks.clear()  # or prompts would be shorter, and passes others
     run()
     done = made.engine.counters.minus(before)
-    assert (done.allocations, done.recordings, done.pipelines, done.descriptor_writes, done.transfers) == (0, 0, 0, 0, 0)
+    assert (done.allocations, done.recordings, done.pipelines, done.descriptor_writes, done.transfers) == (
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
     assert done.submits == made.serving.metrics().passes - passes
 
 
@@ -212,7 +225,8 @@ def test_32_prompts_at_once_get_the_texts_of_single_runs(backend: str) -> None:
         text = prompt(200)
         known = [list(case.ids) for case in golden()]
         asked = [
-            known[i % len(known)][: few + step * i // 3] if i % 2 else [2, *text[i : i + more + int(grow * i)]] for i in range(32)
+            known[i % len(known)][: few + step * i // 3] if i % 2 else [2, *text[i : i + more + int(grow * i)]]
+            for i in range(32)
         ]
         handles = [model.submit(ids, max_tokens=count, ignore_eos=True) for ids in asked]
         found = [h.result(PATIENCE) for h in handles]
@@ -233,7 +247,8 @@ def test_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> Non
 
 @pytest.mark.slow
 def test_a_draft_beside_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
-    """A model as its own draft, some of whose guesses are changed; one thread for products, or the two would take turns."""
+    """A model as its own draft, some of whose guesses are changed; one thread for products, or the two would take
+    turns."""
     with threadpool_limits(1, "blas"):
         made = on(blocks=(7, 7), slots=3, chunk=16, guesses=7)
         made.draft = draft_of(made.engine, on(slots=2, chunk=16, guesses=15).engine)
@@ -250,8 +265,14 @@ def drive(made: Stepped, examples: int, number: int | None = None) -> None:
     Machine.made, Machine.wanted = Stepped(made.engine, queue=6, draft=made.draft), {}
     if (drafting := Machine.made.serving.drafting) is not None:
         drafting.costs = Always()  # what passes of so small a model take says nothing
-    wanted = settings(max_examples=examples, stateful_step_count=30, deadline=None, derandomize=number is None, database=None,
-                      suppress_health_check=list(HealthCheck))  # fmt: skip
+    wanted = settings(
+        max_examples=examples,
+        stateful_step_count=30,
+        deadline=None,
+        derandomize=number is None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     run_state_machine_as_test(Machine if number is None else seed(number)(Machine), settings=wanted)
     seen = Machine.made.serving.metrics()
     counts = ("passes", "preemptions", "evictions", "prompt_tokens", "cached_tokens", "generated_tokens")
@@ -283,7 +304,11 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, threadpool_limits(1, "blas"):
         read = open_checkpoint(write_hf(Path(folder), tiny(), dtype="f32"))
         engine = Engine(read, CpuDevice(), EngineConfig(ctx=128, slots=3, chunk=16, blocks=(7, 7), guesses=7))
-        small = Engine(read, CpuDevice(), EngineConfig(ctx=128, slots=2, chunk=16, guesses=15)) if "draft" in sys.argv else None
+        small = (
+            Engine(read, CpuDevice(), EngineConfig(ctx=128, slots=2, chunk=16, guesses=15))
+            if "draft" in sys.argv
+            else None
+        )
         draft = None if small is None else draft_of(engine, small)
         while TOTALS["steps"] < steps:
             drive(Stepped(engine, draft=draft), 100, begin + TOTALS["machines"])

@@ -1,4 +1,5 @@
-"""Conversations: what the cache holds of a prompt is not run again, and the text is that of a prompt run from its first token."""
+"""Conversations: what the cache holds of a prompt is not run again, and the text is that of a prompt run from its first
+token."""
 
 from __future__ import annotations
 
@@ -43,13 +44,17 @@ def forget(model: hybrid.Model) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True])
 def test_a_conversation_that_goes_on_exactly_runs_the_last_token_first(models: list[hybrid.Model], held: bool) -> None:
-    """The last token of a generation has been chosen but not run: the cache holds one token less than was said, of which whole
-    blocks are found again; in a session or without."""
+    """The last token of a generation has been chosen but not run: the cache holds one token less than was said, of
+    which whole blocks are found again; in a session or without."""
     model, anew = models
     with model.session() as session:
         ids, said = list(IDS), 0
         for more in ([], [70, 9], []):  # the first answer ends where a block does
-            "".join(model.generate([*ids, *more], BLOCK - len(IDS) % BLOCK, ignore_eos=True, session=session if held else None))
+            "".join(
+                model.generate(
+                    [*ids, *more], BLOCK - len(IDS) % BLOCK, ignore_eos=True, session=session if held else None
+                )
+            )
             stats = model.stats
             assert stats.cached_tokens == ((len(ids) - 1) // BLOCK * BLOCK if said else 0)
             assert stats.cached_tokens + stats.prompt_tokens == len(ids) + len(more)

@@ -30,7 +30,13 @@ PROMPT = "def area(width, height):\n    return width * height\n\n\ndef area_of_s
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.9, "seed": 3},
-    "adjusted": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {268: -3.0}, "temperature": 0.5, "seed": 1},
+    "adjusted": {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {268: -3.0},
+        "temperature": 0.5,
+        "seed": 1,
+    },
 }
 
 
@@ -108,7 +114,9 @@ class Hearing:
 def model(request: pytest.FixtureRequest) -> Iterator[hybrid.Model]:
     """In float32, where a choice that rounding could change is as good as never met."""
     file = few(open_checkpoint(DEMO))
-    with hybrid.load(file, for_model(request.param), ctx=CTX, slots=4, precision="exact", draft=Drafts(), speculate=3) as made:
+    with hybrid.load(
+        file, for_model(request.param), ctx=CTX, slots=4, precision="exact", draft=Drafts(), speculate=3
+    ) as made:
         yield made
 
 
@@ -119,7 +127,8 @@ def plain(model: hybrid.Model) -> dict[str, list[int]]:
 
 
 def few(checkpoint: Checkpoint) -> Checkpoint:
-    """In the short profile a model of few layers: no test here is about what a text says (those of the whole: test_beginnings)."""
+    """In the short profile a model of few layers: no test here is about what a text says (those of the whole:
+    test_beginnings)."""
     return checkpoint if LONG else cut(checkpoint, BOTH)
 
 
@@ -142,8 +151,8 @@ def run(model: hybrid.Model, drafts: Any, **options: Any) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [way for i, way in enumerate(WAYS) if LONG or i in (0, 1 + TURN)])
 def test_a_text_is_the_same_whatever_is_guessed(model: hybrid.Model, plain: dict[str, list[int]], way: str) -> None:
-    """In the short profile one rate a way and what looks back; greedy text with wrong guesses too, and below with right ones.
-    Greedy text and one of the other ways, in turn: below all of them run together."""
+    """In the short profile one rate a way and what looks back; greedy text with wrong guesses too, and below with right
+    ones. Greedy text and one of the other ways, in turn: below all of them run together."""
     ids = [*model.encode(PROMPT), *plain[way]]
     every = ((Replay(ids, 1.0), 1.0, 1.0), (Replay(ids, 0.5), 0.1, 0.9), (Replay(ids, 0.0), 0.0, 0.0))
     for drafts, low, high in every if LONG else every[1:] if way == "greedy" else every[1:2]:
@@ -176,7 +185,9 @@ def test_a_text_ends_among_guesses_where_it_would_have(model: hybrid.Model, plai
     assert cut == full[: full.find(stop)] and model.stats is not None and model.stats.finish == "stop"
     long = [*prompt, *text * 4][: CTX - 5]
     wanted = run(model, None, ids=long, max_tokens=50)
-    assert run(model, Replay([*long, *wanted], 1.0), ids=long, max_tokens=50) == wanted and model.stats.finish == "context"
+    assert (
+        run(model, Replay([*long, *wanted], 1.0), ids=long, max_tokens=50) == wanted and model.stats.finish == "context"
+    )
 
 
 @pytest.mark.slow
@@ -199,15 +210,17 @@ def test_a_draft_that_fails_ends_guessing_and_not_the_text(model: hybrid.Model, 
     assert model.drafting.drafter is None
     assert run_as_it_is(model, WAYS["sampled"]) == plain["sampled"] and not model.engine.faults, "reported once"
     model.drafting.drafter = drafter
-    assert len(found) == 1 and "by hand: RuntimeError: the draft's device is gone; no more tokens are guessed" in found[0]
+    assert (
+        len(found) == 1 and "by hand: RuntimeError: the draft's device is gone; no more tokens are guessed" in found[0]
+    )
     assert stats is not None and stats.accepted > 0 and any(found[0] == p for p in stats.passed_over)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_guesses_for_itself(backend: str) -> None:
-    """As a draft of itself, with the same noise: nearly every guess is right (its passes have other rows). On one queue nobody
-    waits between guesses and their verification."""
+    """As a draft of itself, with the same noise: nearly every guess is right (its passes have other rows). On one queue
+    nobody waits between guesses and their verification."""
     files = [few(open_checkpoint(DEMO)) for _ in range(2)]
     with hybrid.load(files[0], for_model(backend), ctx=CTX, precision="exact", draft=files[1], speculate=3) as model:
         assert model.drafting is not None and isinstance(model.drafting.drafter, DraftModel)
@@ -225,7 +238,8 @@ def test_a_model_guesses_for_itself(backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_draft_follows_several_sequences_in_the_same_passes(backend: str) -> None:
-    """Each gets the guesses that it gets alone, also after some were wrong and where they have different numbers of new tokens."""
+    """Each gets the guesses that it gets alone, also after some were wrong and where they have different numbers of new
+    tokens."""
     with hybrid.load(few(open_checkpoint(DEMO)), for_model(backend), ctx=64, slots=2, precision="exact") as small:
         ids = [small.encode(PROMPT), small.encode("class Reader:\n")]
         wanted = [run_as_it_is(small, {"ids": i, "max_tokens": 12}) for i in ids]
@@ -251,11 +265,15 @@ def test_a_draft_follows_several_sequences_in_the_same_passes(backend: str) -> N
 
 def test_what_a_draft_has_guessed_wrongly_is_run_again() -> None:
     assert DraftModel._same([1, 2, 3, 4], [1, 2, 9, 4, 5]) == 2
-    assert DraftModel._same([1, 2, 3], [1, 2, 3]) == 2 == DraftModel._same([1, 2], [1, 2, 3]), "the last one's logits are wanted"
+    assert DraftModel._same([1, 2, 3], [1, 2, 3]) == 2 == DraftModel._same([1, 2], [1, 2, 3]), (
+        "the last one's logits are wanted"
+    )
 
 
 def run_as_it_is(model: hybrid.Model, options: dict[str, Any]) -> list[int]:
-    for _ in model.generate(options.get("ids", PROMPT), **{"max_tokens": TOKENS, "ignore_eos": True, **_but_ids(options)}):
+    for _ in model.generate(
+        options.get("ids", PROMPT), **{"max_tokens": TOKENS, "ignore_eos": True, **_but_ids(options)}
+    ):
         pass
     assert model.stats is not None
     return list(model.stats.ids)
@@ -271,7 +289,8 @@ def run_plain(model: hybrid.Model, options: dict[str, Any]) -> list[int]:
 
 @pytest.mark.slow
 def test_requests_that_run_together_are_guessed_for_together(model: hybrid.Model, plain: dict[str, list[int]]) -> None:
-    """Of several kinds, one without guesses; each text is that of its request alone, and its usage says what was guessed."""
+    """Of several kinds, one without guesses; each text is that of its request alone, and its usage says what was
+    guessed."""
     prompt = model.encode(PROMPT)
     known = Known([[*prompt, *ids] for ids in plain.values()])
     options = told(model, known)
@@ -294,7 +313,10 @@ def test_guesses_keep_to_constraints_and_report_every_token(model: hybrid.Model,
     options = {"max_tokens": 12, "ignore_eos": True, "logprobs": 2}
     wanted = model.submit(prompt, **options, constraint=Alternating(model), speculate=0).result(timeout=300)
     lines = [*prompt, *wanted.ids]
-    for drafts in (Known([lines]), Known([[*prompt, *plain["greedy"]]])):  # guesses that it allows, and some that it forbids
+    for drafts in (
+        Known([lines]),
+        Known([[*prompt, *plain["greedy"]]]),
+    ):  # guesses that it allows, and some that it forbids
         told(model, drafts)
         found = model.submit(prompt, **options, constraint=Alternating(model)).result(timeout=300)
         assert found.ids == wanted.ids and found.logprobs is not None and wanted.logprobs is not None
@@ -313,7 +335,9 @@ def test_guesses_keep_to_constraints_and_report_every_token(model: hybrid.Model,
 def test_a_draft_model_follows_what_runs_together(backend: str) -> None:
     """Two of three requests, as it has slots for; blocks of the cache are given back."""
     files = [few(open_checkpoint(DEMO)) for _ in range(2)]
-    with hybrid.load(files[0], for_model(backend), ctx=64, slots=2, precision="exact", draft=files[1], speculate=2) as model:
+    with hybrid.load(
+        files[0], for_model(backend), ctx=64, slots=2, precision="exact", draft=files[1], speculate=2
+    ) as model:
         prompts = [model.encode(text) for text in (PROMPT[:40], "class Reader:\n", "import os\n")]
         wanted = [run_plain(model, {"ids": ids, "max_tokens": 10}) for ids in prompts]
         done = [h.result(timeout=300) for h in [model.submit(ids, max_tokens=10, ignore_eos=True) for ids in prompts]]
@@ -351,11 +375,15 @@ def test_a_request_may_ask_for_what_a_model_decides(tmp_path: Any) -> None:
         (0, "loaded without guesses: load it with draft= or speculate="),
     ):
         with hybrid.load(file, "cpu", ctx=32, speculate=loaded) as model:
-            ways: list[Any] = [lambda m=model, **how: "".join(m.generate("the bee", **asked, **how)),
-                               lambda m=model, **how: m.submit("the bee", **asked, **how).result(timeout=60).text]  # fmt: skip
+            ways: list[Any] = [
+                lambda m=model, **how: "".join(m.generate("the bee", **asked, **how)),
+                lambda m=model, **how: m.submit("the bee", **asked, **how).result(timeout=60).text,
+            ]
             wanted = ways[0]()
             for ask in ways:
                 with pytest.raises(ValueError, match=said) if said else nullcontext():
                     assert ask(speculate="auto") == wanted
-                with pytest.raises(ValueError, match="must be auto, or a number of tokens to guess, 0 to 16, not 'often'"):
+                with pytest.raises(
+                    ValueError, match="must be auto, or a number of tokens to guess, 0 to 16, not 'often'"
+                ):
                     ask(speculate="often")

@@ -45,7 +45,9 @@ def test_rates_are_of_the_time_that_they_name() -> None:
 
 def test_the_share_of_peak_is_of_the_sheet_that_knows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = {"bandwidth_gb_s": {"value": 80.0, "provenance": "published", "source": "made up"}}
-    sheet = validate("s.toml", {"schema": 1, "device": {"name": "s", "kind": "cpu", "match": "."}, "peak": peak}, DeviceSheet)
+    sheet = validate(
+        "s.toml", {"schema": 1, "device": {"name": "s", "kind": "cpu", "match": "."}, "peak": peak}, DeviceSheet
+    )
     monkeypatch.setattr("hybrid.engine.stats.sheet_for", lambda name: sheet)
     assert MADE.share_of_peak == 0.25
     assert "20 GB/s (25.0 % of peak) | length" in MADE.line()
@@ -54,14 +56,18 @@ def test_the_share_of_peak_is_of_the_sheet_that_knows_the_device(monkeypatch: py
 
 def test_lines_say_what_was_passed_over_and_what_the_cache_held() -> None:
     line = replace(MADE, device="cpu", passed_over=("vulkan: no driver",), cached_tokens=7).line()
-    assert line.startswith("cpu (fallback) | prompt 40 tokens after 7 in the cache, 80.0 tok/s | generated 11, 5.0 tok/s | ")
+    assert line.startswith(
+        "cpu (fallback) | prompt 40 tokens after 7 in the cache, 80.0 tok/s | generated 11, 5.0 tok/s | "
+    )
     assert "after" not in MADE.line() and "fallback" not in MADE.line() and "first token 500 ms" in MADE.line()
     assert replace(MADE, passed_over=("vulkan: no driver",)).reasons() == ["passed over: vulkan: no driver"]
 
 
 def test_details_name_what_a_token_moves_and_where_memory_is() -> None:
     held = {"weights": 2 << 20, "kv": 0, "left_in_files": 3 << 20}
-    lines = replace(MADE, per_pass={"bytes_up": 2.0, "submits": 1.5}, memory=held, notes=("odd",), carried="1 MB").details()
+    lines = replace(
+        MADE, per_pass={"bytes_up": 2.0, "submits": 1.5}, memory=held, notes=("odd",), carried="1 MB"
+    ).details()
     assert lines == [
         "precision: weights f32",
         "per decode pass: bytes up 2, submits 1.5; 4000.00 MB by declared cost",

@@ -21,7 +21,9 @@ from hybrid.text.stops import StopFilter
         (["d", "z"], "zd", "", "z"),
     ],
 )
-def test_of_two_stop_strings_the_one_that_begins_first_wins(stops: list[str], text: str, before: str, stopped: str) -> None:
+def test_of_two_stop_strings_the_one_that_begins_first_wins(
+    stops: list[str], text: str, before: str, stopped: str
+) -> None:
     found = StopFilter(stops)
     assert found.push(text) == before and found.stopped == stopped
     assert found.push("more") == "" and found.flush() == "" and found.stopped == stopped
@@ -34,7 +36,9 @@ def test_of_two_stop_strings_the_one_that_begins_first_wins(stops: list[str], te
 @example(["bcd", "c"], ["abc", "d"])
 @example(["bcd", "c"], ["abc"])
 @example(["abab", "b"], ["aba", "c"])
-def test_any_cutting_gives_the_text_before_the_stop_string_that_begins_first(stops: list[str], pieces: list[str]) -> None:
+def test_any_cutting_gives_the_text_before_the_stop_string_that_begins_first(
+    stops: list[str], pieces: list[str]
+) -> None:
     text = "".join(pieces)
     at = min((text.find(s) for s in stops if s in text), default=len(text))
     winner = min((s for s in stops if text.startswith(s, at)), key=len, default=None)

@@ -19,8 +19,20 @@ from hybrid.engine.sequence import Limits
 from hybrid.engine.turns import OFTEN, RARELY, SOON, TRY, Turns
 from hybrid.planning.passes import buckets
 
-H100 = {1: 6.7e-3, 2: 7.9e-3, 4: 9.1e-3, 8: 9.3e-3, 16: 10.0e-3, 24: 11.0e-3, 32: 11.85e-3, 40: 13.5e-3, 48: 15.1e-3, 64: 17.9e-3,
-        96: 26.2e-3, 128: 29.3e-3}  # fmt: skip
+H100 = {
+    1: 6.7e-3,
+    2: 7.9e-3,
+    4: 9.1e-3,
+    8: 9.3e-3,
+    16: 10.0e-3,
+    24: 11.0e-3,
+    32: 11.85e-3,
+    40: 13.5e-3,
+    48: 15.1e-3,
+    64: 17.9e-3,
+    96: 26.2e-3,
+    128: 29.3e-3,
+}
 """Seconds of a 27B pass by the rows that its plan is for."""
 SIZES = tuple(H100)
 
@@ -34,7 +46,9 @@ def next_rows(turns: Turns, n: int) -> int:
     return fewer if fewer and turns.pays(n) else n
 
 
-def rate(n: int, cost: Callable[[int], float] = by_plan, passes: int = 2000, slots: int = 128) -> tuple[float, list[int]]:
+def rate(
+    n: int, cost: Callable[[int], float] = by_plan, passes: int = 2000, slots: int = 128
+) -> tuple[float, list[int]]:
     """Tokens a second of n sequences, and the rows of each pass."""
     turns, seconds, rows = Turns(buckets(slots, SIZES), SIZES), 0.0, list[int]()
     for i in range(passes):
@@ -119,7 +133,9 @@ def test_who_comes_first_by_priority_waits_for_nobody() -> None:
     others = [made.add([n, 3], 30) for n in range(4)]
     made.steps(3)
     passes = made.steps(10)
-    assert all(any(run.seq is first for run in done.runs) for done in passes) and {len(done.runs) for done in passes} == {3}
+    assert all(any(run.seq is first for run in done.runs) for done in passes) and {
+        len(done.runs) for done in passes
+    } == {3}
     second = [made.add([9, 9, n], 30, priority=2) for n in range(2)]
     made.drain()
     assert made.right(first, *others, *second)

@@ -27,8 +27,12 @@ def nothing_new(made: Counters) -> bool:
 
 def test_after_warming_no_request_makes_anything_new(tmp_path: Path) -> None:
     """Prompts of all lengths arrive while others decode; plans, recordings, pipelines and memory are what they were."""
-    with hybrid.load(write_hf(tmp_path, tiny(), dtype="f32"), for_model("vulkan"), ctx=96, slots=8, chunk=24, warm=True) as model:
-        assert {(p, r, o, options) for p, r, o, *_, options in model.engine.programs} >= set(programs(model.engine.sizes))
+    with hybrid.load(
+        write_hf(tmp_path, tiny(), dtype="f32"), for_model("vulkan"), ctx=96, slots=8, chunk=24, warm=True
+    ) as model:
+        assert {(p, r, o, options) for p, r, o, *_, options in model.engine.programs} >= set(
+            programs(model.engine.sizes)
+        )
         before = model.engine.counters.copy()
         wanted = [[2, *range(30 + i, 31 + i * i)] for i in range(1, 9)]
         with model.engine.lock:  # they arrive together
@@ -43,9 +47,12 @@ def test_after_warming_no_request_makes_anything_new(tmp_path: Path) -> None:
 
 
 def test_nor_do_guesses_of_several_beside_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts come while guesses of several sequences are verified; the draft model's engine makes nothing new either."""
+    """Prompts come while guesses of several sequences are verified; the draft model's engine makes nothing new
+    either."""
     files = [write_hf(tmp_path / str(n), tiny(n_layers=n), dtype="f32") for n in (3, 1)]
-    with hybrid.load(files[0], for_model("vulkan"), ctx=96, slots=4, chunk=16, draft=files[1], speculate=2, warm=True) as model:
+    with hybrid.load(
+        files[0], for_model("vulkan"), ctx=96, slots=4, chunk=16, draft=files[1], speculate=2, warm=True
+    ) as model:
         drafter = None if model.drafting is None else model.drafting.drafter
         assert isinstance(drafter, DraftModel)
         engines, asked, program = [model.engine, drafter.engine], list[tuple[int, int]](), model.engine.program
@@ -57,7 +64,9 @@ def test_nor_do_guesses_of_several_beside_prompts(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(model.engine, "program", noted)
         before = [engine.device.counters.copy() for engine in engines]
         with model.engine.lock:  # as many as there are slots, then one after each that ends
-            handles = [model.submit([2, *range(30, 30 + n)], max_tokens=24 - n, ignore_eos=True) for n in (1, 2, 9, 20, 5, 14)]
+            handles = [
+                model.submit([2, *range(30, 30 + n)], max_tokens=24 - n, ignore_eos=True) for n in (1, 2, 9, 20, 5, 14)
+            ]
         found = [h.result(PATIENCE) for h in handles]
         assert [len(one.ids) for one in found] == [23, 22, 15, 4, 19, 10] and not model.engine.faults
         assert all(one.usage.drafted_tokens for one in found)
@@ -65,7 +74,9 @@ def test_nor_do_guesses_of_several_beside_prompts(tmp_path: Path, monkeypatch: p
         assert all(nothing_new(e.device.counters.minus(was)) for e, was in zip(engines, before, strict=True))
 
 
-def test_the_garbage_of_loading_is_collected_before_the_first_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_garbage_of_loading_is_collected_before_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full collection looks through every plan: one that is due comes at the end of loading."""
     happened: list[str] = []
 
@@ -96,7 +107,8 @@ def test_every_pass_has_its_plan(slots: int, guesses: int) -> None:
 
 
 def needed(sizes: PassSizes, rows: int, outs: int, slots: int) -> set[tuple]:
-    """As Runner.start finds them, of a pass that wants so many tokens: of as many sequences, or of fewer that have guesses."""
+    """As Runner.start finds them, of a pass that wants so many tokens: of as many sequences, or of fewer that have
+    guesses."""
     found, bucket = set[tuple](), bucket_of(rows, sizes.rows)
     if outs <= slots and (outs < rows or sizes.rows == sizes.outs):  # else a decode pass runs them
         found.add(("prefill", bucket, bucket_of(outs, sizes.outs) if outs else 0, frozenset()))

@@ -63,7 +63,9 @@ def test_types_are_those_of_the_file_or_those_asked_for(tmp_path: Path) -> None:
             weights.stored_types(checkpoint, "q4_k")
     with (
         open_checkpoint(write_hf(tmp_path / "odd", tiny(n_heads=3, n_kv_heads=1))) as checkpoint,
-        pytest.raises(ValueError, match=r"attn_output.weight \[64, 48\] cannot be q8_0: its rows are not multiples of 32"),
+        pytest.raises(
+            ValueError, match=r"attn_output.weight \[64, 48\] cannot be q8_0: its rows are not multiples of 32"
+        ),
     ):
         weights.stored_types(checkpoint, "q8_0")
 
@@ -109,12 +111,17 @@ def test_a_clock_adds_up_what_a_phase_took(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_a_load_took_is_one_line() -> None:
     line = Load({"plan": 0.5, "weights": 2.0}, 4_000_000_000, 3 << 30, 1 << 29).line()
-    assert line == "load: 2.50 s (plan 0.50, weights 2.00 (4.00 GB, 2.00 GB/s)), peak host memory 3.00 GiB, of it 0.50 its own"
+    assert (
+        line
+        == "load: 2.50 s (plan 0.50, weights 2.00 (4.00 GB, 2.00 GB/s)), peak host memory 3.00 GiB, of it 0.50 its own"
+    )
     assert Load({"weights": 0.0}, 5, 1 << 30, None).line() == "load: 0.00 s (weights 0.00), peak host memory 1.00 GiB"
 
 
 def test_memory_is_asked_of_what_the_system_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t  30 kB\nRssAnon:\t 10 kB\nRssFile:\t 12 kB\nRssShmem:\t 0 kB\nVmLck:\n")
+    (tmp_path / "status").write_text(
+        "Name:\tx\nVmHWM:\t  30 kB\nRssAnon:\t 10 kB\nRssFile:\t 12 kB\nRssShmem:\t 0 kB\nVmLck:\n"
+    )
     monkeypatch.setattr(loading, "_STATUS", tmp_path / "status")
     assert loading.resident() == {"peak": 30 << 10, "anonymous": 10 << 10, "file": 12 << 10, "shared": 0}
     assert loading.peak_resident() == 30 << 10

@@ -93,7 +93,9 @@ def test_declared_costs_are_those_of_the_passes_that_ran(engine: Engine, onward:
         if onward:
             runs = decoding([context - 1] * sequences)
         else:  # the mean of positions 0..2c-2 is c
-            runs = [prompt(0, 2 * context - 1)] if sequences == 1 else [prompt(context - 40, 79), prompt(context - 20, 39)]
+            runs = (
+                [prompt(0, 2 * context - 1)] if sequences == 1 else [prompt(context - 40, 79), prompt(context - 20, 39)]
+            )
         p = made(next(number), runs)
         work.begin(p, onward, plan)
         found = declared(plan, p.rows, len(runs), context, onward)

@@ -1,4 +1,5 @@
-"""python -m conformance.files.agreement: on how many texts every tokenizer gives the same ids. Its table is in docs/tokenizers.md.
+"""python -m conformance.files.agreement: on how many texts every tokenizer gives the same ids. Its table is in
+docs/tokenizers.md.
 
 Two vocabularies, written in each format and read back: the demonstration model's, and the same with Gemma's runs of
 2 to 31 spaces and newlines and HTML tags as user-defined pieces. Texts: the held-out documents, their lines, windows of
@@ -29,10 +30,42 @@ from hybrid.text.tokenizer import MARKERS, SPACE, USER_DEFINED, Tokenizer
 DEMO = ROOT / "models" / "demo-gemma3-q8_0.gguf"
 HELD_OUT = ROOT / "conformance" / "data" / "demo-gemma3" / "held-out.txt"
 FRAGMENTS = (
-    " ", "  ", "   ", "     ", " " * 40, "\n", "\n\n\n\n", "the", " the", "thing", "abcd", "aaaaa", "abc", "\u00e9t\u00e9",
-    "\u20ac", "\U0001f600", "\u2581", "<b>", "<bos>", "<eos>", "<start_of_turn>", "<end_of", "\t", "\x00", "e\u0301",
-    "def f(x):\n    ", "return", "<0x41>", "1234", "\r\n", "\u0301", "[PAD3]", "\ufffd", "\u4e2d\u6587", "self.",
-)  # fmt: skip
+    " ",
+    "  ",
+    "   ",
+    "     ",
+    " " * 40,
+    "\n",
+    "\n\n\n\n",
+    "the",
+    " the",
+    "thing",
+    "abcd",
+    "aaaaa",
+    "abc",
+    "\u00e9t\u00e9",
+    "\u20ac",
+    "\U0001f600",
+    "\u2581",
+    "<b>",
+    "<bos>",
+    "<eos>",
+    "<start_of_turn>",
+    "<end_of",
+    "\t",
+    "\x00",
+    "e\u0301",
+    "def f(x):\n    ",
+    "return",
+    "<0x41>",
+    "1234",
+    "\r\n",
+    "\u0301",
+    "[PAD3]",
+    "\ufffd",
+    "\u4e2d\u6587",
+    "self.",
+)
 
 Encode = Callable[[str], list[int]]
 """Ids of plain text, without begin-of-text, control tokens as ordinary characters."""
@@ -99,7 +132,9 @@ def texts(drawn: int, seed: int = 0) -> list[str]:
         at = rng.randrange(len(document))
         out.append(document[at : at + rng.randrange(1, 200)])
         out.append("".join(rng.choices(FRAGMENTS, k=rng.randrange(1, 13))))
-        points = (rng.choice((rng.randrange(128), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000))) for _ in range(20))
+        points = (
+            rng.choice((rng.randrange(128), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000))) for _ in range(20)
+        )
         out.append("".join(map(chr, points)))
     return out
 

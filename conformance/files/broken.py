@@ -38,7 +38,13 @@ def tensor(name: str, shape: tuple[int, ...], offset: int, kind: int = 0, axes: 
     return string(name) + struct.pack(f"<I{len(shape)}QIQ", axes, *shape, kind, offset)
 
 
-def head(values: list[bytes], tensors: list[bytes], n_values: int | None = None, n_tensors: int | None = None,
-          version: int = 3, tail: int = 4096) -> bytes:  # fmt: skip
+def head(
+    values: list[bytes],
+    tensors: list[bytes],
+    n_values: int | None = None,
+    n_tensors: int | None = None,
+    version: int = 3,
+    tail: int = 4096,
+) -> bytes:
     counts = (len(tensors) if n_tensors is None else n_tensors, len(values) if n_values is None else n_values)
     return b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(values + tensors) + bytes(tail)

@@ -27,7 +27,9 @@ SEEDS = DATA / "seeds"
 
 def small() -> HParams:
     """The least model that a file can hold."""
-    return tiny(n_layers=2, hidden=32, ffn=32, n_heads=2, n_kv_heads=1, vocab=len(PIECES), softcap=30.0, rope_factor=8.0)
+    return tiny(
+        n_layers=2, hidden=32, ffn=32, n_heads=2, n_kv_heads=1, vocab=len(PIECES), softcap=30.0, rope_factor=8.0
+    )
 
 
 def gguf_file(
@@ -74,22 +76,48 @@ def tokenizer_json() -> bytes:
     ids = {piece: i for i, (piece, _, _) in enumerate(PIECES)}
     pairs = sorted(
         (-score, f"{p[:k]} {p[k:]}")
-        for p, score, kind in PIECES if kind == 1 and len(p) > 1
-        for k in range(1, len(p)) if p[:k] in ids and p[k:] in ids
-    )  # fmt: skip
+        for p, score, kind in PIECES
+        if kind == 1 and len(p) > 1
+        for k in range(1, len(p))
+        if p[:k] in ids and p[k:] in ids
+    )
     added = [
-        {"id": i, "content": p, "special": kind == CONTROL, "normalized": False, "lstrip": False, "rstrip": False,
-         "single_word": False} for i, (p, _, kind) in enumerate(PIECES) if kind in (CONTROL, USER_DEFINED)
-    ]  # fmt: skip
+        {
+            "id": i,
+            "content": p,
+            "special": kind == CONTROL,
+            "normalized": False,
+            "lstrip": False,
+            "rstrip": False,
+            "single_word": False,
+        }
+        for i, (p, _, kind) in enumerate(PIECES)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-    return json.dumps({
-        "version": "1.0", "added_tokens": added, "normalizer": space,
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
-        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True, "vocab": ids,
-                  "merges": [pair for _, pair in pairs]},
-    }).encode()  # fmt: skip
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": added,
+            "normalizer": space,
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"String": " "},
+                "behavior": "MergedWithPrevious",
+                "invert": False,
+            },
+            "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+            "model": {
+                "type": "BPE",
+                "byte_fallback": True,
+                "unk_token": "<unk>",
+                "fuse_unk": True,
+                "vocab": ids,
+                "merges": [pair for _, pair in pairs],
+            },
+        }
+    ).encode()
 
 
 def valid(target: str) -> list[bytes]:
@@ -101,10 +129,19 @@ def valid(target: str) -> list[bytes]:
         return [gguf_file("q8_0", extra=bools), gguf_file("q4_0", extra=keys), gguf_file("bf16")]
     if target == "gguf_header":
         hp = tiny(n_layers=1, hidden=32, ffn=32, n_heads=2, n_kv_heads=1, vocab=8)
-        few = {"general.alignment": 64, "general.tags": ["a", "b"], "gemma3.flags": [True, False], "gemma3.levels": [1, 2, 3]}
+        few = {
+            "general.alignment": 64,
+            "general.tags": ["a", "b"],
+            "gemma3.flags": [True, False],
+            "gemma3.levels": [1, 2, 3],
+        }
         return [gguf_file("q4_0", tokenizer=False, hp=hp), gguf_file("f32", tokenizer=False, extra=few, hp=hp)]
     if target == "directory":
-        kinds = (("new", "model.", "bf16"), ("old", "language_model.model.", "f32"), ("multimodal", "model.language_model.", "f16"))
+        kinds = (
+            ("new", "model.", "bf16"),
+            ("old", "language_model.model.", "f32"),
+            ("multimodal", "model.language_model.", "f16"),
+        )
         return [directory(*kind) for kind in kinds]
     if target == "tokenizer_model":
         return [sentencepiece_model(PIECES)]

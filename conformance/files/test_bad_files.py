@@ -1,4 +1,5 @@
-"""What users bring that is no model: each thing gives one line that names file and field, in bounded time and memory."""
+"""What users bring that is no model: each thing gives one line that names file and field, in bounded time and
+memory."""
 
 from __future__ import annotations
 
@@ -115,14 +116,17 @@ def test_a_file_that_vanishes_or_is_replaced_stays_readable(tmp_path: Path, chan
 
 
 # ------------------------------------------------------------------------------------------------------- declarations
-@pytest.mark.parametrize(("text", "words"), [
-    ("a = " + "[" * 50000, "deeply|not valid"),
-    ("a = " + "[" * 100 + "]" * 100, "deeply"),
-    ("a" + ".a" * 50000 + " = 1", "deeply|not valid"),
-    ("a = 1" + "0" * 50000, "not valid|digits"),
-    ("a = 1\na = 2", "not valid"),
-    ("a = '" + "x" * (1 << 21) + "'", "longer than"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a = " + "[" * 50000, "deeply|not valid"),
+        ("a = " + "[" * 100 + "]" * 100, "deeply"),
+        ("a" + ".a" * 50000 + " = 1", "deeply|not valid"),
+        ("a = 1" + "0" * 50000, "not valid|digits"),
+        ("a = 1\na = 2", "not valid"),
+        ("a = '" + "x" * (1 << 21) + "'", "longer than"),
+    ],
+)
 def test_toml_bombs(text: str, words: str) -> None:
     with within(2.0), pytest.raises(SpecError, match=words) as error:
         parse_toml("m.toml", text)
@@ -207,9 +211,13 @@ def test_commands_end_with_one_line_and_no_output(tmp_path: Path) -> None:
     )
     files = [cut, huge, texts, values, folder, tmp_path / "nan.gguf", tmp_path / "none.gguf", Path("/dev/zero")]
     done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, files)], capture_output=True, text=True, timeout=60, preexec_fn=_limits,
+        [sys.executable, "-c", script, *map(str, files)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=_limits,
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
-    )  # fmt: skip
+    )
     lines = done.stderr.splitlines()
     assert done.returncode == 0 and done.stdout == "" and len(lines) == 2 * len(files), done.stderr
     for file, error, code in zip(files, lines[::2], lines[1::2], strict=True):
@@ -221,7 +229,9 @@ def test_a_command_that_fails_leaves_no_file(tmp_path: Path) -> None:
     path.write_bytes(gguf_file("q8_0")[:-2000])
     command = [sys.executable, "-m", "hybrid.convert", str(path), str(tmp_path / "out.gguf"), "--type", "q4_0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 1 and done.stdout == "" and done.stderr.startswith("error: ") and "cut short" in done.stderr
+    assert (
+        done.returncode == 1 and done.stdout == "" and done.stderr.startswith("error: ") and "cut short" in done.stderr
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 

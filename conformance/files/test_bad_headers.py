@@ -45,8 +45,14 @@ HEADS: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "array-of-unknown": (head([value("a", 9, struct.pack("<IQ", 77, 2))], []), ("value type 77",)),
     "bool": (head([value("a", 7, b"\x02")], []), ("a has the truth value 2",)),
     "alignment-0": (head([ARCH, value("general.alignment", 4, struct.pack("<I", 0))], []), ("general.alignment", "0")),
-    "alignment-48": (head([ARCH, value("general.alignment", 4, struct.pack("<I", 48))], []), ("general.alignment", "48")),
-    "alignment-huge": (head([ARCH, value("general.alignment", 4, struct.pack("<I", 1 << 31))], []), ("general.alignment",)),
+    "alignment-48": (
+        head([ARCH, value("general.alignment", 4, struct.pack("<I", 48))], []),
+        ("general.alignment", "48"),
+    ),
+    "alignment-huge": (
+        head([ARCH, value("general.alignment", 4, struct.pack("<I", 1 << 31))], []),
+        ("general.alignment",),
+    ),
     "alignment-text": (head([ARCH, value("general.alignment", 8, string("32"))], []), ("general.alignment", "'32'")),
     "alignment-bool": (head([ARCH, value("general.alignment", 7, b"\x01")], []), ("general.alignment", "True")),
     "axes": (head([ARCH], [tensor("t", (2, 2), 0, axes=1 << 30)]), ("t has 1073741824 axes",)),
@@ -66,7 +72,7 @@ HEADS: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "line-break": (head([value("general.architecture", 8, string("a\nb\x1b[2J"))], []), (r"a\nb",)),
     "no-tensors": (head([ARCH], []), ("token_embd.weight", "missing")),
     "split-count": (head([ARCH, value("split.count", 2, struct.pack("<H", 65535))], []), ("split.count", "65535")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(HEADS))
@@ -77,33 +83,36 @@ def test_lying_gguf_headers(name: str, tmp_path: Path) -> None:
     refusal(path, "m.gguf", *words)
 
 
-@pytest.mark.parametrize(("key", "value", "words"), [
-    ("block_count", 0, ("n_layers 0",)),
-    ("block_count", 2**31, ("block_count", "damaged")),
-    ("block_count", 1, ("blk.1.", "no part of this architecture")),
-    ("block_count", 3, ("blk.2.", "missing")),
-    ("embedding_length", 64, ("token_embd.weight", "[302, 32]")),
-    ("embedding_length", 33, ("hidden 33",)),
-    ("feed_forward_length", 64, ("ffn_gate", "[32, 32]")),
-    ("attention.head_count", 0, ("n_heads 0",)),
-    ("attention.head_count", 3, ("attn_q",)),
-    ("attention.head_count_kv", 0, ("n_kv_heads 0",)),
-    ("attention.key_length", 8, ("key_length 8",)),
-    ("attention.value_length", 8, ("value_length",)),
-    ("attention.layer_norm_rms_epsilon", math.nan, ("layer_norm_rms_epsilon", "nan")),
-    ("attention.layer_norm_rms_epsilon", 0.0, ("eps",)),
-    ("rope.freq_base", math.inf, ("rope.freq_base", "inf")),
-    ("rope.freq_base", 0.0, ("rope_theta 0.0",)),
-    ("rope.freq_base", 7, ()),
-    ("rope.freq_base", "many", ("rope.freq_base", "'many'")),
-    ("rope.scaling.type", "yarn", ("rope.scaling.type", "'yarn'")),
-    ("rope.scaling.factor", -8.0, ("rope_factor",)),
-    ("attention.sliding_window_pattern", 0, ("sliding_window_pattern",)),
-    ("attention.sliding_window_pattern", [True], ("layer_is_global",)),
-    ("attention.sliding_window_pattern", "x", ("sliding_window_pattern",)),
-    ("final_logit_softcapping", -1.0, ("softcap",)),
-    ("context_length", 0, ("context_length 0",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("block_count", 0, ("n_layers 0",)),
+        ("block_count", 2**31, ("block_count", "damaged")),
+        ("block_count", 1, ("blk.1.", "no part of this architecture")),
+        ("block_count", 3, ("blk.2.", "missing")),
+        ("embedding_length", 64, ("token_embd.weight", "[302, 32]")),
+        ("embedding_length", 33, ("hidden 33",)),
+        ("feed_forward_length", 64, ("ffn_gate", "[32, 32]")),
+        ("attention.head_count", 0, ("n_heads 0",)),
+        ("attention.head_count", 3, ("attn_q",)),
+        ("attention.head_count_kv", 0, ("n_kv_heads 0",)),
+        ("attention.key_length", 8, ("key_length 8",)),
+        ("attention.value_length", 8, ("value_length",)),
+        ("attention.layer_norm_rms_epsilon", math.nan, ("layer_norm_rms_epsilon", "nan")),
+        ("attention.layer_norm_rms_epsilon", 0.0, ("eps",)),
+        ("rope.freq_base", math.inf, ("rope.freq_base", "inf")),
+        ("rope.freq_base", 0.0, ("rope_theta 0.0",)),
+        ("rope.freq_base", 7, ()),
+        ("rope.freq_base", "many", ("rope.freq_base", "'many'")),
+        ("rope.scaling.type", "yarn", ("rope.scaling.type", "'yarn'")),
+        ("rope.scaling.factor", -8.0, ("rope_factor",)),
+        ("attention.sliding_window_pattern", 0, ("sliding_window_pattern",)),
+        ("attention.sliding_window_pattern", [True], ("layer_is_global",)),
+        ("attention.sliding_window_pattern", "x", ("sliding_window_pattern",)),
+        ("final_logit_softcapping", -1.0, ("softcap",)),
+        ("context_length", 0, ("context_length 0",)),
+    ],
+)
 def test_wrong_gguf_fields_are_named(tmp_path: Path, key: str, value: Any, words: tuple[str, ...]) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_file("q8_0", extra={f"gemma3.{key}": value}))
@@ -113,13 +122,16 @@ def test_wrong_gguf_fields_are_named(tmp_path: Path, key: str, value: Any, words
         assert open_checkpoint(path).hparams.layers[1].rope_theta == 7
 
 
-@pytest.mark.parametrize(("key", "value", "words"), [
-    ("tokenizer.ggml.eos_token_id", 999999, ("eos_token_id", "999999", "302 rows")),
-    ("tokenizer.ggml.bos_token_id", 4000000, ("bos",)),
-    ("tokenizer.chat_template", 3, ("chat_template", "text")),
-    ("general.sampling.temp", math.inf, ("general.sampling.temp",)),
-    ("general.name", 1, ("general.name",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("tokenizer.ggml.eos_token_id", 999999, ("eos_token_id", "999999", "302 rows")),
+        ("tokenizer.ggml.bos_token_id", 4000000, ("bos",)),
+        ("tokenizer.chat_template", 3, ("chat_template", "text")),
+        ("general.sampling.temp", math.inf, ("general.sampling.temp",)),
+        ("general.name", 1, ("general.name",)),
+    ],
+)
 def test_wrong_gguf_tokens_are_named(tmp_path: Path, key: str, value: Any, words: tuple[str, ...]) -> None:
     """The writer refuses a key twice, so that the tokenizer's own ids are renamed out of the way."""
     data = gguf_file("q8_0", extra={key.replace("eos", "eoS").replace("bos", "boS"): value})
@@ -152,7 +164,9 @@ def test_scales_that_are_not_finite_are_named(tmp_path: Path, kind: str, bits: i
         raw = np.zeros(6 * size, np.uint8)
         check_scales(tmp_path, "t", kind, (2, 3 * elements), raw)
         raw[4 * size + offset : 4 * size + offset + 2] = np.frombuffer(struct.pack("<H", bits), np.uint8)
-        with pytest.raises(CheckpointError, match=rf"tensor t of {kind} .* row 1, elements {elements} to {2 * elements - 1}"):
+        with pytest.raises(
+            CheckpointError, match=rf"tensor t of {kind} .* row 1, elements {elements} to {2 * elements - 1}"
+        ):
             check_scales(tmp_path, "t", kind, (2, 3 * elements), raw)
 
 
@@ -166,7 +180,9 @@ def test_a_file_with_a_bad_scale_or_norm_opens_but_its_tensor_does_not(tmp_path:
     whole[at : at + 2] = b"\x00\x7e"
     path.write_bytes(whole)
     c = open_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"m\.gguf: tensor blk\.1\.ffn_up\.weight of q8_0 .* row 5, elements 0 to 31, is nan"):
+    with pytest.raises(
+        CheckpointError, match=r"m\.gguf: tensor blk\.1\.ffn_up\.weight of q8_0 .* row 5, elements 0 to 31, is nan"
+    ):
         c.tensor("blk.1.ffn_up.weight")
     with pytest.raises(CheckpointError, match="is nan"):
         c.rows("blk.1.ffn_up.weight", 4, 8)
@@ -194,37 +210,40 @@ def _info(shape: Any = (4, 4), begin: Any = 0, end: Any = 64, dtype: Any = "F32"
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize(("data", "words"), [
-    (b"", "cut short"),
-    (_st({"t": _info()}, size=1 << 62), "not a safetensors"),
-    (_st({"t": _info()})[:30], "cut short"),
-    (_st(b"\xff\xfe{}"), "malformed"),
-    (_st(b"[" * 200000), "nested too deeply"),
-    (_st(b'{"a":' * 100000), "nested too deeply"),
-    (_st(b'{"a":' + b"9" * 20000 + b"}"), "malformed"),
-    (_st(b'{"t": 1, "t": 2}'), "'t' is there twice"),
-    (_st(b'{"t": {"dtype": "F32", "dtype": "F16"}}'), "'dtype' is there twice"),
-    (_st([1]), "object"),
-    (_st({"t": 3}), "tensor t is no object"),
-    (_st({"t": {}}), "tensor t needs dtype"),
-    (_st({"t": _info(dtype=3)}), "tensor t needs dtype"),
-    (_st({"t": _info(shape=[4, -4])}), "tensor t"),
-    (_st({"t": _info(shape=[4, 4.0])}), "tensor t"),
-    (_st({"t": _info(shape=[True, 16])}), "tensor t"),
-    (_st({"t": _info(shape="44")}), "tensor t"),
-    (_st({"t": _info(shape=[1 << 32, 1 << 32, 0])}), r"2\*\*63"),
-    (_st({"t": _info(shape=[1 << 70])}), "tensor t"),
-    (_st({"t": _info(begin=64, end=0)}), "tensor t"),
-    (_st({"t": _info(end=128)}), "tensor t ends at byte"),
-    (_st({"t": _info(end=1 << 62)}), "tensor t ends at byte"),
-    (_st({"t": _info(end=60)}), "tensor t has 60 bytes"),
-    (_st({"t": _info(), "u": _info()}), "overlap"),
-    (_st({"t": _info(), "u": _info(begin=72, end=136)}, bytes(136)), "hole"),
-    (_st({"t": _info()}, bytes(80)), "16 bytes after tensor t"),
-    (_st({"__metadata__": 3, "t": _info()}), "__metadata__"),
-    (_st({"__metadata__": {"format": 0}, "t": _info()}), "__metadata__"),
-    (_st({"t": _info(dtype="F8_E4M3")}), "embed_tokens.weight is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "cut short"),
+        (_st({"t": _info()}, size=1 << 62), "not a safetensors"),
+        (_st({"t": _info()})[:30], "cut short"),
+        (_st(b"\xff\xfe{}"), "malformed"),
+        (_st(b"[" * 200000), "nested too deeply"),
+        (_st(b'{"a":' * 100000), "nested too deeply"),
+        (_st(b'{"a":' + b"9" * 20000 + b"}"), "malformed"),
+        (_st(b'{"t": 1, "t": 2}'), "'t' is there twice"),
+        (_st(b'{"t": {"dtype": "F32", "dtype": "F16"}}'), "'dtype' is there twice"),
+        (_st([1]), "object"),
+        (_st({"t": 3}), "tensor t is no object"),
+        (_st({"t": {}}), "tensor t needs dtype"),
+        (_st({"t": _info(dtype=3)}), "tensor t needs dtype"),
+        (_st({"t": _info(shape=[4, -4])}), "tensor t"),
+        (_st({"t": _info(shape=[4, 4.0])}), "tensor t"),
+        (_st({"t": _info(shape=[True, 16])}), "tensor t"),
+        (_st({"t": _info(shape="44")}), "tensor t"),
+        (_st({"t": _info(shape=[1 << 32, 1 << 32, 0])}), r"2\*\*63"),
+        (_st({"t": _info(shape=[1 << 70])}), "tensor t"),
+        (_st({"t": _info(begin=64, end=0)}), "tensor t"),
+        (_st({"t": _info(end=128)}), "tensor t ends at byte"),
+        (_st({"t": _info(end=1 << 62)}), "tensor t ends at byte"),
+        (_st({"t": _info(end=60)}), "tensor t has 60 bytes"),
+        (_st({"t": _info(), "u": _info()}), "overlap"),
+        (_st({"t": _info(), "u": _info(begin=72, end=136)}, bytes(136)), "hole"),
+        (_st({"t": _info()}, bytes(80)), "16 bytes after tensor t"),
+        (_st({"__metadata__": 3, "t": _info()}), "__metadata__"),
+        (_st({"__metadata__": {"format": 0}, "t": _info()}), "__metadata__"),
+        (_st({"t": _info(dtype="F8_E4M3")}), "embed_tokens.weight is missing"),
+    ],
+)
 def test_lying_safetensors_headers(tmp_path: Path, data: bytes, words: str) -> None:
     folder = write_hf(tmp_path)
     (folder / "model.safetensors").write_bytes(data)
@@ -233,17 +252,32 @@ def test_lying_safetensors_headers(tmp_path: Path, data: bytes, words: str) -> N
     refused(error.value)
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"\xff", b"[]", b"{", b"[" * 100000, b'{"a":' * 100000, b'{"model_type": "gemma3_text", "model_type": "gemma3"}',
-    b'{"x": ' + b"1" * 100000 + b"}", b'{"model_type": 3}', b'{"model_type": "\\ud800"}',
-    b'{"model_type": "gemma3", "text_config": 3}',
-    b'{"model_type": "gemma3_text", "hidden_size": 1e400}', b'{"model_type": "gemma3_text", "hidden_size": NaN}',
-    b'{"model_type": "gemma3_text", "num_hidden_layers": 1' + b"0" * 4000 + b"}",
-    b'{"model_type": "gemma3_text", "num_hidden_layers": 1000000000}',
-    b'{"model_type": "gemma3_text", "layer_types": [[], {}]}', b'{"model_type": "gemma3_text", "layer_types": {}}',
-    b'{"model_type": "gemma3_text", "sliding_window_pattern": 0}', b'{"model_type": "gemma3_text", "_sliding_window_pattern": "6"}',
-    b'{"model_type": "gemma3_text", "rope_scaling": []}', b'{"model_type": "gemma3_text", "tie_word_embeddings": "no"}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"{",
+        b"[" * 100000,
+        b'{"a":' * 100000,
+        b'{"model_type": "gemma3_text", "model_type": "gemma3"}',
+        b'{"x": ' + b"1" * 100000 + b"}",
+        b'{"model_type": 3}',
+        b'{"model_type": "\\ud800"}',
+        b'{"model_type": "gemma3", "text_config": 3}',
+        b'{"model_type": "gemma3_text", "hidden_size": 1e400}',
+        b'{"model_type": "gemma3_text", "hidden_size": NaN}',
+        b'{"model_type": "gemma3_text", "num_hidden_layers": 1' + b"0" * 4000 + b"}",
+        b'{"model_type": "gemma3_text", "num_hidden_layers": 1000000000}',
+        b'{"model_type": "gemma3_text", "layer_types": [[], {}]}',
+        b'{"model_type": "gemma3_text", "layer_types": {}}',
+        b'{"model_type": "gemma3_text", "sliding_window_pattern": 0}',
+        b'{"model_type": "gemma3_text", "_sliding_window_pattern": "6"}',
+        b'{"model_type": "gemma3_text", "rope_scaling": []}',
+        b'{"model_type": "gemma3_text", "tie_word_embeddings": "no"}',
+    ],
+)
 def test_config_bombs_and_lies(tmp_path: Path, data: bytes) -> None:
     folder = write_hf(tmp_path)
     (folder / "config.json").write_bytes(data)

@@ -60,7 +60,9 @@ INSPECT = ("hybrid.inspect", "{path}", "--json")
 ONLY_LONG = pytest.mark.skipif(not LONG, reason="the long profile's: a process for what other commands show here")
 
 
-def command(folder: Path, arguments: tuple[str, ...], change: str, when: str, nth: int, memory: int = 0) -> tuple[int, str, str]:
+def command(
+    folder: Path, arguments: tuple[str, ...], change: str, when: str, nth: int, memory: int = 0
+) -> tuple[int, str, str]:
     """Exit code, output and errors; the file was changed."""
     path = folder / "model.gguf"
     shutil.copy(MODEL, path)
@@ -68,8 +70,13 @@ def command(folder: Path, arguments: tuple[str, ...], change: str, when: str, nt
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, change, str(path), when, str(nth), str(memory), *filled],
-        capture_output=True, text=True, check=False, env=environment, cwd=MODEL.parent.parent, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=MODEL.parent.parent,
+        timeout=120,
+    )
     assert "changed\n" in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr.replace("changed\n", "")
 
@@ -96,15 +103,19 @@ def test_weights_that_stay_in_a_file_that_vanishes_are_still_read(tmp_path: Path
     assert report["memory"]["left_in_files"] > 9e6 and report["memory"]["weights"] < 2 * SMALL
 
 
-@pytest.mark.parametrize(("arguments", "when", "nth", "memory"), [
-    (GENERATE, "pass", 3, SMALL),  # weights that stayed in the file, between two tokens
-    (GENERATE, "read", 300, SMALL),  # and in the middle of a pass
-    (GENERATE, "read", 60, 0),  # while weights are read into memory
-    pytest.param(PERPLEXITY, "read", 60, 0, marks=ONLY_LONG),
-    pytest.param(PERPLEXITY, "read", 200, SMALL, marks=ONLY_LONG),
-    (CONVERT, "read", 40, 0),
-    (INSPECT, "read", 1, 0),
-], ids=["pass", "within-a-pass", "load", "perplexity", "perplexity-in-file", "convert", "inspect"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "when", "nth", "memory"),
+    [
+        (GENERATE, "pass", 3, SMALL),  # weights that stayed in the file, between two tokens
+        (GENERATE, "read", 300, SMALL),  # and in the middle of a pass
+        (GENERATE, "read", 60, 0),  # while weights are read into memory
+        pytest.param(PERPLEXITY, "read", 60, 0, marks=ONLY_LONG),
+        pytest.param(PERPLEXITY, "read", 200, SMALL, marks=ONLY_LONG),
+        (CONVERT, "read", 40, 0),
+        (INSPECT, "read", 1, 0),
+    ],
+    ids=["pass", "within-a-pass", "load", "perplexity", "perplexity-in-file", "convert", "inspect"],
+)
 def test_a_file_that_is_cut_under_a_command_is_one_error(
     tmp_path: Path, arguments: tuple[str, ...], when: str, nth: int, memory: int
 ) -> None:
@@ -120,12 +131,15 @@ def test_a_file_that_is_cut_under_a_command_is_one_error(
     [(PERPLEXITY, 40), (CONVERT, 1), pytest.param(INSPECT, 1, marks=ONLY_LONG)],
     ids=["perplexity", "convert", "inspect"],
 )
-def test_a_file_that_vanishes_under_a_command_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], nth: int) -> None:
+def test_a_file_that_vanishes_under_a_command_changes_nothing(
+    tmp_path: Path, arguments: tuple[str, ...], nth: int
+) -> None:
     code, _, err = command(tmp_path, arguments, "unlink", "read", nth)
     assert code == 0, err
 
 
-# ------------------------------------------------------------------------------------------- weights left in their files
+# ------------------------------------------------------------------------------------------- weights left in their
+# files
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_rows_of_a_file_are_those_of_memory(tmp_path: Path, dtype: str) -> None:
     file = stored(tmp_path / "f", dtype, (37, 512), raw_tensor(dtype, (37, 512)), before=b"x" * 5)
@@ -152,7 +166,9 @@ def test_what_fits_is_kept_and_the_rest_is_read_at_every_use(tmp_path: Path) -> 
     device.store(TensorDecl("joined", "f32", (64, 512), "weight"), parts=[files[2].packed, files[3].packed])
     held = device.memory()
     assert (held["weights"], held["left_in_files"]) == (1 << 16, 3 << 16)
-    assert same(device.read("w1"), files[1].load()) and same(device.read("joined", 20, 40).rows(12, 20), files[3].load().rows(0, 8))
+    assert same(device.read("w1"), files[1].load()) and same(
+        device.read("joined", 20, 40).rows(12, 20), files[3].load().rows(0, 8)
+    )
     with pytest.raises(ValueError, match=r"w is declared f32 \(31, 512\), got f32 \(32, 512\)"):
         device.store(TensorDecl("w", "f32", (31, 512), "weight"), parts=[files[0].packed])
 

@@ -43,11 +43,14 @@ def test_every_dialect_and_prefix_reads_the_same(tmp_path: Path, dialect: str, p
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("changes", [
-    {"head_dim": 48, "n_heads": 3, "n_kv_heads": 1, "hidden": 32, "ffn": 32, "vocab": 303, "n_layers": 1},
-    {"head_dim": 256, "n_heads": 1, "n_kv_heads": 1, "hidden": 160, "ffn": 224, "window": 1000, "n_layers": 7},
-    {"layer_is_global": (True, True, True), "window": 0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 48, "n_heads": 3, "n_kv_heads": 1, "hidden": 32, "ffn": 32, "vocab": 303, "n_layers": 1},
+        {"head_dim": 256, "n_heads": 1, "n_kv_heads": 1, "hidden": 160, "ffn": 224, "window": 1000, "n_layers": 7},
+        {"layer_is_global": (True, True, True), "window": 0},
+    ],
+)
 def test_any_shape_is_read(tmp_path: Path, dtype: str, changes: dict[str, object]) -> None:
     hp = tiny(**changes)
     with open_checkpoint(write_hf(tmp_path, hp, dtype=dtype)) as c:
@@ -61,8 +64,14 @@ def test_class_defaults_fill_a_short_config(tmp_path: Path) -> None:
     from hybrid.checkpoint.fields import Fields
     from hybrid.checkpoint.gemma3 import hparams_from_hf
 
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "model_type": "gemma3_text"}  # fmt: skip
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "model_type": "gemma3_text",
+    }
     hp = hparams_from_hf(Fields({"model_type": "gemma3", "text_config": text}, tmp_path), 262208)
     layer = hp.layers[5]
     assert (layer.n_heads, layer.n_kv_heads, layer.head_dim, hp.context_length) == (8, 4, 256, 131072)
@@ -93,23 +102,26 @@ def _edit(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"model_type": "llama"}, ["config.json", "model_type", "'llama'", "gemma3_text"]),
-    ({"head_dim": 24}, ["config.json", "head_dim 24", "multiple of 16"]),
-    ({"hidden_size": 70}, ["config.json", "hidden 70", "multiple of 32"]),
-    ({"intermediate_size": 100}, ["config.json", "ffn 100"]),
-    ({"intermediate_size": "many"}, ["config.json", "intermediate_size", "'many'"]),
-    ({"num_key_value_heads": 3}, ["config.json", "n_kv_heads 3", "n_heads 4"]),
-    ({"num_hidden_layers": 4, "layer_types": None}, ["layers.3.input_layernorm.weight", "missing"]),
-    ({"num_attention_heads": 6}, ["model.safetensors: tensor model.layers.0.self_attn.q_proj.weight", "[96, 64]"]),
-    ({"layer_types": ["full_attention"]}, ["config.json", "layer_is_global", "3 layers"]),
-    ({"layer_types": ["chunked", "x", "x"]}, ["layer_types", "chunked"]),
-    ({"hidden_activation": "relu"}, ["hidden_activation", "'relu'"]),
-    ({"attention_bias": True}, ["attention_bias"]),
-    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, ["rope_parameters.full_attention.rope_type"]),
-    ({"rope_parameters": 3}, ["rope_parameters", "object"]),
-    ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar", "positive"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "llama"}, ["config.json", "model_type", "'llama'", "gemma3_text"]),
+        ({"head_dim": 24}, ["config.json", "head_dim 24", "multiple of 16"]),
+        ({"hidden_size": 70}, ["config.json", "hidden 70", "multiple of 32"]),
+        ({"intermediate_size": 100}, ["config.json", "ffn 100"]),
+        ({"intermediate_size": "many"}, ["config.json", "intermediate_size", "'many'"]),
+        ({"num_key_value_heads": 3}, ["config.json", "n_kv_heads 3", "n_heads 4"]),
+        ({"num_hidden_layers": 4, "layer_types": None}, ["layers.3.input_layernorm.weight", "missing"]),
+        ({"num_attention_heads": 6}, ["model.safetensors: tensor model.layers.0.self_attn.q_proj.weight", "[96, 64]"]),
+        ({"layer_types": ["full_attention"]}, ["config.json", "layer_is_global", "3 layers"]),
+        ({"layer_types": ["chunked", "x", "x"]}, ["layer_types", "chunked"]),
+        ({"hidden_activation": "relu"}, ["hidden_activation", "'relu'"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, ["rope_parameters.full_attention.rope_type"]),
+        ({"rope_parameters": 3}, ["rope_parameters", "object"]),
+        ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar", "positive"]),
+    ],
+)
 def test_a_wrong_config_is_named(tmp_path: Path, changes: dict[str, object], words: list[str]) -> None:
     write_hf(tmp_path)
     _edit(tmp_path, **changes)
@@ -271,7 +283,12 @@ def test_hparams_are_immutable_and_checked() -> None:
 
 
 def test_shipped_models_open_without_reading_data() -> None:
-    sizes = {"demo-gemma3": (12, 256), "demo-gemma3n": (10, 256), "demo-gemma4": (10, 256), "demo-gemma3-draft": (4, 128)}
+    sizes = {
+        "demo-gemma3": (12, 256),
+        "demo-gemma3n": (10, 256),
+        "demo-gemma4": (10, 256),
+        "demo-gemma3-draft": (4, 128),
+    }
     for name, size in sizes.items():
         with open_checkpoint(MODELS / f"{name}-q8_0.gguf") as c:
             assert c.dtype("blk.0.attn_q.weight") == "q8_0" and c.dtype("output_norm.weight") == "f32"

@@ -58,7 +58,11 @@ def test_the_reference_library_reads_the_same_numbers(tmp_path: Path, dtype: str
             values = dequantise(source.tensor(name), np.float32)
             want = values if values.ndim == 1 else gguf.quants.quantize(values, kind)
             np.testing.assert_array_equal(tensors[name], want)
-    assert report.paths == (str(path),) and report.bytes == path.stat().st_size and sum(report.types.values()) == len(tensors)
+    assert (
+        report.paths == (str(path),)
+        and report.bytes == path.stat().st_size
+        and sum(report.types.values()) == len(tensors)
+    )
 
 
 _FILE_TYPE = {
@@ -126,7 +130,9 @@ def test_types_that_can_only_be_read_are_copied_and_never_made(tmp_path: Path) -
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "gemma3")
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture" and not key.startswith("hybrid.sha256"):
-            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+            writer.add_key_value(
+                key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
     for t in reader.tensors:
         if t.name == "token_embd.weight":  # random codes; scales that are numbers
             blocks = rng.integers(0, 256, (int(t.shape[1]), 210), np.uint8)
@@ -147,7 +153,9 @@ def test_types_that_can_only_be_read_are_copied_and_never_made(tmp_path: Path) -
 
 
 def test_hugging_face_folders_from_both_formats(tmp_path: Path) -> None:
-    hp = tiny(rope_factor=8.0, softcap=30.0, tied=False, attention_scale=168**-0.5, layer_is_global=(True, False, False))
+    hp = tiny(
+        rope_factor=8.0, softcap=30.0, tied=False, attention_scale=168**-0.5, layer_is_global=(True, False, False)
+    )
     write_hf(tmp_path / "hf", hp)
     (tmp_path / "hf" / "chat_template.jinja").write_text("{{ bos_token }}x")
     generation = {"eos_token_id": [1, 5], "top_k": 64, "top_p": 0.95, "temperature": 1.0}
@@ -183,9 +191,14 @@ def test_hugging_face_folders_load_in_the_fields_libraries(tmp_path: Path) -> No
         assert source.tokenizer.encode(text, bos=False) == library.encode(text)
         header = (tmp_path / "hf" / "model.safetensors").read_bytes()[:200_000]
         table = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
-        assert table["model.norm.weight"]["dtype"] == "F32" and table["model.layers.3.mlp.up_proj.weight"]["dtype"] == "F16"
+        assert (
+            table["model.norm.weight"]["dtype"] == "F32"
+            and table["model.layers.3.mlp.up_proj.weight"]["dtype"] == "F16"
+        )
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert config["rms_norm_eps"] == 1e-6 and config["query_pre_attn_scalar"] == 64 and config["torch_dtype"] == "float16"
+    assert (
+        config["rms_norm_eps"] == 1e-6 and config["query_pre_attn_scalar"] == 64 and config["torch_dtype"] == "float16"
+    )
     with pytest.raises(CheckpointError, match="q8_0 is no type of Hugging Face"):
         convert(open_checkpoint(tmp_path / "hf"), tmp_path / "q", "q8_0", format="hf")
     assert not (tmp_path / "q").exists()
@@ -254,7 +267,9 @@ def test_digests_find_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture
         assert main(["--verify", str(path)]) == 1 and capsys.readouterr().err.startswith("error: ")
 
 
-def test_digests_cover_names_shapes_and_metadata_of_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_digests_cover_names_shapes_and_metadata_of_a_gguf_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "m.gguf"
     with open_checkpoint(write_hf(tmp_path / "hf", dtype="f32")) as source:
         convert(source, path, "f16")
@@ -346,7 +361,8 @@ def test_memory_is_that_of_blocks(tmp_path: Path) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + at)  # zeros that take no disk
     code = (
-        "import sys; from hybrid.convert.__main__ import main; code = main(sys.argv[1:]); "  # ru_maxrss has the parent's
+        # ru_maxrss has the parent's
+        "import sys; from hybrid.convert.__main__ import main; code = main(sys.argv[1:]); "
         "print(*(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM'))); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, str(folder), str(tmp_path / "m.gguf"), "--type", "q4_0", "--jobs", "2"]

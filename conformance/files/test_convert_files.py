@@ -65,8 +65,20 @@ def test_termination_leaves_nothing(tmp_path: Path, small: Path, by: str, code: 
 @pytest.mark.slow
 def test_a_hangup_without_a_terminal_leaves_nothing_and_nohup_goes_on(tmp_path: Path, small: Path) -> None:
     with open("/dev/full", "w") as nowhere:
-        command = [sys.executable, "-c", _STOPPED, str(small), str(tmp_path / "m.gguf"), str(tmp_path), "SIGHUP", "--type", "f32"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=nowhere, text=True, check=False, preexec_fn=_hangs_up)
+        command = [
+            sys.executable,
+            "-c",
+            _STOPPED,
+            str(small),
+            str(tmp_path / "m.gguf"),
+            str(tmp_path),
+            "SIGHUP",
+            "--type",
+            "f32",
+        ]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=nowhere, text=True, check=False, preexec_fn=_hangs_up
+        )
     assert done.returncode != 0 and ".part'" in done.stdout and list(tmp_path.iterdir()) == []
     ignored = _stopped(small, tmp_path / "m.gguf", "SIGHUP", "--type", "f32", begins=_ignores_hangups)
     assert ignored.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
@@ -74,7 +86,9 @@ def test_a_hangup_without_a_terminal_leaves_nothing_and_nohup_goes_on(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("m.gguf", ["--split", "50KB"]), ("folder", ["--format", "hf"])])
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, small: Path, name: str, options: list[str]) -> None:
+def test_what_a_killed_run_left_is_removed_by_the_next(
+    tmp_path: Path, small: Path, name: str, options: list[str]
+) -> None:
     killed = _stopped(small, tmp_path / name, "SIGKILL", "--type", "f32", *options)
     left = sorted(p.name for p in tmp_path.iterdir())
     assert killed.returncode == -9 and left and all(p.endswith(".part") for p in left)
@@ -95,10 +109,19 @@ def test_what_others_may_be_at_work_on_stays(tmp_path: Path) -> None:
     host = mine.split(".")[3].split("-")[0]
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    stays = [made(mine), made(".n.gguf.12345.part"), made(f".n.gguf.{host}-x.part"), made("n.gguf.part"),
-             made(".n.gguf.00000000-1.part", 3600), made(f".n.gguf.{host}-{ended.pid}.old.part")]  # fmt: skip
-    goes = [made(f".n.gguf.{host}-{ended.pid}.part"), made(".o.gguf.00000000-1.part", 25 * 3600),
-            made(f".p.gguf.{host}-{os.getpid()}.part", 1e7)]  # of a process that had the number before  # fmt: skip
+    stays = [
+        made(mine),
+        made(".n.gguf.12345.part"),
+        made(f".n.gguf.{host}-x.part"),
+        made("n.gguf.part"),
+        made(".n.gguf.00000000-1.part", 3600),
+        made(f".n.gguf.{host}-{ended.pid}.old.part"),
+    ]
+    goes = [
+        made(f".n.gguf.{host}-{ended.pid}.part"),
+        made(".o.gguf.00000000-1.part", 25 * 3600),
+        made(f".p.gguf.{host}-{os.getpid()}.part", 1e7),
+    ]  # of a process that had the number before
     assert remove_stale(tmp_path) == sorted(goes) and sorted(tmp_path.iterdir()) == sorted(stays)
     made("n.gguf")  # what it was put aside for is there
     assert remove_stale(tmp_path, replaced=True) == [stays[-1]] and mine in {p.name for p in tmp_path.iterdir()}
@@ -108,11 +131,7 @@ def test_a_failure_midway_leaves_nothing(tmp_path: Path) -> None:
     folder = write_hf(tmp_path / "hf", dtype="f32")
     truth = {f"model.{n}": t for n, t in weights(tiny(), "f32").items()}
     bad = truth["model.layers.2.mlp.down_proj.weight"].array
-    for value, dtype, words in (
-        (np.nan, "q8_0", "NaN"),
-        (1e6, "f16", "--type bf16"),
-        (1e38, "q4_0", "too large"),
-    ):
+    for value, dtype, words in ((np.nan, "q8_0", "NaN"), (1e6, "f16", "--type bf16"), (1e38, "q4_0", "too large")):
         bad[3, 3] = value
         write_safetensors(folder / "model.safetensors", truth)
         out = tmp_path / "out"
@@ -172,7 +191,15 @@ def test_existing_files_are_kept_unless_forced(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_command_gives_one_line_and_no_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hybrid.convert", str(tmp_path / "none"), str(tmp_path / "x.gguf"), "--type", "f32"]
+    command = [
+        sys.executable,
+        "-m",
+        "hybrid.convert",
+        str(tmp_path / "none"),
+        str(tmp_path / "x.gguf"),
+        "--type",
+        "f32",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ") and "no such file" in done.stderr

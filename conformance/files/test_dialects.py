@@ -16,7 +16,15 @@ import hybrid
 from conformance.support.gemma3_sizes import SIZES, Size, gguf_metadata, published_config
 from conformance.support.gguf_files import add_tokenizer, finish
 from conformance.support.profile import LONG
-from conformance.support.synthetic import PIECES, config, sentencepiece_model, tiny, weights, write_hf, write_safetensors
+from conformance.support.synthetic import (
+    PIECES,
+    config,
+    sentencepiece_model,
+    tiny,
+    weights,
+    write_hf,
+    write_safetensors,
+)
 from hybrid.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from hybrid.checkpoint.decoder import hf_name
 from hybrid.checkpoint.families import tensors
@@ -44,13 +52,18 @@ def test_published_files_of_every_size(size: Size) -> None:
     assert (len(shapes), sum(math.prod(s) for s in shapes.values())) == (size.tensors, size.parameters)
     fields = Fields(published_config(size), HERE)
     same(hparams_from_hf(fields, size.vocab), want)
-    assert bool(fields.notes) == size.multimodal and ("head_dim" in "".join(fields.notes)) == (size.name in ("4b", "12b"))
+    assert bool(fields.notes) == size.multimodal and ("head_dim" in "".join(fields.notes)) == (
+        size.name in ("4b", "12b")
+    )
     for dialect in ("old", "new", "multimodal"):
         fields = Fields(config(want, dialect), HERE)
         same(hparams_from_hf(fields, size.vocab), want)
         assert not fields.notes
     same(hparams_from_gguf(Fields(gguf_metadata(size, "llama.cpp"), HERE), size.vocab, True), want)
-    same(hparams_from_gguf(Fields({f"gemma3.{k}": v for k, v in gguf_fields(want).items()}, HERE), size.vocab, True), want)
+    same(
+        hparams_from_gguf(Fields({f"gemma3.{k}": v for k, v in gguf_fields(want).items()}, HERE), size.vocab, True),
+        want,
+    )
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: s.name)
@@ -67,7 +80,9 @@ def test_a_config_without_rope_scaling_is_taken_at_its_word(tmp_path: Path) -> N
     text = config(SIZES[2].hparams(), "old")
     del text["rope_scaling"]
     fields = Fields(text, HERE)
-    assert {x.rope_factor for x in hparams_from_hf(fields, 262208).layers} == {1.0} and "RoPE scaling" in "".join(fields.notes)
+    assert {x.rope_factor for x in hparams_from_hf(fields, 262208).layers} == {1.0} and "RoPE scaling" in "".join(
+        fields.notes
+    )
 
 
 def test_rows_beyond_the_tokenizer_count_as_the_tensor_has_them() -> None:
@@ -127,9 +142,12 @@ def test_every_shape_gives_the_same_logits_from_both_formats(size: Size, tmp_pat
     hp = _reduced(size)
     named = _random(hp)
     dialect, prefix = {
-        "270m": ("old", "model."), "1b": ("new", "model."), "4b": ("multimodal", "language_model.model."),
-        "12b": ("multimodal", "model.language_model."), "27b": ("old", "language_model.model."),
-    }[size.name]  # fmt: skip
+        "270m": ("old", "model."),
+        "1b": ("new", "model."),
+        "4b": ("multimodal", "language_model.model."),
+        "12b": ("multimodal", "model.language_model."),
+        "27b": ("old", "language_model.model."),
+    }[size.name]
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config(hp, dialect)))
@@ -199,7 +217,9 @@ def test_a_tensor_in_two_parts_or_shards_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there twice"):
         open_checkpoint(folder)
     write_safetensors(shard, dict(list(both.items())[:1]))
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: tensor .* is missing, which .*index\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"model-00002-of-00002\.safetensors: tensor .* is missing, which .*index\.json"
+    ):
         open_checkpoint(folder)
 
 

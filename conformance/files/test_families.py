@@ -1,4 +1,5 @@
-"""Gemma 3n and Gemma 4: published sizes by hyper-parameters alone, both dialects, conversion both ways, what is refused."""
+"""Gemma 3n and Gemma 4: published sizes by hyper-parameters alone, both dialects, conversion both ways, what is
+refused."""
 
 from __future__ import annotations
 
@@ -90,8 +91,12 @@ def test_gemma4_metadata_gives_the_sheets_hyper_parameters_and_counts(name: str)
 
 def test_where_the_layers_of_gemma4_read() -> None:
     e2b, e4b = (find_model(f"gemma4-{n}").hparams() for n in ("e2b", "e4b"))
-    assert {x.kv_from for x in e2b.layers[15:] if x.window} == {13} and {x.kv_from for x in e2b.layers[15:] if not x.window} == {14}
-    assert {x.kv_from for x in e4b.layers[24:] if x.window} == {22} and {x.kv_from for x in e4b.layers[24:] if not x.window} == {23}
+    assert {x.kv_from for x in e2b.layers[15:] if x.window} == {13} and {
+        x.kv_from for x in e2b.layers[15:] if not x.window
+    } == {14}
+    assert {x.kv_from for x in e4b.layers[24:] if x.window} == {22} and {
+        x.kv_from for x in e4b.layers[24:] if not x.window
+    } == {23}
     assert [x.ffn for x in e2b.layers] == [6144] * 15 + [12288] * 20 and e2b.n_kv_layers == 15 and e4b.n_kv_layers == 24
     large = find_model("gemma4-31b").hparams()
     kinds = {(x.head_dim, x.n_kv_heads, x.k_as_v) for x in large.layers}
@@ -141,7 +146,9 @@ def test_absent_fields_of_gemma4_are_its_class_defaults() -> None:
     assert (local.head_dim, local.n_heads, local.n_kv_heads, local.window) == (256, 8, 4, 512)
     assert (local.ffn, local.rope_theta, local.rotated) == (9216, 1e4, 1.0)
     assert (wide.head_dim, wide.n_kv_heads, wide.rotated, wide.rope_theta, wide.k_as_v) == (512, 4, 0.25, 1e6, False)
-    assert found.n_kv_layers == 5 and [x.scalar for x in found.layers] == [float(v[0]) for n, v in made.items() if "blk" in n]
+    assert found.n_kv_layers == 5 and [x.scalar for x in found.layers] == [
+        float(v[0]) for n, v in made.items() if "blk" in n
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ files
@@ -190,10 +197,16 @@ def test_stacks_are_one_tensor_of_three_axes_in_gguf_and_apart_elsewhere(tmp_pat
 def test_other_modalities_and_unused_tensors_are_said(tmp_path: Path) -> None:
     """Audio towers hold tensors without an axis."""
     one = Tensor.of(np.zeros((), np.float32))
-    extra = {"model.audio_tower.layers.0.input_min": one, "model.embed_vision.x.weight": Tensor.of(np.zeros((2, 2), np.float32))}
+    extra = {
+        "model.audio_tower.layers.0.input_min": one,
+        "model.embed_vision.x.weight": Tensor.of(np.zeros((2, 2), np.float32)),
+    }
     with open_checkpoint(write_hf(tmp_path / "hf", tiny_gemma4(), "multimodal", extra=extra)) as c:
         said = "\n".join(c.notes)
-    assert "2 tensors of other modalities" in said and "5 tensors (blk.3.attn_k.weight, ...) of layers that read another" in said
+    assert (
+        "2 tensors of other modalities" in said
+        and "5 tensors (blk.3.attn_k.weight, ...) of layers that read another" in said
+    )
 
 
 def test_a_file_without_the_unused_tensors_is_whole(tmp_path: Path) -> None:
@@ -213,7 +226,9 @@ def test_quantising_leaves_what_it_would_cost_too_much_in(hp: HParams, tmp_path:
         with open_checkpoint(tmp_path / "m.gguf") as c:
             kinds = {n: c.dtype(n) for n in c.names}
             exact = [n for n in kinds if is_exact(n, c.shape(n))]
-    assert kinds["token_embd.weight"] == kinds["per_layer_token_embd.weight"] == kinds["blk.0.inp_gate.weight"] == "q8_0"
+    assert (
+        kinds["token_embd.weight"] == kinds["per_layer_token_embd.weight"] == kinds["blk.0.inp_gate.weight"] == "q8_0"
+    )
     assert kinds["per_layer_model_proj.weight"] == "bf16"
     assert {kinds[n] for n in exact} == {"f32"}
     if hp.family == "gemma3n":
@@ -250,37 +265,71 @@ def test_inspect_says_how_layers_differ(tmp_path: Path, capsys: pytest.CaptureFi
 
 # --------------------------------------------------------------------------------------------------------- refusals
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "experts": ("4", {"enable_moe_block": True}, "enable_moe_block is on: mixtures of experts are not read yet: take a dense size"),
+    "experts": (
+        "4",
+        {"enable_moe_block": True},
+        "enable_moe_block is on: mixtures of experts are not read yet: take a dense size",
+    ),
     "experts counted": ("4", {"num_experts": 128}, "num_experts is not 0: mixtures of experts"),
     "other layer": ("4", {"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config names a layer '5', of 5"),
     "no layer": ("4", {"per_layer_config": {"x": {}}}, "per_layer_config names a layer 'x'"),
-    "more by layer": ("4", {"per_layer_config": {"4": {"sliding_window": 3}}}, "per_layer_config.4.sliding_window is not known"),
+    "more by layer": (
+        "4",
+        {"per_layer_config": {"4": {"sliding_window": 3}}},
+        "per_layer_config.4.sliding_window is not known",
+    ),
     "not a table": ("4", {"per_layer_config": {"4": 3}}, "per_layer_config.4 must be an object"),
     "all share": ("4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers cannot be: 5 of 5 layers"),
     "negative": ("4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers cannot be"),
     "no source": ("4", {"num_kv_shared_layers": 3}, "no global layer before layer 2 has a cache"),
-    "partial share": ("4", {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
-                      "rotated 1.5 must be a share above 0"),
-    "nothing rotates": ("4", {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.01}}},
-                        "rotates none of the 16 pairs"),
-    "yarn": ("4", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "'yarn' is not supported; known: default, prop"),
+    "partial share": (
+        "4",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+        "rotated 1.5 must be a share above 0",
+    ),
+    "nothing rotates": (
+        "4",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.01}}},
+        "rotates none of the 16 pairs",
+    ),
+    "yarn": (
+        "4",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        "'yarn' is not supported; known: default, prop",
+    ),
     "old scaling": ("4", {"rope_scaling": {"factor": 2}}, "rope_scaling is not a field of Gemma 4"),
-    "bidirectional": ("4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
-    "widths": ("4", {"intermediate_size": [64, 64]}, "intermediate_size must be one whole number for each of the 5 layers"),
+    "bidirectional": (
+        "4",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention 'all' is not supported",
+    ),
+    "widths": (
+        "4",
+        {"intermediate_size": [64, 64]},
+        "intermediate_size must be one whole number for each of the 5 layers",
+    ),
     "no inputs": ("4", {"hidden_size_per_layer_input": None}, "is no part of this architecture"),
     "kinds": ("4", {"layer_types": ["full_attention"]}, "layer_is_global of 1 entries"),
     "window": ("4", {"sliding_window": None}, "window 0 must be positive: 3 layers are local"),
     "unscaled": ("3n", {"altup_correct_scale": False}, "altup_correct_scale false is not supported"),
-    "sparsity list": ("3n", {"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern must be a list of one number"),
+    "sparsity list": (
+        "3n",
+        {"activation_sparsity_pattern": [0.5]},
+        "activation_sparsity_pattern must be a list of one number",
+    ),
     "sparsity": ("3n", {"activation_sparsity_pattern": [1.0] * 5}, "sparsity 1.0 must be a share from 0, below 1"),
     "streams": ("3n", {"altup_num_inputs": 0}, "n_streams 0 must be positive"),
     "active": ("3n", {"altup_active_idx": 4}, "altup_active 4 must be one of 4 streams"),
     "two streams": ("3n", {"altup_num_inputs": 2}, "but the hyper-parameters say"),
-    "rank": ("3n", {"laurel_rank": 64}, "laurel.linear_left.weight has shape [32, 64], but the hyper-parameters say [64, 64]"),
+    "rank": (
+        "3n",
+        {"laurel_rank": 64},
+        "laurel.linear_left.weight has shape [32, 64], but the hyper-parameters say [64, 64]",
+    ),
     "capped": ("3n", {"attn_logit_softcapping": 50.0}, "Gemma 3n caps no attention scores"),
     "many layers": ("3n", {"num_hidden_layers": 10**9}, "is not believable: the file is damaged"),
     "inputs": ("3n", {"hidden_size_per_layer_input": 64}, "embed_tokens_per_layer.weight has shape [310, 160]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -329,10 +378,22 @@ def test_tensors_that_cannot_be_are_one_line(name: str, tmp_path: Path) -> None:
 METADATA: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "experts": ({"expert_count": 128}, (), "gemma4.expert_count is 128: mixtures of experts are not read yet"),
     "value width": ({"attention.value_length": 64}, (), "value_length must equal attention.key_length 32"),
-    "narrow value width": ({"attention.value_length_swa": 64}, (), "value_length_swa must equal attention.key_length_swa 16"),
-    "kv heads": ({"attention.head_count_kv": [1, 2]}, (), "head_count_kv must be one whole number for each of the 5 layers"),
+    "narrow value width": (
+        {"attention.value_length_swa": 64},
+        (),
+        "value_length_swa must equal attention.key_length_swa 16",
+    ),
+    "kv heads": (
+        {"attention.head_count_kv": [1, 2]},
+        (),
+        "head_count_kv must be one whole number for each of the 5 layers",
+    ),
     "kv heads are text": ({"attention.head_count_kv": ["1"] * 5}, (), "head_count_kv must be one whole number"),
-    "pattern": ({"attention.sliding_window_pattern": [True]}, (), "sliding_window_pattern layer_is_global of 1 entries"),
+    "pattern": (
+        {"attention.sliding_window_pattern": [True]},
+        (),
+        "sliding_window_pattern layer_is_global of 1 entries",
+    ),
     "shared": ({"attention.shared_kv_layers": 9}, (), "shared_kv_layers cannot be: 9 of 5 layers"),
     "scalar": ({}, ("blk.0.layer_output_scale.weight",), "the scalar of layer 0"),
 }
@@ -349,7 +410,8 @@ def test_metadata_of_gemma4_that_cannot_be_is_one_line(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "divisors", [[1.0] * 3, [1e30] * 16, [1e30, *[1.0] * 15], [-1.0, *[1e30] * 15], [1.0, 2.0, *[1e30] * 14], [math.nan] * 16]
+    "divisors",
+    [[1.0] * 3, [1e30] * 16, [1e30, *[1.0] * 15], [-1.0, *[1e30] * 15], [1.0, 2.0, *[1e30] * 14], [math.nan] * 16],
 )
 def test_divisors_that_say_nothing_clear_are_refused(divisors: list[float]) -> None:
     hp = tiny_gemma4()

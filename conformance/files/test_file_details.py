@@ -50,7 +50,9 @@ def test_bytes_of_a_tensor_without_axes_are_those_of_its_element() -> None:
 
 def test_a_part_under_another_name_is_told_its_own() -> None:
     values = {"split.count": 12, "split.no": 4}
-    with pytest.raises(CheckpointError, match=r"m.gguf is part 5 of 12, but its name does not end in -00005-of-00012.gguf: give"):
+    with pytest.raises(
+        CheckpointError, match=r"m.gguf is part 5 of 12, but its name does not end in -00005-of-00012.gguf: give"
+    ):
         part_paths(Path("m.gguf"), values)
     with pytest.raises(CheckpointError, match=r"a-00001-of-00012.gguf is missing: it is one of the 12 parts"):
         part_paths(Path("a-00005-of-00012.gguf"), values)
@@ -159,10 +161,14 @@ def test_roles_below_zero_are_none(tmp_path: Path, value: bytes, wanted: int | N
 @pytest.mark.parametrize(
     ("change", "plain"),
     [
-        ({}, True), ({"type": "Whitespace"}, False), ({"replacement": "_"}, False), ({"split": True}, False),
-        ({"prepend_scheme": "always"}, False), ({"prepend_scheme": None}, False),
+        ({}, True),
+        ({"type": "Whitespace"}, False),
+        ({"replacement": "_"}, False),
+        ({"split": True}, False),
+        ({"prepend_scheme": "always"}, False),
+        ({"prepend_scheme": None}, False),
     ],
-)  # fmt: skip
+)
 def test_a_metaspace_that_does_more_than_replace_spaces_is_none_of_ours(change: dict[str, object], plain: bool) -> None:
     step = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "never", "split": False} | change
     assert bool(_is_metaspace(step)) == plain  # type: ignore[arg-type]
@@ -171,8 +177,17 @@ def test_a_metaspace_that_does_more_than_replace_spaces_is_none_of_ours(change: 
 def test_tokens_that_are_added_strip_nothing_around_them(tmp_path: Path) -> None:
     with open_checkpoint(write_hf(tmp_path)) as source:
         made = tokenizer_config(source)
-    assert made["add_bos_token"] is True and made["add_eos_token"] is False and made["clean_up_tokenization_spaces"] is False
-    assert (made["bos_token"], made["eos_token"], made["unk_token"], made["pad_token"]) == ("<bos>", "<eos>", "<unk>", "<pad>")
+    assert (
+        made["add_bos_token"] is True
+        and made["add_eos_token"] is False
+        and made["clean_up_tokenization_spaces"] is False
+    )
+    assert (made["bos_token"], made["eos_token"], made["unk_token"], made["pad_token"]) == (
+        "<bos>",
+        "<eos>",
+        "<unk>",
+        "<pad>",
+    )
     for token in made["added_tokens_decoder"].values():
         assert not (token["lstrip"] or token["rstrip"] or token["normalized"] or token["single_word"])
     special = {t["content"] for t in made["added_tokens_decoder"].values() if t["special"]}
@@ -225,7 +240,9 @@ def test_headers_of_safetensors_end_at_a_multiple_of_eight(tmp_path: Path) -> No
 
 def test_jobs_are_as_many_as_the_process_may_use_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     for here, jobs in ((1, 1), (3, 3), (64, 8)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid, n=here: set(range(n)) if pid == 0 else set(), raising=False)
+        monkeypatch.setattr(
+            "os.sched_getaffinity", lambda pid, n=here: set(range(n)) if pid == 0 else set(), raising=False
+        )
         assert default_jobs() == jobs
     monkeypatch.delattr("os.sched_getaffinity")
     for there, jobs in ((2, 2), (None, 1)):

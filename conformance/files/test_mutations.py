@@ -69,8 +69,14 @@ def _strategy(target: str, folder: Path) -> st.SearchStrategy[bytes]:
     return st.one_of(strategies)
 
 
-COUNTS = {"gguf_header": 900 if LONG else 450, "gguf": 150, "directory": 700 if LONG else 350, "tokenizer_model": 200,
-          "tokenizer_json": 200, "toml": 150}  # fmt: skip
+COUNTS = {
+    "gguf_header": 900 if LONG else 450,
+    "gguf": 150,
+    "directory": 700 if LONG else 350,
+    "tokenizer_model": 200,
+    "tokenizer_json": 200,
+    "toml": 150,
+}
 
 
 @pytest.mark.slow

@@ -82,7 +82,9 @@ def test_capped_attention_scores_are_refused(tmp_path: Path, dialect: str) -> No
         open_checkpoint(changed(tmp_path, dialect, attn_logit_softcapping=none)).close()
 
 
-@pytest.mark.parametrize(("dialect", "outer"), [("new", False), ("old", False), ("multimodal", False), ("multimodal", True)])
+@pytest.mark.parametrize(
+    ("dialect", "outer"), [("new", False), ("old", False), ("multimodal", False), ("multimodal", True)]
+)
 def test_a_quantization_config_is_said(tmp_path: Path, dialect: str, outer: bool) -> None:
     method = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     with open_checkpoint(changed(tmp_path, dialect, outer, **method)) as c:
@@ -95,7 +97,9 @@ def test_a_quantization_config_is_said(tmp_path: Path, dialect: str, outer: bool
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize(("dialect", "outer"), [("new", False), ("old", False), ("multimodal", False), ("multimodal", True)])
+@pytest.mark.parametrize(
+    ("dialect", "outer"), [("new", False), ("old", False), ("multimodal", False), ("multimodal", True)]
+)
 def test_a_vocab_size_that_contradicts_the_embedding_is_said(tmp_path: Path, dialect: str, outer: bool) -> None:
     with open_checkpoint(changed(tmp_path, dialect, outer, vocab_size=4000)) as c:
         assert c.hparams.vocab == 320 and sum("vocab_size 4000: the embedding has 320 rows" in n for n in c.notes) == 1

@@ -1,4 +1,5 @@
-"""Checkpoints of random weights: the plan's bytes on the device, the same numbers on both, and one line for what cannot be."""
+"""Checkpoints of random weights: the plan's bytes on the device, the same numbers on both, and one line for what cannot
+be."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SMALL = {"layers": 2, "vocab": 2048}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "backend"), [(k, b) for k in ("q4_0", "q8_0", "f16") for b in BACKENDS if LONG or b == "cpu" or k == "q4_0"]
+    ("kind", "backend"),
+    [(k, b) for k in ("q4_0", "q8_0", "f16") for b in BACKENDS if LONG or b == "cpu" or k == "q4_0"],
 )
 def test_a_random_model_computes_finite_numbers_of_a_sane_size(devices, backend, kind):
     devices.get(backend)  # skips where there is no Vulkan
@@ -37,8 +39,12 @@ def test_the_device_holds_the_bytes_that_the_plan_names_and_every_tensor_its_own
     engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=2048))
     held = memory(engine.plan("decode", 1, 1))
     assert device.memory()["weights"] == held["weights"] + held["tables"]
-    places = [(id(s.buffer), s.offset) for d in engine.plan("decode", 1, 1).tensors.values() if d.kind == "weight"
-              for s in device.slices([d.name])]  # fmt: skip
+    places = [
+        (id(s.buffer), s.offset)
+        for d in engine.plan("decode", 1, 1).tensors.values()
+        if d.kind == "weight"
+        for s in device.slices([d.name])
+    ]
     assert len(set(places)) == len(places)
     first, second = (device.read(f"blk.{i}.ffn_gate_up.weight").parts[0] for i in (0, 1))
     assert (first != second).mean() > 0.9
@@ -65,7 +71,10 @@ def test_rows_are_those_of_the_whole():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"name": "gemma4-26b-a4b"}, "is a mixture of experts, which cannot be read or run yet: take a dense size (gemma4-e2b,"),
+        (
+            {"name": "gemma4-26b-a4b"},
+            "is a mixture of experts, which cannot be read or run yet: take a dense size (gemma4-e2b,",
+        ),
         ({"name": "gemma4-26b"}, "gemma4-26b is a mixture of experts"),
         ({"name": "gemma3-27"}, "no model is called 'gemma3-27'; did you mean 'gemma3-27b'?"),
         ({"kind": "q4"}, "--type: 'q4' is no storage type; did you mean 'q4_"),

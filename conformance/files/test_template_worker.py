@@ -34,7 +34,9 @@ def test_one_process_does_one_job_after_another(pool: Pool) -> None:
     assert [pool.run(job(said, x=n), 20) for n in (1, 2, 3)] == [{"text": "1"}, {"text": "2"}, {"text": "3"}]
     (worker,) = pool._free
     assert worker.jobs == 3
-    assert "error" in pool.run(job("{{ nope.x }}"), 20) and pool.run(job("a\n{{ x }}", x="\ud83d"), 20) == {"text": "a\n\ud83d"}
+    assert "error" in pool.run(job("{{ nope.x }}"), 20) and pool.run(job("a\n{{ x }}", x="\ud83d"), 20) == {
+        "text": "a\n\ud83d"
+    }
     assert pool._free == [worker]
 
 
@@ -65,7 +67,8 @@ class Fake:
 
 @pytest.mark.parametrize("start", [60.0, 0.01])
 def test_many_at_a_time_wait_for_few_but_not_for_long(start: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """start: with as long as they like, nobody starts more than are kept; else everybody has one, and the rest are ended."""
+    """start: with as long as they like, nobody starts more than are kept; else everybody has one, and the rest are
+    ended."""
     monkeypatch.setattr(template_worker, "START", start)
     monkeypatch.setattr(template_worker, "Worker", Fake)
     monkeypatch.setattr(Fake, "made", [])

@@ -61,11 +61,42 @@ def demo_pieces() -> tuple[tuple[str, float, int], ...]:
 
 
 # Texts that hit every rule: runs of spaces and newlines, markers, competing merges, accents, emoji, control bytes.
-FRAGMENTS = st.sampled_from([
-    " ", "  ", "   ", "     ", "\n", "\n\n\n\n", "the", " the", "thing", "abcd", "aaaaa", "aaa", "abc", "\u00e9t\u00e9",
-    "\u20ac", "\U0001f600", "\u2581", "<b>", "<bos>", "<eos>", "<start_of_turn>", "<end_of", "\t", "\x00",
-    "def f(x):\n    ", "return", "<0x41>", "1234", "\r\n", "\u0301", "[PAD3]", "\ufffd",
-])  # fmt: skip
+FRAGMENTS = st.sampled_from(
+    [
+        " ",
+        "  ",
+        "   ",
+        "     ",
+        "\n",
+        "\n\n\n\n",
+        "the",
+        " the",
+        "thing",
+        "abcd",
+        "aaaaa",
+        "aaa",
+        "abc",
+        "\u00e9t\u00e9",
+        "\u20ac",
+        "\U0001f600",
+        "\u2581",
+        "<b>",
+        "<bos>",
+        "<eos>",
+        "<start_of_turn>",
+        "<end_of",
+        "\t",
+        "\x00",
+        "def f(x):\n    ",
+        "return",
+        "<0x41>",
+        "1234",
+        "\r\n",
+        "\u0301",
+        "[PAD3]",
+        "\ufffd",
+    ]
+)
 TEXTS = st.one_of(st.lists(FRAGMENTS, max_size=12).map("".join), st.text(max_size=40))
 
 
@@ -177,22 +208,28 @@ def test_rows_beyond_the_pieces_print_nothing() -> None:
 
 def test_tokenizer_config_can_make_markers_control_tokens(tmp_path: Path) -> None:
     write_hf(tmp_path)
-    added = {"4": {"content": "<start_of_turn>", "special": True}, "6": {"content": "\n", "special": False},
-             "999": {"content": "<image>", "special": True}}  # fmt: skip
+    added = {
+        "4": {"content": "<start_of_turn>", "special": True},
+        "6": {"content": "\n", "special": False},
+        "999": {"content": "<image>", "special": True},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     t = open_checkpoint(tmp_path).tokenizer
     assert t.decode([4, 6]) == "\n" and 4 not in t.encode("<start_of_turn>")
     assert t.encode("<start_of_turn>", parse_special=True) == [2, 4]
 
 
-@pytest.mark.parametrize(("spoil", "words"), [
-    (lambda data: data[:5], "cut short"),
-    (lambda data: b"", "no pieces"),
-    (lambda data: b"\xff" * 40, "not a SentencePiece model"),
-    (lambda data: data.replace(b"<0x41>", b"<0x4Z>"), "byte pieces"),
-    (lambda data: data + b"\x12\x02\x18\x01", "model type 1"),
-    (lambda data: data + b"\x1a\x02\x20\x01", "normaliser"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda data: data[:5], "cut short"),
+        (lambda data: b"", "no pieces"),
+        (lambda data: b"\xff" * 40, "not a SentencePiece model"),
+        (lambda data: data.replace(b"<0x41>", b"<0x4Z>"), "byte pieces"),
+        (lambda data: data + b"\x12\x02\x18\x01", "model type 1"),
+        (lambda data: data + b"\x1a\x02\x20\x01", "normaliser"),
+    ],
+)
 def test_bad_tokenizer_files_are_refused(tmp_path: Path, spoil: object, words: str) -> None:
     file = write_hf(tmp_path) / "tokenizer.model"
     file.write_bytes(spoil(file.read_bytes()))  # type: ignore[operator]
@@ -203,7 +240,10 @@ def test_bad_tokenizer_files_are_refused(tmp_path: Path, spoil: object, words: s
 
 def test_a_missing_tokenizer_matters_only_when_it_is_used(tmp_path: Path) -> None:
     (write_hf(tmp_path) / "tokenizer.model").unlink()
-    with open_checkpoint(tmp_path) as c, pytest.raises(CheckpointError, match=r"tokenizer\.json and tokenizer\.model are missing"):
+    with (
+        open_checkpoint(tmp_path) as c,
+        pytest.raises(CheckpointError, match=r"tokenizer\.json and tokenizer\.model are missing"),
+    ):
         _ = c.tokenizer
 
 

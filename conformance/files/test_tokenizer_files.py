@@ -104,9 +104,15 @@ def test_incomplete_and_reordered_merges_are_followed_as_listed(data: st.DataObj
     text = json.dumps(document)
     library = tokenizers.Tokenizer.from_str(text)
     v = Vocabulary(
-        tuple(p for p, _, _ in pieces), (0.0,) * len(pieces), tuple(t for _, _, t in pieces), 2, 1, 3, 0,
+        tuple(p for p, _, _ in pieces),
+        (0.0,) * len(pieces),
+        tuple(t for _, _, t in pieces),
+        2,
+        1,
+        3,
+        0,
         merges=tuple(" ".join(m) for m in document["model"]["merges"]),
-    )  # fmt: skip
+    )
     samples = data.draw(st.lists(st.text("abc d", max_size=20), min_size=3, max_size=3))
     mine = Tokenizer(v)
     assert [mine.encode(t) for t in samples] == [library.encode(t).ids for t in samples]
@@ -158,7 +164,9 @@ def test_a_file_with_merges_opens_as_a_whole(tmp_path: Path) -> None:
     with open_checkpoint(write_gguf(tmp_path / "m.gguf", hp, gguf_fields(PIECES, "gpt2", 9))) as c:
         t = c.tokenizer
         assert (t.n_tokens, t.n_rows, t.eos_ids) == (len(PIECES), hp.vocab, {1, 5})
-        assert t.decode([len(PIECES) + 3]) == "" and t.encode("[PAD307]") == sources("tiny")["tokenizer.model"].encode("[PAD307]")
+        assert t.decode([len(PIECES) + 3]) == "" and t.encode("[PAD307]") == sources("tiny")["tokenizer.model"].encode(
+            "[PAD307]"
+        )
 
 
 @pytest.mark.parametrize("kind", [NORMAL, 4])
@@ -180,35 +188,46 @@ def _json_with(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (_json_with("model.type", "Unigram"), "model.type 'Unigram' is not supported"),
-    (_json_with("model.byte_fallback", False), "model.byte_fallback must be true"),
-    (_json_with("model.dropout", 0.1), "model.dropout 0.1 is not supported"),
-    (_json_with("model.ignore_merges", True), "model.ignore_merges"),
-    (_json_with("model.merges", None), "model.merges must be a list"),
-    (_json_with("model.merges", ["a b c"]), "not two pieces"),
-    (_json_with("model.merges", [["a"]]), "must be pairs"),
-    (_json_with("model.merges", [["a", 1]]), "must be pairs"),
-    (_json_with("model.merges", [["q", "q"]]), "merge 0, 'q q', makes no piece"),
-    (_json_with("model.vocab.the", 0), "gives 'the' the id 0, which '<pad>' has too"),
-    (_json_with("model.vocab.the", 10**12), "ids must fill 0"),
-    (_json_with("model.vocab.the", "x"), "ids must fill 0"),
-    (_json_with("model.vocab", []), "model.vocab must be an object"),
-    (lambda d: d["model"]["vocab"].pop("<0x41>") and d["model"]["vocab"].update({"zz": 17 + 61}), "<0x41> is missing"),
-    (lambda d: d["model"]["vocab"].update({"\ud800": len(PIECES)}), "no Unicode"),
-    (_json_with("normalizer", {"type": "NFKC"}), r"normalizer.type 'NFKC' is not supported"),
-    (_json_with("normalizer", {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}]}),
-     r"normalizer.normalizers\[0\].type 'Prepend'"),
-    (_json_with("pre_tokenizer", {"type": "ByteLevel"}), "byte-level BPE"),
-    (_json_with("pre_tokenizer.behavior", "Isolated"), "pre_tokenizer.type 'Split' is not supported, or not with"),
-    (_json_with("decoder", {"type": "WordPiece"}), "decoder.type 'WordPiece'"),
-    (_json_with("post_processor.single", [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": "<bos>"}}]), "single is not"),
-    (_json_with("post_processor", {"type": "BertProcessing"}), "post_processor.type 'BertProcessing'"),
-    (lambda d: d["added_tokens"][0].update(lstrip=True), r"added_tokens\[0\].lstrip of '<pad>'"),
-    (lambda d: d["added_tokens"][0].update(id=7), r"added_tokens\[0\].id 7 differs from 0"),
-    (lambda d: d["added_tokens"][0].update(id=[]), r"added_tokens\[0\]"),
-    (lambda d: d["added_tokens"].append("x"), "needs an id and a content"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_json_with("model.type", "Unigram"), "model.type 'Unigram' is not supported"),
+        (_json_with("model.byte_fallback", False), "model.byte_fallback must be true"),
+        (_json_with("model.dropout", 0.1), "model.dropout 0.1 is not supported"),
+        (_json_with("model.ignore_merges", True), "model.ignore_merges"),
+        (_json_with("model.merges", None), "model.merges must be a list"),
+        (_json_with("model.merges", ["a b c"]), "not two pieces"),
+        (_json_with("model.merges", [["a"]]), "must be pairs"),
+        (_json_with("model.merges", [["a", 1]]), "must be pairs"),
+        (_json_with("model.merges", [["q", "q"]]), "merge 0, 'q q', makes no piece"),
+        (_json_with("model.vocab.the", 0), "gives 'the' the id 0, which '<pad>' has too"),
+        (_json_with("model.vocab.the", 10**12), "ids must fill 0"),
+        (_json_with("model.vocab.the", "x"), "ids must fill 0"),
+        (_json_with("model.vocab", []), "model.vocab must be an object"),
+        (
+            lambda d: d["model"]["vocab"].pop("<0x41>") and d["model"]["vocab"].update({"zz": 17 + 61}),
+            "<0x41> is missing",
+        ),
+        (lambda d: d["model"]["vocab"].update({"\ud800": len(PIECES)}), "no Unicode"),
+        (_json_with("normalizer", {"type": "NFKC"}), r"normalizer.type 'NFKC' is not supported"),
+        (
+            _json_with("normalizer", {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}]}),
+            r"normalizer.normalizers\[0\].type 'Prepend'",
+        ),
+        (_json_with("pre_tokenizer", {"type": "ByteLevel"}), "byte-level BPE"),
+        (_json_with("pre_tokenizer.behavior", "Isolated"), "pre_tokenizer.type 'Split' is not supported, or not with"),
+        (_json_with("decoder", {"type": "WordPiece"}), "decoder.type 'WordPiece'"),
+        (
+            _json_with("post_processor.single", [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": "<bos>"}}]),
+            "single is not",
+        ),
+        (_json_with("post_processor", {"type": "BertProcessing"}), "post_processor.type 'BertProcessing'"),
+        (lambda d: d["added_tokens"][0].update(lstrip=True), r"added_tokens\[0\].lstrip of '<pad>'"),
+        (lambda d: d["added_tokens"][0].update(id=7), r"added_tokens\[0\].id 7 differs from 0"),
+        (lambda d: d["added_tokens"][0].update(id=[]), r"added_tokens\[0\]"),
+        (lambda d: d["added_tokens"].append("x"), "needs an id and a content"),
+    ],
+)
 def test_what_tokenizer_json_may_not_say(tmp_path: Path, change: Callable[[dict[str, Any]], None], words: str) -> None:
     document = tokenizer_json(PIECES)
     change(document)
@@ -225,28 +244,31 @@ def _byte_level() -> dict[str, Any]:
     return {"model": "gpt2", "tokens": letters, "token_type": [1] * len(letters), "merges": ["a b"]}
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    (_byte_level(), "byte-level BPE"),
-    ({"model": "gpt2", "tokens": ["a"], "token_type": [1], "merges": []}, "no SentencePiece vocabulary"),
-    ({"model": "gpt2", "token_type": [1], "merges": []}, "token_type has 1 entries"),
-    ({"model": "gpt2"}, "merges is missing"),
-    ({"model": "gpt2", "merges": ["ab"]}, "not two pieces"),
-    ({"model": "gpt2", "merges": ["q q"]}, "makes no piece"),
-    ({"model": "bert"}, "'bert' is not supported"),
-    ({"tokens": [1, 2]}, "tokens must be a list of texts"),
-    ({"tokens": None}, "tokens is missing"),
-    ({"scores": ["x"]}, "scores must be a list of numbers"),
-    ({"scores": [0.0] * (len(PIECES) - 1)}, f"scores has {len(PIECES) - 1} entries for {len(PIECES)} tokens"),
-    ({"scores": [0.0] * (len(PIECES) + 1)}, f"scores has {len(PIECES) + 1} entries for {len(PIECES)} tokens"),
-    ({"scores": []}, "scores has 0 entries"),
-    ({"token_type": [1] * (len(PIECES) - 2)}, f"token_type has {len(PIECES) - 2} entries for {len(PIECES)} tokens"),
-    ({"token_type": [1] * (len(PIECES) + 2)}, f"token_type has {len(PIECES) + 2} entries for {len(PIECES)} tokens"),
-    ({"bos_token_id": "x"}, "bos_token_id must be a whole number"),
-    ({"eot_token_id": "x"}, "eot_token_id must be a whole number"),
-    ({"eos_token_ids": 7}, "eos_token_ids must be a list"),
-    ({"scores": [float("nan")] * len(PIECES)}, "score nan at id 0"),
-    ({"bos_token_id": 9999}, "bos_id 9999 is outside"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (_byte_level(), "byte-level BPE"),
+        ({"model": "gpt2", "tokens": ["a"], "token_type": [1], "merges": []}, "no SentencePiece vocabulary"),
+        ({"model": "gpt2", "token_type": [1], "merges": []}, "token_type has 1 entries"),
+        ({"model": "gpt2"}, "merges is missing"),
+        ({"model": "gpt2", "merges": ["ab"]}, "not two pieces"),
+        ({"model": "gpt2", "merges": ["q q"]}, "makes no piece"),
+        ({"model": "bert"}, "'bert' is not supported"),
+        ({"tokens": [1, 2]}, "tokens must be a list of texts"),
+        ({"tokens": None}, "tokens is missing"),
+        ({"scores": ["x"]}, "scores must be a list of numbers"),
+        ({"scores": [0.0] * (len(PIECES) - 1)}, f"scores has {len(PIECES) - 1} entries for {len(PIECES)} tokens"),
+        ({"scores": [0.0] * (len(PIECES) + 1)}, f"scores has {len(PIECES) + 1} entries for {len(PIECES)} tokens"),
+        ({"scores": []}, "scores has 0 entries"),
+        ({"token_type": [1] * (len(PIECES) - 2)}, f"token_type has {len(PIECES) - 2} entries for {len(PIECES)} tokens"),
+        ({"token_type": [1] * (len(PIECES) + 2)}, f"token_type has {len(PIECES) + 2} entries for {len(PIECES)} tokens"),
+        ({"bos_token_id": "x"}, "bos_token_id must be a whole number"),
+        ({"eot_token_id": "x"}, "eot_token_id must be a whole number"),
+        ({"eos_token_ids": 7}, "eos_token_ids must be a list"),
+        ({"scores": [float("nan")] * len(PIECES)}, "score nan at id 0"),
+        ({"bos_token_id": 9999}, "bos_id 9999 is outside"),
+    ],
+)
 def test_what_gguf_metadata_may_not_say(changes: dict[str, Any], words: str) -> None:
     fields = gguf_fields(PIECES, "llama") | {f"tokenizer.ggml.{k}": v for k, v in changes.items()}
     with pytest.raises(CheckpointError, match=words) as error:
@@ -256,11 +278,18 @@ def test_what_gguf_metadata_may_not_say(changes: dict[str, Any], words: str) -> 
 
 @pytest.mark.slow
 def test_a_vocabulary_of_262144_is_quick(tmp_path: Path) -> None:
-    """Opened in 1.1 s, 400 kB encoded in 0.3 s on a free core; the bounds (of processor time) leave room for slower ones."""
+    """Opened in 1.1 s, 400 kB encoded in 0.3 s on a free core; the bounds (of processor time) leave room for slower
+    ones."""
     letters = string.ascii_lowercase
     words = [a + b + c + d for a in letters for b in letters for c in letters for d in letters]
     start = [(p, s, t) for p, s, t in PIECES if t in (CONTROL, UNKNOWN, BYTE) or p in MARKERS]
-    short = [*letters, *string.ascii_uppercase, *"\n.,:()='_[]0123456789\"#", SPACE, *(a + b for a in letters for b in letters)]
+    short = [
+        *letters,
+        *string.ascii_uppercase,
+        *"\n.,:()='_[]0123456789\"#",
+        SPACE,
+        *(a + b for a in letters for b in letters),
+    ]
     pieces = start + [(p, 0.0, NORMAL) for p in short]
     pieces += [(w, 0.0, NORMAL) for w in words[: 262144 - len(pieces)]]
     document = tokenizer_json([*start, *((p, 0.0, NORMAL) for p in short)])

@@ -70,14 +70,18 @@ def test_a_scale_that_float16_cannot_hold_is_refused() -> None:
 def test_every_type_has_a_place_on_every_backend() -> None:
     assert computed("cpu") == set(WEIGHT_TYPES)
     assert {t: native(t, "vulkan") for t in WEIGHT_TYPES if native(t, "vulkan") != t} == NATIVE
-    report = summary([("q4_k", "q4_1", (4, 256), 1e-4), ("q4_k", "q4_1", (2, 256), 4e-4), ("q5_0", "q5_1", (1, 32), 0.0)])
+    report = summary(
+        [("q4_k", "q4_1", (4, 256), 1e-4), ("q4_k", "q4_1", (2, 256), 4e-4), ("q5_0", "q5_1", (1, 32), 0.0)]
+    )
     assert report[0] == Reencoded("q4_k", "q4_1", 2, 6 * 144, 6 * 160, 4e-4)
     assert report[0].line() == "q4_k as q4_1 (2 tensors, +11.1 % bytes, max relative scale rounding 0.0004)"
     assert report[1].line() == "q5_0 as q5_1 (1 tensors, +9.1 % bytes, exact)"
 
 
 def test_rows_of_several_types_are_one_matrix() -> None:
-    parts = tuple(block_values.quantised(i, "t", (n, 256), t, 0.05) for i, (n, t) in enumerate(((5, "q4_1"), (9, "q6_k"))))
+    parts = tuple(
+        block_values.quantised(i, "t", (n, 256), t, 0.05) for i, (n, t) in enumerate(((5, "q4_1"), (9, "q6_k")))
+    )
     whole = Rows(parts)
     values = np.concatenate([dequantise(p) for p in parts])
     assert whole.shape == (14, 256) and whole.dtype == "q6_k" and whole.nbytes == sum(p.nbytes for p in parts)
@@ -113,7 +117,9 @@ def test_models_of_file_types_agree_between_devices(tmp_path: Path, types: str) 
     with open_backend("vulkan") as device, open_backend("cpu", memory_budget=0) as cpu:
         # Float32 arithmetic on what a re-encoded type became: in the short profile of one.
         for precision, bound in (("exact", 2e-3), ("auto", 0.1))[0 if LONG or types == "q4_k_m" else 1 :]:
-            ours, theirs = (Engine(checkpoint, d, EngineConfig(chunk=16, ctx=64, precision=precision)) for d in (device, cpu))
+            ours, theirs = (
+                Engine(checkpoint, d, EngineConfig(chunk=16, ctx=64, precision=precision)) for d in (device, cpu)
+            )
             a, b = ours.logits(IDS), theirs.logits(IDS)
             assert np.abs(a - b).max() < bound * np.abs(b).max()
             assert not theirs.reencoded and {r.source for r in ours.reencoded} == {types.removesuffix("_m")}
@@ -141,7 +147,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """In the short profile three of its layers, whose matrices are of both types."""
     with open_checkpoint(models.demo("f32")) as source:
         yield write_gguf(
-            source if LONG else models.cut(source, models.BOTH), tmp_path_factory.mktemp("demo") / "q4_k_m.gguf", "q4_k_m"
+            source if LONG else models.cut(source, models.BOTH),
+            tmp_path_factory.mktemp("demo") / "q4_k_m.gguf",
+            "q4_k_m",
         )
 
 

@@ -1,4 +1,5 @@
-"""One vocabulary in every file format that holds one: tokenizer.json and GGUF metadata, built as their converters do."""
+"""One vocabulary in every file format that holds one: tokenizer.json and GGUF metadata, built as their converters
+do."""
 
 from __future__ import annotations
 
@@ -37,32 +38,58 @@ def tokenizer_json(pieces: Pieces, pairs: bool = True) -> dict[str, Any]:
     """The object that transformers' converter writes for Gemma. Pieces with real spaces stay out of added_tokens:
     there they would match text, and SentencePiece's never do."""
     added = [
-        {"id": i, "content": p, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": kind != USER_DEFINED or p in MARKERS}
+        {
+            "id": i,
+            "content": p,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind != USER_DEFINED or p in MARKERS,
+        }
         for i, (p, _, kind) in enumerate(pieces)
         if kind in (CONTROL, UNKNOWN, USER_DEFINED) and " " not in p
-    ]  # fmt: skip
+    ]
     merges = merges_of(pieces)
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        },
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
             "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {"<bos>": {"id": "<bos>", "ids": [2], "tokens": ["<bos>"]}},
         },
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-        ]},
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
             "vocab": {p: i for i, (p, _, _) in enumerate(pieces)},
             "merges": [list(m) for m in merges] if pairs else [" ".join(m) for m in merges if " " not in "".join(m)],
         },
-    }  # fmt: skip
+    }
 
 
 def gguf_fields(pieces: Pieces, model: str, padding: int = 0) -> dict[str, Any]:
@@ -78,16 +105,26 @@ def gguf_fields(pieces: Pieces, model: str, padding: int = 0) -> dict[str, Any]:
     else:
         special = {UNKNOWN: CONTROL, BYTE: NORMAL}
         types = [NORMAL if " " in p else special.get(t, t) for p, t in zip(texts, types, strict=True)]
-        own = {"scores": [float(i) for i in range(len(pieces) + padding)],
-               "merges": [" ".join(m) for m in merges_of(pieces) if " " not in "".join(m)],
-               "eos_token_ids": [1, texts.index("<end_of_turn>")]}  # fmt: skip
+        own = {
+            "scores": [float(i) for i in range(len(pieces) + padding)],
+            "merges": [" ".join(m) for m in merges_of(pieces) if " " not in "".join(m)],
+            "eos_token_ids": [1, texts.index("<end_of_turn>")],
+        }
         pad_type = USER_DEFINED
     n = len(texts)
     values = {
-        "model": model, "pre": "default", "tokens": texts + [f"[PAD{n + i}]" for i in range(padding)],
-        "token_type": types + [pad_type] * padding, **own, "bos_token_id": 2, "eos_token_id": 1,
-        "unknown_token_id": 3, "padding_token_id": 0, "add_bos_token": True, "add_eos_token": False,
-    }  # fmt: skip
+        "model": model,
+        "pre": "default",
+        "tokens": texts + [f"[PAD{n + i}]" for i in range(padding)],
+        "token_type": types + [pad_type] * padding,
+        **own,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        "padding_token_id": 0,
+        "add_bos_token": True,
+        "add_eos_token": False,
+    }
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 

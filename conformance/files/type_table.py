@@ -1,8 +1,9 @@
-"""python -m conformance.files.type_table [TYPE ...]: the numbers of the shipped demonstration model through every type of file. The
-table of docs/quantisation.md was made like this from the model as trained.
+"""python -m conformance.files.type_table [TYPE ...]: the numbers of the shipped demonstration model through every type
+of file. The table of docs/quantisation.md was made like this from the model as trained.
 
-Each row: nats per token over the 3025 held-out predictions, and how far (KL divergence in nats, share of equal likeliest
-tokens) a device's distributions are from the exact decoding of the same file: float32 activations on the cpu device.
+Each row: nats per token over the 3025 held-out predictions, and how far (KL divergence in nats, share of equal
+likeliest tokens) a device's distributions are from the exact decoding of the same file: float32 activations on the cpu
+device.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def row(path: Path, types: str) -> str:
             p, q = log_softmax(a), log_softmax(b)
             kl.append((np.exp(p) * (p - q)).sum(-1))
             same.append(p.argmax(-1) == q.argmax(-1))
-        cells.append(f"{mean_nats(got):.4f}, {np.concatenate(kl).mean():.1e}, {100 * np.concatenate(same).mean():.1f} %")
+        cells.append(
+            f"{mean_nats(got):.4f}, {np.concatenate(kl).mean():.1e}, {100 * np.concatenate(same).mean():.1f} %"
+        )
     return "| " + " | ".join(cells) + " |"
 
 

@@ -3,9 +3,9 @@
     run_case(spec, device, case)
 
 `device` is a hybrid.core.device.Device that also has what tests need: reset() and check_guards(). The step stands alone
-in a plan; every tensor is stored on the device, with guard bands where it was opened with `guard=`. Outputs start as 0xFF
-bytes in the first run and 0x5A in the second: the two results must agree bit for bit, inputs must come back unmodified,
-and rows beyond the live count must keep the poison.
+in a plan; every tensor is stored on the device, with guard bands where it was opened with `guard=`. Outputs start as
+0xFF bytes in the first run and 0x5A in the second: the two results must agree bit for bit, inputs must come back
+unmodified, and rows beyond the live count must keep the poison.
 """
 
 from __future__ import annotations
@@ -106,12 +106,15 @@ def poisoned(decl: TensorDecl, byte: int) -> Tensor:
 def declared(spec: OpSpec, case: Case, name: str) -> TensorDecl:
     """A tensor of the operation with the case's dtype and sizes."""
     t = spec.tensors[name]
-    kind: Kind = "weight" if t.role == "weight" else "state" if name in spec.state or t.role in ("cache", "table") else "io"
+    kind: Kind = (
+        "weight" if t.role == "weight" else "state" if name in spec.state or t.role in ("cache", "table") else "io"
+    )
     return TensorDecl(name, case.dtypes[name], spec.shape(name, case.bind), kind)
 
 
-def _check_memory(spec: OpSpec, case: Case, label: str, before: Mapping[str, Tensor], runs: list[dict[str, Tensor]],
-                  device: Any) -> None:  # fmt: skip
+def _check_memory(
+    spec: OpSpec, case: Case, label: str, before: Mapping[str, Tensor], runs: list[dict[str, Tensor]], device: Any
+) -> None:
     """Inputs unmodified, results independent of what was there before, dead rows untouched, guard bands intact."""
     damaged = device.check_guards()
     if damaged:
@@ -124,8 +127,11 @@ def _check_memory(spec: OpSpec, case: Case, label: str, before: Mapping[str, Ten
             if count is not None:
                 dead = poisoned(declared(spec, case, name), byte)
                 size = dead.shape[0]
-                _same_parts(f"{label}: rows of {name} beyond the {count} live ones were written",
-                            run[name].rows(count, size), dead.rows(count, size))  # fmt: skip
+                _same_parts(
+                    f"{label}: rows of {name} beyond the {count} live ones were written",
+                    run[name].rows(count, size),
+                    dead.rows(count, size),
+                )
     for name in (*spec.outputs, *spec.scratch, *spec.state):
         count = live(spec, case, name)
         a, b = (r[name] if count is None else r[name].rows(0, count) for r in runs)

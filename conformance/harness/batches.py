@@ -23,10 +23,10 @@ class Batch:
 def batch(seed: int, rows: int, slots: int, context: int, style: str, edge: int = 0, spread: bool = False) -> Batch:
     """`rows` rows over at most `slots` sequences of at most `context` positions, no position twice in a slot.
 
-    `spread`: over as many sequences as there are (a decode batch: one row each if they suffice). Styles: `ragged` starts
-    anywhere; `mixed` too, with the rows of all sequences shuffled into one another; `empty` starts every sequence at 0
-    (nothing cached before); `full` ends every one at the last position; `edge` lies around position `edge` (a block's
-    end, the sliding window's).
+    `spread`: over as many sequences as there are (a decode batch: one row each if they suffice). Styles: `ragged`
+    starts anywhere; `mixed` too, with the rows of all sequences shuffled into one another; `empty` starts every
+    sequence at 0 (nothing cached before); `full` ends every one at the last position; `edge` lies around position
+    `edge` (a block's end, the sliding window's).
     """
     if rows > slots * context:
         raise ValueError(f"{rows} rows do not fit {slots} slots of {context} positions")

@@ -12,17 +12,29 @@ from hybrid.core.tensor import Tensor
 from hybrid.harness.hashed import integers, uniform
 
 CODES = {
-    "q8_0": (-127, 127), "q4_0": (-8, 7), "q4_1": (0, 15), "q5_0": (-16, 15), "q5_1": (0, 31), "q6_k": (-32, 31),
-    "q4_k": (0, 15), "q5_k": (0, 31), "q8_act": (-127, 127),
-}  # fmt: skip
+    "q8_0": (-127, 127),
+    "q4_0": (-8, 7),
+    "q4_1": (0, 15),
+    "q5_0": (-16, 15),
+    "q5_1": (0, 31),
+    "q6_k": (-32, 31),
+    "q4_k": (0, 15),
+    "q5_k": (0, 31),
+    "q8_act": (-127, 127),
+}
 """Smallest and largest integer of each type (q8_0 could hold -128; encoders never make it)."""
 _OFFSET = {"q4_0": 8, "q5_0": 16, "q6_k": 32}
 _MINIMA = ("q4_1", "q5_1", "q4_k", "q5_k")
 POOL_ROWS, POOLED = 8192, 1 << 27  # rows of a pool, and elements of a matrix from which on one is used
 
 
-def pack(dtype: str, codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None,
-         supers: np.ndarray | None = None) -> Tensor:  # fmt: skip
+def pack(
+    dtype: str,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    minima: np.ndarray | None = None,
+    supers: np.ndarray | None = None,
+) -> Tensor:
     """codes i64 [..., K]; scales [..., K/32] (q6_k: integers [..., K/16]; q4_k, q5_k: 0..63), minima [..., K/32] of the
     types that have them (q4_k, q5_k: 0..63), supers [..., K/256] (q4_k, q5_k: [..., K/256, 2])."""
     lead, k = codes.shape[:-1], codes.shape[-1]
@@ -95,7 +107,11 @@ def unpack(t: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
     scales, minimum = part["scales"], np.float64(0)
     if kind == "q6_k":
         d = part["super"].astype(np.float64)[..., None]
-        return real.reshape(*lead, k // 16, 16), (d * scales.reshape(*lead, k // 256, 16)).reshape(*lead, k // 16, 1), minimum
+        return (
+            real.reshape(*lead, k // 16, 16),
+            (d * scales.reshape(*lead, k // 256, 16)).reshape(*lead, k // 16, 1),
+            minimum,
+        )
     if kind in ("q4_k", "q5_k"):
         a, b, c = (scales.reshape(*lead, k // 256, 3, 4)[..., i, :].astype(np.int64) for i in range(3))
         sc = np.concatenate([a & 63, c & 15 | a >> 6 << 4], axis=-1).reshape(*lead, k // 32)
@@ -151,7 +167,9 @@ def exact(seed: int, name: str, shape: Sequence[int], dtype: str) -> Tensor:
     codes, blocks = integers(seed, name, shape, low, high), (*shape[:-1], shape[-1] // 32)
     ones, middle = np.full(blocks, 1 / 64 if dtype == "q8_act" else 1.0), (low + high + 1) // 2
     if dtype == "q6_k":
-        return pack(dtype, codes, np.ones((*shape[:-1], shape[-1] // 16)), supers=np.ones((*shape[:-1], shape[-1] // 256)))
+        return pack(
+            dtype, codes, np.ones((*shape[:-1], shape[-1] // 16)), supers=np.ones((*shape[:-1], shape[-1] // 256))
+        )
     if dtype in ("q4_k", "q5_k"):
         return pack(dtype, codes, ones, ones * middle, np.ones((*shape[:-1], shape[-1] // 256, 2)))
     return pack(dtype, codes, ones, -ones * middle if dtype in _MINIMA else None)

@@ -14,7 +14,8 @@ Mode = Literal["random", "exact"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`bind` gives the bucket; `rows` and `outs` of it are live. `kinds`: tensor -> kind of value (fields.EDGE_VALUES)."""
+    """`bind` gives the bucket; `rows` and `outs` of it are live. `kinds`: tensor -> kind of value
+    (fields.EDGE_VALUES)."""
 
     op: str
     bind: Mapping[str, int]
@@ -31,7 +32,8 @@ class Case:
     style: str = "ragged"
     """How rows spread over slots and positions: `decode`, or one of batches.STYLES."""
     wanted: bool = False
-    """The step's rows are those whose logits are wanted: their count is the control word of outs, and that of rows is 0."""
+    """The step's rows are those whose logits are wanted: their count is the control word of outs, and that of rows is
+    0."""
 
     def __str__(self) -> str:
         axes = " ".join(f"{k}={v}" for k, v in self.bind.items())
@@ -69,8 +71,8 @@ def takes_runs(spec: OpSpec) -> bool:
 def batch_of(spec: OpSpec, case: Case) -> Batch | None:
     """The slots and positions of the live rows; None for operations that lack either.
 
-    Where output rows choose a slot (sampling), rows spread over the slots, so that every slot is chosen at most once; not
-    where they are runs (verification)."""
+    Where output rows choose a slot (sampling), rows spread over the slots, so that every slot is chosen at most once;
+    not where they are runs (verification)."""
     if "slots" not in spec.inputs or "positions" not in spec.inputs:
         return None
     edge = int(case.attrs.get("window", 0)) or case.bind.get("BS", 0)

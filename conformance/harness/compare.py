@@ -30,7 +30,9 @@ class Verdict:
     nmse: float
 
 
-def bound(ref: np.ndarray, scale: np.ndarray, reduction: float, out: str, acc: str, c: float, c_out: float) -> np.ndarray:
+def bound(
+    ref: np.ndarray, scale: np.ndarray, reduction: float, out: str, acc: str, c: float, c_out: float
+) -> np.ndarray:
     """f64, same shape as `ref`: the error allowed for each element."""
     rounding = c_out * (UNIT[out] * np.abs(ref) + _SMALLEST[out])
     return rounding + c * np.sqrt(max(reduction, 1.0)) * UNIT.get(acc, 0.0) * scale
@@ -51,8 +53,10 @@ def within(label: str, got: np.ndarray, ref: np.ndarray, allowed: np.ndarray, va
     strange = np.where(finite, ~np.isfinite(got), ~((got == ref) | (np.isnan(got) & np.isnan(ref))))
     if strange.any():
         at = np.unravel_index(int(np.argmax(strange)), ref.shape)
-        raise Disagreement(f"{label}: {int(strange.sum())} of {ref.size} non-finite values differ, first at "
-                           f"{_index(at)}: got {got[at]}, oracle {ref[at]}")  # fmt: skip
+        raise Disagreement(
+            f"{label}: {int(strange.sum())} of {ref.size} non-finite values differ, first at "
+            f"{_index(at)}: got {got[at]}, oracle {ref[at]}"
+        )
     if not finite.any():
         if vacuous_ok:
             return Verdict(0.0, 0.0)
@@ -84,8 +88,10 @@ def same(label: str, got: np.ndarray, ref: np.ndarray) -> None:
         differs &= ~(np.isnan(got) & np.isnan(ref))
     if differs.any():
         at = np.unravel_index(int(np.argmax(differs)), got.shape)
-        raise Disagreement(f"{label}: {int(differs.sum())} of {got.size} elements differ where equality is demanded, "
-                           f"first at {_index(at)}: got {got[at]}, expected {ref[at]}")  # fmt: skip
+        raise Disagreement(
+            f"{label}: {int(differs.sum())} of {got.size} elements differ where equality is demanded, "
+            f"first at {_index(at)}: got {got[at]}, expected {ref[at]}"
+        )
 
 
 def same_bits(label: str, got: np.ndarray, ref: np.ndarray) -> None:
@@ -97,25 +103,29 @@ def same_bits(label: str, got: np.ndarray, ref: np.ndarray) -> None:
     differs = (a != b).any(axis=-1)
     if differs.any():
         at = np.unravel_index(int(np.argmax(differs)), got.shape)
-        raise Disagreement(f"{label}: {int(differs.sum())} of {got.size} elements have other bits, first at "
-                           f"{_index(at)}: {got[at]!r} against {ref[at]!r}")  # fmt: skip
+        raise Disagreement(
+            f"{label}: {int(differs.sum())} of {got.size} elements have other bits, first at "
+            f"{_index(at)}: {got[at]!r} against {ref[at]!r}"
+        )
 
 
 def same_files(got: Path, ref: Path, last: int = 0) -> None:
-    """Equality of two files, or of their `last` bytes. Of an `assert` on bytes pytest would explain for minutes, where CI is
-    set, how megabytes differ."""
+    """Equality of two files, or of their `last` bytes. Of an `assert` on bytes pytest would explain for minutes, where
+    CI is set, how megabytes differ."""
     a, b = got.read_bytes()[-last:], ref.read_bytes()[-last:]
     if a != b:
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         raise Disagreement(f"{got} and {ref}: {len(a)} bytes differ from {len(b)}, first at {at}")
 
 
-def codes(label: str, got: tuple[np.ndarray, np.ndarray], ref: np.ndarray, allowed: np.ndarray, slack: float) -> Verdict:
+def codes(
+    label: str, got: tuple[np.ndarray, np.ndarray], ref: np.ndarray, allowed: np.ndarray, slack: float
+) -> Verdict:
     """int8 activations, or blocks of q8_0, against the real values they stand for.
 
     got: codes i8[..., K] and (scale, scale*sum) pairs f32[..., K/16] or scales f16[..., K/32]; ref f64[..., K]; allowed
-    f64[..., K]: error of the unquantised value; slack: how near to a half-integer, in codes, a value may be for its code to be
-    one off.
+    f64[..., K]: error of the unquantised value; slack: how near to a half-integer, in codes, a value may be for its
+    code to be one off.
     """
     code, pair = got
     half = pair.dtype == np.float16
@@ -134,7 +144,9 @@ def codes(label: str, got: tuple[np.ndarray, np.ndarray], ref: np.ndarray, allow
     # A code may differ only where the real value, moved by its own error, crosses a half-integer.
     reach = 0.5 + slack + tolerance * inverse + np.abs(wanted) * (tolerance.max(-1, keepdims=True) * inverse / 127)
     reach[((peak > 0) & (peak < _TINY_BLOCK)) | ~np.isfinite(peak)] = 255
-    return Verdict(max(verdict.passes, within(f"{label}.codes", code, wanted, reach, vacuous_ok=True).passes), verdict.nmse)
+    return Verdict(
+        max(verdict.passes, within(f"{label}.codes", code, wanted, reach, vacuous_ok=True).passes), verdict.nmse
+    )
 
 
 def _index(at: tuple) -> str:

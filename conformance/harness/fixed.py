@@ -1,4 +1,5 @@
-"""Fixed cases from the specs: edge cases, named workloads, every dtype combination, every kernel variant, split weights."""
+"""Fixed cases from the specs: edge cases, named workloads, every dtype combination, every kernel variant, split
+weights."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ NOT_F16 = ("large", "outlier", "max_scale_block", "saturated", "tiny")  # float1
 def edge_cases(
     spec: OpSpec, backend: str, choices: tuple[Mapping[str, str], ...] = (), start: int | None = None
 ) -> Iterator[tuple[str, Case]]:
-    """(the spec's text, case) for every edge case the spec lists, going round the dtype combinations (all, or `choices`), or each
-    with the start-th, where that fits it."""
+    """(the spec's text, case) for every edge case the spec lists, going round the dtype combinations (all, or
+    `choices`), or each with the start-th, where that fits it."""
     choices = choices or spec.dtype_choices(backend)
     excepted = next(b.except_edges for name, b in spec.backends.items() if name == backend)
     for i, text in enumerate(spec.edge.cases):
@@ -31,10 +32,17 @@ def edge_cases(
         fixed = frozenset({target}) & spec.axes.keys()
         bind = base_bind(spec)
         if target in spec.axes:
-            size = PRIMES[spec.axes[target].role] if value == "prime" else Expr(value).eval({**bind, "tile": tile_of(spec, target)})
+            size = (
+                PRIMES[spec.axes[target].role]
+                if value == "prime"
+                else Expr(value).eval({**bind, "tile": tile_of(spec, target)})
+            )
             bind[target] = int(size)
-        dtypes = next(c for c in _suited(spec, choices, target, value, i if start is None else start)
-                      if all(bind[a] % granule(spec, a, c) == 0 for a in fixed))  # fmt: skip
+        dtypes = next(
+            c
+            for c in _suited(spec, choices, target, value, i if start is None else start)
+            if all(bind[a] % granule(spec, a, c) == 0 for a in fixed)
+        )
         bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
         attrs = {name: attribute_choices(spec, name, bind)[0] for name in spec.attributes}
         if target in spec.attributes:
@@ -62,7 +70,8 @@ def workload_cases(spec: OpSpec, backend: str, long: bool) -> Iterator[tuple[str
 
 
 def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
-    """For one dtype combination: one row (decode kernels), few with one dead, and more than a tile (prefill kernels)."""
+    """For one dtype combination: one row (decode kernels), few with one dead, and more than a tile (prefill
+    kernels)."""
     base, axis = base_bind(spec), spec.token_axis
     for seed, rows in enumerate((1, 3, 2 * tile_of(spec, axis) + 3) if axis else (1,)):
         yield variant(spec, {**base, axis: rows} if axis else base, dtypes, seed)
@@ -70,23 +79,31 @@ def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
         case = variant(spec, {**base, axis: 3}, dtypes, 3)
         sparse = replace(case, attrs={**case.attrs, "sparsity": 0.8})
         yield sparse
-        yield replace(sparse, kinds={next(iter(spec.inputs)): "nan"})  # what is damaged is not what a threshold cuts off
+        yield replace(
+            sparse, kinds={next(iter(spec.inputs)): "nan"}
+        )  # what is damaged is not what a threshold cuts off
 
 
 # Sizes, and attributes, at which a backend's bindings choose another kernel than for those of dtype_cases.
 VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
     "geglu": tuple({"F": f, "T": 2, "sparsity": 0.95} for f in (96, 1056, 2080)),
-    # More rows and columns than the largest tile on matrix units, and a last stage of 16 or 32 columns; whole pairs of blocks.
+    # More rows and columns than the largest tile on matrix units, and a last stage of 16 or 32 columns; whole pairs of
+    # blocks.
     "linear": ({"T": 197, "N": 213, "K": 96}, {"T": 66, "N": 65, "K": 208}, {"T": 61, "N": 271, "K": 320}),
     "fused_qkv": ({"T": 131},),
-    "fused_ffn": ({"T": 195, "H": 96, "F": 160}, {"T": 4, "H": 288, "F": 160, "sparsity": 0.8}, {"T": 61, "H": 320, "F": 160}),
+    "fused_ffn": (
+        {"T": 195, "H": 96, "F": 160},
+        {"T": 4, "H": 288, "F": 160, "sparsity": 0.8},
+        {"T": 61, "H": 320, "F": 160},
+    ),
     "logits": ({"O": 70, "V": 203},),
     "rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
-    **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}) for op in
-       ("altup_start", "altup_end")},
+    **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}) for op in ("altup_start", "altup_end")},
     # The last: more than the registers of a workgroup hold.
-    **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}, {"H": 12320, "T": 2}) for op in
-       ("add_rmsnorm", "add_norm", "altup_predict", "altup_correct", "altup_add", "laurel_add")},
+    **{
+        op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}, {"H": 12320, "T": 2})
+        for op in ("add_rmsnorm", "add_norm", "altup_predict", "altup_correct", "altup_add", "laurel_add")
+    },
     "altup_unembed": ({"T": 131, "H": 128},),
     "per_layer_embed": ({"P": 1056, "T": 2},),
     "sample": ({"V": 17000, "O": 2}, {"V": 17000, "O": 2, "S": 1, "T": 1}),
@@ -96,31 +113,40 @@ VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
     # Head sizes and groups; more rows than a decode batch; contexts long enough to be cut into stretches.
     "attention": tuple(
         {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 20 if rows < 9 else 4}
-        for d in (16, 32, 64, 80, 128, 256, 512) for group, heads in ((1, 2), (4, 1), (8, 1)) for rows in (2, 35)
+        for d in (16, 32, 64, 80, 128, 256, 512)
+        for group, heads in ((1, 2), (4, 1), (8, 1))
+        for rows in (2, 35)
         if group == 1 or d < 512
-    ) + tuple(  # tiles of matrix units: several, the last not full, over steps of positions that are not full either
+    )
+    + tuple(  # tiles of matrix units: several, the last not full, over steps of positions that are not full either
         {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 3, "BS": 16, "MB": 12}
-        for d in (64, 128, 256) for group, heads, rows in ((1, 2, 150), (4, 1, 70), (3, 1, 90))
+        for d in (64, 128, 256)
+        for group, heads, rows in ((1, 2, 150), (4, 1, 70), (3, 1, 90))
     ),
     # Head sizes and groups on one word per lane and on several; contexts cut into many stretches and into one.
     "decode_attention": tuple(
         {"T": 3, "HQ": group * heads, "HK": heads, "D": d, "S": 3, "BS": 16, "MB": 20 if group < 8 else 4}
-        for d in (16, 32, 64, 80, 128, 256, 512) for group, heads in ((1, 2), (2, 1), (4, 1), (8, 1), (16, 1))
+        for d in (16, 32, 64, 80, 128, 256, 512)
+        for group, heads in ((1, 2), (2, 1), (4, 1), (8, 1), (16, 1))
         if group < 8 or d in (64, 128)
     ),
     "qk_norm_rope_append": ({"D": 256, "T": 3}, {"D": 128, "HQ": 5, "HK": 1}),
-}  # fmt: skip
+}
 
 
 # Of the NPU: each head size and group is a kernel of its own; products choose larger tiles from these sizes on.
 NPU_VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
-    **{op: tuple({"T": 35, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 4}
-                 for d, group, heads in ((64, 2, 4), (128, 2, 2), (256, 8, 1), (512, 1, 2)))
-       for op in ("attention", "attention_i8")},
+    **{
+        op: tuple(
+            {"T": 35, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 4}
+            for d, group, heads in ((64, 2, 4), (128, 2, 2), (256, 8, 1), (512, 1, 2))
+        )
+        for op in ("attention", "attention_i8")
+    },
     "rmsnorm": ({"T": 17, "H": 2080},),
     "matmul_i8": ({"T": 65, "K": 256, "N": 256},),
     "matmul_blocks": ({"T": 65, "K": 512, "N": 256},),
-}  # fmt: skip
+}
 
 
 def variant_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
@@ -145,7 +171,9 @@ def split_cases(spec: OpSpec, backend: str, few: tuple[int, ...] = (2, 5)) -> It
             sized = bind | ({spec.token_axis: rows} if spec.token_axis else {})
             case = variant(spec, sized, dtypes, 10 * i + rows)
             fits_ = all(_bytes(spec, case, n) <= SPLIT_RANGE for n, t in spec.tensors.items() if t.role != "weight")
-            if fits_ and all(_bytes(spec, case, n) > SPLIT_RANGE for n, t in spec.tensors.items() if t.role == "weight"):
+            if fits_ and all(
+                _bytes(spec, case, n) > SPLIT_RANGE for n, t in spec.tensors.items() if t.role == "weight"
+            ):
                 yield f"rows={rows}", case
 
 
@@ -156,8 +184,9 @@ def _bytes(spec: OpSpec, case: Case, name: str) -> int:
     return DTYPES[case.dtypes[name]].nbytes(spec.shape(name, case.bind))
 
 
-def variant(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], seed: int,
-            fixed: frozenset[str] = frozenset()) -> Case:  # fmt: skip
+def variant(
+    spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], seed: int, fixed: frozenset[str] = frozenset()
+) -> Case:
     """A case of these sizes with the usual attributes, its bucket not quite full."""
     bind = complete(spec, rounded_up(spec, bind, dtypes, fixed), fixed)
     attrs = {name: attribute_choices(spec, name, bind)[0] for name in spec.attributes}
@@ -169,8 +198,8 @@ def variant(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], se
 
 def covering(spec: OpSpec, backend: str, most: int = 24) -> tuple[Mapping[str, str], ...]:
     """A subset of many dtype combinations (regions have hundreds) in which all dtypes of every two tensors still occur
-    together (but for weights and what no kernel reads beside them: another weight, rows of another inner axis); those in which
-    scratch has the type of an input, where steps may be fused, count as dtypes of their own."""
+    together (but for weights and what no kernel reads beside them: another weight, rows of another inner axis); those
+    in which scratch has the type of an input, where steps may be fused, count as dtypes of their own."""
     choices = spec.dtype_choices(backend)
     if len(choices) <= most:
         return choices
@@ -205,8 +234,9 @@ def one_each(choices: tuple[Mapping[str, str], ...]) -> tuple[Mapping[str, str],
     return tuple(picked)
 
 
-def _suited(spec: OpSpec, choices: tuple[Mapping[str, str], ...], target: str, value: str,
-            start: int) -> Iterator[Mapping[str, str]]:  # fmt: skip
+def _suited(
+    spec: OpSpec, choices: tuple[Mapping[str, str], ...], target: str, value: str, start: int
+) -> Iterator[Mapping[str, str]]:
     """Dtype combinations that an edge value makes sense for, beginning at the start-th."""
     results = [n for n in spec.tensors if n not in spec.inputs]
     for i in range(len(choices)):

@@ -37,7 +37,8 @@ def uniform(seed: int, name: str, shape: Sequence[int], low: float, high: float)
 
 
 def normal(seed: int, name: str, shape: Sequence[int], scale: float = 1.0) -> np.ndarray:
-    """f64, near normal with deviation `scale`: the sum of a word's four 16-bit fields (no logarithm, exact everywhere)."""
+    """f64, near normal with deviation `scale`: the sum of a word's four 16-bit fields (no logarithm, exact
+    everywhere)."""
     words = bits(seed, name, _count(shape))
     mask = np.uint64(0xFFFF)
     total = sum(((words >> np.uint64(s)) & mask).astype(np.float64) for s in (0, 16, 32, 48))

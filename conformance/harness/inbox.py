@@ -21,14 +21,16 @@ def words(bind: dict[str, int]) -> int:
 
 
 def live(case: Case) -> Tensor:
-    """Control words u32 [8] as the pass before left them; no kernel may change the fault and what is behind it unasked."""
+    """Control words u32 [8] as the pass before left them; no kernel may change the fault and what is behind it
+    unasked."""
     b, number = case.bind, _numbers(case, "live")
     rows = 1 + int(number[0]) % b["R"]
     return Tensor.of(np.array([rows, int(number[1]) % (b["Q"] + 1), number[2], number[3] % 2, *number[4:8]], np.uint32))
 
 
 def inbox(case: Case, turn: int, next_position: np.ndarray) -> Tensor:
-    """i32 [I]: a message for the pass after `turn`, unless the kind says otherwise, and another one for a pass that is past."""
+    """i32 [I]: a message for the pass after `turn`, unless the kind says otherwise, and another one for a pass that is
+    past."""
     kind, sets = case.kinds.get("inbox", ""), int(case.attrs["sets"])
     made = np.zeros((sets, case.bind["I"] // sets), np.int32)
     number = _numbers(case, "inbox")
@@ -50,13 +52,17 @@ def _message(case: Case, kind: str, next_position: np.ndarray) -> np.ndarray:
     rows = 0 if kind == "no_rows" else b["R"] if int(number[0]) % 2 else 1 + int(number[0]) % b["R"]
     outs = int(number[1]) % (b["Q"] + 1) if rows else 0
     body = _rows(case, kind, rows, next_position)
-    wanted = np.stack([_some(case, "wanted", outs, 0, max(rows, 1) - 1), _some(case, "masks", outs, -1, b["Q"] - 1)], axis=1)
+    wanted = np.stack(
+        [_some(case, "wanted", outs, 0, max(rows, 1) - 1), _some(case, "masks", outs, -1, b["Q"] - 1)], axis=1
+    )
     entries = np.concatenate([_entries(case, table) for table in (0, 1)])
     if kind == "outside":
         entries[::2, 1 + int(number[2]) % 2] = OUTSIDE
         entries[-1, 0] = 7
     header = [0, rows, outs, len(entries), 0, 0, 0, 0]
-    return np.concatenate([np.array(header), body.reshape(-1), wanted.reshape(-1), entries.reshape(-1)]).astype(np.int32)
+    return np.concatenate([np.array(header), body.reshape(-1), wanted.reshape(-1), entries.reshape(-1)]).astype(
+        np.int32
+    )
 
 
 def _rows(case: Case, kind: str, rows: int, next_position: np.ndarray) -> np.ndarray:

@@ -47,7 +47,9 @@ def _tensor(spec: OpSpec, case: Case, name: str, rows: Batch | None) -> Tensor:
         turn, next_position = (_tensor(spec, case, n, rows).array for n in ("turn", "next_position"))
         return inbox.TENSORS[name](case, int(turn[0]), next_position)
     if name == "block_table":
-        return Tensor.of(block_table(case.seed, shape[0], shape[1], case.bind["B"], ring=case.kinds.get(name) == "ring"))
+        return Tensor.of(
+            block_table(case.seed, shape[0], shape[1], case.bind["B"], ring=case.kinds.get(name) == "ring")
+        )
     if name == "out_rows":
         return Tensor.of(_out_rows(spec, case, shape[0], rows))
     if t.role == "cache" and t.domain is None:
@@ -97,8 +99,8 @@ def _top(spec: OpSpec, case: Case, name: str) -> int:
 
 
 def _out_rows(spec: OpSpec, case: Case, size: int, rows: Batch | None) -> np.ndarray:
-    """Output row -> row: any rows of a matrix; for sampling, the last row of as many different slots; for verification, rows of
-    one slot after the other, in the order of their positions."""
+    """Output row -> row: any rows of a matrix; for sampling, the last row of as many different slots; for verification,
+    rows of one slot after the other, in the order of their positions."""
     kind = case.kinds.get("out_rows")
     if rows is not None and takes_runs(spec):
         return _padded(np.lexsort((rows.positions, rows.slots))[-case.outs :].astype(np.int32), size)
@@ -135,8 +137,9 @@ def _kill(tensor: Tensor, count: int) -> Tensor:
 
 
 def _hide(cache: Tensor, table: np.ndarray, rows: Batch, case: Case, backend: str) -> Tensor:
-    """Every cached position that no row of the batch may see is what a block may hold that was another sequence's: NaN, or
-    numbers larger than all that is seen. Numbers alone for the NPU, whose tile kernels multiply what they mask by zero."""
+    """Every cached position that no row of the batch may see is what a block may hold that was another sequence's: NaN,
+    or numbers larger than all that is seen. Numbers alone for the NPU, whose tile kernels multiply what they mask by
+    zero."""
     window, size, seen = int(case.attrs["window"]), cache.shape[1], np.zeros(cache.shape[:2], bool)
     for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
         p = np.arange(max(0, position - window + 1) if window else 0, position + 1)
@@ -168,7 +171,7 @@ def _params(seed: int, slot: int) -> np.ndarray:
         Params(temperature=1.3, top_p=0.05 + pick[3] / 1100, seed=int(pick[1]) << 40, logprobs=wanted),
         Params(temperature=0.9, min_p=0.001 + pick[4] / 2000, seed=int(pick[1]), logprobs=wanted),
         Params(0.8, 1 + int(pick[2]) % 60, 0.3 + pick[3] / 1500, 0.02, int(pick[1]) << 33 | 7, wanted),
-    ]  # fmt: skip
+    ]
     return choose[int(pick[0]) % len(choose)].words()
 
 

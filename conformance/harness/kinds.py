@@ -16,9 +16,14 @@ from hybrid.harness.block_values import largest, negative, pack
 from hybrid.harness.sampling import Params, Penalties
 
 STYLE = {
-    "first": "empty", "empty_cache": "empty", "last": "full", "full_cache": "full",
-    "mixed_slots": "mixed", "block_edge": "edge", "window_edge": "edge",
-}  # fmt: skip
+    "first": "empty",
+    "empty_cache": "empty",
+    "last": "full",
+    "full_cache": "full",
+    "mixed_slots": "mixed",
+    "block_edge": "edge",
+    "window_edge": "edge",
+}
 """Kind of slots or positions -> style of batch (batches.STYLES)."""
 TOGETHER = {kind: ("logits", "params") for kind in ("min_p_border", "top_p_border")}
 """Kind -> the tensors that have it together, because the values of one are made for those of the other."""
@@ -27,7 +32,8 @@ NEAR = 5e-4  # how far from the cut, relative: a cut that is off by a thousandth
 
 
 def apply_kind(kind: str, tensor: Tensor, seed: int, name: str, top: int = 0) -> Tensor:
-    """The tensor with its edge values (`top`: its largest index). Raises KeyError for a kind that does not fit its type."""
+    """The tensor with its edge values (`top`: its largest index). Raises KeyError for a kind that does not fit its
+    type."""
     if tensor.dtype == "i32":
         return Tensor.of(_INDEX[kind](tensor.array, top).astype(np.int32))
     if kind == "nothing_allowed":
@@ -60,7 +66,9 @@ def act(x: np.ndarray) -> Tensor:
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32).astype(np.float32)
     peak = np.abs(blocks).max(-1)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
-    scaled = np.where(np.isfinite(peak)[..., None], blocks, 0) * inverse[..., None]  # codes of a block with a NaN mean nothing
+    scaled = (
+        np.where(np.isfinite(peak)[..., None], blocks, 0) * inverse[..., None]
+    )  # codes of a block with a NaN mean nothing
     codes = np.clip(np.rint(scaled), -127, 127)
     return pack("q8_act", codes.reshape(x.shape).astype(np.int64), peak * np.float32(1 / 127))
 
@@ -137,8 +145,8 @@ def _min_p_border(x: np.ndarray, seed: int, name: str) -> np.ndarray:
 
 
 def _top_p_border(x: np.ndarray, seed: int, name: str) -> np.ndarray:
-    """One best id, whose mass misses the cut by little in every even row, so that all others are kept, and is just enough in
-    the odd ones, so that none is."""
+    """One best id, whose mass misses the cut by little in every even row, so that all others are kept, and is just
+    enough in the odd ones, so that none is."""
     share = CUT * (1 + NEAR * np.where(np.arange(x.shape[0]) % 2, 1, -1))
     z = np.repeat(np.log((1 - share) / (x.shape[-1] - 1) / share)[:, None], x.shape[-1], axis=1)
     z[:, x.shape[-1] // 2] = 0.0

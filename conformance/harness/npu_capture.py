@@ -1,8 +1,10 @@
-"""python -m hybrid.harness.npu_capture FILE: every NPU case on an owner's device, into one file; --compare reads such a file.
+"""python -m hybrid.harness.npu_capture FILE: every NPU case on an owner's device, into one file; --compare reads such a
+file.
 
-Vectors from silicon: 0. Nobody has run this on an NPU yet. The file holds, for each case, its text (which reproduces it on
-any machine), the digest of each output and the outputs themselves; and the device's name, clock, driver and firmware, the
-digests of kernels and designs. --compare computes the cases in the simulator and says which outputs differ, and by how much.
+Vectors from silicon: 0. Nobody has run this on an NPU yet. The file holds, for each case, its text (which reproduces it
+on any machine), the digest of each output and the outputs themselves; and the device's name, clock, driver and
+firmware, the digests of kernels and designs. --compare computes the cases in the simulator and says which outputs
+differ, and by how much.
 """
 
 from __future__ import annotations
@@ -60,13 +62,21 @@ def capture(device: NpuDevice, file: Path, only: str = "") -> int:
             print(f"{name}: FAILED: {error}", file=sys.stderr)
             continue
         outputs = {n: report.outputs[n].parts[0] for n in spec.outputs}
-        entries[name] = {"case": str(case), "outputs": {n: digest(a) for n, a in outputs.items()},
-                         "share of bound": {n: v.passes for n, v in report.verdicts.items()}}  # fmt: skip
+        entries[name] = {
+            "case": str(case),
+            "outputs": {n: digest(a) for n, a in outputs.items()},
+            "share of bound": {n: v.passes for n, v in report.verdicts.items()},
+        }
         arrays |= {f"{name}/{n}": a for n, a in outputs.items()}
     if not entries:
         raise ValueError(f"no case has {only!r} in its name")
-    head = {"device": device.name, "simulated": device.host.simulated, "machine": machine(device), "entries": entries,
-            "designs": {n: fabric_digest(m()) for n, m in shipped().items()}}  # fmt: skip
+    head = {
+        "device": device.name,
+        "simulated": device.host.simulated,
+        "machine": machine(device),
+        "entries": entries,
+        "designs": {n: fabric_digest(m()) for n, m in shipped().items()},
+    }
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
         out.writestr("capture.json", json.dumps(head, indent=1))
         for name, array in arrays.items():
@@ -98,7 +108,9 @@ def compare(file: Path) -> int:
                 if digest(here[live]) != digest(there[live]):
                     differ += 1
                     off = np.abs(here[live].astype(np.float64) - there[live].astype(np.float64))
-                    print(f"{name}/{output}: {int((off > 0).sum())} of {off.size} elements differ, by at most {off.max():.6g}")
+                    print(
+                        f"{name}/{output}: {int((off > 0).sum())} of {off.size} elements differ, by at most {off.max():.6g}"
+                    )
     print(f"{file}: {head['device']}: {compared} outputs compared with sim-npu1, {differ} differ in a bit")
     return differ
 
@@ -116,7 +128,9 @@ def machine(device: NpuDevice) -> dict[str, str]:
     module = Path("/sys/module/amdxdna/version")
     found["amdxdna"] = module.read_text().strip() if module.exists() else "not loaded"
     try:
-        text = subprocess.run(["xrt-smi", "examine", "-r", "platform"], capture_output=True, text=True, timeout=30).stdout
+        text = subprocess.run(
+            ["xrt-smi", "examine", "-r", "platform"], capture_output=True, text=True, timeout=30
+        ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         text = f"xrt-smi: {error}"
     return found | {"xrt-smi": text}
@@ -126,7 +140,9 @@ def main(argv: list[str] | None = None) -> int:
     p = Parser(prog="python -m hybrid.harness.npu_capture", description="NPU cases of an owner's device, in a file.")
     p.add_argument("file", type=Path, metavar="FILE", help="the file to write, or with --compare to read")
     p.add_argument("--compare", action="store_true", help="compare a file with the simulator")
-    p.add_argument("--npu", default="npu", choices=("npu", "sim"), help="the hardware, or the simulator to try the command (npu)")
+    p.add_argument(
+        "--npu", default="npu", choices=("npu", "sim"), help="the hardware, or the simulator to try the command (npu)"
+    )
     p.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this text")
     args = p.parse_args(argv)
 

@@ -23,8 +23,8 @@ EXACT = ("embed", "linear", "fused_qkv", "dequantize", "logits", "matmul_blocks"
 
 
 def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) -> Call:
-    """The oracle's results for the live rows; of a large case for those that sampled.choose draws. `matrices`: the device
-    has matrix units, which may round operands."""
+    """The oracle's results for the live rows; of a large case for those that sampled.choose draws. `matrices`: the
+    device has matrix units, which may round operands."""
     rows = choose(spec, case)
     cut = {name: take(spec, name, cut_live(spec, case, name, t), rows) for name, t in inputs.items()}
     state = {name: values.real(cut[name]).copy() for name in spec.state}
@@ -39,8 +39,7 @@ def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) ->
         if case.op == "per_layer_input":
             (gate,) = ORACLE["linear"](x=args["x"], w=args["w_gate"])
             refs["h"] = gelu_tanh(gate) * of_layer(args["ple"], case.attrs["layer"], gate.shape[-1])
-    return Call(cut, {name: values.real(t) for name, t in cut.items()}, case.attrs, refs, case.dtypes,
-                matrices)
+    return Call(cut, {name: values.real(t) for name, t in cut.items()}, case.attrs, refs, case.dtypes, matrices)
 
 
 def check(spec: OpSpec, case: Case, label: str, call: Call, after: Tensors) -> dict[str, Verdict]:
@@ -62,8 +61,8 @@ def check(spec: OpSpec, case: Case, label: str, call: Call, after: Tensors) -> d
 
 
 def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dtype: str | None = None) -> np.ndarray:
-    """f64, shape of `ref`: the spec's bound for each element, before any quantisation to int8 codes. `dtype`: of the result,
-    where it is not the case's."""
+    """f64, shape of `ref`: the spec's bound for each element, before any quantisation to int8 codes. `dtype`: of the
+    result, where it is not the case's."""
     dtype = dtype or case.dtypes[name]
     tol = spec.tolerance_of(name, dtype)
     if tol.metric == "exact":
@@ -84,19 +83,27 @@ def allowed(spec: OpSpec, case: Case, name: str, call: Call, ref: np.ndarray, dt
     out = dtype if dtype in UNIT else "f32"
     acc = spec.numerics.accumulate
     limit = compare.bound(ref, terms, float(tol.reduction.eval(case.bind)), out, acc, tol.c, tol.c_out) + beside
-    return limit + UNIT["f16"] * terms if call.matrices and tol.scale == "abs" and _on_matrix_units(spec, case) else limit
+    return (
+        limit + UNIT["f16"] * terms if call.matrices and tol.scale == "abs" and _on_matrix_units(spec, case) else limit
+    )
 
 
 def _on_matrix_units(spec: OpSpec, case: Case) -> bool:
     """May matrix units, where there are any, compute this case?"""
     units = spec.numerics.matrices
-    return units is not None and all(case.dtypes[t] in d for t, d in units.dtypes.items()) and bool(units.when.eval(case.bind))
+    return (
+        units is not None
+        and all(case.dtypes[t] in d for t, d in units.dtypes.items())
+        and bool(units.when.eval(case.bind))
+    )
 
 
 def _real(spec: OpSpec, case: Case, at: str, name: str, call: Call, got: Tensor, ref: np.ndarray) -> Verdict:
     tol = spec.tolerance_of(name, got.dtype)
     if tol.metric == "codes":
-        return compare.codes(at, (got.parts[0], got.parts[1]), ref, allowed(spec, case, name, call, ref), tol.tie or 0.0)
+        return compare.codes(
+            at, (got.parts[0], got.parts[1]), ref, allowed(spec, case, name, call, ref), tol.tie or 0.0
+        )
     real = values.real(got)
     if tol.metric == "exact" or (case.mode == "exact" and case.op in EXACT):
         compare.same(at, real, values.real(values.rounded(ref, got.dtype)))

@@ -91,7 +91,9 @@ def judge(label: str, logits: np.ndarray, params: Params, position: int, chosen:
     if not possible[chosen]:
         raise Disagreement(f"{label}: token {chosen} is cut off by {params}; {best} was expected")
     if score[chosen] < score[best] - slack:
-        raise Disagreement(f"{label}: token {chosen} scores {score[chosen]:.6f}, token {best} {score[best]:.6f} ({params})")
+        raise Disagreement(
+            f"{label}: token {chosen} scores {score[chosen]:.6f}, token {best} {score[best]:.6f} ({params})"
+        )
 
 
 def kept(z: np.ndarray, params: Params, slack: float) -> np.ndarray:

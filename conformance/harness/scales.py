@@ -41,8 +41,8 @@ def scale(op: str, name: str, call: Call) -> np.ndarray:
 
 
 def scales(op: str, call: Call) -> dict[str, np.ndarray]:
-    """Of every result by its name; NAME.values: with the absolute values of what is averaged; NAME.steps: an error beside the scale
-    that is absolute. Raises KeyError for an operation without a rule."""
+    """Of every result by its name; NAME.values: with the absolute values of what is averaged; NAME.steps: an error
+    beside the scale that is absolute. Raises KeyError for an operation without a rule."""
     if op not in _SCALES:
         raise KeyError(f"no scale rule for operation {op!r}: add it to conformance/harness/scales.py")
     return _SCALES[op](call)
@@ -66,9 +66,13 @@ F16_NORMAL, F16_STEP = 2.0**-14, 2.0**-24
 
 
 def steps(x: np.ndarray, x_dtype: str, w_values: np.ndarray) -> np.ndarray:
-    """Beside f16 rows weights are rounded to f16, which has steps of one size below F16_NORMAL; drivers differ in the direction
-    there. The relative bound has no room for it where one element of a row outweighs the others."""
-    return np.abs(x) @ (np.abs(w_values) < F16_NORMAL).T * F16_STEP if x_dtype == "f16" else np.zeros((len(x), len(w_values)))
+    """Beside f16 rows weights are rounded to f16, which has steps of one size below F16_NORMAL; drivers differ in the
+    direction there. The relative bound has no room for it where one element of a row outweighs the others."""
+    return (
+        np.abs(x) @ (np.abs(w_values) < F16_NORMAL).T * F16_STEP
+        if x_dtype == "f16"
+        else np.zeros((len(x), len(w_values)))
+    )
 
 
 def _linear(call: Call) -> dict[str, np.ndarray]:
@@ -167,8 +171,8 @@ def _geglu(call: Call) -> dict[str, np.ndarray]:
 
 
 def _threshold_terms(terms: np.ndarray, gate: np.ndarray, sparsity: float) -> np.ndarray:
-    """Terms of gate - threshold: those of the gate, of the mean of all gates and of their deviation, which errs by at most what the
-    gates err by, and cancels in its squares."""
+    """Terms of gate - threshold: those of the gate, of the mean of all gates and of their deviation, which errs by at
+    most what the gates err by, and cancels in its squares."""
     if sparsity <= 0:
         return terms
     mean, every = np.abs(gate).mean(-1, keepdims=True), terms.mean(-1, keepdims=True)

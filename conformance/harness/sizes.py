@@ -13,11 +13,28 @@ from hybrid.spec import OpSpec, SpecError
 
 # role -> (size in edge cases, most units of multiple_of in drawn cases)
 SIZES: dict[str, tuple[int, int]] = {
-    "tokens": (5, 36), "outs": (3, 20), "rows": (6, 20), "hidden": (64, 20), "inner": (64, 40), "features": (24, 140),
-    "ffn": (96, 20), "vocab": (50, 300), "q_heads": (4, 8), "kv_heads": (2, 4), "head_dim": (32, 16), "slots": (3, 6),
-    "streams": (4, 4), "per_layer": (32, 4), "blocks": (1, 4), "block_size": (4, 32), "table": (5, 12), "context": (20, 60),
-    "projections": (2, 2), "rotary": (512, 64), "inbox": (400, 400),
-}  # fmt: skip
+    "tokens": (5, 36),
+    "outs": (3, 20),
+    "rows": (6, 20),
+    "hidden": (64, 20),
+    "inner": (64, 40),
+    "features": (24, 140),
+    "ffn": (96, 20),
+    "vocab": (50, 300),
+    "q_heads": (4, 8),
+    "kv_heads": (2, 4),
+    "head_dim": (32, 16),
+    "slots": (3, 6),
+    "streams": (4, 4),
+    "per_layer": (32, 4),
+    "blocks": (1, 4),
+    "block_size": (4, 32),
+    "table": (5, 12),
+    "context": (20, 60),
+    "projections": (2, 2),
+    "rotary": (512, 64),
+    "inbox": (400, 400),
+}
 PRIMES = {"tokens": 13, "outs": 7, "rows": 11, "features": 37, "vocab": 61}
 
 Choices = Callable[[Mapping[str, int]], list[Any]]
@@ -46,8 +63,10 @@ def attribute_choices(spec: OpSpec, name: str, bind: Mapping[str, int]) -> list[
     a = spec.attributes[name]
     choices = list(a.values or ()) or ([a.default] if a.default is not None else [])
     if not choices:
-        raise LookupError(f"{spec.file}: attributes.{name} has neither values nor a default; add it to "
-                          "conformance/ops/strategies.py ATTRIBUTES")  # fmt: skip
+        raise LookupError(
+            f"{spec.file}: attributes.{name} has neither values nor a default; add it to "
+            "conformance/ops/strategies.py ATTRIBUTES"
+        )
     return choices
 
 
@@ -69,10 +88,13 @@ def granule(spec: OpSpec, axis: str, dtypes: Mapping[str, str]) -> int:
     return math.lcm(spec.axes[axis].multiple_of, *blocks)
 
 
-def rounded_up(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str],
-               fixed: frozenset[str] = frozenset()) -> dict[str, int]:  # fmt: skip
+def rounded_up(
+    spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], fixed: frozenset[str] = frozenset()
+) -> dict[str, int]:
     """The sizes made whole blocks of the dtypes, but for the `fixed` ones."""
-    return {n: v if n in fixed else -(-v // granule(spec, n, dtypes)) * granule(spec, n, dtypes) for n, v in bind.items()}
+    return {
+        n: v if n in fixed else -(-v // granule(spec, n, dtypes)) * granule(spec, n, dtypes) for n, v in bind.items()
+    }
 
 
 def tile_of(spec: OpSpec, axis: str) -> int:
@@ -112,7 +134,9 @@ def complete(spec: OpSpec, bind: Mapping[str, int], fixed: frozenset[str] = froz
     return b
 
 
-def fits(spec: OpSpec, backend: str, bind: Mapping[str, int], attrs: Mapping[str, Any], dtypes: Mapping[str, str]) -> bool:
+def fits(
+    spec: OpSpec, backend: str, bind: Mapping[str, int], attrs: Mapping[str, Any], dtypes: Mapping[str, str]
+) -> bool:
     """Does the spec allow it, and have the rows room in their sequences?"""
     try:
         spec.check(bind, attrs, dtypes, backend)
@@ -130,8 +154,15 @@ def most_outs(spec: OpSpec, bind: Mapping[str, int], rows: int) -> int:
     return min(bind.get("O", 1), rows, rows if takes_runs(spec) else bind["S"])
 
 
-def whole(spec: OpSpec, bind: Mapping[str, int], dtypes: Mapping[str, str], attrs: Mapping[str, Any], seed: int,
-          kinds: Mapping[str, str] | None = None, style: str = "ragged") -> Case:  # fmt: skip
+def whole(
+    spec: OpSpec,
+    bind: Mapping[str, int],
+    dtypes: Mapping[str, str],
+    attrs: Mapping[str, Any],
+    seed: int,
+    kinds: Mapping[str, str] | None = None,
+    style: str = "ragged",
+) -> Case:
     """A case whose rows are all live."""
     rows = bind.get("T", 1)
     outs = most_outs(spec, bind, rows) if "slots" in spec.inputs else bind.get("O", 1)

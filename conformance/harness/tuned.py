@@ -28,12 +28,16 @@ def facts_of(family: str, spec: OpSpec, device: Any, case: Case) -> list[Mapping
 
 
 def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
-    """The fixed cases that ask for the family; for matrix units, which decode each type apart, in all types together."""
+    """The fixed cases that ask for the family; for matrix units, which decode each type apart, in all types
+    together."""
     cases = [c for found in (edge_cases(spec, "vulkan"), variant_cases(spec, "vulkan")) for _, c in found]
     if family.needs:
         sizes = VARIANTS.get(spec.name, ())
-        cases += [variant(spec, base_bind(spec) | {k: int(v) for k, v in s.items() if k in spec.axes}, dtypes, i)
-                  for s in sizes for i, dtypes in enumerate(covering(spec, "vulkan"))]  # fmt: skip
+        cases += [
+            variant(spec, base_bind(spec) | {k: int(v) for k, v in s.items() if k in spec.axes}, dtypes, i)
+            for s in sizes
+            for i, dtypes in enumerate(covering(spec, "vulkan"))
+        ]
     return [c for c in cases if facts_of(family.name, spec, device, c)]
 
 
@@ -41,8 +45,11 @@ def uses(declared: Family) -> list[dict[str, Value]]:
     """Choices in which every value of every number of a family occurs, and those of every table, each once."""
     values = list(declared.candidates.values())
     # Each in two companies: together they decide which module runs.
-    rows = [[v[(i + shift * j) % len(v)] for j, v in enumerate(values)]
-            for shift in (0, 1) for i in range(max(map(len, values)))]  # fmt: skip
+    rows = [
+        [v[(i + shift * j) % len(v)] for j, v in enumerate(values)]
+        for shift in (0, 1)
+        for i in range(max(map(len, values)))
+    ]
     tuned = [e.use for table in tables().values() for e in table.family if e.name == declared.name]
     every = [dict(zip(declared.candidates, row, strict=True)) for row in rows] + tuned
     return list({tuple(sorted(use.items())): use for use in every}.values())

@@ -17,7 +17,9 @@ def edited(path: Path, find: str, replace: str, label: str) -> str:
     """The file's text with `find`, which must occur once, replaced. StaleMutant names the mutant, `label`."""
     text = path.read_text()
     if text.count(find) != 1:
-        raise StaleMutant(f"{label}: {find!r} occurs {text.count(find)} times in {path.name}, not once: renew the mutant")
+        raise StaleMutant(
+            f"{label}: {find!r} occurs {text.count(find)} times in {path.name}, not once: renew the mutant"
+        )
     return text.replace(find, replace)
 
 

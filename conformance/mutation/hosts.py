@@ -8,9 +8,10 @@ mutants/host/<group>.toml holds tables [[mutant]] with
     replace  what it becomes
     tests    of which one must fail: names as pytest gives them, from conformance/ on
 
-`python -m conformance.mutation.hosts GROUP...` runs the tests of all these groups' mutants with the shipped text, where all must
-pass, then each mutant's with its own, and prints a line of JSON for each: group, name, result, seconds, said (trial.Outcome).
-In the short profile each group has a share of its mutants, which changes with the files that they mutate.
+`python -m conformance.mutation.hosts GROUP...` runs the tests of all these groups' mutants with the shipped text, where
+all must pass, then each mutant's with its own, and prints a line of JSON for each: group, name, result, seconds, said
+(trial.Outcome). In the short profile each group has a share of its mutants, which changes with the files that they
+mutate.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def load(group: str) -> Iterator[Mutant]:
 
 
 def tried(group: str) -> list[Mutant]:
-    """All of a group in the long profile; else every SHARE-th, in an order that follows from the text of the mutated files."""
+    """All of a group in the long profile; else every SHARE-th, in an order that follows from the text of the mutated
+    files."""
     every = list(load(group))
     return every if LONG else sorted(every, key=_digest)[::SHARE]
 
@@ -80,7 +82,9 @@ def _digest(mutant: Mutant) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m conformance.mutation.hosts", description="Tests against mutants of host code.")
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance.mutation.hosts", description="Tests against mutants of host code."
+    )
     parser.add_argument("group", choices=groups(), nargs="+", help="files of conformance/mutation/mutants/host")
     mutants = {group: tried(group) for group in parser.parse_args().group}
     prepare()

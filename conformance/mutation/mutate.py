@@ -1,7 +1,8 @@
 """Mutants: the shipped kernels with one piece of source text replaced. Each must make a conformance case fail.
 
-mutants/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the NumPy device), [[npu]] (the NPU's operations) and
-[[aie]] (the NPU's tile kernels, run by test_npu_kernels.py; options.kernel names the source file that is run) with
+mutants/<op>.toml holds tables [[shader]], [[binding]] (Vulkan), [[oracle]] (the NumPy device), [[npu]] (the NPU's
+operations) and [[aie]] (the NPU's tile kernels, run by test_npu_kernels.py; options.kernel names the source file that
+is run) with
 
     name     what is broken
     file     in kernels/vulkan/shaders, kernels/vulkan/ops, kernels/oracle, kernels/npu or kernels/npu/aie
@@ -83,8 +84,8 @@ def load(folder: Path = MUTANTS) -> Iterator[Mutant]:
 
 
 def tried(mutants: Iterable[Mutant]) -> list[Mutant]:
-    """All in the long profile; else of the shaders', each of which is compiled twice, every SHARE-th of an operation, in an order
-    that follows from the texts of the mutated files. Of matrix units', which a CPU driver skips, all."""
+    """All in the long profile; else of the shaders', each of which is compiled twice, every SHARE-th of an operation,
+    in an order that follows from the texts of the mutated files. Of matrix units', which a CPU driver skips, all."""
     mutants = list(mutants)
     if LONG:
         return mutants
@@ -144,8 +145,10 @@ def mutated_spirv(mutant: Mutant, kernels: set[str], folder: Path) -> Path:
     manifest = json.loads((SPIRV / "manifest.json").read_text())
     changed = [v for v in variants(source) if v.module in kernels and digest(v) != manifest[v.module]["digest"]]
     if not changed:
-        raise StaleMutant(f"mutants/{mutant.op}.toml: {mutant.name}: none of {sorted(kernels)}, which the case runs, "
-                          f"uses {mutant.file}")  # fmt: skip
+        raise StaleMutant(
+            f"mutants/{mutant.op}.toml: {mutant.name}: none of {sorted(kernels)}, which the case runs, "
+            f"uses {mutant.file}"
+        )
     for v in changed:
         code, manifest[v.module] = compile_variant(v)
         modules.write(out, v.module, code)

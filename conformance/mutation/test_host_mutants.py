@@ -14,7 +14,9 @@ from conformance.mutation.hosts import ROOT, SHIPPED, groups, load, tried
 @pytest.mark.parametrize("share", [groups()[i::2] for i in range(2)], ids="-".join)
 @pytest.mark.slow
 def test_caught(share: list[str]) -> None:
-    run = subprocess.run([sys.executable, "-m", "conformance.mutation.hosts", *share], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "conformance.mutation.hosts", *share], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     outcomes = {(o["group"], o["name"]): o for o in map(json.loads, run.stdout.splitlines())}
     shipped = (" ".join(share), SHIPPED)
@@ -27,7 +29,8 @@ def test_caught(share: list[str]) -> None:
 
 
 def test_no_mutant_is_stale() -> None:
-    """Those that the short profile leaves out too: what they replace is found once in their file, and their tests are files."""
+    """Those that the short profile leaves out too: what they replace is found once in their file, and their tests are
+    files."""
     for mutant in (m for group in groups() for m in load(group)):
         assert mutant.mutated() != mutant.path.read_text()
         assert all((ROOT / t.partition("::")[0]).is_file() for t in mutant.tests), mutant.label
@@ -37,7 +40,15 @@ def test_every_part_of_the_host_has_mutants() -> None:
     mutated = {m.file for group in groups() for m in load(group)}
     runs = ("engine", "request", "session", "streams", "teacher_forcing", "chunks", "kv", "sampling")
     engine = (*runs, "blocks", "queue", "scheduler", "sequence", "stats", "loading", "weights")
-    parts = {"model", "text/stops", "text/tokenizer", "planning/passes", "planning/cache", "spec/cost", "checkpoint/assemble"}
+    parts = {
+        "model",
+        "text/stops",
+        "text/tokenizer",
+        "planning/passes",
+        "planning/cache",
+        "spec/cost",
+        "checkpoint/assemble",
+    }
     parts |= {f"engine/{p}" for p in engine} | {"convert/shards", "convert/blocks"}
     missing = sorted(f"hybrid/{p}.py" for p in parts if f"hybrid/{p}.py" not in mutated)
     assert not missing, f"no mutant in conformance/mutation/mutants/host mutates {', '.join(missing)}"

@@ -48,7 +48,9 @@ def _device(mutant: Mutant, sound: Any, kernels: set[str], options: dict[str, An
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(s, id=f"{s.op}-{s.kind}-{s.name}") for s in tried(MUTANTS)])
-def test_caught(devices: Devices, matrices: MatrixDevices, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caught(
+    devices: Devices, matrices: MatrixDevices, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if mutant.kind == "shader":
         need_compiler()
     spec, case = SPECS[mutant.op], case_of(mutant, SPECS[mutant.op])
@@ -79,7 +81,8 @@ def test_no_mutant_is_stale() -> None:
 
 
 def test_mutants_of_matrix_units_are_of_kernels_that_their_cases_run() -> None:
-    """Where no device has such units their cases are recorded for one: a table that has come to choose another tile shows."""
+    """Where no device has such units their cases are recorded for one: a table that has come to choose another tile
+    shows."""
     stale = []
     for mutant in (m for m in load() if m.kind == "shader" and m.needs == "f16_matrices"):
         options = mutant.case.get("options", {})

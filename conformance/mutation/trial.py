@@ -1,7 +1,9 @@
-"""Runs tests in a process of their own in which one module's text is another: mutants of host code, without a changed file.
+"""Runs tests in a process of their own in which one module's text is another: mutants of host code, without a changed
+file.
 
-The text is given to Python's import system, so what a test starts as a separate program still runs the shipped module. Made by
-fork from a process that holds the libraries but nothing of the project: a trial costs its imports and its tests.
+The text is given to Python's import system, so what a test starts as a separate program still runs the shipped module.
+Made by fork from a process that holds the libraries but nothing of the project: a trial costs its imports and its
+tests.
 """
 
 from __future__ import annotations
@@ -24,10 +26,21 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = (
-    "concurrent.futures.thread", "gguf", "hypothesis", "jinja2", "numpy", "pydantic.fields", "pydantic.functional_validators",
-    "pydantic.main", "pytest", "safetensors", "sentencepiece", "subprocess", "tomli",
+    "concurrent.futures.thread",
+    "gguf",
+    "hypothesis",
+    "jinja2",
+    "numpy",
+    "pydantic.fields",
+    "pydantic.functional_validators",
+    "pydantic.main",
+    "pytest",
+    "safetensors",
+    "sentencepiece",
+    "subprocess",
+    "tomli",
     "tqdm",
-)  # fmt: skip
+)
 # Looking for plugins would take pytest longer than most tests do.
 SETTINGS = {"HYBRID_CONFORMANCE": "trial", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 _RESULTS: dict[int, Result] = {0: "passed", 1: "failed"}  # pytest's exit codes; others: nothing ran, or not to its end
@@ -54,9 +67,9 @@ def prepare() -> None:
 
 
 def trial(tests: Sequence[str], path: Path | None = None, text: str = "", limit: float = 60.0) -> Outcome:
-    """The outcome of `tests` (pytest's names of them, from the root) with `text` in place of the file `path`, until the first
-    failure. After `limit` seconds the trial and all that it started are killed. RuntimeError in a process that has imported
-    some of the project already: the shipped module would be tested."""
+    """The outcome of `tests` (pytest's names of them, from the root) with `text` in place of the file `path`, until the
+    first failure. After `limit` seconds the trial and all that it started are killed. RuntimeError in a process that
+    has imported some of the project already: the shipped module would be tested."""
     if early := sorted(m for m in sys.modules if m.partition(".")[0] == "hybrid"):
         raise RuntimeError(f"{early[0]} has been imported: run trials in a process of their own")
     begin = time.perf_counter()
@@ -85,8 +98,18 @@ def _child(tests: Sequence[str], path: Path | None, text: str, out: int) -> None
             sys.meta_path.insert(0, _Replaced(path, text))
         import pytest
 
-        # plain: what explains a failed assertion takes minutes for two files that differ, where CI is set in the environment
-        options = ["-x", "-q", "--assert=plain", "--tb=line", "--disable-warnings", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+        # plain: what explains a failed assertion takes minutes for two files that differ, where CI is set in the
+        # environment
+        options = [
+            "-x",
+            "-q",
+            "--assert=plain",
+            "--tb=line",
+            "--disable-warnings",
+            "-p",
+            "no:cacheprovider",
+            f"--rootdir={ROOT}",
+        ]
         code = int(pytest.main([*options, *tests]))
         sys.stdout.flush()
     finally:
@@ -132,7 +155,9 @@ class _Replaced(importlib.abc.MetaPathFinder):
         if fullname != self._name:
             return None
         loader = _Text(fullname, self._path, self._text)
-        return importlib.util.spec_from_file_location(fullname, self._path, loader=loader, submodule_search_locations=_folder(self))
+        return importlib.util.spec_from_file_location(
+            fullname, self._path, loader=loader, submodule_search_locations=_folder(self)
+        )
 
 
 def _folder(finder: _Replaced) -> list[str] | None:

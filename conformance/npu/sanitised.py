@@ -1,6 +1,8 @@
-"""Every tile kernel once, compiled with sanitisers: run by test_npu_kernels.py in a process that has their runtimes loaded.
+"""Every tile kernel once, compiled with sanitisers: run by test_npu_kernels.py in a process that has their runtimes
+loaded.
 
-Prints `caught` when a read one vector beyond an array is seen (in a child process: it ends there), then each kernel's name.
+Prints `caught` when a read one vector beyond an array is seen (in a child process: it ends there), then each kernel's
+name.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ libc = ctypes.CDLL(None)
 
 
 def exact_buffer(shape: int | tuple[int, ...], dtype: Any, fill: Any = 0) -> np.ndarray:
-    """As kernels.npu.compile.buffer, but its last byte is the last of an allocation. Never freed: the process is short."""
+    """As kernels.npu.compile.buffer, but its last byte is the last of an allocation. Never freed: the process is
+    short."""
     dtype, pointer = np.dtype(dtype), ctypes.c_void_p()
     size = int(np.prod(shape)) * dtype.itemsize
     if libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(64), ctypes.c_size_t(size)) or pointer.value is None:
@@ -54,7 +57,11 @@ def main() -> None:
     for file in sys.argv[1:]:
         op, run = tiles.RUNS[file]
         spec = specs[op]
-        run(spec, variant(spec, base_bind(spec), spec.dtypes(dtypes.get(file, {next(iter(spec.outputs)): "f32"})), 1), kernels)
+        run(
+            spec,
+            variant(spec, base_bind(spec), spec.dtypes(dtypes.get(file, {next(iter(spec.outputs)): "f32"})), 1),
+            kernels,
+        )
         print(file, flush=True)
 
 

@@ -1,4 +1,5 @@
-"""A run that was started and a plan that was submitted to the NPU go on by themselves: states on the way, order, errors."""
+"""A run that was started and a plan that was submitted to the NPU go on by themselves: states on the way, order,
+errors."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _bound(folder: Path, seed: int = 0) -> tuple[Any, Any, Any, np.ndarray]:
-    """(context, run, its output buffer, what that will hold): arguments set by hand, not started. The context comes first,
-    so that it is dropped last."""
+    """(context, run, its output buffer, what that will hold): arguments set by hand, not started. The context comes
+    first, so that it is dropped last."""
     device, context, kernel = _opened(folder)
     flags, up = xrt_sim.bo.flags, xrt_sim.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE
     made, expected = job(seed=seed)
@@ -53,8 +54,8 @@ def _bound(folder: Path, seed: int = 0) -> tuple[Any, Any, Any, np.ndarray]:
 
 
 def test_a_started_run_goes_on_by_itself(folder: Path) -> None:
-    """start returns at once, state follows the machine, wait with a timeout says how far it is, and a run that is under way
-    cannot be started again."""
+    """start returns at once, state follows the machine, wait with a timeout says how far it is, and a run that is under
+    way cannot be started again."""
     states, down = xrt_sim.ert_cmd_state, xrt_sim.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE
     _context, one, out, expected = _bound(folder)
     assert one.state() == one.wait() == states.ERT_CMD_STATE_NEW

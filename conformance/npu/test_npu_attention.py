@@ -1,4 +1,5 @@
-"""Attention designs compute the key tiles that somebody sees, and no other: counted in the interpreter against the positions."""
+"""Attention designs compute the key tiles that somebody sees, and no other: counted in the interpreter against the
+positions."""
 
 from __future__ import annotations
 
@@ -56,10 +57,15 @@ def inputs(rows: int, start: int, heads: int, kv_heads: int, d: int, window: int
     blocks = -(-(start + rows) // block)
     k, v = (rng.normal(size=(blocks, block, kv_heads, d)).astype(np.float32) for _ in "kv")
     return {
-        "q": rng.normal(size=(rows, heads * d)).astype(np.float32), "k_cache": k, "v_cache": v,
-        "block_table": rng.permutation(blocks)[None].astype(np.int32), "slots": np.zeros(rows, np.int32),
-        "positions": np.arange(start, start + rows, dtype=np.int32), "scale": d**-0.5, "window": window,
-    }  # fmt: skip
+        "q": rng.normal(size=(rows, heads * d)).astype(np.float32),
+        "k_cache": k,
+        "v_cache": v,
+        "block_table": rng.permutation(blocks)[None].astype(np.int32),
+        "slots": np.zeros(rows, np.int32),
+        "positions": np.arange(start, start + rows, dtype=np.int32),
+        "scale": d**-0.5,
+        "window": window,
+    }
 
 
 def visible(positions: np.ndarray, window: int, lk: int, most: int) -> int:
@@ -72,7 +78,9 @@ def visible(positions: np.ndarray, window: int, lk: int, most: int) -> int:
 
 
 @pytest.mark.parametrize("op", SCORES)
-@pytest.mark.parametrize(("rows", "start", "window"), [(128, 0, 0), (70, 45, 0), (130, 200, 40), (1, 300, 0), (1, 300, 33)])
+@pytest.mark.parametrize(
+    ("rows", "start", "window"), [(128, 0, 0), (70, 45, 0), (130, 200, 40), (1, 300, 0), (1, 300, 33)]
+)
 @pytest.mark.slow
 def test_only_visible_key_tiles_are_computed(op: str, rows: int, start: int, window: int) -> None:
     args, npu = inputs(rows, start, 2, 2, 16, window), Direct()
@@ -111,9 +119,13 @@ def _moved(fifo: str, objects: int) -> Callable[[Design], Design]:
     def change(design: Design) -> Design:
         step = objects * design.fifo(fifo).array.size
         most = design.argument("kv").size
-        return replace(design, sequence=tuple(
-            replace(s, offset=min(s.offset + step, most - s.size)) if isinstance(s, Move) and s.fifo == fifo else s
-            for s in design.sequence))  # fmt: skip
+        return replace(
+            design,
+            sequence=tuple(
+                replace(s, offset=min(s.offset + step, most - s.size)) if isinstance(s, Move) and s.fifo == fifo else s
+                for s in design.sequence
+            ),
+        )
 
     return change
 
@@ -133,11 +145,13 @@ def _early(design: Design) -> Lowered:
 
 
 MUTATIONS: dict[str, Callable[[Design], Design | Lowered]] = {
-    "tiles before and tiles seen exchanged": _counted({0: 1, 1: 0}), "tiles after taken for tiles seen": _counted({1: 2, 2: 1}),
+    "tiles before and tiles seen exchanged": _counted({0: 1, 1: 0}),
+    "tiles after taken for tiles seen": _counted({1: 2, 2: 1}),
     "tiles before not let pass": lambda d: _loops(d, lambda s: None if s.count == Element("bounds", 0) else s),
-    "a span that begins one tile late": _moved("kv_in0", 2), "queries exchanged between cores": _dealt,
+    "a span that begins one tile late": _moved("kv_in0", 2),
+    "queries exchanged between cores": _dealt,
     "a lock's count": _early,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("op", SCORES)
@@ -160,15 +174,18 @@ def test_causal_prefill_computes_half_the_square() -> None:
 
 
 def test_hidden_key_tiles_are_not_sent_either() -> None:
-    """Left of a window nothing is sent, nor more than a power of two of key tiles to the right; to a prompt's first rows, nothing
-    behind them."""
+    """Left of a window nothing is sent, nor more than a power of two of key tiles to the right; to a prompt's first
+    rows, nothing behind them."""
     npu = Direct()
     OPS["attention"](npu, **inputs(256, 1000, 2, 2, 16, 64))
     design, counts = npu.designs[0], npu.counts[0]
     facts = design.facts
     query, key = facts["LQ"] * 16 * 2 + 64, facts["LK"] * 16 * 4
     assert (facts["tiles"], facts["blocks"]) == (64, 2)  # room for 1264 positions, which is all of the table
-    for sent, read in ((2 * 16, counts.ddr_read), (4 + 8, _first_rows(npu))):  # tiles 29 to 39 are 11; 128 rows a block, 4 tiles
+    for sent, read in (
+        (2 * 16, counts.ddr_read),
+        (4 + 8, _first_rows(npu)),
+    ):  # tiles 29 to 39 are 11; 128 rows a block, 4 tiles
         assert read == 2 * (facts["blocks"] * CORES * query + sent * key)
 
 
@@ -179,9 +196,12 @@ def _first_rows(npu: Direct) -> int:
 
 
 @given(
-    starts=st.lists(st.integers(0, 400), min_size=1, max_size=4), length=st.integers(1, 90),
-    window=st.sampled_from([0, 1, 7, 64, 300]), group=st.sampled_from([1, 2, 4]), d=st.sampled_from([16, 128, 256]),
-)  # fmt: skip
+    starts=st.lists(st.integers(0, 400), min_size=1, max_size=4),
+    length=st.integers(1, 90),
+    window=st.sampled_from([0, 1, 7, 64, 300]),
+    group=st.sampled_from([1, 2, 4]),
+    d=st.sampled_from([16, 128, 256]),
+)
 def test_a_plan_covers_what_is_seen(starts: list[int], length: int, window: int, group: int, d: int) -> None:
     """Of any rows of a sequence: each query tile's stretch is exactly what its rows see, each block's span holds the
     stretches of its four, and the three numbers that ride behind a query tile add up to what is sent."""

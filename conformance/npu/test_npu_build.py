@@ -1,4 +1,5 @@
-"""Artefacts belong to the sources that they were built from, and the build says what it lacks, or drives the real tools."""
+"""Artefacts belong to the sources that they were built from, and the build says what it lacks, or drives the real
+tools."""
 
 from __future__ import annotations
 
@@ -65,7 +66,13 @@ def test_the_build_says_what_is_missing(
     monkeypatch.delenv("PEANO_INSTALL_DIR", raising=False)
     assert build_main(["--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    for part in ("nothing was built", "mlir_aie -f https://github.com/Xilinx/mlir-aie/releases", "aiecc.py", "Peano", "aie_api"):
+    for part in (
+        "nothing was built",
+        "mlir_aie -f https://github.com/Xilinx/mlir-aie/releases",
+        "aiecc.py",
+        "Peano",
+        "aie_api",
+    ):
         assert part in said
     assert not list(tmp_path.iterdir())
     assert build_main(["small.i8.c1", "--sim", "--out", str(tmp_path)]) == 0 and list(tmp_path.glob("*.xclbin"))
@@ -81,8 +88,13 @@ def test_the_build_says_what_is_missing(
 def _wheels(site: Path) -> Path:
     """Folders as the wheels mlir_aie and llvm-aie lay them: the package two folders down, headers in two more."""
     root = site / "mlir_aie"
-    for file in ("python/aie/__init__.py", "include/aie_api/aie.hpp", "include/aie_kernels/aie_kernel_utils.h", "bin/aiecc.py",
-                 "../llvm-aie/bin/clang++"):  # fmt: skip
+    for file in (
+        "python/aie/__init__.py",
+        "include/aie_api/aie.hpp",
+        "include/aie_kernels/aie_kernel_utils.h",
+        "bin/aiecc.py",
+        "../llvm-aie/bin/clang++",
+    ):
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).touch()
     return root
@@ -98,15 +110,21 @@ def test_the_tools_are_found_where_the_wheels_put_them(tmp_path: Path, monkeypat
     assert missing == [] and found is not None
     assert (found.include, found.aiecc) == (root / "include", root / "bin" / "aiecc.py")
     assert found.clang == tmp_path / "llvm-aie" / "bin" / "clang++"
-    for gone, says in (("include/aie_kernels/aie_kernel_utils.h", "aie_kernel_utils.h"), ("include/aie_api/aie.hpp", "aie_api"),
-                       ("bin/aiecc.py", "aiecc.py on PATH"), ("../llvm-aie/bin/clang++", "Peano")):  # fmt: skip
+    for gone, says in (
+        ("include/aie_kernels/aie_kernel_utils.h", "aie_kernel_utils.h"),
+        ("include/aie_api/aie.hpp", "aie_api"),
+        ("bin/aiecc.py", "aiecc.py on PATH"),
+        ("../llvm-aie/bin/clang++", "Peano"),
+    ):
         (root / gone).unlink()
         found, missing = build.tools()
         assert found is None and len(missing) == 1 and says in missing[0], missing
         (root / gone).touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # unpacked without its .pth file
     found, missing = build.tools()
-    assert found is None and missing == [f"Python package `aie` on the path: set PYTHONPATH={root / 'python'}, which has it"]
+    assert found is None and missing == [
+        f"Python package `aie` on the path: set PYTHONPATH={root / 'python'}, which has it"
+    ]
 
 
 def test_frames_are_added_up() -> None:
@@ -139,7 +157,9 @@ def test_the_build_drives_the_real_tools(tmp_path: Path, monkeypatch: pytest.Mon
     assert {"--target=aie2-none-unknown-elf", "-DDIM_M=16", "-fstack-usage"} <= set(commands[0])
     given = [commands[0][i + 1] for i, word in enumerate(commands[0]) if word == "-I"]
     assert given == ["include", "include/aie_kernels", str(AIE)]
-    assert {"--aie-generate-xclbin", "--no-xchesscc", "--dynamic-objFifos", "--npu-insts-name=design.bin"} <= set(commands[-1])
+    assert {"--aie-generate-xclbin", "--no-xchesscc", "--dynamic-objFifos", "--npu-insts-name=design.bin"} <= set(
+        commands[-1]
+    )
     assert find(tmp_path, design).builder.startswith("mlir-aie")
     frame = 3200
     with pytest.raises(RuntimeError, match="3200 bytes of stack and the core's program 256, its worker has 3392"):

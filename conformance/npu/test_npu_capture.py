@@ -15,7 +15,9 @@ from hybrid.spec import load_ops
 
 
 @pytest.mark.slow
-def test_a_capture_compares_equal_and_a_changed_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_capture_compares_equal_and_a_changed_one_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "c.zip"
     assert main([str(file), "--npu", "sim", "--only", "matmul_i8/00"]) == 0
     assert "on sim-npu1, 0 failed" in capsys.readouterr().out

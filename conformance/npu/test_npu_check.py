@@ -1,4 +1,5 @@
-"""The resource check: one design beyond each limit, the failures that real designs had, and the shipped designs within all."""
+"""The resource check: one design beyond each limit, the failures that real designs had, and the shipped designs within
+all."""
 
 from __future__ import annotations
 
@@ -58,7 +59,11 @@ def through(
         *((b.name, Bind("buffer", b.name)) for b in buffers),
     )
     linear = ((1, 1, 1, array.size), (0, 0, 0, 1))
-    steps = moves or (Move("drain", "y", "Y", SHIM, 0, *linear, 0, True), Move("fill", "x", "X", SHIM, 0, *linear, 0), Finish(0))
+    steps = moves or (
+        Move("drain", "y", "Y", SHIM, 0, *linear, 0, True),
+        Move("fill", "x", "X", SHIM, 0, *linear, 0),
+        Finish(0),
+    )
     return Design(
         "through",
         columns,
@@ -90,7 +95,11 @@ def through_mem(array: Array = OBJECT, dims: tuple[tuple[int, int], ...] = (), d
 
 
 def moved(
-    sizes: tuple[int, int, int, int], strides: tuple[int, int, int, int], dtype: str = "i32", offset: int = 0, host: int = 1 << 24
+    sizes: tuple[int, int, int, int],
+    strides: tuple[int, int, int, int],
+    dtype: str = "i32",
+    offset: int = 0,
+    host: int = 1 << 24,
 ) -> Design:
     array = Array(dtype, (64,))
     n = sizes[0] * sizes[1] * sizes[2] * sizes[3]
@@ -109,16 +118,22 @@ def taking(fifos: int) -> Design:
     base, names = through(), [f"{way}{i}" for i in range(fifos) for way in "xy"]
     linear = ((1, 1, 1, OBJECT.size), (0, 0, 0, 1), 0)
     steps: list[Move | Finish] = [
-        Move("fill", n, "X", Tile(int(n[1:]) % 4, 0), 0, *linear) if n[0] == "x"
+        Move("fill", n, "X", Tile(int(n[1:]) % 4, 0), 0, *linear)
+        if n[0] == "x"
         else Move("drain", n, "Y", Tile(int(n[1:]) % 4, 0), 0, *linear, wait=True)
         for n in names
-    ]  # fmt: skip
+    ]
     body = tuple(s for n in names for s in (Acquire(n, (f"{n}_tile",)), Release(n)))
     binds = tuple((n, Bind("consume" if n[0] == "x" else "produce", n)) for n in names)
     return replace(
-        base, columns=4, kernels=(), fifos=tuple(Fifo(n, OBJECT, 1) for n in names), cores=(Core("taking", tuple(names), body),),
-        workers=(Worker(CORE, "taking", binds),), sequence=(*steps, Finish(0)),
-    )  # fmt: skip
+        base,
+        columns=4,
+        kernels=(),
+        fifos=tuple(Fifo(n, OBJECT, 1) for n in names),
+        cores=(Core("taking", tuple(names), body),),
+        workers=(Worker(CORE, "taking", binds),),
+        sequence=(*steps, Finish(0)),
+    )
 
 
 def sent_again(times: int, depth: int = 1, parts: int = 1) -> Design:
@@ -127,12 +142,18 @@ def sent_again(times: int, depth: int = 1, parts: int = 1) -> Design:
     part = Array("i32", (OBJECT.size // parts,))
     drain = replace(next(base.moves()), sizes=(1, 1, 1, max(1, times) * OBJECT.size))
     fifos = (base.fifos[0], replace(base.fifos[1], array=part, repeat=times))
-    return replace(base, fifos=fifos, arguments=(("X", OBJECT), ("Y", Array("i32", (max(1, times) * OBJECT.size,)))),
-                   sequence=(drain, *base.sequence[1:]))  # fmt: skip
+    return replace(
+        base,
+        fifos=fifos,
+        arguments=(("X", OBJECT), ("Y", Array("i32", (max(1, times) * OBJECT.size,)))),
+        sequence=(drain, *base.sequence[1:]),
+    )
 
 
 def at_one_shim_tile(fan: int) -> Design:
-    return replace(through_mem(fan=fan), sequence=(*(replace(m, tile=SHIM) for m in through_mem(fan=fan).moves()), Finish(0)))
+    return replace(
+        through_mem(fan=fan), sequence=(*(replace(m, tile=SHIM) for m in through_mem(fan=fan).moves()), Finish(0))
+    )
 
 
 BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
@@ -170,8 +191,14 @@ BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
         lambda: through(Array("i32", (256,)), dims=((4, 16), (4, 64), (4, 1), (4, 4))),
     ),
     "wrap of a core's descriptor": ("core.bd.wrap", lambda: through(Array("i32", (600,)), dims=((2, 1), (300, 2)))),
-    "step of a core's descriptor": ("core.bd.step", lambda: through(Array("i32", (16386,)), dims=((8193, 1), (2, 8193)), depth=1)),
-    "wrap of a mem tile's descriptor": ("mem.bd.wrap", lambda: through_mem(Array("i32", (4096,)), dims=((2, 1), (2048, 2)))),
+    "step of a core's descriptor": (
+        "core.bd.step",
+        lambda: through(Array("i32", (16386,)), dims=((8193, 1), (2, 8193)), depth=1),
+    ),
+    "wrap of a mem tile's descriptor": (
+        "mem.bd.wrap",
+        lambda: through_mem(Array("i32", (4096,)), dims=((2, 1), (2048, 2))),
+    ),
     "step of a shim descriptor": ("shim.bd.step", lambda: moved((1, 2, 1, 64), (0, (1 << 20) + 64, 0, 1))),
     "wrap of a shim descriptor": ("shim.bd.wrap", lambda: moved((1, 2, 1024, 1), (0, 8192, 2, 1))),
     "iterations of a shim task": ("shim.bd.iterations", lambda: moved((65, 1, 1, 64), (128, 0, 0, 1))),
@@ -185,7 +212,9 @@ BEYOND: dict[str, tuple[str, Callable[[], Design]]] = {
     "rows of cores": ("columns", lambda: replace(through(), workers=(replace(through().workers[0], tile=Tile(0, 6)),))),
     "arguments": (
         "arguments",
-        lambda: replace(through(), arguments=(*through().arguments, *((f"z{i}", Array("i32", (4,))) for i in range(4)))),
+        lambda: replace(
+            through(), arguments=(*through().arguments, *((f"z{i}", Array("i32", (4,))) for i in range(4)))
+        ),
     ),
 }
 
@@ -199,11 +228,15 @@ def test_a_design_beyond_a_limit_is_refused(name: str) -> None:
 
 # Limits of the sheet that no design can be beyond, and why.
 ELSEWHERE = {
-    "core.program_bytes": "the build measures the object files", "mem.banks": "buffers may straddle them",
-    "core.bd.iterations": "rings have no iteration counter", "mem.bd.iterations": "the same",
-    "shim.locks": "tasks take none", "shim.lock_max": "the same",
-    "shim.bd.words": "4 GiB: more than an argument holds", "shim.bd.dimensions": "a move has four places",
-}  # fmt: skip
+    "core.program_bytes": "the build measures the object files",
+    "mem.banks": "buffers may straddle them",
+    "core.bd.iterations": "rings have no iteration counter",
+    "mem.bd.iterations": "the same",
+    "shim.locks": "tasks take none",
+    "shim.lock_max": "the same",
+    "shim.bd.words": "4 GiB: more than an argument holds",
+    "shim.bd.dimensions": "a move has four places",
+}
 
 
 def test_every_limit_of_the_sheet_has_a_design_beyond_it() -> None:
@@ -246,8 +279,14 @@ def gemm_like(m: int, k: int, n: int, bytes_in: int, out: str, depth_c: int) -> 
     for f in base.fifos:
         kind = f.name[0]
         whole = f.name.startswith(("a_in", "b_in", "c_out"))
-        array = wanted[kind] if not whole else Array(wanted[kind].dtype, ((4 if kind == "c" else 1) * wanted[kind].size,))
-        fifos.append(replace(f, array=array, depth=depth_c if kind == "c" and not whole else f.depth, to_stream=(), from_stream=()))
+        array = (
+            wanted[kind] if not whole else Array(wanted[kind].dtype, ((4 if kind == "c" else 1) * wanted[kind].size,))
+        )
+        fifos.append(
+            replace(
+                f, array=array, depth=depth_c if kind == "c" and not whole else f.depth, to_stream=(), from_stream=()
+            )
+        )
     kernels = (Kernel("gemm_i8_zero", "k.o", (c,)), Kernel("gemm_i8", "k.o", (a, b, c)))
     offsets = {link.whole: tuple(i * wanted[link.whole[0]].size for i in range(len(link.parts))) for link in base.links}
     links = tuple(replace(link, offsets=offsets[link.whole]) for link in base.links)
@@ -256,7 +295,8 @@ def gemm_like(m: int, k: int, n: int, bytes_in: int, out: str, depth_c: int) -> 
 
 
 def test_bf16_64_with_double_float32_results_does_not_fit() -> None:
-    """A real failure: 64 x 64 x 64 in bfloat16 with float32 C twice: 2 x 8 + 2 x 8 + 2 x 16 KB and a stack of 0xD00 bytes."""
+    """A real failure: 64 x 64 x 64 in bfloat16 with float32 C twice: 2 x 8 + 2 x 8 + 2 x 16 KB and a stack of 0xD00
+    bytes."""
     texts = [str(v) for v in gemm_like(64, 64, 64, 2, "f32", 2).violations]
     assert any("core.data_bytes: 68864 bytes" in t and "there are 65536" in t for t in texts), texts
     assert "core.data_bytes" not in [v.limit for v in gemm_like(64, 64, 64, 2, "f32", 1).violations]
@@ -279,7 +319,8 @@ def test_a_stride_of_c_beyond_4_mib_is_refused() -> None:
 
 
 def test_a_stack_of_1_kb_that_overruns_is_refused() -> None:
-    """A real failure: a kernel that spills needs more than the default stack, and the rest grows into a tile's buffers."""
+    """A real failure: a kernel that spills needs more than the default stack, and the rest grows into a tile's
+    buffers."""
     kernel = Kernel("copy", "copy.o", (Array("i32", (64,)),) * 2, stack_bytes=1312)
     assert "stack" in [v.limit for v in check(through(kernel=kernel, stack=1024)).violations]
     assert check(through(kernel=kernel, stack=2048)).violations == []

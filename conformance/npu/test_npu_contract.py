@@ -1,7 +1,7 @@
 """What a tile kernel promises beyond what operations ask of it, and mutants that break only that.
 
-Operations never give a key tile with fewer positions than its rows' own, judge results within a bound, and fill sums from
-zero: so k_len, the integer maximum and the saturation mode are proved here, on the kernel itself."""
+Operations never give a key tile with fewer positions than its rows' own, judge results within a bound, and fill sums
+from zero: so k_len, the integer maximum and the saturation mode are proved here, on the kernel itself."""
 
 from __future__ import annotations
 
@@ -38,8 +38,16 @@ def _tile(source: Path | None, q_pos: int, k_len: int, junk: float, seed: int) -
     rng = np.random.default_rng(seed)
     q, k, v = (bf16(rng.standard_normal((L, D)).astype(np.float32)) for _ in range(3))
     k[k_len:] = v[k_len:] = bf16(np.array([junk]))[0]
-    o, sums, m = npu.buffer(L * D, np.float32, np.nan), npu.buffer(L * 8, np.float32, np.nan), npu.buffer(L * 8, np.uint16, 0x7FC1)
-    s, p, y = npu.buffer(8 * L, np.float32, np.nan), npu.buffer(8 * L, np.uint16, 0x7FC1), npu.buffer(L * D, np.uint16, 0x7FC1)
+    o, sums, m = (
+        npu.buffer(L * D, np.float32, np.nan),
+        npu.buffer(L * 8, np.float32, np.nan),
+        npu.buffer(L * 8, np.uint16, 0x7FC1),
+    )
+    s, p, y = (
+        npu.buffer(8 * L, np.float32, np.nan),
+        npu.buffer(8 * L, np.uint16, 0x7FC1),
+        npu.buffer(L * D, np.uint16, 0x7FC1),
+    )
     start(o, m, sums)
     left, right, values = (npu.aligned(tiled(x, r, c)) for x, r, c in ((q, 4, 8), (k, 4, 8), (v, 8, 4)))
     tile(left, right, values, o, m, sums, s, p, q_pos, 0, k_len, 0)
@@ -55,7 +63,8 @@ def prove_k_len(source: Path | None = None) -> None:
 
 
 def prove_maximum(source: Path | None = None) -> None:
-    """The running maximum is an integer, at or above every score by less than one: so rescaling by 2^(before - now) is exact."""
+    """The running maximum is an integer, at or above every score by less than one: so rescaling by 2^(before - now) is
+    exact."""
     _, m = _tile(source, 0, L, 0.0, 3)
     assert (m == np.rint(m)).all() and len(np.unique(m)) > 2
 
@@ -93,7 +102,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "k_len ignored": ("k_len", "softmax.h", "return causal < stored ? causal : stored;", "return causal + 0 * stored;"),
     "one key too many": ("k_len", "softmax.h", "stored = k_len - k_pos;", "stored = k_len + 1 - k_pos;"),
     "the maximum not rounded up": ("maximum", "softmax.h", "ceiling(row_max(top))", "row_max(top)"),
-    "no saturation mode set": ("sums", "gemm_i8.cc", "aie::set_saturation(aie::saturation_mode::none); // int32", "// int32"),
+    "no saturation mode set": (
+        "sums",
+        "gemm_i8.cc",
+        "aie::set_saturation(aie::saturation_mode::none); // int32",
+        "// int32",
+    ),
     "a clamp one too high": ("exp2", "exp2_table.h", "32>(-127.5f)", "32>(-125.5f)"),
 }
 
@@ -113,7 +127,9 @@ def _changed(folder: Path, kernel: str, file: str, find: str, becomes: str) -> P
     return folder / kernel
 
 
-@pytest.mark.parametrize("name", [name for name in MUTANTS if LONG or name != "k_len ignored"])  # one key too many is less
+@pytest.mark.parametrize(
+    "name", [name for name in MUTANTS if LONG or name != "k_len ignored"]
+)  # one key too many is less
 def test_a_mutant_that_breaks_it_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     of, *change = MUTANTS[name]

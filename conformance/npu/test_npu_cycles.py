@@ -9,16 +9,7 @@ import pytest
 from hybrid.kernels.npu.check import npu_limits
 from hybrid.perf.npu import attention as npu_attention
 from hybrid.perf.npu.__main__ import main
-from hybrid.perf.npu.cycles import (
-    Product,
-    fit,
-    measured,
-    rates,
-    residuals,
-    rows,
-    run_times,
-    step_cycles,
-)
+from hybrid.perf.npu.cycles import Product, fit, measured, rates, residuals, rows, run_times, step_cycles
 from hybrid.perf.npu.host import Instant, figures, host_ms, measure, switch_ms
 from hybrid.perf.npu.pipeline import SHIPPED, WAYS, gain, makespan
 from hybrid.perf.npu.pipeline import table as pipeline_table
@@ -90,8 +81,8 @@ def test_decode_stays_on_the_gpu() -> None:
 
 
 def test_attention_is_priced_by_the_key_tiles_that_are_seen() -> None:
-    """27B's causal prefill of 512: 272 of 512 tiles of a head (each 16 positions of queries see one key tile more every second
-    time); behind a window the work does not grow with the position."""
+    """27B's causal prefill of 512: 272 of 512 tiles of a head (each 16 positions of queries see one key tile more every
+    second time); behind a window the work does not grow with the position."""
     r = rates()
     whole = npu_attention.work(16, 2, 128, 512, 0, 0, "bf16", r)
     assert whole.tiles == 16 * 272 and whole.square == 16 * 512
@@ -100,8 +91,8 @@ def test_attention_is_priced_by_the_key_tiles_that_are_seen() -> None:
 
 
 def test_int8_scores_leave_room_for_a_second_key_tile() -> None:
-    """What keys in int8 save is memory first: the next tile arrives while this one is computed. At the rate at which the open
-    compiler fills bundles that is a quarter of the time; were they full, it would be half."""
+    """What keys in int8 save is memory first: the next tile arrives while this one is computed. At the rate at which
+    the open compiler fills bundles that is a quarter of the time; were they full, it would be half."""
     r = rates()
     for heads, group, d in ((16, 2, 128), (2, 4, 256)):
         plain, coded = (npu_attention.work(heads, group, d, 512, 0, 0, s, r) for s in ("bf16", "i8"))
@@ -114,7 +105,9 @@ def test_peaks_follow_from_the_rates(name: str) -> None:
     sheet, npu = find_sheet(name), npu_limits(name)
     cores = npu.columns.value * npu.core_rows.value
     assert sheet.peak.int8_tops is not None
-    assert sheet.peak.int8_tops.value == pytest.approx(2e-3 * cores * npu.rates.macs_i8.value * npu.rates.clock_ghz.value, rel=0.01)
+    assert sheet.peak.int8_tops.value == pytest.approx(
+        2e-3 * cores * npu.rates.macs_i8.value * npu.rates.clock_ghz.value, rel=0.01
+    )
     assert all(r.error < 0.25 for r in rows())
 
 
@@ -123,11 +116,15 @@ def test_two_chunks_in_flight_take_what_the_busier_device_takes() -> None:
     """By hand where it can be done by hand; for every shape between the larger share and the sum."""
     one = (("gpu", 1.0), ("npu", 1.0))
     assert makespan([one], 2) == makespan([one], 1) == 2.0
-    assert makespan([one] * 4, 1) == 8.0 and makespan([one] * 4, 2) == 5.0, "the first and the last second of one device alone"
+    assert makespan([one] * 4, 1) == 8.0 and makespan([one] * 4, 2) == 5.0, (
+        "the first and the last second of one device alone"
+    )
     uneven = (("gpu", 1.0), ("npu", 3.0), ("gpu", 1.0))
     assert makespan([uneven] * 10, 2) == 1.0 + 10 * 3.0 + 1.0, "the NPU never waits but for the first"
     assert makespan([uneven] * 2, 1) == 10.0
-    for g in (gain(model, chunks, parts=parts) for model in ("27b", "e2b") for chunks in (1, 2, 8) for parts in WAYS[1:4]):
+    for g in (
+        gain(model, chunks, parts=parts) for model in ("27b", "e2b") for chunks in (1, 2, 8) for parts in WAYS[1:4]
+    ):
         assert g.in_turn == pytest.approx(g.npu + g.gpu)
         assert max(g.npu, g.gpu) <= g.in_flight + 1e-9 and g.in_flight <= g.in_turn + 1e-9
         assert (g.in_flight < g.in_turn - 1e-6) == (g.chunks > 1)
@@ -141,14 +138,17 @@ def test_the_host_is_in_the_gain_and_named() -> None:
         bare, whole = (gain(model, 2, parts=parts, host=h) for h in (False, True))
         assert bare.gpu_alone == whole.gpu_alone and bare.in_turn < whole.in_turn and bare.npu < whole.npu
     few, many = figures()["ms"]["27b"]["down"]
-    assert host_ms("27b", "down", 512) == many and host_ms("27b", "down", 64) == few < host_ms("27b", "down", 288) < many
+    assert (
+        host_ms("27b", "down", 512) == many and host_ms("27b", "down", 64) == few < host_ms("27b", "down", 288) < many
+    )
     for text in (pipeline_table(), placement_table()):
         assert figures()["machine"]["text"] in text
     assert "not a Ryzen" in figures()["machine"]["text"] and "issue 1187" in figures()["switch"]["source"]
 
 
 def test_a_step_is_a_submit_of_its_own_and_a_change_of_fabric_is_counted() -> None:
-    """qkv and gate_up share their K, so their fabric: of four products in a row each comes after another one all the same."""
+    """qkv and gate_up share their K, so their fabric: of four products in a row each comes after another one all the
+    same."""
     r = rates()
     product = Product((64, 128, 64), (512, 21504, 5376), issue=0.8)
     assert on_npu("down", "27b", 512) == run_times(product, r).total > run_times(product, r, chained=True).total
@@ -160,8 +160,8 @@ def test_a_step_is_a_submit_of_its_own_and_a_change_of_fabric_is_counted() -> No
 
 @pytest.mark.slow
 def test_shipped_schedules_use_placements_that_gain() -> None:
-    """Every shipped schedule with steps on the NPU is one of the ways that are modelled, and 27B gains by it, the host's work in
-    it; the ways that are not shipped do not, or gain less."""
+    """Every shipped schedule with steps on the NPU is one of the ways that are modelled, and 27B gains by it, the
+    host's work in it; the ways that are not shipped do not, or gain less."""
     names = {"blk.{l}.ffn_down (prefill)": "down"}
     found = {}
     for path in SCHEDULES.glob("*.toml"):

@@ -1,5 +1,5 @@
-"""Designs run: every kind in the interpreter against NumPy, depth, locks and bounds as the hardware would judge them, IRON
-source that reads back as the design, and mutations that must all be seen."""
+"""Designs run: every kind in the interpreter against NumPy, depth, locks and bounds as the hardware would judge them,
+IRON source that reads back as the design, and mutations that must all be seen."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_rows_that_go_out_more_often_than_a_task_repeats() -> None:
     """200 blocks of columns on one column: a row block goes out in four tasks, all that a channel's queue holds."""
     g = Gemm(128, 32, 200 * 16, 16, 32, 16, 1)
     design = gemm_i8(g)
-    assert [m.sizes[0] for m in design.moves() if m.fifo == "a_in0"] == 2 * [64, 64, 64, 8] and check(design).violations == []
+    assert [m.sizes[0] for m in design.moves() if m.fifo == "a_in0"] == 2 * [64, 64, 64, 8] and check(
+        design
+    ).violations == []
     assert (product(g, design) == wanted(g)).all()
     with pytest.raises(ValueError, match="300 times, in 5 tasks of 64 at most, and a shim channel holds 4"):
         gemm_i8(replace(g, N=300 * 16))
@@ -81,9 +83,12 @@ def test_rows_that_a_mem_tile_sends_again() -> None:
         product(g, with_fifo(design, "a1", repeat=11))
 
 
-@pytest.mark.parametrize("name", [f"{m}.gate_up.{w}" for m in ("27b", "e2b", "4b", "12b") for w in ("i8", "q4_0", "q8_0")])
+@pytest.mark.parametrize(
+    "name", [f"{m}.gate_up.{w}" for m in ("27b", "e2b", "4b", "12b") for w in ("i8", "q4_0", "q8_0")]
+)
 def test_the_widest_matrices_keep_repeats_and_queues(name: str) -> None:
-    """Every model's gate_up at 512 rows, as the operations choose its design: in one task of a row block, four at once at most."""
+    """Every model's gate_up at 512 rows, as the operations choose its design: in one task of a row block, four at once
+    at most."""
     model, _, kind = name.split(".")
     hidden, ffn = {"27b": (5376, 21504), "12b": (3840, 15360), "4b": (2560, 10240), "e2b": (2048, 8192)}[model]
     g = choose(512, hidden, 2 * ffn, kind, "i32" if kind == "i8" else "f32")  # type: ignore[arg-type]
@@ -122,7 +127,11 @@ def test_nothing_depends_on_what_memory_held() -> None:
 
 def test_what_moves_is_counted() -> None:
     design = gemm_i8(G)
-    memory = {"A": codes(1, G.M, G.K).reshape(-1), "B": tile_weights(codes(2, G.N, G.K), G), "C": np.zeros(G.M * G.N, np.int32)}
+    memory = {
+        "A": codes(1, G.M, G.K).reshape(-1),
+        "B": tile_weights(codes(2, G.N, G.K), G),
+        "C": np.zeros(G.M * G.N, np.int32),
+    }
     counts = Interpreter(design, on_this_computer(design)).run(memory)
     blocks, across = G.M // (4 * G.m), G.N // (2 * G.n)
     assert counts.ddr_written == 4 * G.M * G.N
@@ -138,7 +147,8 @@ def with_fifo(design: Design, name: str, **changes: Any) -> Design:
 
 
 def test_a_depth_too_small_deadlocks() -> None:
-    """Attention takes keys and values together: a fifo of one object never holds both. The check says so; so does a run."""
+    """Attention takes keys and values together: a fifo of one object never holds both. The check says so; so does a
+    run."""
     design = shipped()["small.attention"]()
     shallow = design
     for col in range(design.columns):
@@ -173,7 +183,9 @@ def test_a_task_that_repeats_too_often_is_a_fault() -> None:
     g = Gemm(64, 32, 65 * 16, 16, 32, 16, 1)
     design = gemm_i8(g)
     first, second = [m for m in design.moves() if m.fifo == "a_in0"]
-    steps = tuple(replace(s, sizes=(65, *first.sizes[1:])) if s is first else s for s in design.sequence if s is not second)
+    steps = tuple(
+        replace(s, sizes=(65, *first.sizes[1:])) if s is first else s for s in design.sequence if s is not second
+    )
     design = replace(design, sequence=steps)
     assert [v.limit for v in check(design).violations] == ["repeat"]
     with pytest.raises(NpuFault, match="a fill of a_in0 is repeated 65 times, of 64 at most"):
@@ -193,7 +205,9 @@ def test_a_kernel_that_writes_past_its_buffer_is_caught() -> None:
 
 def test_a_transfer_outside_of_its_argument_is_caught() -> None:
     design = gemm_i8(G)
-    steps = tuple(replace(s, offset=s.offset + 64) if isinstance(s, Move) and s.fifo == "a_in1" else s for s in design.sequence)
+    steps = tuple(
+        replace(s, offset=s.offset + 64) if isinstance(s, Move) and s.fifo == "a_in1" else s for s in design.sequence
+    )
     with pytest.raises(NpuFault, match="reaches element"):
         product(G, replace(design, sequence=steps))
 
@@ -216,7 +230,9 @@ def _stride(design: Design) -> Design:
 
 def _shim_stride(design: Design) -> Design:
     steps = tuple(
-        replace(s, strides=(*s.strides[:2], s.strides[2] + 4, s.strides[3])) if isinstance(s, Move) and s.fifo == "c_out0" else s
+        replace(s, strides=(*s.strides[:2], s.strides[2] + 4, s.strides[3]))
+        if isinstance(s, Move) and s.fifo == "c_out0"
+        else s
         for s in design.sequence
     )
     return replace(design, sequence=steps)
@@ -249,7 +265,10 @@ def _swap(design: Design) -> Design:
 def _order(design: Design) -> Design:
     core = design.cores[0]
     body = tuple(
-        replace(s, body=tuple(replace(c, args=("b_tile", "a_tile", c.args[2])) if isinstance(c, Call) else c for c in s.body))
+        replace(
+            s,
+            body=tuple(replace(c, args=("b_tile", "a_tile", c.args[2])) if isinstance(c, Call) else c for c in s.body),
+        )
         if isinstance(s, Loop)
         else s
         for s in core.body
@@ -260,34 +279,46 @@ def _order(design: Design) -> Design:
 def _never_zeroed(design: Design) -> Design:
     core = design.cores[0]
     return replace(
-        design, cores=(replace(core, body=tuple(s for s in core.body if not (isinstance(s, Call) and s.kernel == "zero"))),)
+        design,
+        cores=(replace(core, body=tuple(s for s in core.body if not (isinstance(s, Call) and s.kernel == "zero"))),),
     )
 
 
 def _dropped_release(design: Design) -> Design:
     core = design.cores[0]
     body = tuple(
-        replace(s, body=tuple(c for c in s.body if not (isinstance(c, Release) and c.port == "a"))) if isinstance(s, Loop) else s
+        replace(s, body=tuple(c for c in s.body if not (isinstance(c, Release) and c.port == "a")))
+        if isinstance(s, Loop)
+        else s
         for s in core.body
     )
     return replace(design, cores=(replace(core, body=body),))
 
 
 MUTATIONS: dict[str, Callable[[Design], Design | Lowered]] = {
-    "a stride of the mem tile": _stride, "a stride of the shim tile": _shim_stride, "a lock's count": _lock,
+    "a stride of the mem tile": _stride,
+    "a stride of the shim tile": _shim_stride,
+    "a lock's count": _lock,
     "a dropped sync": _sync,
-    "a swapped fifo": _swap, "operands exchanged": _order, "C never zeroed": _never_zeroed, "a release dropped": _dropped_release,
-    "an offset of a link": lambda d: replace(d, links=tuple(
-        replace(x, offsets=(0, *x.offsets[:-1])) if x.whole == "c_out0" else x for x in d.links)),
+    "a swapped fifo": _swap,
+    "operands exchanged": _order,
+    "C never zeroed": _never_zeroed,
+    "a release dropped": _dropped_release,
+    "an offset of a link": lambda d: replace(
+        d, links=tuple(replace(x, offsets=(0, *x.offsets[:-1])) if x.whole == "c_out0" else x for x in d.links)
+    ),
     "the order of one ring": lambda d: _descriptors(lower(d), "b0", dims=((2, 8), (32, 16), (8, 1))),
-    "a drain that is not waited for": lambda d: replace(d, sequence=tuple(
-        replace(s, wait=False) if isinstance(s, Move) and s.fifo == "c_out1" else s for s in d.sequence)),
-}  # fmt: skip
+    "a drain that is not waited for": lambda d: replace(
+        d,
+        sequence=tuple(replace(s, wait=False) if isinstance(s, Move) and s.fifo == "c_out1" else s for s in d.sequence),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_mutation_of_a_design_is_seen(name: str) -> None:
-    """A changed design gives another result, or deadlocks, or faults: what makes conformance pass is what was written."""
+    """A changed design gives another result, or deadlocks, or faults: what makes conformance pass is what was
+    written."""
     try:
         result = product(G, MUTATIONS[name](gemm_i8(G)))
     except (Deadlock, NpuFault, TypeError, ValueError):
@@ -297,7 +328,8 @@ def test_every_mutation_of_a_design_is_seen(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_entry_of_the_exponential_table_is_seen(tmp_path: Path) -> None:
-    """The tile kernel with one value of 2^f changed gives another attention; the shipped one, run the same way, does not."""
+    """The tile kernel with one value of 2^f changed gives another attention; the shipped one, run the same way, does
+    not."""
     from conformance.support.devices import open_backend
     from hybrid.harness import run_case
     from hybrid.harness.fixed import variant
@@ -306,7 +338,9 @@ def test_a_wrong_entry_of_the_exponential_table_is_seen(tmp_path: Path) -> None:
     from hybrid.spec import load_op
 
     spec = load_op("attention")
-    case = variant(spec, {**base_bind(spec), "T": 9, "D": 32, "HQ": 2, "HK": 2}, spec.dtypes({"k_cache": "f32", "o": "f32"}), 3)
+    case = variant(
+        spec, {**base_bind(spec), "T": 9, "D": 32, "HQ": 2, "HK": 2}, spec.dtypes({"k_cache": "f32", "o": "f32"}), 3
+    )
     run_case(spec, open_backend("npu", guard=256), case)
     table = (AIE / "exp2_table.h").read_text()
     assert table.count("return power < -126 ? 0 : (power + 127) << 7;") == 1
@@ -337,8 +371,8 @@ def _sorted(design: Design) -> Design:
 
 @pytest.mark.parametrize("name", list(shipped())[:: 1 if LONG else 2])
 def test_emitted_programs_read_back_as_the_design(name: str) -> None:
-    """27B and E2B shapes among them: every call exists in the release, and the text says what the data says. In the short profile
-    every second design."""
+    """27B and E2B shapes among them: every call exists in the release, and the text says what the data says. In the
+    short profile every second design."""
     design = shipped()[name]()
     source = emit(design)
     assert check_program(source) > 3 * len(design.workers)

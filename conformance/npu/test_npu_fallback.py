@@ -131,7 +131,8 @@ def test_one_missing_stream_is_found_before_the_first_pass(cache: Path, plain: l
 def test_an_old_binding_has_single_runs_or_is_refused(
     cache: Path, plain: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """pyxrt has runlists from XRT 2.20 on. Without, jobs go one by one; without what nothing works without, the fallback."""
+    """pyxrt has runlists from XRT 2.20 on. Without, jobs go one by one; without what nothing works without, the
+    fallback."""
     (tmp_path / "version.json").write_text(json.dumps({"BUILD_VERSION": "2.18.0"}))
     monkeypatch.setenv("XILINX_XRT", str(tmp_path))
     with installed(standin("runlist")), load(ATTENTION, slots=2) as model:
@@ -152,10 +153,16 @@ def test_an_old_binding_has_single_runs_or_is_refused(
         assert "TypeError: device(): incompatible" in said(model) and text(model) == plain
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
     found = [f for f in doctor._npu() if f.name == "pyxrt"]
-    assert found[0].state == "optional" and "XRT 2.18.0; 2.20 or newer" in found[0].detail and "one by one" in found[0].detail
+    assert (
+        found[0].state == "optional"
+        and "XRT 2.18.0; 2.20 or newer" in found[0].detail
+        and "one by one" in found[0].detail
+    )
 
 
-def test_doctor_names_the_minimum(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_names_the_minimum(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XILINX_XRT", str(tmp_path))  # no version.json
     (found,) = [f for f in doctor._npu() if f.name == "pyxrt"]
     assert found.state == "optional" and "2.20" in found.fix
@@ -186,10 +193,16 @@ def _gone(index: int) -> Any:
 
 
 ERRORS = (
-    ArtefactError("x.bin is missing"), IronError("aie: no placement="), SpecError("design: over a limit"), KeyError("digest"),
-    FileNotFoundError(2, "No such file or directory", "x.bin"), AttributeError("module 'pyxrt' has no attribute 'run'"),
-    RuntimeError("driver"), MemoryError(), OSError("pages"),
-)  # fmt: skip
+    ArtefactError("x.bin is missing"),
+    IronError("aie: no placement="),
+    SpecError("design: over a limit"),
+    KeyError("digest"),
+    FileNotFoundError(2, "No such file or directory", "x.bin"),
+    AttributeError("module 'pyxrt' has no attribute 'run'"),
+    RuntimeError("driver"),
+    MemoryError(),
+    OSError("pages"),
+)
 PLACES = ("host", "enqueue", "compile", "adopt", "reserve")
 # Every error somewhere and every place with some, but in the long profile all of both.
 RAISED = [(e, w) for i, e in enumerate(ERRORS) for j, w in enumerate(PLACES) if LONG or i % len(PLACES) == j]
@@ -239,7 +252,9 @@ def test_without_a_fallback_every_error_is_one_of_the_run() -> None:
             text(model)
 
 
-def test_what_does_not_fit_the_budget_is_refused_before_the_first_pass(monkeypatch: pytest.MonkeyPatch, plain: list[int]) -> None:
+def test_what_does_not_fit_the_budget_is_refused_before_the_first_pass(
+    monkeypatch: pytest.MonkeyPatch, plain: list[int]
+) -> None:
     usual = NpuDevice.__init__
     monkeypatch.setattr(NpuDevice, "__init__", lambda self, *a, **k: usual(self, *a, **k, budget=1000))
     with load(npu="sim") as model:
@@ -261,10 +276,14 @@ def test_the_build_lists_what_a_model_needs(capsys: pytest.CaptureFixture[str], 
     """A fixed set, and a small one: a conversation of 4096 positions with 27B."""
     assert build_main(["--list", str(FILE), "--ctx", str(CTX)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert all(line.endswith(": built") for line in lines[:-1]) and lines[-1].endswith(f"built in {default_folder(False)}")
+    assert all(line.endswith(": built") for line in lines[:-1]) and lines[-1].endswith(
+        f"built in {default_folder(False)}"
+    )
     assert build_main(["--list", "gemma3-27b"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) - 1 == 3 and all(line.endswith("not built") for line in lines[:-1]) and "of 2 fabrics" in lines[-1]
+    assert (
+        len(lines) - 1 == 3 and all(line.endswith("not built") for line in lines[:-1]) and "of 2 fabrics" in lines[-1]
+    )
     assert build_main(["--list", "gemma3-27b", "--schedule", str(ATTENTION)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) - 1 <= 24 and "of 1 fabrics" in lines[-1]

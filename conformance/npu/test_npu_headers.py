@@ -1,4 +1,5 @@
-"""The headers command, on a made-up aie_api: intrinsics that nobody declared are found, a kernel's own mistakes are shown."""
+"""The headers command, on a made-up aie_api: intrinsics that nobody declared are found, a kernel's own mistakes are
+shown."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_errors_are_judged_by_where_they_are_and_what_they_name() -> None:
 /a/aie_api/include/aie_api/detail/mul.hpp:9:1: error: static assertion failed
 /a/aie_api/include/aie_api/detail/mul.hpp:9:1: note: other"""
     assert judged(Path("in.cc"), said) == Found(
-        Path("in.cc"), ("in.cc:3:4: no member named ‘x’ in ‘any_value’", "aie_api/detail/mul.hpp:9:1: static assertion failed"), 1
+        Path("in.cc"),
+        ("in.cc:3:4: no member named ‘x’ in ‘any_value’", "aie_api/detail/mul.hpp:9:1: static assertion failed"),
+        1,
     )
 
 

@@ -47,7 +47,12 @@ def test_a_run_gives_the_product_and_a_second_one_allocates_nothing(folder: Path
         made, expected = job(seed=seed)
         host.run([made])
         assert (made.outputs["C"] == expected).all()
-    assert host.name == "sim-npu1" and host.counters.contexts == 1 and host.counters.buffers == 4 and host.counters.runs == 3
+    assert (
+        host.name == "sim-npu1"
+        and host.counters.contexts == 1
+        and host.counters.buffers == 4
+        and host.counters.runs == 3
+    )
 
 
 def test_one_xclbin_serves_several_sizes_and_a_batch_is_a_runlist(folder: Path) -> None:
@@ -95,7 +100,9 @@ def test_instructions_share_a_heap(folder: Path) -> None:
 # --- failures
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("timeout_after", "timeout"), ("silent_after", "silent"), ("vanish_after", "gone")])
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("timeout_after", "timeout"), ("silent_after", "silent"), ("vanish_after", "gone")]
+)
 def test_failures_of_a_run_are_told_apart(folder: Path, fault: str, kind: str) -> None:
     host = open_host("sim", folder)
     host.run([job()[0]])
@@ -169,7 +176,8 @@ def test_wrong_arguments_end_as_they_do_on_the_hardware(folder: Path) -> None:
     insts = xrt_sim.bo(device, len(data), flags.cacheable, kernel.group_id(1))
     insts.map()[:] = data
     buffers = [
-        xrt_sim.bo(device, a.nbytes, flags.host_only, kernel.group_id(3 + i)) for i, (_, a) in enumerate(gemm_i8(G).arguments)
+        xrt_sim.bo(device, a.nbytes, flags.host_only, kernel.group_id(3 + i))
+        for i, (_, a) in enumerate(gemm_i8(G).arguments)
     ]
     assert kernel(3, insts, len(data), *buffers).wait() == states.ERT_CMD_STATE_ERROR  # instructions were not synced
     with pytest.raises(xrt_sim.WouldCrash):
@@ -198,7 +206,10 @@ def test_a_design_whose_depth_is_wrong_ends_in_a_timeout(tmp_path: Path) -> None
 
     design = shipped()["small.attention"]()
     shallow = replace(
-        design, fifos=tuple(replace(f, depth=1) if f.name.startswith("kv") and "_in" not in f.name else f for f in design.fifos)
+        design,
+        fifos=tuple(
+            replace(f, depth=1) if f.name.startswith("kv") and "_in" not in f.name else f for f in design.fifos
+        ),
     )
     write(tmp_path, shallow, "by hand: no check", emit(shallow).encode(), encode(shallow))
     inputs = {n: np.zeros(a.size, np.uint16) for n, a in design.arguments if n != "o"}

@@ -1,4 +1,5 @@
-"""The host's aie_api, primitive by primitive, against NumPy and exact arithmetic; and everything that it must refuse."""
+"""The host's aie_api, primitive by primitive, against NumPy and exact arithmetic; and everything that it must
+refuse."""
 
 from __future__ import annotations
 
@@ -19,15 +20,30 @@ from conformance.support.devices import need_cxx
 from hybrid.core.errors import SpecError
 from hybrid.harness import values
 from hybrid.kernels.npu import compile as npu
-from hybrid.kernels.npu.compile import ROUNDING, SATURATION, CompileError, Kernel, KernelTrap, NoCompiler, aligned, buffer
+from hybrid.kernels.npu.compile import (
+    ROUNDING,
+    SATURATION,
+    CompileError,
+    Kernel,
+    KernelTrap,
+    NoCompiler,
+    aligned,
+    buffer,
+)
 from hybrid.kernels.npu.layout import bf16, nibbles, real
 
 HERE = Path(__file__).resolve().parent
 TILES = [
-    ("mmul_i8_488", 4, 8, 8), ("mmul_i8_288", 2, 8, 8), ("mmul_i8i4_4168", 4, 16, 8), ("mmul_i16i8_484", 4, 8, 4),
-    ("mmul_i16i8_448", 4, 4, 8), ("mmul_i16i8_288", 2, 8, 8), ("mmul_i16_444", 4, 4, 4), ("mmul_i16_248", 2, 4, 8),
+    ("mmul_i8_488", 4, 8, 8),
+    ("mmul_i8_288", 2, 8, 8),
+    ("mmul_i8i4_4168", 4, 16, 8),
+    ("mmul_i16i8_484", 4, 8, 4),
+    ("mmul_i16i8_448", 4, 4, 8),
+    ("mmul_i16i8_288", 2, 8, 8),
+    ("mmul_i16_444", 4, 4, 4),
+    ("mmul_i16_248", 2, 4, 8),
     ("mmul_i16_428", 4, 2, 8),
-]  # fmt: skip
+]
 
 
 def primitive(name: str) -> Kernel:
@@ -59,14 +75,25 @@ def rounded(x: Fraction, mode: str) -> int:
     rest, sign = x - down, 1 if x > 0 else -1
     if rest == 0:
         return down
-    always = {"floor": down, "ceil": down + 1, "symmetric_floor": down + (sign < 0), "symmetric_ceil": down + (sign > 0)}
+    always = {
+        "floor": down,
+        "ceil": down + 1,
+        "symmetric_floor": down + (sign < 0),
+        "symmetric_ceil": down + (sign > 0),
+    }
     if mode in always:
         return always[mode]
     if rest != Fraction(1, 2):
         return down + (rest > Fraction(1, 2))
     even = down if down % 2 == 0 else down + 1
-    return {"negative_inf": down, "positive_inf": down + 1, "symmetric_zero": down + (sign < 0),
-            "symmetric_inf": down + (sign > 0), "conv_even": even, "conv_odd": 2 * down + 1 - even}[mode]  # fmt: skip
+    return {
+        "negative_inf": down,
+        "positive_inf": down + 1,
+        "symmetric_zero": down + (sign < 0),
+        "symmetric_inf": down + (sign > 0),
+        "conv_even": even,
+        "conv_odd": 2 * down + 1 - even,
+    }[mode]
 
 
 def saturated(x: int, bits: int, mode: str) -> int:
@@ -120,7 +147,9 @@ def test_a_tile_starts_in_floor_and_keeps_its_modes() -> None:
 def test_integer_tiles(name: str, m: int, k: int, n: int) -> None:
     wide, right = "_i16" in name, name.removeprefix("mmul_").split("_")[0]
     a = values.integers(2, name, (m, k), *((-32768, 32767) if wide else (-128, 127)))
-    b = values.integers(3, name, (k, n), *((-8, 7) if right.endswith("i4") else (-32768, 32767) if right == "i16" else (-128, 127)))
+    b = values.integers(
+        3, name, (k, n), *((-8, 7) if right.endswith("i4") else (-32768, 32767) if right == "i16" else (-128, 127))
+    )
     if right == "i16":
         b //= 64  # the sum leaves through int32
     c = values.integers(4, name, (m, n), -(2**20), 2**20)
@@ -168,8 +197,10 @@ def test_bfloat16_tile_aligns_its_terms(spread: int) -> None:
     a, b, c = real(bf16(a)), real(bf16(b)), c.astype(np.float32)
     (got,) = run("mmul_bf16_484", bf16(a), bf16(b), c)
     left, right = ([[Fraction(float(v)) for v in row] for row in m] for m in (a, b.T))
-    wanted = [[aligned_sum(float(c[i, j]), [x * y for x, y in zip(left[i], right[j], strict=True)]) for j in range(4)]
-              for i in range(4)]  # fmt: skip
+    wanted = [
+        [aligned_sum(float(c[i, j]), [x * y for x, y in zip(left[i], right[j], strict=True)]) for j in range(4)]
+        for i in range(4)
+    ]
     assert got.reshape(4, 4).tolist() == wanted
     if spread:
         assert (got.reshape(4, 4) != (c.astype(np.float64) + a.astype(np.float64) @ b).astype(np.float32)).any()
@@ -205,7 +236,9 @@ def test_integer_lanes() -> None:
     assert (small.reshape(5, 16) == np.stack(wanted)).all()
     assert (large[:16] == a * b).all()
     for at, sign in ((16, 1), (32, -1)):
-        assert large[at : at + 16].tolist() == [rounded(Fraction(10**9 + sign * int(p), 16), "conv_even") for p in a * b]
+        assert large[at : at + 16].tolist() == [
+            rounded(Fraction(10**9 + sign * int(p), 16), "conv_even") for p in a * b
+        ]
     assert large[48] == np.sum(x.view(np.int32), dtype=np.int32)
     assert large[49:].tolist() == [x.max(), x.min()]
 
@@ -214,9 +247,14 @@ def test_real_lanes() -> None:
     a, b = (real(bf16(values.normal(8, n, (16,), 4))) for n in "ab")
     c = values.normal(8, "c", (16,)).astype(np.float32)
     small, large = run("reals", bf16(a), bf16(b), c)
-    assert (small.reshape(4, 16) == np.stack([bf16(a + b), bf16(a - b), bf16(np.maximum(a, b)), bf16(np.minimum(a, b))])).all()
+    assert (
+        small.reshape(4, 16) == np.stack([bf16(a + b), bf16(a - b), bf16(np.maximum(a, b)), bf16(np.minimum(a, b))])
+    ).all()
     for at, sign in ((0, 1), (16, -1)):
-        wanted = [aligned_sum(float(z), [sign * Fraction(float(x)) * Fraction(float(y))]) for x, y, z in zip(a, b, c, strict=True)]
+        wanted = [
+            aligned_sum(float(z), [sign * Fraction(float(x)) * Fraction(float(y))])
+            for x, y, z in zip(a, b, c, strict=True)
+        ]
         assert large[at : at + 16].tolist() == wanted
     assert (large[32:48] == c - a).all()
     tree = c.copy()
@@ -242,7 +280,9 @@ def test_lookup_reads_four_copies_and_depends_on_the_rounding_mode() -> None:
     keys = values.integers(10, "keys", (16,), 0, 64 * 256 - 1)
     (got,) = run("fetch", lines, lines, keys, 8, modes=("floor", "none"))
     assert (real(got) == keys // 256).all()
-    wrapped = [(rounded(Fraction(int(k), 64), "ceil") % 256) // 4 for k in keys]  # the address counts quarters of a value
+    wrapped = [
+        (rounded(Fraction(int(k), 64), "ceil") % 256) // 4 for k in keys
+    ]  # the address counts quarters of a value
     (got,) = run("fetch", lines, lines, keys, 8, modes=("ceil", "none"))
     assert real(got).tolist() == wrapped
     for copy in range(4):
@@ -271,9 +311,15 @@ REFUSED = {
     "int4 shape": ("aie::mmul<4, 8, 8, int8, int4> m;", "no such shape on XDNA1"),
     "float tile": ("aie::mmul<4, 8, 4, float, float> m;", "XDNA1 multiplies int8 x int8"),
     "float multiply": ("aie::vector<float, 16> v; auto a = aie::mul(v, v); (void)a;", "no float32 vector multiply"),
-    "float sum": ("aie::vector<float, 16> v; aie::accum<accfloat, 16> a; a = aie::mac(a, v, v);", "no float32 vector multiply"),
+    "float sum": (
+        "aie::vector<float, 16> v; aie::accum<accfloat, 16> a; a = aie::mac(a, v, v);",
+        "no float32 vector multiply",
+    ),
     "float maximum": ("aie::vector<float, 16> v; v = aie::max(v, v);", "not float32"),
-    "mixed multiply": ("aie::vector<bfloat16, 16> v; aie::vector<int16, 16> w; auto a = aie::mul(v, w); (void)a;", "do not mix"),
+    "mixed multiply": (
+        "aie::vector<bfloat16, 16> v; aie::vector<int16, 16> w; auto a = aie::mul(v, w); (void)a;",
+        "do not mix",
+    ),
     "exp2": ("aie::vector<bfloat16, 16> v; aie::exp2(v);", "no such instruction on XDNA1"),
     "tanh": ("aie::vector<bfloat16, 16> v; aie::tanh(v);", "no such instruction on XDNA1"),
     "unaligned": ("int8 x[64]; aie::load_unaligned_v(x);", "lay the data out in aligned vectors"),
@@ -289,7 +335,15 @@ def test_what_xdna1_lacks_does_not_compile(tmp_path: Path) -> None:
     lines = ["#include <aie_api/aie.hpp>", "void sound() { aie::mmul<4, 8, 8, int8, int8> m; (void)m; }"]
     lines += [f"void f{i}() {{ {text} }}" for i, (text, _) in enumerate(REFUSED.values())]
     path.write_text("\n".join(lines) + "\n")
-    command = [npu._compiler()[0], "-std=c++17", "-fsyntax-only", "-fdiagnostics-color=never", "-I", str(npu.HOSTAPI), str(path)]
+    command = [
+        npu._compiler()[0],
+        "-std=c++17",
+        "-fsyntax-only",
+        "-fdiagnostics-color=never",
+        "-I",
+        str(npu.HOSTAPI),
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0 and "refused.cc:2:" not in done.stderr
     for at, (name, (_, words)) in enumerate(REFUSED.items(), start=3):
@@ -379,12 +433,18 @@ def test_a_compiler_that_does_not_work_with_gold_links_with_its_own(anew: pytest
     assert path == os.environ["CXX"] and linker == () and npu.kernel("gemm_i8_zero", DIM_M=8, DIM_K=8, DIM_N=208).counts
 
 
-def test_a_declaration_that_differs_from_the_source_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_declaration_that_differs_from_the_source_does_not_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_cxx()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "k.cc").write_text('#include <aie_api/aie.hpp>\nextern "C" void k(const int8 *a, int16 *b) { *b = *a; }\n')
+    (tmp_path / "k.cc").write_text(
+        '#include <aie_api/aie.hpp>\nextern "C" void k(const int8 *a, int16 *b) { *b = *a; }\n'
+    )
     args = 'a = { dtype = "i8", size = 1, access = "in" }\nb = { dtype = "i32", size = 1, access = "out" }\n'
-    (tmp_path / "k.toml").write_text(f'schema = 1\nsource = "k.cc"\n[macros]\n[entry.k]\nsummary = ""\n[entry.k.args]\n{args}')
+    (tmp_path / "k.toml").write_text(
+        f'schema = 1\nsource = "k.cc"\n[macros]\n[entry.k]\nsummary = ""\n[entry.k.args]\n{args}'
+    )
     with pytest.raises(CompileError, match="differ from its declaration"):
         npu.kernel("k", folder=tmp_path)
 

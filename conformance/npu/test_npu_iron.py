@@ -1,4 +1,5 @@
-"""Emitted programs call what IRON has: the manifest's signatures, where they were read, and those of an installed package."""
+"""Emitted programs call what IRON has: the manifest's signatures, where they were read, and those of an installed
+package."""
 
 from __future__ import annotations
 
@@ -19,13 +20,19 @@ from hybrid.kernels.npu.iron import IronError, check_program, manifest
 G = Gemm(128, 64, 64, 16, 32, 16, 2)
 
 
-@pytest.mark.parametrize(("was", "becomes", "text"), [
-    ("depth=2, name", "depths=2, name", "unexpected keyword"), ("Tile(0, 2)", "Tile(0, 2, 1, 1, 1)", "too many positional"),
-    (".acquire(1)", ".take(1)", "no such call"), ("import Kernel, ", "import Kernal, ", "has no Kernal"),
-    ("a_in0_prod.fill(A, ", "a_in0_prod.fill(", "missing a required argument"),
-    ("tile=Tile(0, 0)", "placement=Tile(0, 0)", "unexpected keyword"), (".finish()", ".finish(1)", "too many positional"),
-    ("range_(", "xrange_(", "not imported"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("was", "becomes", "text"),
+    [
+        ("depth=2, name", "depths=2, name", "unexpected keyword"),
+        ("Tile(0, 2)", "Tile(0, 2, 1, 1, 1)", "too many positional"),
+        (".acquire(1)", ".take(1)", "no such call"),
+        ("import Kernel, ", "import Kernal, ", "has no Kernal"),
+        ("a_in0_prod.fill(A, ", "a_in0_prod.fill(", "missing a required argument"),
+        ("tile=Tile(0, 0)", "placement=Tile(0, 0)", "unexpected keyword"),
+        (".finish()", ".finish(1)", "too many positional"),
+        ("range_(", "xrange_(", "not imported"),
+    ],
+)
 def test_calls_that_the_release_does_not_have_are_refused(was: str, becomes: str, text: str) -> None:
     source = emit(gemm_i8(G))
     assert was in source
@@ -77,7 +84,9 @@ def _package(monkeypatch: pytest.MonkeyPatch, **changed: list[str]) -> None:
         monkeypatch.setitem(sys.modules, name, value)
         parts = name.split(".")
         for i in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), modules.get(".".join(parts[:i]), types.ModuleType(parts[i - 1])))
+            monkeypatch.setitem(
+                sys.modules, ".".join(parts[:i]), modules.get(".".join(parts[:i]), types.ModuleType(parts[i - 1]))
+            )
 
 
 def test_programs_are_bound_to_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +96,9 @@ def test_programs_are_bound_to_the_package_that_is_installed(monkeypatch: pytest
     _package(monkeypatch)
     found = iron.installed()
     for kind in ("function", "method"):
-        assert {n: e["params"] for n, e in found[kind].items()} == {n: e["params"] for n, e in iron.manifest()[kind].items()}
+        assert {n: e["params"] for n, e in found[kind].items()} == {
+            n: e["params"] for n, e in iron.manifest()[kind].items()
+        }
     assert iron.check_program(source, found) > 100
     _package(monkeypatch, Worker=["core_fn", "fn_args=", "placement="])  # as earlier releases have it
     with pytest.raises(iron.IronError, match=r"Worker: .*tile.*the installed package aie"):

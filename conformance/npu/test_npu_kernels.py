@@ -1,4 +1,5 @@
-"""The NPU's tile kernels against the oracle: cases of the specs, drawn ones, every entry point, and mutants that must fail."""
+"""The NPU's tile kernels against the oracle: cases of the specs, drawn ones, every entry point, and mutants that must
+fail."""
 
 from __future__ import annotations
 
@@ -56,11 +57,15 @@ def fits(file: str, case: Case) -> Case | None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_edge_cases(file: str) -> None:
-    """Every edge case of the spec, whatever modes the tile was left in. (Each head size is a kernel to compile: in the short
-    profile the drawn cases have to do for those.)"""
+    """Every edge case of the spec, whatever modes the tile was left in. (Each head size is a kernel to compile: in the
+    short profile the drawn cases have to do for those.)"""
     op, run = RUNS[file]
     skipped = () if LONG else ("D=", "HQ=", "HK=")
-    found = [c for n, case in edge_cases(SPECS[op], "npu") if (c := fits(file, case)) is not None and not n.startswith(skipped)]
+    found = [
+        c
+        for n, case in edge_cases(SPECS[op], "npu")
+        if (c := fits(file, case)) is not None and not n.startswith(skipped)
+    ]
     assert len(found) > 10
     for case in found:
         run(SPECS[op], case, KERNELS)
@@ -71,7 +76,9 @@ def test_drawn_cases(file: str) -> None:
     op, run = RUNS[file]
     ran = 0
 
-    @settings(max_examples=1 if "attention" in file and not LONG else settings().max_examples)  # each is a kernel to compile
+    @settings(
+        max_examples=1 if "attention" in file and not LONG else settings().max_examples
+    )  # each is a kernel to compile
     @given(cases(SPECS[op], "npu", SPECS[op].dtypes(DTYPES[file])))
     def prove(case: Case) -> None:
         nonlocal ran
@@ -86,8 +93,11 @@ def test_drawn_cases(file: str) -> None:
 def test_workloads(file: str) -> None:
     """The demonstration model's shapes; in the long profile others that fit."""
     op, run = RUNS[file]
-    found = [replace(c, dtypes=dict(SPECS[op].dtypes(DTYPES[file]))) for _, case in workload_cases(SPECS[op], "cpu", LONG)
-             if (c := fits(file, case)) is not None]  # fmt: skip
+    found = [
+        replace(c, dtypes=dict(SPECS[op].dtypes(DTYPES[file])))
+        for _, case in workload_cases(SPECS[op], "cpu", LONG)
+        if (c := fits(file, case)) is not None
+    ]
     assert found
     for case in found:
         run(SPECS[op], case, KERNELS)
@@ -121,12 +131,17 @@ def test_requantisation_is_exact() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [
-    ("conv_even);\n    aie::set_sat", "positive_inf);\n    aie::set_sat"),
-    ("mode::saturate", "mode::symmetric"),
-    ("to_vector<int8>(shift)", "to_vector<int8>(shift + 1)"),
-])  # fmt: skip
-def test_another_requantisation_is_seen(change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("conv_even);\n    aie::set_sat", "positive_inf);\n    aie::set_sat"),
+        ("mode::saturate", "mode::symmetric"),
+        ("to_vector<int8>(shift)", "to_vector<int8>(shift + 1)"),
+    ],
+)
+def test_another_requantisation_is_seen(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = (AIE / "gemm_i8.cc").read_text()
     assert text.count(change[0]) == 1
@@ -207,8 +222,11 @@ def test_counts_follow_from_the_sizes() -> None:
     for m, k, n in ((16, 64, 32), (32, 128, 64)) if LONG else ((16, 128, 64),):
         blocks = m * n // 128  # of 2 x 2 tiles of 4 x 8
         assert counts("gemm_i8", DIM_M=m, DIM_K=k, DIM_N=n) == {
-            "mac_i8": m * k * n // 256, "load": blocks * (k // 8 * 6 + 16), "store": blocks * 16, "srs": blocks * 8
-        }  # fmt: skip
+            "mac_i8": m * k * n // 256,
+            "load": blocks * (k // 8 * 6 + 16),
+            "store": blocks * 16,
+            "srs": blocks * 8,
+        }
         tiles = m * n // 32
         i4, q8 = (counts(name, DIM_M=m, DIM_K=k, DIM_N=n) for name in ("gemm_i8i4", "gemm_i8q8"))
         assert i4["mac_i8i4"] == m * k * n // 512 and q8["mac_i8"] == m * k * n // 256
@@ -224,11 +242,15 @@ def test_counts_follow_from_the_sizes() -> None:
 
 
 def test_sources_know_no_host() -> None:
-    """The include path decides which aie.hpp is used: no #ifdef but for defaults of declared macros, nothing of the host."""
+    """The include path decides which aie.hpp is used: no #ifdef but for defaults of declared macros, nothing of the
+    host."""
     own = "|".join(re.escape(p.name) for p in [*AIE.glob("*.h"), *AIE.glob("*.cc")])
     includes = re.compile(rf'#include (<aie_api/aie.hpp>|<aie_kernel_utils.h>|<limits>|"({own})")')
     declared = {m for e in entries().values() for m in e.macros}
-    for path in [*AIE.glob("*.cc"), *(p for p in AIE.glob("*.h") if p.name != "hints.h")]:  # whose macro names the compilers' own
+    for path in [
+        *AIE.glob("*.cc"),
+        *(p for p in AIE.glob("*.h") if p.name != "hints.h"),
+    ]:  # whose macro names the compilers' own
         lines = path.read_text().splitlines()
         for i, line in enumerate(lines):
             if not line.lstrip().startswith("#") or line == "#pragma once":
@@ -240,7 +262,9 @@ def test_sources_know_no_host() -> None:
             elif not line.startswith(("#define ", "#endif")):
                 assert includes.fullmatch(line), f"{path.name}: {line}"
             else:
-                assert lines[i - 1].startswith("#ifndef ") or lines[i - 2].startswith("#ifndef "), f"{path.name}: {line}"
+                assert lines[i - 1].startswith("#ifndef ") or lines[i - 2].startswith("#ifndef "), (
+                    f"{path.name}: {line}"
+                )
         assert "host::" not in path.read_text(), f"{path.name} uses the host's own names"
 
 
@@ -255,7 +279,8 @@ def test_defaults_in_sources_are_those_declared() -> None:
 
 
 def test_scales_in_two_multipliers_are_exact_within_their_range() -> None:
-    """Every float16 within 2^-12 of the largest of its tile; below, to 2^-23 of the largest; units are powers of two."""
+    """Every float16 within 2^-12 of the largest of its tile; below, to 2^-23 of the largest; units are powers of
+    two."""
     every = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
     scales = np.concatenate([every, -every, np.zeros(2)]).reshape(-1, 4)
     for pair in (scales, np.random.default_rng(3).permutation(scales.reshape(-1)).reshape(-1, 4)):
@@ -310,14 +335,23 @@ def test_every_kernel_has_mutants() -> None:
 
 @pytest.mark.slow
 def test_kernels_under_sanitisers(tmp_path: Path) -> None:
-    """One case of every kernel (in the short profile of every sixth) with AddressSanitizer and UBSan, every array ending where
-    its memory does."""
+    """One case of every kernel (in the short profile of every sixth) with AddressSanitizer and UBSan, every array
+    ending where its memory does."""
     compiler = npu._compiler()[0]
-    runtimes = [subprocess.run([compiler, f"-print-file-name=lib{n}.so"], capture_output=True, text=True, check=True).stdout.strip()
-                for n in ("asan", "ubsan", "stdc++")]  # fmt: skip
+    runtimes = [
+        subprocess.run(
+            [compiler, f"-print-file-name=lib{n}.so"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for n in ("asan", "ubsan", "stdc++")
+    ]
     if not all(os.path.isabs(r) for r in runtimes[:2]):
         pytest.skip(f"{compiler} has no sanitiser runtimes (Debian: libasan, libubsan)")
-    env = {**os.environ, "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", "OPENBLAS_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     files = FILES if LONG else FILES[::6]
     command = [sys.executable, "-m", "conformance.npu.sanitised", *files]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=AIE.parents[2])

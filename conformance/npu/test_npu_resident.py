@@ -1,5 +1,5 @@
-"""Operands that stay: what a run writes is what its new rows cost, and a view that is appended to holds what gathering the
-whole cache would give."""
+"""Operands that stay: what a run writes is what its new rows cost, and a view that is appended to holds what gathering
+the whole cache would give."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.usefixtures("sim_machine"), pytest.mark.slow]
 
 
 def tile_keys(k: np.ndarray, v: np.ndarray, a: Attention) -> np.ndarray:
-    """Keys and values [positions, heads, D] as the KV stream, bytes [heads, tiles, -1], dealt out whole: K, its scales where they
-    are int8, V; zeros behind the last position."""
+    """Keys and values [positions, heads, D] as the KV stream, bytes [heads, tiles, -1], dealt out whole: K, its scales
+    where they are int8, V; zeros behind the last position."""
     if a.scores == "bf16":
         parts = [_dealt(bf16(k), 4, 8, a), _dealt(bf16(v), 8, 4, a)]
     else:
@@ -93,7 +93,18 @@ class Sequence:
 def test_a_view_that_is_appended_to_holds_the_cache(scores: str, d: int, times: int) -> None:
     """Chunks, single tokens, a turn after a rewind, and a sequence that begins anew in the same slot."""
     s = Sequence(scores, d, 32, times=times)
-    for start, stop in ((0, 70), (70, 71), (71, 72), (72, 128), (128, 129), (100, 160), (160, 161), (0, 64), (64, 65), (65, 192)):
+    for start, stop in (
+        (0, 70),
+        (70, 71),
+        (71, 72),
+        (72, 128),
+        (128, 129),
+        (100, 160),
+        (160, 161),
+        (0, 64),
+        (64, 65),
+        (65, 192),
+    ):
         s.append(start, stop)
         s.right(stop)
 
@@ -113,7 +124,8 @@ def test_a_view_of_a_window_slides(scores: str) -> None:
 
 
 def test_what_a_view_missed_is_gathered() -> None:
-    """Positions that another pass appended, blocks that were written from outside, another table, and everything after forget."""
+    """Positions that another pass appended, blocks that were written from outside, another table, and everything after
+    forget."""
     s = Sequence("i8", 16, 32)
     s.append(0, 100)
     s.fill(100, 140)
@@ -185,7 +197,8 @@ class Counted:
 
 
 def test_a_token_and_a_chunk_write_their_own_rows() -> None:
-    """Bytes brought to the device by attention, for each token and each chunk: the same at the beginning and at the end."""
+    """Bytes brought to the device by attention, for each token and each chunk: the same at the beginning and at the
+    end."""
     with hybrid.load(FILE, "cpu", ATTENTION, ctx=256, chunk=16, npu="sim") as model:
         engine, counted = model.engine, Counted(model)
         ids = (model.encode("class Base:\n") * 40)[: 160 if LONG else 96]

@@ -49,7 +49,11 @@ def test_the_host_calls_nothing_that_pyxrt_lacks() -> None:
     """Attributes of the module and of what it makes, read from the source."""
     tree = ast.parse(Path(xrt.__file__).read_text())
     known = set(MANIFEST["class"]) | {e.split(".")[0] for e in MANIFEST["enum"]}
-    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self.xrt", "module")}
+    used = {
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self.xrt", "module")
+    }
     assert used and used <= known, used - known
     methods = {m for c in MANIFEST["class"].values() for m in c}
     for attr in (

@@ -4,8 +4,8 @@
 
 Inputs are first brought to what the NPU computes with (bfloat16, int8 with a scale for each row, int4 with two-level
 scales); the oracle gets those same numbers. Integer sums are compared for equality with NumPy's integers, real results
-within the spec's bound. Memory starts as NaN or as junk, and rows that a tile lacks hold finite junk wherever the kernels
-say that they are masked.
+within the spec's bound. Memory starts as NaN or as junk, and rows that a tile lacks hold finite junk wherever the
+kernels say that they are masked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,18 @@ from hybrid.harness.inputs import make
 from hybrid.harness.reference import allowed, cut_live
 from hybrid.harness.scales import Call
 from hybrid.kernels.npu.compile import Kernel, aligned, buffer, kernel
-from hybrid.kernels.npu.layout import bf16, from_limbs, int8_rows, limbs, nibbles, padded, real, tiled, two_parts, untiled
+from hybrid.kernels.npu.layout import (
+    bf16,
+    from_limbs,
+    int8_rows,
+    limbs,
+    nibbles,
+    padded,
+    real,
+    tiled,
+    two_parts,
+    untiled,
+)
 from hybrid.kernels.oracle import ORACLE
 from hybrid.quant.blocks import integers
 from hybrid.spec import OpSpec
@@ -37,8 +48,8 @@ GEMM = {"DIM_M": 16, "DIM_K": 64, "DIM_N": 32}
 
 @dataclass
 class Kernels:
-    """Compiled entry points. `sources`: other texts of a source file, by its name. `modes`: a tile's state before each call;
-    results may not depend on it. `options`: of the compiler."""
+    """Compiled entry points. `sources`: other texts of a source file, by its name. `modes`: a tile's state before each
+    call; results may not depend on it. `options`: of the compiler."""
 
     sources: Mapping[str, Path] = field(default_factory=dict)
     modes: tuple[str, str] = ("ceil", "symmetric")
@@ -76,7 +87,9 @@ def linear_i8(spec: OpSpec, case: Case, kernels: Kernels) -> compare.Verdict:
     inputs = _live(spec, case)
     x, x_scale = int8_rows(values.real(inputs["x"]))
     w, w_scale = int8_rows(values.real(inputs["w"]))
-    call = _call(spec, case, {"x": x * x_scale[:, None].astype(np.float64), "w": w * w_scale[:, None].astype(np.float64)})
+    call = _call(
+        spec, case, {"x": x * x_scale[:, None].astype(np.float64), "w": w * w_scale[:, None].astype(np.float64)}
+    )
     zero, step, scale = (kernels.get(f"gemm_i8{n}", "gemm_i8.cc", **GEMM) for n in ("_zero", "", "_scale"))
     y = np.empty((len(x), len(w)), np.float32)
     for rows, columns in _blocks(*y.shape):
@@ -145,18 +158,28 @@ def _multiplied(
         zero(c)
         for i, k in enumerate(range(0, a.shape[1], GEMM["DIM_K"])):
             codes = tiled(b[k : k + GEMM["DIM_K"]], deep, 8)
-            step(aligned(tiled(a[:, k : k + GEMM["DIM_K"]], 4, deep)), aligned(nibbles(codes) if deep == 16 else codes),
-                 aligned(np.ascontiguousarray(by[i * groups : (i + 1) * groups])), aligned(one[i]), c)  # fmt: skip
+            step(
+                aligned(tiled(a[:, k : k + GEMM["DIM_K"]], 4, deep)),
+                aligned(nibbles(codes) if deep == 16 else codes),
+                aligned(np.ascontiguousarray(by[i * groups : (i + 1) * groups])),
+                aligned(one[i]),
+                c,
+            )
         y[rows, columns] = untiled(c)[: len(x[rows]), : len(w[columns])]
     return y
 
 
 def attention(spec: OpSpec, case: Case, kernels: Kernels, int8: bool = False) -> compare.Verdict:
-    """Runs of consecutive positions of a sequence, tile by tile, from its first key on (tiles that a window hides included)."""
+    """Runs of consecutive positions of a sequence, tile by tile, from its first key on (tiles that a window hides
+    included)."""
     inputs, d = _live(spec, case), case.bind["D"]
     group = case.bind["HQ"] // case.bind["HK"]
     q, k, v = (bf16(values.real(inputs[n])) for n in ("q", "k_cache", "v_cache"))
-    forms = {"q": real(q).astype(np.float64), "k_cache": real(k).astype(np.float64), "v_cache": real(v).astype(np.float64)}
+    forms = {
+        "q": real(q).astype(np.float64),
+        "k_cache": real(k).astype(np.float64),
+        "v_cache": real(v).astype(np.float64),
+    }
     q_codes, k_codes = (int8_rows(forms[n].reshape(-1, d)) for n in ("q", "k_cache"))
     if int8:
         for name, (codes, scale) in (("q", q_codes), ("k_cache", k_codes)):
@@ -180,7 +203,11 @@ def attention(spec: OpSpec, case: Case, kernels: Kernels, int8: bool = False) ->
         for h in range(case.bind["HK"]):
             own = slice(h * group, (h + 1) * group)
             o, sums = buffer(lq * d, np.float32, np.nan), buffer(lq * 8, np.float32, np.nan)
-            m, s, p = buffer(lq * 8, np.uint16, 0x7FC1), buffer(8 * LK, np.float32, np.nan), buffer(8 * LK, np.uint16, 0x7FC1)
+            m, s, p = (
+                buffer(lq * 8, np.uint16, 0x7FC1),
+                buffer(8 * LK, np.float32, np.nan),
+                buffer(8 * LK, np.uint16, 0x7FC1),
+            )
             y = buffer((lq // 4, d // 4, 4, 4), np.uint16, 0x7FC1)
             rows = [_rows(x[members, own], lq) for x in (q, q8, qs[..., None])]
             start(o, m, sums)
@@ -189,7 +216,9 @@ def attention(spec: OpSpec, case: Case, kernels: Kernels, int8: bool = False) ->
                 values_ = aligned(tiled(_more(v[index][:, h], junk), 8, 4))
                 ends = (o, m, sums, s, p, first, at, length, int(case.attrs["window"]))
                 if dots is None:
-                    tile(aligned(tiled(rows[0], 4, 8)), aligned(tiled(_more(k[index][:, h], junk), 4, 8)), values_, *ends)
+                    tile(
+                        aligned(tiled(rows[0], 4, 8)), aligned(tiled(_more(k[index][:, h], junk), 4, 8)), values_, *ends
+                    )
                     continue
                 codes = _more(k8[index][:, h], 99)
                 left, right = aligned(tiled(rows[1], 4, 8)), aligned(tiled(codes, 8, 8))
@@ -257,7 +286,9 @@ def _live(spec: OpSpec, case: Case) -> dict[str, Tensor]:
 def _call(spec: OpSpec, case: Case, forms: Mapping[str, np.ndarray]) -> Call:
     """The oracle's results for inputs that are `forms` (the others as drawn)."""
     tensors = _live(spec, case)
-    real_values = {n: values.real(t) for n, t in tensors.items()} | {n: np.asarray(f, np.float64) for n, f in forms.items()}
+    real_values = {n: values.real(t) for n, t in tensors.items()} | {
+        n: np.asarray(f, np.float64) for n, f in forms.items()
+    }
     refs = ORACLE[case.op](**real_values, **case.attrs, real=np.float64)
     dtypes = {**case.dtypes, **dict.fromkeys(forms, "f32")}
     return Call(tensors, real_values, case.attrs, dict(zip(spec.outputs, refs, strict=True)), dtypes)

@@ -26,9 +26,14 @@ def _sizes(spec: OpSpec, backend: str, axis: str, dtypes: Mapping[str, str]) -> 
 
 @st.composite
 def cases(
-    draw: st.DrawFn, spec: OpSpec, backend: str, dtypes: Mapping[str, str], fixed: Mapping[str, int] = MappingProxyType({})
+    draw: st.DrawFn,
+    spec: OpSpec,
+    backend: str,
+    dtypes: Mapping[str, str],
+    fixed: Mapping[str, int] = MappingProxyType({}),
 ) -> Case:
-    """Small valid cases of one dtype combination, with sizes around the backend's tiles; `fixed`: axes that are not drawn."""
+    """Small valid cases of one dtype combination, with sizes around the backend's tiles; `fixed`: axes that are not
+    drawn."""
     drawn = {n: fixed[n] if n in fixed else draw(st.sampled_from(_sizes(spec, backend, n, dtypes))) for n in spec.axes}
     bind = complete(spec, drawn)
     attrs = {name: draw(st.sampled_from(attribute_choices(spec, name, bind))) for name in spec.attributes}
@@ -39,8 +44,14 @@ def cases(
     rows = draw(st.sampled_from(sorted({bind.get("T", 1), 1, max(1, bind.get("T", 1) - 1)}, reverse=True)))
     most = min(bind.get("O", 1), rows if "slots" in spec.inputs else bind.get("O", 1))
     return Case(
-        spec.name, bind, dict(dtypes), attrs, rows=rows, outs=draw(st.sampled_from(sorted({most, 1}, reverse=True))),
-        seed=draw(st.integers(0, 2**32 - 1)), mode="exact" if exact else "random",
+        spec.name,
+        bind,
+        dict(dtypes),
+        attrs,
+        rows=rows,
+        outs=draw(st.sampled_from(sorted({most, 1}, reverse=True))),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        mode="exact" if exact else "random",
         scale=1.0 if exact else draw(st.sampled_from(SCALES_OF[spec.backends[backend].accumulate])),
         style=draw(st.sampled_from(("ragged", "decode", "mixed", "empty", "full", "edge"))),
-    )  # fmt: skip
+    )

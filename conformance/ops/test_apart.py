@@ -1,5 +1,6 @@
-"""A product whose K splits are added up by the row kernel behind it: each step is judged by its own operation's definition, on what
-both left in memory. Where a device has no matrix units, whose products alone are split, parts are made in another way."""
+"""A product whose K splits are added up by the row kernel behind it: each step is judged by its own operation's
+definition, on what both left in memory. Where a device has no matrix units, whose products alone are split, parts are
+made in another way."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ import pytest
 
 from conformance.mutation.mutate import Mutant, load, mutated_function, mutated_spirv, tried
 from conformance.ops.test_groups import SIZES
-from conformance.support.devices import GUARD, Devices, MatrixDevices, need_compiler, open_another, share_of, spy_kernels
+from conformance.support.devices import (
+    GUARD,
+    Devices,
+    MatrixDevices,
+    need_compiler,
+    open_another,
+    share_of,
+    spy_kernels,
+)
 from conformance.support.groups import SPECS, cases, planned, proved
 from conformance.support.paths import MUTANTS
 from conformance.support.profile import LONG
@@ -102,7 +111,9 @@ def given_more(plan: Plan, more: Mapping[str, Tensor]) -> Plan:
     return replace(plan, tensors={**plan.tensors, **decls})
 
 
-def judge(device: Any, rows: int = 3, live: int = 3, hidden: int = 128, y: str = "f16", swaps: Mapping[str, str] = {}) -> int:
+def judge(
+    device: Any, rows: int = 3, live: int = 3, hidden: int = 128, y: str = "f16", swaps: Mapping[str, str] = {}
+) -> int:
     """Dispatches of linear and add_rmsnorm as one group."""
     made = pair(("linear", "add_rmsnorm"), {**SHORT, "hidden": hidden}, rows, "f32", live, "f32", y)
     more = {"nothing": Tensor.of(np.zeros((hidden, SHORT["heads"]), np.float32))}
@@ -114,7 +125,9 @@ def judge(device: Any, rows: int = 3, live: int = 3, hidden: int = 128, y: str =
 def test_parts_are_added_up_and_their_sum_is_kept(devices: Devices, op: str) -> None:
     """Against the operation's definition of the sum, and the sum itself bit by bit: parts are added in their order."""
     device = devices.get("vulkan", guard=GUARD)
-    for hidden, rows, live, count in ((2560, 2, 2, 8), (96, 1, 0, 2), (1056, 3, 3, 5), (5376, 2, 2, 3))[: None if LONG else 2]:
+    for hidden, rows, live, count in ((2560, 2, 2, 8), (96, 1, 0, 2), (1056, 3, 3, 5), (5376, 2, 2, 3))[
+        : None if LONG else 2
+    ]:
         judge_reader(device, op, hidden, rows, live, count)
 
 
@@ -156,7 +169,9 @@ def judge_attention(device: Any, of: str, d: int, live: int, count: int) -> None
     more = {"parts": Tensor.of(parts.reshape(count * rows, -1))}
     plan, drawn = planned([case], device.name)
     first = {name: value for name, value in {**drawn, **caches}.items() if name != "qkv"}
-    proved(device, [case], given_more(plan, more), {**first, **more}, caches, bindings={**device.bindings, case.op: record})
+    proved(
+        device, [case], given_more(plan, more), {**first, **more}, caches, bindings={**device.bindings, case.op: record}
+    )
     np.testing.assert_array_equal(device.read("qkv").array[:live], reduce(np.add, parts)[:live])
 
 
@@ -178,7 +193,8 @@ def test_what_does_not_follow_is_recorded_step_by_step(devices: Devices) -> None
 
 @pytest.mark.parametrize("ops", _apart.OPS, ids="-".join)
 def test_a_table_says_whether_splits_are_left_apart(ops: tuple[str, str]) -> None:
-    """What the product writes is what its reader reads, in as many parts as both are told; else it writes its result."""
+    """What the product writes is what its reader reads, in as many parts as both are told; else it writes its
+    result."""
     units = ("f16_matrices", "matrix_lanes")
     dry = DryDevice(features=units.__contains__, tuning="nvidia", shared_bytes=49152)
     inner = {"hidden": 2048} if ops[0] == "fused_qkv" else {"hidden": 512, "heads": 2048, "ffn": 2048}
@@ -195,15 +211,29 @@ def test_a_table_says_whether_splits_are_left_apart(ops: tuple[str, str]) -> Non
             assert struct.unpack("<I", read.push[-4:]) == (found or 1,)
 
 
-ROWS = {"16x128": 11, "32x64": 27, "32x128": 27, "64x64": 61, "8x256": 7, "16x256": 11, "24x256": 19, "32x256": 27, "40x256": 35,
-        "48x256": 43, "64x256": 61}  # fmt: skip
+ROWS = {
+    "16x128": 11,
+    "32x64": 27,
+    "32x128": 27,
+    "64x64": 61,
+    "8x256": 7,
+    "16x256": 11,
+    "24x256": 19,
+    "32x256": 27,
+    "40x256": 35,
+    "48x256": 43,
+    "64x256": 61,
+}
 
 
 def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> None:
     """Sizes of which K is no whole number of stages, and some splits have nothing."""
     sizes = {**SIZES, "hidden": 320, "heads": 1088, "ffn": 1344}
     made = pair(ops, sizes, ROWS[tile], "f16", live)
-    with device.tuning.forced("linear.gemm", {"tile": tile, "groups": 1056}), device.tuning.forced("linear.apart", {"most": 8}):
+    with (
+        device.tuning.forced("linear.gemm", {"tile": tile, "groups": 1056}),
+        device.tuning.forced("linear.apart", {"most": 8}),
+    ):
         plan, values = planned(made, device.name)
         last = made[-1]
         caches = {n: make(SPECS[last.op], last)[n] for n in SPECS[last.op].state}
@@ -211,7 +241,9 @@ def on_matrix_units(device: Any, ops: tuple[str, str], tile: str, live: int) -> 
 
 
 @pytest.mark.parametrize("tile", ROWS)
-def test_products_on_matrix_units_are_left_apart(matrices: MatrixDevices, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_on_matrix_units_are_left_apart(
+    matrices: MatrixDevices, tile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = matrices(guard=GUARD)
     counts: list[int] = []
 
@@ -230,8 +262,9 @@ MUTATED = list(load(MUTANTS / "apart"))
 
 
 @pytest.mark.parametrize("mutant", tried(MUTATED), ids=lambda m: f"{m.kind}-{m.name}")
-def test_caught(devices: Devices, matrices: MatrixDevices, mutant: Mutant, tmp_path: Path,
-                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_caught(
+    devices: Devices, matrices: MatrixDevices, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sound = matrices(guard=GUARD) if mutant.needs else devices.get("vulkan", guard=GUARD)
 
     def tell(device: Any) -> None:
@@ -258,5 +291,8 @@ def test_caught(devices: Devices, matrices: MatrixDevices, mutant: Mutant, tmp_p
             wrong = mutated_function(mutant, "record")
             of = [(ops, wrong if group is GROUPS[_apart.OPS[0]] else group) for ops, group in BEGUN_BY["linear"]]
             monkeypatch.setitem(BEGUN_BY, "linear", of)
-        with open_another(sound, guard=GUARD, **options) as device, pytest.raises((Disagreement, AssertionError, Fault)):
+        with (
+            open_another(sound, guard=GUARD, **options) as device,
+            pytest.raises((Disagreement, AssertionError, Fault)),
+        ):
             tell(device)

@@ -1,5 +1,5 @@
-"""A NaN is never lost: whatever an operation makes of a row with one, some number of that row's results is not finite, and those of
-other rows are."""
+"""A NaN is never lost: whatever an operation makes of a row with one, some number of that row's results is not finite,
+and those of other rows are."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def finite(spec: OpSpec, name: str, array: np.ndarray, rows: int) -> list[bool]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("op", "key"), [pytest.param(*d, id=".".join(d)) for d in damaged()])
 def test_a_row_with_a_nan_shows_it_and_no_other_does(devices: Devices, backend: BackendName, op: str, key: str) -> None:
-    """In that result in which the definition has it. In which of its numbers is for the bounds of `nonfinite = "propagate"`."""
+    """In that result in which the definition has it. In which of its numbers is for the bounds of `nonfinite =
+    "propagate"`."""
     spec = load_ops()[op]
     if spec.backends[backend].status != "supported":
         pytest.skip(f"{backend} has no {op}")

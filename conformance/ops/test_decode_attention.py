@@ -1,4 +1,5 @@
-"""Decode attention in all its forms: many stretches and one, merged by the last workgroup or by a dispatch of its own."""
+"""Decode attention in all its forms: many stretches and one, merged by the last workgroup or by a dispatch of its
+own."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from hybrid.spec import load_op
 
 SPEC = load_op("decode_attention")
 TYPES, RESULTS = SPEC.tensors["k_cache"].dtype, SPEC.outputs["o"].dtype
-# Stretches shorter than a step, of about one and of several; as many as there may be; heads of a group apart; fewer subgroups than
-# heads to norm.
+# Stretches shorter than a step, of about one and of several; as many as there may be; heads of a group apart; fewer
+# subgroups than heads to norm.
 FORMS = {
     "last arrival": {"merge": 1, "groups": 4096, "min_split": 5},
     "own dispatch": {"merge": 0, "groups": 4096, "min_split": 5},
@@ -51,8 +52,8 @@ NUMBERS = ("own dispatch", "few stretches", "one stretch", "parts waited for")
 
 
 def cases(form: str) -> list[Case]:
-    """Every size with every combination of types. In the short profile, where each is compiled, one of the sizes: with numbers in
-    the cache and in the result, or with int8 results; the forms have the types and the sizes in turn."""
+    """Every size with every combination of types. In the short profile, where each is compiled, one of the sizes: with
+    numbers in the cache and in the result, or with int8 results; the forms have the types and the sizes in turn."""
     nth, found = list(FORMS).index(form), list[Case]()
     for i, sizes in enumerate(SIZES):
         for j, dtypes in enumerate(covering(SPEC, "vulkan")):
@@ -84,10 +85,14 @@ def own(device: Any, request: pytest.FixtureRequest) -> list[Case]:
 
 @pytest.mark.parametrize(
     ("device", "case"),
-    [pytest.param(form, c, id=f"{form}-D={c.bind['D']},{c.dtypes['k_cache']},{c.dtypes['o']}")
-     for form in FORMS for c in cases(form)],
-    indirect=["device"], scope="module",
-)  # fmt: skip
+    [
+        pytest.param(form, c, id=f"{form}-D={c.bind['D']},{c.dtypes['k_cache']},{c.dtypes['o']}")
+        for form in FORMS
+        for c in cases(form)
+    ],
+    indirect=["device"],
+    scope="module",
+)
 def test_form(device: Any, case: Case) -> None:
     for style in ("ragged", "full", "empty"):
         run_case(SPEC, device, replace(case, style=style))
@@ -134,4 +139,3 @@ def test_every_run_gives_the_same_bits(device: Any, own: list[Case]) -> None:
         results.append(device.read("o").rows(0, case.rows))
     for other in results[1:]:
         assert all((a == b).all() for a, b in zip(results[0].parts, other.parts, strict=True))
-

@@ -1,5 +1,5 @@
-"""Flash attention on matrix units: every cache type, head size, share of its columns and result type, over tiles, slots,
-windows, chunks."""
+"""Flash attention on matrix units: every cache type, head size, share of its columns and result type, over tiles,
+slots, windows, chunks."""
 
 from __future__ import annotations
 

@@ -78,17 +78,23 @@ PAIRS = {"linear": {"N": 331, "K": 320}, "fused_ffn": {"H": 320, "F": 448}}  # w
 
 def case_for(op: str, rows: int, dtype: str, shapes: dict[str, dict[str, int]] = BIND) -> Case:
     spec, bind = load_op(op), {**shapes[op], "T": rows}
-    types = {"x": "f16", "w": dtype} if op == "linear" else {"x": "f16", "h": "f16", "w_gate_up": dtype, "w_down": dtype}
+    types = (
+        {"x": "f16", "w": dtype} if op == "linear" else {"x": "f16", "h": "f16", "w_gate_up": dtype, "w_down": dtype}
+    )
     return variant(spec, {**base_bind(spec), **bind}, spec.dtypes(types), 0, frozenset(bind))
 
 
 FAMILIES = {"linear": "linear.gemm", "fused_ffn": "ffn_up.gemm"}
-TILED = {op: [tile for tile in TILES if tile in space().named(family).candidates["tile"]] for op, family in FAMILIES.items()}
+TILED = {
+    op: [tile for tile in TILES if tile in space().named(family).candidates["tile"]] for op, family in FAMILIES.items()
+}
 
 
 @pytest.mark.parametrize(("op", "tile"), [(op, tile) for op in BIND for tile in TILED[op]])
 @pytest.mark.parametrize("rows", SIZES)
-def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(matrices: MatrixDevices, op: str, rows: int, tile: str) -> None:
+def test_whole_and_cut_tiles_of_one_product_agree_with_the_oracle(
+    matrices: MatrixDevices, op: str, rows: int, tile: str
+) -> None:
     device, family = matrices(guard=GUARD), FAMILIES[op]
     ways = [(*way, live) for way in (("q4_0", 24), ("f16", 24), ("q8_0", 1056)) for live in (rows, rows // 2)]
     for dtype, groups, live in share_of(device, ways, 3):
@@ -149,10 +155,13 @@ def test_subgroups_share_the_columns_of_a_small_product_evenly(tile: str) -> Non
 
 
 @pytest.mark.parametrize("tile", [STREAM[1], *NARROW])
-@pytest.mark.parametrize(("known", "k", "dtype", "streamed"), [
-    (True, 320, "q4_0", True), (False, 320, "q4_0", False), (True, 224, "q4_0", False), (True, 320, "q8_0", False),
-])  # fmt: skip
-def test_weights_go_straight_to_lanes_where_these_hold_what_the_kernel_counts_on(monkeypatch, tile, known, k, dtype, streamed):
+@pytest.mark.parametrize(
+    ("known", "k", "dtype", "streamed"),
+    [(True, 320, "q4_0", True), (False, 320, "q4_0", False), (True, 224, "q4_0", False), (True, 320, "q8_0", False)],
+)
+def test_weights_go_straight_to_lanes_where_these_hold_what_the_kernel_counts_on(
+    monkeypatch, tile, known, k, dtype, streamed
+):
     features = {"f16_matrices": True, "matrix_lanes": known}
     dry = DryDevice(features=lambda name: features.get(name, False), tuning="nvidia")
     chosen = spy_kernels(dry, monkeypatch)

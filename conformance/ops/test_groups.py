@@ -1,5 +1,5 @@
-"""Fused groups, steps that one dispatch computes: each step is judged by its own operation's definition, on what the dispatch
-left in memory, and everything that does not fit is recorded step by step."""
+"""Fused groups, steps that one dispatch computes: each step is judged by its own operation's definition, on what the
+dispatch left in memory, and everything that does not fit is recorded step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from conformance.mutation.mutate import Mutant, load, mutated_function, mutated_spirv, tried
 from conformance.support.chains import GATE_STEPS, STREAM_STEPS
-from conformance.support.devices import GUARD, INTERPRETED, Devices, need_compiler, open_another, open_backend, spy_kernels
+from conformance.support.devices import (
+    GUARD,
+    INTERPRETED,
+    Devices,
+    need_compiler,
+    open_another,
+    open_backend,
+    spy_kernels,
+)
 from conformance.support.groups import SPECS, cases, judged, planned, run
 from conformance.support.paths import MUTANTS
 from conformance.support.profile import LONG
@@ -38,7 +46,9 @@ TYPES = ("q8_0", "q4_0", "q4_1", "q5_1", "q6_k")
 SIZES = {"hidden": 96, "heads": 64, "ffn": 160, "hq": 2, "hk": 1, "d": 32}
 OWN_BUFFERS = 53  # bound by layer.*.own
 USES = [{"workgroups": n, "threads": t, "poll_all": int(t == 768)} for n in (1, 132) for t in (256, 768)]
-FEWER = USES if LONG else USES[::2]  # each number of threads is a pipeline, which takes a CPU driver four seconds to compile
+FEWER = (
+    USES if LONG else USES[::2]
+)  # each number of threads is a pipeline, which takes a CPU driver four seconds to compile
 
 
 def that_binds(devices: Devices, buffers: int) -> Any:
@@ -65,8 +75,8 @@ def test_a_residual_that_cancels_what_is_added(devices: Devices) -> None:
 
 @pytest.mark.parametrize("w", ["q4_0", "q8_0"])
 def test_workgroups_that_exchange_results(devices: Devices, w: str) -> None:
-    """The shape of Gemma 3 4B on as many workgroups as there are multiprocessors, again and again. Where a driver does not say how
-    many there are, and one workgroup exchanges nothing, as many of a smaller layer are interpreted."""
+    """The shape of Gemma 3 4B on as many workgroups as there are multiprocessors, again and again. Where a driver does
+    not say how many there are, and one workgroup exchanges nothing, as many of a smaller layer are interpreted."""
     device, threads_of = devices.get("vulkan"), (768, 1024)
     shape = {"hidden": 2560, "heads": 2048, "ffn": 10240, "hq": 8, "hk": 4, "d": 256}
     if device.cores == 1:
@@ -78,8 +88,8 @@ def test_workgroups_that_exchange_results(devices: Devices, w: str) -> None:
 
 @pytest.mark.parametrize("w", TYPES)
 def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
-    """Every type of weights, fixed sizes for every number of the tuning space (in the short profile of one type alone), then drawn
-    ones (there one, of another, which has no fixed ones): sizes too are a pipeline each."""
+    """Every type of weights, fixed sizes for every number of the tuning space (in the short profile of one type alone),
+    then drawn ones (there one, of another, which has no fixed ones): sizes too are a pipeline each."""
     device = devices.get("vulkan", guard=GUARD)
     uses, drawn = USES if LONG or w == "q4_0" else FEWER if w == "q8_0" else USES[:1], LONG or w == "q8_0"
     granule = 256 if w == "q6_k" else 32
@@ -90,10 +100,16 @@ def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
         assert judged(device, use, cases(sizes, w, 1, "q8_act", i, 1)) == dispatches
 
     blocks = st.integers(1, 12 if granule == 32 else 3).map(lambda n: n * granule)
-    shapes = st.fixed_dictionaries({
-        "hidden": blocks, "heads": blocks, "ffn": blocks, "hq": st.sampled_from([2, 4]), "hk": st.sampled_from([1, 2]),
-        "d": st.sampled_from([16, 32, 48]),
-    })  # fmt: skip
+    shapes = st.fixed_dictionaries(
+        {
+            "hidden": blocks,
+            "heads": blocks,
+            "ffn": blocks,
+            "hq": st.sampled_from([2, 4]),
+            "hk": st.sampled_from([1, 2]),
+            "d": st.sampled_from([16, 32, 48]),
+        }
+    )
 
     @settings(max_examples=settings().max_examples if LONG else 1)
     @given(shapes, st.sampled_from(uses), st.integers(0, 999))
@@ -106,13 +122,18 @@ def test_a_layer_in_one_dispatch(devices: Devices, w: str) -> None:
 
 @pytest.mark.parametrize("w", ["q8_0", "q4_0"])
 def test_a_layer_with_its_own_input_in_one_dispatch(devices: Devices, w: str) -> None:
-    """Gates of fewer rows than workgroups, and of as many as threads; then Gemma 4 E2B's shape where workgroups exchange it."""
+    """Gates of fewer rows than workgroups, and of as many as threads; then Gemma 4 E2B's shape where workgroups
+    exchange it."""
     device = devices.get("vulkan", guard=GUARD)
-    exchanged = [use for use in USES if use["workgroups"] > 1]  # one workgroup's sums of this shape are more than its memory
+    exchanged = [
+        use for use in USES if use["workgroups"] > 1
+    ]  # one workgroup's sums of this shape are more than its memory
     small, wide = {**SIZES, "own": 32}, {**SIZES, "hidden": 544, "own": 64, "heads": 160}
     shapes = [(device, small, USES), (device, wide, USES)]
     if device.cores > 1:
-        shapes.append((device, {"hidden": 1536, "heads": 2048, "ffn": 6144, "hq": 8, "hk": 1, "d": 256, "own": 256}, exchanged))
+        shapes.append(
+            (device, {"hidden": 1536, "heads": 2048, "ffn": 6144, "hq": 8, "hk": 1, "d": 256, "own": 256}, exchanged)
+        )
     else:
         shapes.append((devices.get(INTERPRETED, guard=GUARD), wide, exchanged))
     for device, sizes, uses in shapes:
@@ -127,11 +148,17 @@ def test_a_layer_with_its_own_input_in_one_dispatch(devices: Devices, w: str) ->
     [(64, 0, 1, 32, OWN_BUFFERS), (64, 2, 1, 32, OWN_BUFFERS), (0, 2, 0, 32, 41), (0, 2, 1, 16, 41)],
 )
 def test_a_layer_that_ends_with_the_next_attention(
-    devices: Devices, own: int, projections: int, value_norm: int, rotary: int, buffers: int, monkeypatch: pytest.MonkeyPatch
+    devices: Devices,
+    own: int,
+    projections: int,
+    value_norm: int,
+    rotary: int,
+    buffers: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of queries alone, or of queries, keys and values; values normed, heads that rotate in part. One head, so that one workgroup,
-    which is all that a CPU driver surely runs at once, has a KV split for it. Then a layer without the attention in the same
-    pipeline."""
+    """Of queries alone, or of queries, keys and values; values normed, heads that rotate in part. One head, so that one
+    workgroup, which is all that a CPU driver surely runs at once, has a KV split for it. Then a layer without the
+    attention in the same pipeline."""
     device, spec = that_binds(devices, buffers), SPECS["decode_attention"]
     bind = {**base_bind(spec), "T": 1, "HQ": 1, "HK": 1, "D": 32, "S": 2, "B": 16, "MB": 4, "BS": 16, "C": 64}
     bind |= {"KV": projections, "R": rotary}
@@ -163,7 +190,9 @@ def spy_pipelines(device: Any, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any
 def two_kinds(w: str, **more: int) -> list[list[Case]]:
     """Layers that differ in what they attend to, and in what they project, as local and global ones of a model do."""
     sizes = {**SIZES, **more}
-    return [cases({**sizes, **s}, w, 1, "q8_act", 3, 1) for s in ({}, {"heads": 160}, {"hq": 6}, {"heads": 160, "hq": 6})]
+    return [
+        cases({**sizes, **s}, w, 1, "q8_act", 3, 1) for s in ({}, {"heads": 160}, {"hq": 6}, {"heads": 160, "hq": 6})
+    ]
 
 
 @pytest.mark.parametrize("own", [0, 64])
@@ -188,10 +217,18 @@ def test_a_last_layer_in_one_dispatch(devices: Devices) -> None:
 def stream_cases(hidden: int, rows: int, act: str, live: int) -> list[Case]:
     bind = {"T": rows, "H": hidden, "A": 4}
     return [
-        Case(op, bind, dict(SPECS[op].dtypes({"y": act} if "y" in args else {})), SPECS[op].attrs(bind, {}), live, live, seed=i,
-             style="full")
+        Case(
+            op,
+            bind,
+            dict(SPECS[op].dtypes({"y": act} if "y" in args else {})),
+            SPECS[op].attrs(bind, {}),
+            live,
+            live,
+            seed=i,
+            style="full",
+        )
         for i, (op, args) in enumerate(STREAM_STEPS)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("act", ["q8_act", "f16"])
@@ -204,15 +241,25 @@ def test_streams_that_end_a_layer_and_begin_the_next(devices: Devices, act: str)
     assert run(device, stream_cases(96, 1, "q8_act", 1), swaps={"1.streams": "other"}) == 2
 
 
-def gate_cases(hidden: int, width: int, w: str = "q4_0", rows: int = 1, act: str = "q8_act", live: int = 1) -> list[Case]:
+def gate_cases(
+    hidden: int, width: int, w: str = "q4_0", rows: int = 1, act: str = "q8_act", live: int = 1
+) -> list[Case]:
     streams = {"T": rows, "H": hidden, "A": 4}
     own = {"T": rows, "H": hidden, "P": width, "E": 3 * width}
     made = zip(GATE_STEPS, (streams, own), ({"y": act}, {"x": act, "w_gate": w, "w_proj": w, "h": act}), strict=True)
     return [
-        Case(op, bind, dict(SPECS[op].dtypes(types)), {**SPECS[op].attrs(bind, {}), **({"layer": 1} if i else {})}, live, live,
-             seed=i, style="full")
+        Case(
+            op,
+            bind,
+            dict(SPECS[op].dtypes(types)),
+            {**SPECS[op].attrs(bind, {}), **({"layer": 1} if i else {})},
+            live,
+            live,
+            seed=i,
+            style="full",
+        )
         for i, ((op, _), bind, types) in enumerate(made)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("w", ["q4_0", "q8_0"])
@@ -231,7 +278,9 @@ def test_a_correction_with_the_gate_of_the_own_input(devices: Devices, w: str) -
 def test_own_inputs_of_other_types_are_recorded_step_by_step(devices: Devices) -> None:
     device = devices.get("vulkan", guard=GUARD)
     assert judged(device, USES[0], cases({**SIZES, "own": 32}, "q4_1", 1, "q8_act", 7, 1)) == 10
-    assert judged(device, USES[0], cases({**SIZES, "own": 288}, "q4_0", 1, "q8_act", 7, 1)) == 9  # its gate is one dispatch
+    assert (
+        judged(device, USES[0], cases({**SIZES, "own": 288}, "q4_0", 1, "q8_act", 7, 1)) == 9
+    )  # its gate is one dispatch
 
 
 EDGES = (
@@ -273,7 +322,8 @@ def test_no_live_row_is_written(devices: Devices) -> None:
 
 
 def candidates() -> list[dict[str, int]]:
-    """All; in the short profile those of one number of threads that no other test has, which changes with the kernel."""
+    """All; in the short profile those of one number of threads that no other test has, which changes with the
+    kernel."""
     of = space().named("layer").candidates
     others = [t for t in of["threads"] if t not in (256, 768)]
     threads = of["threads"] if LONG else [others[int(kernels_digest(), 16) % len(others)]]

@@ -26,9 +26,13 @@ SPECS = load_ops()
 LINEAR = Case("linear", {"T": 6, "K": 320, "N": 420}, {"x": "f32", "w": "bf16", "y": "f32"}, rows=5, seed=3)
 QUANTISE = Case("quantize_act", {"T": 3, "K": 96}, {"x": "f32", "y": "q8_act"}, rows=2, seed=5)
 APPEND = Case(
-    "qk_norm_rope_append", {"T": 4, "HQ": 2, "B": 9, "BS": 4, "HK": 1, "D": 32, "S": 2, "MB": 4, "C": 16, "KV": 2, "R": 32},
-    {**SPECS["qk_norm_rope_append"].dtypes()}, {"eps": 1e-6}, rows=3, seed=1,
-)  # fmt: skip
+    "qk_norm_rope_append",
+    {"T": 4, "HQ": 2, "B": 9, "BS": 4, "HK": 1, "D": 32, "S": 2, "MB": 4, "C": 16, "KV": 2, "R": 32},
+    {**SPECS["qk_norm_rope_append"].dtypes()},
+    {"eps": 1e-6},
+    rows=3,
+    seed=1,
+)
 
 Tamper = Callable[[dict[str, list[np.ndarray]], dict[str, list[np.ndarray]]], None]
 
@@ -240,7 +244,9 @@ def test_values_are_the_same_everywhere() -> None:
 
 def test_expected_failures_are_data() -> None:
     load()
-    item = SimpleNamespace(nodeid="conformance/ops/test_ops.py::test_edge[a-b]", config=SimpleNamespace(args=["conformance"]))
+    item = SimpleNamespace(
+        nodeid="conformance/ops/test_ops.py::test_edge[a-b]", config=SimpleNamespace(args=["conformance"])
+    )
     marks: list[Any] = []
     item.add_marker = marks.append
     day = datetime.date(2030, 1, 2)

@@ -37,7 +37,11 @@ ELSEWHERE = [
     ("own_gate.*.f16", range(0, 65), "a tile that only a GPU's table gives it: test_gemm_parts.py runs it"),
     ("altup_next.*", range(0, 65), "as above"),
     ("altup_gate.*", range(0, 65), "as above"),
-    ("sparse_down.*", range(0, 65), "from a second layout of weights, which a model's device makes: test_sparse_down.py runs them"),
+    (
+        "sparse_down.*",
+        range(0, 65),
+        "from a second layout of weights, which a model's device makes: test_sparse_down.py runs them",
+    ),
     ("columns.*", range(0, 65), "as above"),
     ("sample.1024", range(0, 32), "32 narrow subgroups do not make 1024 threads"),
 ]
@@ -45,8 +49,8 @@ ELSEWHERE = [
 
 @pytest.mark.slow
 def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What test_ops.py runs, and what the tuning tables may choose, recorded only: the kernels they choose are those of the
-    manifest."""
+    """What test_ops.py runs, and what the tuning tables may choose, recorded only: the kernels they choose are those of
+    the manifest."""
     device = devices.get("vulkan", guard=GUARD)
     dry = DryDevice(device.subgroup_size, device.max_range, device.has, shared_bytes=device.shared_bytes)
     chosen = spy_kernels(dry, monkeypatch)
@@ -66,8 +70,12 @@ def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatc
                 with dry.tuning.forced(family.name, use):  # test_tuning.py runs them
                     record(plan, dry)
     shipped = set(json.loads((SPIRV / "manifest.json").read_text()))
-    elsewhere = {n for n in shipped for pattern, sizes, _ in ELSEWHERE
-                 if device.subgroup_size in sizes and fnmatch.fnmatchcase(n, pattern)}  # fmt: skip
+    elsewhere = {
+        n
+        for n in shipped
+        for pattern, sizes, _ in ELSEWHERE
+        if device.subgroup_size in sizes and fnmatch.fnmatchcase(n, pattern)
+    }
     # f16 rows go to the matrix units where there are some, else to the tiles.
     idle = ("*.tile.*.f16",) if device.has("f16_matrices") else ("*.gemm.*",)
     elsewhere |= {n for n in shipped if any(fnmatch.fnmatchcase(n, pattern) for pattern in idle)}

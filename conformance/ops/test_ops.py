@@ -39,11 +39,15 @@ AS_LINEAR = ("logits",)
 
 
 def combinations(op: str, backend: str) -> tuple[Mapping[str, str], ...]:
-    """The dtype combinations that are run: all; of a region's many, in the short profile, every pair of dtypes that meet in a
-    kernel, and every dtype of each tensor where `linear` has every pair on the same modules."""
+    """The dtype combinations that are run: all; of a region's many, in the short profile, every pair of dtypes that
+    meet in a kernel, and every dtype of each tensor where `linear` has every pair on the same modules."""
     if LONG:
         return SPECS[op].dtype_choices(backend)
-    return one_each(SPECS[op].dtype_choices(backend)) if backend == "vulkan" and op in AS_LINEAR else covering(SPECS[op], backend)
+    return (
+        one_each(SPECS[op].dtype_choices(backend))
+        if backend == "vulkan" and op in AS_LINEAR
+        else covering(SPECS[op], backend)
+    )
 
 
 def _ids(op: str, backend: str, dtypes: Mapping[str, str]) -> str:
@@ -51,7 +55,9 @@ def _ids(op: str, backend: str, dtypes: Mapping[str, str]) -> str:
     return f"{op}-{backend}-{inputs or 'only'}"
 
 
-def _grouped(source: Callable[[OpSpec, str], Iterable[tuple[str, Case]]], backends: tuple[str, ...] = OP_BACKENDS) -> Iterator:
+def _grouped(
+    source: Callable[[OpSpec, str], Iterable[tuple[str, Case]]], backends: tuple[str, ...] = OP_BACKENDS
+) -> Iterator:
     """One parameter for each (op, backend, name), with all its cases."""
     for op, backend in SUPPORTED:
         if backend in backends:
@@ -66,9 +72,9 @@ def _grouped(source: Callable[[OpSpec, str], Iterable[tuple[str, Case]]], backen
 DTYPES = [pytest.param(op, b, d, id=_ids(op, b, d)) for op, b in SUPPORTED for d in combinations(op, b)]
 
 
-# A CPU driver compiles each kernel for half a second to two. In the short profile, of products, where each type of weights and of
-# rows is a kernel for each size, the sizes take turns over the types (`linear`, whose modules the others take, has tiles always
-# where a GPU runs it), and drawn cases keep axes that are a kernel's constants.
+# A CPU driver compiles each kernel for half a second to two. In the short profile, of products, where each type of
+# weights and of rows is a kernel for each size, the sizes take turns over the types (`linear`, whose modules the others
+# take, has tiles always where a GPU runs it), and drawn cases keep axes that are a kernel's constants.
 IN_TURN = ("linear", "fused_qkv", "fused_ffn", "logits", "altup_unembed", "per_layer_input")
 CONSTANTS = {"decode_attention": ("HQ", "HK", "D", "BS", "R", "KV")}
 
@@ -86,8 +92,9 @@ def on_gpu(device: Any) -> bool:
 
 @lru_cache(maxsize=8)
 def turns(op: str) -> frozenset[str]:
-    """Of a region's combinations those that a CPU driver runs in the short profile: every dtype of each tensor, and of the others a
-    sixth, which changes with the kernels. What every two dtypes have in common is in `linear`'s, of which it runs all."""
+    """Of a region's combinations those that a CPU driver runs in the short profile: every dtype of each tensor, and of
+    the others a sixth, which changes with the kernels. What every two dtypes have in common is in `linear`'s, of which
+    it runs all."""
     every = combinations(op, "vulkan")
     if LONG or op not in IN_TURN or op == "linear":
         return frozenset(_ids(op, "vulkan", d) for d in every)
@@ -107,8 +114,8 @@ def sized(op: str, device: Any, dtypes: Mapping[str, str]) -> list[Case]:
 
 
 def kept(op: str, device: Any, found: list[Case]) -> Mapping[str, int]:
-    """Axes that drawn cases of a combination whose sizes are `found` have in common: constants of its kernels; of products also
-    the rows, so that where compiling takes long the same kernels run."""
+    """Axes that drawn cases of a combination whose sizes are `found` have in common: constants of its kernels; of
+    products also the rows, so that where compiling takes long the same kernels run."""
     if LONG:
         return {}
     spec, backend = SPECS[op], device.backend
@@ -118,8 +125,12 @@ def kept(op: str, device: Any, found: list[Case]) -> Mapping[str, int]:
         return fixed
     if not on_gpu(device):
         sizes, axis = found[0].bind, spec.token_axis
-        kinds = (sizes[axis],) if sizes[axis] < 8 else (PRIMES["tokens"], 8)  # of some types no tile is small enough to be drawn
-        return fixed | {axis: next(n for n in kinds if n <= 8 or spec.flops({**sizes, axis: n}, found[0].attrs) <= MAX_FLOPS)}
+        kinds = (
+            (sizes[axis],) if sizes[axis] < 8 else (PRIMES["tokens"], 8)
+        )  # of some types no tile is small enough to be drawn
+        return fixed | {
+            axis: next(n for n in kinds if n <= 8 or spec.flops({**sizes, axis: n}, found[0].attrs) <= MAX_FLOPS)
+        }
     few = op != "linear" or _turn(spec, found[0].dtypes) % 2  # tiles are its own: it draws for both kinds of kernels
     return fixed | {spec.token_axis: min(8, found[0].bind[spec.token_axis]) if few else PRIMES["tokens"]}
 
@@ -144,18 +155,20 @@ def test_dtypes(devices: Devices, op: str, backend: str, dtypes: Mapping[str, st
 
 
 VARIED = dict.fromkeys(("attention", "decode_attention"), ("D=16", "D=256", "D=512", "HQ=HK", "HK=1", "R=8"))
-"""Edges that on Vulkan are kernels of test_variant or test_decode_attention.py too, which have each of these sizes of a head and of
-a group; and one of two parts of a head that rotate."""
+"""Edges that on Vulkan are kernels of test_variant or test_decode_attention.py too, which have each of these sizes of a
+head and of a group; and one of two parts of a head that rotate."""
 ONE_TYPE = ("decode_attention",)
-"""Operations most of whose edges are numbers that a kernel is given, and whose combinations of dtypes, each of them a kernel that a
-CPU driver compiles for two seconds, all run in test_dtypes."""
+"""Operations most of whose edges are numbers that a kernel is given, and whose combinations of dtypes, each of them a
+kernel that a CPU driver compiles for two seconds, all run in test_dtypes."""
 
 
 def _edges(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
-    """All in the long profile; else without those of axes that are constants of the NPU's kernels, of which each size is compiled:
-    fixed and drawn sizes have to do for them; and, on Vulkan, without those whose kernels test_variant has, and of some operations
-    all with one combination of dtypes, in turn."""
-    static, varied = ((), ()) if LONG else (spec.backends[backend].static, VARIED.get(spec.name, ()) if backend == "vulkan" else ())
+    """All in the long profile; else without those of axes that are constants of the NPU's kernels, of which each size
+    is compiled: fixed and drawn sizes have to do for them; and, on Vulkan, without those whose kernels test_variant
+    has, and of some operations all with one combination of dtypes, in turn."""
+    static, varied = (
+        ((), ()) if LONG else (spec.backends[backend].static, VARIED.get(spec.name, ()) if backend == "vulkan" else ())
+    )
     choices = combinations(spec.name, backend) if spec.name in AS_LINEAR else ()
     start = int(kernels_digest(), 16) if backend == "vulkan" and spec.name in ONE_TYPE and not LONG else None
     found = edge_cases(spec, backend, choices, start)
@@ -176,9 +189,9 @@ def test_workload(devices: Devices, op: str, backend: str, found: list[Case]) ->
 
 
 def _variants(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
-    """All in the long profile; else, as each is compiled, of the NPU's attention every second head size for each kind of scores; of
-    decode attention, whose sizes test_decode_attention.py has too, every sixth; of attention a third of those that are not for
-    matrix units, such that each head size, each group and each number of rows comes up."""
+    """All in the long profile; else, as each is compiled, of the NPU's attention every second head size for each kind
+    of scores; of decode attention, whose sizes test_decode_attention.py has too, every sixth; of attention a third of
+    those that are not for matrix units, such that each head size, each group and each number of rows comes up."""
     found = list(variant_cases(spec, backend))
     names = list(dict.fromkeys(name for name, _ in found))
     if LONG or "attention" not in spec.name:
@@ -195,8 +208,8 @@ def _variants(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
 
 @pytest.mark.parametrize(("op", "backend", "found"), list(_grouped(_variants)))
 def test_variant(devices: Devices, op: str, backend: str, found: list[Case]) -> None:
-    """Sizes at which another kernel is chosen. In the short profile the dtypes take turns over the sizes, on a GPU of attention
-    alone."""
+    """Sizes at which another kernel is chosen. In the short profile the dtypes take turns over the sizes, on a GPU of
+    attention alone."""
     device = devices.get(backend, guard=GUARD)
     turn = found[0].seed // 10 % len(found)
     for case in found if LONG or (on_gpu(device) and "attention" not in op) else found[turn:][:1]:
@@ -218,7 +231,9 @@ def test_split_weight(devices: Devices, op: str, backend: str, found: list[Case]
 
 
 @pytest.mark.width
-@pytest.mark.parametrize(("backend", "case"), [pytest.param(b, c, id=f"{b}-{n}") for n, c in PAST.items() for b in BACKENDS])
+@pytest.mark.parametrize(
+    ("backend", "case"), [pytest.param(b, c, id=f"{b}-{n}") for n, c in PAST.items() for b in BACKENDS]
+)
 def test_past_failure(devices: Devices, backend: str, case: Case) -> None:
     """Every case that once failed."""
     run_case(SPECS[case.op], devices.get(backend, guard=GUARD), case)

@@ -106,7 +106,9 @@ def test_linear_in_row_blocks_has_no_seam(monkeypatch: pytest.MonkeyPatch) -> No
     x, w = quantise(normal(1, 2, 64), "q8_act"), quantise(normal(2, 37, 64), "q4_0")
     want = [ORACLE["linear"](x=x, w=w, real=r)[0] for r in (np.float32, np.float64)]
     monkeypatch.setattr("hybrid.kernels.oracle.linear._SCRATCH", 5 * 64)
-    monkeypatch.setattr("hybrid.kernels.oracle.linear.row_blocks", lambda n, *_: ((a, min(a + 5, n)) for a in range(0, n, 5)))
+    monkeypatch.setattr(
+        "hybrid.kernels.oracle.linear.row_blocks", lambda n, *_: ((a, min(a + 5, n)) for a in range(0, n, 5))
+    )
     got = [ORACLE["linear"](x=x, w=w, real=r)[0] for r in (np.float32, np.float64)]
     assert np.allclose(got[0], want[0], atol=1e-5) and np.allclose(got[1], want[1], atol=1e-12)
 
@@ -165,9 +167,17 @@ def test_rope_is_a_rotation_of_complex_numbers_and_the_cache_is_addressed_by_blo
     positions, slots = np.array([context, context + 4], np.int32), np.array([2, 0], np.int32)
     before = k_cache.copy(), v_cache.copy()
     (q,) = ORACLE["qk_norm_rope_append"](
-        qkv=qkv, w_q_norm=wq, w_k_norm=wk, rope=rope, positions=positions, slots=slots, block_table=table,
-        k_cache=k_cache, v_cache=v_cache, eps=1e-6,
-    )  # fmt: skip
+        qkv=qkv,
+        w_q_norm=wq,
+        w_k_norm=wk,
+        rope=rope,
+        positions=positions,
+        slots=slots,
+        block_table=table,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        eps=1e-6,
+    )
 
     def turned(head: np.ndarray, weight: np.ndarray, position: int) -> np.ndarray:
         x = head.astype(float) / math.sqrt((head.astype(float) ** 2).mean() + 1e-6) * weight
@@ -212,19 +222,30 @@ def test_attention_equals_three_loops(seed: int, rows: list, window: int, groups
                 seen[a] = True
     k_cache[~seen] = v_cache[~seen] = np.nan  # what no row may see may hold anything
     (o,) = ORACLE["attention"](
-        q=q, k_cache=k_cache, v_cache=v_cache, block_table=table, slots=slots, positions=positions, scale=0.3,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=table,
+        slots=slots,
+        positions=positions,
+        scale=0.3,
         window=window,
-    )  # fmt: skip
+    )
     assert np.allclose(o, want.reshape(len(rows), -1), atol=1e-12)
 
 
 def test_attention_in_chunks_of_rows_has_no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     k_cache, v_cache, table = caches(1, 1, 40, 8, 2, 16)
     given = {
-        "q": normal(2, 33, 64), "k_cache": k_cache, "v_cache": v_cache, "block_table": table,
-        "slots": np.zeros(33, np.int32), "positions": np.random.default_rng(3).permutation(40)[:33].astype(np.int32),
-        "scale": 0.25, "window": 9,
-    }  # fmt: skip
+        "q": normal(2, 33, 64),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": table,
+        "slots": np.zeros(33, np.int32),
+        "positions": np.random.default_rng(3).permutation(40)[:33].astype(np.int32),
+        "scale": 0.25,
+        "window": 9,
+    }
     (want,) = ORACLE["attention"](**given)
     monkeypatch.setattr("hybrid.kernels.oracle.attention._SCORES", 1)
     (got,) = ORACLE["attention"](**given)

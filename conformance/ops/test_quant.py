@@ -68,7 +68,8 @@ def _q8_act_is_its_definition(x: np.ndarray) -> None:
 @given(x=matrices)
 @CASES
 def test_encoding_equals_ggml(x: np.ndarray) -> None:
-    """Of every type: drawing the numbers takes longer than all that is asked of them. int8 activations are not ggml's."""
+    """Of every type: drawing the numbers takes longer than all that is asked of them. int8 activations are not
+    ggml's."""
     for dtype in GGML:
         tensor = quantise(x, dtype)
         raw = ggml_bytes(x, dtype)
@@ -159,14 +160,18 @@ def test_float16_is_widened_exactly() -> None:
         np.testing.assert_array_equal(widened(x, np.float32).view(np.uint32), x.astype(np.float32).view(np.uint32))
     assert widened(every[:8], np.float32).dtype == np.float32 and widened(every, np.float64).dtype == np.float64
     strided = every.reshape(256, 256)[:, ::2]
-    np.testing.assert_array_equal(widened(strided, np.float32).view(np.uint32), strided.astype(np.float32).view(np.uint32))
+    np.testing.assert_array_equal(
+        widened(strided, np.float32).view(np.uint32), strided.astype(np.float32).view(np.uint32)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0", "q8_act"])
 def test_results_are_rounded_in_place_as_they_are_encoded(dtype: str) -> None:
     """Into rows of a larger tensor, whatever the values: zero blocks, subnormal ones, ties."""
     rng = np.random.default_rng(8)
-    x = rng.standard_normal((7, 96)).astype(np.float32) * np.float32(10.0) ** rng.integers(-6, 4, (7, 1)).astype(np.float32)
+    x = rng.standard_normal((7, 96)).astype(np.float32) * np.float32(10.0) ** rng.integers(-6, 4, (7, 1)).astype(
+        np.float32
+    )
     for scale in (1, 1e-33):  # the largest of a block near float32's least number: its reciprocal is infinite
         y = (x * np.float32(scale)).reshape(7, 3, 32)
         y[2, 1] = 0

@@ -104,7 +104,8 @@ def test_draws_follow_the_truncated_distribution(options: dict, kept: int) -> No
     ],
 )
 def test_a_cut_is_exact_to_a_thousandth(options: dict, first: float) -> None:
-    """Others that weigh a little more and a little less than the cut asks for: which of them are drawn tells where it is."""
+    """Others that weigh a little more and a little less than the cut asks for: which of them are drawn tells where it
+    is."""
     by_mass, scale = "top_p" in options, options.get("temperature", 1.0)
     for share, kept in ((1.0005, True), (0.9995, False)):
         others = first * share / (40 if by_mass else 1)
@@ -124,7 +125,9 @@ def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     assert choose(np.array([1, 5, 5, 2], np.float32), greedy, 0) == 1
 
 
-@pytest.mark.parametrize("words", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1, "top_p": 0.5}])
+@pytest.mark.parametrize(
+    "words", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1, "top_p": 0.5}]
+)
 @pytest.mark.parametrize("real", [np.float32, np.float64])
 def test_nothing_is_chosen_from_logits_that_are_not_finite(words: dict[str, Any], real: Any) -> None:
     one = params(**words)
@@ -149,18 +152,28 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     }
     rows = {"slots": np.array([2, 2, 0], np.int32), "positions": np.array([3, 4, 5], np.int32)}
     words = np.stack([params(temperature=0.0)] * 3)
-    out = call("sample", {"logits": logits, "out_rows": np.array([1, 2], np.int32), "params": words, **rows, **state},
-               {"valid": 9}, {})  # fmt: skip
+    out = call(
+        "sample",
+        {"logits": logits, "out_rows": np.array([1, 2], np.int32), "params": words, **rows, **state},
+        {"valid": 9},
+        {},
+    )
     assert out == {}
     assert state["next_token"].tolist() == [2, -1, 7] and state["next_position"].tolist() == [6, -1, 5]
     assert np.argwhere(state["history"] >= 0).tolist() == [[2, 5]] and state["history"][2, 5] == 7  # position 6 is full
     tables = [np.zeros((3, 4), np.int32) for _ in range(2)]
     passed = {n: np.zeros(3, np.int32) for n in ("tokens", "positions", "slots", "out_rows", "mask_rows")}
     begun = {"turn": np.array([6], np.uint32), "live": np.array([1, 1, 0, 1, 9, 9, 9, 9], np.uint32), **state, **passed}
-    begun |= {"global_table": tables[0], "local_table": tables[1], "guesses": np.arange(-3, 15, dtype=np.int32).reshape(3, 6)}
+    begun |= {
+        "global_table": tables[0],
+        "local_table": tables[1],
+        "guesses": np.arange(-3, 15, dtype=np.int32).reshape(3, 6),
+    }
     begun["known_until"] = np.array([3, 4, 1], np.int32)
     message = [7, 3, 2, 1, 0, 0, 0, 0, -1, -1, 0, 4, 2, 1, 9, -2, 2, 0, -1, 2, 5, 1, 2, 3, 8]
-    assert call("begin_pass", {"inbox": np.array([9, *message[1:]], np.int32), **begun}, {"sets": 1}, {}) == {}  # for pass 9
+    assert (
+        call("begin_pass", {"inbox": np.array([9, *message[1:]], np.int32), **begun}, {"sets": 1}, {}) == {}
+    )  # for pass 9
     assert begun["turn"].tolist() == [7] and begun["tokens"][:2].tolist() == [2, 0]
     assert begun["live"].tolist() == [1, 1, 7, 1] + [9] * 4
     begun["turn"][:] = 6
@@ -170,7 +183,25 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     assert begun["out_rows"].tolist() == [0, 2, 0] and begun["mask_rows"].tolist() == [-1, 5, 0]
     assert state["history"][1, 2] == 4 and np.argwhere(tables[1]).tolist() == [[2, 3]] and tables[1][2, 3] == 8
     assert begun["live"].tolist() == [3, 2, 7, 1, 9, 0, 0, 0]
-    guessed = [8, 3, 0, 0, 0, 0, 0, 0, -3, 4, 0, -2, 1, 1, -9, 3, 2]  # slot 1's for position 4, slot 0's for 1 (none), nobody's
+    guessed = [
+        8,
+        3,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        -3,
+        4,
+        0,
+        -2,
+        1,
+        1,
+        -9,
+        3,
+        2,
+    ]  # slot 1's for position 4, slot 0's for 1 (none), nobody's
     call("begin_pass", {"inbox": np.array(guessed, np.int32), **begun}, {"sets": 1}, {})
     assert begun["tokens"].tolist() == [7, 0, 0] and state["history"][0, 4] == 7
     follows, before = -(2**30), state["history"].copy()  # slot 0 goes on at 6 with token 2, behind what slot 1 has
@@ -183,4 +214,6 @@ def test_sample_and_begin_pass_keep_the_books_of_each_slot() -> None:
     rows = [follows - 2, follows, 2, follows, -1, 2]
     begun["turn"][:] = 6
     call("begin_pass", {"inbox": np.array([7, 2, 0, 0, 0, 0, 0, 0, *rows], np.int32), **begun}, {"sets": 1}, {})
-    assert begun["positions"][:2].tolist() == [1, 3] and begun["tokens"][:2].tolist() == [10, 0], "back to where it is known"
+    assert begun["positions"][:2].tolist() == [1, 3] and begun["tokens"][:2].tolist() == [10, 0], (
+        "back to where it is known"
+    )

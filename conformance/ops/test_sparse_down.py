@@ -1,4 +1,5 @@
-"""Sparse feed-forwards that read columns of down: the second layout, every type and number of rows, and a whole model."""
+"""Sparse feed-forwards that read columns of down: the second layout, every type and number of rows, and a whole
+model."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ FFN = load_op("fused_ffn")
 
 
 def case(w: str, rows: int, h: str = "q8_act", sparsity: float = 0.9):
-    """More blocks of columns than a workgroup's slices take at once, and rows of down that do not fill the last workgroup."""
+    """More blocks of columns than a workgroup's slices take at once, and rows of down that do not fill the last
+    workgroup."""
     types = {"x": h, "h": h, "w_gate_up": w, "w_down": w, "y": "f32"}
     made = next(iter(dtype_cases(FFN, types)))
     return replace(made, bind={"T": rows, "H": 96, "F": 1056}, rows=rows, attrs={"sparsity": sparsity})
@@ -58,31 +60,39 @@ def test_columns_make_what_the_oracle_does(radv, w, rows):
 
 @pytest.mark.parametrize("w", TYPES)
 def test_a_damaged_row_is_not_skipped_with_its_codes(radv, w):
-    """Of three rows the first and the last hold a NaN, which reaches h as scales, whatever the codes beside them are."""
+    """Of three rows the first and the last hold a NaN, which reaches h as scales, whatever the codes beside them
+    are."""
     run_case(FFN, radv, replace(case(w, 3), kinds={"x": "nan"}))
 
 
 @pytest.mark.parametrize("w", TYPES)
 @pytest.mark.parametrize("scale", [np.nan, np.inf])
 def test_a_block_without_codes_counts_where_its_scale_is_damaged(w, scale):
-    """What a driver makes of the codes of a block with a NaN is its own affair. The kernel alone, as a binding of `linear`."""
+    """What a driver makes of the codes of a block with a NaN is its own affair. The kernel alone, as a binding of
+    `linear`."""
 
     def alone(rec, step, t):
-        sparse_down(rec, t["x"], rec.device.by_columns(t["w"]), t["y"].parts[0], rows=step.bind["T"], extent=step.extent)
+        sparse_down(
+            rec, t["x"], rec.device.by_columns(t["w"]), t["y"].parts[0], rows=step.bind["T"], extent=step.extent
+        )
 
     try:
         device = VulkanDevice("vulkan", tuning="radv", bindings={**BINDINGS, "linear": alone})
     except VulkanUnavailable as error:
         without_vulkan(error)
     linear = load_op("linear")
-    made = replace(next(iter(dtype_cases(linear, {"x": "q8_act", "w": w, "y": "f32"}))), bind={"T": 4, "N": 96, "K": 1056}, rows=4)
+    made = replace(
+        next(iter(dtype_cases(linear, {"x": "q8_act", "w": w, "y": "f32"}))), bind={"T": 4, "N": 96, "K": 1056}, rows=4
+    )
     with device:
         sound = make(linear, made)
         codes, pairs = (p.copy() for p in sound["x"].parts)
         codes[:, 64:96] = 0  # block 2 of 33, in every row
         pairs.reshape(4, -1, 2)[:, 2] = 0.0
         pairs.reshape(4, -1, 2)[2, 2] = scale, scale * 0
-        y = execute(linear, device, made, {**sound, "x": Tensor("q8_act", (4, 1056), (codes, pairs))}, POISON[0])["y"].array
+        y = execute(linear, device, made, {**sound, "x": Tensor("q8_act", (4, 1056), (codes, pairs))}, POISON[0])[
+            "y"
+        ].array
     assert np.isnan(y[2]).all() and np.isfinite(np.delete(y, 2, axis=0)).all()
 
 
@@ -100,7 +110,10 @@ def test_a_block_without_codes_counts_where_its_scale_is_damaged(w, scale):
 def test_who_reads_columns(w, rows, h, sparsity, takes):
     """Few rows of int8 activations, of a sparse layer, in types that have the kernel, where the table asks for it."""
     for tuning, expected in (("radv", takes), ("default", False), ("nvidia", False)):
-        names = [d.kernel.name for d in record(plan_for(FFN, case(w, rows, h, sparsity)), DryDevice(tuning=tuning)).dispatches]
+        names = [
+            d.kernel.name
+            for d in record(plan_for(FFN, case(w, rows, h, sparsity)), DryDevice(tuning=tuning)).dispatches
+        ]
         assert (f"sparse_down.{w}" in names) == expected, names
 
 
@@ -122,7 +135,9 @@ def test_the_second_layout_by_hand(radv, w, f):
             codes = np.concatenate([blocks & 15, blocks >> 4], axis=-1).reshape(n, f)
         tensor = radv.by_columns(radv.tensor("w"))
         radv.wait()
-        made, of_blocks = (np.empty(p.size, np.uint8) for p in tensor.parts)  # read() takes rows for those of the weight
+        made, of_blocks = (
+            np.empty(p.size, np.uint8) for p in tensor.parts
+        )  # read() takes rows for those of the weight
         for piece, out in zip(tensor.parts, (made, of_blocks), strict=True):
             radv.transfer.download(piece, out)
         made = np.stack([made & 15, made >> 4], axis=-1).reshape(f, n) if w == "q4_0" else made.reshape(f, n)
@@ -145,8 +160,8 @@ def test_second_layouts_of_a_published_size_are_planned_as_weights():
 @pytest.mark.skipif(not LONG, reason="a model's kernels to compile; the long profile does")
 @pytest.mark.usefixtures("radv")
 def test_a_model_that_reads_columns_says_the_same_and_its_memory_is_planned(tmp_path: Path):
-    """Two of a small model's layers are sparse. Its second layouts are made once, for all plans, and are planned as weights; what
-    its choices are worth is what dense products make of them, but for rounding."""
+    """Two of a small model's layers are sparse. Its second layouts are made once, for all plans, and are planned as
+    weights; what its choices are worth is what dense products make of them, but for rounding."""
     hp = tiny_gemma3n()
     folder, found = write_hf(tmp_path, hp, dtype="f32"), {}
     for most in (4, 0):

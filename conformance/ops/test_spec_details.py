@@ -1,4 +1,5 @@
-"""Small promises of declarations, their commands, messages and units: each was broken once without another test noticing."""
+"""Small promises of declarations, their commands, messages and units: each was broken once without another test
+noticing."""
 
 from __future__ import annotations
 
@@ -88,7 +89,12 @@ def _declared(tmp_path: Path, op: str, old: str, new: str) -> OpSpec:
 
 def test_a_default_is_of_its_attributes_type(tmp_path: Path) -> None:
     window = '{ type = "int", min = 0, default = 0,'
-    assert _declared(tmp_path, "attention", window, window.replace("default = 0", "default = 3")).attributes["window"].default == 3
+    assert (
+        _declared(tmp_path, "attention", window, window.replace("default = 0", "default = 3"))
+        .attributes["window"]
+        .default
+        == 3
+    )
     with pytest.raises(SpecError, match=r"window.default: 0.5 is not of type int"):
         _declared(tmp_path, "attention", window, window.replace("default = 0", "default = 0.5"))
     without = _declared(tmp_path, "attention", window, window.replace(" default = 0,", ""))
@@ -108,10 +114,14 @@ def test_steps_meet_where_phase_and_layers_do() -> None:
         return first.model_copy(update={"phase": phase, "when": when})
 
     for a, b, same in (
-        ((None, "any"), ("decode", "any"), True), (("decode", "any"), (None, "any"), True), ((None, "any"), (None, "any"), True),
-        (("prefill", "any"), ("decode", "any"), False), (("decode", "local"), ("decode", "any"), True),
-        (("decode", "local"), (None, "global"), False), ((None, "local"), (None, "local"), True),
-    ):  # fmt: skip
+        ((None, "any"), ("decode", "any"), True),
+        (("decode", "any"), (None, "any"), True),
+        ((None, "any"), (None, "any"), True),
+        (("prefill", "any"), ("decode", "any"), False),
+        (("decode", "local"), ("decode", "any"), True),
+        (("decode", "local"), (None, "global"), False),
+        ((None, "local"), (None, "local"), True),
+    ):
         assert step(*a).meets(step(*b)) == step(*b).meets(step(*a)) == same
 
 
@@ -136,14 +146,32 @@ def test_an_error_is_told_in_one_line(error: Exception, line: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- units
 def test_sizes_are_read_and_written_as_people_do() -> None:
-    read = {"4096": 4096, "2k": 2000, "500MB": 5 * 10**8, "2G": 2 * 10**9, "1T": 10**12, "1KiB": 1024, "3mib": 3 << 20,
-            "1.5GiB": 3 << 29, "1TiB": 1 << 40, " 7 b ": 7}  # fmt: skip
+    read = {
+        "4096": 4096,
+        "2k": 2000,
+        "500MB": 5 * 10**8,
+        "2G": 2 * 10**9,
+        "1T": 10**12,
+        "1KiB": 1024,
+        "3mib": 3 << 20,
+        "1.5GiB": 3 << 29,
+        "1TiB": 1 << 40,
+        " 7 b ": 7,
+    }
     assert {text: parse_bytes(text) for text in read} == read
     for wrong in ("", "x", "-1", "0", "0.4", "1ib", "1 2", "1PB", "i"):
         with pytest.raises(ValueError, match="is no size"):
             parse_bytes(wrong)
-    shown = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 10 << 10: "10.0 KiB", 1 << 20: "1.00 MiB", -(3 << 30): "-3.00 GiB",
-             (1 << 20) - 1: "1024.0 KiB", 1 << 40: "1024.0 GiB"}  # fmt: skip
+    shown = {
+        0: "0 B",
+        1023: "1023 B",
+        1024: "1.00 KiB",
+        10 << 10: "10.0 KiB",
+        1 << 20: "1.00 MiB",
+        -(3 << 30): "-3.00 GiB",
+        (1 << 20) - 1: "1024.0 KiB",
+        1 << 40: "1024.0 GiB",
+    }
     assert {size: show_bytes(size) for size in shown} == shown
     assert shortest(float(np.float32(1e-6))) == 1e-6 and shortest(0.1) == 0.1 and shortest(0.5) == 0.5
 
@@ -159,13 +187,34 @@ def test_the_demonstration_models_sizes_are_those_of_its_file() -> None:
 
 def test_workloads_have_the_sizes_of_models_and_passes() -> None:
     """By hand, for one of each kind: role, expression, variant, pass of a variant, no pass, attribute, tag."""
-    found = {(o, w.id): w for o in ("decode_attention", "logits", "dequantize", "embed", "linear") for w in load_op(o).workload}
+    found = {
+        (o, w.id): w
+        for o in ("decode_attention", "logits", "dequantize", "embed", "linear")
+        for w in load_op(o).workload
+    }
     one = found["decode_attention", "gemma3-27b.global.decode512"]
-    assert one.bind == {"T": 1, "HQ": 32, "HK": 16, "D": 128, "S": 1, "MB": 16, "B": 16, "BS": 32, "C": 512, "KV": 2, "R": 128}
+    assert one.bind == {
+        "T": 1,
+        "HQ": 32,
+        "HK": 16,
+        "D": 128,
+        "S": 1,
+        "MB": 16,
+        "B": 16,
+        "BS": 32,
+        "C": 512,
+        "KV": 2,
+        "R": 128,
+    }
     assert one.attrs == {"eps": 1e-6, "scale": 168**-0.5, "window": 0} and one.tags == ("decode", "perf")
     assert found["decode_attention", "gemma3-4b.local.decode"].attrs["window"] == 1024
     batch = found["decode_attention", "gemma3-4b.global.batch32"]
-    assert (batch.bind["T"], batch.bind["S"], batch.bind["B"], batch.tags) == (32, 32, 32 * 256, ("decode", "batch", "perf"))
+    assert (batch.bind["T"], batch.bind["S"], batch.bind["B"], batch.tags) == (
+        32,
+        32,
+        32 * 256,
+        ("decode", "batch", "perf"),
+    )
     forced = found["logits", "demo.teacher_forced"]
     assert forced.bind == {"R": 128, "O": 128, "H": 256, "V": 4096} and forced.tags == ("prefill", "demo")
     assert found["logits", "gemma3-1b.prefill"].bind == {"R": 512, "O": 1, "H": 1152, "V": 262144}
@@ -178,10 +227,14 @@ def test_workloads_have_the_sizes_of_models_and_passes() -> None:
 def test_a_variant_goes_before_its_table_and_texts_stay_texts(tmp_path: Path) -> None:
     mine = 'variants.mine = { attrs = { window = "window//2" }, dtypes = { k_cache = "f32" }, passes = ["decode"] }\n'
     text = (SPECS / "ops" / "attention_i8.toml").read_text()
-    text = text.replace("[attributes]\n", '[attributes]\nkind = { type = "str", values = ["hidden", "b"], default = "b" }\n')
+    text = text.replace(
+        "[attributes]\n", '[attributes]\nkind = { type = "str", values = ["hidden", "b"], default = "b" }\n'
+    )
     head, _, _ = text.partition("[[workloads]]")
     path = tmp_path / "attention_i8.toml"
-    common = 'passes = ["prefill"]\nattrs = { scale = 0.5, window = 3, kind = "hidden" }\ndtypes = { k_cache = "f16" }\n'
+    common = (
+        'passes = ["prefill"]\nattrs = { scale = 0.5, window = 3, kind = "hidden" }\ndtypes = { k_cache = "f16" }\n'
+    )
     path.write_text(head + '[[workloads]]\nmodels = ["demo"]\n' + mine + common)
     (made,) = load_op(path).workload
     assert (made.id, made.bind["T"], made.dtypes) == ("demo.mine.decode", 1, {"k_cache": "f32"})
@@ -198,7 +251,11 @@ def test_an_operation_without_workloads_is_refused(tmp_path: Path) -> None:
 def test_a_wrong_size_of_a_pass_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (SPECS / "workloads.toml").read_text()
     for old, new, words in (
-        ("slots*table", "slots*tables", "passes.decode: blocks: unknown name 'tables' in 'slots*tables'; did you mean 'table'?"),
+        (
+            "slots*table",
+            "slots*tables",
+            "passes.decode: blocks: unknown name 'tables' in 'slots*tables'; did you mean 'table'?",
+        ),
         ("context = 512", "contxt = 512", "passes.decode512.sizes.contxt: 'contxt' is not one of"),
         ("hidden = 256", "hidden = 0", "demo.hidden: input should be greater than 0"),
     ):

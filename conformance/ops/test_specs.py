@@ -23,17 +23,57 @@ from hybrid.spec.__main__ import main
 from hybrid.spec.fields import EDGE_VALUES
 
 OPERATIONS = (
-    "add_norm", "add_rmsnorm", "adjust_logits", "altup_add", "altup_correct", "altup_end", "altup_predict", "altup_start",
-    "altup_unembed", "attention", "attention_i8", "begin_pass", "decode_attention", "dequantize", "embed", "fused_ffn",
-    "fused_qkv", "geglu", "laurel_add", "linear", "linear_rows", "logits", "logprobs", "matmul_blocks", "matmul_i8",
-    "per_layer_embed", "per_layer_input", "qk_norm_rope_append", "quantize_act", "rmsnorm", "sample", "take_routes",
-    "take_rows", "verify",
-)  # fmt: skip
-OTHERS = (  # begin_pass and verify have no axis of a model; the others are not Gemma 3's
-    "begin_pass", "verify", "add_norm", "altup_add", "altup_correct", "altup_end", "altup_predict", "altup_start",
+    "add_norm",
+    "add_rmsnorm",
+    "adjust_logits",
+    "altup_add",
+    "altup_correct",
+    "altup_end",
+    "altup_predict",
+    "altup_start",
     "altup_unembed",
-    "laurel_add", "per_layer_embed", "per_layer_input", "take_routes", "take_rows",
-)  # fmt: skip
+    "attention",
+    "attention_i8",
+    "begin_pass",
+    "decode_attention",
+    "dequantize",
+    "embed",
+    "fused_ffn",
+    "fused_qkv",
+    "geglu",
+    "laurel_add",
+    "linear",
+    "linear_rows",
+    "logits",
+    "logprobs",
+    "matmul_blocks",
+    "matmul_i8",
+    "per_layer_embed",
+    "per_layer_input",
+    "qk_norm_rope_append",
+    "quantize_act",
+    "rmsnorm",
+    "sample",
+    "take_routes",
+    "take_rows",
+    "verify",
+)
+OTHERS = (  # begin_pass and verify have no axis of a model; the others are not Gemma 3's
+    "begin_pass",
+    "verify",
+    "add_norm",
+    "altup_add",
+    "altup_correct",
+    "altup_end",
+    "altup_predict",
+    "altup_start",
+    "altup_unembed",
+    "laurel_add",
+    "per_layer_embed",
+    "per_layer_input",
+    "take_routes",
+    "take_rows",
+)
 NPU_ONLY = ("attention_i8", "matmul_blocks", "matmul_i8")  # products of codes
 GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
 OPS = load_ops()
@@ -96,11 +136,17 @@ MISTAKES = {
     "unknown backend": ("[backends.npu]", "[backends.gpu]", "backends.gpu", "is not one of"),
     "missing backend": ("[backends.cpu]\n", "[backends.tpu]\n", "backends.tpu", "not one of"),
     "unknown feature": (
-        "shaderIntegerDotProduct", "integerDotProduct", "backends.vulkan.requires_for.q8_act[0]", "did you mean",
+        "shaderIntegerDotProduct",
+        "integerDotProduct",
+        "backends.vulkan.requires_for.q8_act[0]",
+        "did you mean",
     ),
     "bad status": ('status = "planned"', 'status = "maybe"', "backends.npu.status", "supported|planned|refused"),
     "unknown metric": (
-        'metric = "scaled_bound"', 'metric = "scaled"', "tolerance.f32.metric", "did you mean 'scaled_bound'?",
+        'metric = "scaled_bound"',
+        'metric = "scaled"',
+        "tolerance.f32.metric",
+        "did you mean 'scaled_bound'?",
     ),
     "tolerance without scale": ('scale = "abs"\n', "", "tolerance.f32.scale", "is missing"),
     "tolerance missing": ("[tolerance.f32]", "[tolerance.f16]", "tolerance.f16", "no result has this dtype"),
@@ -112,70 +158,124 @@ MISTAKES = {
     "edge target": ('"T=1"', '"Q=1"', "edge.cases[0]", "no axis, attribute or tensor 'Q'"),
     "edge value": ('"x=outlier"', '"x=outliers"', "edge.cases[19]", "did you mean 'outlier'?"),
     "edge tile": (
-        "tile = { T = 8, N = 256, K = 256 }", "tile = { T = 8, N = 256 }", "edge.cases[13]", "declares a tile of K",
+        "tile = { T = 8, N = 256, K = 256 }",
+        "tile = { T = 8, N = 256 }",
+        "edge.cases[13]",
+        "declares a tile of K",
     ),
     "workload axis": (
-        ', N = "hidden" }', " }", "workloads[0].bind.N", "is missing: nothing here has the role features",
+        ', N = "hidden" }',
+        " }",
+        "workloads[0].bind.N",
+        "is missing: nothing here has the role features",
     ),
     "workload unknown axis": ("bind = { K", "bind = { M = 1, K", "workloads[0].bind.M", "no axis 'M'"),
     "workload name": (
-        'N = "hidden"', 'N = "hiden"', "workloads[0].bind.N", "unknown name 'hiden' in 'hiden'; did you mean 'hidden'?",
+        'N = "hidden"',
+        'N = "hiden"',
+        "workloads[0].bind.N",
+        "unknown name 'hiden' in 'hiden'; did you mean 'hidden'?",
     ),
     "workload expression": ('N = "hidden"', 'N = "hidden +"', "workloads[0].bind.N", "not a complete expression"),
     "workload fraction": ('N = "hidden"', 'N = "hidden/3"', "workloads[0].bind.N", "hidden/3 = 213.3"),
     "workload condition": ('N = "hidden"', 'N = "hidden > 3"', "workloads[0].bind.N", "'hidden > 3' is a condition"),
     "workload variant's name": (
-        "variants.attn_output = {}", 'variants.attn_output = { bind = { N = "hiden" } }',
-        "workloads[0].variants.attn_output.bind.N", "did you mean 'hidden'?",
+        "variants.attn_output = {}",
+        'variants.attn_output = { bind = { N = "hiden" } }',
+        "workloads[0].variants.attn_output.bind.N",
+        "did you mean 'hidden'?",
     ),
     "workload division": ('N = "hidden"', 'N = "hidden//0"', "workloads[0].bind.N", "'hidden//0'"),
     "workload multiple": (
-        "n_heads*head_dim", "n_heads*head_dim - 1", "workloads[0] (gemma3-270m.attn_output.decode)",
+        "n_heads*head_dim",
+        "n_heads*head_dim - 1",
+        "workloads[0] (gemma3-270m.attn_output.decode)",
         "axes.K: K = 1023 is not a multiple of 16",
     ),
     "workload range": ("bind = { K", "bind = { T = 0, K", "workloads[0] (", "axes.T: T = 0 is outside 1..8192"),
     "workload dtype": (
-        'x = "q8_act", w = "q4_0"', 'x = "q8_act", w = "f16"', "workloads[0] (", "dtype_rules[0]: w must be q8_0 or q4_0",
+        'x = "q8_act", w = "q4_0"',
+        'x = "q8_act", w = "f16"',
+        "workloads[0] (",
+        "dtype_rules[0]: w must be q8_0 or q4_0",
     ),
     "workload attribute": (
-        "variants.attn_output = {}", "attrs = { eps = 1.0 }\nvariants.attn_output = {}", "workloads[0] (",
+        "variants.attn_output = {}",
+        "attrs = { eps = 1.0 }\nvariants.attn_output = {}",
+        "workloads[0] (",
         "attributes: no attribute 'eps'",
     ),
     "workload twice": ('variants."attn_output.q4_1"', "variants.attn_output", "workloads[2]", "decode' is used twice"),
     "workload model": ("gemma3-*", "gema3-*", "workloads[0].models[0]", "no model is called 'gema3-*'; did you mean"),
-    "workload pass": ('"prefill"]', '"prefil"]', "workloads[0].passes", "no pass is called 'prefil'; did you mean 'prefill'?"),
+    "workload pass": (
+        '"prefill"]',
+        '"prefil"]',
+        "workloads[0].passes",
+        "no pass is called 'prefil'; did you mean 'prefill'?",
+    ),
     "workload pass of a variant": (
-        "variants.attn_output = {}", 'variants.attn_output = { passes = ["once"] }', "workloads[0].variants.attn_output.passes",
+        "variants.attn_output = {}",
+        'variants.attn_output = { passes = ["once"] }',
+        "workloads[0].variants.attn_output.passes",
         "no pass is called 'once'",
     ),
     "workload without a pass": (
-        'passes = ["decode", "prefill"]\n', "", "workloads[0].bind.T", "nothing here has the role tokens",
+        'passes = ["decode", "prefill"]\n',
+        "",
+        "workloads[0].bind.T",
+        "nothing here has the role tokens",
     ),
-    "workload variant": ("variants.attn_output", 'variants."Attn output"', "workloads[0].variants.Attn output", "match pattern"),
-    "workloads without end": ('["decode", "prefill"]', f"{['decode'] * 200}", "workloads[0]", "more than 1000 workloads"),
-    "workload tag": ('["decode", "prefill"]', '["decode"]\ntags = ["fast"]', "workloads[0].tags[0]", "'fast' is not one of decode"),
+    "workload variant": (
+        "variants.attn_output",
+        'variants."Attn output"',
+        "workloads[0].variants.Attn output",
+        "match pattern",
+    ),
+    "workloads without end": (
+        '["decode", "prefill"]',
+        f"{['decode'] * 200}",
+        "workloads[0]",
+        "more than 1000 workloads",
+    ),
+    "workload tag": (
+        '["decode", "prefill"]',
+        '["decode"]\ntags = ["fast"]',
+        "workloads[0].tags[0]",
+        "'fast' is not one of decode",
+    ),
     "written workload": (
-        "schema = 1", 'schema = 1\n[[workload]]\nid = "mine"\nbind = { T = 1, K = 1023, N = 1 }', "workload[0] (mine)",
+        "schema = 1",
+        'schema = 1\n[[workload]]\nid = "mine"\nbind = { T = 1, K = 1023, N = 1 }',
+        "workload[0] (mine)",
         "axes.K: K = 1023 is not a multiple of 16",
     ),
     "written workload's axis": (
-        "schema = 1", 'schema = 1\n[[workload]]\nid = "mine"\nbind = { T = 1, K = 16 }', "workload[0] (mine)",
+        "schema = 1",
+        'schema = 1\n[[workload]]\nid = "mine"\nbind = { T = 1, K = 16 }',
+        "workload[0] (mine)",
         "axes.N: is not bound",
     ),
     "written workload twice": (
-        "schema = 1", 'schema = 1\n[[workload]]\nid = "demo.attn_output.decode"\nbind = { T = 1, K = 16, N = 1 }', "workload[0].id",
+        "schema = 1",
+        'schema = 1\n[[workload]]\nid = "demo.attn_output.decode"\nbind = { T = 1, K = 16, N = 1 }',
+        "workload[0].id",
         "'demo.attn_output.decode' is used twice",
     ),
     "member of an op": ('name = "linear"', 'name = "linear"\nmembers = ["geglu"]', "op.members", "a region"),
     "input without domain": ('domain = { dist = "normal", scale = 1.0 }', "", "inputs.x.domain", "is missing"),
     "domain parameter": ('dist = "normal", scale = 1.0', 'dist = "normal"', "inputs.x.domain.scale", "is missing"),
-    "domain of another kind": ('scale = 1.0 }', 'scale = 1.0, low = 0 }', "inputs.x.domain.low", "has no meaning; remove it"),
+    "domain of another kind": (
+        "scale = 1.0 }",
+        "scale = 1.0, low = 0 }",
+        "inputs.x.domain.low",
+        "has no meaning; remove it",
+    ),
     "reserved name": ("[inputs.w]", "[inputs.min]", "inputs.min", "cannot be a name"),
     "name twice": ("[inputs.w]", "[inputs.T]", "inputs.T", "used in [axes] already"),
     "other version": ("schema = 1", "schema = 2", "schema", "2 must be 1"),
     "other name": ('name = "linear"', 'name = "lineal"', "op.name", "must be the file's name"),
     "not TOML": ("[op]", "[op", "", "not valid TOML"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -223,6 +323,7 @@ def test_a_spec_cannot_be_changed() -> None:
 # ------------------------------------------------------------------------------------------------- using a declaration
 def _binds(op: OpSpec) -> st.SearchStrategy[dict[str, int]]:
     """Axes inside their ranges, of sizes that a test could allocate."""
+
     def axis(name: str) -> st.SearchStrategy[int]:
         a = op.axes[name]
         first = -(-a.min // a.multiple_of)
@@ -308,8 +409,17 @@ def test_costs_are_those_worked_out_by_hand() -> None:
 
 def test_live_counts_bound_rows_or_outputs() -> None:
     others = {n: o.token_axis for n, o in OPS.items() if o.token_axis != "T"}
-    assert others == {"adjust_logits": "O", "logits": "O", "logprobs": "O", "sample": "O", "verify": "O", "dequantize": None,
-                      "take_routes": "O", "take_rows": "O", "begin_pass": None}
+    assert others == {
+        "adjust_logits": "O",
+        "logits": "O",
+        "logprobs": "O",
+        "sample": "O",
+        "verify": "O",
+        "dequantize": None,
+        "take_routes": "O",
+        "take_rows": "O",
+        "begin_pass": None,
+    }
 
 
 def test_requirements_follow_the_dtypes() -> None:
@@ -321,11 +431,17 @@ def test_requirements_follow_the_dtypes() -> None:
 
 
 # Operations that run other operations' kernels, beside their own.
-SHARED = {"fused_qkv": ("linear",), "logits": ("linear",), "geglu": ("geglu", "sparse_geglu"),
-          "fused_ffn": ("linear", "ffn_up", "geglu", "sparse_geglu", "sparse_up", "sparse_down", "columns"),
-          "per_layer_input": ("per_layer_gate", "linear"), "linear_rows": ("linear_rows", "quantize_rows"),
-          "attention": ("attention", "attention_combine", "flash_attention"), "altup_unembed": ("altup_split", "linear"),
-          "decode_attention": ("decode_attention", "attention_combine")}  # fmt: skip
+SHARED = {
+    "fused_qkv": ("linear",),
+    "logits": ("linear",),
+    "geglu": ("geglu", "sparse_geglu"),
+    "fused_ffn": ("linear", "ffn_up", "geglu", "sparse_geglu", "sparse_up", "sparse_down", "columns"),
+    "per_layer_input": ("per_layer_gate", "linear"),
+    "linear_rows": ("linear_rows", "quantize_rows"),
+    "attention": ("attention", "attention_combine", "flash_attention"),
+    "altup_unembed": ("altup_split", "linear"),
+    "decode_attention": ("decode_attention", "attention_combine"),
+}
 
 
 @pytest.mark.parametrize("name", [n for n in OPERATIONS if n not in NPU_ONLY])

@@ -36,9 +36,15 @@ WRONG = {
     "schema = 1": ("schema = 2", "schema: 2 must be 1"),
     'vendor = "acme"': ('vender = "acme"', "match.vender: unknown key; did you mean 'vendor'?"),
     'name = "sample"\nwhen': ('name = "simple"\nwhen', "family[0].name: no family 'simple'; did you mean 'sample'?"),
-    'vocab = ">=512"': ("vocabulary = 5", "family[0].when.vocabulary: sample is not chosen by it; did you mean 'vocab'?"),
+    'vocab = ">=512"': (
+        "vocabulary = 5",
+        "family[0].when.vocabulary: sample is not chosen by it; did you mean 'vocab'?",
+    ),
     "threads = 1024": ("threads = 512", "family[0].use.threads: 512 is no candidate of sample: 256, 1024"),
-    "{ threads = 256 }": ("{ thread = 256 }", "family[1].use.thread: sample has no such number; did you mean 'threads'?"),
+    "{ threads = 256 }": (
+        "{ thread = 256 }",
+        "family[1].use.thread: sample has no such number; did you mean 'threads'?",
+    ),
 }
 
 
@@ -125,10 +131,10 @@ def test_an_opened_device_has_the_table_of_its_class(devices):
 
 @pytest.mark.parametrize("family", [f.name for f in space().family if not f.fused])
 def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices, matrices, family):
-    """Every value of every number at least once, and every entry of every table, on cases that ask for the family: on two of them
-    (in the short profile, where each is compiled, on these in turn), on matrix units on all, where they are interpreted on one. A
-    CPU driver, which compiles each for seconds, has half of them in the short profile, of decode attention's many a twelfth; which
-    changes with the kernels."""
+    """Every value of every number at least once, and every entry of every table, on cases that ask for the family: on
+    two of them (in the short profile, where each is compiled, on these in turn), on matrix units on all, where they are
+    interpreted on one. A CPU driver, which compiles each for seconds, has half of them in the short profile, of decode
+    attention's many a twelfth; which changes with the kernels."""
     declared = space().named(family)
     device = matrices() if declared.needs == "f16_matrices" else devices.get("vulkan")
     if declared.needs and not device.has(declared.needs):
@@ -157,10 +163,14 @@ def test_whatever_may_be_chosen_computes_what_the_oracle_does(devices, matrices,
     [
         ("linear", {"N": 8192, "K": 5376}, {"x": "f16", "w": "q4_0", "y": "f32"}, ["8x256"]),
         ("linear", {"N": 512, "K": 5376}, {"x": "f16", "w": "q4_0", "y": "f32"}, ["8x16"]),
-        ("fused_ffn", {"H": 5376, "F": 256}, {"x": "f16", "h": "f16", "w_gate_up": "q4_0", "w_down": "q4_0", "y": "f32"},
-         ["8x384", "8x256"]),
+        (
+            "fused_ffn",
+            {"H": 5376, "F": 256},
+            {"x": "f16", "h": "f16", "w_gate_up": "q4_0", "w_down": "q4_0", "y": "f32"},
+            ["8x384", "8x256"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_three_rows_of_a_large_model_are_a_batch_on_nvidia(op, axes, types, tiles):
     """Passes of large models take f16 from three rows on there, and these products go to the matrix units."""
     assert [Tuning("nvidia").few_rows(hidden) for hidden in (2560, 5376)] == [FEW_ROWS, 2]
@@ -176,7 +186,9 @@ def test_three_rows_of_a_large_model_are_a_batch_on_nvidia(op, axes, types, tile
             assert [name.rpartition(".")[2] for name in chosen] == tiles, rows
 
 
-@pytest.mark.parametrize(("rows", "w", "tile"), [(11, "q4_0", ".16x128"), (27, "q6_k", ".32x128"), (40, "q6_k", ".64x64")])
+@pytest.mark.parametrize(
+    ("rows", "w", "tile"), [(11, "q4_0", ".16x128"), (27, "q6_k", ".32x128"), (40, "q6_k", ".64x64")]
+)
 def test_where_lanes_hold_other_elements_packed_weights_take_the_tiles_of_shared_memory(rows, w, tile):
     dry = DryDevice(features=lambda feature: feature == "f16_matrices", tuning="nvidia")
     types = {"x": "f16", "w": w, "y": "f32"}

@@ -15,14 +15,21 @@ LEFT = {"next_token": 77, "next_position": 5, "accepted": 9}  # of a slot before
 
 
 def run(rows: list[tuple[int, int, int]], choices: dict[tuple[int, int], int], slots: int = 3) -> dict[str, list[int]]:
-    """rows: (slot, position, token), all of them output rows; choices: (slot, position of the row) -> what sample chose there."""
+    """rows: (slot, position, token), all of them output rows; choices: (slot, position of the row) -> what sample chose
+    there."""
     columns = np.array(rows, np.int32).reshape(-1, 3)
     history = np.zeros((slots, CTX), np.int32)
     for (slot, position), token in choices.items():
         history[slot, position + 1] = token
     state: dict[str, Any] = {name: np.full(slots, value, np.int32) for name, value in LEFT.items()}
-    ORACLE["verify"](out_rows=np.arange(len(rows), dtype=np.int32), slots=columns[:, 0], positions=columns[:, 1],
-                     tokens=columns[:, 2], history=history, **state)  # fmt: skip
+    ORACLE["verify"](
+        out_rows=np.arange(len(rows), dtype=np.int32),
+        slots=columns[:, 0],
+        positions=columns[:, 1],
+        tokens=columns[:, 2],
+        history=history,
+        **state,
+    )
     return {name: array.tolist() for name, array in state.items()}
 
 
@@ -32,7 +39,11 @@ def test_a_run_goes_on_after_its_last_right_guess() -> None:
         choices = {(1, p): (99 if p + 1 == wrong else t + 1) for _, p, t in rows}
         found = run(rows, choices)
         token = choices[1, 4 + accepted]
-        assert (found["accepted"][1], found["next_token"][1], found["next_position"][1]) == (accepted, token, 5 + accepted)
+        assert (found["accepted"][1], found["next_token"][1], found["next_position"][1]) == (
+            accepted,
+            token,
+            5 + accepted,
+        )
         assert all(found[name][other] == value for name, value in LEFT.items() for other in (0, 2)), "of no other slot"
 
 

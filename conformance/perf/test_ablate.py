@@ -33,7 +33,10 @@ def device():
 
 @pytest.fixture(scope="module")
 def baseline(device):
-    with open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint, ablate.opened(checkpoint, device, [], 8, 24) as made:
+    with (
+        open_checkpoint(MODELS / "demo-gemma3-q8_0.gguf") as checkpoint,
+        ablate.opened(checkpoint, device, [], 8, 24) as made,
+    ):
         yield made
 
 
@@ -43,7 +46,9 @@ def text(made, step):
     while made.positions[0] < END:
         step(made, made.positions[0] + 1)
     made.wait()
-    return made.token(0, made.positions[0] + 1, made.submit_decode((0,))), made.device.read("history").array[0, 9:END].tolist()
+    return made.token(0, made.positions[0] + 1, made.submit_decode((0,))), made.device.read("history").array[
+        0, 9:END
+    ].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +91,9 @@ def test_a_speed_up_is_measured_on_plans_without_what_cannot_stay(device, monkey
     """Both sides are then compiled without it; the other side without the switch as well."""
     compiled = []
     real = ablate.program_without
-    monkeypatch.setattr(ablate, "program_without", lambda made, off: (compiled.append([s.name for s in off]), real(made, off))[1])
+    monkeypatch.setattr(
+        ablate, "program_without", lambda made, off: (compiled.append([s.name for s in off]), real(made, off))[1]
+    )
     shape = random_checkpoint("gemma3-270m", "q4_0", None, 2, 2048)
     with shape as checkpoint, ablate.Ablation(checkpoint, device, 16, 4, 1) as ablation:
         found = ablation.speed_up([find_switch("fused-qkv")], "fused-qkv")
@@ -113,14 +120,20 @@ def test_one_kv_split_is_what_the_switch_of_split_attention_asks_for():
     """For any number of rows and heads, whatever the rest of the table says."""
     (groups,) = find_switch("split-attention").tuning.use.values()
     for rows, heads, kv_heads in ((1, 1, 1), (1, 32, 16), (8, 4, 1)):
-        made = [shape(rows, heads, kv_heads, 128, "f16", 8192, 32, 32, 49152, {**DEFAULT, "groups": g}) for g in (528, groups)]
+        made = [
+            shape(rows, heads, kv_heads, 128, "f16", 8192, 32, 32, 49152, {**DEFAULT, "groups": g})
+            for g in (528, groups)
+        ]
         assert made[0].splits > 1 and made[1] == replace(made[0], splits=1)
 
 
 def test_a_switch_says_exactly_one_thing():
     with pytest.raises(ValueError, match="exactly one"):
         Switch(name="nothing", summary="")
-    for use, says in (({"workgroup": 0}, "did you mean 'workgroups'"), ({"workgroups": 7}, "7 is no candidate of layer")):
+    for use, says in (
+        ({"workgroup": 0}, "did you mean 'workgroups'"),
+        ({"workgroups": 7}, "7 is no candidate of layer"),
+    ):
         with pytest.raises(ValueError, match=says):
             Switch(name="a", summary="", tuning=Override(family="layer", use=use))
     with pytest.raises(ValueError, match="no family 'layers'; did you mean 'layer'"):

@@ -42,8 +42,23 @@ def test_sectors_are_of_32_bytes(offsets: np.ndarray, size: int, taken: int, lea
 @pytest.mark.slow
 def test_a_product_of_few_rows_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the compiler makes of it, it multiplies, reads and writes, and nothing takes less than its words do."""
-    asked = ["linear", "--workload", "gemma3-1b.attn_output.decode", "--set", "T=8", "--set", "x=f16", "--set", "w=q4_0",
-             "--set", "N=512", "--set", "K=512", "--workgroups", "2"]  # fmt: skip
+    asked = [
+        "linear",
+        "--workload",
+        "gemma3-1b.attn_output.decode",
+        "--set",
+        "T=8",
+        "--set",
+        "x=f16",
+        "--set",
+        "w=q4_0",
+        "--set",
+        "N=512",
+        "--set",
+        "K=512",
+        "--workgroups",
+        "2",
+    ]
     assert accesses.main([*asked, "--json"]) == 0
     (one, *_) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert ".gemm.q4_0.f16." in one["kernel"] and one["subgroups"] > 0

@@ -53,7 +53,10 @@ def forget(made: Any) -> None:
 REGRESSIONS: dict[str, tuple[gated.Step, set[str]]] = {
     "allocations": (once(lambda e: e.device.memory_pool.allocate(3 << 20, "scratch")), {"token.allocations"}),
     "recordings": (once(lambda e: forget(e)), {"token.recordings", "token.descriptor_writes"}),
-    "transfers": (once(lambda e: e.device.write("next_token", e.device.read("next_token"))), {"token.transfers", "token.bytes_up"}),
+    "transfers": (
+        once(lambda e: e.device.write("next_token", e.device.read("next_token"))),
+        {"token.transfers", "token.bytes_up"},
+    ),
     "reads": (once(lambda e: e.device.read("history")), {"token.bytes_down"}),
     "pipelines": (once(lambda e: (e.device._kernels.kernels.clear(), forget(e)), every=6), {"token.pipelines"}),
     "calls": (once(lambda e: [len("") for _ in range(60)]), {"token.python_calls"}),
@@ -104,11 +107,14 @@ def test_a_quarter_more_work_is_caught_and_the_same_work_is_not():
     """Measured as the gate measures: 10 passes against 8, and 8 against 8; 10 pairs show it as well as 20 do."""
     margin = gate.load_gate("ratios").margin
     with gated.small_engine() as made:
-        more = ratios.steady(lambda: ratios.paired(ratios.decoding(made, 9), ratios.decoding(made, 7), 10), 1.25, margin)
+        more = ratios.steady(
+            lambda: ratios.paired(ratios.decoding(made, 9), ratios.decoding(made, 7), 10), 1.25, margin
+        )
         same = ratios.steady(lambda: ratios.paired(ratios.decoding(made, 7), ratios.decoding(made, 7), 10), 1.0, margin)
     assert 1.15 < more.value < 1.4
     expected = {"more": 1.0, "same": 1.0}
-    # What one run scatters beside the rest of the suite is not this test's: its middle is judged, as of an idle machine.
+    # What one run scatters beside the rest of the suite is not this test's: its middle is judged, as of an idle
+    # machine.
     found = {"more": more.value, "same": same.nearest(1.0)}
     declared = gate.load_gate("ratios")
     assert [(f.name, f.verdict) for f in gate.compare("ratios", declared, expected, found)] == [("more", "worse")]
@@ -182,7 +188,10 @@ def test_a_damaged_store_is_named(processor_of, capsys):
 @pytest.mark.parametrize(
     ("cpuinfo", "name"),
     [
-        ("processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: X\n", "GenuineIntel 6-207"),
+        (
+            "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: X\n",
+            "GenuineIntel 6-207",
+        ),
         ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n", "0x41 0xd40"),
     ],
 )
@@ -205,7 +214,15 @@ def test_update_writes_the_section_of_one_kind(tmp_path, monkeypatch, processor_
 
 @pytest.mark.parametrize(
     ("statistic", "change"),
-    [("vgprs", 16), ("instructions", 40), ("spilled_vgprs", 1), ("scratch", 64), ("waves", -4), ("load_128", -2), ("lds", 4096)],
+    [
+        ("vgprs", 16),
+        ("instructions", 40),
+        ("spilled_vgprs", 1),
+        ("scratch", 64),
+        ("waves", -4),
+        ("load_128", -2),
+        ("lds", 4096),
+    ],
 )
 def test_a_heavier_kernel_is_caught(monkeypatch, statistic, change):
     from hybrid.perf.isa import committed

@@ -102,12 +102,17 @@ def test_the_table_has_what_prefill_on_matrix_units_runs():
 
 
 def test_only_what_was_compiled_before_is_spared(tmp_path):
-    """Of kernels whose SPIR-V the same driver's table has, about one in `share` is compiled again; every other one always is."""
+    """Of kernels whose SPIR-V the same driver's table has, about one in `share` is compiled again; every other one
+    always is."""
     names = [f"linear.{n}" for n in range(240)]
     (tmp_path / "25.0.7.json").write_text(json.dumps({name: {"spirv": "1"} for name in names}))
     driver = "radv Mesa 25.0.7-2+deb13u1"
     left_out = spared(12, tmp_path, driver)
     assert 10 <= sum(not left_out(name, "1") for name in names) <= 40
     assert not any(left_out(name, "2") for name in names) and not left_out("new", "1")
-    for all_of in (spared(1, tmp_path, driver), spared(12, tmp_path, "radv Mesa 26.0.0"), spared(12, tmp_path / "none", driver)):
+    for all_of in (
+        spared(1, tmp_path, driver),
+        spared(12, tmp_path, "radv Mesa 26.0.0"),
+        spared(12, tmp_path / "none", driver),
+    ):
         assert not any(all_of(name, "1") for name in names)

@@ -1,4 +1,5 @@
-"""What the report's charts say can be read: texts keep apart from one another, from points, and inside their picture."""
+"""What the report's charts say can be read: texts keep apart from one another, from points, and inside their
+picture."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from hybrid.perf.svg import TOP, Axis, Chart, page, spread, wrapped
 
 WIDTH = 6.2  # of a letter of 11 points in Helvetica, Arial and DejaVu Sans, on the average of such names
 DEVICE = "some device"
-NAMES = ("fused-qkv", "int8-activations", "device-sampling", "recorded-commands", "several-per-submit", "all in the plan")
+NAMES = (
+    "fused-qkv",
+    "int8-activations",
+    "device-sampling",
+    "recorded-commands",
+    "several-per-submit",
+    "all in the plan",
+)
 
 
 def texts(svg: str) -> list[tuple[float, float, float, float, str]]:
@@ -25,7 +33,9 @@ def texts(svg: str) -> list[tuple[float, float, float, float, str]]:
             own = dict(re.findall(r'([\w-]+)="([^"]*)"', text[1]))
             if "transform" not in own:
                 width = WIDTH * len(text[2]) * float(own["font-size"]) / 11
-                left = float(own["x"]) - {"start": 0, "middle": width / 2, "end": width}[own.get("text-anchor", "start")]
+                left = (
+                    float(own["x"]) - {"start": 0, "middle": width / 2, "end": width}[own.get("text-anchor", "start")]
+                )
                 x, y = float(part[1]) + left, float(part[2]) + float(own["y"])
                 found.append((x, y - 9, x + width, y + 2, text[2]))
     return found
@@ -49,17 +59,25 @@ def apart(svg: str) -> None:
         assert a[0] >= 0 and a[1] >= 0 and a[2] <= width and a[3] <= height, f"{a[4]!r} is cut off"
     for a in (b for b in boxes if not b[4].isdigit()):
         for c in circles(svg):
-            assert not (a[0] < c[2] - 1 and c[0] < a[2] - 1 and a[1] < c[3] - 1 and c[1] < a[3] - 1), f"{a[4]!r} lies on a point"
+            assert not (a[0] < c[2] - 1 and c[0] < a[2] - 1 and a[1] < c[3] - 1 and c[1] < a[3] - 1), (
+                f"{a[4]!r} lies on a point"
+            )
 
 
 def run(model: str, speed: float, phase: str = "decode", context: int = 512) -> SimpleNamespace:
-    return SimpleNamespace(model=f"gemma3-{model}", dtype="q4_0", phase=phase, batch=1, context=context, tokens_per_second=speed)
+    return SimpleNamespace(
+        model=f"gemma3-{model}", dtype="q4_0", phase=phase, batch=1, context=context, tokens_per_second=speed
+    )
 
 
 def test_lines_that_end_together_have_names_of_their_own():
     speeds = {256: 183.0, 512: 182.5, 1024: 182.4, 2048: 181.0, 8192: 174.0, 16384: 173.9, 32768: 173.8}
-    records = [SimpleNamespace(device=DEVICE, commit=f"{i:09x}", runs=[run("27b", s + i, context=c) for c, s in speeds.items()])
-               for i in range(14)]  # fmt: skip
+    records = [
+        SimpleNamespace(
+            device=DEVICE, commit=f"{i:09x}", runs=[run("27b", s + i, context=c) for c, s in speeds.items()]
+        )
+        for i in range(14)
+    ]
     (chart,) = by_commit(records, DEVICE)
     svg = page([chart], 1)
     apart(svg)
@@ -68,7 +86,9 @@ def test_lines_that_end_together_have_names_of_their_own():
 
 
 def test_names_below_bars_are_wrapped_or_thinned_out():
-    found = tuple(Speedup(name=n, summary="one thing", with_it=0.006, without=0.007, low=1.1, high=1.2) for n in NAMES * 2)
+    found = tuple(
+        Speedup(name=n, summary="one thing", with_it=0.006, without=0.007, low=1.1, high=1.2) for n in NAMES * 2
+    )
     chart = speedups(SimpleNamespace(model="gemma3-27b", dtype="q4_0", speedups=found), DEVICE)
     apart(page([chart], 1))
     shown = {t[4] for t in texts(page([chart], 1))}
@@ -86,10 +106,17 @@ def test_shares_are_readable_however_many(monkeypatch):
 
 
 def test_operations_under_the_roof_are_named_beside_one_another():
-    close = {"fused_ffn": (3844.0, 3.6), "linear": (3700.0, 3.61), "fused_qkv": (3600.0, 3.62),
-             "qk_norm_rope_append": (3500.0, 3.6), "attention": (40.0, 2.0)}  # fmt: skip
-    ops = tuple(OpTime(op=name, calls=62, us=us, nbytes=int(3e6 * us), flops=int(3e6 * us * at), floor_us=us / 2)
-                for name, (us, at) in close.items())  # fmt: skip
+    close = {
+        "fused_ffn": (3844.0, 3.6),
+        "linear": (3700.0, 3.61),
+        "fused_qkv": (3600.0, 3.62),
+        "qk_norm_rope_append": (3500.0, 3.6),
+        "attention": (40.0, 2.0),
+    }
+    ops = tuple(
+        OpTime(op=name, calls=62, us=us, nbytes=int(3e6 * us), flops=int(3e6 * us * at), floor_us=us / 2)
+        for name, (us, at) in close.items()
+    )
     profile = SimpleNamespace(ops=ops, copy_gb_s=4303.0, matrix_tflops=620.0)
     bars, roof = where_time_goes(profile, "NVIDIA H200")
     apart(page([bars, roof]))

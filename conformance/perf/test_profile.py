@@ -46,7 +46,9 @@ PHASES = [("vulkan", "decode"), ("cpu", "prefill"), ("vulkan", "prefill")][: Non
 @pytest.mark.parametrize(("backend", "phase"), PHASES)
 def test_every_step_is_in_the_table_and_the_sums_add_up(devices, tmp_path, capsys, backend, phase):
     devices.get(backend)  # skips where there is no Vulkan
-    assert profile.main([*SMALL, "--device", backend, "--phase", phase, "--context", "11", "--chunk", "8", "--json"]) == 0
+    assert (
+        profile.main([*SMALL, "--device", backend, "--phase", phase, "--context", "11", "--chunk", "8", "--json"]) == 0
+    )
     out = json.loads(capsys.readouterr().out)
     assert set(out) == KEYS and out["device"].startswith(backend)
     assert [p["rows"] for p in out["passes"]] == ([8, 3] if phase == "prefill" else [1])
@@ -90,7 +92,9 @@ def test_a_pass_of_several_sequences_is_profiled_whole(devices):
     engine = Engine(checkpoint, CpuDevice(), EngineConfig(ctx=32, n_tokens=64, chunk=8, slots=3, profile=True))
     steps, (one,) = profile.measure(engine, "decode", 9, 1)
     whole = plan_cost(engine.plan("decode", 3, 3), 11)
-    assert (sum(s.nbytes for s in steps), sum(s.flops for s in steps)) == (whole.nbytes, whole.flops) and one["rows"] == 3
+    assert (sum(s.nbytes for s in steps), sum(s.flops for s in steps)) == (whole.nbytes, whole.flops) and one[
+        "rows"
+    ] == 3
     _, passes = profile.measure(engine, "prefill", 9, 1)
     assert [p["rows"] for p in passes] == [8, 8, 8, 3]
     assert profile.subject({"phase": "decode", "context": 9, "batch": 3}) == "one token after 9, 3 sequences"
@@ -98,7 +102,11 @@ def test_a_pass_of_several_sequences_is_profiled_whole(devices):
 
 def test_operations_are_summed_the_longest_first():
     rows = by_op(
-        [StepRow("a.0", "a", 0, 0.0, 1.0, 10, 1), StepRow("b", "b", 0, 1.0, 6.0, 0, 6), StepRow("a.1", "a", 1, 7.0, 3.0, 30, 1)],
+        [
+            StepRow("a.0", "a", 0, 0.0, 1.0, 10, 1),
+            StepRow("b", "b", 0, 1.0, 6.0, 0, 6),
+            StepRow("a.1", "a", 1, 7.0, 3.0, 30, 1),
+        ],
         copy_gb_s=0.02,
         matrix_tflops=2e-6,
     )

@@ -26,8 +26,15 @@ COMMON = {
     "model": "gemma3-27b (random)",
     "precision": {"weights": ["q4_0", "q6_k"], "activations": ["q8_act"], "kv": ["f16"]},
 }
-RESULT = {"depth": 0, "batch": 1, "spread": 1.5, "share_of_copy": 0.5, "share_of_matrix": 0.4, "host_us_per_token": 27.0,
-          "per_pass": {"dispatches": 440.0}}  # fmt: skip
+RESULT = {
+    "depth": 0,
+    "batch": 1,
+    "spread": 1.5,
+    "share_of_copy": 0.5,
+    "share_of_matrix": 0.4,
+    "host_us_per_token": 27.0,
+    "per_pass": {"dispatches": 440.0},
+}
 BENCH = {
     **COMMON,
     "weights_bytes": 15500000000,
@@ -39,16 +46,48 @@ BENCH = {
         {**RESULT, "test": "decode 128 @ 0", "phase": "decode", "n": 128, "tokens_per_second": 150.0},
     ],
 }
-SPEEDUP = {"name": "fused-ffn", "summary": "one kernel", "with_it": 0.006, "without": 0.009, "ratios": [1.4, 1.6], "times": 1.5}
-ABLATION = {**COMMON, "command": "python -m perf.ablate --random gemma3-27b --json", "depth": 512, "tokens": 16, "pairs": 7,
-            "speedups": [SPEEDUP]}  # fmt: skip
-OP = {"op": "fused_ffn", "calls": 62, "us": 3844.0, "share": 1.0, "nbytes": 11900000000, "flops": 43000000000, "floor_us": 2765.0}
-PROFILE = {**COMMON, "command": "python -m perf.profile --random gemma3-27b --json", "phase": "decode", "context": 512,
-           "probes": {"copy_gb_s": 4303.0, "matrix_tflops": 620.0}, "passes": [{"host_us": 7300.0}], "ops": [OP]}  # fmt: skip
+SPEEDUP = {
+    "name": "fused-ffn",
+    "summary": "one kernel",
+    "with_it": 0.006,
+    "without": 0.009,
+    "ratios": [1.4, 1.6],
+    "times": 1.5,
+}
+ABLATION = {
+    **COMMON,
+    "command": "python -m perf.ablate --random gemma3-27b --json",
+    "depth": 512,
+    "tokens": 16,
+    "pairs": 7,
+    "speedups": [SPEEDUP],
+}
+OP = {
+    "op": "fused_ffn",
+    "calls": 62,
+    "us": 3844.0,
+    "share": 1.0,
+    "nbytes": 11900000000,
+    "flops": 43000000000,
+    "floor_us": 2765.0,
+}
+PROFILE = {
+    **COMMON,
+    "command": "python -m perf.profile --random gemma3-27b --json",
+    "phase": "decode",
+    "context": 512,
+    "probes": {"copy_gb_s": 4303.0, "matrix_tflops": 620.0},
+    "passes": [{"host_us": 7300.0}],
+    "ops": [OP],
+}
 
 
 def junit(tmp_path, **changes):
-    said = {"device": "NVIDIA H200", "kernels": "0123456789abcdef", "command": "python -m pytest conformance/ops/test_ops.py"}
+    said = {
+        "device": "NVIDIA H200",
+        "kernels": "0123456789abcdef",
+        "command": "python -m pytest conformance/ops/test_ops.py",
+    }
     counts = {"tests": "900", "failures": "0", "errors": "0", "skipped": "4"}
     for key, value in changes.items():
         (said if key in said else counts)[key] = value
@@ -68,9 +107,13 @@ def test_a_bench_with_its_proof_becomes_a_record(tmp_path):
         ("gemma3-27b", "q4_0", "prefill", 512, 0.4),
         ("gemma3-27b", "q4_0", "decode", 0, 0.5),
     ]
-    cut = taking.take({**BENCH, "command": BENCH["command"] + " --layers 2"}, proof, "4564b6f", "not locked", "2026-11-21")
+    cut = taking.take(
+        {**BENCH, "command": BENCH["command"] + " --layers 2"}, proof, "4564b6f", "not locked", "2026-11-21"
+    )
     assert cut.runs[0].model == "gemma3-27b, layers 2"
-    eight = taking.take({**BENCH, "command": BENCH["command"] + " --type q8_0 --head q6_k"}, proof, "4564b6f", "", "2026-11-21")
+    eight = taking.take(
+        {**BENCH, "command": BENCH["command"] + " --type q8_0 --head q6_k"}, proof, "4564b6f", "", "2026-11-21"
+    )
     assert eight.runs[0].dtype == "q8_0"
 
 
@@ -87,7 +130,11 @@ def test_bench_ablation_and_profile_of_a_commit_are_one_record(tmp_path, monkeyp
     (path,) = kept.glob("*.json")
     assert capsys.readouterr().out.split() == [str(path)]
     found = record.load_record(path)
-    assert (len(found.runs), round(found.ablations[0].speedups[0].times, 6), found.profiles[0].ops[0].calls) == (2, 1.5, 62)
+    assert (len(found.runs), round(found.ablations[0].speedups[0].times, 6), found.profiles[0].ops[0].calls) == (
+        2,
+        1.5,
+        62,
+    )
     files[1].write_text(json.dumps({**ABLATION, "kernels": "other"}))
     before = path.read_bytes()
     assert taking.main([str(junit(tmp_path)), *map(str, files), *given]) == 1 and path.read_bytes() == before
@@ -132,19 +179,37 @@ def test_the_page_names_what_it_shows(tmp_path, monkeypatch):
     proof = taking.proof_of(junit(tmp_path), "NVIDIA H200")
     more = [taking.take(made, proof, "5564b6f", "not locked", "2026-11-21") for made in (ABLATION, PROFILE)]
     kept = [
-        record.Record.model_validate_json(json.dumps({**RECORD, "commit": commit, "runs": [{**RUN, "tokens_per_second": speed}]}))
+        record.Record.model_validate_json(
+            json.dumps({**RECORD, "commit": commit, "runs": [{**RUN, "tokens_per_second": speed}]})
+        )
         for commit, speed in (("4564b6f", 85.0), ("5564b6f", 150.0))
     ] + more
     path = report.build(tmp_path, kept, [("plans", [])])
     text = path.read_text()
-    for words in ("NVIDIA H200", "llama.cpp (Vulkan)", "85.6", "150.0", "borderline", "gfx1103 rules", "580.159.04", "modelled",
-                  "fused-ffn", "1.50", "lost us", "1,079.0"):  # fmt: skip
+    for words in (
+        "NVIDIA H200",
+        "llama.cpp (Vulkan)",
+        "85.6",
+        "150.0",
+        "borderline",
+        "gfx1103 rules",
+        "580.159.04",
+        "modelled",
+        "fused-ffn",
+        "1.50",
+        "lost us",
+        "1,079.0",
+    ):
         assert words in text
     for picture in ("roofline.svg", "gfx1103.svg", "measured-nvidia-h200.svg"):
         assert ET.fromstring((tmp_path / picture).read_text()).tag.endswith("svg")
     assert len(list(tmp_path.glob("ablation-*.svg"))) == len(list(tmp_path.glob("profile-*.svg"))) == 1
     lines = markdown(kept)
-    for words in ("| gemma3-27b | q4_0 | decode | 1 | 256 | 150.0 |", "| fused-ffn | 6.000 | 9.000 | 1.50 |", "| fused_ffn | 62 |"):
+    for words in (
+        "| gemma3-27b | q4_0 | decode | 1 | 256 | 150.0 |",
+        "| fused-ffn | 6.000 | 9.000 | 1.50 |",
+        "| fused_ffn | 62 |",
+    ):
         assert words in lines
     assert "No run of ours is kept yet" in report.build(tmp_path / "empty", []).read_text()
 
@@ -166,11 +231,21 @@ def test_a_page_quotes_the_records_and_names_what_is_there(page):
         ("README.md", "| 27B | ", "| 27B | 9", "a generated part is stale"),
         ("docs/verification.md", "5,580,676", "5,580,677", "a generated part is stale"),
         ("docs/measured.md", "# Measured", "# Guessed", "a generated part is stale"),
-        ("docs/performance.md", "## Not speed", "27B decodes 180.7 tok/s. ## Not speed", "'180.7 tok/s' is quoted by hand"),
+        (
+            "docs/performance.md",
+            "## Not speed",
+            "27B decodes 180.7 tok/s. ## Not speed",
+            "'180.7 tok/s' is quoted by hand",
+        ),
         ("docs/performance.md", "## Not speed", "It reaches 360 TFLOPS", "'360 TFLOPS' is quoted by hand"),
         ("docs/performance.md", "<!-- figures of: an example", "<!-- figures of: -->", "no partner, or no name"),
         ("README.md", "<!-- end -->", "", "has no partner"),
-        ("docs/npu.md", "`kernels/npu/design.py`", "`kernels/npu/designer.py`", "kernels/npu/designer.py does not exist"),
+        (
+            "docs/npu.md",
+            "`kernels/npu/design.py`",
+            "`kernels/npu/designer.py`",
+            "kernels/npu/designer.py does not exist",
+        ),
         ("docs/architecture.md", "Engine.warm_up`", "Engine.warm_ups`", "engine.py does not define Engine.warm_ups"),
         ("docs/roofline.md", "python -m perf.targets", "python -m perf.target", "perf.target: there is no such module"),
         ("docs/roofline.md", "(performance.md)", "(speed.md)", "the link speed.md leads nowhere"),
@@ -207,8 +282,10 @@ def test_a_campaign_is_its_declared_commands(tmp_path, monkeypatch, capsys):
     """Each in a process of its own; what was made is not made again, what fails leaves no file."""
     assert campaign.main(["--list", "--device", "vulkan:1", "--jobs", "3", "--out", str(tmp_path)]) == 0
     listed = capsys.readouterr().out
-    files = " ".join(f"conformance/ops/test_{of}.py" for of in (
-        "ops", "flash_attention", "gemm_parts", "tuning", "decode_attention", "groups"))  # fmt: skip
+    files = " ".join(
+        f"conformance/ops/test_{of}.py"
+        for of in ("ops", "flash_attention", "gemm_parts", "tuning", "decode_attention", "groups")
+    )
     assert f"pytest -q -n 3 {files} --junitxml={tmp_path}/proof.xml" in listed
     assert "perf.ablate --random gemma3-27b --device vulkan:1 --json" in listed
     steps = [

@@ -18,7 +18,8 @@ from hybrid.spec.devicesheet import find_sheet, load_sheets
 
 APU = find_sheet("radeon-780m")
 BATCHES = (1, 8, 16, 32)
-# Tokens per second by hand: B x bandwidth / (weights + B x KV); 27B holds 256 positions, 3n 512, which all of its layers read.
+# Tokens per second by hand: B x bandwidth / (weights + B x KV); 27B holds 256 positions, 3n 512, which all of its
+# layers read.
 # 3n's weights: 1.84 G elements of layers and 0.54 G of the head as quantised, 49 M of the streams' matrices in bf16.
 PEAK = {
     ("gemma3-27b", "q4_0", 256): (5.8, 44, 83, 148),
@@ -50,16 +51,22 @@ def test_a_draft_elsewhere_by_hand():
     def seconds(length, acceptance, on, level):
         return Speculation(draft, length, acceptance, on).seconds(model, 32, APU, level)
 
-    assert seconds(4, 0.8, npu, "ceiling") == pytest.approx(seconds(4, 0.8, None, "ceiling"), rel=0.02)  # the same bytes
+    assert seconds(4, 0.8, npu, "ceiling") == pytest.approx(
+        seconds(4, 0.8, None, "ceiling"), rel=0.02
+    )  # the same bytes
     verifying = estimate(model.verify(4, 32), APU, "expected").seconds
     drafting = at_least(draft.decode(1, 32), npu, "expected")
     work = draft.decode(1, 32)
     slots = sum(i.barriers for i in work.items) * 27.7e-6 + 110e-6
     assert drafting == pytest.approx(work.nbytes / 46.8e9 + slots, rel=0.02)
-    assert seconds(4, 0.0, npu, "expected") == pytest.approx(verifying + 4 * drafting)  # nothing drafted ahead is of use
+    assert seconds(4, 0.0, npu, "expected") == pytest.approx(
+        verifying + 4 * drafting
+    )  # nothing drafted ahead is of use
     together = (model.verify(4, 32).nbytes + 5 * work.nbytes) / 85.7e9  # the token after the guesses is guessed too
     ready = 0.95**5
-    assert seconds(4, 0.95, npu, "expected") == pytest.approx(max(verifying, 5 * drafting, together) + (1 - ready) * 4 * drafting)
+    assert seconds(4, 0.95, npu, "expected") == pytest.approx(
+        max(verifying, 5 * drafting, together) + (1 - ready) * 4 * drafting
+    )
     waiting = Speculation(draft, 4, 0.95, npu, waits=True).seconds(model, 32, APU, "expected")
     assert waiting == pytest.approx(verifying + 4 * drafting)
     lookup = Speculation(None, 4, 0.8)
@@ -85,7 +92,10 @@ def test_arithmetic_bounds_what_memory_does_not():
     found = estimate(prompt, APU, "ceiling")
     assert found.bound == "int8" and 250 < found.tokens_per_second < 318  # 318 would be the matrices alone
     units = subject("gemma3-27b", capabilities=APU.limits.capabilities).work("prefill", 4096, 1, 4096, 1)
-    assert {i.op: i.rate for i in units.items if i.op in ("fused_ffn", "attention")} == {"fused_ffn": "f16", "attention": "f16"}
+    assert {i.op: i.rate for i in units.items if i.op in ("fused_ffn", "attention")} == {
+        "fused_ffn": "f16",
+        "attention": "f16",
+    }
     assert units.flops == prompt.flops and estimate(units, APU, "ceiling").bound == "f16"
     exact = subject("gemma3-27b", precision="exact").work("prefill", 4096, 1, 4096, 1)
     assert 75 < estimate(exact, APU, "ceiling").tokens_per_second < 85  # a prompt's last row alone gets logits
@@ -109,13 +119,16 @@ def test_a_dispatch_costs_where_the_sheet_says_so():
     work = subject("gemma3-270m").decode(1, 256)
     free = APU.model_copy(update={"costs": type(APU.costs)()})
     paid = estimate(work, APU, "expected").seconds - estimate(work, free, "expected").seconds
-    assert paid == pytest.approx(sum(i.barriers * 4e-6 + (i.dispatches - i.barriers) * 0.5e-6 for i in work.items) + 60e-6)
+    assert paid == pytest.approx(
+        sum(i.barriers * 4e-6 + (i.dispatches - i.barriers) * 0.5e-6 for i in work.items) + 60e-6
+    )
 
 
 @pytest.mark.slow
 def test_layers_that_share_a_cache_cost_a_prompt_nothing():
-    """Prompts pass the layers that append nothing with the wanted rows alone: Gemma 4 E2B computes 1.14 instead of 3.75 Gflop for
-    each of a prompt's rows (the published shapes' arithmetic; attention and the tokens' inputs beside it), 3n E2B two thirds."""
+    """Prompts pass the layers that append nothing with the wanted rows alone: Gemma 4 E2B computes 1.14 instead of 3.75
+    Gflop for each of a prompt's rows (the published shapes' arithmetic; attention and the tokens' inputs beside it), 3n
+    E2B two thirds."""
     for name, least, most in (("gemma4-e2b", 1.14, 1.35), ("gemma3n-e2b", 2.4, 2.9)):
         model = subject(name)
         one, many = (model.work("prefill", rows, 1, 512, 1) for rows in (128, 512))

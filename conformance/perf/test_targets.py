@@ -82,10 +82,17 @@ def test_a_sheet_that_nothing_can_be_modelled_on_is_refused_before_anything_is(m
 
 
 def test_a_device_that_shares_its_memory_with_nothing_is_judged_too():
-    answers = {t.id: targets.judge(t, find_sheet("h200"), "H200") for t in targets.load_targets() if t.kind in ("means", "bytes")}
+    answers = {
+        t.id: targets.judge(t, find_sheet("h200"), "H200")
+        for t in targets.load_targets()
+        if t.kind in ("means", "bytes")
+    }
     assert answers["parallel-queues"].verdict == "no" and "no second engine" in answers["parallel-queues"].how
     assert answers["27b-11-at-25gb"].verdict == "yes"
-    assert answers["27b-draft-npu"].verdict == "no" and "does not share this device's memory" in answers["27b-draft-npu"].how
+    assert (
+        answers["27b-draft-npu"].verdict == "no"
+        and "does not share this device's memory" in answers["27b-draft-npu"].how
+    )
     assert answers["27b-draft-igpu"].verdict == "by means"
 
 
@@ -103,8 +110,8 @@ def test_advice_fits_and_suffices():
 
 
 def test_sizes_of_every_family_are_modelled(capsys):
-    """A token of one sequence reads its weights once (in the long profile of Gemma 4 E2B, else of what is planned at once); more
-    than the device's memory is starred; a wrong name is answered."""
+    """A token of one sequence reads its weights once (in the long profile of Gemma 4 E2B, else of what is planned at
+    once); more than the device's memory is starred; a wrong name is answered."""
     name, least = ("gemma4-e2b", 1.2e9) if LONG else ("gemma3-270m", 1.4e8)
     (small,) = targets.sizes(targets.names(name), 256, APU)
     alone, _, many, prompt = small.passes
@@ -141,8 +148,15 @@ def test_command_wants_both_numbers(capsys):
 
 
 PROOF = {"command": "pytest conformance/ops/test_kernels.py", "passed": 900, "failed": 0, "kernels": "0123456789abcdef"}
-RUN = {"model": "gemma3-27b", "dtype": "q4_0", "phase": "decode", "batch": 1, "context": 256, "tokens_per_second": 85.0,
-       "command": "python -m hybrid.bench --random gemma3-27b"}  # fmt: skip
+RUN = {
+    "model": "gemma3-27b",
+    "dtype": "q4_0",
+    "phase": "decode",
+    "batch": 1,
+    "context": 256,
+    "tokens_per_second": 85.0,
+    "command": "python -m hybrid.bench --random gemma3-27b",
+}
 RECORD = {
     "schema": 1,
     "device": "NVIDIA H200",

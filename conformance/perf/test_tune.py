@@ -101,10 +101,12 @@ def test_the_default_stays_where_little_is_gained():
 
 
 def test_one_entry_serves_workloads_of_the_same_types_and_exceptions_come_before_it():
-    sweeps = [swept("a", {"w": "q4_0", "n": 1}, 256, t256=2.0, t1024=1.0),
-              swept("b", {"w": "q4_0", "n": 2}, 256, t256=3.0, t1024=1.0),
-              swept("c", {"w": "q4_0", "n": 3}, 256, t256=1.0, t1024=1.2),
-              swept("d", {"w": "q8_0", "n": 3}, 256, t256=1.0, t1024=1.2)]  # fmt: skip
+    sweeps = [
+        swept("a", {"w": "q4_0", "n": 1}, 256, t256=2.0, t1024=1.0),
+        swept("b", {"w": "q4_0", "n": 2}, 256, t256=3.0, t1024=1.0),
+        swept("c", {"w": "q4_0", "n": 3}, 256, t256=1.0, t1024=1.2),
+        swept("d", {"w": "q8_0", "n": 3}, 256, t256=1.0, t1024=1.2),
+    ]
     found = entries(sweeps, 0.03)
     assert [(f.when, f.use) for f in found] == [
         ({"w": "q4_0", "n": 3}, {"threads": 256}),
@@ -119,7 +121,9 @@ def test_one_entry_serves_workloads_of_the_same_types_and_exceptions_come_before
 def test_a_section_replaces_its_own_and_no_other():
     old = '# head\nschema = 1\n\n[match]\nvendor = "x"\n\n# ---- a\nold a\n\n# ---- c\nold c\n'
     made = tune_table.merged(tune_table.merged(old, "a", "# ---- a\nnew a\n"), "b", "# ---- b\nnew b\n")
-    assert made == '# head\nschema = 1\n\n[match]\nvendor = "x"\n\n# ---- a\nnew a\n\n# ---- b\nnew b\n\n# ---- c\nold c\n'
+    assert (
+        made == '# head\nschema = 1\n\n[match]\nvendor = "x"\n\n# ---- a\nnew a\n\n# ---- b\nnew b\n\n# ---- c\nold c\n'
+    )
     assert tune_table.merged(made, "b", "# ---- b\nnew b\n") == made
 
 
@@ -143,7 +147,9 @@ def test_many_candidates_are_searched_number_by_number():
 
         def _time(self, sweep, case, uses):
             timed.extend(uses)
-            sweep.seconds.update({u: sum(abs(v - w) for (_, v), w in zip(u, (8, 1, 4, 2), strict=True)) + 1.0 for u in uses})
+            sweep.seconds.update(
+                {u: sum(abs(v - w) for (_, v), w in zip(u, (8, 1, 4, 2), strict=True)) + 1.0 for u in uses}
+            )
 
     class Spec:
         def nbytes(self, *args):

@@ -1,4 +1,5 @@
-"""Products of the cpu device use as many BLAS threads as speed them up, and leave the process the number that it had."""
+"""Products of the cpu device use as many BLAS threads as speed them up, and leave the process the number that it
+had."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def test_one_row_is_shared_until_it_waits_for_a_processor(eight: None, monkeypat
 
 def test_a_token_of_small_matrices_is_not_shared_and_a_prompt_of_large_ones_is() -> None:
     assert seconds_alone(1, 2048, 640) < SPLIT_FROM < seconds_alone(1, 262144, 640)  # the layers of 270M, its head
-    assert seconds_alone(1, 10240, 2560) > SPLIT_FROM and seconds_alone(512, 2048, 640) > SPLIT_FROM  # 4B; a prompt of 512
+    assert (
+        seconds_alone(1, 10240, 2560) > SPLIT_FROM and seconds_alone(512, 2048, 640) > SPLIT_FROM
+    )  # 4B; a prompt of 512
     assert seconds_alone(2, 1, 1) > 0
 
 
@@ -117,7 +120,9 @@ def test_a_pass_that_waited_makes_the_next_one_keep_to_one_thread(
 
     device = CpuDevice(overrides={"logits": slow})
     device.blas = BlasThreads([library])
-    with open_checkpoint(write_hf(tmp_path, tiny(hidden=256, vocab=16000), dtype="f32")) as checkpoint:  # a head of 2 ms
+    with open_checkpoint(
+        write_hf(tmp_path, tiny(hidden=256, vocab=16000), dtype="f32")
+    ) as checkpoint:  # a head of 2 ms
         engine = Engine(checkpoint, device, EngineConfig(ctx=64, n_tokens=320))
         list(engine.stream(engine.admit(), [2, 4, 5], 4))
     assert seen == [8, 8, 1, 1]
@@ -140,12 +145,19 @@ def test_attentions_products_grow_with_what_a_row_sees(tmp_path: Path, eight: No
 
     device = CpuDevice(overrides={op: watched(op) for op in ("attention", "decode_attention")})
     blas = device.blas = Watched([Library(8)])
-    with open_checkpoint(write_hf(tmp_path, tiny(n_layers=2, layer_is_global=(False, True)), dtype="f32")) as checkpoint:
+    with open_checkpoint(
+        write_hf(tmp_path, tiny(n_layers=2, layer_is_global=(False, True)), dtype="f32")
+    ) as checkpoint:
         engine = Engine(checkpoint, device, EngineConfig(ctx=64, chunk=16))
         list(engine.stream(engine.admit(), [2] * 31, 2))
     asked = [  # rows, window and positions that a row may see: after 16, 31 and 32 positions, two queries for a kv head
-        (16, 8, 16), (16, 0, 16), (15, 8, 8 + 15), (15, 0, 31), (1, 8, 8 + 1), (1, 0, 32),
-    ]  # fmt: skip
+        (16, 8, 16),
+        (16, 0, 16),
+        (15, 8, 8 + 15),
+        (15, 0, 31),
+        (1, 8, 8 + 1),
+        (1, 0, 32),
+    ]
     assert found == [(n, w, pytest.approx(seconds_alone(2 * n, 1, 16) * seen)) for n, w, seen in asked]
     assert seconds_alone(512 * 4, 1, 256) * 64 < SPLIT_FROM < seconds_alone(512 * 4, 1, 256) * 4096  # 512 rows of 27B
 
@@ -154,7 +166,9 @@ QUOTAS = [("max 100000\n", 6), ("150000 100000\n", 2), ("300000 100000\n", 3), (
 
 
 @pytest.mark.parametrize(("text", "most"), QUOTAS)
-def test_a_quota_bounds_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, most: int) -> None:
+def test_a_quota_bounds_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, most: int
+) -> None:
     file = tmp_path / "cpu.max"
     if text is not None:
         file.write_text(text)
@@ -186,9 +200,13 @@ def test_the_real_library_is_told_and_statistics_say_it() -> None:
     )
     model = demo()
     done = subprocess.run(
-        [sys.executable, "-c", script, str(model)], capture_output=True, text=True, timeout=120, cwd=model.parent.parent,
+        [sys.executable, "-c", script, str(model)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=model.parent.parent,
         env=os.environ | {"OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     if "{2}" not in done.stdout[:4]:
         pytest.skip(f"this NumPy's BLAS cannot be told: {done.stdout}")

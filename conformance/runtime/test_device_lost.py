@@ -1,5 +1,5 @@
-"""What happens when a device does not finish in time or is lost: one line that says so, an end that does not hang, and a new
-start in the same process."""
+"""What happens when a device does not finish in time or is lost: one line that says so, an end that does not hang, and
+a new start in the same process."""
 
 from __future__ import annotations
 
@@ -124,17 +124,24 @@ def toys_work() -> None:
 
 @pytest.mark.slow
 def test_a_kernel_that_does_not_end_is_given_up_and_another_device_opened(
-        spinning: Spinning, caplog: pytest.LogCaptureFixture) -> None:
+    spinning: Spinning, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     device, begin = spinning.device, time.monotonic()
     with pytest.raises(DeviceLost) as error:
         device.wait(spinning.ticket)
-    one_line(error.value, device.name, f"submit {spinning.ticket} within 0.3 s", "hangs", "another program", "load it again")
+    one_line(
+        error.value, device.name, f"submit {spinning.ticket} within 0.3 s", "hangs", "another program", "load it again"
+    )
     waited = time.monotonic() - begin
     calls: tuple[Callable[[], Any], ...] = (
-        device.wait, lambda: device.read("y"), lambda: device.write("y", Tensor.of(X)), lambda: device.compile(chain({})),
-        lambda: device.drop("y"), device.reset,
-    )  # fmt: skip
+        device.wait,
+        lambda: device.read("y"),
+        lambda: device.write("y", Tensor.of(X)),
+        lambda: device.compile(chain({})),
+        lambda: device.drop("y"),
+        device.reset,
+    )
     for call in calls:  # at once: nobody waits for the same thing twice
         with pytest.raises(DeviceLost, match="hangs"):
             call()
@@ -143,12 +150,16 @@ def test_a_kernel_that_does_not_end_is_given_up_and_another_device_opened(
     assert time.monotonic() - begin < waited + 5
     assert spinning.queue.reached() < spinning.ticket, "the kernel has ended: this has shown nothing"
     (record,) = caplog.records
-    assert "was closed while work that does not end runs on it" in record.message and record.levelno == logging.INFO, "said twice"
+    assert "was closed while work that does not end runs on it" in record.message and record.levelno == logging.INFO, (
+        "said twice"
+    )
     toys_work()
 
 
 @pytest.mark.slow
-def test_closing_while_a_kernel_does_not_end_does_not_hang(spinning: Spinning, caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_while_a_kernel_does_not_end_does_not_hang(
+    spinning: Spinning, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nobody has waited for it before."""
     begin = time.monotonic()
     spinning.device.close()
@@ -189,7 +200,9 @@ def test_devices_on_one_queue_are_lost_and_freed_together(spinning: Spinning, sp
 
 
 @pytest.mark.parametrize("function", ["vkQueueSubmit", "vkWaitSemaphores", "vkGetSemaphoreCounterValue"])
-def test_a_lost_device_says_why_it_may_be_and_can_be_opened_again(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_says_why_it_may_be_and_can_be_opened_again(
+    function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_toys() as device:
         prepare(device)
         program = device.compile(chain({}))
@@ -200,7 +213,16 @@ def test_a_lost_device_says_why_it_may_be_and_can_be_opened_again(function: str,
         monkeypatch.setattr(timeline, "lib", Driver(**functions))
         with pytest.raises(DeviceLost) as error:
             device.wait(program.submit())
-        one_line(error.value, device.name, "was lost while", "watchdog", "another program", "memory ran out", "removed", "again")
+        one_line(
+            error.value,
+            device.name,
+            "was lost while",
+            "watchdog",
+            "another program",
+            "memory ran out",
+            "removed",
+            "again",
+        )
         monkeypatch.undo()
         for call in (program.submit, device.wait, lambda: device.read("y")):
             with pytest.raises(DeviceLost, match="was lost while"):
@@ -214,7 +236,8 @@ def test_a_lost_device_says_why_it_may_be_and_can_be_opened_again(function: str,
 
 @pytest.mark.slow
 def test_a_command_ends_in_one_line_and_an_exit_code_of_its_own(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Lost while the weights are loaded, and in the middle of the text."""
     open_backend("vulkan").close()
     command = [str(demo(layers=BOTH)), "--device", "vulkan", "--prompt", "def f(", "-n", "4", "--ctx", "64"]
@@ -232,15 +255,20 @@ def test_a_command_ends_in_one_line_and_an_exit_code_of_its_own(
         count, lost_at = 0, at
         assert generate.main(command) == 3
         error = capsys.readouterr().err
-        assert error.startswith("error: vulkan:") and "was lost while submitting" in error and error.count("\n") == 1, error
+        assert error.startswith("error: vulkan:") and "was lost while submitting" in error and error.count("\n") == 1, (
+            error
+        )
     lost_at = -1
     assert generate.main(command) == 0 and capsys.readouterr().out == text
 
 
-@pytest.mark.parametrize(("answer", "said"), [("VK_ERROR_DEVICE_LOST", "was lost while waiting"), ("VK_TIMEOUT", "within 0.3 s")])
+@pytest.mark.parametrize(
+    ("answer", "said"), [("VK_ERROR_DEVICE_LOST", "was lost while waiting"), ("VK_TIMEOUT", "within 0.3 s")]
+)
 @pytest.mark.slow
 def test_a_model_whose_device_was_lost_or_late_is_closed_and_loaded_again(
-        answer: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    answer: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     open_backend("vulkan").close()
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("HYBRID_VULKAN_TIMEOUT", "0.3" if answer == "VK_TIMEOUT" else "")

@@ -1,4 +1,5 @@
-"""A process that was forked from one with a Vulkan model: told so whatever it asks, and never in touch with the driver."""
+"""A process that was forked from one with a Vulkan model: told so whatever it asks, and never in touch with the
+driver."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_ways_that_part_meet_again(run: Run) -> None:
-    """Loops of another length for each lane, with breaks, a switch, and what was computed before the last lane was done."""
+    """Loops of another length for each lane, with breaks, a switch, and what was computed before the last lane was
+    done."""
     found = run("""
         int sum = 0, last = 0;
         for (int k = 0; k < t % 7 + 1; k++)
@@ -81,7 +82,9 @@ SHIFT = "held[t] = i * i; {barrier} y[i] = held[(t + 32) % 64];"
 def test_shared_memory_is_handed_on_by_a_barrier_alone(run: Run) -> None:
     wanted = np.concatenate([np.roll(np.arange(64 * g, 64 * g + 64) ** 2, -32) for g in (0, 1)])
     assert (run(SHIFT.format(barrier="GroupMemoryBarrierWithGroupSync();")) == wanted).all()
-    with pytest.raises(Fault, match="k: byte 128 of shared memory is read by one subgroup after another has used it, with no bar"):
+    with pytest.raises(
+        Fault, match="k: byte 128 of shared memory is read by one subgroup after another has used it, with no bar"
+    ):
         run(SHIFT.format(barrier=""))
 
 
@@ -89,7 +92,10 @@ def test_shared_memory_is_handed_on_by_a_barrier_alone(run: Run) -> None:
     ("body", "said"),
     [
         ("int v = held[(t + 32) % 64]; held[t] = i; y[i] = v;", "is written by one subgroup after another has used it"),
-        ("held[t % 32] = i; GroupMemoryBarrierWithGroupSync(); y[i] = held[t % 32];", "two subgroups write the same shared memory"),
+        (
+            "held[t % 32] = i; GroupMemoryBarrierWithGroupSync(); y[i] = held[t % 32];",
+            "two subgroups write the same shared memory",
+        ),
         ("if (t < 32) GroupMemoryBarrierWithGroupSync(); y[i] = 1;", "a barrier that not all of a workgroup reach"),
         ("y[i + push.wrong] = 1;", r"binding 1 has 512 bytes, touched were 4 to 516"),
         ("y[i] = y[i - push.wrong];", "binding 1 has 512 bytes"),
@@ -103,7 +109,9 @@ def test_what_a_driver_lets_pass_is_a_fault(run: Run, body: str, said: str, monk
         run(body, wrong=1)
 
 
-def test_what_the_interpreter_does_not_know_is_no_fault_of_the_kernel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_interpreter_does_not_know_is_no_fault_of_the_kernel(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a mutant of which nothing is known would count as caught."""
     monkeypatch.delitem(machine.OPERATIONS, 132)  # OpIMul
     with pytest.raises(NotInterpreted, match=r"k: opcode 132: .*not known"):
@@ -112,10 +120,13 @@ def test_what_the_interpreter_does_not_know_is_no_fault_of_the_kernel(run: Run, 
 
 def test_workgroups_that_hand_one_another_something_do_not_all_run_together(run: Run) -> None:
     """Who is first must find that nothing else is there yet."""
-    found = run("""
+    found = run(
+        """
         int old = 0;
         if (t == 0) { y[64 + i / 64] = 7; InterlockedAdd(y[0], 1, old); if (old == -1) y[1] = y[127]; }
-    """, groups=64)
+    """,
+        groups=64,
+    )
     assert found[0] == 63 and (found[64:] == 7).all() and found[1] == -1
 
 

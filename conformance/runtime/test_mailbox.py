@@ -1,5 +1,6 @@
-"""Inter-workgroup mailbox (mailbox.slang): a layer in one dispatch makes the text of separate steps, published words are cleared
-when all have read them, and where a word is never published, the bound of the wait ends the pass, not the text."""
+"""Inter-workgroup mailbox (mailbox.slang): a layer in one dispatch makes the text of separate steps, published words
+are cleared when all have read them, and where a word is never published, the bound of the wait ends the pass, not the
+text."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ import pytest
 import hybrid
 from conformance.engine.test_engine_cpu import IDS
 from conformance.mutation.mutate import load, mutated_spirv
-from conformance.support.cooperative import HPARAMS, MUTANT_WORD, SINCE_WORD, engine, give_up, layers, set_control, tuned
+from conformance.support.cooperative import (
+    HPARAMS,
+    MUTANT_WORD,
+    SINCE_WORD,
+    engine,
+    give_up,
+    layers,
+    set_control,
+    tuned,
+)
 from conformance.support.devices import Devices, left_zero, need_compiler, open_backend, spy_kernels
 from conformance.support.paths import MUTANTS
 from conformance.support.synthetic import write_hf
@@ -31,10 +41,18 @@ from hybrid.kernels.vulkan.device import VulkanDevice
 
 pytestmark = pytest.mark.slow
 MAILBOX_MUTANTS = {s.name: s for s in load(MUTANTS / "mailbox")}
-SILENT = {"a row of the output product": ("layer", 1), "a block of h": ("layer", 2), "a row of the down product": ("layer", 3),
-          "a partial result of attention": ("attention", 1)}  # fmt: skip
-WRONG = {"a block's scales exchanged": 4, "a row of the output product is not cleared": 5, "h is not cleared": 6,
-         "a row of the down product is not cleared": 7}  # fmt: skip
+SILENT = {
+    "a row of the output product": ("layer", 1),
+    "a block of h": ("layer", 2),
+    "a row of the down product": ("layer", 3),
+    "a partial result of attention": ("attention", 1),
+}
+WRONG = {
+    "a block's scales exchanged": 4,
+    "a row of the output product is not cleared": 5,
+    "h is not cleared": 6,
+    "a row of the down product is not cleared": 7,
+}
 Mutants = Callable[[str], Any]
 Texts = dict[str, tuple[list[int], bytes]]
 PROMPT, TOKENS, WITHIN_S = IDS[:40], 16, 2.0
@@ -47,12 +65,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def sound(open_devices: Devices, checkpoint: Any) -> tuple[Texts, set[str]]:
-    """Texts of separate steps, and of layers in one dispatch with either merge; and the kernels of the first and the last."""
+    """Texts of separate steps, and of layers in one dispatch with either merge; and the kernels of the first and the
+    last."""
     device = open_devices.get("vulkan")
     texts = {"1": decode(device, checkpoint, 1)}
     with pytest.MonkeyPatch.context() as patch:
         chosen = spy_kernels(device, patch)
-        return texts | {"2": decode(device, checkpoint, 2), "separate": decode(device, checkpoint, 1, layer=False)}, chosen
+        return texts | {
+            "2": decode(device, checkpoint, 2),
+            "separate": decode(device, checkpoint, 1, layer=False),
+        }, chosen
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +83,18 @@ def texts(sound: tuple[Texts, set[str]]) -> Texts:
 
 
 @pytest.fixture(scope="module")
-def mutants(sound: tuple[Texts, set[str]], checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mutants]:
+def mutants(
+    sound: tuple[Texts, set[str]], checkpoint: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mutants]:
     """A device with the kernels of a mutant, by name; each is opened once."""
     need_compiler()
     (_, chosen), opened = sound, dict[str, Any]()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
         folder, made = tmp_path_factory.mktemp("mutants"), tmp_path_factory.getbasetemp()
         made = made.parent if os.environ.get("PYTEST_XDIST_WORKER") else made
-        patch.setattr("hybrid.kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines")  # no mutant in the user's cache
+        patch.setattr(
+            "hybrid.kernels.vulkan.kernel.cache_path", lambda *of: folder / "pipelines"
+        )  # no mutant in the user's cache
 
         def of(name: str) -> Any:
             if name not in opened:
@@ -82,14 +108,17 @@ def mutants(sound: tuple[Texts, set[str]], checkpoint: Any, tmp_path_factory: py
                         (folder / f"{name}.whole").rename(made / "mailbox" / name)
                 spirv = made / "mailbox" / name
                 opened[name] = closing.enter_context(open_backend("vulkan", spirv=spirv))
-                decode(opened[name], checkpoint, 1, layer=False)  # drivers compile at the first run: compiling is not waiting
+                decode(
+                    opened[name], checkpoint, 1, layer=False
+                )  # drivers compile at the first run: compiling is not waiting
             return opened[name]
 
         yield of
 
 
 def decode(device: Any, checkpoint: Any, merge: int, layer: bool = True, mutant: int = 0) -> tuple[list[int], bytes]:
-    """Tokens, of which that of the last pass is void, and the bits of the last layer's keys. Nothing published may be left."""
+    """Tokens, of which that of the last pass is void, and the bits of the last layer's keys. Nothing published may be
+    left."""
     with tuned(device, merge, layer):
         made = engine(device, checkpoint)
         tokens = [made.prefill({0: PROMPT})[0], *made.decode(1)[0]]
@@ -120,16 +149,22 @@ def test_a_layer_in_one_dispatch_makes_the_text_of_separate_steps(texts: Texts) 
 def test_a_layer_that_ends_with_the_next_attention_makes_the_text_of_separate_steps(
     devices: Devices, model: str, layers: int, kernel: str
 ) -> None:
-    """On published shapes, sampled: a wrong number changes all that follows. Sums in another order move codes of int8 and so
-    logits a little: the texts are the same up to a choice that this may have moved. Those of Gemma 4 norm their values,
-    their layers have their own input, and the last of these read the cache of others; a row's words are polled at once."""
+    """On published shapes, sampled: a wrong number changes all that follows. Sums in another order move codes of int8
+    and so logits a little: the texts are the same up to a choice that this may have moved. Those of Gemma 4 norm their
+    values, their layers have their own input, and the last of these read the cache of others; a row's words are polled
+    at once."""
     device = devices.get("vulkan")
     if device.cores == 1 or device.storage_buffers < 64:
-        pytest.skip(f"{device.name} binds {device.storage_buffers} buffers and counts {device.cores} multiprocessors: too few")
+        pytest.skip(
+            f"{device.name} binds {device.storage_buffers} buffers and counts {device.cores} multiprocessors: too few"
+        )
     prompt = [int(i * 7919 + 13) % 4000 + 5 for i in range(300)]
     found: list[Any] = []
     kernels, separate = [], []
-    for use in ({"workgroups": 0}, {"workgroups": 132, "threads": 768, "attention": 1, "poll_all": int(kernel == ".own")}):
+    for use in (
+        {"workgroups": 0},
+        {"workgroups": 132, "threads": 768, "attention": 1, "poll_all": int(kernel == ".own")},
+    ):
         opened = open_device("vulkan")
         made = opened.device
         assert isinstance(made, VulkanDevice)
@@ -149,11 +184,15 @@ def test_a_layer_that_ends_with_the_next_attention_makes_the_text_of_separate_st
     assert alike >= 30 and len({ours.id for ours, _ in steps}) > 3
     tops = [(dict(ours.top), dict(theirs.top)) for ours, theirs in steps[: alike + 1]]
     moved = np.array([ours[token] - theirs[token] for ours, theirs in tops for token in ours if token in theirs])
-    assert len(moved) > 10 * len(tops) and np.sqrt(np.square(moved).mean()) < INT8_RMS and np.abs(moved).max() < INT8_NEAR
+    assert (
+        len(moved) > 10 * len(tops) and np.sqrt(np.square(moved).mean()) < INT8_RMS and np.abs(moved).max() < INT8_NEAR
+    )
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_published_wrongly_or_left_is_caught(mutants: Mutants, checkpoint: Any, texts: Texts, name: str) -> None:
+def test_what_is_published_wrongly_or_left_is_caught(
+    mutants: Mutants, checkpoint: Any, texts: Texts, name: str
+) -> None:
     assert caught(lambda: decode(mutants("layer"), checkpoint, 2, mutant=WRONG[name]), texts)
 
 
@@ -162,8 +201,8 @@ def test_a_void_pass_that_chooses_is_caught(mutants: Mutants, checkpoint: Any, t
 
 
 def caught(run: Callable[[], tuple[list[int], bytes]], texts: Texts) -> bool:
-    """By an assertion of `decode`, or by what it gives: compared here, for an assertion that fails takes 10 s to say how megabytes
-    differ."""
+    """By an assertion of `decode`, or by what it gives: compared here, for an assertion that fails takes 10 s to say
+    how megabytes differ."""
     try:
         found = run()
     except AssertionError:
@@ -180,8 +219,8 @@ def test_the_mutants_are_sound_until_they_are_asked_for(mutants: Mutants, checkp
 
 
 class Clock:
-    """Seconds that a generation takes beside compiling: of the processor where that is the device, so that neighbours of the
-    test do not count."""
+    """Seconds that a generation takes beside compiling: of the processor where that is the device, so that neighbours
+    of the test do not count."""
 
     def __init__(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read = time.process_time if device.info.kind == "cpu" else time.perf_counter
@@ -203,7 +242,8 @@ class Clock:
 
 
 def silenced(device: Any, checkpoint: Any, mutant: int, since: int) -> Engine:
-    """An engine whose slot 0 has run PROMPT and one token, and whose producer falls silent at that length of the context."""
+    """An engine whose slot 0 has run PROMPT and one token, and whose producer falls silent at that length of the
+    context."""
     made = engine(device, checkpoint)
     made.prefill({0: PROMPT})
     made.decode(1)

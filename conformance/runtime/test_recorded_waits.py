@@ -1,4 +1,5 @@
-"""What a recording allows to wait: workgroups of one dispatch, as many as are resident at once, and no dispatch for another."""
+"""What a recording allows to wait: workgroups of one dispatch, as many as are resident at once, and no dispatch for
+another."""
 
 from __future__ import annotations
 
@@ -107,10 +108,13 @@ def test_a_program_without_waits_has_no_kernel_that_waits(
 
 
 def test_a_program_chooses_its_token_behind_all_that_may_give_up(devices: Devices, tmp_path: Path) -> None:
-    """What sets the word of a fault does not say so to the recorder: a barrier lies between it and what reads the word."""
+    """What sets the word of a fault does not say so to the recorder: a barrier lies between it and what reads the
+    word."""
     device = devices.get("vulkan")
     with tuned(device, merge=2):
-        recording = device.compile(engine(device, open_checkpoint(write_hf(tmp_path, HPARAMS))).plan("decode", 1, 1)).recording
+        recording = device.compile(
+            engine(device, open_checkpoint(write_hf(tmp_path, HPARAMS))).plan("decode", 1, 1)
+        ).recording
     names = [d.kernel.name.partition(".")[0] for d in recording.dispatches]
     last = max(i for i, name in enumerate(names) if name in ("layer", "decode_attention"))
     (sample,) = (i for i, name in enumerate(names) if name == "sample")

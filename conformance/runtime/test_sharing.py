@@ -1,4 +1,5 @@
-"""Memory that two devices see: what is tried in which order, what is refused and why, and imports that are really made."""
+"""Memory that two devices see: what is tried in which order, what is refused and why, and imports that are really
+made."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_the_binding_as_it_is_exports_nothing_and_says_so() -> None:
 
 
 class Stand:
-    """A binding with export_buffer, and its buffers in memfds: the protocol, with nothing behind it that a driver would take."""
+    """A binding with export_buffer, and its buffers in memfds: the protocol, with nothing behind it that a driver would
+    take."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given, self.open = 0, set[int]()
@@ -173,7 +175,8 @@ def test_a_device_without_the_extension_says_so_and_keeps_nothing() -> None:
 
 
 def exported_by(device: Any, nbytes: int) -> tuple[Any, Any, int, np.ndarray]:
-    """(memory, buffer, descriptor, mapping) of a device's own memory, as a driver gives it to another one of its kind."""
+    """(memory, buffer, descriptor, mapping) of a device's own memory, as a driver gives it to another one of its
+    kind."""
     memory = device.memory_pool
     handle = memory.buffer(nbytes, vk.VkExternalMemoryBufferCreateInfo(handleTypes=OPAQUE_FD))
     need = vk.vkGetBufferMemoryRequirements(memory.device, handle)
@@ -190,12 +193,14 @@ def exported_by(device: Any, nbytes: int) -> tuple[Any, Any, int, np.ndarray]:
 
 
 def test_memory_of_one_vulkan_device_is_imported_by_another() -> None:
-    """The import by descriptor as drivers here can make it: opaque ones, of the same driver. A kernel of the importing device
-    (a fill) writes, the exporting one's mapping shows it."""
+    """The import by descriptor as drivers here can make it: opaque ones, of the same driver. A kernel of the importing
+    device (a fill) writes, the exporting one's mapping shows it."""
     first, second = open_backend("vulkan"), open_backend("vulkan")
     with first as one, second as two:  # type: ignore[attr-defined]
         if own_memory(one) or not one.has("VK_KHR_external_memory_fd"):
-            pytest.skip(f"{one.name} has memory of its own or lacks VK_KHR_external_memory_fd: nothing to export and map here")
+            pytest.skip(
+                f"{one.name} has memory of its own or lacks VK_KHR_external_memory_fd: nothing to export and map here"
+            )
         nbytes = pages(20000)
         memory, buffer, fd, seen = exported_by(one, nbytes)
         seen[:] = 1

@@ -59,6 +59,7 @@ def together(*jobs: Callable[[], Any]) -> list[Any]:
 @pytest.mark.slow
 def test_threads_get_the_text_that_each_would_get_alone(folder, device):
     with load(folder, device, 4) as model:
+
         def conversation() -> list[str]:
             with model.session() as session:
                 return [text(model, p, session=session) for p in (PROMPTS[0], PROMPTS[0] + [20, 21], PROMPTS[2])]
@@ -109,7 +110,9 @@ def test_sequences_of_the_engine_get_slots_of_requests_and_keep_them_for_a_bound
         wanted, logits = text(model, PROMPTS[1]), model.logits(PROMPTS[2])
         pieces = model.generate(PROMPTS[1], 24, ignore_eos=True)
         found = [next(pieces)]
-        assert np.array_equal(model.logits(PROMPTS[2]), logits)  # the generation gives its slot up, and goes on afterwards
+        assert np.array_equal(
+            model.logits(PROMPTS[2]), logits
+        )  # the generation gives its slot up, and goes on afterwards
         assert "".join([*found, *pieces]) == wanted and model.metrics().preemptions == 1
         parts = model.engine.logits_of([PROMPTS[2]], 4)
         next(parts)

@@ -71,7 +71,9 @@ def assert_lies(device: VulkanDevice, want: Tensor) -> None:
     for rows, parts in memory(device):
         at = np.array([place(r, b, blocks) for r in range(rows) for b in range(blocks)])
         for part, host, size in zip(parts, want.rows(first, first + rows).parts, SIZES, strict=True):
-            np.testing.assert_array_equal(part.reshape(-1, size)[at], np.ascontiguousarray(host).view(np.uint8).reshape(-1, size))
+            np.testing.assert_array_equal(
+                part.reshape(-1, size)[at], np.ascontiguousarray(host).view(np.uint8).reshape(-1, size)
+            )
         first += rows
     assert first == want.shape[0]
 
@@ -108,7 +110,9 @@ def test_chunks_are_whole_tiles_within_a_range() -> None:
 
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("k", [512, 288])
-def test_rows_are_written_and_read_in_ranges(device: VulkanDevice, monkeypatch: pytest.MonkeyPatch, k: int, mapped: bool) -> None:
+def test_rows_are_written_and_read_in_ranges(
+    device: VulkanDevice, monkeypatch: pytest.MonkeyPatch, k: int, mapped: bool
+) -> None:
     n = 53
     want = from_ggml(raw(n, k).reshape(-1), "q4_0", (n, k))
     device.store(TensorDecl("w", "q4_0", (n, k), "weight"), want)
@@ -160,7 +164,10 @@ def test_chunks_are_cut_at_tiles_and_pages_are_not_taken(device: VulkanDevice) -
     (chunk,) = device.tensor("w").chunks
     part = cut(chunk, 16, 20, 256)
     assert (part.row, part.rows) == (16, 20)
-    assert [(p.offset - q.offset, p.size) for p, q in zip(part.parts, chunk.parts, strict=True)] == [(2048, 3072), (256, 384)]
+    assert [(p.offset - q.offset, p.size) for p, q in zip(part.parts, chunk.parts, strict=True)] == [
+        (2048, 3072),
+        (256, 384),
+    ]
     with pytest.raises(ValueError, match="cannot be cut at row 12"):
         cut(chunk, 12, 16, 256)
     device.guard, guard = 0, device.guard

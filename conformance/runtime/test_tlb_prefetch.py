@@ -43,7 +43,7 @@ def test_a_word_of_every_page_of_every_slice_is_read(device, copies):
     rec = Recorder(device, slices[0])
     prefetch(rec, slices, copies, PAGE)
     program = Program(device, Plan("prefetch", 1, 0, (Step("prefetch", "prefetch", {}, {}),), {}), rec, False)
-    (sink, _), = program.owned
+    ((sink, _),) = program.owned
 
     def stores(piece, word):
         values = np.zeros(piece.size // 4, np.uint32)
@@ -75,7 +75,8 @@ def recorded(copies: int, rows: int = 1):
 
 
 def test_a_plan_gains_prefetches_and_nothing_else():
-    """No barrier more; the one after begin_pass, which writes control, moves to the prefetch, which is bound to control too."""
+    """No barrier more; the one after begin_pass, which writes control, moves to the prefetch, which is bound to control
+    too."""
     _, plain = recorded(0)
     _, prefetched = recorded(8)
     kept = [d for d in prefetched.dispatches if d.kernel.name != "tlb_prefetch"]

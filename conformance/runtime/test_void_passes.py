@@ -52,6 +52,7 @@ def kept(open_devices: Devices, checkpoint: Any) -> Any:
 @pytest.fixture
 def fresh(kept: Engine) -> Iterator[Callable[[], Engine]]:
     """The kept engine as if it were new: no sequence, no fault, and no token of before in its places."""
+
     def again() -> Engine:
         for slot in list(kept.positions):
             kept.release(slot)
@@ -107,7 +108,9 @@ def test_a_text_goes_on_by_separate_steps(device: Any, checkpoint: Any, profile:
     made.decode(2)
     assert not layers(made.program("decode", 1, 1))
     if profile:
-        assert sum(".decode." in p.plan for p in made.trace) == 3  # the void ones have taken time too, and run once more
+        assert (
+            sum(".decode." in p.plan for p in made.trace) == 3
+        )  # the void ones have taken time too, and run once more
 
 
 def test_text_up_to_the_end_of_the_context(device: Any, checkpoint: Any) -> None:
@@ -128,6 +131,7 @@ def test_text_up_to_the_end_of_the_context(device: Any, checkpoint: Any) -> None
 @pytest.mark.parametrize("read", ["all", "the last", "the last of a ticket"])
 def test_tokens_that_are_read_late(fresh: Fresh, read: str) -> None:
     """No place of a void pass but the first says that it is void."""
+
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
         made.prefill({0: IDS[:20]})
@@ -181,8 +185,9 @@ def logits(made: Engine) -> Any:
     return [made.logits(IDS[:20]).tobytes(), made.decode(4)]
 
 
-@pytest.mark.parametrize("then", [rewound, released, another_prompt, another_sequence, another_choice, logits],
-                         ids=lambda f: f.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "then", [rewound, released, another_prompt, another_sequence, another_choice, logits], ids=lambda f: f.__name__
+)
 def test_a_stream_is_dropped_while_its_passes_are_void(fresh: Fresh, then: Callable[[Engine], Any]) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
@@ -214,7 +219,11 @@ def test_sequences_that_decode_together_and_apart(fresh: Fresh) -> None:
     def run(fault: Fault) -> tuple[Engine, Any]:
         made = fresh()
         slots = [made.admit(sampling=DRAWN), made.admit(sampling=Sampling(temperature=0.9, seed=3))]
-        text: list[Any] = [made.prefill({slots[0]: IDS[:30], slots[1]: IDS[5:9]}), made.decode(3), made.decode(2, [slots[1]])]
+        text: list[Any] = [
+            made.prefill({slots[0]: IDS[:30], slots[1]: IDS[5:9]}),
+            made.decode(3),
+            made.decode(2, [slots[1]]),
+        ]
         made.submit_decode(slots, 1)
         fault(made)
         for _ in range(2):
@@ -246,7 +255,11 @@ def test_a_conversation_goes_on_and_says_once_what_happened(checkpoint: Any, cap
     path, found = str(checkpoint.path), []
     for fault in (undisturbed, give_up):
         opened = for_model("vulkan")
-        with hybrid.load(path, opened, weights="q8_0", ctx=128) as model, tuned(opened.main), model.session() as session:
+        with (
+            hybrid.load(path, opened, weights="q8_0", ctx=128) as model,
+            tuned(opened.main),
+            model.session() as session,
+        ):
             ids = IDS[:20]
             for turn in range(3):
                 for i, _ in enumerate(model.generate(ids, 12, ignore_eos=True, session=session, tokens_per_submit=2)):
@@ -254,7 +267,9 @@ def test_a_conversation_goes_on_and_says_once_what_happened(checkpoint: Any, cap
                         fault(model.engine)
                 ids = [*ids, *model.stats.ids, 7, 9]
             found.append(ids)
-            assert list(model.stats.passed_over).count(model.engine.faults[0] if model.engine.faults else "") == (fault is give_up)
+            assert list(model.stats.passed_over).count(model.engine.faults[0] if model.engine.faults else "") == (
+                fault is give_up
+            )
     assert found[0] == found[1]
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
@@ -288,7 +303,9 @@ def test_passes_that_do_not_add_up_are_an_error(fresh: Fresh) -> None:
     made.decode(2)
     made.positions[0] -= 1
     give_up(made)
-    with pytest.raises(RuntimeError, match=r"void passes left sequences at positions \{0: 22\}, submitted were \{0: 21\}"):
+    with pytest.raises(
+        RuntimeError, match=r"void passes left sequences at positions \{0: 22\}, submitted were \{0: 21\}"
+    ):
         voids.run_again(made, (0,))
     made.positions[0] += 1
 
@@ -296,9 +313,11 @@ def test_passes_that_do_not_add_up_are_an_error(fresh: Fresh) -> None:
 # --- waits that are given up by themselves ---------------------------------------------------------------------------
 
 
-def test_workgroups_that_are_not_all_running_cost_no_token(device: Any, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sound kernels, of more workgroups than a CPU driver runs at once, and on a GPU with a bound of one poll: passes may be void,
-    no token is wrong."""
+def test_workgroups_that_are_not_all_running_cost_no_token(
+    device: Any, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sound kernels, of more workgroups than a CPU driver runs at once, and on a GPU with a bound of one poll: passes
+    may be void, no token is wrong."""
     texts = []
     for sound in (True, False):
         if not sound:

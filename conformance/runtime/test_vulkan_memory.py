@@ -152,8 +152,13 @@ def test_grids_are_computed_again_after_a_step_that_writes_control() -> None:
     rec.dispatch(COPY, [Slice(memory, 256, 16)], [out], grid=(Live("context", 64, 640), 1, 1))
     done = rec.finish()
     assert [d.kernel.name for d in done.dispatches] == ["grid", "copy", "copy", "grid", "copy"]
-    assert done.barriers == [None, Barrier(to_indirect=True), Barrier(from_indirect=True), Barrier(),
-                             Barrier(to_indirect=True)]
+    assert done.barriers == [
+        None,
+        Barrier(to_indirect=True),
+        Barrier(from_indirect=True),
+        Barrier(),
+        Barrier(to_indirect=True),
+    ]
 
 
 def test_a_live_grid_of_one_group_at_most_is_dispatched_directly() -> None:
@@ -163,9 +168,16 @@ def test_a_live_grid_of_one_group_at_most_is_dispatched_directly() -> None:
     assert [(d.kernel.name, d.entry, d.grid) for d in done.dispatches] == [("copy", None, (1, 1, 1))]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"reads": []}, "3 bindings"), ({"push": b"1234"}, "0 bytes of push"), ({"grid": (0, 1, 1)}, "no groups"),
-    ({"grid": (1 << 20, 1, 1)}, "limit"), ({"grid": (Live("rows", 1, 1 << 20), 1, 1)}, "limit")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reads": []}, "3 bindings"),
+        ({"push": b"1234"}, "0 bytes of push"),
+        ({"grid": (0, 1, 1)}, "no groups"),
+        ({"grid": (1 << 20, 1, 1)}, "limit"),
+        ({"grid": (Live("rows", 1, 1 << 20), 1, 1)}, "limit"),
+    ],
+)
 def test_a_wrong_dispatch_is_refused_when_it_is_recorded(arguments: dict, message: str) -> None:
     rec, memory = null_recorder()
     good = {"reads": [Slice(memory, 256, 16)], "writes": [Slice(memory, 512, 16)], "push": b"", "grid": (1, 1, 1)}
@@ -180,19 +192,33 @@ FOUND = [("llvmpipe", "cpu", 0), ("Radeon 780M", "integrated", 1), ("H200", "dis
 
 def test_real_gpus_come_before_cpu_drivers() -> None:
     assert [d.label for d in prefer(FOUND)] == [
-        "vulkan:0 (H200)", "vulkan:1 (Radeon 780M)", "vulkan:2 (Venus)", "vulkan:3 (llvmpipe)"]
+        "vulkan:0 (H200)",
+        "vulkan:1 (Radeon 780M)",
+        "vulkan:2 (Venus)",
+        "vulkan:3 (llvmpipe)",
+    ]
 
 
 def test_selectors() -> None:
     devices = prefer(FOUND)
     assert [select(devices, s).name for s in ("auto", "vulkan", "gpu", "vulkan:3", "1")] == [
-        "H200", "H200", "H200", "llvmpipe", "Radeon 780M"]
+        "H200",
+        "H200",
+        "H200",
+        "llvmpipe",
+        "Radeon 780M",
+    ]
     assert select(prefer(FOUND[:1]), "auto").name == "llvmpipe"
 
 
-@pytest.mark.parametrize(("devices", "selector", "message"), [
-    ([], "auto", "mesa-vulkan-drivers libvulkan1"), (FOUND[:1], "gpu", r"real GPU \(found: vulkan:0 \(llvmpipe\)\)"),
-    (FOUND[:1], "vulkan:1", r"no vulkan:1; here: vulkan:0 \(llvmpipe\)")])
+@pytest.mark.parametrize(
+    ("devices", "selector", "message"),
+    [
+        ([], "auto", "mesa-vulkan-drivers libvulkan1"),
+        (FOUND[:1], "gpu", r"real GPU \(found: vulkan:0 \(llvmpipe\)\)"),
+        (FOUND[:1], "vulkan:1", r"no vulkan:1; here: vulkan:0 \(llvmpipe\)"),
+    ],
+)
 def test_what_is_not_there_is_named_with_what_is(devices: list, selector: str, message: str) -> None:
     with pytest.raises(VulkanUnavailable, match=message):
         select(prefer(devices), selector)
@@ -237,7 +263,13 @@ def test_a_module_that_is_cut_or_changed_is_refused_by_name(tmp_path: Path) -> N
     path = modules.path_of(tmp_path, "toy.bump")
     packed = path.read_bytes()
     assert modules.names(tmp_path) == ["toy.bump"] and modules.read(tmp_path, "toy.bump") == code
-    for damaged in (packed[:-9], packed[: len(packed) // 2], b"", b"\0" + packed[1:], packed[:40] + b"\xff\xff" + packed[42:]):
+    for damaged in (
+        packed[:-9],
+        packed[: len(packed) // 2],
+        b"",
+        b"\0" + packed[1:],
+        packed[:40] + b"\xff\xff" + packed[42:],
+    ):
         path.write_bytes(damaged)
         with pytest.raises(SpirvError, match=r"toy\.bump\.spv\.gz is damaged"):
             modules.read(tmp_path, "toy.bump")
@@ -273,14 +305,23 @@ def test_only_what_changed_is_compiled_and_check_says_so(toys: Path, tmp_path: P
     assert build.build(toys, out, only="toy.a") == ["toy.affine"]
     assert set(build.read_manifest(out)) == {"grid", "toy.affine", "toy.bump", "toy.stray"}
     modules.write(out, "grid", modules.read(out, "toy.bump"))
-    assert all(any(p.startswith("grid: grid.spv.gz is not") for p in build.check(toys, out, "grid", n)) for n in (1, 1000))
+    assert all(
+        any(p.startswith("grid: grid.spv.gz is not") for p in build.check(toys, out, "grid", n)) for n in (1, 1000)
+    )
 
 
-@pytest.mark.parametrize(("old", "new", "message"), [
-    ("bindings = 3", "bindings = 2", "uses binding 2"), ("push = 12", "push = 8", "12 bytes of push constants"),
-    ("THREADS = 0", "THREADS = 5", r"ids \[0\]"), ("push = 12", "pusch = 12", "pusch")])
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("bindings = 3", "bindings = 2", "uses binding 2"),
+        ("push = 12", "push = 8", "12 bytes of push constants"),
+        ("THREADS = 0", "THREADS = 5", r"ids \[0\]"),
+        ("push = 12", "pusch = 12", "pusch"),
+    ],
+)
 def test_a_sidecar_that_disagrees_with_its_shader_is_refused(
-        toys: Path, tmp_path: Path, old: str, new: str, message: str) -> None:
+    toys: Path, tmp_path: Path, old: str, new: str, message: str
+) -> None:
     sidecar = toys / "toy.toml"
     sidecar.write_text(sidecar.read_text().replace(old, new, 1))
     with pytest.raises(build.BuildError, match=message):

@@ -1,6 +1,7 @@
 """The Vulkan runtime on a device, with kernels of its own: storing, recording once, re-submission, guards, counters.
 
-Without a Vulkan driver they are skipped (HYBRID_REQUIRE_VULKAN=1: they fail), three also without the validation layer."""
+Without a Vulkan driver they are skipped (HYBRID_REQUIRE_VULKAN=1: they fail), three also without the validation
+layer."""
 
 from __future__ import annotations
 
@@ -100,8 +101,15 @@ def chain(*steps: Mapping[str, Any], rows: int = ROWS) -> Plan:
     middle = [decl(f"a{i}", "activation", rows, i * decl("", "activation", rows).nbytes) for i in range(len(steps) - 1)]
     names = ["x", *[m.name for m in middle], "y"]
     done = tuple(
-        Step(str(s.get("op", "affine")), f"step{i}", {"T": rows, "K": WIDTH}, {"x": names[i], "y": names[i + 1]},
-             {k: v for k, v in s.items() if k != "op"}) for i, s in enumerate(steps))
+        Step(
+            str(s.get("op", "affine")),
+            f"step{i}",
+            {"T": rows, "K": WIDTH},
+            {"x": names[i], "y": names[i + 1]},
+            {k: v for k, v in s.items() if k != "op"},
+        )
+        for i, s in enumerate(steps)
+    )
     tensors = {t.name: t for t in (decl("x", "io", rows), decl("y", "state", rows), *middle)}
     return Plan("toy", rows, 0, done, tensors, sum(m.nbytes for m in middle))
 
@@ -133,8 +141,9 @@ def test_weights_in_pieces_and_split_by_rows_read_back_the_same(device: VulkanDe
         part.view(np.uint8)[:] = rng.integers(0, 256, part.view(np.uint8).shape, dtype=np.uint8)
     limit, device.max_range = device.max_range, 2048
     try:
-        device.store(TensorDecl("w", dtype, (100, 64), "weight"),
-                     parts=[lambda: whole.rows(0, 33), lambda: whole.rows(33, 100)])
+        device.store(
+            TensorDecl("w", dtype, (100, 64), "weight"), parts=[lambda: whole.rows(0, 33), lambda: whole.rows(33, 100)]
+        )
     finally:
         device.max_range = limit
     assert len(device.tensor("w").chunks) > 1
@@ -196,8 +205,10 @@ def test_the_hundredth_submit_gives_the_bits_of_the_first_and_costs_nothing_but_
 
 def test_runs_of_one_submit_follow_each_other(device: VulkanDevice) -> None:
     prepare(device)
-    steps = (Step("affine", "there", {"T": ROWS, "K": WIDTH}, {"x": "x", "y": "y"}, {"add": 1.0}),
-             Step("affine", "back", {"T": ROWS, "K": WIDTH}, {"x": "y", "y": "x"}, {"add": 0.5}))
+    steps = (
+        Step("affine", "there", {"T": ROWS, "K": WIDTH}, {"x": "x", "y": "y"}, {"add": 1.0}),
+        Step("affine", "back", {"T": ROWS, "K": WIDTH}, {"x": "y", "y": "x"}, {"add": 0.5}),
+    )
     program = device.compile(Plan("loop", ROWS, 0, steps, {"x": decl("x", "io"), "y": decl("y")}))
     device.read("x")  # uploads that wait for the next submit are done
     before = device.counters.copy()
@@ -305,7 +316,8 @@ def test_a_budget_refuses_with_purpose_and_sizes() -> None:
 
 
 def test_pipelines_are_kept_on_disk_and_a_damaged_file_is_only_slower(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def run() -> bytes:
@@ -354,7 +366,8 @@ def test_closing_leaves_no_object_and_the_validation_layer_is_silent() -> None:
 
 @pytest.mark.slow
 def test_every_shipped_module_makes_a_pipeline_or_names_the_feature_it_misses() -> None:
-    """Under the validation layer where it is installed: it also checks the SPIR-V. A fourth of them in the short profile."""
+    """Under the validation layer where it is installed: it also checks the SPIR-V. A fourth of them in the short
+    profile."""
     try:
         device = VulkanDevice("auto", validation=True)
     except VulkanUnavailable:

@@ -22,8 +22,8 @@ from hybrid.planning.cost import Cost, plan_cost
 
 
 class Machine:
-    """A driver without a GPU and its clocks: a wait takes 0.2 s, of which the process gets a share of a processor, and submits
-    finish at the given seconds."""
+    """A driver without a GPU and its clocks: a wait takes 0.2 s, of which the process gets a share of a processor, and
+    submits finish at the given seconds."""
 
     def __init__(self, *finished: float, share: float = 1.0) -> None:
         self.now, self.finished, self.share = 0.0, finished, share
@@ -56,7 +56,8 @@ class Machine:
     ],
 )
 def test_a_wait_is_bounded_by_what_is_queued_and_begins_anew_with_progress(
-        finished: tuple[float, ...], waited: float | None, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished: tuple[float, ...], waited: float | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_toys() as device:
         queue = device._queue
         assert queue is not None
@@ -79,11 +80,11 @@ def test_a_wait_is_bounded_by_what_is_queued_and_begins_anew_with_progress(
 
 
 @pytest.mark.parametrize(
-    ("own", "share", "waited"),
-    [(False, 0.0, 25), (True, 2.0, 25), (True, 0.5, 50), (True, 0.0, 25 * bounds.STARVED)],
+    ("own", "share", "waited"), [(False, 0.0, 25), (True, 2.0, 25), (True, 0.5, 50), (True, 0.0, 25 * bounds.STARVED)]
 )
 def test_a_device_in_this_process_is_given_time_to_be_late_in(
-        own: bool, share: float, waited: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    own: bool, share: float, waited: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a CPU driver has had of the processors counts, not what others took; a GPU computes with none of it."""
     with open_toys() as device:
         queue = device._queue
@@ -104,12 +105,16 @@ def test_a_device_in_this_process_is_given_time_to_be_late_in(
 @pytest.mark.parametrize(
     ("name", "kind", "floor", "per_gb", "per_tflop"),
     [
-        ("NVIDIA H200", "discrete", FLOOR_S, 200 / 4800, 200 / 67), ("Some GPU", "discrete", FLOOR_S, 200 / 50, 200 / 1.0),
-        ("Some APU", "integrated", FLOOR_S, 200 / 20, 200 / 0.2), ("What is it", "virtual", FLOOR_S, 200 / 20, 200 / 0.2),
+        ("NVIDIA H200", "discrete", FLOOR_S, 200 / 4800, 200 / 67),
+        ("Some GPU", "discrete", FLOOR_S, 200 / 50, 200 / 1.0),
+        ("Some APU", "integrated", FLOOR_S, 200 / 20, 200 / 0.2),
+        ("What is it", "virtual", FLOOR_S, 200 / 20, 200 / 0.2),
         ("llvmpipe (LLVM 15.0.6, 256 bits)", "cpu", CPU_FLOOR_S, 200 / 2, 200 / 0.002),
     ],
-)  # fmt: skip
-def test_bounds_follow_the_sheet_or_the_class(name: str, kind: str, floor: float, per_gb: float, per_tflop: float) -> None:
+)
+def test_bounds_follow_the_sheet_or_the_class(
+    name: str, kind: str, floor: float, per_gb: float, per_tflop: float
+) -> None:
     found = bounds_of(DeviceInfo(0, name, kind))
     assert floor >= 10 and found.seconds(Cost()) == floor and found.own == (kind == "cpu")
     assert found.seconds(Cost(nbytes=10**9)) == pytest.approx(floor + per_gb)
@@ -146,5 +151,3 @@ def test_passes_uploads_and_downloads_carry_their_cost() -> None:
         device.transfer.fill(piece, 0)
         assert queue._running[-1][1]() == Cost(nbytes=1 << 20)
         device.memory_pool.release(piece, "scratch")
-
-

@@ -1,4 +1,5 @@
-"""A headless Chromium, Debian's or another one on the path, for tests of the page and for its pictures; the page as it is used."""
+"""A headless Chromium, Debian's or another one on the path, for tests of the page and for its pictures; the page as it
+is used."""
 
 from __future__ import annotations
 

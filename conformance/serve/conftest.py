@@ -21,5 +21,7 @@ def server() -> Iterator[Running]:
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
     plain = openai.DefaultHttpxClient(verify=False)  # reading every certificate takes longer than a request
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60, http_client=plain) as found:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60, http_client=plain
+    ) as found:
         yield found

@@ -72,19 +72,27 @@ def test_pages_of_other_origins_are_refused_without_a_key() -> None:
         assert answer.status_code == 200, "who has the key is let in"
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
 def test_what_a_page_may_send_without_asking_is_not_taken(plain: Running, kind: str | None) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
         headers = {} if kind is None else {"content-type": kind}
         answer = plain.post(path, content=json.dumps(HI).encode(), headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_content_type")
-    answer = plain.post("/v1/chat/completions", content=json.dumps(HI), headers={"content-type": "Application/JSON; charset=utf-8"})
+    answer = plain.post(
+        "/v1/chat/completions", content=json.dumps(HI), headers={"content-type": "Application/JSON; charset=utf-8"}
+    )
     assert answer.status_code == 200
 
 
 def test_two_host_headers_are_refused() -> None:
     with running(lambda: ScriptedModel(Script()), Settings(hosts=LOOPBACK)) as server:
-        for first, second in (("localhost", "rebound.example"), ("rebound.example", "localhost"), ("localhost", "localhost")):
+        for first, second in (
+            ("localhost", "rebound.example"),
+            ("rebound.example", "localhost"),
+            ("localhost", "localhost"),
+        ):
             sent = f"GET /v1/models HTTP/1.1\r\nHost: {first}\r\nHost: {second}\r\nConnection: close\r\n\r\n".encode()
             answer = said(server, sent)
             assert answer.startswith(b"HTTP/1.1 400") and error_of(answer)["code"] == "host"
@@ -113,7 +121,9 @@ def test_cors_takes_the_headers_that_clients_ask_for() -> None:
         assert answer.status_code == 200 and {"x-stainless-lang", "x-stainless-retry-count"} <= set(allowed)
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/v1/models", "/metrics", "/page/chat.js", "/tokenizer_info"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/ready", "/v1/models", "/metrics", "/page/chat.js", "/tokenizer_info"]
+)
 def test_head_is_get_without_a_body(plain: Running, path: str) -> None:
     answer = plain.http.head(path)
     assert answer.status_code == 200 and not answer.content

@@ -1,5 +1,5 @@
-"""Calls by marks, with the marks in a served model's vocabulary and its template: only mark ids open a call, only offered names
-are calls, and arguments are always JSON."""
+"""Calls by marks, with the marks in a served model's vocabulary and its template: only mark ids open a call, only
+offered names are calls, and arguments are always JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ ODD: dict[str, Any] = {
 
 def tool(name: str = "look", properties: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     found = properties or {"city": {"type": "string"}}
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": found, **more}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": found, **more}},
+    }
 
 
 def ids_of(printed: int, *parts: str) -> list[int]:
@@ -58,7 +61,9 @@ def said() -> Iterator[Said]:
         yield found
 
 
-def answered(said: Said, printed: int, ids: list[int], stream: bool, **more: Any) -> tuple[str, list[dict[str, Any]], str]:
+def answered(
+    said: Said, printed: int, ids: list[int], stream: bool, **more: Any
+) -> tuple[str, list[dict[str, Any]], str]:
     """(content, calls, finish) of a served answer of these tokens."""
     model, server = said[printed]
     model.script.ids = ids
@@ -97,7 +102,9 @@ def test_marks_by_their_ids_are_a_call(said: Said, printed: int, stream: bool) -
     ids = ids_of(printed, *before, OPEN, "call:look{city:", QUOTE, 'Ro"me\n', QUOTE, "}", CLOSE)
     content, calls, finish = answered(said, printed, ids, stream)
     assert content == before and finish == "tool_calls"
-    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [("look", {"city": 'Ro"me\n'})]
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [
+        ("look", {"city": 'Ro"me\n'})
+    ]
 
 
 def test_a_stop_string_that_is_held_back_stays_outside_of_the_call(said: Said) -> None:
@@ -174,7 +181,9 @@ FREE: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schema", FREE, ids=lambda s: next(k for k in reversed(s) if k))
-def test_what_no_grammar_follows_binds_under_strict_alone(real: Running, server: Running, schema: dict[str, Any]) -> None:
+def test_what_no_grammar_follows_binds_under_strict_alone(
+    real: Running, server: Running, schema: dict[str, Any]
+) -> None:
     for where in (real, server):
         offered = tool("f", {"a": schema}, required=["a"], additionalProperties=False)
         body = {"messages": HI, "tools": [offered], "tool_choice": "required", "max_tokens": 4}
@@ -186,8 +195,14 @@ def test_what_no_grammar_follows_binds_under_strict_alone(real: Running, server:
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"].startswith("tools[0].function.parameters"), error
         assert error["message"].startswith("The tool f: ")
-    shape = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object", "properties": {"a": schema}}}}
-    assert server.post("/v1/chat/completions", {"messages": HI, "response_format": shape, "max_tokens": 4}).status_code == 200
+    shape = {
+        "type": "json_schema",
+        "json_schema": {"name": "s", "schema": {"type": "object", "properties": {"a": schema}}},
+    }
+    assert (
+        server.post("/v1/chat/completions", {"messages": HI, "response_format": shape, "max_tokens": 4}).status_code
+        == 200
+    )
 
 
 def test_a_schema_that_is_followed_by_its_types_alone_is_said(server: Running) -> None:

@@ -36,7 +36,9 @@ def test_the_line_for_curl(server: Running) -> None:
 
 
 @pytest.mark.slow
-def test_the_program_for_the_official_client(server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_for_the_official_client(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As a file of its own, in this process, which has imported the client."""
     program = tmp_path / "program.py"
     program.write_text(block_of("python", "OpenAI", server), encoding="utf-8")

@@ -56,9 +56,24 @@ HISTORY: list[dict[str, Any]] = [
         {"messages": [*HISTORY, *HI["messages"]]},
         {
             name: None
-            for name in ("background", "previous_response_id", "conversation", "prediction", "functions", "audio", "extra")
+            for name in (
+                "background",
+                "previous_response_id",
+                "conversation",
+                "prediction",
+                "functions",
+                "audio",
+                "extra",
+            )
         },
-        {"functions": [], "function_call": "none", "logit_bias": {}, "store": False, "metadata": {}, "web_search_options": None},
+        {
+            "functions": [],
+            "function_call": "none",
+            "logit_bias": {},
+            "store": False,
+            "metadata": {},
+            "web_search_options": None,
+        },
         {"prompt_cache_retention": "24h", "prompt_cache_key": "k", "safety_identifier": "u", "service_tier": "auto"},
         {"reasoning_effort": "low", "verbosity": "low", "modalities": ["text"], "parallel_tool_calls": True},
         {"top_p": 0},
@@ -76,7 +91,13 @@ def test_chat_takes_what_asks_for_nothing(scripted: Running, more: dict[str, Any
 @pytest.mark.parametrize(
     "more",
     [
-        {"previous_response_id": None, "conversation": None, "background": False, "prompt": None, "max_tool_calls": None},
+        {
+            "previous_response_id": None,
+            "conversation": None,
+            "background": False,
+            "prompt": None,
+            "max_tool_calls": None,
+        },
         {
             "reasoning": {"effort": "low", "summary": "auto"},
             "text": {"verbosity": "low"},
@@ -107,7 +128,11 @@ def test_chat_takes_what_asks_for_nothing(scripted: Running, more: dict[str, Any
                 FLAT,
                 {"type": "web_search", "external_web_access": True},
                 {"type": "local_shell"},
-                {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+                {
+                    "type": "custom",
+                    "name": "apply_patch",
+                    "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+                },
             ],
             "tool_choice": "auto",
         },
@@ -140,7 +165,11 @@ def test_responses_takes_what_asks_for_nothing(scripted: Running, more: dict[str
         ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("/v1/responses", {"input": "a", "tool_choice": "required"}, "tool_choice"),
         ("/v1/responses", {"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
-        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}},
+            "text.format.schema",
+        ),
         ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -160,14 +189,22 @@ def test_refusals_name_the_public_field(scripted: Running, path: str, body: dict
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_nothing_is_stored_and_that_is_said(scripted: Running, path: str) -> None:
-    answer = scripted.post(path, {**HI, "store": True} if "chat" in path else {"input": "Hi", "store": True, "truncation": "auto"})
+    answer = scripted.post(
+        path, {**HI, "store": True} if "chat" in path else {"input": "Hi", "store": True, "truncation": "auto"}
+    )
     assert answer.status_code == 200 and answer.headers["x-hybrid-note"] == "nothing is stored"
     assert answer.json().get("store", False) is False
     assert answer.headers["x-request-id"].startswith("req_")
 
 
 def test_responses_takes_the_options_of_chat(scripted: Running, model: ScriptedModel) -> None:
-    options = {"ignore_eos": True, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "priority": 2}
+    options = {
+        "ignore_eos": True,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "priority": 2,
+    }
     assert scripted.post("/v1/responses", {"input": "Hi", **options}).status_code == 200
     assert {k: model.script.submitted[-1][k] for k in options} == options
 
@@ -191,7 +228,11 @@ def test_what_parse_returns_can_be_sent_back(scripted: Running) -> None:
 
 
 def test_a_system_message_anywhere_is_taken(scripted: Running, model: ScriptedModel) -> None:
-    later = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "system", "content": "Obey."}]
+    later = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "system", "content": "Obey."},
+    ]
     assert scripted.post("/v1/chat/completions", {"messages": [*later, *HI["messages"]]}).status_code == 200
     assert "Obey.\n\nHi" in model.decode(model.script.submitted[-1]["prompt"])
     assert scripted.post("/v1/responses", {"input": [{"role": "developer", "content": "x"}, *later]}).status_code == 200
@@ -216,11 +257,15 @@ def test_usage_in_every_chunk(scripted: Running, path: str) -> None:
     """guidellm asks for it."""
     body = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     asked = {**body, **(HI if "chat" in path else {"prompt": "Hi"})}
-    chunks = [json.loads(line[6:]) for line in scripted.post(path, asked).text.splitlines() if line.startswith("data: {")]
+    chunks = [
+        json.loads(line[6:]) for line in scripted.post(path, asked).text.splitlines() if line.startswith("data: {")
+    ]
     counts = [c["usage"]["completion_tokens"] for c in chunks]
     assert counts == sorted(counts) and counts[-1] == counts[-2] > 1
     assert len({c["usage"]["prompt_tokens"] for c in chunks}) == 1
-    assert all(c["usage"]["total_tokens"] == c["usage"]["prompt_tokens"] + c["usage"]["completion_tokens"] for c in chunks)
+    assert all(
+        c["usage"]["total_tokens"] == c["usage"]["prompt_tokens"] + c["usage"]["completion_tokens"] for c in chunks
+    )
 
 
 def test_the_tokenizer_tells_its_names(scripted: Running) -> None:
@@ -229,7 +274,8 @@ def test_the_tokenizer_tells_its_names(scripted: Running) -> None:
     assert "start_of_turn" in told["chat_template"]
 
 
-# --------------------------------------------------------------------------------------------- prompts and how likely they are
+# --------------------------------------------------------------------------------------------- prompts and how likely
+# they are
 
 TEXTS = ("def read_file(path):\n    return open(path).read()", "import os", "café ☕ naïve")
 
@@ -268,12 +314,16 @@ def test_prompt_logprobs_agree_with_perplexity(real: tuple[Any, Running], as_ids
         measured = Measured()
         measure(model, [ids], measured)
         assert -sum(told["token_logprobs"][1:]) == pytest.approx(measured.nats.total, abs=1e-4)
-        for n, (token, logprob, top) in enumerate(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)):
+        for n, (token, logprob, top) in enumerate(
+            zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
+        ):
             if n and top is not None:
                 assert len(top) <= 4 and max(top.values()) >= logprob - 1e-9
                 assert top[token] == pytest.approx(logprob)
         offsets = told["text_offset"]
-        assert offsets[0] == 0 and all(text.startswith(model.decode(ids[:n]).rstrip("\ufffd")[:at]) for n, at in enumerate(offsets))
+        assert offsets[0] == 0 and all(
+            text.startswith(model.decode(ids[:n]).rstrip("\ufffd")[:at]) for n, at in enumerate(offsets)
+        )
         assert offsets == sorted(offsets) and offsets[-1] < len(text)
 
 
@@ -289,11 +339,23 @@ def test_an_end_of_text_is_an_entry(real: tuple[Any, Running]) -> None:
 
 def test_offsets_of_generated_tokens_count_characters(real: tuple[Any, Running]) -> None:
     model, server = real
-    body = {"prompt": TEXTS[2], "max_tokens": 12, "logprobs": 1, "echo": True, "temperature": 1.5, "seed": 4, "ignore_eos": True}
+    body = {
+        "prompt": TEXTS[2],
+        "max_tokens": 12,
+        "logprobs": 1,
+        "echo": True,
+        "temperature": 1.5,
+        "seed": 4,
+        "ignore_eos": True,
+    }
     choice = server.post("/v1/completions", body).json()["choices"][0]
     told = choice["logprobs"]
     assert len(told["tokens"]) == len(model.encode(TEXTS[2])) + 12 and choice["text"].startswith(TEXTS[2])
-    whole = [(t, at) for t, at in zip(told["tokens"], told["text_offset"], strict=True) if t and "\ufffd" not in t and t != "<bos>"]
+    whole = [
+        (t, at)
+        for t, at in zip(told["tokens"], told["text_offset"], strict=True)
+        if t and "\ufffd" not in t and t != "<bos>"
+    ]
     assert all(choice["text"][at : at + len(t)] == t for t, at in whole)
 
 

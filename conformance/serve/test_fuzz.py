@@ -1,4 +1,5 @@
-"""A share of perf.serving.fuzz: a server stays whole under requests that nobody means, and one that does not is found out."""
+"""A share of perf.serving.fuzz: a server stays whole under requests that nobody means, and one that does not is found
+out."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_a_seed_draws_the_same_requests() -> None:
     assert [fuzz.Request.of(json.loads(json.dumps(r.record()))) for r in drawn] == drawn
 
 
-# ------------------------------------------------------------------------------------------------- servers that are not whole
+# ------------------------------------------------------------------------------------------------- servers that are not
+# whole
 
 ERROR = {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}}
 
@@ -137,7 +139,11 @@ def asked(app: Fake, *more: str) -> int:
 
 
 def stream(*events: Any) -> tuple[int, dict[str, str], bytes]:
-    return 200, {"content-type": "text/event-stream"}, b"".join(b"data: %b\n\n" % json.dumps(e).encode() for e in events)
+    return (
+        200,
+        {"content-type": "text/event-stream"},
+        b"".join(b"data: %b\n\n" % json.dumps(e).encode() for e in events),
+    )
 
 
 @pytest.mark.parametrize(

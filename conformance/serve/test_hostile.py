@@ -52,7 +52,11 @@ def nested(depth: int) -> dict[str, Any]:
         (CompletionRequest, {"prompt": [1] * MANY + [1.5]}, f"prompt[{MANY}]"),
         (CompletionRequest, {"prompt": [[1.5] * 1000] * 300}, "prompt[0][0]"),
         (CompletionRequest, {"prompt": ["a"] * MANY}, "prompt"),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "x"}] * 95}] * 3000}, "messages[0].content[0].type"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "x"}] * 95}] * 3000},
+            "messages[0].content[0].type",
+        ),
         (ChatRequest, {"messages": HI, "stop": [1] * MANY}, "stop[0]"),
         (ChatRequest, {"messages": HI, "tools": [1] * MANY}, "tools[0]"),
         (DetokenizeRequest, {"tokens": ["a"] * MANY}, "tokens[0]"),
@@ -115,7 +119,15 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_encoded(monkeypatch: py
 
 def test_parts_of_a_text_are_the_whole() -> None:
     tokenizer = open_checkpoint(DEMO).tokenizer
-    for text in ("", "def f():\n    return 'é'", "ab" * 9000, "\n" * 9000, "日本語 " * 3000, "word " * 9000, " " * 9000):
+    for text in (
+        "",
+        "def f():\n    return 'é'",
+        "ab" * 9000,
+        "\n" * 9000,
+        "日本語 " * 3000,
+        "word " * 9000,
+        " " * 9000,
+    ):
         parts = list(tokenizer.encode_parts(text))
         assert [i for part in parts for i in part] == tokenizer.encode(text)
         assert len(parts) > 1 or len(text) < 5000
@@ -196,7 +208,9 @@ def test_schemas_have_limits_and_a_shape(schema: dict[str, Any], place: str) -> 
 
 def test_objects_are_closed_where_nothing_says_that_they_are_open() -> None:
     inner = {"properties": {"a": {}}}
-    assert loosened({"properties": {"o": inner}, "type": "object"}, 0)["properties"]["o"]["additionalProperties"] is False
+    assert (
+        loosened({"properties": {"o": inner}, "type": "object"}, 0)["properties"]["o"]["additionalProperties"] is False
+    )
     for open_ in (
         {"additionalProperties": True, **inner},
         {"patternProperties": {"x": {}}, **inner},
@@ -209,11 +223,19 @@ def test_objects_are_closed_where_nothing_says_that_they_are_open() -> None:
 
 
 def test_whole_numbers_of_any_form_and_size_are_numbers() -> None:
-    check({"maxItems": 3.0, "maximum": 10**400, "minLength": 10**400, "multipleOf": 0.5, "exclusiveMinimum": True}, "s", True)
+    check(
+        {"maxItems": 3.0, "maximum": 10**400, "minLength": 10**400, "multipleOf": 0.5, "exclusiveMinimum": True},
+        "s",
+        True,
+    )
 
 
 def test_a_schema_that_refers_to_itself_is_no_loop() -> None:
-    check({"$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/a"}}}}, "$ref": "#/$defs/a", "items": {"$ref": "#"}}, "s", True)
+    check(
+        {"$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/a"}}}}, "$ref": "#/$defs/a", "items": {"$ref": "#"}},
+        "s",
+        True,
+    )
 
 
 def test_a_server_lives_on_whatever_schema_comes() -> None:
@@ -222,7 +244,11 @@ def test_a_server_lives_on_whatever_schema_comes() -> None:
         for schema in (CHAIN, nested(150), wide, {"pattern": "(a{1000}){1000}", "type": "string"}):
             for asked in (
                 {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}},
-                {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]},
+                {
+                    "tools": [
+                        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+                    ]
+                },
             ):
                 answer = server.post("/v1/chat/completions", {"messages": HI, "max_tokens": 2, **asked})
                 assert answer.status_code in (200, 400), answer.text
@@ -253,10 +279,14 @@ def test_a_grammar_that_ends_its_process_costs_itself_alone(grammars: Grammars) 
     assert source is not None
     os.kill(source._process.pid, signal.SIGKILL)
     source._process.wait()
-    assert grammars.constraint(answer_larks({"type": "integer"}, True), "x").mask().any(), "the source of processes is renewed"
+    assert grammars.constraint(answer_larks({"type": "integer"}, True), "x").mask().any(), (
+        "the source of processes is renewed"
+    )
 
 
-def test_a_mask_that_does_not_come_in_time_ends_its_sequence(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_does_not_come_in_time_ends_its_sequence(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = grammars.constraint(answer_larks({"type": "object"}, True), "x")
     other = grammars.constraint(answer_larks({"type": "array"}, True), "x")
     os.kill(slow._grammar._pid, signal.SIGSTOP)
@@ -317,7 +347,9 @@ def test_threads_share_a_grammar(grammars: Grammars) -> None:
         one = grammars.constraint(larks, "x")
         for _ in range(40):
             token = next(
-                i for i in np.flatnonzero(np.unpackbits(one.mask().view(np.uint8), bitorder="little")) if i not in tokenizer.eos_ids
+                i
+                for i in np.flatnonzero(np.unpackbits(one.mask().view(np.uint8), bitorder="little"))
+                if i not in tokenizer.eos_ids
             )
             one.accept(int(token))
         found.append(1)
@@ -344,7 +376,11 @@ def test_nobody_waits_for_the_work_of_others() -> None:
 
         words = {"prompt": "qwerty asdf " * 60_000}
         schema = {"enum": [f"{i:06}" * 6 for i in range(VALUES)]}
-        asked = {"messages": HI, "max_tokens": 2, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+        asked = {
+            "messages": HI,
+            "max_tokens": 2,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+        }
         work = [("/tokenize", words)] * 4 + [("/v1/chat/completions", asked)] * 2
         threads = [threading.Thread(target=hostile, args=w) for w in work]
         for t in threads:
@@ -379,7 +415,8 @@ def test_refusals_of_grammars_say_why_in_one_line(grammars: Grammars) -> None:
 
 
 def test_an_answer_that_has_ended_keeps_no_grammar() -> None:
-    """Requests have deadlines, and the engine knows them for a while after their end: not what they were constrained by."""
+    """Requests have deadlines, and the engine knows them for a while after their end: not what they were constrained
+    by."""
     with hybrid.load(DEMO, device="cpu", slots=2, ctx=128, precision="exact") as model:
         found = Grammars(model.checkpoint.tokenizer, model.hparams.vocab)
         try:

@@ -1,5 +1,5 @@
-"""What a server lets in and what it gives up: keys, hosts, bodies, queue, clients that go, devices that are lost. With a model
-whose tokens and failures the test decides."""
+"""What a server lets in and what it gives up: keys, hosts, bodies, queue, clients that go, devices that are lost. With
+a model whose tokens and failures the test decides."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_bodies_that_are_too_large_or_broken() -> None:
         assert server.http.get("/v1/chat/completions").status_code == 405
         assert error_of(server.http.get("/nowhere/%2e%2e/etc"))["code"] == "unknown_url"
         odd = {"messages": [{"role": "user", "content": "\ud800"}], "\udfff\n": 1}
-        answer = server.post("/v1/chat/completions", content=json.dumps(odd), headers={"content-type": "application/json"})
+        answer = server.post(
+            "/v1/chat/completions", content=json.dumps(odd), headers={"content-type": "application/json"}
+        )
         assert answer.status_code == 400
 
 
@@ -83,7 +85,9 @@ def test_a_full_queue_is_429_at_once_and_the_others_finish() -> None:
     script = Script(queue=3, gate=gate)
     with running(lambda: ScriptedModel(script)) as server:
         answers: list[httpx.Response] = []
-        asking = [threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", HI))) for _ in range(3)]
+        asking = [
+            threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", HI))) for _ in range(3)
+        ]
         for t in asking:
             t.start()
         until(lambda: len(script.submitted) == 3)
@@ -109,7 +113,14 @@ def test_choices_are_submitted_all_or_none() -> None:
 
 def head(length: int) -> bytes:
     """Of a request for chat whose body has that many bytes."""
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}", "", ""]
+    lines = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode()
 
 
@@ -286,7 +297,10 @@ def test_a_model_that_is_loading_is_not_ready_and_not_asked() -> None:
 
     with running(load, wait=False) as server:
         assert server.http.get("/health").json() == {"status": "alive"}
-        assert (server.http.get("/ready").status_code, server.post("/v1/chat/completions", HI).status_code) == (503, 503)
+        assert (server.http.get("/ready").status_code, server.post("/v1/chat/completions", HI).status_code) == (
+            503,
+            503,
+        )
         gate.set()
         until(lambda: server.http.get("/ready").status_code == 200)
 
@@ -317,10 +331,20 @@ def test_logprobs_and_cached_tokens_are_told() -> None:
 def test_options_reach_the_engine() -> None:
     script = Script()
     asked = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -1, "stop": "x", "presence_penalty": 1.0,
-        "frequency_penalty": -1.0, "repetition_penalty": 1.2, "logit_bias": {"5": -100}, "priority": 3, "ignore_eos": True,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": -1,
+        "stop": "x",
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"5": -100},
+        "priority": 3,
+        "ignore_eos": True,
         "max_completion_tokens": 9,
-    }  # fmt: skip
+    }
     with running(lambda: ScriptedModel(script)) as server:
         assert server.post("/v1/chat/completions", {**HI, **asked, "n": 2}).status_code == 200
     one, two = script.submitted

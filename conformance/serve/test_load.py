@@ -1,5 +1,5 @@
-"""A share of perf.serving.load: requests of every kind at once, each text equal to its single run, everything given back; and
-what perf.serving.clients measures."""
+"""A share of perf.serving.load: requests of every kind at once, each text equal to its single run, everything given
+back; and what perf.serving.clients measures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ REQUESTS = 60 if LONG else 24
 
 @pytest.mark.slow
 def test_under_load_every_text_is_that_of_its_single_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with running(lambda: hybrid.load(DEMO, device="cpu", slots=4, ctx=256, precision="exact"), Settings(keys=(KEY,))) as server:
+    with running(
+        lambda: hybrid.load(DEMO, device="cpu", slots=4, ctx=256, precision="exact"), Settings(keys=(KEY,))
+    ) as server:
         asked = ["--url", server.url, "--requests", str(REQUESTS), "--texts", "6", "--most", "5", "--at-a-time", "8"]
         code = main(asked)
     said = capsys.readouterr()
@@ -44,7 +46,18 @@ def small() -> Iterator[Running]:
 @pytest.mark.slow
 def test_clients_see_the_requests_of_the_bench(small: Running, capsys: pytest.CaptureFixture[str]) -> None:
     """The same draws as hybrid.bench --requests, each with as many tokens as it asked for."""
-    asked = ["--requests", "6", "--prompt-lengths", "5,9", "--output-lengths", "3,8", "--shared-prefix", "2", "--seed", "5"]
+    asked = [
+        "--requests",
+        "6",
+        "--prompt-lengths",
+        "5,9",
+        "--output-lengths",
+        "3,8",
+        "--shared-prefix",
+        "2",
+        "--seed",
+        "5",
+    ]
     assert clients.main([small.url, *asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["requests"]
     wanted = requests.requests(6, None, (5, 9), (3, 8), 512, 2, 5)
@@ -93,7 +106,20 @@ def test_load_is_for_servers_of_this_machine(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_the_server_beside_its_engine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu", "--slots", "2", "--pairs", "1"]
+    small = [
+        "--random",
+        "gemma3-270m",
+        "--layers",
+        "1",
+        "--vocab",
+        "512",
+        "--device",
+        "cpu",
+        "--slots",
+        "2",
+        "--pairs",
+        "1",
+    ]
     assert pairs.main([*small, "--requests", "3", "--prompt-lengths", "4", "--output-lengths", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     ((engine, server),) = [(r["engine"], r["server"]) for r in found["rounds"]]

@@ -21,7 +21,9 @@ ELSEWHERE = {"hybrid_device_joules_total"}
 def test_the_dashboards_ask_for_what_is_there() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     asked = {n for panel in board["panels"] for t in panel["targets"] for n in NAMES.findall(t["expr"])}
-    asked |= {n + "_bucket" if n.endswith("_seconds") else n for n in NAMES.findall((FOLDER / "dashboard.js").read_text())}
+    asked |= {
+        n + "_bucket" if n.endswith("_seconds") else n for n in NAMES.findall((FOLDER / "dashboard.js").read_text())
+    }
     asked -= {"process_resident_memory"}
     with running(lambda: ScriptedModel(Script())) as server:
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200

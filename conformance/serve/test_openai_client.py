@@ -64,7 +64,9 @@ def test_chat_uses_the_template(client: openai.OpenAI, server: Running) -> None:
 
 def test_several_prompts_stop_and_echo(client: openai.OpenAI, server: Running) -> None:
     ids = model_of(server).encode("import ")
-    both = client.completions.create(model=MODEL, prompt=[PROMPT, "import "], max_tokens=6, temperature=0, n=2, echo=True)
+    both = client.completions.create(
+        model=MODEL, prompt=[PROMPT, "import "], max_tokens=6, temperature=0, n=2, echo=True
+    )
     assert [c.index for c in both.choices] == [0, 1, 2, 3]
     assert both.choices[0].text == both.choices[1].text and both.choices[0].text.startswith(PROMPT)
     by_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=6, temperature=0)
@@ -78,7 +80,11 @@ def test_several_prompts_stop_and_echo(client: openai.OpenAI, server: Running) -
 @pytest.mark.slow
 def test_a_seed_repeats_a_text(client: openai.OpenAI) -> None:
     def text(seed: int) -> str:
-        return client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=10, temperature=1.5, seed=seed).choices[0].text
+        return (
+            client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=10, temperature=1.5, seed=seed)
+            .choices[0]
+            .text
+        )
 
     assert text(3) == text(3)
     assert len({text(s) for s in (3, 4, -5)}) > 1
@@ -103,7 +109,12 @@ def test_a_seed_repeats_a_text(client: openai.OpenAI) -> None:
         ),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content", "invalid_value"),
         ({"messages": [*HI, {"role": "tool", "content": "x"}]}, 400, "messages[1].tool_call_id", "invalid_value"),
-        ({"messages": [{"role": "user", "content": "x", "cache_control": 5}]}, 400, "messages[0].cache_control", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": "x", "cache_control": 5}]},
+            400,
+            "messages[0].cache_control",
+            "invalid_value",
+        ),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages", None),
         ({"messages": [{"role": "user", "content": "word " * 600}]}, 400, None, "context_length_exceeded"),
         ({"logit_bias": {"70000": 1}}, 400, "logit_bias", "invalid_value"),
@@ -115,7 +126,12 @@ def test_a_seed_repeats_a_text(client: openai.OpenAI) -> None:
         ({"top_logprobs": 3}, 400, "top_logprobs", "invalid_value"),
         ({"tool_choice": "required"}, 400, "tool_choice", "invalid_value"),
         ({"tool_choice": 5}, 400, "tool_choice", "invalid_value"),
-        ({"tool_choice": {"type": "function", "function": {"name": 5}}}, 400, "tool_choice.function.name", "invalid_value"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": 5}}},
+            400,
+            "tool_choice.function.name",
+            "invalid_value",
+        ),
         ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "invalid_value"),
         ({"reasoning_effort": "bogus"}, 400, "reasoning_effort", "invalid_value"),
         ({"verbosity": "bogus"}, 400, "verbosity", "invalid_value"),
@@ -148,29 +164,46 @@ def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
 def test_tokenize_and_back(server: Running) -> None:
     model = model_of(server)
     found = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}).json()
-    assert found["tokens"] == model.encode(PROMPT) and found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["tokens"] == model.encode(PROMPT) and found["count"] == len(found["tokens"]) == len(
+        found["token_strs"]
+    )
     assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": PROMPT}
     turn = server.post("/tokenize", {"messages": HI}).json()["tokens"]
     assert turn == chat.encode(model.checkpoint.tokenizer, HI, None)
     assert server.post("/detokenize", {"tokens": [4096]}).status_code == 400
 
 
-SHAPE = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["a", "b"]}},
-         "required": ["name", "kind"], "additionalProperties": False}  # fmt: skip
+SHAPE = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["a", "b"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
 
 
 def test_logprobs_are_the_models(client: openai.OpenAI, server: Running) -> None:
     model = model_of(server)
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2).choices[0]
-    assert answer.logprobs is not None and answer.logprobs.token_logprobs is not None and answer.logprobs.tokens is not None
+    assert (
+        answer.logprobs is not None
+        and answer.logprobs.token_logprobs is not None
+        and answer.logprobs.tokens is not None
+    )
     ids = model.encode(PROMPT)
     logits = model.logits([*ids, *model.encode(answer.text, bos=False)])[len(ids) - 1 : len(ids) + 3].astype(np.float64)
-    wanted = (logits - logits.max(1, keepdims=True)) - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+    wanted = (logits - logits.max(1, keepdims=True)) - np.log(
+        np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)
+    )
     assert "".join(answer.logprobs.tokens) == answer.text
     np.testing.assert_allclose(answer.logprobs.token_logprobs, wanted.max(1), atol=0.05)
     assert all(len(top) == 2 for top in answer.logprobs.top_logprobs or ())
-    chat_answer = client.chat.completions.create(model=MODEL, messages=HI, max_tokens=3, logprobs=True, top_logprobs=3).choices[0]
-    assert chat_answer.logprobs is not None and [len(t.top_logprobs) for t in chat_answer.logprobs.content or ()] == [3] * 3
+    chat_answer = client.chat.completions.create(
+        model=MODEL, messages=HI, max_tokens=3, logprobs=True, top_logprobs=3
+    ).choices[0]
+    assert (
+        chat_answer.logprobs is not None
+        and [len(t.top_logprobs) for t in chat_answer.logprobs.content or ()] == [3] * 3
+    )
 
 
 @pytest.mark.slow
@@ -186,7 +219,9 @@ def test_structured_output_of_the_model_itself(client: openai.OpenAI) -> None:
 
 def test_calls_by_the_model_itself(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": "look", "parameters": SHAPE}}]
-    answer = client.chat.completions.create(model=MODEL, messages=HI, max_tokens=80, tools=tools, tool_choice="required").choices[0]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HI, max_tokens=80, tools=tools, tool_choice="required"
+    ).choices[0]
     assert answer.finish_reason == "tool_calls" and answer.message.tool_calls
     for call in answer.message.tool_calls:
         jsonschema.validate(json.loads(call.function.arguments), SHAPE)  # type: ignore[union-attr]
@@ -194,7 +229,9 @@ def test_calls_by_the_model_itself(client: openai.OpenAI) -> None:
 
 @pytest.mark.slow
 def test_a_bias_forbids_and_a_penalty_changes(client: openai.OpenAI, server: Running) -> None:
-    first = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1).choices[0].text
+    first = (
+        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1).choices[0].text
+    )
     (token,) = model_of(server).encode(first, bos=False)
     other = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=1, temperature=0, logit_bias={str(token): -100}
@@ -208,7 +245,10 @@ def test_a_bias_forbids_and_a_penalty_changes(client: openai.OpenAI, server: Run
 def test_a_conversation_finds_its_beginning_in_the_cache(client: openai.OpenAI) -> None:
     turns: list[Any] = [{"role": "user", "content": "The asyncio module provides what, and since which version? " * 3}]
     first = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=20, temperature=0)
-    turns += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "And then?"}]
+    turns += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And then?"},
+    ]
     second = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=2, temperature=0)
     assert first.usage is not None and second.usage is not None and second.usage.prompt_tokens_details is not None
     assert (second.usage.prompt_tokens_details.cached_tokens or 0) >= first.usage.prompt_tokens - 16

@@ -1,4 +1,5 @@
-"""The OpenAPI document and the server agree: whatever is sent, declared or not, no answer is a 5xx and each is as declared."""
+"""The OpenAPI document and the server agree: whatever is sent, declared or not, no answer is a 5xx and each is as
+declared."""
 
 from __future__ import annotations
 
@@ -36,8 +37,10 @@ def schemas(server: Running) -> dict[str, Any]:
     out = {}
     for path in POSTS:
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        out[path] = {**json.loads(json.dumps(body).replace("#/components/schemas/", "#/$defs/")),
-                     "$defs": json.loads(json.dumps(parts).replace("#/components/schemas/", "#/$defs/"))}  # fmt: skip
+        out[path] = {
+            **json.loads(json.dumps(body).replace("#/components/schemas/", "#/$defs/")),
+            "$defs": json.loads(json.dumps(parts).replace("#/components/schemas/", "#/$defs/")),
+        }
     return out
 
 
@@ -59,7 +62,9 @@ def values(schema: Any, parts: dict[str, Any], depth: int = 0) -> st.SearchStrat
         chosen = st.sets(st.sampled_from(sorted(optional)), max_size=3) if optional else st.just(set())
         return chosen.flatmap(lambda names: st.fixed_dictionaries({**required, **{n: optional[n] for n in names}}))
     if kind == "object":
-        return st.dictionaries(st.text(max_size=5), values(schema.get("additionalProperties"), parts, depth + 1), max_size=3)
+        return st.dictionaries(
+            st.text(max_size=5), values(schema.get("additionalProperties"), parts, depth + 1), max_size=3
+        )
     if kind == "array":
         low = schema.get("minItems", 0)
         return st.lists(values(schema.get("items"), parts, depth + 1), min_size=low, max_size=low + 2)

@@ -36,7 +36,9 @@ def at_rest(model: hybrid.Model) -> bool:
 
 
 @pytest.mark.slow
-def test_ten_times_what_the_queue_holds_is_refused_at_once_and_the_rest_finish_right(model: hybrid.Model, small: Running) -> None:
+def test_ten_times_what_the_queue_holds_is_refused_at_once_and_the_rest_finish_right(
+    model: hybrid.Model, small: Running
+) -> None:
     refused = model.metrics().refused
 
     def ask(body: dict[str, Any]) -> tuple[dict[str, Any], httpx.Response]:

@@ -1,5 +1,5 @@
-"""The chat page in a browser: a conversation, stop, edit, regenerate, reload, markup shown as text, nothing from elsewhere;
-plain addresses, several tabs, a model that loads, servers that refuse, break off or are gone."""
+"""The chat page in a browser: a conversation, stop, edit, regenerate, reload, markup shown as text, nothing from
+elsewhere; plain addresses, several tabs, a model that loads, servers that refuse, break off or are gone."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ def test_the_policy_and_what_the_files_name() -> None:
     """Also where no browser is there: nothing inline, nothing from elsewhere, and nothing that makes markup of text."""
     for file in FOLDER.glob("*.html"):
         text = file.read_text()
-        assert not re.search(r"<script(?! src=\"/page/)|\bstyle=|\son\w+=|https?://(?!www\.w3\.org/2000/svg)", text), file.name
+        assert not re.search(r"<script(?! src=\"/page/)|\bstyle=|\son\w+=|https?://(?!www\.w3\.org/2000/svg)", text), (
+            file.name
+        )
     for file in FOLDER.glob("*.js"):
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|https?://(?!www\.w3)", file.read_text()
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|https?://(?!www\.w3)",
+            file.read_text(),
         )
     with running(lambda: ScriptedModel(Script()), Settings(keys=("k",))) as server:
         for path in ("/", "/dashboard", *(f"/page/{file.name}" for file in FOLDER.glob("*.[jc]s*"))):
@@ -118,7 +121,13 @@ def test_settings_reach_the_model_and_errors_are_shown(shared: tuple[Running, Sc
     server, model, page = shared
     page.driver.get(server.url)
     model.script.text, model.script.pause = "fine", 0.0
-    for name, value in {"system": "Be brief.", "temperature": "0.5", "top_k": "7", "seed": "11", "max_tokens": "5"}.items():
+    for name, value in {
+        "system": "Be brief.",
+        "temperature": "0.5",
+        "top_k": "7",
+        "seed": "11",
+        "max_tokens": "5",
+    }.items():
         page.set(f"#{name}", value)
     page.click("#new")
     page.ask("Hello")
@@ -344,11 +353,20 @@ def test_refusals_are_sentences(page: Page, model: ScriptedModel, server: Runnin
     refused = {"messages": [{"role": "user", "content": "Hello"}], "temperature": -1}
     page.click(RETRY, server.post("/v1/chat/completions", refused).json()["error"]["message"])
     page.set("#temperature", "")
-    model.script.error, model.script.after, model.script.text = (lambda: RuntimeError("x")), 3, "one two three four five"
+    model.script.error, model.script.after, model.script.text = (
+        (lambda: RuntimeError("x")),
+        3,
+        "one two three four five",
+    )
     page.click(RETRY, "the server failed on this request")
     assert page.one(".turn.assistant .cut").text == CUT and page.said[1].startswith("one")
     none = "The server answered with status 502."
-    said = {"<h1>Bad</h1>": none, '{"error": {"message": {"a": 1}}}': none, "[1]": none, '{"error": "Plain."}': "Plain."}
+    said = {
+        "<h1>Bad</h1>": none,
+        '{"error": {"message": {"a": 1}}}': none,
+        "[1]": none,
+        '{"error": "Plain."}': "Plain.",
+    }
     assert page.refusals(list(said)) == list(said.values())
 
 
@@ -372,7 +390,9 @@ def test_what_the_browser_keeps(page: Page, server: Running) -> None:
     page.ask("Again")
     assert page.titles == ["Hello", *(f"Title {n}" for n in range(199))] and len(page.kept) == 200
 
-    refuse = "for (const n of ['local', 'session']) Object.defineProperty(window, n + 'Storage', {get() {throw Error()}})"
+    refuse = (
+        "for (const n of ['local', 'session']) Object.defineProperty(window, n + 'Storage', {get() {throw Error()}})"
+    )
     script = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": refuse})
     page.driver.refresh()
     assert page.status == "This browser keeps nothing for this page: conversations are lost at a reload."

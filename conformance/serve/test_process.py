@@ -79,7 +79,8 @@ def held(*args, **more):
 timeline.lib, hybrid.load = Driver(), held
 sys.exit(main(sys.argv[3:]))
 """
-"""The command, with a driver that loses its device at the next submit where a file is, and loads nothing where another is."""
+"""The command, with a driver that loses its device at the next submit where a file is, and loads nothing where another
+is."""
 
 
 @pytest.mark.slow
@@ -162,8 +163,11 @@ def test_a_draft_changes_no_text(where: tuple[str, ...]) -> None:
     found = []
     for options in ((), ("--draft", draft, "--speculate", "3", *where)):
         with command("--precision", "exact", *options) as (_, url):
-            bodies = [{"prompt": prompt, "max_tokens": 24, "seed": 7, "temperature": temperature}
-                      for prompt in ("def area(", "import os\n") for temperature in (0.0, 0.9)]  # fmt: skip
+            bodies = [
+                {"prompt": prompt, "max_tokens": 24, "seed": 7, "temperature": temperature}
+                for prompt in ("def area(", "import os\n")
+                for temperature in (0.0, 0.9)
+            ]
             ask = partial(httpx.post, f"{url}/v1/completions", timeout=120, trust_env=False)
             with ThreadPoolExecutor(4) as pool:
                 answers = list(pool.map(lambda body, ask=ask: ask(json=body).json(), bodies))

@@ -1,5 +1,5 @@
-"""Two replicas through Ray on this machine: who may reach them, and one of them killed in the middle. Needs the extra `ray`, and
-half a minute."""
+"""Two replicas through Ray on this machine: who may reach them, and one of them killed in the middle. Needs the extra
+`ray`, and half a minute."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def listening(lines: dict[int, str]) -> list[tuple[str, int, int]]:
 
 
 def check_who_may_connect(root: int, folder: Path) -> subprocess.Popen[str]:
-    """Only loopback addresses, but for one port of each replica, which asks for the token. The token is on no command line, and
-    lets in whoever has it. What is returned tries to join without one."""
+    """Only loopback addresses, but for one port of each replica, which asks for the token. The token is on no command
+    line, and lets in whoever has it. What is returned tries to join without one."""
     import grpc
 
     lines = processes(root)
@@ -109,12 +109,19 @@ def check_who_may_connect(root: int, folder: Path) -> subprocess.Popen[str]:
     joined = subprocess.run([sys.executable, "-c", join], env=friend, capture_output=True, text=True, timeout=READY)
     assert "1 node" in joined.stdout, joined.stderr
     arguments = ["--ray", "--ray-address", f"127.0.0.1:{port}", "--replica", "cpu", "--port", "0"]
-    return subprocess.Popen([sys.executable, "-m", "hybrid.serve", *arguments], cwd=ROOT, env=stranger, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "hybrid.serve", *arguments],
+        cwd=ROOT,
+        env=stranger,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def check_streams_and_routes(client: httpx.Client) -> None:
-    """Streams come in pieces, equal to the whole answer; the turns of a conversation meet the replica that has them cached."""
+    """Streams come in pieces, equal to the whole answer; the turns of a conversation meet the replica that has them
+    cached."""
     talks = [[{"role": "user", "content": f"{n}: what is a file? " * 8}] for n in range(4)]
     for turn in range(2):
         for talk in talks:
@@ -140,11 +147,32 @@ def test_two_replicas_one_killed_in_the_middle_lose_nothing_that_was_not_streami
         alone = [model.submit(p, max_tokens=48).result(60).text for p in PROMPTS]
     log = tmp_path / "log"
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OPENBLAS_NUM_THREADS": "1"}
-    arguments = ["--ray", "--replica", "cpu", "--replica", "cpu", "--port", "0", "--slots", "4", "--ctx", "512",
-                 "--precision", "exact", "--drain", "5"]  # fmt: skip
+    arguments = [
+        "--ray",
+        "--replica",
+        "cpu",
+        "--replica",
+        "cpu",
+        "--port",
+        "0",
+        "--slots",
+        "4",
+        "--ctx",
+        "512",
+        "--precision",
+        "exact",
+        "--drain",
+        "5",
+    ]
     with log.open("w") as out:
-        command = subprocess.Popen([sys.executable, "-m", "hybrid.serve", *arguments], cwd=ROOT, env=environment, text=True,
-                                   stdout=out, stderr=subprocess.STDOUT)  # fmt: skip
+        command = subprocess.Popen(
+            [sys.executable, "-m", "hybrid.serve", *arguments],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
     stranger: subprocess.Popen[str] | None = None
     try:
         with httpx.Client(base_url=served(command, log), timeout=120, trust_env=False) as client:
@@ -188,11 +216,25 @@ def test_two_replicas_one_killed_in_the_middle_lose_nothing_that_was_not_streami
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="Ray Data needs pyarrow")
 def test_a_batch_over_two_engines_is_that_of_one(tmp_path: Path) -> None:
-    """In order, with the options of each line; what is there already is kept; a prompt that cannot be run is one line."""
+    """In order, with the options of each line; what is there already is kept; a prompt that cannot be run is one
+    line."""
     prompts = tmp_path / "prompts.txt"
     line = json.dumps({"prompt": "import os", "max_tokens": 3, "logit_bias": {"300": -5}})
     prompts.write_text("\n".join([*PROMPTS[:6], line, *PROMPTS[6:]]), encoding="utf-8")
-    common = ["--batch", str(prompts), "--device", "cpu", "--precision", "exact", "--slots", "2", "--ctx", "256", "-n", "5"]
+    common = [
+        "--batch",
+        str(prompts),
+        "--device",
+        "cpu",
+        "--precision",
+        "exact",
+        "--slots",
+        "2",
+        "--ctx",
+        "256",
+        "-n",
+        "5",
+    ]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OPENBLAS_NUM_THREADS": "1"}
     found = []
     for name, more in (("one", []), ("two", ["--ray", "--replica", "cpu", "--replica", "cpu"])):
@@ -204,5 +246,7 @@ def test_a_batch_over_two_engines_is_that_of_one(tmp_path: Path) -> None:
         done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=READY)
         assert done.returncode == 0, done.stderr
         found.append([json.loads(said) for said in output.read_text(encoding="utf-8").splitlines()])
-    one, two = ([(r["index"], r["prompt"], r["text"], r["usage"]["completion_tokens"]) for r in results] for results in found)
+    one, two = (
+        [(r["index"], r["prompt"], r["text"], r["usage"]["completion_tokens"]) for r in results] for results in found
+    )
     assert one == two and [r[0] for r in one] == list(range(len(PROMPTS) + 1)) and one[6][3] == 3

@@ -58,13 +58,21 @@ def test_events_build_up_what_the_last_one_holds(client: openai.OpenAI) -> None:
         whole = [o.content[0].text if o.type == "message" else o.arguments for o in final.output]
         assert [texts[i] for i in range(len(whole))] == whole
         added = [e.output_index for e in events if e.type == "response.output_item.added"]
-        assert added == [e.output_index for e in events if e.type == "response.output_item.done"] == list(range(len(whole)))
-        with client.responses.stream(**ASKED, **more, extra_body={"seed": seed}) as stream:  # the client's own assembly agrees
+        assert (
+            added
+            == [e.output_index for e in events if e.type == "response.output_item.done"]
+            == list(range(len(whole)))
+        )
+        with client.responses.stream(
+            **ASKED, **more, extra_body={"seed": seed}
+        ) as stream:  # the client's own assembly agrees
             assert [o.type for o in stream.get_final_response().output] == [o.type for o in final.output]
 
 
 def test_calls_and_their_results(client: openai.OpenAI) -> None:
-    found = client.responses.create(**ASKED, tools=[TOOL], tool_choice={"type": "function", "name": "look"}, extra_body={"seed": 3})
+    found = client.responses.create(
+        **ASKED, tools=[TOOL], tool_choice={"type": "function", "name": "look"}, extra_body={"seed": 3}
+    )
     (call,) = found.output
     assert call.type == "function_call"
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
@@ -73,12 +81,17 @@ def test_calls_and_their_results(client: openai.OpenAI) -> None:
         call.to_dict(),
         {"type": "function_call_output", "call_id": call.call_id, "output": "seen"},
     ]
-    assert client.responses.create(model="demo-gemma3", input=items, tools=[TOOL], tool_choice="none").output_text == "some text."
+    assert (
+        client.responses.create(model="demo-gemma3", input=items, tools=[TOOL], tool_choice="none").output_text
+        == "some text."
+    )
 
 
 def test_a_schema(client: openai.OpenAI) -> None:
     shape: Any = {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}}
-    jsonschema.validate(json.loads(client.responses.create(**ASKED, text=shape, extra_body={"seed": 4}).output_text), SCHEMA)
+    jsonschema.validate(
+        json.loads(client.responses.create(**ASKED, text=shape, extra_body={"seed": 4}).output_text), SCHEMA
+    )
 
 
 @pytest.mark.parametrize(

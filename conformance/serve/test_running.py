@@ -1,4 +1,5 @@
-"""What a request brings as its reader takes it, and the bytes of a connection: with handles whose news the test decides."""
+"""What a request brings as its reader takes it, and the bytes of a connection: with handles whose news the test
+decides."""
 
 from __future__ import annotations
 

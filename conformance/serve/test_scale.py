@@ -48,7 +48,9 @@ def repr_of(body: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'{"model": "m"}', b'"text"', b"[" * 100_000, b"\xff\xfe", b'{"prompt": null}'], ids=repr_of
+    "body",
+    [b"", b"{", b"[]", b'{"model": "m"}', b'"text"', b"[" * 100_000, b"\xff\xfe", b'{"prompt": null}'],
+    ids=repr_of,
 )
 def test_what_is_no_request_for_text_has_no_beginning(body: bytes) -> None:
     assert beginning("/v1/completions", body) == ""
@@ -294,7 +296,18 @@ def test_bodies_are_bounded_and_figures_name_their_replica() -> None:
     with_front(test, settings=Settings(max_body=100))
 
 
-PATHS = ["/", "/health", "/ready", "/metrics", "/v1/models", "/page/page.css", "/nowhere", "/-/healthz", "/-/routes", "/a%0Ab"]
+PATHS = [
+    "/",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/v1/models",
+    "/page/page.css",
+    "/nowhere",
+    "/-/healthz",
+    "/-/routes",
+    "/a%0Ab",
+]
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "DELETE"])
@@ -302,7 +315,9 @@ def test_no_path_is_answered_under_an_unknown_name_or_two(method: str) -> None:
     async def test(client: httpx.AsyncClient, front: Front, fakes: list[Fake]) -> None:
         for path in PATHS:
             assert (await client.request(method, path, headers=[("host", "rebound.example")])).status_code == 403
-            assert (await client.request(method, path, headers=[("host", "front"), ("host", "front")])).status_code == 400
+            assert (
+                await client.request(method, path, headers=[("host", "front"), ("host", "front")])
+            ).status_code == 400
         assert not any(f.calls for f in fakes)
         assert (await client.get("/health")).json() == {"status": "alive", "replicas": 2, "down": []}
         assert (await client.get("/nowhere")).json()["error"]["code"] == "unknown_url"  # a replica's answer

@@ -44,20 +44,24 @@ def text_of(schema: dict[str, Any], seed: int, most: int = 3000) -> str | None:
 
 scalars = st.one_of(
     st.builds(
-        lambda a, b: {"type": "string", "minLength": min(a, b), "maxLength": max(a, b)}, st.integers(0, 9), st.integers(0, 9)
+        lambda a, b: {"type": "string", "minLength": min(a, b), "maxLength": max(a, b)},
+        st.integers(0, 9),
+        st.integers(0, 9),
     ),
     st.just({"type": "string"}),
     st.just({"type": "string", "pattern": "^[a-z]{1,6}-[0-9]{2}$"}),
     st.sampled_from([{"type": "string", "format": f} for f in ("date", "uuid", "ipv4", "time")]),
     st.builds(
-        lambda a, b: {"type": "integer", "minimum": min(a, b), "maximum": max(a, b)}, st.integers(-99, 99), st.integers(-99, 99)
+        lambda a, b: {"type": "integer", "minimum": min(a, b), "maximum": max(a, b)},
+        st.integers(-99, 99),
+        st.integers(-99, 99),
     ),
     st.builds(lambda a: {"type": "number", "exclusiveMinimum": a, "maximum": a + 7}, st.integers(-50, 50)),
     st.just({"type": "boolean"}),
     st.just({"type": "null"}),
-    st.lists(st.one_of(st.text('ab"\\\n\u00e9', max_size=4), st.integers(-5, 5), st.none()), min_size=1, max_size=4).map(
-        lambda v: {"enum": v}
-    ),
+    st.lists(
+        st.one_of(st.text('ab"\\\n\u00e9', max_size=4), st.integers(-5, 5), st.none()), min_size=1, max_size=4
+    ).map(lambda v: {"enum": v}),
     st.one_of(st.integers(), st.text(max_size=3), st.booleans()).map(lambda v: {"const": v}),
 )
 
@@ -90,10 +94,16 @@ def test_every_answer_validates(schema: dict[str, Any], seed: int) -> None:
 
 def test_references_and_free_objects() -> None:
     tree = {
-        "$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
-                           "required": ["v"], "additionalProperties": False}},
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
+                "required": ["v"],
+                "additionalProperties": False,
+            }
+        },
         "$ref": "#/$defs/node",
-    }  # fmt: skip
+    }
     for seed in range(10):
         for schema in (tree, {"type": "object"}):
             text = text_of(schema, seed)
@@ -104,7 +114,12 @@ def test_references_and_free_objects() -> None:
 def test_whitespace_is_bounded() -> None:
     """Wherever blanks are allowed, at most a new line and sixteen spaces come before something else must."""
     tokenizer, made = grammars()
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     constraint = made.constraint(answer_larks(schema, True), "x")
     for token in tokenizer.encode("{", bos=False):
         constraint.accept(token)
@@ -134,7 +149,8 @@ def test_masks_are_words_of_the_matrix_and_copies_go_on_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [{"type": "nothing"}, {"$ref": "#/no/where"}, {"$ref": "http://x.example/s"}, {"type": "string", "pattern": "("}]
+    "schema",
+    [{"type": "nothing"}, {"$ref": "#/no/where"}, {"$ref": "http://x.example/s"}, {"type": "string", "pattern": "("}],
 )
 def test_schemas_that_cannot_be_used_are_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match="the schema cannot be used") as caught:
@@ -143,8 +159,12 @@ def test_schemas_that_cannot_be_used_are_refused(schema: dict[str, Any]) -> None
 
 
 def test_over_http() -> None:
-    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}, "n": {"type": "integer"}},
-              "required": ["name", "n"], "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "n": {"type": "integer"}},
+        "required": ["name", "n"],
+        "additionalProperties": False,
+    }
     hi = {"messages": [{"role": "user", "content": "Hi"}]}
     with running(lambda: ScriptedModel(Script())) as server:
         for seed in range(5):
@@ -156,14 +176,19 @@ def test_over_http() -> None:
             }
             for choice in server.post("/v1/chat/completions", asked).json()["choices"]:
                 jsonschema.validate(json.loads(choice["message"]["content"]), schema)
-        answer = server.post("/v1/chat/completions", {**hi, "seed": 1, "response_format": {"type": "json_object"}}).json()[
-            "choices"
-        ][0]
+        answer = server.post(
+            "/v1/chat/completions", {**hi, "seed": 1, "response_format": {"type": "json_object"}}
+        ).json()["choices"][0]
         if answer["finish_reason"] == "stop":
             assert isinstance(json.loads(answer["message"]["content"]), dict)
         shape = {"name": "s", "schema": {"type": "nothing"}, "strict": True}
-        refused = server.post("/v1/chat/completions", {**hi, "response_format": {"type": "json_schema", "json_schema": shape}})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format.json_schema.schema.type")
+        refused = server.post(
+            "/v1/chat/completions", {**hi, "response_format": {"type": "json_schema", "json_schema": shape}}
+        )
+        assert (refused.status_code, refused.json()["error"]["param"]) == (
+            400,
+            "response_format.json_schema.schema.type",
+        )
 
 
 def test_a_server_without_llguidance_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +196,9 @@ def test_a_server_without_llguidance_says_what_is_missing(monkeypatch: pytest.Mo
     assert "pip install" in (processes.missing() or "")
     with running(lambda: ScriptedModel(Script())) as server:
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
-        for more in ({"response_format": {"type": "json_object"}}, {"tools": [{"type": "function", "function": {"name": "look"}}]}):
+        for more in (
+            {"response_format": {"type": "json_object"}},
+            {"tools": [{"type": "function", "function": {"name": "look"}}]},
+        ):
             answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **more})
             assert answer.status_code == 400 and "llguidance" in answer.json()["error"]["message"]

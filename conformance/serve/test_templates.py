@@ -1,5 +1,5 @@
-"""Conversations with tools through templates in the checkpoints' own style (conformance/data/templates), from the request to token
-ids: marks are the template's alone, whatever a message, a call or a result holds."""
+"""Conversations with tools through templates in the checkpoints' own style (conformance/data/templates), from the
+request to token ids: marks are the template's alone, whatever a message, a call or a result holds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ def said(ids: list[int], t: Tokenizer) -> str:
 
 
 def conversation(text: str, result: str, argument: str) -> list[dict[str, Any]]:
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": f'{{"city": "{argument}", "days": 2}}'}}
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "weather", "arguments": f'{{"city": "{argument}", "days": 2}}'},
+    }
     return [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": text},

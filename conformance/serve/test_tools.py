@@ -38,11 +38,18 @@ RAW = [
         "plan",
         {"steps": {"type": "array", "items": {"$ref": "#/$defs/step"}}, "ok": {"type": "boolean"}},
         [],
-        **{"$defs": {"step": {"type": "object", "properties": {"s": {"type": "string"}, "then": {"$ref": "#/$defs/step"}},
-                              "additionalProperties": False}}},
+        **{
+            "$defs": {
+                "step": {
+                    "type": "object",
+                    "properties": {"s": {"type": "string"}, "then": {"$ref": "#/$defs/step"}},
+                    "additionalProperties": False,
+                }
+            }
+        },
     ),
     {"type": "function", "function": {"name": "now"}},
-]  # fmt: skip
+]
 TOOLS = [f for t in RAW if (f := Tool.model_validate(t).function)]
 
 
@@ -67,7 +74,8 @@ def family(name: str) -> tuple[Tokenizer, Grammars, Format]:
 def read(
     kind: Format, offered: Offer, tokenizer: Tokenizer, ids: list[int], seed: int
 ) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
-    """(content, calls as the reader has them, calls as the deltas make them) of tokens whose text comes late, cut at random."""
+    """(content, calls as the reader has them, calls as the deltas make them) of tokens whose text comes late, cut at
+    random."""
     reader, cut, deltas, text, decoder = kind.reader(offered), random.Random(seed), [], "", StreamDecoder(tokenizer)
     for token in ids:
         text += decoder.push(token)
@@ -79,7 +87,9 @@ def read(
     for call in (c for d in deltas for c in d.get("tool_calls", ())):
         if call["index"] == len(joined):
             assert call["id"] and call["type"] == "function"
-            joined.append({"id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": ""}})
+            joined.append(
+                {"id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": ""}}
+            )
         joined[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     return "".join(d.get("content", "") for d in deltas), reader.calls, joined
 
@@ -87,7 +97,11 @@ def read(
 @pytest.mark.parametrize("name", ["json", "marked"])
 @pytest.mark.parametrize(
     ("offered", "least", "most"),
-    [(Offer(TOOLS), 0, 16), (Offer(TOOLS, required=True), 1, 16), (Offer(TOOLS[:1], required=True, several=False), 1, 1)],
+    [
+        (Offer(TOOLS), 0, 16),
+        (Offer(TOOLS, required=True), 1, 16),
+        (Offer(TOOLS[:1], required=True, several=False), 1, 1),
+    ],
     ids=["auto", "required", "named"],
 )
 def test_what_the_grammar_lets_through_is_read(name: str, offered: Offer, least: int, most: int) -> None:
@@ -115,8 +129,13 @@ def test_what_the_grammar_lets_through_is_read(name: str, offered: Offer, least:
 def test_calls_beside_a_schema() -> None:
     """An answer may be JSON of a schema or a call; references of both lead to where they led."""
     tokenizer, grammars, kind = family("json")
-    schema = {"$defs": {"n": {"type": "string", "maxLength": 4}}, "type": "object", "properties": {"name": {"$ref": "#/$defs/n"}},
-              "required": ["name"], "additionalProperties": False}  # fmt: skip
+    schema = {
+        "$defs": {"n": {"type": "string", "maxLength": 4}},
+        "type": "object",
+        "properties": {"name": {"$ref": "#/$defs/n"}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
     seen = set()
     for seed in range(16):
         constraint = grammars.constraint(kind.larks(Offer(TOOLS), (schema, True)), "tools")
@@ -128,7 +147,9 @@ def test_calls_beside_a_schema() -> None:
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize("text", ["plain", '{"nam', '{"name": "nobody", "parameters": {}}', "[1, 2]", "", '{"name": "weather'])
+@pytest.mark.parametrize(
+    "text", ["plain", '{"nam', '{"name": "nobody", "parameters": {}}', "[1, 2]", "", '{"name": "weather']
+)
 def test_text_that_calls_nothing_is_content(text: str) -> None:
     tokenizer = open_checkpoint(DEMO).tokenizer
     content, calls, _ = read(JSON, Offer(TOOLS), tokenizer, tokenizer.encode(text, bos=False), 1)
@@ -139,12 +160,17 @@ ROME = '{"city": "Rome", "kind": "dry"}'
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Weather in Rome?"},
-    {"role": "assistant", "content": None,
-     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": ROME}},
-                    {"id": "b", "type": "function", "function": {"name": "now", "arguments": ""}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "weather", "arguments": ROME}},
+            {"id": "b", "type": "function", "function": {"name": "now", "arguments": ""}},
+        ],
+    },
     {"role": "tool", "tool_call_id": "a", "content": "sunny"},
     {"role": "tool", "tool_call_id": "b", "content": "noon"},
-]  # fmt: skip
+]
 
 
 def test_a_conversation_that_ends_on_results() -> None:
@@ -153,7 +179,9 @@ def test_a_conversation_that_ends_on_results() -> None:
     assert tools is None and [t["role"] for t in turns] == ["system", "user", "assistant", "user"]
     assert turns[3]["content"] == "Result of weather:\nsunny\n\nResult of now:\nnoon"
     constraint = family("json")[1].constraint(JSON.larks(Offer(TOOLS), (None, False)), "tools")
-    for token in family("json")[0].encode(turns[2]["content"], bos=False):  # it is written as the model itself writes it
+    for token in family("json")[0].encode(
+        turns[2]["content"], bos=False
+    ):  # it is written as the model itself writes it
         assert family("json")[0] and (constraint.mask()[token // 32] >> (token % 32)) & 1  # type: ignore[index]
         constraint.accept(token)
     _, _, kind = family("marked")
@@ -167,7 +195,13 @@ def test_a_conversation_that_ends_on_results() -> None:
     ("messages", "param"),
     [
         ([{"role": "tool", "tool_call_id": "x", "content": "y"}], "messages[0].tool_call_id"),
-        ([*CONVERSATION[:2], {**CONVERSATION[2], "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1"}}]}], None),
+        (
+            [
+                *CONVERSATION[:2],
+                {**CONVERSATION[2], "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1"}}]},
+            ],
+            None,
+        ),
     ],
 )
 def test_results_and_arguments_that_cannot_be(messages: list[Any], param: str | None) -> None:
@@ -204,12 +238,21 @@ def test_the_official_client_gets_calls_whole_and_streamed() -> None:
                 for call in chunk.choices[0].delta.tool_calls or ():
                     name, arguments = streamed.setdefault(call.index, ["", ""])
                     assert call.function is not None
-                    streamed[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
+                    streamed[call.index] = [
+                        name + (call.function.name or ""),
+                        arguments + (call.function.arguments or ""),
+                    ]
                 finish = chunk.choices[0].finish_reason or finish
             calls = whole.message.tool_calls
             assert calls and finish == "tool_calls"
             assert list(streamed.values()) == [[c.function.name, c.function.arguments] for c in calls]  # type: ignore[union-attr]
             back: Callable[..., Any] = client.chat.completions.create
-            turns = [*asked["messages"], whole.message, *({"role": "tool", "tool_call_id": c.id, "content": "4"} for c in calls)]
-            assert back(**{**asked, "messages": turns, "tool_choice": "none"}).choices[0].message.content == "some text."
+            turns = [
+                *asked["messages"],
+                whole.message,
+                *({"role": "tool", "tool_call_id": c.id, "content": "4"} for c in calls),
+            ]
+            assert (
+                back(**{**asked, "messages": turns, "tool_choice": "none"}).choices[0].message.content == "some text."
+            )
         assert found > 3

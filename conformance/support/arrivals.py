@@ -1,4 +1,5 @@
-"""A state machine of requests that come and go on a real engine, with faults of devices, drafts, consumers and readers."""
+"""A state machine of requests that come and go on a real engine, with faults of devices, drafts, consumers and
+readers."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Faulty:
 
 
 class Arrivals(RuleBasedStateMachine):
-    """Requests with shared prefixes that come, are cancelled, dropped and left, on an engine whose blocks are few, with faults."""
+    """Requests with shared prefixes that come, are cancelled, dropped and left, on an engine whose blocks are few, with
+    faults."""
 
     made: Stepped
     wanted: dict[tuple[int, ...], list[int]]
@@ -99,8 +101,8 @@ class Arrivals(RuleBasedStateMachine):
 
     @rule(**PROMPTS, pieces=st.integers(1, 3), way=st.sampled_from(["closes", "raises", "drops", "stops"]))
     def read_some(self, prefix: int, own: int, count: int, pieces: int, way: str) -> None:
-        """Somebody runs a text's passes, and those of all others, piece by piece, and then goes away; or stops, and others run
-        them from then on."""
+        """Somebody runs a text's passes, and those of all others, piece by piece, and then goes away; or stops, and
+        others run them from then on."""
         TOTALS["steps"] += 1
         TOTALS[f"a reader {way}"] += 1
         ids = prompt_of(prefix, own)
@@ -167,8 +169,8 @@ class Arrivals(RuleBasedStateMachine):
 
     @rule(after=st.integers(0, 5), beside=st.booleans())
     def fail_to_draft(self, after: int, beside: bool) -> None:
-        """The draft's device goes away in the midst of its passes, perhaps of those beside a verification: no text has to do
-        with that."""
+        """The draft's device goes away in the midst of its passes, perhaps of those beside a verification: no text has
+        to do with that."""
         TOTALS["steps"] += 1
         draft, left = self.made.draft, [after]
         if draft is None or draft is not self.made.serving.drafting.drafter:  # type: ignore[union-attr]

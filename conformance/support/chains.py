@@ -24,24 +24,79 @@ ATTENTION = ("decode_attention", {**{name: name for name in TAKEN}, "o": "attend
 # The end of a layer of AltUp's streams, and the next one's prediction.
 STREAM_STEPS = (
     ("altup_add", {"corrected": "c", "a": "j", "w_post": "w_post", "streams": "s"}),
-    ("altup_predict", {"streams": "s", "w_router_norm": "w_router_norm", "w_router": "w_router", "w_predict": "w_predict",
-                       "w_norm": "w_norm", "predicted": "p", "normed": "n", "y": "y"}),
-)  # fmt: skip
+    (
+        "altup_predict",
+        {
+            "streams": "s",
+            "w_router_norm": "w_router_norm",
+            "w_router": "w_router",
+            "w_predict": "w_predict",
+            "w_norm": "w_norm",
+            "predicted": "p",
+            "normed": "n",
+            "y": "y",
+        },
+    ),
+)
 # A layer's correction of AltUp's streams, and its own input.
 GATE_STEPS = (
-    ("altup_correct", {"a": "m", "residual": "r", "w_post": "w_post", "predicted": "p", "w_router_norm": "w_router_norm",
-                       "w_router": "w_router", "w_correct": "w_correct", "w_scale": "w_scale", "corrected": "c", "y": "g"}),
+    (
+        "altup_correct",
+        {
+            "a": "m",
+            "residual": "r",
+            "w_post": "w_post",
+            "predicted": "p",
+            "w_router_norm": "w_router_norm",
+            "w_router": "w_router",
+            "w_correct": "w_correct",
+            "w_scale": "w_scale",
+            "corrected": "c",
+            "y": "g",
+        },
+    ),
     ("per_layer_input", {"x": "g", "w_gate": "w_gate", "ple": "ple", "w_proj": "w_proj", "h": "i", "y": "j"}),
-)  # fmt: skip
+)
 # A product and what adds its parts up, and that alone.
-LAUREL = ("laurel_add", {"a": "a", "laurel": "l", "predicted": "p", "normed": "n", "w_post": "w_post", "w_laurel": "w_laurel",
-                         "w_next": "w_next", "sum": "s", "y": "y"})  # fmt: skip
+LAUREL = (
+    "laurel_add",
+    {
+        "a": "a",
+        "laurel": "l",
+        "predicted": "p",
+        "normed": "n",
+        "w_post": "w_post",
+        "w_laurel": "w_laurel",
+        "w_next": "w_next",
+        "sum": "s",
+        "y": "y",
+    },
+)
 SUM_STEPS = (
-    STEPS[:2], STEPS[2:4], OWN_STEPS[2:4], (STEPS[0], LAUREL), (STEPS[2], GATE_STEPS[0]), STEPS[1:2], OWN_STEPS[3:4], (LAUREL,),
+    STEPS[:2],
+    STEPS[2:4],
+    OWN_STEPS[2:4],
+    (STEPS[0], LAUREL),
+    (STEPS[2], GATE_STEPS[0]),
+    STEPS[1:2],
+    OWN_STEPS[3:4],
+    (LAUREL,),
     GATE_STEPS[:1],
-)  # fmt: skip
+)
 CHAINS = {
     tuple(op for op, _ in steps): steps
-    for steps in (STEPS, STEPS[:-1], OWN_STEPS, OWN_STEPS[:-1], STREAM_STEPS, GATE_STEPS, (*STEPS, ATTENTION),
-                  (*OWN_STEPS, ATTENTION), *SUM_STEPS, (STEPS[4], ATTENTION), (QUERIES, ATTENTION), (ATTENTION,))
+    for steps in (
+        STEPS,
+        STEPS[:-1],
+        OWN_STEPS,
+        OWN_STEPS[:-1],
+        STREAM_STEPS,
+        GATE_STEPS,
+        (*STEPS, ATTENTION),
+        (*OWN_STEPS, ATTENTION),
+        *SUM_STEPS,
+        (STEPS[4], ATTENTION),
+        (QUERIES, ATTENTION),
+        (ATTENTION,),
+    )
 }

@@ -24,8 +24,8 @@ from hybrid.spec.schedule import Schedule
 T = TypeVar("T")
 BACKENDS: tuple[BackendName, ...] = ("cpu", "vulkan")
 INTERPRETED = "interpreted"
-"""A backend beside these, and a value of HYBRID_VULKAN_DEVICE: a Vulkan device whose kernels NumPy runs, as on a GPU with matrix
-units (conformance/harness/interpreter)."""
+"""A backend beside these, and a value of HYBRID_VULKAN_DEVICE: a Vulkan device whose kernels NumPy runs, as on a GPU
+with matrix units (conformance/harness/interpreter)."""
 SHARE = 16
 """In the short profile one test of matrix units in so many is interpreted."""
 OP_BACKENDS: tuple[BackendName, ...] = (*BACKENDS, "npu")  # the NPU runs single operations, in the simulator
@@ -87,11 +87,11 @@ def _close_kept() -> None:
 
 
 def shared_device(backend: str, **options: Any) -> Any:
-    """A device for a test that has no need of a VkDevice of its own: on Vulkan a sibling of one that the process keeps, so that
-    each pipeline is built once and not by everything that is opened (30 ms and more with its machine code cached). In the short
-    profile validation layers do not watch it, a fifth of what its tests take: they watch commands' whole models, every operation
-    and the runtime's tests. options: those of VulkanDevice that a sibling may have of its own. Skips or fails as open_backend
-    does."""
+    """A device for a test that has no need of a VkDevice of its own: on Vulkan a sibling of one that the process keeps,
+    so that each pipeline is built once and not by everything that is opened (30 ms and more with its machine code
+    cached). In the short profile validation layers do not watch it, a fifth of what its tests take: they watch
+    commands' whole models, every operation and the runtime's tests. options: those of VulkanDevice that a sibling may
+    have of its own. Skips or fails as open_backend does."""
     if backend != "vulkan":
         return open_backend(backend, **options)
     if _kept and _kept[0]._queue.gone is not None:  # a loss is of all
@@ -102,7 +102,8 @@ def shared_device(backend: str, **options: Any) -> Any:
 
 
 def for_model(backend: str, schedule: Schedule | None = None) -> Opened:
-    """What hybrid.load takes as the device: a shared one. With a schedule, beside sim-npu1 where that places steps on it."""
+    """What hybrid.load takes as the device: a shared one. With a schedule, beside sim-npu1 where that places steps on
+    it."""
     device = shared_device(backend)
     opened = Opened(device, device)
     return opened if schedule is None else beside(opened, schedule, "sim")
@@ -130,7 +131,11 @@ def planned_on(dry: Any) -> dict[str, Any]:
     """Footprint's arguments for a device as kernels.vulkan.dry records for it."""
     from hybrid.kernels.vulkan.dry import scratch_bytes
 
-    return {"capabilities": capabilities_of(dry.has), "beside": lambda plan: scratch_bytes(plan, dry), "again": dry.second_layout}
+    return {
+        "capabilities": capabilities_of(dry.has),
+        "beside": lambda plan: scratch_bytes(plan, dry),
+        "again": dry.second_layout,
+    }
 
 
 def without_vulkan(error: Exception) -> NoReturn:
@@ -173,8 +178,9 @@ def is_interpreted(device: Any) -> bool:
 
 
 class MatrixDevices:
-    """devices(**options) -> a Vulkan device with matrix units, whose kernels the test is about: this machine's, else the
-    interpreter's on the driver that is here. The short profile interprets a share of the tests, which changes with the kernels."""
+    """devices(**options) -> a Vulkan device with matrix units, whose kernels the test is about: this machine's, else
+    the interpreter's on the driver that is here. The short profile interprets a share of the tests, which changes with
+    the kernels."""
 
     def __init__(self, devices: Devices, test: str) -> None:
         self.devices, self.test = devices, test

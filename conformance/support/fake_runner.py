@@ -1,9 +1,10 @@
 """A device for the scheduler's tests: it has a memory, block tables and a next token for each slot, and runs passes.
 
 A row reads what its sequence's table says is in the cache: of groups that see everything every earlier position, of the
-others the window. What it writes, and the token it chooses, depend on every value it has read. So a wrong block, one that
-was given to somebody else too early, a stale one, a wrong position or a wrong token changes every token after it. What
-nobody has written is garbage, and so is, to others, what a sequence writes in the same pass: on a device it may be there or not.
+others the window. What it writes, and the token it chooses, depend on every value it has read. So a wrong block, one
+that was given to somebody else too early, a stale one, a wrong position or a wrong token changes every token after it.
+What nobody has written is garbage, and so is, to others, what a sequence writes in the same pass: on a device it may be
+there or not.
 """
 
 from __future__ import annotations
@@ -76,8 +77,12 @@ class Runner:
     def lose(self) -> None:
         """Everything in memory is lost."""
         slots, table = self.shape
-        self.memory = {g.name: [[self._noise() for _ in range(self.block)] for _ in range(g.blocks)] for g in self.groups}
-        self.tables = {g.name: [[self._noise() % g.blocks for _ in range(table)] for _ in range(slots)] for g in self.groups}
+        self.memory = {
+            g.name: [[self._noise() for _ in range(self.block)] for _ in range(g.blocks)] for g in self.groups
+        }
+        self.tables = {
+            g.name: [[self._noise() % g.blocks for _ in range(table)] for _ in range(slots)] for g in self.groups
+        }
         self.next = [(self._noise() % VOCAB, self._noise()) for _ in range(slots)]
 
     def run(self, done: Pass) -> tuple[list[int], list[int]]:
@@ -116,20 +121,27 @@ class Runner:
                 self.next[slot] = (picked[n - 1], start + len(ids) - wants + n)
         for (group, block, offset), value in written.items():
             self.memory[group][block][offset] = value
-        assert sum(len(run.ids or (0,)) for run in done.runs) == done.rows and sum(run.wants for run in done.runs) == done.outs
+        assert (
+            sum(len(run.ids or (0,)) for run in done.runs) == done.rows
+            and sum(run.wants for run in done.runs) == done.outs
+        )
         self.passes += 1
         return tokens, counts
 
     def _place(self, group: Group, slot: int, position: int) -> Place:
         return group.name, self.tables[group.name][slot][position // self.block], position % self.block
 
-    def _read(self, group: Group, slot: int, position: int, whose: dict[Place, int], written: dict[Place, int]) -> tuple[int, ...]:
+    def _read(
+        self, group: Group, slot: int, position: int, whose: dict[Place, int], written: dict[Place, int]
+    ) -> tuple[int, ...]:
         """What a row sees of its sequence."""
         memory, found = self.memory[group.name], []
         for p in range(max(0, position - group.window + 1) if group.window else 0, position):
             place = self._place(group, slot, p)
             writer = whose.get(place)
-            found.append(memory[place[1]][place[2]] if writer is None else written[place] if writer == slot else self._noise())
+            found.append(
+                memory[place[1]][place[2]] if writer is None else written[place] if writer == slot else self._noise()
+            )
         return tuple(found)
 
     def _noise(self) -> int:
@@ -156,8 +168,14 @@ class Uneven(Turns):
 class Loop:
     """A scheduler with its runner, one pass after another."""
 
-    def __init__(self, groups: Sequence[Group], block: int, limits: Limits, clock: Callable[[], float] = float,
-                 turns: Turns | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        block: int,
+        limits: Limits,
+        clock: Callable[[], float] = float,
+        turns: Turns | None = None,
+    ) -> None:
         blocks = Blocks(groups, block)
         self.scheduler = Scheduler(blocks, limits, clock, turns=turns)
         self.runner = Runner(blocks.groups, block, limits.slots, -(-limits.ctx // block))

@@ -30,12 +30,26 @@ class Size:
 
     def hparams(self, **changes: Any) -> HParams:
         values: dict[str, Any] = {
-            "family": "gemma3", "n_layers": self.layers, "hidden": self.hidden, "ffn": self.ffn, "n_heads": self.heads,
-            "n_kv_heads": self.kv_heads, "head_dim": self.head_dim, "vocab": self.vocab, "context_length": self.context,
-            "window": self.window, "layer_is_global": tuple(i % 6 == 5 for i in range(self.layers)),
-            "rope_theta_global": 1e6, "rope_theta_local": 1e4, "rope_factor": self.factor,
-            "attention_scale": self.query**-0.5, "eps": 1e-6, "softcap": 0.0, "embed_scale": self.hidden**0.5, "tied": True,
-        }  # fmt: skip
+            "family": "gemma3",
+            "n_layers": self.layers,
+            "hidden": self.hidden,
+            "ffn": self.ffn,
+            "n_heads": self.heads,
+            "n_kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab": self.vocab,
+            "context_length": self.context,
+            "window": self.window,
+            "layer_is_global": tuple(i % 6 == 5 for i in range(self.layers)),
+            "rope_theta_global": 1e6,
+            "rope_theta_local": 1e4,
+            "rope_factor": self.factor,
+            "attention_scale": self.query**-0.5,
+            "eps": 1e-6,
+            "softcap": 0.0,
+            "embed_scale": self.hidden**0.5,
+            "tied": True,
+        }
         return gemma3_hparams(**(values | changes))
 
 
@@ -53,20 +67,39 @@ def published_config(size: Size) -> dict[str, Any]:
     class defaults (4b: five fields)."""
     if not size.multimodal:
         return {
-            "model_type": "gemma3_text", "hidden_size": size.hidden, "intermediate_size": size.ffn,
-            "num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads,
-            "head_dim": size.head_dim, "vocab_size": size.vocab, "max_position_embeddings": size.context,
-            "sliding_window": size.window, "sliding_window_pattern": 6, "rms_norm_eps": 1e-6,
-            "query_pre_attn_scalar": size.query, "rope_theta": 1000000, "rope_local_base_freq": 10000,
-            "rope_scaling": None, "final_logit_softcapping": None, "attn_logit_softcapping": None,
-            "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "torch_dtype": "bfloat16",
-            "bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": 0,
-        }  # fmt: skip
+            "model_type": "gemma3_text",
+            "hidden_size": size.hidden,
+            "intermediate_size": size.ffn,
+            "num_hidden_layers": size.layers,
+            "num_attention_heads": size.heads,
+            "num_key_value_heads": size.kv_heads,
+            "head_dim": size.head_dim,
+            "vocab_size": size.vocab,
+            "max_position_embeddings": size.context,
+            "sliding_window": size.window,
+            "sliding_window_pattern": 6,
+            "rms_norm_eps": 1e-6,
+            "query_pre_attn_scalar": size.query,
+            "rope_theta": 1000000,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attention_bias": False,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 2,
+            "eos_token_id": [1, 106],
+            "pad_token_id": 0,
+        }
     text: dict[str, Any] = {
-        "model_type": "gemma3_text", "hidden_size": size.hidden, "intermediate_size": size.ffn,
-        "num_hidden_layers": size.layers, "sliding_window": size.window,
+        "model_type": "gemma3_text",
+        "hidden_size": size.hidden,
+        "intermediate_size": size.ffn,
+        "num_hidden_layers": size.layers,
+        "sliding_window": size.window,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    }  # fmt: skip
+    }
     if size.name != "4b":
         text |= {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads}
     if size.name == "27b":
@@ -78,11 +111,16 @@ def published_config(size: Size) -> dict[str, Any]:
 def gguf_metadata(size: Size, writer: str) -> dict[str, Any]:
     """Metadata of architecture gemma3 as `writer` (llama.cpp or ollama) leaves it."""
     common = {
-        "context_length": size.context, "embedding_length": size.hidden, "block_count": size.layers,
-        "feed_forward_length": size.ffn, "attention.head_count": size.heads, "attention.head_count_kv": size.kv_heads,
-        "attention.key_length": size.head_dim, "attention.value_length": size.head_dim,
+        "context_length": size.context,
+        "embedding_length": size.hidden,
+        "block_count": size.layers,
+        "feed_forward_length": size.ffn,
+        "attention.head_count": size.heads,
+        "attention.head_count_kv": size.kv_heads,
+        "attention.key_length": size.head_dim,
+        "attention.value_length": size.head_dim,
         "attention.sliding_window": size.window,
-    }  # fmt: skip
+    }
     if writer == "llama.cpp":
         common |= {"attention.layer_norm_rms_epsilon": 9.999999974752427e-07, "rope.freq_base": 1e6}
         if size.factor != 1:

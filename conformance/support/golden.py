@@ -1,10 +1,11 @@
-"""What a demonstration model must give, computed in float64 by the plain references from exactly the numbers in its file:
+"""What a demonstration model must give, computed in float64 by the plain references from exactly the numbers in its
+file:
 
     python -m conformance.support.golden models/demo-gemma4-q8_0.gguf conformance/data/demo-gemma4
 
-reads the prompts of conformance/data/demo-gemma3/golden.json, and writes golden.json (ids, greedy continuations, held-out loss)
-and golden.npz (logits: of the last position, of a long prompt also of the first and the middle one). Each continuation is
-proposed by the device `cpu` in float32 and taken only if every choice is the reference's.
+reads the prompts of conformance/data/demo-gemma3/golden.json, and writes golden.json (ids, greedy continuations,
+held-out loss) and golden.npz (logits: of the last position, of a long prompt also of the first and the middle one).
+Each continuation is proposed by the device `cpu` in float32 and taken only if every choice is the reference's.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from conformance.support.paths import DATA
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 
 FORWARD: dict[str, Callable[[Checkpoint, Sequence[int]], tuple[np.ndarray, np.ndarray]]] = {
-    "gemma3": plain_gemma3.forward, "gemma3n": plain_gemma3n.forward, "gemma4": plain_gemma4.forward,
-}  # fmt: skip
+    "gemma3": plain_gemma3.forward,
+    "gemma3n": plain_gemma3n.forward,
+    "gemma4": plain_gemma4.forward,
+}
 GREEDY, MAX_DOC, DOCS, MANY = 48, 512, 12, 100
 HELD_OUT = DATA / "demo-gemma3" / "held-out.txt"
 
@@ -42,8 +45,9 @@ def nats(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
 
 
 def shifted(before: np.ndarray, after: np.ndarray, bound: float) -> bool:
-    """Whether the nats of the same predictions, f64 [n] each, differ in the mean by more than `bound`. Few predictions move it by
-    chance, differently with each processor's products: two standard errors of the mean difference are allowed beside the bound."""
+    """Whether the nats of the same predictions, f64 [n] each, differ in the mean by more than `bound`. Few predictions
+    move it by chance, differently with each processor's products: two standard errors of the mean difference are
+    allowed beside the bound."""
     moved = after - before
     return bool(abs(moved.mean()) > bound + 2 * moved.std() / np.sqrt(moved.size))
 

@@ -1,5 +1,5 @@
-"""A fused group's steps as one plan on a device, and their judgement: each by its own operation's definition, on what the group's
-dispatches left in memory."""
+"""A fused group's steps as one plan on a device, and their judgement: each by its own operation's definition, on what
+the group's dispatches left in memory."""
 
 from __future__ import annotations
 
@@ -33,10 +33,18 @@ def cases(sizes: Mapping[str, int], w: str, rows: int, act: str, seed: int, live
         binds = (*first, {**h, "P": n["own"], "E": 3 * n["own"]}, h, {**t, "K": n["hidden"], "N": n["hq"] * n["d"]})
         dtypes[4:] = [{"x": act, "w_gate": w, "w_proj": w, "h": act}, {"y": act}, product]
     return [
-        Case(op, bind, dict(SPECS[op].dtypes(types)), {**SPECS[op].attrs(bind, {}), **attrs.get(i, {})}, live, live, seed=seed + i,
-             style="full")
+        Case(
+            op,
+            bind,
+            dict(SPECS[op].dtypes(types)),
+            {**SPECS[op].attrs(bind, {}), **attrs.get(i, {})},
+            live,
+            live,
+            seed=seed + i,
+            style="full",
+        )
         for i, ((op, _), bind, types) in enumerate(zip(steps, binds, dtypes, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def planned(
@@ -77,7 +85,8 @@ def run(
     device: Any, made: list[Case], given: Mapping[str, Tensor] = {}, others: Sequence[list[Case]] = (), **how: Any
 ) -> int:
     """Run the steps as one plan, twice from different poison, and judge each on what it finds in memory. Returns the
-    plan's dispatches. `given`: other values of tensors; `others`: more layers, behind; `how`: planned()'s order and swaps."""
+    plan's dispatches. `given`: other values of tensors; `others`: more layers, behind; `how`: planned()'s order and
+    swaps."""
     plan, values = planned(made, device.name, **how)
     judged_by = [made[int(step.name[0])] for step in plan.steps]
     plan = beside(plan, values, others, device.name)
@@ -85,9 +94,13 @@ def run(
 
 
 def proved(
-    device: Any, judged_by: Sequence[Case], plan: Plan, values: Mapping[str, Tensor], given: Mapping[str, Tensor] = {},
+    device: Any,
+    judged_by: Sequence[Case],
+    plan: Plan,
+    values: Mapping[str, Tensor],
+    given: Mapping[str, Tensor] = {},
     bindings: Mapping[str, Any] | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """The same of a plan and the case of each of its steps, in their order. `bindings`: of this plan."""
     rows = judged_by[0].rows
     found = []
@@ -102,7 +115,10 @@ def proved(
         found.append({name: device.read(name) for name in plan.tensors})
     for name, decl in plan.tensors.items():
         if rows:
-            _same(f"{name} depends on what its memory held before (unwritten elements, or a race)", *(f[name] for f in found))
+            _same(
+                f"{name} depends on what its memory held before (unwritten elements, or a race)",
+                *(f[name] for f in found),
+            )
         elif name not in values:
             _same(f"{name} was written, of no live row", found[0][name], poisoned(decl, POISON[0]))
     for step, case in zip(plan.steps, judged_by, strict=True) if rows else ():

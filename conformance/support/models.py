@@ -1,4 +1,5 @@
-"""The demonstration checkpoints as tests use them: golden values, the held-out text, open models by device and options."""
+"""The demonstration checkpoints as tests use them: golden values, the held-out text, open models by device and
+options."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ GOLDEN = DATA / "demo-gemma3"
 SHIPPED = ("demo-gemma3", "demo-gemma3n", "demo-gemma4", "demo-gemma3-draft")
 WINDOW, MAX_DOC, DOCS = 128, 512, 12
 BOTH = (4, 5, 6)
-"""Layers of the demonstration model: a local, a global, a local one. What Vulkan's CPU driver takes for float32 products makes a
-model of these worth it where neither depth nor trained text is what a test is about."""
+"""Layers of the demonstration model: a local, a global, a local one. What Vulkan's CPU driver takes for float32
+products makes a model of these worth it where neither depth nor trained text is what a test is about."""
 TABLES = {"embed": "q8_0", "table": "q8_0"}
 """Types of tables beside q4_0 matrices, as published files of Gemma 3n and Gemma 4 have them wider."""
 
@@ -50,7 +51,9 @@ class Golden:
 def golden(name: str = "demo-gemma3") -> tuple[Golden, ...]:
     """What the equations give for the numbers in a shipped file."""
     cases, arrays = json.loads((DATA / name / "golden.json").read_text())["cases"], np.load(DATA / name / "golden.npz")
-    return tuple(Golden(tuple(c["ids"]), tuple(c["greedy"]), c["text"], arrays[f"logits_{i}"]) for i, c in enumerate(cases))
+    return tuple(
+        Golden(tuple(c["ids"]), tuple(c["greedy"]), c["text"], arrays[f"logits_{i}"]) for i, c in enumerate(cases)
+    )
 
 
 @cache
@@ -73,8 +76,8 @@ def prompt(length: int) -> list[int]:
 
 @cache
 def demo(kind: str = "q8_0", name: str = "demo-gemma3", layers: tuple[int, ...] | None = None) -> Path:
-    """A demonstration model as a file: the shipped one, or one of another type or of some of its layers, made of its numbers,
-    which goes when the process ends."""
+    """A demonstration model as a file: the shipped one, or one of another type or of some of its layers, made of its
+    numbers, which goes when the process ends."""
     shipped = MODELS / f"{name}-q8_0.gguf"
     if kind == "q8_0" and not layers:
         return shipped
@@ -88,7 +91,8 @@ def demo(kind: str = "q8_0", name: str = "demo-gemma3", layers: tuple[int, ...] 
 
 
 def cut(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
-    """The model with these of its layers alone, ascending; for families whose tensors each are of one layer or of none."""
+    """The model with these of its layers alone, ascending; for families whose tensors each are of one layer or of
+    none."""
     new = {old: index for index, old in enumerate(layers)}
     entries = {}
     for name, entry in checkpoint.entries.items():
@@ -101,8 +105,8 @@ def cut(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
 
 
 class Models:
-    """get(backend, "q8_0", weights=...) -> an open hybrid.Model, kept for the session. f32, f16: the shipped file, converted while
-    loading. layers: with these of its layers alone."""
+    """get(backend, "q8_0", weights=...) -> an open hybrid.Model, kept for the session. f32, f16: the shipped file,
+    converted while loading. layers: with these of its layers alone."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[Any, ...], hybrid.Model] = {}

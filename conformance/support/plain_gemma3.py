@@ -1,5 +1,5 @@
-"""Gemma 3 in float64 straight from its equations, sharing no code with operations, planner or engine: an independent reference
-for whole models of any shape."""
+"""Gemma 3 in float64 straight from its equations, sharing no code with operations, planner or engine: an independent
+reference for whole models of any shape."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gemma 3n in float64 straight from its equations, sharing no code with operations, planner or engine: an independent reference
-for whole models of any shape. Attention, per-layer inputs and logits are those of plain_gemma4."""
+"""Gemma 3n in float64 straight from its equations, sharing no code with operations, planner or engine: an independent
+reference for whole models of any shape. Attention, per-layer inputs and logits are those of plain_gemma4."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hybrid.checkpoint import Checkpoint
 
 
 def forward(checkpoint: Checkpoint, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(logits [n, vocab], hidden states [layers + 1, n, streams, hidden]) of a token sequence, all positions at once."""
+    """(logits [n, vocab], hidden states [layers + 1, n, streams, hidden]) of a token sequence, all positions at
+    once."""
     m = Plain(checkpoint)
     hp, w, norm = m.hp, m.w, m.norm
     x = m.embedded(ids)

@@ -1,5 +1,5 @@
-"""Gemma 4 (dense) in float64 straight from its equations, sharing no code with operations, planner or engine: an independent
-reference for whole models of any shape. `Plain` holds what Gemma 3n has in common with it."""
+"""Gemma 4 (dense) in float64 straight from its equations, sharing no code with operations, planner or engine: an
+independent reference for whole models of any shape. `Plain` holds what Gemma 3n has in common with it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Plain:
         return self.norm((gelu(x @ self.w(f"{b}.inp_gate").T) * own) @ self.w(f"{b}.proj").T, f"{b}.post_norm")
 
     def attended(self, y: np.ndarray, layer: int, caches: dict[int, tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Attention's output of the normed y [n, hidden]. A layer that owns its keys and values leaves them in `caches`."""
+        """Attention's output of the normed y [n, hidden]. A layer that owns its keys and values leaves them in
+        `caches`."""
         b, own, n = f"blk.{layer}", self.hp.layers[layer], len(y)
         q = self.norm((y @ self.w(f"{b}.attn_q").T).reshape(n, own.n_heads, own.head_dim), f"{b}.attn_q_norm")
         if own.kv_from is None:
@@ -61,7 +62,8 @@ class Plain:
         return o @ self.w(f"{b}.attn_output").T
 
     def _rotate(self, x: np.ndarray, own) -> np.ndarray:  # type: ignore[no-untyped-def]
-        """Half-split RoPE of [n, heads, head_dim] at positions 0..n-1; only the first angles turn where part is rotated."""
+        """Half-split RoPE of [n, heads, head_dim] at positions 0..n-1; only the first angles turn where part is
+        rotated."""
         half, d = own.head_dim // 2, own.head_dim
         turning = int(own.rotated * d / 2)
         rate = np.where(np.arange(half) < turning, own.rope_theta ** (-2 * np.arange(half) / d) / own.rope_factor, 0.0)

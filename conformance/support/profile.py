@@ -1,6 +1,6 @@
-"""Which profile runs (HYBRID_CONFORMANCE): the short one for every change, `long` by hand, `quick` for whoever changes a line
-(`make quick`), or `trial`, that of a mutant (conformance/mutation/trial.py), where one failure is enough and nobody reads
-the smallest."""
+"""Which profile runs (HYBRID_CONFORMANCE): the short one for every change, `long` by hand, `quick` for whoever changes
+a line (`make quick`), or `trial`, that of a mutant (conformance/mutation/trial.py), where one failure is enough and
+nobody reads the smallest."""
 
 import os
 import re

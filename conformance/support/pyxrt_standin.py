@@ -1,6 +1,7 @@
 """A module that imports as `pyxrt` and calls itself an NPU: the simulator's surface behind a hardware device's name.
 
-For tests of what happens on a machine with driver and XRT. Commands find it through `folder_of`, this process through `installed`.
+For tests of what happens on a machine with driver and XRT. Commands find it through `folder_of`, this process through
+`installed`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A model for tests of the server alone: the tokenizer of a real one, texts, pace and failures as the test says. It keeps the
-face of hybrid.model.Model that the server uses, with the engine's own handles."""
+"""A model for tests of the server alone: the tokenizer of a real one, texts, pace and failures as the test says. It
+keeps the face of hybrid.model.Model that the server uses, with the engine's own handles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 @dataclass
 class Script:
-    """What each request does. text: what it says, token by token; ids: these tokens instead, also under a constraint, which must
-    allow them; pause: seconds before each token; error: raised after
+    """What each request does. text: what it says, token by token; ids: these tokens instead, also under a constraint,
+    which must allow them; pause: seconds before each token; error: raised after
     `after` tokens; queue: requests that may be open at a time."""
 
     text: str = "some text."
@@ -46,7 +46,9 @@ class ScriptedModel:
     def __init__(self, script: Script, ctx: int = 512) -> None:
         self.script, self.checkpoint = script, open_checkpoint(DEMO)
         self.device, self.closed, self._open = "scripted", False, 0
-        self.engine = SimpleNamespace(cache=SimpleNamespace(ctx=ctx), precision={}, device=SimpleNamespace(backend="cpu"))
+        self.engine = SimpleNamespace(
+            cache=SimpleNamespace(ctx=ctx), precision={}, device=SimpleNamespace(backend="cpu")
+        )
         self.hparams = self.checkpoint.hparams
         self.eos_ids = self.checkpoint.tokenizer.eos_ids
         self._lock = threading.Lock()
@@ -58,8 +60,12 @@ class ScriptedModel:
         return self.checkpoint.tokenizer.decode(ids)
 
     def metrics(self) -> Metrics:
-        return Metrics(running=self._open, blocks={"all": {"used": 1, "cached": 2, "free": 3}}, finished={"eos": 1},
-                       work=lambda: {"decode": Total(3, 5, 0.25, 1e6, 2e9)})  # fmt: skip
+        return Metrics(
+            running=self._open,
+            blocks={"all": {"used": 1, "cached": 2, "free": 3}},
+            finished={"eos": 1},
+            work=lambda: {"decode": Total(3, 5, 0.25, 1e6, 2e9)},
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -97,7 +103,9 @@ class ScriptedModel:
         text = StreamDecoder(self.checkpoint.tokenizer)
         error: Exception | None = None
         until = time.monotonic() + 60
-        while script.gate is not None and not script.gate.wait(0.01) and not stream.cancelled and time.monotonic() < until:
+        while (
+            script.gate is not None and not script.gate.wait(0.01) and not stream.cancelled and time.monotonic() < until
+        ):
             pass
         for n, token in enumerate(ids):
             if script.error is not None and n == script.after:
@@ -129,8 +137,8 @@ CLOSING = ('"', "]", "}", "0", "<tool_call|>", '<|"|>')
 
 
 def walk(constraint: Constraint, tokenizer: Tokenizer, seed: int, begin: Sequence[int] = ()) -> Iterator[int]:
-    """Token ids that a constraint allows, drawn at random with a leaning towards the end, until it allows an end of text and
-    that is drawn. `begin`: the first ones. AssertionError where the constraint does not allow one of these."""
+    """Token ids that a constraint allows, drawn at random with a leaning towards the end, until it allows an end of
+    text and that is drawn. `begin`: the first ones. AssertionError where the constraint does not allow one of these."""
     draw = random.Random(seed)
     nearer = [i for c in CLOSING if (i := tokenizer.token_id(c)) is not None]
     ends = np.array(sorted(tokenizer.eos_ids))

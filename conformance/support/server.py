@@ -24,17 +24,21 @@ from hybrid.serve.process import configured, listen
 from hybrid.serve.settings import Settings
 
 UNTOUCHED = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
-"""A server has its process to itself and puts its objects in order before requests come, which takes half a second where
-the suite lives; conformance/serve/test_process.py has it do so."""
+"""A server has its process to itself and puts its objects in order before requests come, which takes half a second
+where the suite lives; conformance/serve/test_process.py has it do so."""
 
 
 class Running:
     """A server that answers. `app.state` has its backend; `ended` what it asked the process for."""
 
-    def __init__(self, app: Any, server: uvicorn.Server, address: tuple[str, int], ended: list[tuple[int, str]]) -> None:
+    def __init__(
+        self, app: Any, server: uvicorn.Server, address: tuple[str, int], ended: list[tuple[int, str]]
+    ) -> None:
         self.app, self._server, self.port, self.ended = app, server, address[1], ended
         self.url = "http://{}:{}".format(*address)
-        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False)  # which would read certificates
+        self.http = httpx.Client(
+            base_url=self.url, timeout=60, trust_env=False, verify=False
+        )  # which would read certificates
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         return self.http.post(path, json=body, **more) if body is not None else self.http.post(path, **more)
@@ -93,7 +97,9 @@ def listening_elsewhere() -> Iterator[socket.socket]:
         with listening:
             yield listening
     finally:
-        subprocess.run(["ip", "link", "delete", f"{name}a"], capture_output=True)  # a namespace would keep it for a while
+        subprocess.run(
+            ["ip", "link", "delete", f"{name}a"], capture_output=True
+        )  # a namespace would keep it for a while
         _ip("netns", "delete", name)
 
 

@@ -1,4 +1,5 @@
-"""Serving without its thread, for tests: rounds when the test says so, and the texts of sequences alone to hold its own against."""
+"""Serving without its thread, for tests: rounds when the test says so, and the texts of sequences alone to hold its own
+against."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class Stepped:
         assert sorted(self.engine.tables.free) == list(range(self.engine.cache.slots)), "a slot was kept"
         if (drafting := self.serving.drafting) is not None and drafting.drafter is not None:
             small = drafting.drafter.engine
-            assert not small.positions and not any(small.blocks.used.values()), "the draft follows a sequence that has ended"
+            assert not small.positions and not any(small.blocks.used.values()), (
+                "the draft follows a sequence that has ended"
+            )
 
 
 def alone(engine: Engine, ids: list[int], count: int) -> list[int]:
@@ -62,7 +65,9 @@ def alone(engine: Engine, ids: list[int], count: int) -> list[int]:
     found = list(engine.stream(slot, ids, count))
     engine.wait()
     engine.release(slot)
-    engine.device.write("history", Tensor.of(np.full((1, engine.cache.ctx), 5, np.int32)), slot)  # nobody finds these tokens there
+    engine.device.write(
+        "history", Tensor.of(np.full((1, engine.cache.ctx), 5, np.int32)), slot
+    )  # nobody finds these tokens there
     return found
 
 

@@ -24,20 +24,39 @@ def tiny(**changes: Any) -> HParams:
     """Hyper-parameters of a model of a few thousand weights; any field can be changed."""
     n_layers = changes.get("n_layers", 3)
     values: dict[str, Any] = {
-        "family": "gemma3", "n_layers": n_layers, "hidden": 64, "ffn": 96, "n_heads": 4, "n_kv_heads": 2,
-        "head_dim": 16, "vocab": 320, "context_length": 256, "window": 8,
+        "family": "gemma3",
+        "n_layers": n_layers,
+        "hidden": 64,
+        "ffn": 96,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 16,
+        "vocab": 320,
+        "context_length": 256,
+        "window": 8,
         "layer_is_global": tuple((i + 1) % 2 == 0 for i in range(n_layers)),
-        "rope_theta_global": 1e6, "rope_theta_local": 1e4, "rope_factor": 1.0,
-        "attention_scale": changes.get("head_dim", 16) ** -0.5, "eps": 1e-6, "softcap": 0.0,
-        "embed_scale": changes.get("hidden", 64) ** 0.5, "tied": True,
-    }  # fmt: skip
+        "rope_theta_global": 1e6,
+        "rope_theta_local": 1e4,
+        "rope_factor": 1.0,
+        "attention_scale": changes.get("head_dim", 16) ** -0.5,
+        "eps": 1e-6,
+        "softcap": 0.0,
+        "embed_scale": changes.get("hidden", 64) ** 0.5,
+        "tied": True,
+    }
     return gemma3_hparams(**(values | changes))
 
 
 def gemma3_hparams(
-    *, n_layers: int, layer_is_global: Sequence[bool], window: int, rope_theta_global: float, rope_theta_local: float,
-    rope_factor: float, **values: Any,
-) -> HParams:  # fmt: skip
+    *,
+    n_layers: int,
+    layer_is_global: Sequence[bool],
+    window: int,
+    rope_theta_global: float,
+    rope_theta_local: float,
+    rope_factor: float,
+    **values: Any,
+) -> HParams:
     """A model whose layers differ as Gemma 3's do: in their windows and rotations."""
     shape = {name: values.pop(name) for name in ("ffn", "n_heads", "n_kv_heads", "head_dim")}
     global_ = {"rope_theta": rope_theta_global, "rope_factor": rope_factor}
@@ -56,18 +75,38 @@ def tiny_gemma3n(**changes: Any) -> HParams:
         LayerParams(**own, window=0, rope_theta=1e6, ffn=96, kv_from=2),
     )
     values: dict[str, Any] = {
-        "family": "gemma3n", "hidden": 64, "vocab": 320, "context_length": 256, "layers": layers, "attention_scale": 1.0,
-        "eps": 1e-6, "softcap": 30.0, "embed_scale": 8.0, "tied": True, "n_streams": 4, "laurel_rank": 32,
-        "per_layer_dim": 32, "per_layer_vocab": 310,
-    }  # fmt: skip
+        "family": "gemma3n",
+        "hidden": 64,
+        "vocab": 320,
+        "context_length": 256,
+        "layers": layers,
+        "attention_scale": 1.0,
+        "eps": 1e-6,
+        "softcap": 30.0,
+        "embed_scale": 8.0,
+        "tied": True,
+        "n_streams": 4,
+        "laurel_rank": 32,
+        "per_layer_dim": 32,
+        "per_layer_vocab": 310,
+    }
     return HParams(**(values | changes))
 
 
 def tiny_gemma4(*, inputs: bool = True, **changes: Any) -> HParams:
-    """A Gemma 4 of a few thousand weights: as the small sizes, with inputs to layers, two layers that read other layers' caches
-    and wider feed-forwards there; or (`inputs` false) as the large ones, whose layers all have caches."""
+    """A Gemma 4 of a few thousand weights: as the small sizes, with inputs to layers, two layers that read other
+    layers' caches and wider feed-forwards there; or (`inputs` false) as the large ones, whose layers all have
+    caches."""
     local = {"head_dim": 16, "n_heads": 4, "n_kv_heads": 2, "window": 8, "rope_theta": 1e4}
-    wide = {"head_dim": 32, "n_heads": 4, "n_kv_heads": 1, "window": 0, "rope_theta": 1e6, "rotated": 0.25, "k_as_v": True}
+    wide = {
+        "head_dim": 32,
+        "n_heads": 4,
+        "n_kv_heads": 1,
+        "window": 0,
+        "rope_theta": 1e6,
+        "rotated": 0.25,
+        "k_as_v": True,
+    }
     layers = (
         LayerParams(**local, ffn=64, scalar=0.75),
         LayerParams(**local, ffn=64, scalar=1.25),
@@ -76,17 +115,26 @@ def tiny_gemma4(*, inputs: bool = True, **changes: Any) -> HParams:
         LayerParams(**wide, ffn=128 if inputs else 64, kv_from=2 if inputs else None, scalar=0.875),
     )
     values: dict[str, Any] = {
-        "family": "gemma4", "hidden": 64, "vocab": 320, "context_length": 256, "layers": layers, "attention_scale": 1.0,
-        "eps": 1e-6, "softcap": 30.0, "embed_scale": 8.0, "tied": True, "per_layer_dim": 32 if inputs else 0,
+        "family": "gemma4",
+        "hidden": 64,
+        "vocab": 320,
+        "context_length": 256,
+        "layers": layers,
+        "attention_scale": 1.0,
+        "eps": 1e-6,
+        "softcap": 30.0,
+        "embed_scale": 8.0,
+        "tied": True,
+        "per_layer_dim": 32 if inputs else 0,
         "per_layer_vocab": 320 if inputs else 0,
-    }  # fmt: skip
+    }
     return HParams(**(values | changes))
 
 
 def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
-    """config.json of any family. Gemma 3: as transformers wrote it in 2025 (`old`), writes it since 5.0 (`new`), or nested in
-    the multimodal model's (`multimodal`, in the old dialect). Others: `new`, or `multimodal`; Gemma 4 with per_layer_config, or
-    (`global`) with what the published files have instead."""
+    """config.json of any family. Gemma 3: as transformers wrote it in 2025 (`old`), writes it since 5.0 (`new`), or
+    nested in the multimodal model's (`multimodal`, in the old dialect). Others: `new`, or `multimodal`; Gemma 4 with
+    per_layer_config, or (`global`) with what the published files have instead."""
     if hp.family != "gemma3":
         text = {"gemma3n": _config_3n, "gemma4": _config_4}[hp.family](hp)
         if hp.family == "gemma4" and dialect == "global":
@@ -94,18 +142,35 @@ def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
             text = {**text, "global_head_dim": wide.head_dim, "num_global_key_value_heads": wide.n_kv_heads}
             del text["per_layer_config"]
         if dialect == "multimodal":
-            return {"model_type": hp.family, "text_config": text, "vision_config": {}, "audio_config": {}, "eos_token_id": [1, 5]}
+            return {
+                "model_type": hp.family,
+                "text_config": text,
+                "vision_config": {},
+                "audio_config": {},
+                "eos_token_id": [1, 5],
+            }
         return {**text, "eos_token_id": 1}
     kinds = ["full_attention" if g else "sliding_attention" for g in hp.layer_is_global]
     layer, (theta_local, theta_global, factor) = hp.layers[0], rotations(hp)
     text: dict[str, Any] = {
-        "model_type": "gemma3_text", "hidden_size": hp.hidden, "intermediate_size": layer.ffn,
-        "num_hidden_layers": hp.n_layers, "num_attention_heads": layer.n_heads, "num_key_value_heads": layer.n_kv_heads,
-        "head_dim": layer.head_dim, "vocab_size": hp.vocab, "max_position_embeddings": hp.context_length,
-        "sliding_window": hp.window, "rms_norm_eps": hp.eps, "query_pre_attn_scalar": _scalar(hp.attention_scale**-2),
-        "final_logit_softcapping": hp.softcap or None, "attn_logit_softcapping": None,
-        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": hp.tied, "layer_types": kinds,
-    }  # fmt: skip
+        "model_type": "gemma3_text",
+        "hidden_size": hp.hidden,
+        "intermediate_size": layer.ffn,
+        "num_hidden_layers": hp.n_layers,
+        "num_attention_heads": layer.n_heads,
+        "num_key_value_heads": layer.n_kv_heads,
+        "head_dim": layer.head_dim,
+        "vocab_size": hp.vocab,
+        "max_position_embeddings": hp.context_length,
+        "sliding_window": hp.window,
+        "rms_norm_eps": hp.eps,
+        "query_pre_attn_scalar": _scalar(hp.attention_scale**-2),
+        "final_logit_softcapping": hp.softcap or None,
+        "attn_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": hp.tied,
+        "layer_types": kinds,
+    }
     scaled = factor != 1.0
     if dialect == "new":
         scaling = {"rope_type": "linear", "factor": factor} if scaled else {"rope_type": "default"}
@@ -131,43 +196,69 @@ def config(hp: HParams, dialect: str = "new") -> dict[str, Any]:
 def _config_3n(hp: HParams) -> dict[str, Any]:
     layer = hp.layers[0]
     return _common(hp) | {
-        "model_type": "gemma3n_text", "intermediate_size": [x.ffn for x in hp.layers],
-        "num_attention_heads": layer.n_heads, "num_key_value_heads": layer.n_kv_heads, "head_dim": layer.head_dim,
-        "activation_sparsity_pattern": [x.sparsity for x in hp.layers], "altup_active_idx": hp.altup_active,
-        "altup_num_inputs": hp.n_streams, "altup_correct_scale": True, "altup_coef_clip": 120.0, "laurel_rank": hp.laurel_rank,
+        "model_type": "gemma3n_text",
+        "intermediate_size": [x.ffn for x in hp.layers],
+        "num_attention_heads": layer.n_heads,
+        "num_key_value_heads": layer.n_kv_heads,
+        "head_dim": layer.head_dim,
+        "activation_sparsity_pattern": [x.sparsity for x in hp.layers],
+        "altup_active_idx": hp.altup_active,
+        "altup_num_inputs": hp.n_streams,
+        "altup_correct_scale": True,
+        "altup_coef_clip": 120.0,
+        "laurel_rank": hp.laurel_rank,
         "rope_parameters": {
             "full_attention": {"rope_theta": 1000000.0, "rope_type": "default"},
             "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
         },
-    }  # fmt: skip
+    }
 
 
 def _config_4(hp: HParams) -> dict[str, Any]:
     layer, wide = hp.layers[0], next(x for x in hp.layers if not x.window)
     return _common(hp) | {
-        "model_type": "gemma4_text", "intermediate_size": layer.ffn, "use_double_wide_mlp": hp.layers[-1].ffn == 2 * layer.ffn,
-        "num_attention_heads": layer.n_heads, "num_key_value_heads": layer.n_kv_heads, "head_dim": layer.head_dim,
+        "model_type": "gemma4_text",
+        "intermediate_size": layer.ffn,
+        "use_double_wide_mlp": hp.layers[-1].ffn == 2 * layer.ffn,
+        "num_attention_heads": layer.n_heads,
+        "num_key_value_heads": layer.n_kv_heads,
+        "head_dim": layer.head_dim,
         "per_layer_config": {
             f"{i:02}": {"head_dim": x.head_dim, "num_key_value_heads": x.n_kv_heads}
-            for i, x in enumerate(hp.layers) if not x.window
+            for i, x in enumerate(hp.layers)
+            if not x.window
         },
-        "attention_k_eq_v": wide.k_as_v, "enable_moe_block": False, "num_experts": None,
+        "attention_k_eq_v": wide.k_as_v,
+        "enable_moe_block": False,
+        "num_experts": None,
         "rope_parameters": {
-            "full_attention": {"partial_rotary_factor": wide.rotated, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "full_attention": {
+                "partial_rotary_factor": wide.rotated,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
             "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
         },
-    }  # fmt: skip
+    }
 
 
 def _common(hp: HParams) -> dict[str, Any]:
     return {
-        "hidden_size": hp.hidden, "num_hidden_layers": hp.n_layers, "vocab_size": hp.vocab,
-        "max_position_embeddings": hp.context_length, "sliding_window": hp.window, "rms_norm_eps": hp.eps,
-        "hidden_size_per_layer_input": hp.per_layer_dim, "vocab_size_per_layer_input": hp.per_layer_vocab,
-        "num_kv_shared_layers": hp.n_layers - hp.n_kv_layers, "final_logit_softcapping": hp.softcap or None,
-        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": hp.tied, "dtype": "bfloat16",
+        "hidden_size": hp.hidden,
+        "num_hidden_layers": hp.n_layers,
+        "vocab_size": hp.vocab,
+        "max_position_embeddings": hp.context_length,
+        "sliding_window": hp.window,
+        "rms_norm_eps": hp.eps,
+        "hidden_size_per_layer_input": hp.per_layer_dim,
+        "vocab_size_per_layer_input": hp.per_layer_vocab,
+        "num_kv_shared_layers": hp.n_layers - hp.n_kv_layers,
+        "final_logit_softcapping": hp.softcap or None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": hp.tied,
+        "dtype": "bfloat16",
         "layer_types": ["sliding_attention" if layer.window else "full_attention" for layer in hp.layers],
-    }  # fmt: skip
+    }
 
 
 def _scalar(x: float) -> int | float:
@@ -176,8 +267,8 @@ def _scalar(x: float) -> int | float:
 
 
 def weights(hp: HParams, dtype: str = "bf16", seed: int = 0) -> dict[str, Tensor]:
-    """Random tensors by Hugging Face name without prefix; Gemma 3's norm weights stored as w - 1. What layers that read another
-    layer's cache never use is there too, as in published files."""
+    """Random tensors by Hugging Face name without prefix; Gemma 3's norm weights stored as w - 1. What layers that read
+    another layer's cache never use is there too, as in published files."""
     rng = np.random.default_rng(seed)
     family, out = family_of(hp), {}
     made = family.made(hp)
@@ -239,9 +330,26 @@ def _pieces() -> list[tuple[str, float, int]]:
     special = [("<pad>", CONTROL), ("<eos>", CONTROL), ("<bos>", CONTROL), ("<unk>", UNKNOWN)]
     user = ["<start_of_turn>", "<end_of_turn>", "\n", "\n\n", "\n\n\n", SPACE * 2, SPACE * 3, "<b>", "  "]
     merged = [
-        "th", "he", SPACE + "t", SPACE + "th", "the", SPACE + "the", "in", "er", "ing", "ab", "abc", "bc", "cd", "abcd",
-        "aa", "aaa", "aaaa", "\u00e9t", "\u00e9t\u00e9",
-    ]  # fmt: skip
+        "th",
+        "he",
+        SPACE + "t",
+        SPACE + "th",
+        "the",
+        SPACE + "the",
+        "in",
+        "er",
+        "ing",
+        "ab",
+        "abc",
+        "bc",
+        "cd",
+        "abcd",
+        "aa",
+        "aaa",
+        "aaaa",
+        "\u00e9t",
+        "\u00e9t\u00e9",
+    ]
     single = [SPACE, *"abcdefghinrt\u00e9"]
     out = [(p, 0.0, kind) for p, kind in special] + [(p, 0.0, USER_DEFINED) for p in user]
     out += [(f"<0x{b:02X}>", 0.0, BYTE) for b in range(256)]

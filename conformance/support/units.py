@@ -18,8 +18,8 @@ def left_out(skips: Iterable[tuple[str, str]]) -> Counter[str]:
 
 
 def elsewhere(skipped: Mapping[str, int], records: Sequence[Record], kernels: str) -> str:
-    """How often campaigns proved the operations on a device with matrix units, when last, in which test files, and whether
-    those were these `kernels` (digest). skipped: tests by file; records: oldest first."""
+    """How often campaigns proved the operations on a device with matrix units, when last, in which test files, and
+    whether those were these `kernels` (digest). skipped: tests by file; records: oldest first."""
     what = f"matrix units: {sum(skipped.values())} tests left out for want of them"
     proofs = [r for r in records if "llvmpipe" not in r.device]
     if not proofs:

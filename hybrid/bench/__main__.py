@@ -1,4 +1,5 @@
-"""python -m hybrid.bench MODEL|--random NAME: prefill and decode, apart, with their shares of what this device reaches."""
+"""python -m hybrid.bench MODEL|--random NAME: prefill and decode, apart, with their shares of what this device
+reaches."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ USES = {
     "conversation": SERVED,
     "": ("prompt", "tokens", "batch_size", "ctx_depth", "repetitions", "tokens_per_submit", "deterministic", "energy"),
 }
-"""What is measured ("": prefill and decode), and the options that it uses beside those of the model and its devices. What is among
-the options of another is one of them, where both are given."""
+"""What is measured ("": prefill and decode), and the options that it uses beside those of the model and its devices.
+What is among the options of another is one of them, where both are given."""
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -81,7 +82,9 @@ def guesses(text: str) -> tuple[int | None, ...]:
     except ValueError:
         found = (-1,)
     if any(k is not None and not 0 <= k <= MOST_GUESSES for k in found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of auto and numbers from 0 to {MOST_GUESSES} such as auto,3,7")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of auto and numbers from 0 to {MOST_GUESSES} such as auto,3,7"
+        )
     return found
 
 
@@ -95,36 +98,74 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0, 1 error or an impossible figure, 2 wrong usage, 3 device lost or not answering.",
     )
     add_model(p)
-    p.add_argument("-p", "--prompt", type=counts, default=(512,), metavar="N,..", help="tokens of a prompt; 0: none (512)")
-    p.add_argument("-n", "--tokens", type=counts, default=(128,), metavar="N,..", help="tokens to generate; 0: none (128)")
-    p.add_argument("-b", "--batch-size", type=sizes, default=(1,), metavar="N,..", help="sequences at a time, each in turn (1)")
-    p.add_argument("--ctx-depth", type=counts, default=(0,), metavar="N,..", help="positions in the cache before a test (0)")
-    p.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="of each test, after one to warm up (5)")
+    p.add_argument(
+        "-p", "--prompt", type=counts, default=(512,), metavar="N,..", help="tokens of a prompt; 0: none (512)"
+    )
+    p.add_argument(
+        "-n", "--tokens", type=counts, default=(128,), metavar="N,..", help="tokens to generate; 0: none (128)"
+    )
+    p.add_argument(
+        "-b", "--batch-size", type=sizes, default=(1,), metavar="N,..", help="sequences at a time, each in turn (1)"
+    )
+    p.add_argument(
+        "--ctx-depth", type=counts, default=(0,), metavar="N,..", help="positions in the cache before a test (0)"
+    )
+    p.add_argument(
+        "-r", "--repetitions", type=positive, default=5, metavar="N", help="of each test, after one to warm up (5)"
+    )
     add_devices(p)
     p.add_argument("--weights", metavar="TYPE", help="convert matrices of a file to this type while loading")
-    p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
-    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
+    p.add_argument(
+        "--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)"
+    )
+    p.add_argument(
+        "--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)"
+    )
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")
-    p.add_argument("--tokens-per-submit", type=positive, default=1, metavar="N", help="decode so many in one submit (1)")
-    p.add_argument("--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut")
+    p.add_argument(
+        "--tokens-per-submit", type=positive, default=1, metavar="N", help="decode so many in one submit (1)"
+    )
+    p.add_argument(
+        "--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut"
+    )
     p.add_argument("--energy", action="store_true", help="joules per token and watts, where the machine counts them")
-    p.add_argument("--json", action="store_true", help="print one JSON object; the table, row by row, on standard error")
-    about = ("With --acceptance alone: guesses of a known text, one sequence, in place of -p. With --requests: those run without "
-             "guesses, and again with them, a draft's own or with --acceptance those of known texts.")  # fmt: skip
+    p.add_argument(
+        "--json", action="store_true", help="print one JSON object; the table, row by row, on standard error"
+    )
+    about = (
+        "With --acceptance alone: guesses of a known text, one sequence, in place of -p. With --requests: those run without "
+        "guesses, and again with them, a draft's own or with --acceptance those of known texts."
+    )
     g = p.add_argument_group("guessed tokens", about)
-    g.add_argument("--acceptance", type=rates, metavar="P,..", help="guesses that are right with these rates, each in turn")
-    g.add_argument("--speculate", type=guesses, metavar="K,..", help="guesses of a pass: auto, or up to 16, each in turn (auto)")
-    g.add_argument("--draft", metavar="FILE", help="a smaller model that guesses, or `lookup`; for --acceptance only its time")
-    g.add_argument("--draft-random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models")
+    g.add_argument(
+        "--acceptance", type=rates, metavar="P,..", help="guesses that are right with these rates, each in turn"
+    )
+    g.add_argument(
+        "--speculate", type=guesses, metavar="K,..", help="guesses of a pass: auto, or up to 16, each in turn (auto)"
+    )
+    g.add_argument(
+        "--draft", metavar="FILE", help="a smaller model that guesses, or `lookup`; for --acceptance only its time"
+    )
+    g.add_argument(
+        "--draft-random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models"
+    )
     g.add_argument("--draft-head", metavar="TYPE", help="with --draft-random: of its embedding and head (as --head)")
     g.add_argument("--draft-device", metavar="NAME", help="what that runs on (as --device; in turns with it)")
-    g = p.add_argument_group("as a server gets them", "Random requests, up to -b at a time, in place of -p, -n and --ctx-depth.")
+    g = p.add_argument_group(
+        "as a server gets them", "Random requests, up to -b at a time, in place of -p, -n and --ctx-depth."
+    )
     g.add_argument("--requests", type=positive, metavar="N", help="so many requests, whose readers' times are shown")
     g.add_argument("--rate", type=amount, metavar="R", help="they arrive at R per second on average (all at once)")
-    g.add_argument("--prompt-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of a prompt, of a message (128)")
+    g.add_argument(
+        "--prompt-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of a prompt, of a message (128)"
+    )
     g.add_argument("--output-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of an answer (128)")
-    g.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="the first N tokens of all prompts are the same (0)")
-    g.add_argument("--conversation", type=positive, metavar="TURNS", help="one conversation: first tokens with and without reuse")
+    g.add_argument(
+        "--shared-prefix", type=int, default=0, metavar="N", help="the first N tokens of all prompts are the same (0)"
+    )
+    g.add_argument(
+        "--conversation", type=positive, metavar="TURNS", help="one conversation: first tokens with and without reuse"
+    )
     g.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and tokens (0)")
     return p
 
@@ -144,7 +185,9 @@ def _given(argv: list[str] | None) -> list[str]:
 
 def _check(given: list[str]) -> None:
     """UsageError for options that nothing would use."""
-    modes = [name for name in given if name in USES and not any(name in USES[other] for other in given if other in USES)]
+    modes = [
+        name for name in given if name in USES and not any(name in USES[other] for other in given if other in USES)
+    ]
     if len(modes) > 1:
         raise UsageError(f"--{modes[0]} or --{modes[1]}: one of the two")
     mode = modes[0] if modes else ""
@@ -228,8 +271,10 @@ def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule:
     # Decoding begins with two tokens, and what it chose last is read from the position after the last.
     ctx = max(depth + max(args.prompt), max((max(depth, 2) + n + 1 for n in args.tokens if n), default=0))
     if ctx > checkpoint.hparams.context_length:
-        raise ValueError(f"a depth of {depth} and {longest} tokens more need {ctx} positions: the model was made for "
-                         f"{checkpoint.hparams.context_length}")  # fmt: skip
+        raise ValueError(
+            f"a depth of {depth} and {longest} tokens more need {ctx} positions: the model was made for "
+            f"{checkpoint.hparams.context_length}"
+        )
     config = EngineConfig(
         precision=args.precision,
         kv=args.kv,

@@ -1,9 +1,9 @@
-"""What guessed tokens are worth on a device, whatever a trained pair of models would guess: a text is decoded plainly, then again
-by passes that verify guesses of it, right with a set rate. With a draft model its passes are run for every guess and what they
-choose is not used: drafting takes its time.
+"""What guessed tokens are worth on a device, whatever a trained pair of models would guess: a text is decoded plainly,
+then again by passes that verify guesses of it, right with a set rate. With a draft model its passes are run for every
+guess and what they choose is not used: drafting takes its time.
 
-The text is drawn at so high a temperature that the noise alone chooses: it is the same however passes round, and costs what
-sampling costs.
+The text is drawn at so high a temperature that the noise alone chooses: it is the same however passes round, and costs
+what sampling costs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NOISE = 1e6  # the temperature
 
 @dataclass(frozen=True, slots=True)
 class Guessed:
-    """One test: `n` tokens after `depth` others, with guesses that are right with `rate`, `k` of them in a pass (None: by their
-    worth). Seconds: medians of the repetitions."""
+    """One test: `n` tokens after `depth` others, with guesses that are right with `rate`, `k` of them in a pass (None:
+    by their worth). Seconds: medians of the repetitions."""
 
     n: int
     depth: int
@@ -66,8 +66,8 @@ class Guessed:
 
 
 class Rehearsed(DraftModel):
-    """Guesses a known text in place of what a draft model chooses, whose passes are run for every guess, as if its cache held
-    what is guessed."""
+    """Guesses a known text in place of what a draft model chooses, whose passes are run for every guess, as if its
+    cache held what is guessed."""
 
     def __init__(self, draft: DraftModel) -> None:
         super().__init__(draft.engine, draft.name, draft.close, draft.apart)
@@ -112,19 +112,33 @@ class Guessing:
         most = max(costs.drafts, default=1)
         names = ("drafted", "accepted", "verified", "passes", "ready", "dropped")
         counted = {name: (getattr(done, name) - getattr(before, name)) // runs for name in names}
-        return Guessed(n, depth, rate, k, self.name, plain, speed, **counted,
-                       pass_ms={r: 1e3 * s for r, s in sorted(costs.passes.items())}, guess_ms=1e3 * costs.drafting(most) / most)
+        return Guessed(
+            n,
+            depth,
+            rate,
+            k,
+            self.name,
+            plain,
+            speed,
+            **counted,
+            pass_ms={r: 1e3 * s for r, s in sorted(costs.passes.items())},
+            guess_ms=1e3 * costs.drafting(most) / most,
+        )
 
     def _timed(self, prompt: Sequence[int], n: int, wanted: list[int] | None) -> tuple[float, list[int]]:
         """Tokens per second, those after the first, and the text; with guesses where a text is wanted."""
         speeds, text = [], wanted
         for _ in range(self.repeats + 1):
-            for _ in self.model.generate(prompt, n, NOISE, seed=1, ignore_eos=True, speculate=0 if wanted is None else None):
+            for _ in self.model.generate(
+                prompt, n, NOISE, seed=1, ignore_eos=True, speculate=0 if wanted is None else None
+            ):
                 pass
             stats = self.model.stats
             assert stats is not None
             if self.model.engine.faults or list(stats.ids) != (text or list(stats.ids)):
-                raise RuntimeError(f"texts differ ({'; '.join(self.model.engine.faults) or 'other tokens'}): the figures are void")
+                raise RuntimeError(
+                    f"texts differ ({'; '.join(self.model.engine.faults) or 'other tokens'}): the figures are void"
+                )
             text = list(stats.ids)
             speeds.append(stats.tokens_per_second)
         assert text is not None
@@ -135,8 +149,10 @@ def as_dict(g: Guessed) -> dict[str, Any]:
     return {**asdict(g), "tokens_per_pass": g.tokens_per_pass, "tokens_of_a_verification_expected": g.ideal}
 
 
-HEADER = (f"{'guessed':18}{'right':>7}{'k':>6}{'plain':>9}{'tok/s':>9}{'times':>7}{'tokens/pass':>13}{'expected':>10}"
-          f"{'accepted':>10}{'guess ms':>10}  pass ms by rows")  # fmt: skip
+HEADER = (
+    f"{'guessed':18}{'right':>7}{'k':>6}{'plain':>9}{'tok/s':>9}{'times':>7}{'tokens/pass':>13}{'expected':>10}"
+    f"{'accepted':>10}{'guess ms':>10}  pass ms by rows"
+)
 
 
 def line(g: Mapping[str, Any]) -> str:
@@ -146,9 +162,11 @@ def line(g: Mapping[str, Any]) -> str:
     if g["ready"] or g["dropped"]:
         passes += f"; drafted beside a pass: {100 * g['ready'] / max(1, g['drafted']):.0f} %, {g['dropped']} in vain"
     k = "auto" if g["k"] is None else g["k"]
-    return (f"{g['n']:>6} @ {g['depth']:<9}{g['rate']:7.2f}{k:>6}{g['plain']:9.1f}{g['speed']:9.1f}"
-            f"{g['speed'] / g['plain']:7.2f}{g['tokens_per_pass']:13.2f}{g['tokens_of_a_verification_expected']:10.2f}"
-            f"{share:>10}{g['guess_ms']:10.3f}  {passes}")  # fmt: skip
+    return (
+        f"{g['n']:>6} @ {g['depth']:<9}{g['rate']:7.2f}{k:>6}{g['plain']:9.1f}{g['speed']:9.1f}"
+        f"{g['speed'] / g['plain']:7.2f}{g['tokens_per_pass']:13.2f}{g['tokens_of_a_verification_expected']:10.2f}"
+        f"{share:>10}{g['guess_ms']:10.3f}  {passes}"
+    )
 
 
 def guessing(args: argparse.Namespace, command: str) -> int:
@@ -156,15 +174,27 @@ def guessing(args: argparse.Namespace, command: str) -> int:
     check_draft(args)
     wanted: Sequence[int | None] = args.speculate or (None,)
     if max(args.batch_size) > 1 or not any(args.tokens):
-        raise UsageError("--acceptance is of one sequence that generates tokens: leave -b, and give -n a number that is not 0; of "
-                         "several sequences it is with --requests")  # fmt: skip
+        raise UsageError(
+            "--acceptance is of one sequence that generates tokens: leave -b, and give -n a number that is not 0; of "
+            "several sequences it is with --requests"
+        )
     if 0 in wanted:
         raise UsageError("--speculate 0 belongs to --requests: --acceptance alone is always compared with no guesses")
     most = max((k for k in wanted if k is not None), default=MOST)
     ctx = max(max(args.ctx_depth), 2) + max(args.tokens) + 1
     options = {"schedule": args.schedule, "precision": args.precision, "kv": args.kv, "progress": True, "npu": args.npu}
-    with hybrid.load(open_model(args), args.device, weights=args.weights, ctx=ctx, chunk=args.chunk, slots=1,
-                     draft=draft_of(args), draft_device=args.draft_device, speculate=most, **options) as model:  # fmt: skip
+    with hybrid.load(
+        open_model(args),
+        args.device,
+        weights=args.weights,
+        ctx=ctx,
+        chunk=args.chunk,
+        slots=1,
+        draft=draft_of(args),
+        draft_device=args.draft_device,
+        speculate=most,
+        **options,
+    ) as model:
         tests, found = Guessing(model, args.repetitions), list[dict[str, Any]]()
         main = getattr(model.engine.device, "main", model.engine.device)
         report: dict[str, Any] = {
@@ -179,9 +209,16 @@ def guessing(args: argparse.Namespace, command: str) -> int:
             "passed_over": [*model.passed_over, *model.engine.faults],
             "guessed": found,
         }
-        say([f"{report['device']}, {report['driver']}; {provenance(report['device'])}",
-             *(f"passed over: {reason}" for reason in report["passed_over"]),
-             f"{report['model']}, guesses of {report['draft']}, right by set rates", "", HEADER], args.json)  # fmt: skip
+        say(
+            [
+                f"{report['device']}, {report['driver']}; {provenance(report['device'])}",
+                *(f"passed over: {reason}" for reason in report["passed_over"]),
+                f"{report['model']}, guesses of {report['draft']}, right by set rates",
+                "",
+                HEADER,
+            ],
+            args.json,
+        )
         for depth, n, rate, k in product(args.ctx_depth, (n for n in args.tokens if n), args.acceptance, wanted):
             found.append(as_dict(tests.run(n, depth, rate, k)))
             say([line(found[-1])], args.json)
@@ -205,5 +242,7 @@ def draft_of(args: argparse.Namespace) -> Checkpoint | str:
     from hybrid.checkpoint.random import random_checkpoint
 
     if args.draft_random:
-        return random_checkpoint(args.draft_random, args.type or "q4_0", args.draft_head or args.head, args.layers, args.vocab)
+        return random_checkpoint(
+            args.draft_random, args.type or "q4_0", args.draft_head or args.head, args.layers, args.vocab
+        )
     return args.draft or "lookup"

@@ -67,10 +67,18 @@ class Row:
 
 
 class Bench:
-    """Tests on an engine that nothing else uses, with `batch` sequences at a time (default: as many as it has slots)."""
+    """Tests on an engine that nothing else uses, with `batch` sequences at a time (default: as many as it has
+    slots)."""
 
-    def __init__(self, engine: Engine, repeats: int, at_once: int = 1, seed: int = 0, batch: int | None = None,
-                 meter: Meter | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        engine: Engine,
+        repeats: int,
+        at_once: int = 1,
+        seed: int = 0,
+        batch: int | None = None,
+        meter: Meter | None = None,
+    ) -> None:
         self.engine, self.repeats, self.at_once, self.meter = engine, repeats, at_once, meter
         self.slots = tuple(range(engine.cache.slots if batch is None else batch))
         self._random = np.random.default_rng(seed)
@@ -154,13 +162,16 @@ class Bench:
         return self._random.integers(0, self.engine.target.n_tokens, n).tolist()
 
     def _consumed(self, start: int) -> int:
-        """Tokens that the device has run since `start`, all sequences. RuntimeError where it chose an id that is none."""
+        """Tokens that the device has run since `start`, all sequences. RuntimeError where it chose an id that is
+        none."""
         device, vocab = self.engine.device, self.engine.target.n_tokens
         ends = device.read("next_position").array[: len(self.slots)].tolist()
         for slot, end in zip(self.slots, ends, strict=True):
             chosen = device.read("history", slot, slot + 1).array[0, start : end + 1]
             if ((chosen < 0) | (chosen >= vocab)).any():
-                raise RuntimeError(f"the device chose {chosen.tolist()} for slot {slot}: not all are tokens below {vocab}")
+                raise RuntimeError(
+                    f"the device chose {chosen.tolist()} for slot {slot}: not all are tokens below {vocab}"
+                )
         return sum(ends) - start * len(self.slots)
 
     # --- sums ----------------------------------------------------------------------------------------------------
@@ -177,10 +188,21 @@ class Bench:
         names = ("submits", "dispatches", "barriers", "allocations", "recordings", "transfers")
         return {name: getattr(done, name) / passes for name in names}
 
-    def _row(self, phase: Literal["prefill", "decode"], n: int, depth: int, tokens: int, seconds: list[float], cost: Cost,
-             counted: Mapping[str, float], host_us: float | None = None) -> Row:  # fmt: skip
+    def _row(
+        self,
+        phase: Literal["prefill", "decode"],
+        n: int,
+        depth: int,
+        tokens: int,
+        seconds: list[float],
+        cost: Cost,
+        counted: Mapping[str, float],
+        host_us: float | None = None,
+    ) -> Row:
         wanted = n * len(self.slots)
         if tokens != wanted:
             raise RuntimeError(f"{phase} {n} @ {depth}: the device consumed {tokens} tokens, {wanted} were asked for")
         energy = self.meter.take() if self.meter else None
-        return Row(phase, n, depth, len(self.slots), tokens, tuple(seconds), cost.flops, cost.nbytes, counted, host_us, energy)
+        return Row(
+            phase, n, depth, len(self.slots), tokens, tuple(seconds), cost.flops, cost.nbytes, counted, host_us, energy
+        )

@@ -27,12 +27,26 @@ def online(args: argparse.Namespace, command: str) -> int:
     """Run what the arguments of `hybrid.bench` ask for and print it."""
     _check(args)
     begin = time.perf_counter()
-    slots = max(args.batch_size[0], 3 if args.conversation else 1)  # a conversation and the same without reuse take two caches
+    slots = max(
+        args.batch_size[0], 3 if args.conversation else 1
+    )  # a conversation and the same without reuse take two caches
     with hybrid.load(
-        open_model(args), args.device, args.schedule, args.weights, _context(args), args.kv, args.precision,
-        deterministic=args.deterministic, slots=slots, queue=max(slots, args.requests or 1), chunk=args.chunk, progress=True,
-        npu=args.npu, warm=True, **_guesses(args),
-    ) as model:  # fmt: skip
+        open_model(args),
+        args.device,
+        args.schedule,
+        args.weights,
+        _context(args),
+        args.kv,
+        args.precision,
+        deterministic=args.deterministic,
+        slots=slots,
+        queue=max(slots, args.requests or 1),
+        chunk=args.chunk,
+        progress=True,
+        npu=args.npu,
+        warm=True,
+        **_guesses(args),
+    ) as model:
         garbage.keep()
         device = model.engine.device
         main = getattr(device, "main", device)
@@ -67,11 +81,15 @@ def _check(args: argparse.Namespace) -> None:
     if len(args.batch_size) > 1:
         raise UsageError("-b takes one number with --requests and --conversation: as many sequences run at a time")
     if not 0 <= args.shared_prefix < args.prompt_lengths[0]:
-        raise UsageError(f"--shared-prefix must be 0 or more, and less than the shortest prompt ({args.prompt_lengths[0]})")
+        raise UsageError(
+            f"--shared-prefix must be 0 or more, and less than the shortest prompt ({args.prompt_lengths[0]})"
+        )
     check_draft(args)
     if args.speculate and not any(k != 0 for k in args.speculate):
-        raise UsageError("--speculate 0 guesses nothing, which is measured anyway: add auto or a number to it, or leave out all "
-                         "options of guesses")  # fmt: skip
+        raise UsageError(
+            "--speculate 0 guesses nothing, which is measured anyway: add auto or a number to it, or leave out all "
+            "options of guesses"
+        )
 
 
 def _guesses(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,7 +117,11 @@ def _context(args: argparse.Namespace) -> int:
 
 def _requests(args: argparse.Namespace, model: hybrid.Model, meter: Any) -> dict[str, Any]:
     """One run without guesses, then one for each rate and number of them."""
-    vocab, spans, rates = model.engine.target.n_tokens, (args.prompt_lengths, args.output_lengths), args.acceptance or (None,)
+    vocab, spans, rates = (
+        model.engine.target.n_tokens,
+        (args.prompt_lengths, args.output_lengths),
+        args.acceptance or (None,),
+    )
     wanted = requests.requests(args.requests, args.rate, *spans, vocab, args.shared_prefix, args.seed)
     runs = Runs(model, wanted, args.batch_size[0], meter, bool(args.acceptance))
 

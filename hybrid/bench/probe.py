@@ -1,4 +1,5 @@
-"""What a device reaches at its best, measured now: bytes per second of a copy, operations per second of its matrix units.
+"""What a device reaches at its best, measured now: bytes per second of a copy, operations per second of its matrix
+units.
 
 Method: every built variant of the probe kernels runs a few times; the fastest run of the best variant counts, for a
 ceiling is a maximum. A copy of n bytes moves 2n: n read, n written. On cpu the probes are NumPy's copy and its matrix
@@ -27,7 +28,8 @@ MATRIX_GROUPS, MATRIX_STEPS = 4096, 512
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Ceilings of this run; None where the device has no such units. `variants`: each variant's best, GB/s or TFLOPS."""
+    """Ceilings of this run; None where the device has no such units. `variants`: each variant's best, GB/s or
+    TFLOPS."""
 
     copy_gb_s: float
     copy: str
@@ -41,7 +43,9 @@ def probe(device: Any) -> Probes:
     copies, matrices = (_cpu_copy(), _cpu_matrix()) if device.backend == "cpu" else _vulkan(device)
     best = max(copies, key=lambda name: copies[name])
     fastest = max(matrices, key=lambda name: matrices[name], default=None)
-    return Probes(copies[best], best, None if fastest is None else matrices[fastest], fastest or "none", {**copies, **matrices})
+    return Probes(
+        copies[best], best, None if fastest is None else matrices[fastest], fastest or "none", {**copies, **matrices}
+    )
 
 
 def _fastest(run: Callable[[], object]) -> float:
@@ -80,7 +84,9 @@ def _vulkan(device: Any) -> tuple[dict[str, float], dict[str, float]]:
     with ExitStack() as held:
         source, target = buffers(device, held)
         copied = {v.label: v.cost.nbytes / _timed(device, v, source, target) / 1e9 for v in copies(device, source.size)}
-        multiplied = {v.label: v.cost.flops / _timed(device, v, source, target) / 1e12 for v in products(device, source.size)}
+        multiplied = {
+            v.label: v.cost.flops / _timed(device, v, source, target) / 1e12 for v in products(device, source.size)
+        }
         device.wait()
     return copied, multiplied
 

@@ -44,10 +44,17 @@ def row_dict(row: Row, limit: Ceiling) -> dict[str, Any]:
 
 def energy_dict(energy: Energy, tokens: int) -> dict[str, Any]:
     """Energy of a run of so many tokens, as plain data."""
-    return {**asdict(energy), "watts": energy.watts, "joules_per_token": energy.per(tokens), "line": energy.line(tokens)}
+    return {
+        **asdict(energy),
+        "watts": energy.watts,
+        "joules_per_token": energy.per(tokens),
+        "line": energy.line(tokens),
+    }
 
 
-def as_dict(about: Mapping[str, Any], rows: Sequence[Row], probes: Probes, limit: Ceiling, wrong: Sequence[str]) -> dict[str, Any]:
+def as_dict(
+    about: Mapping[str, Any], rows: Sequence[Row], probes: Probes, limit: Ceiling, wrong: Sequence[str]
+) -> dict[str, Any]:
     """Everything: what was measured on what, with which command."""
     return {
         "schema": SCHEMA,
@@ -66,7 +73,8 @@ def _activations(precision: Mapping[str, Sequence[str]]) -> str:
 
 
 def say(lines: Sequence[str], beside: bool) -> None:
-    """Print what is known by now, so that it is there if the rest never comes; beside: on standard error, beside an object."""
+    """Print what is known by now, so that it is there if the rest never comes; beside: on standard error, beside an
+    object."""
     print("\n".join(lines), file=sys.stderr if beside else sys.stdout, flush=True)
 
 

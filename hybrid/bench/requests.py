@@ -1,8 +1,8 @@
-"""Requests as a server gets them: they arrive one after another, with prompts and answers of different lengths, and what counts is
-when their tokens come. Times are those of a reader in this process, from `Model.submit` on.
+"""Requests as a server gets them: they arrive one after another, with prompts and answers of different lengths, and
+what counts is when their tokens come. Times are those of a reader in this process, from `Model.submit` on.
 
-Arrivals, lengths and tokens are drawn from a seed: a Poisson process, uniform lengths, random ids. An end-of-text token ends
-nothing, so that every run does the same work.
+Arrivals, lengths and tokens are drawn from a seed: a Poisson process, uniform lengths, random ids. An end-of-text token
+ends nothing, so that every run does the same work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request that has ended. times: when each of its tokens came, in seconds after the run's start, as are the others."""
+    """A request that has ended. times: when each of its tokens came, in seconds after the run's start, as are the
+    others."""
 
     submitted: float
     times: tuple[float, ...]
@@ -52,10 +53,17 @@ class Served:
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
-def requests(n: int, rate: float | None, prompts: tuple[int, int], outputs: tuple[int, int], vocab: int, shared: int = 0,
-             seed: int = 0) -> list[Request]:  # fmt: skip
-    """`n` of them, `rate` per second on average (None: all at once), prompts and answers of so many tokens (least, most), the
-    first `shared` of each prompt the same."""
+def requests(
+    n: int,
+    rate: float | None,
+    prompts: tuple[int, int],
+    outputs: tuple[int, int],
+    vocab: int,
+    shared: int = 0,
+    seed: int = 0,
+) -> list[Request]:
+    """`n` of them, `rate` per second on average (None: all at once), prompts and answers of so many tokens (least,
+    most), the first `shared` of each prompt the same."""
     draw = np.random.default_rng(seed)
     arrivals = np.zeros(n) if rate is None else np.cumsum(draw.exponential(1 / rate, n))
     common = draw.integers(0, vocab, shared).tolist()
@@ -68,7 +76,8 @@ def requests(n: int, rate: float | None, prompts: tuple[int, int], outputs: tupl
 
 
 def serve(submit: Submit, wanted: Sequence[Request]) -> list[Served]:
-    """Submit each at its time, and read them all. A request that finds the queue full comes again when it is told to."""
+    """Submit each at its time, and read them all. A request that finds the queue full comes again when it is told
+    to."""
     return asyncio.run(_serve(submit, wanted))
 
 
@@ -102,7 +111,9 @@ def summary(served: Sequence[Served], before: Metrics, after: Metrics) -> dict[s
     """What was reached, as plain data. RuntimeError where a request did not get the tokens that it asked for."""
     for s in served:
         if s.completion.finish != "length" or len(s.times) != s.completion.usage.completion_tokens:
-            raise RuntimeError(f"a request ended with {s.completion.finish!r} after {len(s.times)} tokens: the figures are void")
+            raise RuntimeError(
+                f"a request ended with {s.completion.finish!r} after {len(s.times)} tokens: the figures are void"
+            )
     begin, end = min(s.submitted for s in served), max(s.times[-1] for s in served)
     full = (max(s.times[0] for s in served), min(s.times[-1] for s in served))  # while all of them run
     tokens = sum(len(s.times) for s in served)

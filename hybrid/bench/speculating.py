@@ -1,5 +1,5 @@
-"""hybrid.bench --requests: the same requests once or several times on one model, without guesses and with some, so that what
-guesses win or lose is not hidden by other texts, another load or another hour.
+"""hybrid.bench --requests: the same requests once or several times on one model, without guesses and with some, so that
+what guesses win or lose is not hidden by other texts, another load or another hour.
 
 Each run begins as the first does: no prompt is found in the cache, and what guesses are worth is learned anew.
 """
@@ -26,7 +26,8 @@ WARM = 4  # tokens that the requests before a run generate
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Of a run: `k` of them in a pass (None: by their worth; 0: none), right with `rate` (None: as the draft happens to be)."""
+    """Of a run: `k` of them in a pass (None: by their worth; 0: none), right with `rate` (None: as the draft happens to
+    be)."""
 
     k: int | None = 0
     rate: float | None = None
@@ -41,8 +42,9 @@ class Guesses:
 
 
 class Replays:
-    """Guesses out of the known texts of several sequences, as of Replay each. A sequence is told by its length and its last token;
-    whole texts are compared only where several have both, since comparing takes time that would be measured."""
+    """Guesses out of the known texts of several sequences, as of Replay each. A sequence is told by its length and its
+    last token; whole texts are compared only where several have both, since comparing takes time that would be
+    measured."""
 
     name = "replay"
     watches = WATCHES[0]
@@ -80,11 +82,17 @@ class Replays:
 
 
 class Runs:
-    """On a model that nothing else uses and that runs up to `slots` requests at a time. known: texts are drawn by noise alone, so
-    that they are the same however passes round, and guesses of them can be right with a set rate."""
+    """On a model that nothing else uses and that runs up to `slots` requests at a time. known: texts are drawn by noise
+    alone, so that they are the same however passes round, and guesses of them can be right with a set rate."""
 
-    def __init__(self, model: hybrid.Model, wanted: Sequence[Request], slots: int, meter: Meter | None = None,
-                 known: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: hybrid.Model,
+        wanted: Sequence[Request],
+        slots: int,
+        meter: Meter | None = None,
+        known: bool = False,
+    ) -> None:
         self.model, self.wanted, self.slots, self.meter, self.known = model, wanted, slots, meter, known
         drafter = None if model.drafting is None else model.drafting.drafter
         self._rehearsed = Rehearsed(drafter) if known and isinstance(drafter, DraftModel) else None
@@ -100,8 +108,8 @@ class Runs:
         return "known texts" if self.known and self._rehearsed is None else self.model.drafting.name
 
     def run(self, guesses: Guesses) -> dict[str, Any]:
-        """What was reached, as plain data: `requests.summary` and, where a run without guesses came before, what the guesses of
-        this one were and how it compares with that. RuntimeError for figures that are void."""
+        """What was reached, as plain data: `requests.summary` and, where a run without guesses came before, what the
+        guesses of this one were and how it compares with that. RuntimeError for figures that are void."""
         submit = self._begin(guesses)
         requests.serve(submit, [replace(r, at=0.0, n=min(r.n, WARM)) for r in self.wanted[: self.slots]])
         self._forget()
@@ -121,7 +129,11 @@ class Runs:
         together = found["times_while_all_run"]
         inside = "" if together is None else f" ({together:.3f} while all run)"
         compared = f"{found['times']:.3f} times the tok/s of the last run without guesses{inside}"
-        return [*lines, found["guesses"], f"{'compared':22}{compared}; {found['same_texts']} of {found['requests']} texts the same"]
+        return [
+            *lines,
+            found["guesses"],
+            f"{'compared':22}{compared}; {found['same_texts']} of {found['requests']} texts the same",
+        ]
 
     def _begin(self, guesses: Guesses) -> Submit:
         """Let the model guess so; how requests are submitted then."""
@@ -145,7 +157,9 @@ class Runs:
         assert self._plain is not None
         texts: dict[tuple[int, ...], tuple[int, ...]] = {}
         for request, answer in zip(self.wanted, self._plain[1], strict=True):
-            texts[request.ids] = max(answer, texts.get(request.ids, ()), key=len)  # of one prompt, one goes on as the other
+            texts[request.ids] = max(
+                answer, texts.get(request.ids, ()), key=len
+            )  # of one prompt, one goes on as the other
         replays = Replays(texts, rate)
         if self._rehearsed is None:
             return replays
@@ -168,7 +182,9 @@ class Runs:
         drafter = self.model.drafting.drafter
         return [*self.model.engine.faults, *(drafter.engine.faults if isinstance(drafter, DraftModel) else ())]
 
-    def _compared(self, guesses: Guesses, served: Sequence[Served], found: dict[str, Any], before: Counts) -> dict[str, Any]:
+    def _compared(
+        self, guesses: Guesses, served: Sequence[Served], found: dict[str, Any], before: Counts
+    ) -> dict[str, Any]:
         drafting, texts, plain = self.model.drafting, [s.completion.ids for s in served], self._plain
         if guesses.k == 0:
             self._plain = found, texts

@@ -1,5 +1,6 @@
-"""A conversation: each turn's prompt is all that was said before and a new message. What counts is how long its first token
-takes, beside the same prompt where nothing of it is in the cache: another first token, so that no prefix is found.
+"""A conversation: each turn's prompt is all that was said before and a new message. What counts is how long its first
+token takes, beside the same prompt where nothing of it is in the cache: another first token, so that no prefix is
+found.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from hybrid.bench.requests import Submit
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens of the prompt, those of it that the cache held, tokens of the answer, and milliseconds to the first token with and
-    without the cache."""
+    """Tokens of the prompt, those of it that the cache held, tokens of the answer, and milliseconds to the first token
+    with and without the cache."""
 
     prompt: int
     cached: int
@@ -26,10 +27,17 @@ class Turn:
     first_ms_alone: float
 
 
-def talk(submit: Submit, turns: int, message: tuple[int, int], answer: tuple[int, int], vocab: int, seed: int = 0,
-         counted: Callable[[], AbstractContextManager[object]] = nullcontext) -> list[Turn]:  # fmt: skip
-    """`turns` messages of (least, most) tokens and their answers, one after another. counted: around each turn, without the prompt
-    that it is compared with."""
+def talk(
+    submit: Submit,
+    turns: int,
+    message: tuple[int, int],
+    answer: tuple[int, int],
+    vocab: int,
+    seed: int = 0,
+    counted: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[Turn]:
+    """`turns` messages of (least, most) tokens and their answers, one after another. counted: around each turn, without
+    the prompt that it is compared with."""
     draw = np.random.default_rng(seed)
     ids: list[int] = []
     found: list[Turn] = []
@@ -42,7 +50,9 @@ def talk(submit: Submit, turns: int, message: tuple[int, int], answer: tuple[int
         alone = submit(other, max_tokens=1, ignore_eos=True).result()
         times = (done.timings.first_token, alone.timings.first_token)
         if None in times or done.finish != "length" or len(done.ids) != n:
-            raise RuntimeError(f"a turn ended with {done.finish!r} after {len(done.ids)} of {n} tokens: the figures are void")
+            raise RuntimeError(
+                f"a turn ended with {done.finish!r} after {len(done.ids)} of {n} tokens: the figures are void"
+            )
         if alone.usage.cached_tokens:
             raise RuntimeError(f"{alone.usage.cached_tokens} tokens of a prompt that is new were found in the cache")
         found.append(Turn(len(ids), done.usage.cached_tokens, n, *(1e3 * t for t in times if t is not None)))

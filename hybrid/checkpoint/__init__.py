@@ -13,7 +13,8 @@ __all__ = ["Checkpoint", "CheckpointError", "Generation", "open_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:
-    """The readers of files are imported by the first use of `open_checkpoint`: what a size is called needs none of them."""
+    """The readers of files are imported by the first use of `open_checkpoint`: what a size is called needs none of
+    them."""
     if name == "open_checkpoint":
         from hybrid.checkpoint.open import open_checkpoint
 

@@ -24,9 +24,16 @@ from hybrid.quant.codec import dequantise
 
 _LAYERS = (LAYER, "layers.")
 _OTHER_MODALITIES = (
-    "v.", "mm.", "a.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "v.",
+    "mm.",
+    "a.",
+    "vision_tower.",
+    "multi_modal_projector.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
     "vision_embedder.",
-)  # fmt: skip
+)
 _COMPUTED = (".rotary_emb.inv_freq",)  # tables that old writers stored
 
 
@@ -44,8 +51,8 @@ class Dialect:
 def assemble(
     path: Path, family: Family, hparams: HParams, stored: Mapping[str, Stored], dialect: Dialect, notes: list[str]
 ) -> dict[str, Entry]:
-    """Entries in file order; what is left out is said in `notes`. CheckpointError names the file and the first tensor that is
-    wrong."""
+    """Entries in file order; what is left out is said in `notes`. CheckpointError names the file and the first tensor
+    that is wrong."""
     entries: dict[str, Entry] = {}
     used: set[str] = set()
     coarse: list[Stored] = []
@@ -75,10 +82,14 @@ def assemble(
             entries[name] = _joined(found, shape)
     if coarse:
         who = f"{coarse[0].name} and {len(coarse) - 1} more norms are" if len(coarse) > 1 else f"{coarse[0].name} is"
-        notes.append(printable(f"{who} stored as {coarse[0].dtype}: no usual writer quantises norms, and it costs accuracy"))
+        notes.append(
+            printable(f"{who} stored as {coarse[0].dtype}: no usual writer quantises norms, and it costs accuracy")
+        )
     unread = [name for name in dead if name in entries]
     if unread:
-        notes.append(f"{len(unread)} tensors ({unread[0]}, ...) of layers that read another layer's cache are never used")
+        notes.append(
+            f"{len(unread)} tensors ({unread[0]}, ...) of layers that read another layer's cache are never used"
+        )
     _account_for_rest({key: tensor for key, tensor in stored.items() if key not in used}, notes)
     return entries
 
@@ -95,10 +106,13 @@ def _checked(name: str, found: Stored, shape: Shape, count: int | None, dialect:
         found = replace(found, shape=shape)
     if found.shape != shape:
         why = "vocab and hidden" if name == EMBEDDING else "the hyper-parameters"
-        raise CheckpointError(f"{found.path}: tensor {found.name} has shape {list(found.shape)}, but {why} say {list(shape)}")
+        raise CheckpointError(
+            f"{found.path}: tensor {found.name} has shape {list(found.shape)}, but {why} say {list(shape)}"
+        )
     if found.dtype not in WEIGHT_TYPES:
         raise CheckpointError(
-            f"{found.path}: tensor {found.name} is stored as {found.dtype}; known: {', '.join(WEIGHT_TYPES)}. " + dialect.advice
+            f"{found.path}: tensor {found.name} is stored as {found.dtype}; known: {', '.join(WEIGHT_TYPES)}. "
+            + dialect.advice
         )
     return found
 

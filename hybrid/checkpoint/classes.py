@@ -17,8 +17,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
 """Class -> the last part of its tensors' names, without `.weight`."""
 
 AS_STORED = ("table", "streams")
-"""Classes that are not converted while a model is loaded: of the table a token reads one row of a few kilobytes, and the others
-are small beside what they would cost in accuracy."""
+"""Classes that are not converted while a model is loaded: of the table a token reads one row of a few kilobytes, and
+the others are small beside what they would cost in accuracy."""
 
 
 def class_of(name: str) -> str:

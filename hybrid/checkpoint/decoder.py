@@ -1,4 +1,5 @@
-"""What the files of all families here have alike: tensors of a layer, kinds of layers, fields that no operation computes."""
+"""What the files of all families here have alike: tensors of a layer, kinds of layers, fields that no operation
+computes."""
 
 from __future__ import annotations
 
@@ -147,15 +148,22 @@ def refuse_attention_cap(c: Fields, family: str) -> None:
     """Gemma 2 caps the scores of attention, the later ones do not."""
     key = "attn_logit_softcapping"
     if c.get(key):
-        raise c.error(key, f"{c.get(key)!r} is not supported: {family} caps no attention scores; remove it if it came from Gemma 2")
+        raise c.error(
+            key,
+            f"{c.get(key)!r} is not supported: {family} caps no attention scores; remove it if it came from Gemma 2",
+        )
 
 
 def note_config(c: Fields, config: Fields, vocab: int, defaulted: Sequence[str], family: str) -> None:
     """What config.json leaves to its class, and what else of it does not count."""
-    quantised = config.sub("quantization_config") if c.get("quantization_config") is None else c.sub("quantization_config")
+    quantised = (
+        config.sub("quantization_config") if c.get("quantization_config") is None else c.sub("quantization_config")
+    )
     if quantised.values:
         method = quantised.get("quant_method", "no quant_method")
-        c.notes.append(f"{c.path.name} has a quantization_config ({method}): it is left out, tensors are taken as they are stored")
+        c.notes.append(
+            f"{c.path.name} has a quantization_config ({method}): it is left out, tensors are taken as they are stored"
+        )
     omitted = [key for key in defaulted if c.get(key) is None and not c.is_null(key)]
     if omitted:
         c.notes.append(f"{c.path.name} omits {', '.join(omitted)}: the defaults of {family}'s config class are taken")
@@ -194,11 +202,14 @@ def refuse_two_scalings(c: Fields, new: Fields) -> None:
     full = new.sub("full_attention") if new.get("full_attention") is not None else new
     one, other = linear_factor(c.sub("rope_scaling")), linear_factor(full)
     if one != other:
-        raise c.error("rope_scaling", f"scales by {one:g} and rope_parameters by {other:g}: remove the one that is wrong")
+        raise c.error(
+            "rope_scaling", f"scales by {one:g} and rope_parameters by {other:g}: remove the one that is wrong"
+        )
 
 
 def rotations(hp: HParams) -> tuple[float, float, float]:
-    """(theta of local layers, theta of global ones, linear factor of global ones); the usual ones of a kind that there is not."""
+    """(theta of local layers, theta of global ones, linear factor of global ones); the usual ones of a kind that there
+    is not."""
     local = next((layer.rope_theta for layer in hp.layers if layer.window), LOCAL_THETA)
     theta, factor = next(((x.rope_theta, x.rope_factor) for x in hp.layers if not x.window), (GLOBAL_THETA, 1.0))
     return local, theta, factor
@@ -282,7 +293,9 @@ def by_layer(c: Fields, key: str, n_layers: int, *default: int) -> list[int]:
 def numbers_by_layer(c: Fields, key: str, n_layers: int) -> list[float]:
     """A number for every layer, of a list; infinities are left as they are."""
     value = c.get(key)
-    right = isinstance(value, list) and all(isinstance(v, (int, float)) and not isinstance(v, bool) and v == v for v in value)
+    right = isinstance(value, list) and all(
+        isinstance(v, (int, float)) and not isinstance(v, bool) and v == v for v in value
+    )
     if not right or len(value) != n_layers:
         raise c.error(key, f"must be a list of one number for each of the {n_layers} layers")
     return [float(v) for v in value]

@@ -1,5 +1,5 @@
-"""The families of models that can be read: all that knows one goes through FAMILIES. A new one is a module like gemma3.py, a
-line here, and a schedule."""
+"""The families of models that can be read: all that knows one goes through FAMILIES. A new one is a module like
+gemma3.py, a line here, and a schedule."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Family:
     hparams_from_hf: Callable[[Fields, Look], HParams]
     hparams_from_gguf: Callable[[Fields, Look], HParams]
     gguf_fields: Callable[[HParams], Mapping[str, Any]]
-    """Metadata after the `<architecture>.` prefix; Python ints, floats, bools, text, lists. The architecture is `name`."""
+    """Metadata after the `<architecture>.` prefix; Python ints, floats, bools, text, lists. The architecture is
+    `name`."""
     tensors: Callable[[HParams], Mapping[str, Shape]]
     """Every tensor that plans use, with its shape, in file order."""
     hf_config: Callable[[HParams], Mapping[str, Any]]
@@ -47,7 +48,8 @@ class Family:
     dead: Callable[[HParams], Mapping[str, Shape]] = _none
     """Tensors that files may have and no plan uses: they are kept in conversions, for readers that demand them."""
     stacks: Callable[[HParams], Mapping[str, int]] = _none
-    """Stem -> matrices whose rows, one after another, are the tensor: of three axes in GGUF, apart in Hugging Face files."""
+    """Stem -> matrices whose rows, one after another, are the tensor: of three axes in GGUF, apart in Hugging Face
+    files."""
     merged_tokenizer: bool = False
     """Whether its GGUF files hold a tokenizer's merges, where it has any; else scores in their place."""
     made: Callable[[HParams], Mapping[str, np.ndarray]] = _none
@@ -77,7 +79,9 @@ FAMILIES: tuple[Family, ...] = (
         name="gemma3",
         hf_model_types=("gemma3_text", "gemma3"),
         hparams_from_hf=lambda config, look: gemma3.hparams_from_hf(config, look.rows(EMBEDDING)),
-        hparams_from_gguf=lambda m, look: gemma3.hparams_from_gguf(m, look.rows(EMBEDDING), not look.has("output.weight")),
+        hparams_from_gguf=lambda m, look: gemma3.hparams_from_gguf(
+            m, look.rows(EMBEDDING), not look.has("output.weight")
+        ),
         gguf_fields=gemma3.gguf_fields,
         tensors=gemma3.tensors,
         hf_config=gemma3_config.hf_config,

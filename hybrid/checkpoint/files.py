@@ -1,8 +1,8 @@
 """Files as a checkpoint may trust them: regular, bounded, read inside their size, and unchanged since they were opened.
 
 Everything is read with pread into memory of its own, and nothing is mapped: a map of a file that somebody cuts shorter
-kills the process with SIGBUS when it is touched. Size and time are compared before every tensor that is taken; replacing
-or deleting the file is harmless at any time.
+kills the process with SIGBUS when it is touched. Size and time are compared before every tensor that is taken;
+replacing or deleting the file is harmless at any time.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class OpenFile:
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read at byte {at + done}: {why(error)}") from None
             if not got:
-                raise CheckpointError(f"{self.path} changed while it was open: it ends at byte {at + done}; load it again")
+                raise CheckpointError(
+                    f"{self.path} changed while it was open: it ends at byte {at + done}; load it again"
+                )
             done += got
 
 

@@ -35,7 +35,13 @@ class Found:
     problem: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "name": self.name, "path": str(self.path), "bytes": self.bytes, "problem": self.problem}
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "path": str(self.path),
+            "bytes": self.bytes,
+            "problem": self.problem,
+        }
 
 
 def find_models(problem_of: Callable[[Path], str | None], env: Mapping[str, str] = os.environ) -> list[Found]:
@@ -79,7 +85,11 @@ def _stores(env: Mapping[str, str], home: Path) -> list[Path]:
 
 def _folders(env: Mapping[str, str], home: Path) -> list[Path]:
     cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
-    programs = (env.get("LLAMA_CACHE") or cache / "llama.cpp", home / ".lmstudio" / "models", cache / "lm-studio" / "models")
+    programs = (
+        env.get("LLAMA_CACHE") or cache / "llama.cpp",
+        home / ".lmstudio" / "models",
+        cache / "lm-studio" / "models",
+    )
     return [Path.cwd(), *map(Path, programs), home / "models", home / "Downloads"]
 
 

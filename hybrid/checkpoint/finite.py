@@ -1,8 +1,8 @@
 """NaN and infinity where one value spoils a whole block or layer: scales of block types, and norm weights.
 
 Scales are a sixteenth of a file or less, so all of them are looked at whenever a tensor is taken. The numbers of plain
-matrices are not: that would read every weight once more, and what they spoil shows in the logits, which the device looks at
-(hybrid/engine/faults.py). `damaged` reads them all, on request.
+matrices are not: that would read every weight once more, and what they spoil shows in the logits, which the device
+looks at (hybrid/engine/faults.py). `damaged` reads them all, on request.
 """
 
 from __future__ import annotations

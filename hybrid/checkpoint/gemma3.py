@@ -36,9 +36,17 @@ LONG_CONTEXT, LONG_FACTOR = 131072, 8.0  # files without rope.scaling.* whose mo
 FAMILY = "Gemma 3"
 
 _DEFAULTED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "sliding_window", "query_pre_attn_scalar", "rms_norm_eps",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "query_pre_attn_scalar",
+    "rms_norm_eps",
+)
 
 
 def tensors(hp: HParams) -> dict[str, tuple[int, ...]]:
@@ -67,7 +75,9 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
         hidden=hidden,
         vocab=vocab,
         context_length=c.integer("max_position_embeddings", 131072),
-        layers=_layers(layers_from_hf(c, n_layers, PATTERN), n_layers, window, shape, theta_local, theta_global, factor),
+        layers=_layers(
+            layers_from_hf(c, n_layers, PATTERN), n_layers, window, shape, theta_local, theta_global, factor
+        ),
         attention_scale=positive(c, "query_pre_attn_scalar", 256.0) ** -0.5,
         eps=c.number("rms_norm_eps", 1e-6),
         softcap=c.number("final_logit_softcapping", 0.0),
@@ -77,7 +87,13 @@ def hparams_from_hf(config: Fields, vocab: int) -> HParams:
 
 
 def _layers(
-    kinds: tuple[bool, ...], n_layers: int, window: int, shape: dict[str, int], local: float, global_: float, factor: float
+    kinds: tuple[bool, ...],
+    n_layers: int,
+    window: int,
+    shape: dict[str, int],
+    local: float,
+    global_: float,
+    factor: float,
 ) -> tuple[LayerParams, ...]:
     """Only global layers are scaled."""
     rotations = {"rope_theta": local}, {"rope_theta": global_, "rope_factor": factor}
@@ -95,8 +111,11 @@ def hparams_from_gguf(metadata: Fields, vocab: int, tied: bool) -> HParams:
     refuse_attention_cap(m, FAMILY)
     key = "attention.sliding_window"
     if m.get(key) is None:
-        raise m.error(key, "is missing: every Gemma 3 has local layers, which would be computed as global ones; convert the "
-                      "original again, or write 0 where all layers are global")  # fmt: skip
+        raise m.error(
+            key,
+            "is missing: every Gemma 3 has local layers, which would be computed as global ones; convert the "
+            "original again, or write 0 where all layers are global",
+        )
     window = m.integer(key)
     if m.integer("vocab_size", vocab) != vocab:
         m.notes.append(f"gemma3.vocab_size is {m.get('vocab_size')}: the embedding has {vocab} rows, which count")

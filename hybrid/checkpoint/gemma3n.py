@@ -46,10 +46,23 @@ _IN_LAYER = {
     "laurel_post_norm": "laurel.post_laurel_norm",
 }
 _DEFAULTED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "sliding_window", "rms_norm_eps", "num_kv_shared_layers", "laurel_rank", "altup_num_inputs",
-    "altup_active_idx", "hidden_size_per_layer_input", "activation_sparsity_pattern", "final_logit_softcapping",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "rms_norm_eps",
+    "num_kv_shared_layers",
+    "laurel_rank",
+    "altup_num_inputs",
+    "altup_active_idx",
+    "hidden_size_per_layer_input",
+    "activation_sparsity_pattern",
+    "final_logit_softcapping",
+)
 
 
 def tensors(hp: HParams) -> dict[str, Shape]:
@@ -84,7 +97,9 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
     c, vocab = decoder.text_config(config), look.rows("token_embd.weight")
     decoder.refuse_variants(c, FAMILY)
     if not c.truth("altup_correct_scale", True):
-        raise c.error("altup_correct_scale", "false is not supported: every published Gemma 3n scales the corrected stream")
+        raise c.error(
+            "altup_correct_scale", "false is not supported: every published Gemma 3n scales the corrected stream"
+        )
     n_layers, hidden = decoder.layer_count(c, "num_hidden_layers", 35), c.integer("hidden_size", 2048)
     theta_global, theta_local, factor = decoder.rope_from_hf(c)
     decoder.note_config(c, config, vocab, _DEFAULTED, FAMILY)
@@ -125,12 +140,21 @@ def hparams_from_hf(config: Fields, look: Look) -> HParams:
 
 
 def _layers(
-    c: Fields, key: str, kinds: Sequence[bool], window: int, shape: Mapping[str, Any], ffn: Sequence[int],
-    sparsity: Sequence[float], shared: int, rotation: tuple[float, float, float],
-) -> tuple[LayerParams, ...]:  # fmt: skip
+    c: Fields,
+    key: str,
+    kinds: Sequence[bool],
+    window: int,
+    shape: Mapping[str, Any],
+    ffn: Sequence[int],
+    sparsity: Sequence[float],
+    shared: int,
+    rotation: tuple[float, float, float],
+) -> tuple[LayerParams, ...]:
     """`key`: the field that says how many layers share caches."""
     if len(kinds) != len(ffn):
-        raise ValueError(f"layer_is_global of {len(kinds)} entries must have one entry for each of the {len(ffn)} layers")
+        raise ValueError(
+            f"layer_is_global of {len(kinds)} entries must have one entry for each of the {len(ffn)} layers"
+        )
     if not all(kinds) and window <= 0:
         raise ValueError(f"window {window} must be positive: {len(kinds) - sum(kinds)} layers are local")
     try:
@@ -178,8 +202,12 @@ def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
     heads = m.integer("attention.head_count")
     shared_key = "attention.shared_kv_layers" if m.get("num_kv_shared_layers") is None else "num_kv_shared_layers"
     if m.get(shared_key) is None:
-        m.notes.append(f"gemma3n.{shared_key} is absent: the first {OWN_CACHES} layers are taken to have caches of their own")
-    theta = m.number("rope.freq_base_swa", m.number("rope.freq_base_local", m.number("rope.local.freq_base", LOCAL_THETA)))
+        m.notes.append(
+            f"gemma3n.{shared_key} is absent: the first {OWN_CACHES} layers are taken to have caches of their own"
+        )
+    theta = m.number(
+        "rope.freq_base_swa", m.number("rope.freq_base_local", m.number("rope.local.freq_base", LOCAL_THETA))
+    )
     table = look.rows("per_layer_token_embd.weight")
     layers = _layers(
         m,
@@ -190,7 +218,11 @@ def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
         decoder.by_layer(m, "feed_forward_length", n_layers),
         _sparsity_from_gguf(m, n_layers),
         m.integer(shared_key, max(0, n_layers - OWN_CACHES)),
-        (theta, m.number("rope.freq_base", m.number("rope.global.freq_base", GLOBAL_THETA)), decoder.factor_from_gguf(m)),
+        (
+            theta,
+            m.number("rope.freq_base", m.number("rope.global.freq_base", GLOBAL_THETA)),
+            decoder.factor_from_gguf(m),
+        ),
     )
     return HParams(
         family="gemma3n",
@@ -215,7 +247,9 @@ def _sparsity_from_gguf(m: Fields, n_layers: int) -> list[float]:
     """The file has the threshold in standard deviations, minus infinity for a dense layer."""
     key = "activation_sparsity_scale"
     if m.get(key) is None:
-        m.notes.append(f"gemma3n.{key} is absent: the first {SPARSE_LAYERS} layers are taken to be sparse, as Gemma 3n was trained")
+        m.notes.append(
+            f"gemma3n.{key} is absent: the first {SPARSE_LAYERS} layers are taken to be sparse, as Gemma 3n was trained"
+        )
         return _first_sparse(n_layers)
     scales = decoder.numbers_by_layer(m, key, n_layers)
     return [0.0 if s == -math.inf else float(f"{NormalDist().cdf(s):.6g}") for s in scales]

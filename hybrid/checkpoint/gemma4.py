@@ -1,7 +1,8 @@
-"""Gemma 4 (text, dense): hyper-parameters from both file formats and both dialects of config.json, tensor names and shapes.
+"""Gemma 4 (text, dense): hyper-parameters from both file formats and both dialects of config.json, tensor names and
+shapes.
 
-Defaults for omitted fields are those of transformers' Gemma4TextConfig. Global layers differ from local ones in more than the
-window: heads are wider, a part of each rotates, keys and values may be one projection.
+Defaults for omitted fields are those of transformers' Gemma4TextConfig. Global layers differ from local ones in more
+than the window: heads are wider, a part of each rotates, keys and values may be one projection.
 """
 
 from __future__ import annotations
@@ -31,9 +32,18 @@ EMBEDDING, INPUTS = "token_embd.weight", "per_layer_token_embd.weight"
 _AROUND = {**decoder.AROUND, **decoder.AROUND_INPUTS}
 _IN_LAYER = {**decoder.IN_LAYER, **decoder.IN_LAYER_INPUTS, SCALAR: "layer_scalar"}
 _DEFAULTED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "sliding_window", "rms_norm_eps", "hidden_size_per_layer_input", "num_kv_shared_layers",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "rms_norm_eps",
+    "hidden_size_per_layer_input",
+    "num_kv_shared_layers",
+)
 _PER_LAYER = ("head_dim", "num_key_value_heads")
 _EXPERTS = "mixtures of experts are not read yet: take a dense size (E2B, E4B, 12B or 31B)"
 
@@ -72,20 +82,33 @@ class _Kind:
 
 
 def _layers(
-    c: Fields, key: str, is_global: Sequence[bool], kinds: tuple[_Kind, _Kind], heads: Sequence[tuple[int, int, int]],
-    ffn: Sequence[int], shared: int, look: Look,
-) -> tuple[LayerParams, ...]:  # fmt: skip
-    """kinds: local, global. heads: (head_dim, n_heads, n_kv_heads) by layer. key: the field that says how many layers share."""
+    c: Fields,
+    key: str,
+    is_global: Sequence[bool],
+    kinds: tuple[_Kind, _Kind],
+    heads: Sequence[tuple[int, int, int]],
+    ffn: Sequence[int],
+    shared: int,
+    look: Look,
+) -> tuple[LayerParams, ...]:
+    """kinds: local, global. heads: (head_dim, n_heads, n_kv_heads) by layer. key: the field that says how many layers
+    share."""
     if len(is_global) != len(ffn):
-        raise ValueError(f"layer_is_global of {len(is_global)} entries must have one entry for each of the {len(ffn)} layers")
+        raise ValueError(
+            f"layer_is_global of {len(is_global)} entries must have one entry for each of the {len(ffn)} layers"
+        )
     if not all(is_global) and kinds[False].window <= 0:
-        raise ValueError(f"window {kinds[False].window} must be positive: {len(is_global) - sum(is_global)} layers are local")
+        raise ValueError(
+            f"window {kinds[False].window} must be positive: {len(is_global) - sum(is_global)} layers are local"
+        )
     try:
         sources = kv_sources(is_global, shared)
     except ValueError as error:
         raise c.error(key, f"cannot be: {error}") from None
     found = []
-    for i, (g, (head_dim, n_heads, n_kv_heads), width, source) in enumerate(zip(is_global, heads, ffn, sources, strict=True)):
+    for i, (g, (head_dim, n_heads, n_kv_heads), width, source) in enumerate(
+        zip(is_global, heads, ffn, sources, strict=True)
+    ):
         kind = kinds[g]
         found.append(
             LayerParams(
@@ -114,7 +137,8 @@ def _scalar(c: Fields, layer: int, look: Look) -> float:
     return float(values[0])
 
 
-# ------------------------------------------------------------------------------------------------------------ Hugging Face
+# ------------------------------------------------------------------------------------------------------------ Hugging
+# Face
 def hparams_from_hf(config: Fields, look: Look) -> HParams:
     """config.json of Gemma4ForCausalLM, or of a multimodal model with its `text_config`; heads of global layers by
     `per_layer_config`, or by `global_head_dim` and `num_global_key_value_heads`."""
@@ -174,7 +198,11 @@ def _heads_from_hf(c: Fields, is_global: Sequence[bool], same: bool) -> list[tup
         unknown = next((k for k in fields.values if k not in _PER_LAYER), None)
         if unknown is not None:
             raise fields.error(unknown, f"is not known for one layer; known: {', '.join(_PER_LAYER)}")
-        found[int(key)] = fields.integer("head_dim", head_dim), n_heads, fields.integer("num_key_value_heads", n_kv_heads)
+        found[int(key)] = (
+            fields.integer("head_dim", head_dim),
+            n_heads,
+            fields.integer("num_key_value_heads", n_kv_heads),
+        )
     return found
 
 
@@ -196,8 +224,8 @@ def _rope_from_hf(c: Fields) -> tuple[_Kind, _Kind]:
 
 
 def hf_config(hp: HParams) -> Mapping[str, Any]:
-    """Everything of config.json that says what the model computes. Heads of global layers in the older dialect, which old
-    releases of transformers read too, where it can say them."""
+    """Everything of config.json that says what the model computes. Heads of global layers in the older dialect, which
+    old releases of transformers read too, where it can say them."""
     base = next((x for x in hp.layers if x.window), hp.layers[0])
     wide = next((x for x in hp.layers if not x.window), base)
     shared = hp.n_layers - hp.n_kv_layers
@@ -205,13 +233,23 @@ def hf_config(hp: HParams) -> Mapping[str, Any]:
     double = bool(sharing) and all(x.ffn == 2 * own[0].ffn for x in sharing)
     plain = all(x.ffn == own[0].ffn for x in (own if double else hp.layers))
     fewer = wide.n_kv_heads != base.n_kv_heads
-    regular = all((x.head_dim, x.n_kv_heads) == (y.head_dim, y.n_kv_heads) for x in hp.layers for y in [base if x.window else wide])
+    regular = all(
+        (x.head_dim, x.n_kv_heads) == (y.head_dim, y.n_kv_heads)
+        for x in hp.layers
+        for y in [base if x.window else wide]
+    )
     heads: dict[str, Any]
     if regular and (wide.k_as_v or not fewer):
         heads = {"global_head_dim": wide.head_dim, "num_global_key_value_heads": wide.n_kv_heads if fewer else None}
     else:
-        differ = {str(i): x for i, x in enumerate(hp.layers) if (x.head_dim, x.n_kv_heads) != (base.head_dim, base.n_kv_heads)}
-        heads = {"per_layer_config": {i: {"head_dim": x.head_dim, "num_key_value_heads": x.n_kv_heads} for i, x in differ.items()}}
+        differ = {
+            str(i): x for i, x in enumerate(hp.layers) if (x.head_dim, x.n_kv_heads) != (base.head_dim, base.n_kv_heads)
+        }
+        heads = {
+            "per_layer_config": {
+                i: {"head_dim": x.head_dim, "num_key_value_heads": x.n_kv_heads} for i, x in differ.items()
+            }
+        }
     rotation: dict[str, Any] = {"rope_theta": shortest(wide.rope_theta), "rope_type": "default"}
     if wide.rotated < 1 or wide.rope_factor != 1:
         rotation |= {"rope_type": "proportional", "partial_rotary_factor": shortest(wide.rotated)}
@@ -251,7 +289,8 @@ def hf_config(hp: HParams) -> Mapping[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------------------------------- GGUF
+# ---------------------------------------------------------------------------------------------------------------------
+# GGUF
 def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
     """Metadata of architecture gemma4, as llama.cpp's and Ollama's converters write it."""
     m, vocab = metadata.under("gemma4."), look.rows(EMBEDDING)
@@ -269,7 +308,9 @@ def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
     n_heads = decoder.by_layer(m, "attention.head_count", n_layers)
     n_kv_heads = decoder.by_layer(m, "attention.head_count_kv", n_layers)
     if len(is_global) != n_layers:
-        raise m.error("attention.sliding_window_pattern", f"layer_is_global of {len(is_global)} entries, for {n_layers} layers")
+        raise m.error(
+            "attention.sliding_window_pattern", f"layer_is_global of {len(is_global)} entries, for {n_layers} layers"
+        )
     rotated, factor = _rotated(m, look, wide)
     owners = [i for i in range(n_layers) if is_global[i] and look.has(in_layer(i, "attn_k.weight"))]
     same = bool(owners) and not look.has(in_layer(owners[0], "attn_v.weight"))
@@ -298,17 +339,25 @@ def hparams_from_gguf(metadata: Fields, look: Look) -> HParams:
 
 
 def _rotated(m: Fields, look: Look, head_dim: int) -> tuple[float, float]:
-    """Share of the pairs that rotate in global layers, and what divides their frequencies: by the divisors in the file."""
+    """Share of the pairs that rotate in global layers, and what divides their frequencies: by the divisors in the
+    file."""
     divisors = look.values(FREQS, finite=False)
     if divisors is None:
         m.notes.append(f"{FREQS} is absent: global layers rotate whole heads")
         return 1.0, 1.0
     rotates = divisors < STILL / 10
     count = int(rotates.sum())
-    right = len(divisors) == head_dim // 2 and count > 0 and bool(rotates[:count].all()) and bool((divisors[:count] > 0).all())
+    right = (
+        len(divisors) == head_dim // 2
+        and count > 0
+        and bool(rotates[:count].all())
+        and bool((divisors[:count] > 0).all())
+    )
     if not right or len(set(divisors[:count].tolist())) > 1:
-        raise ValueError(f"{FREQS} must have one divisor for each of the {head_dim // 2} pairs of a head: one number for the first "
-                         f"ones, {STILL:g} for the rest")  # fmt: skip
+        raise ValueError(
+            f"{FREQS} must have one divisor for each of the {head_dim // 2} pairs of a head: one number for the first "
+            f"ones, {STILL:g} for the rest"
+        )
     return count / len(divisors), float(divisors[0])
 
 

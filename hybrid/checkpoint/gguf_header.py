@@ -97,7 +97,9 @@ class _Cursor:
                 f"{self.path} is cut short or damaged: {size} bytes wanted at byte {self.at} of {self.file.size}"
             )
         if self.at + size > _MAX_HEADER:
-            raise CheckpointError(f"{self.path} is damaged: a header of more than {_MAX_HEADER} bytes at byte {self.at}")
+            raise CheckpointError(
+                f"{self.path} is damaged: a header of more than {_MAX_HEADER} bytes at byte {self.at}"
+            )
         inside = self.at - self._begin
         if inside + size > len(self._buffer):
             count = min(max(size, _CHUNK), self.file.size - self.at)

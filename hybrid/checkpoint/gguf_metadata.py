@@ -15,8 +15,18 @@ if TYPE_CHECKING:
 
 # llama.cpp's numbers; its K types come in mixtures, of which medium is the usual one.
 FILE_TYPES = {
-    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 15, "q5_k": 17, "q6_k": 18, "bf16": 32,
-}  # fmt: skip
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q8_0": 7,
+    "q5_0": 8,
+    "q5_1": 9,
+    "q4_k": 15,
+    "q5_k": 17,
+    "q6_k": 18,
+    "bf16": 32,
+}
 _QUANTIZATION_VERSION = 2
 _PADDING_SCORE = -10000.0
 
@@ -55,9 +65,11 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _write_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_ids: tuple[int, ...], merged: bool) -> None:
-    """The vocabulary, padded to the embedding's rows as other engines demand. merged: with its merges, in the form that Gemma 4's
-    files have; else with scores."""
+def _write_tokenizer(
+    writer: GGUFWriter, tokenizer: Tokenizer, rows: int, eos_ids: tuple[int, ...], merged: bool
+) -> None:
+    """The vocabulary, padded to the embedding's rows as other engines demand. merged: with its merges, in the form that
+    Gemma 4's files have; else with scores."""
     v = tokenizer.vocabulary if merged else with_scores(tokenizer.vocabulary)
     pieces, scores, types = list(v.pieces), list(v.scores), list(v.types)
     for index, piece in enumerate(pieces):

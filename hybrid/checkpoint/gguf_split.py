@@ -55,7 +55,9 @@ def check_parts(parts: list[Part]) -> None:
         for key in ("general.architecture", "general.name", "split.tensors.count"):
             own = fields.get(key)
             if own is not None and own != first.get(key):
-                raise fields.error(key, f"{own!r} differs from {first.get(key)!r} of {parts[0].path.name}: parts are mixed")
+                raise fields.error(
+                    key, f"{own!r} differs from {first.get(key)!r} of {parts[0].path.name}: parts are mixed"
+                )
     owner: dict[str, Path] = {}
     for part in parts:
         for name in part.stored:

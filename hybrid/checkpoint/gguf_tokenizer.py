@@ -1,4 +1,5 @@
-"""The tokenizer in GGUF metadata: `llama` (SentencePiece, scores), and `gpt2` or `gemma4` with merges over SentencePiece's pieces.
+"""The tokenizer in GGUF metadata: `llama` (SentencePiece, scores), and `gpt2` or `gemma4` with merges over
+SentencePiece's pieces.
 
 `gpt2` is what converters write that start from tokenizer.json (Ollama's): its scores say nothing, its bytes
 are typed as ordinary pieces, its padding as user-defined. Whether such a file holds SentencePiece's pieces or GPT-2's
@@ -60,7 +61,8 @@ def gguf_tokenizer(metadata: Fields, rows: int) -> Tokenizer:
             _index(m, "padding_token_id"),
             add_space_prefix=bool(m.get("add_space_prefix", False)),
             merges=merges,
-            add_bos=kind == "gemma4" or bool(m.get("add_bos_token", True)),  # early files of Gemma 4 say false, and are wrong
+            add_bos=kind == "gemma4"
+            or bool(m.get("add_bos_token", True)),  # early files of Gemma 4 say false, and are wrong
         )
         n_tokens = min(len(pieces), rows)
         padding = (UNUSED, USER_DEFINED)
@@ -103,7 +105,9 @@ def _types_by_text(m: Fields, pieces: list[str], types: list[int]) -> list[int]:
     index = {p: i for i, p in enumerate(pieces)}
     if not all(piece in index for piece in BYTE_PIECES) or not any(SPACE in p for p in pieces):
         what = "holds byte-level BPE (GPT-2's alphabet)" if "\u0120" in index else "holds no SentencePiece vocabulary"
-        raise m.error("tokens", f"{what}: Gemma's has pieces with U+2581 and <0x00> to <0xFF>; convert its own tokenizer.model")
+        raise m.error(
+            "tokens", f"{what}: Gemma's has pieces with U+2581 and <0x00> to <0xFF>; convert its own tokenizer.model"
+        )
     out = list(types)
     for piece in BYTE_PIECES:
         if out[index[piece]] in (NORMAL, USER_DEFINED):

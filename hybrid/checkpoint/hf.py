@@ -89,8 +89,7 @@ def _tensor_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         if len(files) != 1:
             names = ", ".join(f.name for f in files[:4]) + (", ..." if len(files) > 4 else "")
             raise CheckpointError(
-                f"{path}: need model.safetensors, or {_INDEX} with its shards; "
-                f"found {names or 'no .safetensors file'}"
+                f"{path}: need model.safetensors, or {_INDEX} with its shards; found {names or 'no .safetensors file'}"
             )
         return files, {}
     owner = dict(Fields(read_json(index), index).sub("weight_map").values)

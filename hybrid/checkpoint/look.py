@@ -1,4 +1,5 @@
-"""What a family's reader may ask of a file's tensors before the hyper-parameters are known: shapes, and small vectors."""
+"""What a family's reader may ask of a file's tensors before the hyper-parameters are known: shapes, and small
+vectors."""
 
 from __future__ import annotations
 

@@ -34,11 +34,18 @@ PIECES = 262144  # of Gemma 3's tokenizer; its embedding has a few rows more
 POOL_BYTES = 8 << 20
 _HEAD = ("embed", "head", "table")  # classes
 _STREAMS = "bf16"  # of what quantised files leave unquantised
-# Of random codes: standard deviation of a value in units of the (super) scale; the minimum that centres it, in the same.
+# Of random codes: standard deviation of a value in units of the (super) scale; the minimum that centres it, in the
+# same.
 _SCALES = {
-    "q8_0": (74.0, 0.0), "q4_0": (4.6, 0.0), "q4_1": (4.6, -7.5), "q5_0": (9.2, 0.0), "q5_1": (9.2, -15.5),
-    "q4_k": (250.0, 7.5), "q5_k": (500.0, 15.5), "q6_k": (1370.0, 0.0),
-}  # fmt: skip
+    "q8_0": (74.0, 0.0),
+    "q4_0": (4.6, 0.0),
+    "q4_1": (4.6, -7.5),
+    "q5_0": (9.2, 0.0),
+    "q5_1": (9.2, -15.5),
+    "q4_k": (250.0, 7.5),
+    "q5_k": (500.0, 15.5),
+    "q6_k": (1370.0, 0.0),
+}
 
 
 def random_checkpoint(
@@ -80,8 +87,8 @@ def random_shape(name: str, layers: int | None = None, vocab: int | None = None)
 def random_types(
     hparams: HParams, kind: str, head: str | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, str]:
-    """Storage type of every tensor by name (shapes: of others than those that plans use). ValueError where rows are no whole
-    blocks of one."""
+    """Storage type of every tensor by name (shapes: of others than those that plans use). ValueError where rows are no
+    whole blocks of one."""
     head = head or ("q8_0" if hparams.hidden % DTYPES["q6_k"].block else "q6_k")
     found = {}
     for name, shape in (tensors(hparams) if shapes is None else shapes).items():
@@ -94,7 +101,9 @@ def random_types(
         if wanted not in WEIGHT_TYPES:
             raise ValueError(f"--{option}: {wanted!r} is no storage type{nearest(wanted, WEIGHT_TYPES)}")
         if shape[1] % DTYPES[wanted].block:
-            raise ValueError(f"--{option} {wanted}: rows of {shape[1]} ({name}) are no multiple of {DTYPES[wanted].block}")
+            raise ValueError(
+                f"--{option} {wanted}: rows of {shape[1]} ({name}) are no multiple of {DTYPES[wanted].block}"
+            )
         found[name] = wanted
     return found
 
@@ -152,7 +161,11 @@ def random_rows(dtype: str, width: int, piece_bytes: int) -> np.ndarray:
     size = kind.nbytes((kind.block,))
     count = piece_bytes // size
     if not kind.quantised:
-        values = np.ones(count, np.float32) if not width else np.float32(width**-0.5) * rng.standard_normal(count, np.float32)
+        values = (
+            np.ones(count, np.float32)
+            if not width
+            else np.float32(width**-0.5) * rng.standard_normal(count, np.float32)
+        )
         if dtype == "bf16":
             return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(np.uint8)
         return values.astype(kind.parts[0].dtype).view(np.uint8)

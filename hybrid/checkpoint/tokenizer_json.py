@@ -72,7 +72,9 @@ def _check_model(model: Fields) -> None:
         raise model.error("type", f"{kind!r} is not supported; known: BPE")
     if model.get("byte_fallback") is not True:
         byte_level = "\u0120" in model.sub("vocab").values
-        raise model.error("byte_fallback", _BYTE_LEVEL if byte_level else "must be true, as SentencePiece's models have it")
+        raise model.error(
+            "byte_fallback", _BYTE_LEVEL if byte_level else "must be true, as SentencePiece's models have it"
+        )
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
         if model.get(key):
             raise model.error(key, f"{model.get(key)!r} is not supported; known: none")
@@ -150,7 +152,9 @@ def _stages(root: Fields, key: str) -> Iterator[Fields]:
     if step.get("type") != "Sequence":
         yield step
         return
-    inner = {"decoder": "decoders", "normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}.get(key, "processors")
+    inner = {"decoder": "decoders", "normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}.get(
+        key, "processors"
+    )
     steps = step.get(inner, [])
     if not isinstance(steps, list) or not all(isinstance(s, Mapping) for s in steps):
         raise step.error(inner, "must be a list of objects")

@@ -1,7 +1,7 @@
 """What every command shares: one-line errors, exit codes, no traceback unless HYBRID_DEBUG=1.
 
-Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 3 the device was lost or did not answer in time (the
-same command may work again), 129 hung up, 130 interrupted, 143 terminated.
+Exit codes: 0 done, 1 something given is wrong or failed, 2 wrong usage, 3 the device was lost or did not answer in time
+(the same command may work again), 129 hung up, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def usage() -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """UsageError for a file that could not be written when the work is done; one that is not there is not left behind."""
+    """UsageError for a file that could not be written when the work is done; one that is not there is not left
+    behind."""
     there = path.exists()
     try:
         with open(path, "ab"):
@@ -59,7 +60,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.add_argument("--version", action="version", version=f"hybrid-kernels {__version__}", help="print the version and stop")
+        self.add_argument(
+            "--version", action="version", version=f"hybrid-kernels {__version__}", help="print the version and stop"
+        )
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -100,8 +103,8 @@ def _standard_streams() -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as an interrupt does, so that files half written are removed; exit code 143 or 129.
-    A hangup that is ignored already (nohup) stays so."""
+    """SIGTERM and SIGHUP end the block as an interrupt does, so that files half written are removed; exit code 143 or
+    129. A hangup that is ignored already (nohup) stays so."""
     wanted = {signal.SIGTERM: "terminated"}
     if (hangup := getattr(signal, "SIGHUP", None)) is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
         wanted[hangup] = "hung up"

@@ -23,10 +23,12 @@ SHORT = None if sys.platform == "win32" else "/tmp"
 
 @contextmanager
 def cluster(address: str | None = None) -> Iterator[None]:
-    """Ray, until the block ends. Ray reads its environment when it is imported, so whoever uses it imports it in the block.
+    """Ray, until the block ends. Ray reads its environment when it is imported, so whoever uses it imports it in the
+    block.
 
-    address: a running cluster's, joined with the user's token. Without one a cluster is started that listens on the loopback
-    address, for those who have its token: the processes that it starts. ValueError where there is none to join."""
+    address: a running cluster's, joined with the user's token. Without one a cluster is started that listens on the
+    loopback address, for those who have its token: the processes that it starts. ValueError where there is none to
+    join."""
     if "ray" in sys.modules:
         raise RuntimeError("Ray was imported before its cluster was described: it would let others in")
     with terminable(), ExitStack() as stack:
@@ -36,9 +38,11 @@ def cluster(address: str | None = None) -> Iterator[None]:
             os.environ.update(
                 RAY_AUTH_MODE="token",
                 RAY_AUTH_TOKEN=secrets.token_hex(32),
-                RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # no cluster of several machines, on any system: 127.0.0.1 is its own name
+                # no cluster of several machines, on any system: 127.0.0.1 is its own name
+                RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
             )
-            # Ray makes its folders writable for everybody and its logs readable; those outside do not get through this one.
+            # Ray makes its folders writable for everybody and its logs readable; those outside do not get through this
+            # one.
             folder = stack.enter_context(TemporaryDirectory(prefix="hybrid-", dir=SHORT, ignore_cleanup_errors=True))
             options = {"address": "local", "_temp_dir": os.path.join(folder, "ray")}
         elif os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):

@@ -1,4 +1,5 @@
-"""How far long work is, on standard error: a bar on a terminal; elsewhere a plain line now and then, as logs have them."""
+"""How far long work is, on standard error: a bar on a terminal; elsewhere a plain line now and then, as logs have
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ FIRST, EVERY = 10.0, 30.0
 
 
 @contextmanager
-def progress_bar(total: int, name: str, wanted: bool, unit: str, after: float = 0.0) -> Iterator[Callable[[int], object]]:
+def progress_bar(
+    total: int, name: str, wanted: bool, unit: str, after: float = 0.0
+) -> Iterator[Callable[[int], object]]:
     """Yields what is called with how much of `total` was done since the last call. The bar (on a terminal, or `wanted`)
     appears once `after` seconds have passed."""
     if not wanted and not sys.stderr.isatty():

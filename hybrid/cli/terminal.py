@@ -17,9 +17,9 @@ PASTE_SECONDS = 0.05  # lines that follow each other faster were not typed
 def reader() -> Callable[[], str]:
     """Reads a turn at the prompt; EOFError at the end. Standard output gets no prompt when it is no terminal.
 
-    Terminals mark a paste where GNU readline asks them to: it is then one line with line ends in it. Elsewhere lines that
-    come together are one turn, unless they were there before the prompt: those were typed ahead. A line that ends in a
-    backslash goes on in the next."""
+    Terminals mark a paste where GNU readline asks them to: it is then one line with line ends in it. Elsewhere lines
+    that come together are one turn, unless they were there before the prompt: those were typed ahead. A line that ends
+    in a backslash goes on in the next."""
     _mark_pastes()
 
     def line(prompt: str) -> str:
@@ -42,7 +42,8 @@ def reader() -> Callable[[], str]:
 
 
 def _mark_pastes() -> None:
-    """Editing, and marks around pastes (bracketed paste), which Python switches off in GNU readline and libedit lacks."""
+    """Editing, and marks around pastes (bracketed paste), which Python switches off in GNU readline and libedit
+    lacks."""
     if importlib.util.find_spec("readline"):
         readline = importlib.import_module("readline")  # input() uses it once it is loaded
         if "libedit" not in (readline.__doc__ or "") and os.environ.get("TERM", "dumb") != "dumb":

@@ -68,8 +68,8 @@ def convert(
     Tensors already of the wanted type are copied bit for bit. split: bytes of tensors in one file at most; GGUF files
     are then named NAME-00001-of-0000N.gguf. jobs: blocks of rows at work at once; memory is less than 100 MB for each,
     whatever the model's size. `progress` gets the bytes written since the last call. Every tensor's sha256 is kept
-    with it (verify). The target appears complete or not at all; one that exists is kept unless `force`. What killed runs left
-    unfinished in its folder is removed first.
+    with it (verify). The target appears complete or not at all; one that exists is kept unless `force`. What killed
+    runs left unfinished in its folder is removed first.
     Raises CheckpointError for a target that is in the way and for values that a type cannot hold.
     """
     from hybrid.convert import to_gguf, to_hf  # inspect needs the types alone

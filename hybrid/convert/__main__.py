@@ -25,11 +25,15 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXIT,
     )
     p.add_argument("src", nargs="?", type=Path, metavar="SRC", help=".gguf file or Hugging Face directory")
-    p.add_argument("dst", nargs="?", metavar="DST", help=".gguf file to write; a folder (or NAME/) for Hugging Face's format")
+    p.add_argument(
+        "dst", nargs="?", metavar="DST", help=".gguf file to write; a folder (or NAME/) for Hugging Face's format"
+    )
     add_types(p, default=" (the default)")
     p.add_argument("--format", choices=("gguf", "hf"), help="of what is written (by DST)")
     p.add_argument("--split", type=size, metavar="SIZE", help="several files of at most SIZE, such as 4GiB")
-    p.add_argument("--jobs", type=positive, metavar="N", help="blocks of rows worked on at once (one per processor, at most 8)")
+    p.add_argument(
+        "--jobs", type=positive, metavar="N", help="blocks of rows worked on at once (one per processor, at most 8)"
+    )
     p.add_argument("--force", action="store_true", help="replace what exists")
     p.add_argument(
         "--verify",
@@ -49,7 +53,11 @@ def add_types(p: argparse.ArgumentParser, default: str = "") -> None:
     text = f"of the matrices: {', '.join(WRITABLE_TYPES)}; or {SAME}, as stored{default} ({', '.join(kept)} can only be kept)"
     p.add_argument("--type", choices=known, metavar="TYPE", help=text)
     for kind, parts in CLASSES.items():
-        other = {"head": "as --type-embed", "table": "as --type-embed", "streams": f"as --type, but {SAME} where that is quantised"}
+        other = {
+            "head": "as --type-embed",
+            "table": "as --type-embed",
+            "streams": f"as --type, but {SAME} where that is quantised",
+        }
         text = f"of {', '.join(parts)} ({other.get(kind, 'as --type')})"
         p.add_argument(f"--type-{kind}", choices=known, metavar="TYPE", help=text)
 

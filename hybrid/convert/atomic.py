@@ -109,7 +109,9 @@ def check_folder(target: Path, force: bool) -> None:
         raise CheckpointError(f"{target.absolute().parent} does not exist: create the folder first")
     if target.is_dir() and any(target.iterdir()):
         if not force:
-            raise CheckpointError(f"{target} exists and is not empty: choose another name, or --force to replace its model")
+            raise CheckpointError(
+                f"{target} exists and is not empty: choose another name, or --force to replace its model"
+            )
         if not (target / "config.json").is_file():
             raise CheckpointError(f"{target} holds other files and no model: choose another name")
 

@@ -31,8 +31,8 @@ class Wanted:
     by_class: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, kind: str) -> str:
-        """The output matrix, where it is not the embedding itself, goes with the embedding, and so does the table of inputs to
-        layers. The streams' matrices are quantised only where that is asked for of them."""
+        """The output matrix, where it is not the embedding itself, goes with the embedding, and so does the table of
+        inputs to layers. The streams' matrices are quantised only where that is asked for of them."""
         default = self.by_class.get("embed", self.dtype) if kind in ("head", "table") else self.dtype
         if kind == "streams" and default != SAME and DTYPES[default].quantised:
             default = SAME

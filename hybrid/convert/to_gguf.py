@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # the import takes a quarter of a second
     from gguf import GGUFWriter
 
 DIGESTS = "hybrid.sha256"
-"""Metadata: a text for each tensor of the file, its digest (hybrid.convert.shards.digest_of) in hex, a space, its name."""
+"""Metadata: a text for each tensor of the file, its digest (hybrid.convert.shards.digest_of) in hex, a space, its
+name."""
 HEADER_DIGEST = "hybrid.sha256.header"
 """Metadata, the last value: sha256 of all bytes before the tensors' data, in hex, taken with zeros in its own place."""
 
@@ -79,7 +80,9 @@ def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[st
     shapes = {name: family.gguf_shape(source.hparams, name, source.shape(name)) for name in kinds}
     for name, kind in kinds.items():
         shape = shapes[name]
-        writer.add_tensor_info(name, shape, np.dtype("f4"), DTYPES[kind].nbytes(shape), GGMLQuantizationType[kind.upper()])
+        writer.add_tensor_info(
+            name, shape, np.dtype("f4"), DTYPES[kind].nbytes(shape), GGMLQuantizationType[kind.upper()]
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     values_end = path.stat().st_size  # the writer has flushed
@@ -91,7 +94,9 @@ def _begin(writer: GGUFWriter, path: Path, source: Checkpoint, kinds: Mapping[st
         at += _align(size)
     names = list(kinds)
     called = {name: name for name in names}
-    return Shard(path, kinds, offsets, at, lambda where, digests: _seal(where, values_end, data, names, digests), called, shapes)
+    return Shard(
+        path, kinds, offsets, at, lambda where, digests: _seal(where, values_end, data, names, digests), called, shapes
+    )
 
 
 def _seal(path: Path, end: int, data: int, names: Sequence[str], digests: Mapping[str, str]) -> None:

@@ -38,10 +38,16 @@ _UNKNOWN = "0" * 64
 
 @contextmanager
 def shards(
-    source: Checkpoint, family: Family, target: Path, kinds: Mapping[str, str], dtype: str, split: int | None, force: bool
+    source: Checkpoint,
+    family: Family,
+    target: Path,
+    kinds: Mapping[str, str],
+    dtype: str,
+    split: int | None,
+    force: bool,
 ) -> Iterator[tuple[list[Path], list[Shard]]]:
-    """As to_gguf.shards: a folder with everything but the tensors' bytes, which becomes `target`. `source` and `kinds` are those
-    that `apart` gives."""
+    """As to_gguf.shards: a folder with everything but the tensors' bytes, which becomes `target`. `source` and `kinds`
+    are those that `apart` gives."""
     hp = source.hparams
     made_apart = {part for stem in family.stacks(hp) for part in family.parts(hp, f"{stem}.weight")}
     wrong = next((n for n, k in kinds.items() if k not in TYPES), None)
@@ -68,8 +74,8 @@ def shards(
 
 
 def apart(source: Checkpoint, family: Family, kinds: Mapping[str, str]) -> tuple[Checkpoint, dict[str, str]]:
-    """The checkpoint with tensors as Hugging Face's files divide them, and their types: the matrices of a stack apart, by their
-    names there, and without what only GGUF has."""
+    """The checkpoint with tensors as Hugging Face's files divide them, and their types: the matrices of a stack apart,
+    by their names there, and without what only GGUF has."""
     entries: dict[str, Entry] = {}
     types: dict[str, str] = {}
     for name, kind in kinds.items():

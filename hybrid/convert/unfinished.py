@@ -17,14 +17,14 @@ _FOREIGN_AGE = 24 * 3600.0  # seconds without a write after which nobody elsewhe
 
 
 def part_name(target: Path, old: bool = False) -> Path:
-    """Where a target is while it is unfinished (`old`: what it replaces, until it has): hidden, in the same folder, with a
-    suffix that no reader takes, and the process whose it is."""
+    """Where a target is while it is unfinished (`old`: what it replaces, until it has): hidden, in the same folder,
+    with a suffix that no reader takes, and the process whose it is."""
     return target.with_name(f".{target.name}.{_host()}-{os.getpid()}{'.old' if old else ''}.part")
 
 
 def remove_stale(folder: Path, replaced: bool = False) -> list[Path]:
-    """Remove what processes that have ended left unfinished in a folder; `replaced`: what they put aside too, where a new
-    file stands in its place. Files of other machines are left for a day. Returns what was removed."""
+    """Remove what processes that have ended left unfinished in a folder; `replaced`: what they put aside too, where a
+    new file stands in its place. Files of other machines are left for a day. Returns what was removed."""
     removed = []
     for path, found in _unfinished(folder):
         if found["old"] and not (replaced and (folder / found["target"]).exists()):
@@ -49,7 +49,8 @@ def _unfinished(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def _over(path: Path, host: str, pid: int) -> bool:
-    """Whether the process that wrote a file has ended: there is none of its number, or one that is younger than the file."""
+    """Whether the process that wrote a file has ended: there is none of its number, or one that is younger than the
+    file."""
     age = time.time() - max(p.stat().st_mtime for p in (path, *(path.iterdir() if path.is_dir() else ())))
     if host != _host():
         return age > _FOREIGN_AGE

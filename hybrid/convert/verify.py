@@ -61,7 +61,8 @@ class Kept:
 
 
 def digests(path: Path) -> Kept:
-    """What a checkpoint's files keep. CheckpointError where there is nothing to compare with, or a file is no checkpoint."""
+    """What a checkpoint's files keep. CheckpointError where there is nothing to compare with, or a file is no
+    checkpoint."""
     files = files_of(path)
     kept = [_of_safetensors(file) if path.is_dir() else _of_gguf(file) for file in files]
     wrong = [w for _, found in kept for w in found]
@@ -127,7 +128,9 @@ def _of_gguf(path: Path) -> tuple[Sequence[_Sum], list[str]]:
     sums, wrong = _matched(path, part.stored, kept)
     ends = [t.offset + DTYPES[t.dtype].nbytes(t.shape) for t in part.stored.values()]
     try:
-        found = to_gguf.header_digest(OpenFile(path).read(0, min((t.offset for t in part.stored.values()), default=part.size)))
+        found = to_gguf.header_digest(
+            OpenFile(path).read(0, min((t.offset for t in part.stored.values()), default=part.size))
+        )
     except ValueError:
         found = ""
     if found != own:

@@ -1,9 +1,9 @@
 """The device protocol: what the Vulkan, NumPy (`cpu`) and NPU backends, and several of them together, offer the engine.
 
-    device.store(decl, value)    a tensor that outlives plans (weights, state, io), by name
-    program = device.compile(plan)    everything that costs: allocation, pipelines, descriptors, recording
-    ticket = program.submit(times)    starts it; several times in a row with one call
-    device.wait(ticket)
+device.store(decl, value)    a tensor that outlives plans (weights, state, io), by name
+program = device.compile(plan)    everything that costs: allocation, pipelines, descriptors, recording
+ticket = program.submit(times)    starts it; several times in a row with one call
+device.wait(ticket)
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Program(Protocol):
         ...
 
     def began(self) -> float | None:
-        """When the last finished submit began, on the clock of time.perf_counter; None where the device's clock cannot be
-        compared with it, or without profile=True."""
+        """When the last finished submit began, on the clock of time.perf_counter; None where the device's clock cannot
+        be compared with it, or without profile=True."""
         ...
 
 
@@ -92,16 +92,18 @@ class Device(Protocol):
 
     @property
     def pipeline_depth(self) -> int:
-        """How many prefill passes may overlap; each has a pipeline slot (hybrid/planning/pipeline.py). 1: one after another."""
+        """How many prefill passes may overlap; each has a pipeline slot (hybrid/planning/pipeline.py). 1: one after
+        another."""
         ...
 
     def few_rows(self, hidden: int) -> int:
-        """Rows of a pass up to which int8 activations pay beside quantised weights, in models of this hidden size; with more it is
-        a batch (Profile.batch)."""
+        """Rows of a pass up to which int8 activations pay beside quantised weights, in models of this hidden size; with
+        more it is a batch (Profile.batch)."""
         ...
 
     def second_layout(self, dtype: str, shape: tuple[int, ...]) -> int:
-        """Bytes that the down matrix [H, F] of a sparse feed-forward takes once more on this device, in another layout; 0: none."""
+        """Bytes that the down matrix [H, F] of a sparse feed-forward takes once more on this device, in another layout;
+        0: none."""
         ...
 
     @property
@@ -138,8 +140,8 @@ class Device(Protocol):
 
     def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
         """A state or io tensor in memory that is there already and that others use too: page-aligned and anonymous
-        (hybrid.core.hostmemory), or, with a dma-buf for each part, another driver's; the descriptors stay the caller's. Who
-        uses it keeps the order. NotShareable where this device cannot."""
+        (hybrid.core.hostmemory), or, with a dma-buf for each part, another driver's; the descriptors stay the caller's.
+        Who uses it keeps the order. NotShareable where this device cannot."""
         ...
 
     def loading(self, nbytes: int) -> AbstractContextManager[None]:
@@ -158,8 +160,8 @@ class Device(Protocol):
         ...
 
     def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
-        """One element of a stored integer io matrix, or vector (column 0), when `ticket` (default: everything submitted) is done,
-        while later submits run: costs the same whatever the size."""
+        """One element of a stored integer io matrix, or vector (column 0), when `ticket` (default: everything
+        submitted) is done, while later submits run: costs the same whatever the size."""
         ...
 
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
@@ -168,8 +170,9 @@ class Device(Protocol):
         ...
 
     def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
-        """Everything that costs. `cooperative`: kernels whose workgroups wait for one another may be chosen; where such a wait
-        is given up, the pass is void: FAULT_WORD of its control tensor is set and no token is chosen (FAULTED in `history`)."""
+        """Everything that costs. `cooperative`: kernels whose workgroups wait for one another may be chosen; where such
+        a wait is given up, the pass is void: FAULT_WORD of its control tensor is set and no token is chosen (FAULTED in
+        `history`)."""
         ...
 
     def wait(self, ticket: int | None = None) -> None:
@@ -177,8 +180,8 @@ class Device(Protocol):
         ...
 
     def check_open(self) -> None:
-        """Raise where this device can no longer be used: closed, lost (DeviceLost), or of the process that this one was forked
-        from."""
+        """Raise where this device can no longer be used: closed, lost (DeviceLost), or of the process that this one was
+        forked from."""
         ...
 
     def memory(self) -> Mapping[str, int]:
@@ -186,9 +189,10 @@ class Device(Protocol):
         ...
 
     def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
-        """Another device with tensors and programs of its own where this one runs, for a model that runs in turns with this
-        one's: on a GPU by the same queue, so that nothing lies between passes of both. Closed with this one, if not before. lent:
-        names of its tensors, to be written in turns -> those of this device that they are, where they are alike (`shares`)."""
+        """Another device with tensors and programs of its own where this one runs, for a model that runs in turns with
+        this one's: on a GPU by the same queue, so that nothing lies between passes of both. Closed with this one, if
+        not before. lent: names of its tensors, to be written in turns -> those of this device that they are, where they
+        are alike (`shares`)."""
         ...
 
     def shares(self, name: str) -> bool:
@@ -197,8 +201,8 @@ class Device(Protocol):
 
     @property
     def exclusive(self) -> AbstractSet[str]:
-        """What its passes need for themselves while they run. Devices that have nothing of it in common may run passes at the same
-        time, each driven by one thread."""
+        """What its passes need for themselves while they run. Devices that have nothing of it in common may run passes
+        at the same time, each driven by one thread."""
         ...
 
     def close(self) -> None: ...

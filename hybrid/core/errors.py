@@ -11,7 +11,8 @@ class SpecError(ValueError):
 
 
 class DeviceLost(RuntimeError):
-    """A device does not answer any more, or was taken away, and what was on it is gone. Close the model and load it again."""
+    """A device does not answer any more, or was taken away, and what was on it is gone. Close the model and load it
+    again."""
 
 
 class FieldError(ValueError):

@@ -1,9 +1,9 @@
-"""Host memory that several devices of one machine may use at once: anonymous, private, in whole pages; or a driver's own
-buffers, given on as dma-bufs.
+"""Host memory that several devices of one machine may use at once: anonymous, private, in whole pages; or a driver's
+own buffers, given on as dma-bufs.
 
-Drivers pin anonymous pages for a GPU or an NPU. A mapping of a driver's own buffer, of a file or of shared memory is not such
-memory: amdgpu refuses it (AMDGPU_GEM_USERPTR_ANONONLY: no page of the range may belong to a file), other drivers may take it
-and break later, so it is refused here for all.
+Drivers pin anonymous pages for a GPU or an NPU. A mapping of a driver's own buffer, of a file or of shared memory is
+not such memory: amdgpu refuses it (AMDGPU_GEM_USERPTR_ANONONLY: no page of the range may belong to a file), other
+drivers may take it and break later, so it is refused here for all.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def pages(nbytes: int) -> int:
 
 
 def whole_pages(array: np.ndarray) -> tuple[int, int]:
-    """(address, bytes) of the pages under an array. NotShareable unless they are anonymous memory that begins with it."""
+    """(address, bytes) of the pages under an array. NotShareable unless they are anonymous memory that begins with
+    it."""
     address, nbytes = array.ctypes.data, pages(array.nbytes)
     if address % PAGE:
         raise NotShareable(f"memory at {address:#x} does not begin at a page of {PAGE} bytes")
@@ -69,7 +70,9 @@ def whole_pages(array: np.ndarray) -> tuple[int, int]:
         start, end = (int(x, 16) for x in span.split("-"))
         if start <= covered < end:
             if inode != "0" or (path and not path[0].startswith(("[heap]", "[anon"))):
-                raise NotShareable(f"memory at {covered:#x} is a mapping of {path[0] if path else 'a file'}, not anonymous")
+                raise NotShareable(
+                    f"memory at {covered:#x} is a mapping of {path[0] if path else 'a file'}, not anonymous"
+                )
             covered = end
         if covered >= address + nbytes:
             return address, nbytes

@@ -16,7 +16,8 @@ MAX_LAYERS = 10_000  # a damaged count must not make lists that fill the memory
 class LayerParams:
     """Shapes and constants of one layer. Checked when made; ValueError names the field.
 
-    `head_dim` and `ffn` count elements. Angles of RoPE are `position * theta^(-2i/head_dim) / factor`, of pair i of a head.
+    `head_dim` and `ffn` count elements. Angles of RoPE are `position * theta^(-2i/head_dim) / factor`, of pair i of a
+    head.
     """
 
     head_dim: int
@@ -56,7 +57,9 @@ class LayerParams:
         )
         _require(self.window >= 0, "window", self.window, "must not be negative (0 = none)")
         _require(0 < self.rotated <= 1, "rotated", self.rotated, "must be a share above 0, at most 1")
-        _require(self.rotated_pairs > 0, "rotated", self.rotated, f"rotates none of the {self.head_dim // 2} pairs of a head")
+        _require(
+            self.rotated_pairs > 0, "rotated", self.rotated, f"rotates none of the {self.head_dim // 2} pairs of a head"
+        )
         _require(0 <= self.sparsity < 1, "sparsity", self.sparsity, "must be a share from 0, below 1")
         _require(abs(self.scalar) < 1e30, "scalar", self.scalar, "is beyond what float32 computes with")
         for name in ("n_experts", "experts_used", "expert_ffn"):
@@ -105,7 +108,8 @@ class LayerParams:
 class HParams:
     """Shapes and constants of one decoder. Checked when made; ValueError names the field.
 
-    `hidden` counts elements; `vocab` is the number of rows of the embedding tensor (it may exceed the tokenizer's size).
+    `hidden` counts elements; `vocab` is the number of rows of the embedding tensor (it may exceed the tokenizer's
+    size).
     """
 
     family: str
@@ -144,12 +148,17 @@ class HParams:
         for name in ("laurel_rank", "per_layer_dim", "per_layer_vocab"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative (0 = none)")
         _require(
-            0 <= self.altup_active < self.n_streams, "altup_active", self.altup_active, f"must be one of {self.n_streams} streams"
+            0 <= self.altup_active < self.n_streams,
+            "altup_active",
+            self.altup_active,
+            f"must be one of {self.n_streams} streams",
         )
         _require(
-            bool(self.per_layer_dim) == bool(self.per_layer_vocab), "per_layer_vocab", self.per_layer_vocab,
+            bool(self.per_layer_dim) == bool(self.per_layer_vocab),
+            "per_layer_vocab",
+            self.per_layer_vocab,
             f"must be positive exactly where per_layer_dim, {self.per_layer_dim}, is",
-        )  # fmt: skip
+        )
         windows = sorted({layer.window for layer in self.layers if layer.window})
         _require(len(windows) < 2, "window", windows, "must be one number for all layers that have a window")
         for index, layer in enumerate(self.layers):
@@ -157,8 +166,12 @@ class HParams:
 
     def _check_source(self, index: int, layer: LayerParams) -> None:
         if layer.kv_from is None:
-            _require(index <= self.n_kv_layers, "kv_from", "none", f"of layer {index}: layer {self.n_kv_layers} has no cache "
-                     "of its own, so none after it has")  # fmt: skip
+            _require(
+                index <= self.n_kv_layers,
+                "kv_from",
+                "none",
+                f"of layer {index}: layer {self.n_kv_layers} has no cache of its own, so none after it has",
+            )
             return
         where = f"of layer {index} must be an earlier layer with a cache of its own"
         _require(0 <= layer.kv_from < self.n_kv_layers, "kv_from", layer.kv_from, where)
@@ -193,13 +206,16 @@ class HParams:
         return {**values, "n_layers": self.n_layers, "n_kv_layers": self.n_kv_layers}
 
     def only(self, kept: Iterable[int]) -> HParams:
-        """The same model with these layers alone, ascending. ValueError where one reads the cache of a layer that is not kept."""
+        """The same model with these layers alone, ascending. ValueError where one reads the cache of a layer that is
+        not kept."""
         new = {old: index for index, old in enumerate(kept)}
         lost = next((o for o in new if self.layers[o].kv_from is not None and self.layers[o].kv_from not in new), None)
         if lost is not None:
             raise ValueError(f"layer {lost} reads the cache of layer {self.layers[lost].kv_from}, which is left out")
         layers = [self.layers[old] for old in new]
-        return replace(self, layers=tuple(p if p.kv_from is None else replace(p, kv_from=new[p.kv_from]) for p in layers))
+        return replace(
+            self, layers=tuple(p if p.kv_from is None else replace(p, kv_from=new[p.kv_from]) for p in layers)
+        )
 
     def first(self, count: int) -> HParams:
         """The same model with its first layers alone."""
@@ -219,14 +235,20 @@ def common(layers: Sequence[LayerParams]) -> tuple[dict[str, Any], dict[str, lis
 
 
 def alternating(
-    n_layers: int, layer_is_global: Sequence[bool], window: int, shape: Mapping[str, Any], local: Mapping[str, Any],
+    n_layers: int,
+    layer_is_global: Sequence[bool],
+    window: int,
+    shape: Mapping[str, Any],
+    local: Mapping[str, Any],
     global_: Mapping[str, Any],
-) -> tuple[LayerParams, ...]:  # fmt: skip
+) -> tuple[LayerParams, ...]:
     """Layers of two kinds: `shape` of all, and what only those with a window, or without, have."""
     _require(
-        len(layer_is_global) == n_layers, "layer_is_global", f"of {len(layer_is_global)} entries",
+        len(layer_is_global) == n_layers,
+        "layer_is_global",
+        f"of {len(layer_is_global)} entries",
         f"must have one entry for each of the {n_layers} layers",
-    )  # fmt: skip
+    )
     count = n_layers - sum(layer_is_global)
     _require(count == 0 or window > 0, "window", window, f"must be positive: {count} layers are local")
     kinds = {
@@ -246,7 +268,9 @@ def kv_sources(layer_is_global: Sequence[bool], shared: int) -> tuple[int | None
     for kind in layer_is_global[first:]:
         own = [i for i in range(first) if layer_is_global[i] == kind]
         if not own:
-            raise ValueError(f"no {'global' if kind else 'local'} layer before layer {first} has a cache for later ones to read")
+            raise ValueError(
+                f"no {'global' if kind else 'local'} layer before layer {first} has a cache for later ones to read"
+            )
         found.append(own[-1])
     return tuple(found)
 

@@ -1,15 +1,15 @@
 """Where Ctrl-C may end what the main thread does.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread. Where it has a lock, or changes what makes no
-sense half changed, the interruption waits for the end of the block:
+Python raises KeyboardInterrupt between any two instructions of the main thread. Where it has a lock, or changes what
+makes no sense half changed, the interruption waits for the end of the block:
 
     with interrupts.held():
         ...
         with interrupts.allowed():  # what may take long, and leaves everything in order wherever it ends
             ...
 
-Only Ctrl-C waits (SIGINT, with whatever handler it has): other signals end the process, or their handlers raise nothing. Other
-threads are never interrupted, and both do nothing there.
+Only Ctrl-C waits (SIGINT, with whatever handler it has): other signals end the process, or their handlers raise
+nothing. Other threads are never interrupted, and both do nothing there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class held:
     def __enter__(self) -> None:
         hold()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         release()
 
 
@@ -78,7 +80,9 @@ class allowed:
                 self.__exit__(None, None, None)
                 raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         global _depth
         if self._depth:
             _depth = self._depth
@@ -88,7 +92,9 @@ class allowed:
 def _begin() -> None:
     global _handler, _came
     handler = _handler_of(signal.SIGINT)
-    if callable(handler) and handler is not _note:  # else the system's default, which ends the process, or it is ignored
+    if (
+        callable(handler) and handler is not _note
+    ):  # else the system's default, which ends the process, or it is ignored
         _handler, _came = handler, False
         _set_handler(signal.SIGINT, _note)
 

@@ -1,5 +1,5 @@
-"""NumPy, imported by the first use of it: a command that only plans shapes never does. Modules that plans, specs and headers of
-files are read by take `np` from here."""
+"""NumPy, imported by the first use of it: a command that only plans shapes never does. Modules that plans, specs and
+headers of files are read by take `np` from here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where things lie: the project's files in a clone or an installation, and where commands may write.
 
-A clone keeps its top-level folders; hybrid/ reaches them by links of the same names, so that kernels are `hybrid.kernels` in
-a clone as in an installation, where all that the project installs lies in one package.
+A clone keeps its top-level folders; hybrid/ reaches them by links of the same names, so that kernels are
+`hybrid.kernels` in a clone as in an installation, where all that the project installs lies in one package.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ DEMO = MODELS / "demo-gemma3-q8_0.gguf"
 
 
 def in_clone() -> bool:
-    """Is this a clone of the repository (or an editable installation of one)? Only there are a package's files rewritten."""
+    """Is this a clone of the repository (or an editable installation of one)? Only there are a package's files
+    rewritten."""
     return (ROOT / "pyproject.toml").is_file()
 
 
 def clone(what: str) -> Path:
     """The clone's root. SpecError in an installation, for `what` (a sentence's subject) that is only in a clone."""
     if not in_clone():
-        raise SpecError(f"{what} only in a clone of the repository, and this is an installation in {ROOT}: run it from a clone")
+        raise SpecError(
+            f"{what} only in a clone of the repository, and this is an installation in {ROOT}: run it from a clone"
+        )
     return ROOT
 
 

@@ -15,10 +15,12 @@ from hybrid.core.dtypes import DTYPES, DType
 
 Extent = Literal["rows", "outs"]
 CONTROL_WORDS = 8
-# Words of a plan's control tensor (u32): live rows, live output rows, and the longest context (position + 1) of any live row.
+# Words of a plan's control tensor (u32): live rows, live output rows, and the longest context (position + 1) of any
+# live row.
 CONTROL_TENSOR = "control"
 CONTROL = {"rows": 0, "outs": 1, "context": 2}
-FAULT_WORD = 3  # and a word that a kernel sets where a wait within a dispatch was given up: this pass and those after it are void
+# and a word that a kernel sets where a wait within a dispatch was given up: this pass and those after it are void
+FAULT_WORD = 3
 FAULTED = -2  # in `history`, in place of a token: the pass was void
 
 FEW_ROWS = 4
@@ -65,15 +67,19 @@ class TensorDecl:
     layer: int | None = None
     """The first layer that names a tensor with a role."""
     device: str = ""
-    """Weights: the device beside the main one that alone has steps with it, where nothing takes these over; empty: the main one."""
+    """Weights: the device beside the main one that alone has steps with it, where nothing takes these over; empty: the
+    main one."""
     row_types: tuple[tuple[str, int], ...] = ()
-    """Weights whose sources differ in storage type: (dtype, rows) of each run of rows, in order; `dtype` is the widest."""
+    """Weights whose sources differ in storage type: (dtype, rows) of each run of rows, in order; `dtype` is the
+    widest."""
 
     @property
     def nbytes(self) -> int:
         """Bytes with every part padded to ALIGN: what the tensor takes in an arena."""
         return sum(
-            -(-_prod(t.part_shape(p, shape)) * p.itemsize // ALIGN) * ALIGN for t, shape in self._runs() for p in t.parts
+            -(-_prod(t.part_shape(p, shape)) * p.itemsize // ALIGN) * ALIGN
+            for t, shape in self._runs()
+            for p in t.parts
         )
 
     @property
@@ -123,7 +129,8 @@ class Plan:
     rooms: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the arena keeps for an activation of few rows where the same pass over all of them would need more."""
     pipeline_slot: int | None = None
-    """Which set of rows and activations it uses, where passes overlap (hybrid/planning/pipeline.py). None: it runs alone."""
+    """Which set of rows and activations it uses, where passes overlap (hybrid/planning/pipeline.py). None: it runs
+    alone."""
 
     def __post_init__(self) -> None:
         for step in self.steps:

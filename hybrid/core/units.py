@@ -37,7 +37,9 @@ def show_count(number: int) -> str:
 
 def show_rate(per_second: float, unit: str) -> str:
     """Three figures with a decimal prefix, whatever the size: `337 MFLOPS`, `12.3 TFLOPS`, `0 FLOPS`."""
-    prefix, factor = next(((p, f) for p, f in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(per_second) >= f), ("", 1.0))
+    prefix, factor = next(
+        ((p, f) for p, f in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(per_second) >= f), ("", 1.0)
+    )
     value = per_second / factor
     return f"{value:.0f} {prefix}{unit}" if abs(value) >= 99.95 else f"{value:.3g} {prefix}{unit}"
 

@@ -4,8 +4,8 @@
     AMD GPU         power1_average or power1_input of amdgpu's hwmon, sampled
     the processor   RAPL's package counters, which often only root may read
 
-Whole devices are measured, whoever else uses them, and boards, not what feeds them. A counter is renewed every 20 to 100 ms,
-so sums below half a second say nothing and are not given.
+Whole devices are measured, whoever else uses them, and boards, not what feeds them. A counter is renewed every 20 to
+100 ms, so sums below half a second say nothing and are not given.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ class Energy:
 
 
 class Meter:
-    """Adds up the energy of the blocks `with meter.running():`. counter: joules since some time; power: watts now. One of the
-    two, or why there is none."""
+    """Adds up the energy of the blocks `with meter.running():`. counter: joules since some time; power: watts now. One
+    of the two, or why there is none."""
 
-    def __init__(self, source: str, counter: Callable[[], float] | None = None, power: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, source: str, counter: Callable[[], float] | None = None, power: Callable[[], float] | None = None
+    ) -> None:
         self.source, self.counter, self.power = source, counter, power
         self._joules = self._seconds = 0.0
 
@@ -67,7 +69,9 @@ class Meter:
         if self.counter is None and self.power is None:
             return Energy(None, found[1], self.source)
         if found[1] < SHORTEST:
-            return Energy(None, found[1], f"runs of {found[1]:.2f} s are too short for {self.source}: ask for more tokens")
+            return Energy(
+                None, found[1], f"runs of {found[1]:.2f} s are too short for {self.source}: ask for more tokens"
+            )
         return Energy(found[0], found[1], self.source)
 
     @contextmanager
@@ -136,7 +140,9 @@ def _nvml(name: str) -> Meter:
             pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         except pynvml.NVMLError:
             pynvml.nvmlDeviceGetPowerUsage(handle)
-            return Meter("NVML's power, sampled", power=lambda: _thousandth(pynvml, pynvml.nvmlDeviceGetPowerUsage, handle))
+            return Meter(
+                "NVML's power, sampled", power=lambda: _thousandth(pynvml, pynvml.nvmlDeviceGetPowerUsage, handle)
+            )
         counter = pynvml.nvmlDeviceGetTotalEnergyConsumption
         return Meter("NVML's energy counter", counter=lambda: _thousandth(pynvml, counter, handle))
     except pynvml.NVMLError as error:

@@ -1,8 +1,10 @@
-"""One pass of a plan whose segments run on several devices: which segments are complete, on which device, and by which ticket.
+"""One pass of a plan whose segments run on several devices: which segments are complete, on which device, and by which
+ticket.
 
-`step` goes as far as the pass can without waiting for another device twice: it completes the segment that runs there, submits
-what follows on the main device and starts the next segment elsewhere. Stepping the passes in flight one after another
-therefore keeps both devices busy: while a segment of one pass runs on the NPU, a segment of another runs on the GPU.
+`step` goes as far as the pass can without waiting for another device twice: it completes the segment that runs there,
+submits what follows on the main device and starts the next segment elsewhere. Stepping the passes in flight one after
+another therefore keeps both devices busy: while a segment of one pass runs on the NPU, a segment of another runs on the
+GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class SegmentRun:
 
 
 class InFlight:
-    """A pass of `program`. number: its ticket of the multi-device. earlier: the passes in flight before it, oldest first."""
+    """A pass of `program`. number: its ticket of the multi-device. earlier: the passes in flight before it, oldest
+    first."""
 
     def __init__(self, program: MultiProgram, number: int, earlier: Sequence[InFlight]) -> None:
         self.program, self.device, self.number = program, program.device, number
@@ -60,7 +63,8 @@ class InFlight:
         return len(self.events) == len(self.program.segments)
 
     def step(self) -> None:
-        """Complete the segment that another device runs, then submit segments up to and including the next one elsewhere."""
+        """Complete the segment that another device runs, then submit segments up to and including the next one
+        elsewhere."""
         self._complete_elsewhere()
         while not self.complete:
             where = self.program.where(len(self.events))
@@ -78,15 +82,16 @@ class InFlight:
         return self.events[segment]
 
     def abandon(self) -> None:
-        """Wait until nothing of this pass runs on another device. Its errors follow from the failure that led here: dropped."""
+        """Wait until nothing of this pass runs on another device. Its errors follow from the failure that led here:
+        dropped."""
         if self._elsewhere is not None and (other := self.device.others.get(self._elsewhere.device)) is not None:
             with suppress(Exception):
                 other.wait(self._elsewhere.ticket)
         self._elsewhere = None
 
     def times(self) -> tuple[StepTime, ...]:
-        """Steps of every segment, in seconds from `begin`. A segment whose device keeps no comparable clock is placed at the
-        time of its submit, or after what that device did before."""
+        """Steps of every segment, in seconds from `begin`. A segment whose device keeps no comparable clock is placed
+        at the time of its submit, or after what that device did before."""
         found: list[StepTime] = []
         for run in self.runs:
             began = run.program.began()
@@ -95,7 +100,9 @@ class InFlight:
                 began = max(run.submitted, self.begin + max(before, default=0.0))
             suffix = f" on {run.device}" if run.device else ""
             at = began - self.begin
-            found += [replace(t, name=t.name + suffix, start=at + t.start, device=run.device) for t in run.program.times()]
+            found += [
+                replace(t, name=t.name + suffix, start=at + t.start, device=run.device) for t in run.program.times()
+            ]
         return tuple(found)
 
     def _wait_for_earlier(self, where: str) -> None:
@@ -134,8 +141,8 @@ class InFlight:
             self.step()
 
     def _complete_elsewhere(self) -> None:
-        """Wait for the segment on another device and fetch its results. One that failed, or whose device another pass has
-        failed over, runs again on the fallback: what it reads is unchanged."""
+        """Wait for the segment on another device and fetch its results. One that failed, or whose device another pass
+        has failed over, runs again on the fallback: what it reads is unchanged."""
         event, self._elsewhere = self._elsewhere, None
         if event is None:
             return

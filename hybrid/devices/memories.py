@@ -1,4 +1,5 @@
-"""The memories that a model is compared with: of the devices that are there, and of one that a user names. Nothing is opened."""
+"""The memories that a model is compared with: of the devices that are there, and of one that a user names. Nothing is
+opened."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def asked_of(devices: Sequence[Memory]) -> dict[str, Any]:
 
 
 def alike(asked: Mapping[str, Any]) -> dict[tuple[str, frozenset[str]], dict[str, Any]]:
-    """The entries of `asked_of` by what their plans follow from: whose types they hold (Vulkan and cpu differ where one of them
-    re-encodes a file's type), and their capabilities."""
+    """The entries of `asked_of` by what their plans follow from: whose types they hold (Vulkan and cpu differ where one
+    of them re-encodes a file's type), and their capabilities."""
     from hybrid.planning.passes import capabilities_of
 
     groups: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}
@@ -70,6 +71,8 @@ def _vulkan() -> list[Memory]:
     except ImportError as error:
         raise NoDevice(f"the Vulkan backend cannot be imported ({error})") from None
     try:
-        return [Memory(i.label, max(n for n, own in r.heaps if own), i.label, None, DryDevice.like(r)) for i, r in survey()]
+        return [
+            Memory(i.label, max(n for n, own in r.heaps if own), i.label, None, DryDevice.like(r)) for i, r in survey()
+        ]
     except VulkanUnavailable as error:
         raise NoDevice(str(error)) from None

@@ -1,8 +1,9 @@
 """One plan on several devices: segments run in order, and what one device writes reaches the other before it reads it.
 
-The main device holds every tensor; another one holds what its steps use, in the same memory or as a copy (transfers.py).
-Passes in different pipeline slots overlap (inflight.py, planning/pipeline.py): they advance whenever the host waits for one
-of them. A device that fails is replaced as the schedule says, for the rest of the run, and the reason is kept for reports.
+The main device holds every tensor; another one holds what its steps use, in the same memory or as a copy
+(transfers.py). Passes in different pipeline slots overlap (inflight.py, planning/pipeline.py): they advance whenever
+the host waits for one of them. A device that fails is replaced as the schedule says, for the rest of the run, and the
+reason is kept for reports.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class MultiDevice:
     fallback: the device that takes over the steps of one that fails, by backend; so far always the main one.
     pipeline_depth: how many prefill passes may overlap."""
 
-    def __init__(self, main: Device, others: Mapping[str, Device], fallback: Mapping[Any, str], pipeline_depth: int = 1) -> None:
+    def __init__(
+        self, main: Device, others: Mapping[str, Device], fallback: Mapping[Any, str], pipeline_depth: int = 1
+    ) -> None:
         self.main, self.others = main, dict(others)
         self.fallback, self.pipeline_depth = dict(fallback), pipeline_depth
         self.name = " + ".join([main.name, *(d.name for d in others.values())])
@@ -109,7 +112,8 @@ class MultiDevice:
             self._main_tickets.clear()
 
     def memory(self) -> Mapping[str, int]:
-        """See Device.memory; of the other devices as `npu.state` and so on, without what they share with the main one."""
+        """See Device.memory; of the other devices as `npu.state` and so on, without what they share with the main
+        one."""
         held = dict(self.main.memory())
         for name, device in self.others.items():
             own = {**device.memory()}
@@ -140,8 +144,8 @@ class MultiDevice:
         return MultiProgram(self, plan, profile, cooperative)
 
     def launch(self, program: MultiProgram) -> int:
-        """Start a pass; returns its ticket. A pass in a pipeline slot overlaps with those in other slots and advances when the
-        host waits; one without a slot runs alone and is complete when this returns."""
+        """Start a pass; returns its ticket. A pass in a pipeline slot overlaps with those in other slots and advances
+        when the host waits; one without a slot runs alone and is complete when this returns."""
         slot = program.plan.pipeline_slot
         self._complete(lambda f: slot is None or f.program.plan.pipeline_slot == slot)
         self._tickets += 1
@@ -154,9 +158,10 @@ class MultiDevice:
         return self._tickets
 
     def fail_over(self, where: str, error: Exception) -> None:
-        """Close a device that failed and run its steps on its fallback from now on; raises where the schedule names none: a
-        RuntimeError, `error` itself where it is one. Other passes' work that it has not begun is dropped, and what it runs ends
-        first, so that it writes nothing after this. One device fails once: `failures` gets a line for it, with the cause."""
+        """Close a device that failed and run its steps on its fallback from now on; raises where the schedule names
+        none: a RuntimeError, `error` itself where it is one. Other passes' work that it has not begun is dropped, and
+        what it runs ends first, so that it writes nothing after this. One device fails once: `failures` gets a line for
+        it, with the cause."""
         if where not in self.fallback:
             if isinstance(error, RuntimeError):
                 raise error
@@ -204,7 +209,8 @@ def cause(error: Exception) -> str:
 
 
 class MultiProgram:
-    """A plan cut where the device changes; each segment compiled by its device, or by the fallback's when it is needed."""
+    """A plan cut where the device changes; each segment compiled by its device, or by the fallback's when it is
+    needed."""
 
     def __init__(self, device: MultiDevice, plan: Plan, profile: bool, cooperative: bool) -> None:
         self.device, self.plan, self.profile, self.cooperative = device, plan, profile, cooperative

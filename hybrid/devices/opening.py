@@ -1,5 +1,5 @@
-"""Opening what a schedule asks for: the devices of --device's chain in order, and beside the first that can be used those on
-which the schedule places steps: the NPU, or the host (`cpu`), whose weights stay in their file.
+"""Opening what a schedule asks for: the devices of --device's chain in order, and beside the first that can be used
+those on which the schedule places steps: the NPU, or the host (`cpu`), whose weights stay in their file.
 
 What could not be used, and why, is part of the answer: nothing falls back silently.
 """
@@ -34,9 +34,10 @@ class Opened:
 
 
 def open_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu") -> Opened:
-    """The first usable device of the chain that `device` names in the schedule, joined by the NPU (`sim`: its simulator) where
-    the schedule places steps on it. Where there is no NPU, the schedule's fallback takes these steps over.
-    Raises NoDevice, ValueError for a name that is no chain, RuntimeError for an NPU that is missing and has no fallback."""
+    """The first usable device of the chain that `device` names in the schedule, joined by the NPU (`sim`: its
+    simulator) where the schedule places steps on it. Where there is no NPU, the schedule's fallback takes these steps
+    over. Raises NoDevice, ValueError for a name that is no chain, RuntimeError for an NPU that is missing and has no
+    fallback."""
     opened = _first(schedule.chain(device))
     try:
         return beside(opened, schedule, npu)
@@ -47,8 +48,8 @@ def open_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu")
 
 @contextmanager
 def opening_devices(schedule: Schedule, device: str = "auto", npu: NpuKind = "npu") -> Iterator[Callable[[], Opened]]:
-    """`open_devices` in the background while the block does other work (drivers take their time, but not the interpreter); what
-    it gives waits for them. Where the block fails, they are closed."""
+    """`open_devices` in the background while the block does other work (drivers take their time, but not the
+    interpreter); what it gives waits for them. Where the block fails, they are closed."""
     with ThreadPoolExecutor(1, "open") as background:
         opening = background.submit(open_devices, schedule, device, npu)
         try:
@@ -71,7 +72,8 @@ def open_again(opened: Opened, schedule: Schedule, lent: Mapping[str, str] | Non
 
 
 def open_device(name: str) -> Opened:
-    """The device that --device names for work that has no schedule: one operation, a probe. `gpu`: a real one, or none."""
+    """The device that --device names for work that has no schedule: one operation, a probe. `gpu`: a real one, or
+    none."""
     return _first(("vulkan:gpu",) if name == "gpu" else find_schedule("gemma3").chain(name))
 
 
@@ -89,7 +91,9 @@ def _first(chain: Sequence[str]) -> Opened:
 def _open(name: str) -> Device:
     kind, _, selector = name.partition(":")
     if kind == "cpu":
-        from hybrid.kernels.oracle.device import CpuDevice  # a backend is imported where it is used: each takes its time
+        from hybrid.kernels.oracle.device import (
+            CpuDevice,  # a backend is imported where it is used: each takes its time
+        )
 
         return CpuDevice()
     try:
@@ -104,7 +108,8 @@ def _open(name: str) -> Device:
 
 
 def beside(opened: Opened, schedule: Schedule, npu: NpuKind = "npu") -> Opened:
-    """The main device, joined by the others on which the schedule places steps. Raises as open_devices does, and closes nothing."""
+    """The main device, joined by the others on which the schedule places steps. Raises as open_devices does, and closes
+    nothing."""
     wanted = set(schedule.elsewhere) - {opened.main.backend}
     if not wanted:
         return opened
@@ -113,7 +118,9 @@ def beside(opened: Opened, schedule: Schedule, npu: NpuKind = "npu") -> Opened:
     others: dict[str, Device] = {}
     passed_over, depth = opened.passed_over, 1
     if "cpu" in wanted:
-        from hybrid.kernels.oracle.device import CpuDevice  # a backend is imported where it is used: each takes its time
+        from hybrid.kernels.oracle.device import (
+            CpuDevice,  # a backend is imported where it is used: each takes its time
+        )
 
         others["cpu"] = CpuDevice(memory=0)  # what a schedule places there has no room elsewhere: it stays in its file
     if "npu" in wanted:

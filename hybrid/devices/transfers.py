@@ -1,9 +1,10 @@
-"""Tensors that several devices of one plan use: in memory that all of them see, else copied when another one has written them.
+"""Tensors that several devices of one plan use: in memory that all of them see, else copied when another one has
+written them.
 
-Tensors that outlive plans or pass between devices are shared where the main device computes on host memory and can import it.
-Of a KV cache that cannot be shared, blocks that the pass has appended to are copied; all that it reads only where the other
-device has missed passes. An NPU's DMA cannot follow block tables, so it keeps views of its own (kernels/npu/views.py), which
-are told here when a pass appended that it did not see.
+Tensors that outlive plans or pass between devices are shared where the main device computes on host memory and can
+import it. Of a KV cache that cannot be shared, blocks that the pass has appended to are copied; all that it reads only
+where the other device has missed passes. An NPU's DMA cannot follow block tables, so it keeps views of its own
+(kernels/npu/views.py), which are told here when a pass appended that it did not see.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Viewer(Protocol):
 
 
 class Transfers:
-    """Keeps the tensors of `main` and of `others` (by backend) the same: notes who wrote last, and copies before a read."""
+    """Keeps the tensors of `main` and of `others` (by backend) the same: notes who wrote last, and copies before a
+    read."""
 
     def __init__(self, main: Device, others: Mapping[str, Device]) -> None:
         self.main, self.others = main, others
@@ -66,12 +68,16 @@ class Transfers:
         self._exported: list[Exported] = []  # they outlive their device: the main one goes on with what lies in them
         self._writes: dict[str, int] = {}
         self._seen: dict[tuple[str, str], int] = {}
-        self._appends: dict[tuple[str, str], int] = {}  # writes of a cache at the last pass that another device read it in
-        self._complete: dict[tuple[str, str], set[int]] = {}  # slots of which a copy has all that was appended since then
+        self._appends: dict[
+            tuple[str, str], int
+        ] = {}  # writes of a cache at the last pass that another device read it in
+        self._complete: dict[
+            tuple[str, str], set[int]
+        ] = {}  # slots of which a copy has all that was appended since then
 
     def store(self, decl: TensorDecl, value: Tensor | None, parts: Sequence[Source]) -> None:
-        """On the main device, in memory that others can use where that is possible; weights stay in its own memory, or in that of
-        the other device that alone uses them."""
+        """On the main device, in memory that others can use where that is possible; weights stay in its own memory, or
+        in that of the other device that alone uses them."""
         if decl.device in self.others:
             self.others[decl.device].store(decl, value, parts)
         elif decl.kind == "weight" or value is not None or parts or not self.others or not self._share(decl):
@@ -82,7 +88,8 @@ class Transfers:
             self._seen[decl.device, decl.name] = self._writes[decl.name]
 
     def _share(self, decl: TensorDecl) -> bool:
-        """In anonymous pages, else in a buffer that another device exports; False where neither is possible (counts.why_not)."""
+        """In anonymous pages, else in a buffer that another device exports; False where neither is possible
+        (counts.why_not)."""
         reasons = []
         for way in (self._in_pages, self._in_dma_buf):
             try:
@@ -136,8 +143,9 @@ class Transfers:
         return sum(self._pages[n].nbytes for w, n in self._seen if w == where and n in self._pages)
 
     def send(self, where: str, steps: Sequence[Step], results: set[str], control: str) -> None:
-        """Copy to another device what its steps read and it does not have yet; `results`, which they write, are left out. The
-        main device must have finished these tensors (the caller waits); `control` names the pass's control words."""
+        """Copy to another device what its steps read and it does not have yet; `results`, which they write, are left
+        out. The main device must have finished these tensors (the caller waits); `control` names the pass's control
+        words."""
         caches = {s.args[c]: s for s in steps if "block_table" in s.args for c in CACHES if c in s.args}
         names = {control, *(n for s in steps for n in s.args.values())} - results - set(self._pages)
         for name in sorted(names - set(caches)):
@@ -152,8 +160,9 @@ class Transfers:
                     self._copy(where, name, start, stop)
 
     def _follow(self, where: str, name: str) -> None:
-        """Note the appends of a pass to a cache that another device is about to read. A pass appends once; more than that, and
-        some other pass appended what the device has not read: nothing that it has kept is known to be right."""
+        """Note the appends of a pass to a cache that another device is about to read. A pass appends once; more than
+        that, and some other pass appended what the device has not read: nothing that it has kept is known to be
+        right."""
         writes, before = self._writes.get(name, 0), self._appends.get((where, name))
         self._appends[where, name] = writes
         if before is None or writes - before > 1:
@@ -178,8 +187,8 @@ class Transfers:
         self._count(value)
 
     def _blocks(self, step: Step, size: int, control: str, complete: set[int]) -> list[tuple[int, int]]:
-        """(first, end) of consecutive blocks of a cache, `size` positions each, that a step's live rows attend to; of slots that
-        are `complete` those that they were appended to. The slots are complete after this."""
+        """(first, end) of consecutive blocks of a cache, `size` positions each, that a step's live rows attend to; of
+        slots that are `complete` those that they were appended to. The slots are complete after this."""
         main = self.main
         live = int(main.read(control).array[CONTROL[step.extent]])
         slots, positions = (main.read(step.args[n], 0, live).array for n in ("slots", "positions"))
@@ -192,7 +201,9 @@ class Transfers:
             complete.add(int(slot))
             blocks += table[slot, first // size : int(at.max()) // size + 1].tolist()
         wanted = np.unique(np.array(blocks, np.int64))
-        return [(int(r[0]), int(r[-1]) + 1) for r in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(r)]
+        return [
+            (int(r[0]), int(r[-1]) + 1) for r in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1) if len(r)
+        ]
 
     def _count(self, value: Tensor) -> None:
         self.counts.copies += 1

@@ -1,7 +1,9 @@
-"""Guesses that are made while those before them are verified: a draft on another device than the target's goes on as if all of them
-were right, and as if the token after them were its own choice. Where the verification says so, the next guesses are there.
+"""Guesses that are made while those before them are verified: a draft on another device than the target's goes on as if
+all of them were right, and as if the token after them were its own choice. Where the verification says so, the next
+guesses are there.
 
-    Ahead.start(what is verified now) -> a thread runs the draft's passes -> the verification is read -> Ahead.take(what is known)
+    Ahead.start(what is verified now) -> a thread runs the draft's passes -> the verification is read -> Ahead.take(what
+    is known)
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ WAIT = 600.0  # seconds for a pass of the draft's, which waits for nothing but i
 
 
 class Ahead:
-    """run: the draft's passes for what is wanted; each step gives the next guess of every sequence that lacks any. Its steps are
-    taken in a thread of their own, and from `start` until `rest` or `take` nobody else may use what it uses. Otherwise for one
-    thread at a time. What `run` raises is raised by whoever waits for it."""
+    """run: the draft's passes for what is wanted; each step gives the next guess of every sequence that lacks any. Its
+    steps are taken in a thread of their own, and from `start` until `rest` or `take` nobody else may use what it uses.
+    Otherwise for one thread at a time. What `run` raises is raised by whoever waits for it."""
 
     def __init__(self, run: Callable[[Wanted], Generator[Mapping[Hashable, int], None, None]]) -> None:
         self._run = run
@@ -55,8 +57,8 @@ class Ahead:
             raise
 
     def take(self, wanted: Wanted) -> dict[Hashable, list[int]]:
-        """Guesses of sequences whose tokens, all that are known by now, are those that were supposed; waits until there are as many
-        as are wanted. What is not right, or not wanted, is dropped."""
+        """Guesses of sequences whose tokens, all that are known by now, are those that were supposed; waits until there
+        are as many as are wanted. What is not right, or not wanted, is dropped."""
         ends: dict[Hashable, int] = {}  # of what was made, by sequences that have gone on as was supposed
         for key, (ids, most) in wanted.items():
             if key in self._after and self._as_supposed(key, list(ids)):
@@ -75,7 +77,8 @@ class Ahead:
         return self._made[key][: max(0, new)] == ids[len(after) :]
 
     def rest(self, steps: int = 0) -> None:
-        """Take no more than so many steps, and wait until the last of them is over. What was guessed stays, to be taken."""
+        """Take no more than so many steps, and wait until the last of them is over. What was guessed stays, to be
+        taken."""
         thread = self._thread
         if thread is None:
             return

@@ -1,4 +1,5 @@
-"""Exact accounting of a scheduler: every block, slot and token in flight. For tests and for whoever looks for a leak."""
+"""Exact accounting of a scheduler: every block, slot and token in flight. For tests and for whoever looks for a
+leak."""
 
 from __future__ import annotations
 
@@ -7,15 +8,24 @@ from collections.abc import Mapping, Sequence
 from hybrid.engine.scheduler import Scheduler
 
 
-def audit(scheduler: Scheduler, reserved: Sequence[Mapping[str, Sequence[int]]] = (), taken: Sequence[int] = ()) -> None:
-    """AssertionError that names what does not add up. reserved, taken: blocks and slots that others have. Takes a look at every
-    block."""
+def audit(
+    scheduler: Scheduler, reserved: Sequence[Mapping[str, Sequence[int]]] = (), taken: Sequence[int] = ()
+) -> None:
+    """AssertionError that names what does not add up. reserved, taken: blocks and slots that others have. Takes a look
+    at every block."""
     blocks, limits = scheduler.blocks, scheduler.limits
-    running, waiting, prompts, flights = scheduler._running, scheduler._queue.streams, scheduler._prompts, scheduler._flights
+    running, waiting, prompts, flights = (
+        scheduler._running,
+        scheduler._queue.streams,
+        scheduler._prompts,
+        scheduler._flights,
+    )
     held = [s.held for s in running if s.held is not None]
     assert len(held) == len(running)
     blocks.check(held, reserved)
-    assert all(s.held is not None and not s.held.size and s.slot is None for s in waiting), "one that waits holds blocks"
+    assert all(s.held is not None and not s.held.size and s.slot is None for s in waiting), (
+        "one that waits holds blocks"
+    )
     slots = [
         *taken,
         *scheduler._slots,
@@ -34,11 +44,16 @@ def audit(scheduler: Scheduler, reserved: Sequence[Mapping[str, Sequence[int]]] 
     for s, h in zip(running, held, strict=True):
         assert s.until == h.size * blocks.block and s.position <= s.until, f"{s.id}: rows without blocks"
         for g, group in enumerate(blocks.groups):
-            assert h.first[g] <= group.first(s.position, blocks.block), f"{s.id}: blocks that its next row sees are gone"
+            assert h.first[g] <= group.first(s.position, blocks.block), (
+                f"{s.id}: blocks that its next row sees are gone"
+            )
     for s, slot, start, ids, _ in flights[-1].runs if flights else ():
-        if s.slot == slot and s.held is not None and s.position == start + len(ids or (0,)):  # not ended or preempted since
+        if (
+            s.slot == slot and s.held is not None and s.position == start + len(ids or (0,))
+        ):  # not ended or preempted since
             for g, group in enumerate(blocks.groups):
-                # Its next row may have asked for a block in vain: then later passes may have what that row does not see.
+                # Its next row may have asked for a block in vain: then later passes may have what that row does not
+                # see.
                 next_row = s.position == s.until and s.held.first[g] == group.first(s.position, blocks.block)
                 kept = s.held.first[g] <= group.first(start, blocks.block)
                 assert kept or next_row, f"{s.id}: blocks that rows in flight see are gone"

@@ -21,9 +21,9 @@ OF_ONE = (ValueError, NotFinite)
 
 
 def outcomes(requests: Iterable[Callable[[], Handle]]) -> Iterator[Completion | Exception]:
-    """What each request became, in their order: its completion, or what was wrong with it (OF_ONE). As many are submitted as the
-    queue takes; those before the end of a full queue are waited for. Whoever drops the iterator cancels the rest; so does an
-    error of the device."""
+    """What each request became, in their order: its completion, or what was wrong with it (OF_ONE). As many are
+    submitted as the queue takes; those before the end of a full queue are waited for. Whoever drops the iterator
+    cancels the rest; so does an error of the device."""
     running = deque[Handle | Exception]()
     try:
         for submit in requests:
@@ -55,7 +55,9 @@ def _outcome(of: Handle | Exception) -> Completion | Exception:
         return error
 
 
-def completions(submit: Callable[..., Handle], requests: Iterable[tuple[Prompt, Mapping[str, Any]]]) -> Iterator[Completion]:
+def completions(
+    submit: Callable[..., Handle], requests: Iterable[tuple[Prompt, Mapping[str, Any]]]
+) -> Iterator[Completion]:
     """What each (prompt, options) became, in their order; the first error of one ends the others."""
     for one in outcomes(partial(submit, prompt, **options) for prompt, options in requests):
         if isinstance(one, Exception):
@@ -63,12 +65,18 @@ def completions(submit: Callable[..., Handle], requests: Iterable[tuple[Prompt, 
         yield one
 
 
-def texts(submit: Callable[..., Handle], prompts: Sequence[Prompt], options: Mapping[str, Any], progress: bool) -> list[str]:
+def texts(
+    submit: Callable[..., Handle], prompts: Sequence[Prompt], options: Mapping[str, Any], progress: bool
+) -> list[str]:
     """See Model.generate_batch."""
     found: list[str] = []
     if isinstance(prompts, str):
         raise ValueError("generate_batch takes a list of prompts; generate takes one text")
-    with progress_bar(len(prompts), "prompts", True, " prompts") if progress else nullcontext(lambda amount: None) as advance:
+    with (
+        progress_bar(len(prompts), "prompts", True, " prompts")
+        if progress
+        else nullcontext(lambda amount: None) as advance
+    ):
         for one in completions(submit, ((p, options) for p in prompts)):
             found.append(one.text)
             advance(1)

@@ -1,8 +1,9 @@
-"""Blocks of the KV cache: who holds them, which prefixes can be found in them again, which go first when room is needed.
+"""Blocks of the KV cache: who holds them, which prefixes can be found in them again, which go first when room is
+needed.
 
-Every group of layers has a pool of physical blocks of its own. A block is held (counted once for each sequence whose table
-names it), idle (held by nobody, but found again by its tokens) or free. Layers with a window hold blocks like all others and
-give up those behind the window.
+Every group of layers has a pool of physical blocks of its own. A block is held (counted once for each sequence whose
+table names it), idle (held by nobody, but found again by its tokens) or free. Layers with a window hold blocks like all
+others and give up those behind the window.
 
 A full block is found by its key, a hash of its tokens chained to the key of the block before, so that a key stands for
 everything up to the block's end. A prefix of n blocks can be reused where all n are there in groups that see the whole
@@ -66,8 +67,8 @@ def groups_of(cache: CacheShape) -> tuple[Group, ...]:
 
 @dataclass(slots=True)
 class Held:
-    """The blocks of one sequence. tables: for each group, the block of each `block` positions; entries below `first` are
-    given up. sealed: leading blocks that have a key in the cache, or had one that was there already."""
+    """The blocks of one sequence. tables: for each group, the block of each `block` positions; entries below `first`
+    are given up. sealed: leading blocks that have a key in the cache, or had one that was there already."""
 
     tables: list[list[int]]
     first: list[int]
@@ -143,7 +144,9 @@ class Blocks:
     def __init__(self, groups: Sequence[Group], block: int, salt: bytes = b"", reuse: bool = True) -> None:
         if not groups or block < 1:
             raise ValueError(f"a cache needs a group of layers and a positive block, not {groups} and {block}")
-        self.pools = [Pool(g) for g in sorted(groups, key=lambda g: g.window > 0)]  # groups that see everything come first
+        self.pools = [
+            Pool(g) for g in sorted(groups, key=lambda g: g.window > 0)
+        ]  # groups that see everything come first
         self.block, self.reuse = block, reuse
         self.evictions = 0
         """Blocks with a key that were taken for other tokens."""
@@ -186,8 +189,9 @@ class Blocks:
         return keys[index]
 
     def match(self, held: Held, ids: Sequence[int], most: int, now: int) -> tuple[int, bool]:
-        """(the largest n, at most `most`, such that blocks held.size to n need not be computed; whether pass `now` computes
-        the one after them for another sequence). held.size if there is none. `held` has computed all that it holds."""
+        """(the largest n, at most `most`, such that blocks held.size to n need not be computed; whether pass `now`
+        computes the one after them for another sequence). held.size if there is none. `held` has computed all that it
+        holds."""
         start, block = held.size, self.block
         runs = [start] * len(self.pools)  # of each group: blocks that are there, without a gap, up to the one looked at
         best, coming = start, False
@@ -267,7 +271,9 @@ class Blocks:
         self.anchor(held, held.sealed)
         for g, pool in enumerate(self.pools):
             table = held.tables[g]
-            for i in range(len(table) - 1, held.first[g] - 1, -1):  # the end of a branch is evicted before its beginning
+            for i in range(
+                len(table) - 1, held.first[g] - 1, -1
+            ):  # the end of a branch is evicted before its beginning
                 pool.drop(table[i], pool.rank[table[i]] if pool.group.window else RANKS - 1)
             table.clear()
             held.first[g] = 0
@@ -275,8 +281,8 @@ class Blocks:
         self.given += 1
 
     def reserve(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
-        """Blocks of groups by name, for one who keeps tables of its own and lets nobody find what is in them. NoFreeSlot, and
-        nothing done, where there are not enough."""
+        """Blocks of groups by name, for one who keeps tables of its own and lets nobody find what is in them.
+        NoFreeSlot, and nothing done, where there are not enough."""
         for pool in self.pools:
             if pool.available < (n := wanted[pool.group.name]):
                 raise NoFreeSlot(
@@ -328,7 +334,8 @@ class Blocks:
     # --- proof -------------------------------------------------------------------------------------------------------
 
     def check(self, holders: Iterable[Held], reserved: Sequence[Mapping[str, Sequence[int]]] = ()) -> None:
-        """AssertionError unless every block is accounted for, given all sequences that hold any, and what is reserved."""
+        """AssertionError unless every block is accounted for, given all sequences that hold any, and what is
+        reserved."""
         holders = list(holders)
         for g, pool in enumerate(self.pools):
             name, n = pool.group.name, pool.group.blocks
@@ -342,12 +349,16 @@ class Blocks:
             places = Counter(pool.free)
             for idle in pool.idle:
                 places.update(idle.keys())
-            assert places == Counter(b for b in range(n) if not counted[b]), f"{name}: a block is lost, or in two places"
+            assert places == Counter(b for b in range(n) if not counted[b]), (
+                f"{name}: a block is lost, or in two places"
+            )
             keyed = {k: b for b, k in enumerate(pool.keys) if k is not None}
             assert keyed == pool.by_key, f"{name}: keys and blocks differ"
             assert len(keyed) == n - pool.keys.count(None), f"{name}: two blocks have one key"
             assert all(pool.keys[b] is None for b in pool.free), f"{name}: a free block has a key"
-            assert all(pool.keys[b] is not None for idle in pool.idle for b in idle), f"{name}: an idle block has no key"
+            assert all(pool.keys[b] is not None for idle in pool.idle for b in idle), (
+                f"{name}: an idle block has no key"
+            )
         for held in holders:  # what is still written to has one holder
             for g, pool in enumerate(self.pools):
                 for i in range(max(held.sealed, held.first[g]), held.size):

@@ -1,5 +1,5 @@
-"""What the sequences of a device are chosen by: each slot's rows of the tables that sample, adjust_logits and logprobs read, the
-masks of its constraint, and the log-probabilities that come back."""
+"""What the sequences of a device are chosen by: each slot's rows of the tables that sample, adjust_logits and logprobs
+read, the masks of its constraint, and the log-probabilities that come back."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ GUESSED_ROWS = 16
 
 
 class Choosing:
-    """Host side of one engine's tables, by slot. Nothing here waits, but for what reads results; who calls it sees to it that no
-    pass reads a row that is written."""
+    """Host side of one engine's tables, by slot. Nothing here waits, but for what reads results; who calls it sees to
+    it that no pass reads a row that is written."""
 
     def __init__(self, device: Device, target: Target) -> None:
         self.device, self.target = device, target
@@ -36,8 +36,14 @@ class Choosing:
         self._free = list(range(target.cache.slots, target.cache.slots + GUESSED_ROWS))
         self._patience = 0.0  # until when the next pass waits
 
-    def admit(self, slot: int, sampling: Sampling, prompt: Sequence[int] = (), constraint: Constraint | None = None,
-              generated: Sequence[int] = ()) -> None:  # fmt: skip
+    def admit(
+        self,
+        slot: int,
+        sampling: Sampling,
+        prompt: Sequence[int] = (),
+        constraint: Constraint | None = None,
+        generated: Sequence[int] = (),
+    ) -> None:
         """A slot's sequence is chosen by these from now on. prompt, generated: all its tokens until now; needed where
         sampling.counts. ValueError for biases of ids that the model does not have."""
         sampling.check(self.target.n_tokens)
@@ -92,8 +98,8 @@ class Choosing:
         return constraint is None or is_ready(constraint, max(0.0, self._patience - time.monotonic()))
 
     def prepare(self, slot: int) -> None:
-        """Ask a slot's constraint, if it has one, what may come next; raises what the constraint raises, and ValueError for a
-        mask that is none or allows nothing."""
+        """Ask a slot's constraint, if it has one, what may come next; raises what the constraint raises, and ValueError
+        for a mask that is none or allows nothing."""
         if slot in self._constraints and slot not in self._masks:
             self._masks[slot] = [self._asked(self._constraints[slot])]
 
@@ -102,8 +108,9 @@ class Choosing:
         return None if mask is None else checked_mask(mask, t.hparams.vocab, t.n_tokens)
 
     def guessed(self, slot: int, guesses: Sequence[int]) -> tuple[int, ...]:
-        """The first of these guesses that a pass may verify, after the slot's last token: all of them without a constraint; under
-        one, those before the first that it forbids, which could not be chosen anyway. Raises as `prepare` does."""
+        """The first of these guesses that a pass may verify, after the slot's last token: all of them without a
+        constraint; under one, those before the first that it forbids, which could not be chosen anyway. Raises as
+        `prepare` does."""
         if slot not in self._constraints:
             return tuple(guesses)
         self._forget(slot)
@@ -127,8 +134,8 @@ class Choosing:
         return tuple(guesses[: len(masks) - 1])
 
     def mask_rows(self, slots: Sequence[int]) -> np.ndarray:
-        """int32 [slots]: the rows of `masks` for a pass whose output rows are of these slots, written here; -1: none. A slot that
-        stands there several times has its guesses in these rows."""
+        """int32 [slots]: the rows of `masks` for a pass whose output rows are of these slots, written here; -1: none. A
+        slot that stands there several times has its guesses in these rows."""
         rows = np.full(len(slots), -1, np.int32)
         nth: dict[int, int] = {}
         for i, slot in enumerate(slots):
@@ -151,12 +158,13 @@ class Choosing:
     def reported(
         self, slot: int, position: int, ticket: int | None = None
     ) -> tuple[tuple[int, float], tuple[tuple[int, float], ...]] | None:
-        """The token chosen for a position with its log-probability, and the most likely ones, after the pass `ticket`; None
-        where nobody asked. At most 64 positions late: the device keeps no more of a slot."""
+        """The token chosen for a position with its log-probability, and the most likely ones, after the pass `ticket`;
+        None where nobody asked. At most 64 positions late: the device keeps no more of a slot."""
         wanted = self._sampling[slot].logprobs
         if not wanted:
             return None
         ids, values = (
-            self.device.read(name, slot, slot + 1, ticket).array[0, position % RING] for name in ("top_ids", "top_logprobs")
+            self.device.read(name, slot, slot + 1, ticket).array[0, position % RING]
+            for name in ("top_ids", "top_logprobs")
         )
         return reported(ids, values, wanted)

@@ -13,8 +13,8 @@ from hybrid.core.errors import ContextExceeded
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows of one prefill pass: tokens, positions and slots int32 [rows]; out_rows int32 [outs]: the last row of each prompt
-    that ends in it, whose logits are needed."""
+    """Rows of one prefill pass: tokens, positions and slots int32 [rows]; out_rows int32 [outs]: the last row of each
+    prompt that ends in it, whose logits are needed."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -28,10 +28,13 @@ class Chunk:
 
 
 def chunks(prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int], size: int) -> Iterator[Chunk]:
-    """Prefill passes of at most `size` rows over prompts {slot: ids}; a slot's first id stands at position starts[slot]."""
+    """Prefill passes of at most `size` rows over prompts {slot: ids}; a slot's first id stands at position
+    starts[slot]."""
     tokens = np.concatenate([np.asarray(ids, np.int32) for ids in prompts.values()])
     slots = np.concatenate([np.full(len(ids), s, np.int32) for s, ids in prompts.items()])
-    positions = np.concatenate([np.arange(starts[s], starts[s] + len(ids), dtype=np.int32) for s, ids in prompts.items()])
+    positions = np.concatenate(
+        [np.arange(starts[s], starts[s] + len(ids), dtype=np.int32) for s, ids in prompts.items()]
+    )
     lasts = np.cumsum([len(ids) for ids in prompts.values()]) - 1
     for a in range(0, len(tokens), size):
         b = min(a + size, len(tokens))
@@ -57,7 +60,8 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
 
 
 def check_prompts(prompts: Mapping[int, Sequence[int]], positions: Mapping[int, int], vocab: int, ctx: int) -> None:
-    """ValueError for a prompt that cannot be run after the tokens that its slot holds (`positions`, of admitted slots)."""
+    """ValueError for a prompt that cannot be run after the tokens that its slot holds (`positions`, of admitted
+    slots)."""
     for slot, ids in prompts.items():
         if slot not in positions:
             raise ValueError(f"slot {slot} holds no sequence: admit it first")

@@ -1,4 +1,5 @@
-"""How an engine runs a checkpoint, and what follows from it for a device: row counts of passes, cache sizes, the plans' target."""
+"""How an engine runs a checkpoint, and what follows from it for a device: row counts of passes, cache sizes, the plans'
+target."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def check_guesses(speculate: object) -> int:
     if speculate == "auto":
         return MOST_GUESSES
     if isinstance(speculate, bool) or not isinstance(speculate, int | np.integer) or not 0 <= speculate <= MOST_GUESSES:
-        raise ValueError(f"speculate must be auto, or a number of tokens to guess, 0 to {MOST_GUESSES}, not {speculate!r}")
+        raise ValueError(
+            f"speculate must be auto, or a number of tokens to guess, 0 to {MOST_GUESSES}, not {speculate!r}"
+        )
     return int(speculate)
 
 
@@ -46,8 +49,8 @@ class EngineConfig:
     slots: int = 1
     """Sequences that the KV cache holds at a time."""
     blocks: tuple[int, int] = (0, 0)
-    """Blocks of the KV cache in global and in local layers (0: what `slots` sequences need at their longest). With fewer,
-    scheduled sequences take turns."""
+    """Blocks of the KV cache in global and in local layers (0: what `slots` sequences need at their longest). With
+    fewer, scheduled sequences take turns."""
     shared: bool = False
     """In place of `slots` and `blocks`: SHARING slots, with blocks for one sequence at its longest."""
     memory: int | None = None
@@ -57,8 +60,8 @@ class EngineConfig:
     n_tokens: int | None = None
     """Ids below this may be chosen (default: the tokenizer's size)."""
     deterministic: bool = False
-    """Passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt was cut nor on
-    what runs beside it. Slower: prompts go through a few rows at a time; on cpu one row, and one sequence."""
+    """Passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt was cut nor
+    on what runs beside it. Slower: prompts go through a few rows at a time; on cpu one row, and one sequence."""
     guesses: int = 0
     """Most guessed tokens that a pass verifies (hybrid/engine/drafting.py)."""
     profile: bool = False
@@ -83,7 +86,9 @@ class EngineConfig:
         """Positions per sequence for a model. ValueError where it was made for fewer."""
         ctx = min(hparams.context_length, DEFAULT_CTX) if self.ctx is None else self.ctx
         if not 1 <= ctx <= hparams.context_length:
-            raise ValueError(f"ctx {ctx} is outside 1..{hparams.context_length}, the context that the model was made for")
+            raise ValueError(
+                f"ctx {ctx} is outside 1..{hparams.context_length}, the context that the model was made for"
+            )
         return ctx
 
 
@@ -92,11 +97,16 @@ def sizes_for(config: EngineConfig, hparams: HParams, device: Device) -> PassSiz
     can = capabilities_of(device.has)
     chunk = chunk_of(can) if config.chunk is None else config.chunk
     fixed = fixed_rows(device.backend, config.slots) if config.deterministic else None
-    return pass_sizes(hparams, config.context(hparams), config.slots, chunk, fixed, config.guesses, decode_buckets_of(can))
+    return pass_sizes(
+        hparams, config.context(hparams), config.slots, chunk, fixed, config.guesses, decode_buckets_of(can)
+    )
 
 
-def target_for(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule, sizes: PassSizes) -> Target:
-    """What all plans of the engine share. ValueError for weights that the device cannot hold as the configuration says."""
+def target_for(
+    config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule, sizes: PassSizes
+) -> Target:
+    """What all plans of the engine share. ValueError for weights that the device cannot hold as the configuration
+    says."""
     hp = checkpoint.hparams
     n_tokens = checkpoint.tokenizer.n_tokens if config.n_tokens is None else config.n_tokens
     return Target(

@@ -30,7 +30,8 @@ class Constraint(Protocol):
 
 
 def is_ready(constraint: Constraint, wait: float) -> bool:
-    """Whether `mask` answers at once, after at most `wait` seconds: what the constraint's own `ready(wait)` says, else yes."""
+    """Whether `mask` answers at once, after at most `wait` seconds: what the constraint's own `ready(wait)` says, else
+    yes."""
     ready = getattr(constraint, "ready", None)
     return True if ready is None else bool(ready(wait))
 
@@ -62,9 +63,9 @@ def allows(mask: np.ndarray, token: int) -> bool:
 
 
 def checked_mask(mask: np.ndarray, vocab: int, n_tokens: int) -> np.ndarray:
-    """A constraint's mask as the device takes it: uint32 [ceil(vocab / 32)], vocab being the rows of the output matrix. It may
-    be given over the tokenizer's ids alone, of which a matrix may have more rows. ValueError where it is no such mask, and
-    where it allows none of the `n_tokens` ids that can be chosen: such a row has no next token."""
+    """A constraint's mask as the device takes it: uint32 [ceil(vocab / 32)], vocab being the rows of the output matrix.
+    It may be given over the tokenizer's ids alone, of which a matrix may have more rows. ValueError where it is no such
+    mask, and where it allows none of the `n_tokens` ids that can be chosen: such a row has no next token."""
     least, words = mask_words(n_tokens), mask_words(vocab)
     if not isinstance(mask, np.ndarray) or mask.dtype != np.uint32 or mask.ndim != 1 or not least <= len(mask) <= words:
         shown = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else repr(mask)

@@ -1,5 +1,5 @@
-"""A smaller model that guesses what a larger one chooses: an engine of its own, on the same device or another, each of whose slots
-follows one of the larger model's sequences."""
+"""A smaller model that guesses what a larger one chooses: an engine of its own, on the same device or another, each of
+whose slots follows one of the larger model's sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from hybrid.engine.sampling import Sampling
 from hybrid.planning.passes import bucket_of
 
 BEHIND = 32
-"""Tokens that a sequence may be ahead of the draft after a while without guesses: their passes' programs are made at once."""
+"""Tokens that a sequence may be ahead of the draft after a while without guesses: their passes' programs are made at
+once."""
 FEW = 3
 """New tokens that are run one after another."""
 WATCHED = 16
@@ -40,16 +41,18 @@ class Behind:
     before: dict[Hashable, tuple[list[int], list[int]]]
     """By sequence, as of DraftModel._open: the guesses that are verified."""
     ends: dict[Hashable, int]
-    """Positions that the draft's cache held before these passes: where all guesses are right, the first runs the last of them."""
+    """Positions that the draft's cache held before these passes: where all guesses are right, the first runs the last
+    of them."""
     theirs: dict[Hashable, int]
     """The larger model's slots."""
     tickets: list[int] = field(default_factory=list)
 
 
 class DraftModel:
-    """Drives the slots of an engine whose tokenizer is the target's, one for each sequence that is followed. A slot chooses by the
-    target's sampling parameters, so that both add the same noise to their logits, and agree more often than two draws would.
-    apart: its passes may run while the target's do, so it may guess on while its guesses are verified (`go_on`)."""
+    """Drives the slots of an engine whose tokenizer is the target's, one for each sequence that is followed. A slot
+    chooses by the target's sampling parameters, so that both add the same noise to their logits, and agree more often
+    than two draws would. apart: its passes may run while the target's do, so it may guess on while its guesses are
+    verified (`go_on`)."""
 
     follows_on = False
     """Whether its passes may find on the device what the larger model has chosen (`behind`)."""
@@ -72,8 +75,11 @@ class DraftModel:
         self.steady = True
         """Whether the last guesses took no longer than those that come: little was new of their sequences."""
         self.watches = WATCHES[1] if engine.sizes.guesses + 1 >= WATCHED and engine.device.pipeline_depth == 1 else 0
-        """Most tokens between two looks at what it would have guessed (`watch`); 0: its engine has no plans that could say."""
-        self._watched: dict[Hashable, tuple[list[int], int, int]] = {}  # tokens, from where on they were watched, the ticket
+        """Most tokens between two looks at what it would have guessed (`watch`); 0: its engine has no plans that could
+        say."""
+        self._watched: dict[
+            Hashable, tuple[list[int], int, int]
+        ] = {}  # tokens, from where on they were watched, the ticket
         self.compiled = False
         """Whether a program was made for them, which no others take time for."""
 
@@ -105,8 +111,8 @@ class DraftModel:
             self.engine.release(found.slot)
 
     def watch(self, key: Hashable, ids: Sequence[int]) -> bool:
-        """Run what is new of a sequence, so that `agreed` can say what would have been guessed of its last tokens; waits for no
-        pass. Whether there is anything of it."""
+        """Run what is new of a sequence, so that `agreed` can say what would have been guessed of its last tokens;
+        waits for no pass. Whether there is anything of it."""
         self.beside.rest()
         self._read_all()
         followed, engine = self._followed[key], self.engine
@@ -121,8 +127,9 @@ class DraftModel:
         bucket = bucket_of(WATCHED, engine.sizes.rows), bucket_of(WATCHED, engine.sizes.wants)
         row = np.arange(rows, dtype=np.int32)
         tokens = np.array(fresh[-1 - rows : -1], np.int32)
-        ticket = engine.submit_scheduled(engine.program("prefill", *bucket, options=made),
-                                         Rows(tokens, at + row, np.full(rows, slot, np.int32), row))  # fmt: skip
+        ticket = engine.submit_scheduled(
+            engine.program("prefill", *bucket, options=made), Rows(tokens, at + row, np.full(rows, slot, np.int32), row)
+        )
         engine.positions[slot] = at + rows
         followed.ids = list(ids[:-1])
         self._watched[key] = list(ids), at + 1, ticket
@@ -150,9 +157,9 @@ class DraftModel:
         return self.propose_all({None: (ids, most)}).get(None, [])
 
     def propose_all(self, wanted: Wanted) -> dict[Hashable, list[int]]:
-        """Guesses for sequences that were begun: by key, (all tokens so far, guesses at most). Runs what is new of each, then goes
-        on from its own tokens, all sequences in the same passes, submitted one behind another before any guess is read; what was
-        guessed beside the last verification (`go_on`) is taken instead, where it fits."""
+        """Guesses for sequences that were begun: by key, (all tokens so far, guesses at most). Runs what is new of
+        each, then goes on from its own tokens, all sequences in the same passes, submitted one behind another before
+        any guess is read; what was guessed beside the last verification (`go_on`) is taken instead, where it fits."""
         found = self.beside.take(wanted)
         self.ready = {key: len(guesses) for key, guesses in found.items()}
         if rest := {key: some for key, some in wanted.items() if key not in found}:
@@ -162,12 +169,13 @@ class DraftModel:
         return found
 
     def go_on(self, verified: Wanted) -> None:
-        """Guess what follows guesses that are about to be verified, by key (all tokens with those guesses, more guesses at most),
-        first in place of the token after them. Waits for no pass."""
+        """Guess what follows guesses that are about to be verified, by key (all tokens with those guesses, more guesses
+        at most), first in place of the token after them. Waits for no pass."""
         self.beside.start(verified)
 
     def _guess_on(self, wanted: Wanted) -> Generator[dict[Hashable, int], None, None]:
-        """One guess of each sequence after another, in a thread of its own; a pass runs ahead of the one that is read."""
+        """One guess of each sequence after another, in a thread of its own; a pass runs ahead of the one that is
+        read."""
         asked, tickets = self._begin(wanted)
         slots = [self._followed[key].slot for key in asked]
         chosen: dict[Hashable, list[int]] = {key: [] for key in asked}
@@ -184,8 +192,8 @@ class DraftModel:
             yield {key: tokens[0] for key, tokens in known.items() if tokens}
 
     def ahead(self, wanted: Wanted) -> dict[Hashable, list[int]]:
-        """The same without waiting: words by which a pass on the same queue finds the guesses (inbox.GUESSED), which it may be
-        submitted with at once. For an engine whose `history` is lent (`chains`)."""
+        """The same without waiting: words by which a pass on the same queue finds the guesses (inbox.GUESSED), which it
+        may be submitted with at once. For an engine whose `history` is lent (`chains`)."""
         found = self._take_behind(wanted)
         rest = {key: some for key, some in wanted.items() if key not in found}
         if rest or not found:
@@ -196,16 +204,22 @@ class DraftModel:
         return {key: self._words(key, ids, len(tickets)) for key, (ids, tickets) in self._open.items() if key in wanted}
 
     def behind(self, verified: Mapping[Hashable, tuple[int, int]], most: int) -> bool:
-        """After a pass was submitted that verifies the last guesses (`ahead`): submit the passes of the next, `most` of each of
-        these sequences, behind it; waits for none. verified: by key, the larger model's slot and how many guesses. They begin on
-        the device where the verification says that the sequence goes on. False, and nothing done, where that cannot be."""
+        """After a pass was submitted that verifies the last guesses (`ahead`): submit the passes of the next, `most` of
+        each of these sequences, behind it; waits for none. verified: by key, the larger model's slot and how many
+        guesses. They begin on the device where the verification says that the sequence goes on. False, and nothing
+        done, where that cannot be."""
         self._drop_behind()
         keys = [key for key in verified if key in self._open and key in self._followed]
-        if not (keys and most and self.follows_on) or not all(self._has_room(key, verified[key][1], most) for key in keys):
+        if not (keys and most and self.follows_on) or not all(
+            self._has_room(key, verified[key][1], most) for key in keys
+        ):
             return False
         engine, slots = self.engine, {key: self._followed[key].slot for key in keys}
-        made = Behind({key: self._open.pop(key) for key in keys}, {key: engine.positions[slot] for key, slot in slots.items()},
-                      {key: verified[key][0] for key in keys})  # fmt: skip
+        made = Behind(
+            {key: self._open.pop(key) for key in keys},
+            {key: engine.positions[slot] for key, slot in slots.items()},
+            {key: verified[key][0] for key in keys},
+        )
         self._behind = made
         for i in range(most):  # the second takes the larger model's token too, where the first has run the last guess
             made.tickets.append(self._follow(keys, i == 0) if i < 2 else self._submit(list(slots.values())))
@@ -216,19 +230,21 @@ class DraftModel:
     def _has_room(self, key: Hashable, guesses: int, most: int) -> bool:
         """Whether so many rows more fit, wherever the verification ends, and what they go back behind is still held."""
         engine, slot, known = self.engine, self._followed[key].slot, len(self._open[key][0])
-        return known + guesses + most < engine.cache.ctx and not engine.cache.forgets(max(0, engine.positions[slot] - known))
+        return known + guesses + most < engine.cache.ctx and not engine.cache.forgets(
+            max(0, engine.positions[slot] - known)
+        )
 
     def _follow(self, keys: Sequence[Hashable], back: bool = False) -> int:
-        """A pass of these sequences' next rows, with what the larger model has chosen for them as far as that goes. back: from
-        the last of it on."""
+        """A pass of these sequences' next rows, with what the larger model has chosen for them as far as that goes.
+        back: from the last of it on."""
         assert self._behind is not None
         tokens = np.array([FOLLOWS - self._behind.theirs[key] for key in keys], np.int32)
         at = np.full(len(keys), FOLLOWS if back else GOES_ON, np.int32)
         return self._submit([self._followed[key].slot for key in keys], tokens, at)
 
     def _take_behind(self, wanted: Wanted) -> dict[Hashable, tuple[list[int], list[int]]]:
-        """What `behind` has submitted for these sequences, whose verification is read by now, with no pass after it, as `_open`
-        has it; with more passes where that is less than is wanted."""
+        """What `behind` has submitted for these sequences, whose verification is read by now, with no pass after it, as
+        `_open` has it; with more passes where that is less than is wanted."""
         if (made := self._behind) is None:
             return {}
         skips, ctx = dict[Hashable, int](), self.engine.cache.ctx
@@ -250,7 +266,8 @@ class DraftModel:
         return found
 
     def _drop_behind(self) -> None:
-        """Nobody takes what is left of it: those sequences are held as they were before the guesses that were verified."""
+        """Nobody takes what is left of it: those sequences are held as they were before the guesses that were
+        verified."""
         made, self._behind = self._behind, None
         for key, (ids, _) in ({} if made is None else made.before).items():
             self._followed[key].ids = ids
@@ -262,7 +279,8 @@ class DraftModel:
         return passes
 
     def expects(self, key: Hashable, ids: Sequence[int]) -> int:
-        """How many guesses after ids were submitted behind the last verification, by which a sequence has come to these."""
+        """How many guesses after ids were submitted behind the last verification, by which a sequence has come to
+        these."""
         if (made := self._behind) is None or key not in made.before:
             return 0
         return len(made.tickets) - max(0, len(ids) - 1 - made.ends[key])
@@ -307,12 +325,15 @@ class DraftModel:
             self._open = {key: (ids, tickets[:most]) for key, (ids, most) in asked.items()}
 
     def _begin(self, wanted: Wanted) -> tuple[dict[Hashable, tuple[list[int], int]], list[int]]:
-        """Run what is new of these sequences: what can be guessed of which, and the first guesses' tickets; each further pass of
-        their slots gives one more."""
+        """Run what is new of these sequences: what can be guessed of which, and the first guesses' tickets; each
+        further pass of their slots gives one more."""
         self._read_all()
         engine, ctx = self.engine, self.engine.cache.ctx
-        asked = {key: (list(ids), most) for key, (ids, most) in wanted.items()  # copies: a sequence's own list grows
-                 if key in self._followed and len(ids) < ctx and most > 0}  # fmt: skip
+        asked = {
+            key: (list(ids), most)
+            for key, (ids, most) in wanted.items()  # copies: a sequence's own list grows
+            if key in self._followed and len(ids) < ctx and most > 0
+        }
         room = min((ctx - len(ids) for ids, _ in asked.values()), default=0)  # they run the same passes
         asked = {key: (ids, min(most, room)) for key, (ids, most) in asked.items()}
         if not asked:
@@ -365,17 +386,21 @@ class DraftModel:
             engine.positions[slot] += 1
         if tokens is None or at is None:
             return engine.submit_scheduled(program, None)
-        return engine.submit_scheduled(program, Rows(tokens, at, np.array(slots, np.int32), np.arange(n, dtype=np.int32)))
+        return engine.submit_scheduled(
+            program, Rows(tokens, at, np.array(slots, np.int32), np.arange(n, dtype=np.int32))
+        )
 
     def _known(self, fresh: Mapping[Hashable, Sequence[int]], left: int) -> int:
-        """A decode pass of the tokens that are so many before the end of what is new, of the sequences that have so many."""
+        """A decode pass of the tokens that are so many before the end of what is new, of the sequences that have so
+        many."""
         rows = [(self._followed[key].slot, ids[-left]) for key, ids in fresh.items() if len(ids) >= left]
         slots = [slot for slot, _ in rows]
         at = [self.engine.positions[slot] for slot in slots]
         return self._submit(slots, np.array([token for _, token in rows], np.int32), np.array(at, np.int32))
 
     def _read(self, slot: int, position: int, tickets: Sequence[int]) -> list[int]:
-        """The tokens chosen for positions from this one on; none from the first that is none (not finite, or of a void pass)."""
+        """The tokens chosen for positions from this one on; none from the first that is none (not finite, or of a void
+        pass)."""
         found: list[int] = []
         for i, ticket in enumerate(tickets):
             token = self.engine.device.peek("history", slot, position + i, ticket)

@@ -1,8 +1,8 @@
 """Guesses for the sequences that a scheduler runs: before each pass, which of them get how many, and from whom.
 
 A sequence with guesses is not run ahead of the host: its last token must be known before more are guessed, and all such
-sequences share one pass. So there are two ways of going on, and `prepare` changes between them: passes ahead of the host without
-guesses, and, where guesses are due, one pass at a time.
+sequences share one pass. So there are two ways of going on, and `prepare` changes between them: passes ahead of the
+host without guesses, and, where guesses are due, one pass at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,21 @@ from hybrid.engine.draft_model import DraftModel
 from hybrid.engine.drafts import Drafter, Watcher
 from hybrid.engine.following import Following
 from hybrid.engine.interface import PassRunner
-from hybrid.engine.pace import AHEAD, CREDIT, LOOKS, MOST, PROBES, Budget, Costs, Counts, Pace, Rightness, likely, share, trial
+from hybrid.engine.pace import (
+    AHEAD,
+    CREDIT,
+    LOOKS,
+    MOST,
+    PROBES,
+    Budget,
+    Costs,
+    Counts,
+    Pace,
+    Rightness,
+    likely,
+    share,
+    trial,
+)
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.sequence import Pass, Stream
@@ -35,20 +49,32 @@ def most_guesses(draft: object, speculate: object) -> int:
 def check_drafting(engine: PassRunner) -> None:
     """ValueError where an engine cannot verify guesses."""
     if engine.device.pipeline_depth > 1:
-        raise ValueError("a schedule whose passes overlap on two devices verifies no guesses: load without draft and speculate")
+        raise ValueError(
+            "a schedule whose passes overlap on two devices verifies no guesses: load without draft and speculate"
+        )
     if engine.sizes.wanted < 2:
-        raise ValueError("deterministic on cpu runs one row a pass, so it verifies no guesses: load without draft and speculate")
+        raise ValueError(
+            "deterministic on cpu runs one row a pass, so it verifies no guesses: load without draft and speculate"
+        )
 
 
 class Drafting:
-    """drafter: who guesses. room: most rows of a pass whose tokens are chosen. k: guesses of a pass (None: by their worth).
-    wish: of a sequence, how its tokens are chosen, how many guesses its request asks for (None: as k), and whether it is under a
-    constraint. refused: told of a sequence whose constraint fails. failed: told once why guessing ended, where a drafter failed.
-    clock: seconds."""
+    """drafter: who guesses. room: most rows of a pass whose tokens are chosen. k: guesses of a pass (None: by their
+    worth). wish: of a sequence, how its tokens are chosen, how many guesses its request asks for (None: as k), and
+    whether it is under a constraint. refused: told of a sequence whose constraint fails. failed: told once why guessing
+    ended, where a drafter failed. clock: seconds."""
 
-    def __init__(self, drafter: Drafter, room: int, k: int | None, choosing: Choosing | None,
-                 wish: Callable[[Stream], tuple[Sampling, int | None, bool]], refused: Callable[[Stream, Exception], object],
-                 failed: Callable[[str], object], clock: Callable[[], float] = time.perf_counter) -> None:  # fmt: skip
+    def __init__(
+        self,
+        drafter: Drafter,
+        room: int,
+        k: int | None,
+        choosing: Choosing | None,
+        wish: Callable[[Stream], tuple[Sampling, int | None, bool]],
+        refused: Callable[[Stream, Exception], object],
+        failed: Callable[[str], object],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.drafter: Drafter | None = drafter
         self.name, self.room, self.k, self.counts = drafter.name, room, k, Counts()
         self.forget()
@@ -60,15 +86,21 @@ class Drafting:
         self.costs, self.budget, self.rightness = Costs(), Budget(), Rightness()
         self._plain = math.inf  # a pass without guesses of as many sequences as are drafted for
         self._took = 0.0  # drafting for the next pass, but for what it takes once
-        self._drafting: tuple[float, int] | None = None  # that the device does: since when, the most guesses if they count
+        self._drafting: tuple[float, int] | None = (
+            None  # that the device does: since when, the most guesses if they count
+        )
         self._beside = 0  # the pass while which the draft goes on
         self._watching = 0  # the pass that a draft model's own, for a look at what it would have guessed, runs before
-        self._given: tuple[int, dict[Any, int]] = 0, {}  # the last pass that verifies guesses, how many of which sequence
+        self._given: tuple[int, dict[Any, int]] = (
+            0,
+            {},
+        )  # the last pass that verifies guesses, how many of which sequence
         self._behind = 0  # the pass behind which the next guesses are made
         self._seen = 0.0  # when the last pass had been read
 
     def prepare(self, scheduler: Scheduler) -> bool:
-        """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been read."""
+        """Give the scheduler drafts for its next pass. False: it is to make none before those in flight have been
+        read."""
         if self.drafter is None:
             return True
         self.costs.apart = isinstance(self.drafter, DraftModel) and self.drafter.apart
@@ -101,8 +133,8 @@ class Drafting:
         return True
 
     def committed(self, done: Pass, news: Sequence[tuple[Stream, int]], seconds: float, between: float = 0.0) -> None:
-        """A pass has chosen so many tokens of each sequence, and took so long, alone or behind the one before (0: it has taken what
-        others will not); so long after the end of that it began."""
+        """A pass has chosen so many tokens of each sequence, and took so long, alone or behind the one before (0: it
+        has taken what others will not); so long after the end of that it began."""
         self._seen = self._clock()
         wants = {run.seq.id: run.wants for run in done.runs}
         if seconds and all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
@@ -126,15 +158,18 @@ class Drafting:
                 found.pace.chosen(n)
 
     def _account(self, done: Pass, news: Sequence[tuple[Stream, int]], seconds: float, between: float) -> None:
-        """What guesses have saved or lost. Between two passes more may lie than drafting, such as a reader that waits, and a pass
-        of several rows that takes longer than as many of one has waited for something else; so has a guess."""
+        """What guesses have saved or lost. Between two passes more may lie than drafting, such as a reader that waits,
+        and a pass of several rows that takes longer than as many of one has waited for something else; so has a
+        guess."""
         sequences = len(done.runs)
         if not (plain := self.costs.of(sequences)):
             return
         if done.rows == sequences:
             looked = done.number == self._watching
             self.budget.passed(plain, min(seconds, 4 * plain), plain if looked else None)
-        elif not any(f.pace.fixed for run in done.runs if run.wants > 1 and (f := self._of.get(run.seq.id)) is not None):
+        elif not any(
+            f.pace.fixed for run in done.runs if run.wants > 1 and (f := self._of.get(run.seq.id)) is not None
+        ):
             most = max(run.wants for run in done.runs) - 1
             took = min(seconds, done.rows * plain) + min(between, self._took + plain, most * plain)
             self.budget.passed(plain, took, plain * sum(n for _, n in news) / sequences)
@@ -145,7 +180,9 @@ class Drafting:
         if isinstance(self.drafter, DraftModel):
             dropped = self.drafter.beside.dropped
             try:
-                self.budget.spent(self.costs.drafting(self.drafter.expects(stream.id, stream.ids)) / max(1, len(self._of) + 1))
+                self.budget.spent(
+                    self.costs.drafting(self.drafter.expects(stream.id, stream.ids)) / max(1, len(self._of) + 1)
+                )
                 self.drafter.end(stream.id)
             except Exception as error:  # its device may be gone
                 self._end_drafting(error)
@@ -174,7 +211,8 @@ class Drafting:
         return found
 
     def _share(self, due: list[Following], rows: int) -> list[int]:
-        """How many guesses each gets by its worth, in a pass of so many rows without; sets `asked`, which may be a few to try."""
+        """How many guesses each gets by its worth, in a pass of so many rows without; sets `asked`, which may be a few
+        to try."""
         shares = share([f.pace for f in due], rows, self.room, self.costs)
         free = not all(f.pace.fixed for f in due)
         tries = trial(rows, self.room, self.costs) if free else 0
@@ -211,13 +249,14 @@ class Drafting:
         return way(rows + sum(asked), most, 0.0) - self.costs.of(rows)
 
     def _credit(self, trying: list[Following], rows: int) -> float:
-        """What the budget may be overdrawn by: something where guesses have been so often right that they surely pay."""
+        """What the budget may be overdrawn by: something where guesses have been so often right that they surely
+        pay."""
         sure = any(share([Pace(f.pace.most, rate=f.pace.surely) for f in trying], rows, self.room, self.costs))
         return CREDIT * self.costs.of(rows) if sure else 0.0
 
     def _look(self, scheduler: Scheduler, soon: list[Following], due: list[Following]) -> None:
-        """What would have been guessed of the tokens that came without guesses, for those that are due; a draft model runs them
-        a little before that, in passes that nobody waits for."""
+        """What would have been guessed of the tokens that came without guesses, for those that are due; a draft model
+        runs them a little before that, in passes that nobody waits for."""
         model = self.drafter if isinstance(self.drafter, DraftModel) else None
         try:
             for f in due:
@@ -266,8 +305,8 @@ class Drafting:
         return bool(given)
 
     def _go_on(self, number: int, rows: int, given: Mapping[Any, tuple[Following, tuple[int, ...]]]) -> None:
-        """Let a draft model guess on while pass `number` verifies what was given, if that pays: as if all of it were right, and the
-        token after it as the draft would have it. rows: of the pass without guesses."""
+        """Let a draft model guess on while pass `number` verifies what was given, if that pays: as if all of it were
+        right, and the token after it as the draft would have it. rows: of the pass without guesses."""
         model = self.drafter
         if not isinstance(model, DraftModel) or not model.apart:
             return
@@ -289,27 +328,39 @@ class Drafting:
                 self._end_drafting(error)
 
     def _draft_behind(self, scheduler: Scheduler) -> None:
-        """Let a draft model on the same queue guess behind the pass in flight, which verifies its last guesses, what follows them:
-        so the device goes on while the host reads. Of sequences that will not have ended by their length, as far as it pays."""
+        """Let a draft model on the same queue guess behind the pass in flight, which verifies its last guesses, what
+        follows them: so the device goes on while the host reads. Of sequences that will not have ended by their length,
+        as far as it pays."""
         model, (number, given) = self.drafter, self._given
         self._given = 0, {}  # once
         if not isinstance(model, DraftModel) or not model.follows_on:
             return
-        found = [f for key, guesses in given.items() if (f := self._of.get(key)) is not None and not f.constrained
-                 and f.stream.slot is not None and f.stream.last - len(f.stream.ids) - guesses > 2]  # fmt: skip
-        shares, free = share([f.pace for f in found], len(found), self.room, self.costs), [f for f in found if not f.pace.fixed]
+        found = [
+            f
+            for key, guesses in given.items()
+            if (f := self._of.get(key)) is not None
+            and not f.constrained
+            and f.stream.slot is not None
+            and f.stream.last - len(f.stream.ids) - guesses > 2
+        ]
+        shares, free = (
+            share([f.pace for f in found], len(found), self.room, self.costs),
+            [f for f in found if not f.pace.fixed],
+        )
         loss = self._loss(free, [given[f.stream.id] for f in free], len(free))  # of the pass in flight, and of the next
         if free and not self.budget.allows(2 * loss, self._credit(free, len(free))):
             return
         try:
-            if model.behind({f.stream.id: (f.stream.slot or 0, given[f.stream.id]) for f in found}, max(shares, default=0)):
+            if model.behind(
+                {f.stream.id: (f.stream.slot or 0, given[f.stream.id]) for f in found}, max(shares, default=0)
+            ):
                 self._behind = number
         except Exception as error:  # as where it guesses
             self._end_drafting(error)
 
     def _keep_behind(self, scheduler: Scheduler, asked: list[Following]) -> None:
-        """Ask for no fewer guesses than were made behind the last pass, if it has been read and any are asked for; else the device
-        has made them for nothing."""
+        """Ask for no fewer guesses than were made behind the last pass, if it has been read and any are asked for; else
+        the device has made them for nothing."""
         model = self.drafter
         if not self._behind or scheduler.in_flight or not isinstance(model, DraftModel):
             return
@@ -330,7 +381,8 @@ class Drafting:
             self.costs.drafted(most, took, self._plain)
 
     def finish(self, done: Pass) -> float:
-        """Before a pass is waited for: wait for the drafting on the same queue that it follows, if any; when that was over."""
+        """Before a pass is waited for: wait for the drafting on the same queue that it follows, if any; when that was
+        over."""
         begun, self._drafting = self._drafting, None
         if begun is None or done.outs == len(done.wanting) or not isinstance(self.drafter, DraftModel):
             return 0.0
@@ -343,7 +395,8 @@ class Drafting:
         return self._clock()
 
     def _propose(self, asked: list[Following]) -> tuple[list[Sequence[int]], bool]:
-        """Guesses for each, or words by which the device finds them, and whether they took no longer than they will again."""
+        """Guesses for each, or words by which the device finds them, and whether they took no longer than they will
+        again."""
         if not isinstance(self.drafter, DraftModel):
             return [list(f.drafter.propose(f.stream.ids, f.asked)) for f in asked], True
         model = self.drafter

@@ -1,5 +1,5 @@
-"""Guesses of the tokens that come next. A guess costs nothing but time: it is held against what the model chooses, so where it is
-wrong the text is what it would have been without it.
+"""Guesses of the tokens that come next. A guess costs nothing but time: it is held against what the model chooses, so
+where it is wrong the text is what it would have been without it.
 
     Lookup       n-grams of the sequence itself: what followed the last tokens when they stood there before
     Replay       a text that is known, right with a set rate: for measuring what acceptance is worth
@@ -28,8 +28,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """Up to `most` guesses of what follows ids, all tokens of the sequence so far; none is an answer too. Later ids usually
-        begin with earlier ones; where they do not, it is another sequence."""
+        """Up to `most` guesses of what follows ids, all tokens of the sequence so far; none is an answer too. Later ids
+        usually begin with earlier ones; where they do not, it is another sequence."""
         ...
 
     def close(self) -> None: ...
@@ -43,13 +43,14 @@ class Watcher(Drafter, Protocol):
     """Most tokens between two looks at that."""
 
     def agreed(self, ids: Sequence[int], since: int) -> tuple[int, int]:
-        """How many of the tokens ids[since:] it would have guessed, each after those before it; and for how many it had a guess."""
+        """How many of the tokens ids[since:] it would have guessed, each after those before it; and for how many it had
+        a guess."""
         ...
 
 
 class Lookup:
-    """What followed the last few tokens where they stood before, the latest such place; needs no model. Where that place is so
-    near that it ends before the guesses do, the text is taken to repeat itself."""
+    """What followed the last few tokens where they stood before, the latest such place; needs no model. Where that
+    place is so near that it ends before the guesses do, the text is taken to repeat itself."""
 
     name = "lookup"
     watches = WATCHES[0]
@@ -84,7 +85,8 @@ class Lookup:
         return next((place for place in places if place is not None), None)
 
     def _follow(self, ids: Sequence[int], count: int) -> None:
-        """Note the n-grams of the first `count` ids that are new, but for those at their end, which nothing follows yet."""
+        """Note the n-grams of the first `count` ids that are new, but for those at their end, which nothing follows
+        yet."""
         if self._seen > count or (self._seen and self._last != ids[self._seen - 1]):
             self.close()
         for end in range(max(self._seen, 1), count):
@@ -95,8 +97,9 @@ class Lookup:
 
 
 class Replay:
-    """Guesses out of a known text: each is right with probability `rate`, by a hash of the seed and its position; what follows a
-    wrong one is as likely to be right, as with a draft model that goes on from its own token it would not be."""
+    """Guesses out of a known text: each is right with probability `rate`, by a hash of the seed and its position; what
+    follows a wrong one is as likely to be right, as with a draft model that goes on from its own token it would not
+    be."""
 
     name = "replay"
     watches = WATCHES[0]

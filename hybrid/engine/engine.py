@@ -1,4 +1,5 @@
-"""The engine: weights, RoPE tables and KV cache on one device; prefill in chunks, decode of one token per sequence and pass.
+"""The engine: weights, RoPE tables and KV cache on one device; prefill in chunks, decode of one token per sequence and
+pass.
 
 After warm-up a pass is one submit. Tokens, positions and sampled ids stay on the device; the host reads a token from
 `history` once its pass has finished, while the next pass may already run.
@@ -43,8 +44,8 @@ class Engine:
     """One checkpoint on one device, for up to `config.slots` sequences at a time.
 
     schedule: another than the shipped one of the checkpoint's family. clock: notes what loading takes.
-    Closes neither the checkpoint nor the device. One thread at a time uses an engine: threads that share one hold `lock`
-    (Model, and the blocking conveniences here, do).
+    Closes neither the checkpoint nor the device. One thread at a time uses an engine: threads that share one hold
+    `lock` (Model, and the blocking conveniences here, do).
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class Engine:
         self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
         self.cache = self.target.cache
         self.blocks = Blocks(groups_of(self.cache), self.cache.block, reuse=not caches_elsewhere(schedule))
-        """The KV cache's; a device with views of the cache of its own is told of what is appended, not of what is found again."""
+        """The KV cache's; a device with views of the cache of its own is told of what is appended, not of what is found
+        again."""
         self.tables = BlockTables(self.cache, self.blocks)
         self.choosing = Choosing(device, self.target)
         self.positions: dict[int, int] = {}
@@ -99,14 +101,24 @@ class Engine:
             }
             plans = self._largest_plans()
         self._stored = set(outlasting(plans))
-        self.reencoded = load_tensors(checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress)
-        """Matrices that the device holds in another storage type than the file, because it does not compute with that one."""
+        self.reencoded = load_tensors(
+            checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress
+        )
+        """Matrices that the device holds in another storage type than the file, because it does not compute with that
+        one."""
 
     # ------------------------------------------------------------------------------------------------------ sequences
-    def admit(self, length: int | None = None, sampling: Sampling | None = None, slot: int | None = None, *,
-              prompt: Sequence[int] = (), constraint: Constraint | None = None) -> int:  # fmt: skip
-        """Reserve a slot and the cache for a sequence of at most `length` tokens (default: the context), whose tokens are chosen
-        by sampling, prompt and constraint (Choosing.admit)."""
+    def admit(
+        self,
+        length: int | None = None,
+        sampling: Sampling | None = None,
+        slot: int | None = None,
+        *,
+        prompt: Sequence[int] = (),
+        constraint: Constraint | None = None,
+    ) -> int:
+        """Reserve a slot and the cache for a sequence of at most `length` tokens (default: the context), whose tokens
+        are chosen by sampling, prompt and constraint (Choosing.admit)."""
         (sampling := sampling or Sampling()).check(self.target.n_tokens)
         self._settle()
         slot = self.tables.admit(self.cache.ctx if length is None else length, slot)
@@ -124,9 +136,9 @@ class Engine:
         self._decoding = None
 
     def rewind(self, slot: int, position: int, anyway: bool = False) -> bool:
-        """Truncate a live sequence to `position` tokens. False, and nothing done, where that is impossible: local layers keep a
-        ring of blocks, in which later positions have overwritten some that attention would read again (`anyway`: it reads
-        those instead, which is enough for measuring time)."""
+        """Truncate a live sequence to `position` tokens. False, and nothing done, where that is impossible: local
+        layers keep a ring of blocks, in which later positions have overwritten some that attention would read again
+        (`anyway`: it reads those instead, which is enough for measuring time)."""
         self._settle()
         lost = self.positions[slot] - position
         if lost < 0 or position < 0:
@@ -147,7 +159,8 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------------------- passes
     def submit_prefill(self, prompts: Mapping[int, Sequence[int]]) -> int:
-        """Prefill prompts {slot: ids} of admitted slots, after the tokens that they hold; returns the last pass's ticket.
+        """Prefill prompts {slot: ids} of admitted slots, after the tokens that they hold; returns the last pass's
+        ticket.
 
         Once that has finished, `token(slot, n)` is the token sampled after the n ids so far.
         """
@@ -167,13 +180,13 @@ class Engine:
         return ticket
 
     def passes(self, prompts: Mapping[int, Sequence[int]], starts: Mapping[int, int] | None = None) -> Iterator[Chunk]:
-        """The prefill passes of prompts {slot: ids} whose first ids stand at positions `starts` (default: after what slots
-        hold)."""
+        """The prefill passes of prompts {slot: ids} whose first ids stand at positions `starts` (default: after what
+        slots hold)."""
         return chunks(prompts, self.positions if starts is None else starts, self.sizes.rows[-1])
 
     def submit_decode(self, slots: Sequence[int], times: int = 1) -> int:
-        """Decode one more token (or `times`) for each slot, in one submit; returns its ticket. The prefill of each slot must
-        have been submitted; ContextExceeded where a slot has no room for the tokens."""
+        """Decode one more token (or `times`) for each slot, in one submit; returns its ticket. The prefill of each slot
+        must have been submitted; ContextExceeded where a slot has no room for the tokens."""
         slots, ctx, positions = tuple(slots), self.cache.ctx, self.positions
         if times > 1 and self.choosing.constrained(slots):
             raise ValueError("a constraint hears of each token before the next: decode one at a time")
@@ -189,9 +202,9 @@ class Engine:
         return self._submit(self._decoder, times)
 
     def token(self, slot: int, position: int, ticket: int | None = None) -> int:
-        """The token sampled for a position of a slot, once the pass `ticket` (default: every pass) has finished. NotFinite where
-        the logits were NaN or infinite. With a ticket, read tokens in the order of their positions, or `wait` first: of
-        several void passes only the first position is marked."""
+        """The token sampled for a position of a slot, once the pass `ticket` (default: every pass) has finished.
+        NotFinite where the logits were NaN or infinite. With a ticket, read tokens in the order of their positions, or
+        `wait` first: of several void passes only the first position is marked."""
         if ticket is None:
             self.wait()
         token = self.device.peek("history", slot, position, ticket)
@@ -209,9 +222,9 @@ class Engine:
             self._settle()
 
     def stream(self, slot: int, ids: Sequence[int], most: int, at_once: int = 1) -> Iterator[int]:
-        """Prefill one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them decoded by
-        each submit. The next submit is made before the tokens of one are read (streams.submit_ahead): dropping the iterator
-        leaves up to 2 * at_once - 1 passes too many, which is harmless."""
+        """Prefill one admitted slot and yield up to `most` tokens (fewer where the context ends), `at_once` of them
+        decoded by each submit. The next submit is made before the tokens of one are read (streams.submit_ahead):
+        dropping the iterator leaves up to 2 * at_once - 1 passes too many, which is harmless."""
         return streams.stream(self, slot, ids, most, at_once)
 
     # -------------------------------------------------------------------------------------------- blocking conveniences
@@ -222,7 +235,11 @@ class Engine:
                 if slot not in self.positions:
                     self.admit(slot=slot)
             self.wait(self.submit_prefill(prompts))
-            return {slot: self.token(slot, self.positions[slot]) for slot in prompts if self.positions[slot] < self.cache.ctx}
+            return {
+                slot: self.token(slot, self.positions[slot])
+                for slot in prompts
+                if self.positions[slot] < self.cache.ctx
+            }
 
     def decode(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, list[int]]:
         """`steps` more tokens for each slot (default: all live ones), in one submit."""
@@ -243,13 +260,14 @@ class Engine:
         return self.logits_of([ids], chunk)
 
     def logits_of(self, sequences: Sequence[Sequence[int]], chunk: int | None = None) -> Iterator[np.ndarray]:
-        """As `logits_by_pass`, for several sequences one after another. As many as there are free slots are batched, because
-        a pass reads every weight however few rows it has."""
+        """As `logits_by_pass`, for several sequences one after another. As many as there are free slots are batched,
+        because a pass reads every weight however few rows it has."""
         return self.lock.steps(teacher_forcing.logits_of(self, sequences, chunk))
 
     def hidden_states(self, ids: Sequence[int], chunk: int | None = None, streams: bool = False) -> np.ndarray:
-        """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of several
-        streams (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams, hidden]."""
+        """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of
+        several streams (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams,
+        hidden]."""
         with self.lock, interrupts.allowed():
             return teacher_forcing.hidden_states(self, ids, chunk, streams)
 
@@ -260,20 +278,33 @@ class Engine:
 
     @property
     def precision(self) -> Mapping[str, tuple[str, ...]]:
-        return precision_by_phase(self.plan("decode", *(self.sizes.outs[-1],) * 2), self.plan("prefill", self.sizes.rows[-1], 1))
+        return precision_by_phase(
+            self.plan("decode", *(self.sizes.outs[-1],) * 2), self.plan("prefill", self.sizes.rows[-1], 1)
+        )
 
     def next_pipeline_slot(self) -> int:
         """The pipeline slot for the next prefill pass: the one whose last pass was the longest ago."""
         self._last_pipeline_slot = (self._last_pipeline_slot + 1) % self.device.pipeline_depth
         return self._last_pipeline_slot
 
-    def program(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True,
-                pipeline_slot: int = 0, options: Collection[Option] = ()) -> Program:  # fmt: skip
-        """The plan (planning.planner.plan) of a pass with these row counts, buckets of `sizes`; compiled at its first use."""
+    def program(
+        self,
+        phase: Phase,
+        rows: int,
+        outs: int,
+        capture: bool = False,
+        sample: bool = True,
+        pipeline_slot: int = 0,
+        options: Collection[Option] = (),
+    ) -> Program:
+        """The plan (planning.planner.plan) of a pass with these row counts, buckets of `sizes`; compiled at its first
+        use."""
         key = (phase, rows, outs, capture, sample, pipeline_slot, frozenset(options))
         if key not in self.programs:
             cooperative = self.cooperative and (phase == "decode" or "verify" in options)  # passes that are run again
-            self.programs[key] = self.device.compile(self.plan(*key), profile=self.config.profile, cooperative=cooperative)
+            self.programs[key] = self.device.compile(
+                self.plan(*key), profile=self.config.profile, cooperative=cooperative
+            )
         return self.programs[key]
 
     def forget_programs(self, phase: Phase) -> None:
@@ -281,8 +312,16 @@ class Engine:
         self.programs = {key: p for key, p in self.programs.items() if key[0] != phase and "verify" not in key[-1]}
         self._decoding = None
 
-    def plan(self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0,
-             options: Collection[Option] = ()) -> Plan:  # fmt: skip
+    def plan(
+        self,
+        phase: Phase,
+        rows: int,
+        outs: int,
+        capture: bool = False,
+        sample: bool = True,
+        pipeline_slot: int = 0,
+        options: Collection[Option] = (),
+    ) -> Plan:
         made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase), options)
         devices = {s.device for s in segments(made)}
         if not devices <= self.device.drives:
@@ -295,18 +334,22 @@ class Engine:
         return for_pipeline_slot(made, pipeline_slot, self.target.schedule, self._layouts.get(phase, made).arena_bytes)
 
     def warm_up(self, rows: int = 1, options: Collection[Option] = ()) -> None:
-        """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit; with `options`, what one
-        sequence needs whose tokens are chosen so."""
+        """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit; with `options`,
+        what one sequence needs whose tokens are chosen so."""
         largest = self.sizes.rows[-1]
         last = rows % largest or largest
         for i in range(self.device.pipeline_depth):
             if rows > largest:
                 self.program("prefill", largest, 0, pipeline_slot=i)  # only full chunks can lack a last row
-            self.program("prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=i, options=options)
+            self.program(
+                "prefill", bucket_of(last, self.sizes.rows), self.sizes.outs[0], pipeline_slot=i, options=options
+            )
         for outs in self.sizes.decode[:1] if options else self.sizes.decode:
             self.program("decode", outs, outs, options=options)
         for n in range(2, min(self.sizes.guesses + 1, self.sizes.wanted) + 1 if self.sizes.guesses else 0):
-            self.program("prefill", bucket_of(n, self.sizes.rows), bucket_of(n, self.sizes.wants), options={*options, "verify"})
+            self.program(
+                "prefill", bucket_of(n, self.sizes.rows), bucket_of(n, self.sizes.wants), options={*options, "verify"}
+            )
 
     # ------------------------------------------------------------------------------------------------------- internals
     def _largest_plans(self) -> list[Plan]:
@@ -364,7 +407,8 @@ class Engine:
         return ticket
 
     def submit_scheduled(self, program: Program, rows: Rows | None, times: int = 1) -> int:
-        """Submit a scheduled pass with these rows (None: the last ones), and `times` - 1 that go on from there; its ticket."""
+        """Submit a scheduled pass with these rows (None: the last ones), and `times` - 1 that go on from there; its
+        ticket."""
         if rows is not None:
             self._decoding = None
             self.inbox.put(rows)

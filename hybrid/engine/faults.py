@@ -32,11 +32,14 @@ def fault(word: int, path: Path, slot: int, position: int) -> RuntimeError:
             f"{path}: no token was chosen for position {position} of slot {slot}: its pass was void and could not be run again; "
             "release the slot and prompt it anew"
         )
-    return RuntimeError(f"{path}: the device left {word} as the token for position {position} of slot {slot}: no such word")
+    return RuntimeError(
+        f"{path}: the device left {word} as the token for position {position} of slot {slot}: no such word"
+    )
 
 
 def check_finite(path: Path, logits: np.ndarray, positions: np.ndarray) -> None:
-    """NotFinite for the first row of logits float32 [rows, vocab] that holds NaN or infinity; rows are of `positions`."""
+    """NotFinite for the first row of logits float32 [rows, vocab] that holds NaN or infinity; rows are of
+    `positions`."""
     # The extremes of a row with a NaN are NaN; nothing of the matrix's size is made.
     wrong = ~(np.isfinite(logits.max(-1)) & np.isfinite(logits.min(-1)))
     if wrong.any():

@@ -1,6 +1,6 @@
-"""What `Model.submit` returns: a request that runs in the background, read from any thread or from asyncio, by any number of
-readers, each from the beginning. A reader that stops reading holds nobody up: events wait in host memory, at most one for each
-token; a handle that nobody holds any more cancels its request."""
+"""What `Model.submit` returns: a request that runs in the background, read from any thread or from asyncio, by any
+number of readers, each from the beginning. A reader that stops reading holds nobody up: events wait in host memory, at
+most one for each token; a handle that nobody holds any more cancels its request."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class TokenLogprob:
 
 
 class Event(NamedTuple):
-    """Text that can be passed on, often "" (an unfinished character, the beginning of a stop string), and the tokens since the
-    event before."""
+    """Text that can be passed on, often "" (an unfinished character, the beginning of a stop string), and the tokens
+    since the event before."""
 
     text: str
     ids: tuple[int, ...] = ()
@@ -37,8 +37,9 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. cached: those of the prompt that were not computed, because the KV cache held them; completion:
-    generated, the end-of-text token included; drafted: guesses that passes verified, and of these those that were right."""
+    """Tokens of a request. cached: those of the prompt that were not computed, because the KV cache held them;
+    completion: generated, the end-of-text token included; drafted: guesses that passes verified, and of these those
+    that were right."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -59,7 +60,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request that has ended. finish: eos, stop, length, context, cancelled or deadline (with an error there is none)."""
+    """A request that has ended. finish: eos, stop, length, context, cancelled or deadline (with an error there is
+    none)."""
 
     text: str
     ids: tuple[int, ...]
@@ -91,8 +93,8 @@ def _set_all(marks: list[asyncio.Event]) -> None:
 
 
 class Pieces:
-    """The text of one request whose only reader runs its passes itself (serving.py), or finds that others have. Guarded by the
-    engine's lock."""
+    """The text of one request whose only reader runs its passes itself (serving.py), or finds that others have. Guarded
+    by the engine's lock."""
 
     def __init__(self) -> None:
         self.texts: deque[str] = deque()
@@ -221,8 +223,8 @@ class Stream:
 
 
 class Handle:
-    """A submitted request. Iterating (also with `async for`) gives pieces of text, `events` and `aevents` every token; `result`
-    waits for the whole. A request that failed raises its error in all of them."""
+    """A submitted request. Iterating (also with `async for`) gives pieces of text, `events` and `aevents` every token;
+    `result` waits for the whole. A request that failed raises its error in all of them."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -266,7 +268,8 @@ class Handle:
         self._stream.cancel()
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Waits for the end. TimeoutError after `timeout` seconds (the request goes on); the error of a request that failed."""
+        """Waits for the end. TimeoutError after `timeout` seconds (the request goes on); the error of a request that
+        failed."""
         self._stream.wait(timeout)
         if self._stream.error is not None:
             raise self._stream.error

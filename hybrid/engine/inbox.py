@@ -1,6 +1,6 @@
-"""What the host tells the device of a pass: one message in a buffer of several, which begin_pass takes on the device when the pass
-begins (specs/ops/begin_pass.toml). So the host prepares passes while others run, and a pass without a message goes on with the
-rows of the pass before."""
+"""What the host tells the device of a pass: one message in a buffer of several, which begin_pass takes on the device
+when the pass begins (specs/ops/begin_pass.toml). So the host prepares passes while others run, and a pass without a
+message goes on with the rows of the pass before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hybrid.core.tensor import Tensor
 from hybrid.planning.cache import CacheShape
 
 GOES_ON = -1
-"""As a row's token: the one that was chosen for its slot last; as its position: that token's. -1 - n: n positions after it."""
+"""As a row's token: the one that was chosen for its slot last; as its position: that token's. -1 - n: n positions after
+it."""
 GUESSED = -2
 """As a row's token: what `guesses` has of slot 0 for the row's position; GUESSED - n: of slot n."""
 FOLLOWS = -(1 << 30)
@@ -28,8 +29,9 @@ _BEHIND = 1000  # passes by which the count goes on where it is not known how ma
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a pass: tokens, positions, slots int32 [rows], out_rows int32 [outs] the rows whose logits are wanted, mask_rows
-    int32 [outs] their rows of `masks` (None: no masks); entries: (table, slot, index, block) of block tables that change."""
+    """Rows of a pass: tokens, positions, slots int32 [rows], out_rows int32 [outs] the rows whose logits are wanted,
+    mask_rows int32 [outs] their rows of `masks` (None: no masks); entries: (table, slot, index, block) of block tables
+    that change."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -65,7 +67,8 @@ class Inbox:
         self._taken: deque[int] = deque(maxlen=INBOX_SETS)  # tickets of the last messages' passes
 
     def put(self, rows: Rows) -> None:
-        """The message of the next pass that is submitted; waits until the pass that had its place before has finished."""
+        """The message of the next pass that is submitted; waits until the pass that had its place before has
+        finished."""
         if not self._known:
             self._device.wait()
             self.begun += _BEHIND

@@ -1,4 +1,5 @@
-"""What streams, teacher forcing and void passes use of an engine: they are called by it, and import this in its place."""
+"""What streams, teacher forcing and void passes use of an engine: they are called by it, and import this in its
+place."""
 
 from __future__ import annotations
 
@@ -53,6 +54,12 @@ class PassRunner(Protocol):
     def warm_up(self, rows: int = 1, options: Collection[Option] = ()) -> None: ...
 
     def program(
-        self, phase: Phase, rows: int, outs: int, capture: bool = False, sample: bool = True, pipeline_slot: int = 0,
+        self,
+        phase: Phase,
+        rows: int,
+        outs: int,
+        capture: bool = False,
+        sample: bool = True,
+        pipeline_slot: int = 0,
         options: Collection[Option] = (),
     ) -> Program: ...

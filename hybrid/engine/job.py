@@ -13,10 +13,12 @@ from hybrid.engine.sequence import Stream
 
 
 class Job:
-    """A request with its options, its readers, and what the scheduler knows of it. at_once: passes of one submit, where it runs
-    alone."""
+    """A request with its options, its readers, and what the scheduler knows of it. at_once: passes of one submit, where
+    it runs alone."""
 
-    def __init__(self, number: int, request: Request, options: Options, readers: Readers | Pieces, at_once: int = 1) -> None:
+    def __init__(
+        self, number: int, request: Request, options: Options, readers: Readers | Pieces, at_once: int = 1
+    ) -> None:
         self.request, self.options, self.readers, self.at_once = request, options, readers, at_once
         self.pieces = readers if isinstance(readers, Pieces) else None
         """Where its reader runs its passes."""
@@ -28,9 +30,15 @@ class Job:
         self.guessed = Counts()
         """Set at its end."""
         self.stream = Stream(
-            number, request.prompt, request.limit, ends=request.end_ids, priority=options.priority, tag=self,
-            deadline=None if options.deadline is None else self.arrived + options.deadline, ahead=options.constraint is None,
-        )  # fmt: skip
+            number,
+            request.prompt,
+            request.limit,
+            ends=request.end_ids,
+            priority=options.priority,
+            tag=self,
+            deadline=None if options.deadline is None else self.arrived + options.deadline,
+            ahead=options.constraint is None,
+        )
 
     def push(self, token: int, logprob: TokenLogprob | None, wakes: Wakes) -> None:
         """The next token: an event, and the end where it is one."""
@@ -53,7 +61,9 @@ class Job:
     def end(self, wakes: Wakes) -> None:
         """Tell the readers that it has ended, as the request says or, where that has not ended, the scheduler."""
         request, stream = self.request, self.stream
-        if request.finish is None and (rest := request.cancel("deadline" if stream.finish == "deadline" else "cancelled")):
+        if request.finish is None and (
+            rest := request.cancel("deadline" if stream.finish == "deadline" else "cancelled")
+        ):
             self.text.append(rest)
             self.readers.push(Event(rest), wakes)
         assert request.finish is not None

@@ -1,6 +1,7 @@
-"""Block tables of sequences that keep their place: which physical block holds a position. All entries of a sequence are set when
-it is admitted, so no token needs a host write; a local layer's blocks are a ring, which the table repeats. The blocks are those
-of the engine's pools (blocks.py), which scheduled sequences take theirs from as they grow. Sizes: planning/cache.py.
+"""Block tables of sequences that keep their place: which physical block holds a position. All entries of a sequence are
+set when it is admitted, so no token needs a host write; a local layer's blocks are a ring, which the table repeats. The
+blocks are those of the engine's pools (blocks.py), which scheduled sequences take theirs from as they grow. Sizes:
+planning/cache.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class BlockTables:
         self.owned: dict[int, dict[str, list[int]]] = {}
         """Slot -> its blocks, of sequences that keep their place."""
         self.make_room: Callable[[], bool] = lambda: False
-        """Asked for a slot or blocks where there are none: a scheduled sequence gives its own up, or (False) there is none."""
+        """Asked for a slot or blocks where there are none: a scheduled sequence gives its own up, or (False) there is
+        none."""
 
     def admit(self, length: int, slot: int | None = None) -> int:
         """Give a sequence of at most `length` positions a slot and all its blocks; returns the slot."""
@@ -55,7 +57,9 @@ class BlockTables:
         room = {p.group.name: p.available for p in self.blocks.pools}
         for n, length in enumerate(lengths[: max(1, len(self.free))]):
             need = -(-length // self.shape.block)
-            room = {name: left - (need if name == "global" else min(need, self.shape.ring)) for name, left in room.items()}
+            room = {
+                name: left - (need if name == "global" else min(need, self.shape.ring)) for name, left in room.items()
+            }
             if n and min(room.values()) < 0:
                 return n
         return max(1, min(len(lengths), len(self.free)))
@@ -63,7 +67,9 @@ class BlockTables:
     def _taken(self, slot: int | None, wanted: dict[str, int]) -> tuple[int, dict[str, list[int]]]:
         if slot is None:
             if not self.free:
-                raise NoFreeSlot(f"all {self.shape.slots} slots are in use by sequences of the engine: end or close what holds one")
+                raise NoFreeSlot(
+                    f"all {self.shape.slots} slots are in use by sequences of the engine: end or close what holds one"
+                )
             slot = min(self.free)
         if slot not in self.free:
             raise ValueError(f"slot {slot} is in use or outside 0..{self.shape.slots - 1}")

@@ -1,4 +1,5 @@
-"""Loading a model: its tensors stored on the device, and what that took: seconds by phase, bytes uploaded, host memory."""
+"""Loading a model: its tensors stored on the device, and what that took: seconds by phase, bytes uploaded, host
+memory."""
 
 from __future__ import annotations
 
@@ -108,8 +109,8 @@ def load_tensors(
     clock: LoadClock,
     progress: bool,
 ) -> tuple[Reencoded, ...]:
-    """Store every tensor that outlives a pass of `plans` (the largest of each kind) and reserve memory for their activations
-    and for the scratch of the kernels of all `sizes`. Returns what was re-encoded (weights.upload)."""
+    """Store every tensor that outlives a pass of `plans` (the largest of each kind) and reserve memory for their
+    activations and for the scratch of the kernels of all `sizes`. Returns what was re-encoded (weights.upload)."""
     decls = outlasting(plans)
     with clock.phase("cache"):
         for decl in decls.values():

@@ -1,8 +1,9 @@
 """The lock that threads share an engine by: reentrant, and given in the order in which threads asked.
 
-A generation holds it while it works for one piece of text and releases it with every piece: threads interleave as iterators
-of a single thread do, and an iterator that was dropped holds nothing. Ctrl-C waits until the main thread releases it, so that
-what it guards is never half changed (hybrid.core.interrupts: `allowed`, around what may take long).
+A generation holds it while it works for one piece of text and releases it with every piece: threads interleave as
+iterators of a single thread do, and an iterator that was dropped holds nothing. Ctrl-C waits until the main thread
+releases it, so that what it guards is never half changed (hybrid.core.interrupts: `allowed`, around what may take
+long).
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class EngineLock:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self._leave()
         finally:
@@ -58,8 +61,8 @@ class EngineLock:
             self.call_soon(inner.close)
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Call this with the lock held: now where no thread holds it, else in the thread that does, when it releases it. Never
-        waits, because garbage is collected, and with it an iterator closed, in the midst of anything."""
+        """Call this with the lock held: now where no thread holds it, else in the thread that does, when it releases
+        it. Never waits, because garbage is collected, and with it an iterator closed, in the midst of anything."""
         self._deferred.append(call)
         with interrupts.held():
             if not self._state.acquire(blocking=False):

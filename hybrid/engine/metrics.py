@@ -26,12 +26,13 @@ class Metrics:
     """Requests that found the queue full."""
     passes: int = 0
     drafted: int = 0
-    """Guessed tokens that passes verified; accepted: those of them that were right; verified: passes with guesses, of each
-    sequence."""
+    """Guessed tokens that passes verified; accepted: those of them that were right; verified: passes with guesses, of
+    each sequence."""
     accepted: int = 0
     verified: int = 0
     drafted_beside: int = 0
-    """Of drafted, made while those before them were verified; dropped_beside: made so in vain, of sequences that have ended."""
+    """Of drafted, made while those before them were verified; dropped_beside: made so in vain, of sequences that have
+    ended."""
     dropped_beside: int = 0
     preemptions: int = 0
     evictions: int = 0

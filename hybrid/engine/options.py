@@ -45,13 +45,16 @@ class Options:
             check_guesses(self.speculate)
         verbs = (getattr(self.constraint, name, None) for name in ("mask", "accept", "copy"))
         if self.constraint is not None and not all(map(callable, verbs)):
-            raise ValueError("constraint must have mask(), accept(token) and copy() (see hybrid.engine.constraint), not be "
-                             f"{self.constraint!r}")  # fmt: skip
+            raise ValueError(
+                "constraint must have mask(), accept(token) and copy() (see hybrid.engine.constraint), not be "
+                f"{self.constraint!r}"
+            )
 
     @classmethod
     def among(cls, named: Mapping[str, Any]) -> Options:
-        """Those options that are among values by their names; the others are as they are by default. Of a function's arguments:
-        Model's methods name the options as this class does, with its defaults (conformance/engine/test_request.py)."""
+        """Those options that are among values by their names; the others are as they are by default. Of a function's
+        arguments: Model's methods name the options as this class does, with its defaults
+        (conformance/engine/test_request.py)."""
         return cls(**{f.name: named[f.name] for f in fields(cls) if f.name in named})
 
     def sampling(self) -> Sampling:

@@ -1,4 +1,5 @@
-"""How many tokens to guess, and for which sequences: by what was accepted, and by what passes of so many rows take here."""
+"""How many tokens to guess, and for which sequences: by what was accepted, and by what passes of so many rows take
+here."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 from hybrid.planning.passes import GUESSED_ROWS
 
 MOST = 7
-"""Guesses of a pass for one sequence at most, unless asked for: with the token before them they fill the smallest batch of rows."""
+"""Guesses of a pass for one sequence at most, unless asked for: with the token before them they fill the smallest batch
+of rows."""
 PROBES = (8, 128)  # tokens between two tries where guesses do not pay: doubled after each try in vain
 WATCHES = 16, 64  # most tokens between two looks at what would have been guessed: where that costs nothing; by a model
 TRUST = 0.85  # rightness that such a try is made for
-HOPE = 0.5  # two rows cost so much of the way from one to three until that is known: it is measured where it would pay then
+# two rows cost so much of the way from one to three until that is known: it is measured where it would pay then
+HOPE = 0.5
 PROBE = 2  # guesses of a pass with more rows than any before, at least
 SHARE, FIRST, SAVED = 0.01, 4.0, 16.0  # of a Budget: a share of the time; passes at the beginning, and at most
 CREDIT = 8.0  # passes that it may be overdrawn by, where guesses have lately been so often right that they surely pay
@@ -23,7 +26,10 @@ LOOKS = 2
 AHEAD = 4
 """Tokens chosen ahead of the host where no guess is at hand."""
 _KEPT, _KEPT_OF_ALL = 0.9, 0.98  # of what was counted before, at each verification of one sequence, and of any
-_PRIOR, _APART = 8.0, 1.5  # guesses that what is known of all counts for in one; in standard deviations, where it does not
+_PRIOR, _APART = (
+    8.0,
+    1.5,
+)  # guesses that what is known of all counts for in one; in standard deviations, where it does not
 _READINGS, DOUBTS = 8, 2  # of a time that are kept; that are not believed at first
 
 
@@ -47,7 +53,11 @@ class Counts:
         """A pass has chosen so many tokens, the first of them guessed rightly but for the last."""
         self.passes, self.tokens = self.passes + 1, self.tokens + tokens
         if guesses:
-            self.verified, self.drafted, self.accepted = self.verified + 1, self.drafted + guesses, self.accepted + tokens - 1
+            self.verified, self.drafted, self.accepted = (
+                self.verified + 1,
+                self.drafted + guesses,
+                self.accepted + tokens - 1,
+            )
 
     def line(self, name: str) -> str:
         """For people."""
@@ -64,10 +74,11 @@ class Counts:
 
 @dataclass(slots=True)
 class Costs:
-    """Seconds of a pass by its rows, prompts' excluded, and of drafting, for all sequences, by the most guesses of one: the mean of
-    the last readings without the slowest, for a device or its host may be busy elsewhere. What was not measured lies between what
-    was; beyond the most rows that were, it costs what those do: so it is tried once. But where a batch fills a device, from
-    GUESSED_ROWS on, it costs in proportion: a try of 32 sequences would take too long for what it may find."""
+    """Seconds of a pass by its rows, prompts' excluded, and of drafting, for all sequences, by the most guesses of one:
+    the mean of the last readings without the slowest, for a device or its host may be busy elsewhere. What was not
+    measured lies between what was; beyond the most rows that were, it costs what those do: so it is tried once. But
+    where a batch fills a device, from GUESSED_ROWS on, it costs in proportion: a try of 32 sequences would take too
+    long for what it may find."""
 
     passes: dict[int, float] = field(default_factory=dict)
     drafts: dict[int, float] = field(default_factory=dict)
@@ -80,7 +91,8 @@ class Costs:
     _doubted: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def took(self, rows: int, seconds: float, plain: float = math.inf) -> None:
-        """A pass of so many rows. plain: of one without guesses; that each row takes longer than it is not believed at once."""
+        """A pass of so many rows. plain: of one without guesses; that each row takes longer than it is not believed at
+        once."""
         if self._believed("pass", rows, seconds, plain):
             self.passes[rows] = self._note("pass", rows, seconds)
             self.slower = 1 + _KEPT_OF_ALL * (self.slower - 1)  # trusted less until it is measured anew
@@ -100,21 +112,26 @@ class Costs:
         self.drafts[guesses] = self._note("draft", guesses, seconds)
 
     def round(self, rows: int, guesses: int, ready: float) -> float:
-        """Of a pass of so many rows and of drafting the most guesses of a sequence, the cheaper way. ready: the probability that
-        what the draft goes on with is right."""
+        """Of a pass of so many rows and of drafting the most guesses of a sequence, the cheaper way. ready: the
+        probability that what the draft goes on with is right."""
         alone = self.of(rows) + self.drafting(guesses)
         return min(alone, self.beside(rows, guesses, ready)) if self.apart and guesses else alone
 
     def beside(self, rows: int, guesses: int, ready: float) -> float:
-        """The same where the draft goes on while the pass runs: for one guess more, the first being of the pass's own token. Where
-        that was in vain, the draft's pass that runs is waited for, and then as many guesses are drafted as ever."""
+        """The same where the draft goes on while the pass runs: for one guess more, the first being of the pass's own
+        token. Where that was in vain, the draft's pass that runs is waited for, and then as many guesses are drafted as
+        ever."""
         took, ahead = self.slower * self.of(rows), self.drafting(guesses + 1)
         vain = min(max(took, ahead), took + self.drafting(1)) + self.drafting(guesses)
         return ready * max(took, ahead) + (1 - ready) * vain
 
     def goes_on(self, rows: int, guesses: int, ready: float) -> bool:
         """Whether the draft is to go on beside a pass: what that takes without must be known."""
-        return self.apart and rows in self.passes and self.beside(rows, guesses, ready) <= self.of(rows) + self.drafting(guesses)
+        return (
+            self.apart
+            and rows in self.passes
+            and self.beside(rows, guesses, ready) <= self.of(rows) + self.drafting(guesses)
+        )
 
     def _believed(self, what: str, n: int, seconds: float, plain: float) -> bool:
         doubted = self._doubted.get((what, n), 0)
@@ -128,8 +145,8 @@ class Costs:
         return sum(kept) / len(kept)
 
     def fade(self, rows: int) -> None:
-        """Trust less in what was measured of drafting, and once or twice of passes with more rows than these, so that it is
-        measured anew some time."""
+        """Trust less in what was measured of drafting, and once or twice of passes with more rows than these, so that
+        it is measured anew some time."""
         self.drafts, self.faded = {n: seconds / 4 for n, seconds in self.drafts.items()}, bool(self.drafts)
         plain = self.of(rows)
         for n, seconds in self.passes.items():
@@ -143,7 +160,8 @@ class Costs:
         return _between(self.passes, rows, HOPE) * max(1.0, rows / max(GUESSED_ROWS, *self.passes))
 
     def drafting(self, guesses: int) -> float:
-        """Of so many guesses; in proportion where only more were measured, by the last difference where only fewer were."""
+        """Of so many guesses; in proportion where only more were measured, by the last difference where only fewer
+        were."""
         known = self.drafts
         if not known or not guesses:
             return 0.0
@@ -155,8 +173,8 @@ class Costs:
 
 
 def _between(table: dict[int, float], n: int, near: float = 1.0) -> float:
-    """By the nearest that are known, of which one is not greater; as the greatest beyond it. near: of the way from one to the
-    other, where one alone lies between."""
+    """By the nearest that are known, of which one is not greater; as the greatest beyond it. near: of the way from one
+    to the other, where one alone lies between."""
     below, above = max(k for k in table if k <= n), min((k for k in table if k >= n), default=0)
     if above <= below:
         return table[below]
@@ -165,17 +183,17 @@ def _between(table: dict[int, float], n: int, near: float = 1.0) -> float:
 
 
 class Budget:
-    """Seconds that guesses may lose against passes without any: FIRST passes, SHARE of the time of all, and what guesses have saved
-    lately. A pass is affordable where it would not lose more if all of its guesses were wrong: so texts with guesses take longer
-    by no more than that, by what a pass of so many rows took more than was known, once for each such number, and by CREDIT passes
-    where guesses were right and are no longer."""
+    """Seconds that guesses may lose against passes without any: FIRST passes, SHARE of the time of all, and what
+    guesses have saved lately. A pass is affordable where it would not lose more if all of its guesses were wrong: so
+    texts with guesses take longer by no more than that, by what a pass of so many rows took more than was known, once
+    for each such number, and by CREDIT passes where guesses were right and are no longer."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None  # nothing is known of passes
 
     def passed(self, plain: float, seconds: float, worth: float | None = None) -> None:
-        """A pass took so long, drafting included; without guesses its tokens would have taken `worth` (None: it had none). plain:
-        of a pass without any."""
+        """A pass took so long, drafting included; without guesses its tokens would have taken `worth` (None: it had
+        none). plain: of a pass without any."""
         before = FIRST * plain if self.seconds is None else self.seconds
         self.seconds = min(before + SHARE * seconds + (0.0 if worth is None else worth - seconds), SAVED * plain)
 
@@ -228,24 +246,38 @@ class Rightness:
 
 
 class Pace(Rightness):
-    """Of one sequence. most: guesses of a pass at most; fixed: always as many. rate: of other sequences. watches: most tokens
-    between two looks at what would have been guessed while there are no guesses; 0: nobody can say, so a few are tried instead.
-    among: how often guesses are right in all sequences, this one included, which is remembered longer."""
+    """Of one sequence. most: guesses of a pass at most; fixed: always as many. rate: of other sequences. watches: most
+    tokens between two looks at what would have been guessed while there are no guesses; 0: nobody can say, so a few are
+    tried instead. among: how often guesses are right in all sequences, this one included, which is remembered
+    longer."""
 
-    def __init__(self, most: int = MOST, fixed: bool = False, rate: float = 0.75, watches: int = 0,
-                 among: Rightness | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        most: int = MOST,
+        fixed: bool = False,
+        rate: float = 0.75,
+        watches: int = 0,
+        among: Rightness | None = None,
+    ) -> None:
         super().__init__(rate, _KEPT)
         self._among = among
         self.most, self.fixed, self.watches = most, fixed, watches
-        self._rest, self._wait, self._probed = 0, PROBES[0], False  # tokens until the next try; after one in vain, so many
+        self._rest, self._wait, self._probed = (
+            0,
+            PROBES[0],
+            False,
+        )  # tokens until the next try; after one in vain, so many
         self.looks = False
-        """Whether it has none because they did not pay, and what would have been guessed is to be known when it is due."""
+        """Whether it has none because they did not pay, and what would have been guessed is to be known when it is
+        due."""
 
     @property
     def rate(self) -> float:
         """Its own, known from few guesses, drawn towards that of all where the two may well be the same."""
         own = self._right / self._tried
-        if self._among is None or abs(own - self._among.rate) > _APART * math.sqrt(max(own * (1 - own), 0.02) / self._tried):
+        if self._among is None or abs(own - self._among.rate) > _APART * math.sqrt(
+            max(own * (1 - own), 0.02) / self._tried
+        ):
             return own
         return (self._right + _PRIOR * self._among.rate) / (self._tried + _PRIOR)
 
@@ -264,7 +296,8 @@ class Pace(Rightness):
         self._rest = max(self._rest, tokens)
 
     def offer(self, guesses: int, tries: int) -> int:
-        """Guesses for the next pass, where `share` gives so many. Where that is none, so many are tried now and then (`trial`)."""
+        """Guesses for the next pass, where `share` gives so many. Where that is none, so many are tried now and then
+        (`trial`)."""
         if guesses or self.fixed:
             return guesses
         return 0 if self._probed or self.watches else min(tries, self.most)
@@ -289,8 +322,8 @@ class Pace(Rightness):
 
 
 def share(paces: Sequence[Pace], rows: int, room: int, costs: Costs) -> list[int]:
-    """How many guesses each sequence gets in a pass that has `rows` rows without any, and at most `room`: those that give the most
-    tokens in a second, all sequences together; first those that are likelier to be right."""
+    """How many guesses each sequence gets in a pass that has `rows` rows without any, and at most `room`: those that
+    give the most tokens in a second, all sequences together; first those that are likelier to be right."""
     counts, tokens = [0] * len(paces), float(rows)
     room = min(room, max(rows + PROBE, 2 * max(costs.passes, default=room)))  # steps into what is not known are small
     for i, pace in enumerate(paces):
@@ -311,7 +344,8 @@ def share(paces: Sequence[Pace], rows: int, room: int, costs: Costs) -> list[int
 
 
 def trial(rows: int, room: int, costs: Costs) -> int:
-    """How many guesses of one sequence would pay in passes of so many rows if most of them were right; 0: none would."""
+    """How many guesses of one sequence would pay in passes of so many rows if most of them were right; 0: none
+    would."""
     return share([Pace(rate=TRUST)], rows, room, costs)[0]
 
 

@@ -22,12 +22,17 @@ from hybrid.spec.schedule import Schedule, named_schedule
 
 
 def plans_of_model(
-    model: str, schedule: str | Schedule, ctx: int | None = None, slots: int = 1, chunk: int | None = None, backend: str = "vulkan"
+    model: str,
+    schedule: str | Schedule,
+    ctx: int | None = None,
+    slots: int = 1,
+    chunk: int | None = None,
+    backend: str = "vulkan",
 ) -> Iterator[Plan]:
     """Plans of two layers of each kind, of every number of rows: the others' steps have the same sizes.
 
-    model: a file, a directory, or the name of a sheet of specs/models. schedule: a shipped one's name, or a file. chunk: rows of a
-    prefill pass (default: 512, that of devices without matrix units). backend: of the main device."""
+    model: a file, a directory, or the name of a sheet of specs/models. schedule: a shipped one's name, or a file.
+    chunk: rows of a prefill pass (default: 512, that of devices without matrix units). backend: of the main device."""
     chosen = schedule if isinstance(schedule, Schedule) else named_schedule(schedule)
     with open_checkpoint(model) if Path(model).exists() else random_checkpoint(model) as checkpoint:
         hp = checkpoint.hparams

@@ -1,4 +1,5 @@
-"""Requests that wait for a slot: in the order of their arrival, higher priorities first, nobody overtaken without end."""
+"""Requests that wait for a slot: in the order of their arrival, higher priorities first, nobody overtaken without
+end."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def length_at_end(stream: Stream, ctx: int, blocks: Blocks) -> int:
 
 
 def has_room(blocks: Blocks, running: Sequence[Stream], prompts: Sequence[Stream], stream: Stream) -> bool:
-    """Whether there are blocks for what is known of a sequence, beside what the others need: those whose prompts run, all of
-    theirs, and every other one a block. What is alone always fits (`length_at_end`)."""
+    """Whether there are blocks for what is known of a sequence, beside what the others need: those whose prompts run,
+    all of theirs, and every other one a block. What is alone always fits (`length_at_end`)."""
     if not running:
         return True
     for g, pool in enumerate(blocks.pools):
@@ -59,8 +60,8 @@ def has_room(blocks: Blocks, running: Sequence[Stream], prompts: Sequence[Stream
 
 
 class Queue:
-    """limits: queue, how many wait at most (beside those that are put back); overtakes, see `Limits`. clock: of deadlines, in
-    seconds."""
+    """limits: queue, how many wait at most (beside those that are put back); overtakes, see `Limits`. clock: of
+    deadlines, in seconds."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.streams: list[Stream] = []
@@ -107,7 +108,8 @@ class Queue:
         return stream
 
     def late(self) -> list[Stream]:
-        """Those whose deadline has passed, each once, whether they wait or run; some that have ended may be among them."""
+        """Those whose deadline has passed, each once, whether they wait or run; some that have ended may be among
+        them."""
         found: list[Stream] = []
         now = self._clock() if self._deadlines else 0.0
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -115,8 +117,8 @@ class Queue:
         return found
 
     def ended(self, stream: Stream) -> None:
-        """Note that a request has ended: how long others wait is guessed from that. Its deadline is forgotten when as many have
-        ended as have not, so that a server's memory does not hold the requests of its last minutes."""
+        """Note that a request has ended: how long others wait is guessed from that. Its deadline is forgotten when as
+        many have ended as have not, so that a server's memory does not hold the requests of its last minutes."""
         self._ends.append(self._clock())
         self._stale += stream.deadline is not None
         if self._stale > KEPT and 2 * self._stale > len(self._deadlines):

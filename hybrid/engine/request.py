@@ -7,7 +7,8 @@ It is host state of one sequence and knows neither device nor slot, nor whether 
         piece = request.push(token)        the next token's text, as far as it can be passed on
     request.stats(report)
 
-`cancel` ends it at any time. Whoever runs it (Model, one at a time) reserves a slot and the cache, and frees them at the end.
+`cancel` ends it at any time. Whoever runs it (Model, one at a time) reserves a slot and the cache, and frees them at
+the end.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Request:
     """prompt: token ids, at least one. vocab: rows of the model's embedding. ctx: positions that its sequence may have.
 
     Ends after max_tokens tokens (finish `length`), at an end-of-text token unless ignore_eos (`eos`), before one of the
-    strings `stop` (`stop`), or where the context is full (`context`). ValueError for what cannot be; ContextExceeded for a
-    prompt that leaves no room for a token.
+    strings `stop` (`stop`), or where the context is full (`context`). ValueError for what cannot be; ContextExceeded
+    for a prompt that leaves no room for a token.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class Request:
         return [*self.prompt, *self.out]
 
     def begin(self, cached: int = 0) -> list[int]:
-        """Start the clock; returns the ids to prefill, the prompt's after the first `cached`, which the KV cache holds already
-        (fewer than all of them: the last one's logits choose the first token)."""
+        """Start the clock; returns the ids to prefill, the prompt's after the first `cached`, which the KV cache holds
+        already (fewer than all of them: the last one's logits choose the first token)."""
         if not 0 <= cached < len(self.prompt):
             raise ValueError(f"cached must be 0..{len(self.prompt) - 1}, fewer than the prompt's tokens, not {cached}")
         self.cached = cached
@@ -87,9 +88,9 @@ class Request:
         return list(self.prompt[cached:])
 
     def push(self, token: int) -> str:
-        """Take the next token; returns the text that can be passed on now, often "" (an unfinished character, or the beginning
-        of a stop string). Sets `finish` where the token ends the request: the text is then complete. Tokens that come after
-        the end, of passes that were submitted ahead, are dropped."""
+        """Take the next token; returns the text that can be passed on now, often "" (an unfinished character, or the
+        beginning of a stop string). Sets `finish` where the token ends the request: the text is then complete. Tokens
+        that come after the end, of passes that were submitted ahead, are dropped."""
         if self.finish is not None:
             return ""
         if not self.out:
@@ -114,7 +115,8 @@ class Request:
         return self._rest()
 
     def stats(self, report: EngineReport) -> Stats:
-        """What it has done, on the engine that `report` describes; of a request that still runs, as if it was cancelled now."""
+        """What it has done, on the engine that `report` describes; of a request that still runs, as if it was cancelled
+        now."""
         ended = self._ended if self.finish is not None or not self._began else time.perf_counter()
         return Stats(
             prompt_tokens=len(self.prompt) - self.cached,
@@ -133,7 +135,8 @@ class Request:
         self._ended = time.perf_counter() if self._began else 0.0
 
     def _rest(self) -> str:
-        """Text that was held back, at the end. A stop string may only show there: beside one that began earlier and did not end."""
+        """Text that was held back, at the end. A stop string may only show there: beside one that began earlier and did
+        not end."""
         rest = self._stops.push(self._text.flush()) + self._stops.flush()
         if self._stops.stopped is not None:
             self.finish = "stop"

@@ -46,8 +46,8 @@ class Room:
 
 
 def room_for(memory: int, held: Footprint, cache: CacheShape) -> Room:
-    """Blocks for `memory` bytes. held: what the engine takes with `cache`, whose blocks are those of all slots. NoRoom says what is
-    missing and what would fit."""
+    """Blocks for `memory` bytes. held: what the engine takes with `cache`, whose blocks are those of all slots. NoRoom
+    says what is missing and what would fit."""
     rest = held.total - held.weights - held.kv_global - held.kv_local + BESIDE
     left = memory - held.weights - rest
     per_global, per_local = held.kv_global / cache.global_blocks, held.kv_local / cache.local_blocks
@@ -66,8 +66,11 @@ def room_for(memory: int, held: Footprint, cache: CacheShape) -> Room:
     return Room(memory, held.weights, rest, blocks, kv, sequences, cache.ctx)
 
 
-def with_room(opened: Opened, schedule: Schedule, config: EngineConfig, checkpoint: Checkpoint) -> tuple[Opened, Schedule]:
-    """The family's schedule, or where memory has no room for its weights the one that it names for that; `passed_over` says why."""
+def with_room(
+    opened: Opened, schedule: Schedule, config: EngineConfig, checkpoint: Checkpoint
+) -> tuple[Opened, Schedule]:
+    """The family's schedule, or where memory has no room for its weights the one that it names for that; `passed_over`
+    says why."""
     if not schedule.schedule.without_room or not (missing := lacking(config, checkpoint, opened.device, schedule)):
         return opened, schedule
     instead = find_schedule(schedule.schedule.without_room)
@@ -76,8 +79,8 @@ def with_room(opened: Opened, schedule: Schedule, config: EngineConfig, checkpoi
 
 
 def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> str:
-    """What is missing for a model by this schedule in `config.memory`, or in what the device has left; empty where nothing is, or
-    the device does not know what it has."""
+    """What is missing for a model by this schedule in `config.memory`, or in what the device has left; empty where
+    nothing is, or the device does not know what it has."""
     memory = device.available if config.memory is None else config.memory
     if memory is None:
         return ""
@@ -88,11 +91,15 @@ def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedu
     return ""
 
 
-def fitted(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> tuple[EngineConfig, Room | None]:
+def fitted(
+    config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule
+) -> tuple[EngineConfig, Room | None]:
     """The configuration with as many blocks as `config.memory` has room for; with `shared`
     slots that share those of one sequence; as it is where neither is asked for."""
     hp = checkpoint.hparams
-    alone = device.pipeline_depth > 1 or (config.deterministic and device.backend == "cpu")  # runs one sequence at a time
+    alone = device.pipeline_depth > 1 or (
+        config.deterministic and device.backend == "cpu"
+    )  # runs one sequence at a time
     if config.shared and not alone:
         config = replace(config, slots=SHARING)
         rows = sizes_for(config, hp, device).rows[-1]
@@ -103,8 +110,19 @@ def fitted(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedul
     capabilities = capabilities_of(device.has)
     context, chunk = config.context(hp), chunk_of(capabilities) if config.chunk is None else config.chunk
     weights = stored_types(checkpoint, config.weights, device.backend)
-    held = footprint(hp, weights, batch=config.slots, context=context, chunk=chunk, precision=config.precision, kv=config.kv,
-                     capabilities=capabilities, again=device.second_layout, schedule=schedule, device=device.backend)  # fmt: skip
+    held = footprint(
+        hp,
+        weights,
+        batch=config.slots,
+        context=context,
+        chunk=chunk,
+        precision=config.precision,
+        kv=config.kv,
+        capabilities=capabilities,
+        again=device.second_layout,
+        schedule=schedule,
+        device=device.backend,
+    )
     rows = pass_sizes(hp, context, config.slots, chunk).rows[-1]
     room = room_for(config.memory, held, CacheShape.of(hp, context, config.slots, rows, pipeline_depth(schedule)))
     return replace(config, blocks=room.blocks), room

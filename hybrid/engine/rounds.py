@@ -1,5 +1,5 @@
-"""What is done with the device for the requests of one engine: passes are submitted, their tokens taken and handed out. Whoever
-does it holds the engine's lock (serving.py), within which Ctrl-C waits except where the device is at work."""
+"""What is done with the device for the requests of one engine: passes are submitted, their tokens taken and handed out.
+Whoever does it holds the engine's lock (serving.py), within which Ctrl-C waits except where the device is at work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hybrid.engine.sequence import Pass, Stream
 
 
 class Rounds:
-    """The scheduler of an engine, the runner of its passes, and those in flight. Serving, which is one, has the requests."""
+    """The scheduler of an engine, the runner of its passes, and those in flight. Serving, which is one, has the
+    requests."""
 
     def __init__(self, engine: Engine, queue: int, drafter: Drafter | None = None, k: int | None = None) -> None:
         self.engine, self.queue = engine, queue
@@ -78,7 +79,8 @@ class Rounds:
             self._flights.append(self.runner.follow(flight, later))
 
     def _deliver(self) -> None:
-        """Hand out the tokens that were taken, and wake the readers of these and of what was handed out at once or ended."""
+        """Hand out the tokens that were taken, and wake the readers of these and of what was handed out at once or
+        ended."""
         chosen, self._chosen = self._chosen, []
         for job, token, logprob in chosen:
             if job.stream.id in self._jobs:
@@ -92,7 +94,9 @@ class Rounds:
             job.begun = time.perf_counter()
             job.request.begin(0)
         assert stream.slot is not None
-        if job.request.sampling.counts:  # `history` is written here: no pass may note a token of the slot's last sequence there
+        if (
+            job.request.sampling.counts
+        ):  # `history` is written here: no pass may note a token of the slot's last sequence there
             for flight in reversed(self._flights):
                 if any(run.slot == stream.slot for run in flight.scheduled.runs):
                     self.engine.device.wait(flight.ticket)
@@ -100,8 +104,8 @@ class Rounds:
         choosing.admit(stream.slot, job.request.sampling, job.request.prompt, job.options.constraint, stream.generated)
 
     def _take(self) -> None:
-        """Wait for the oldest pass and take its tokens, which are handed out after the next is submitted; those of requests whose
-        next pass depends on what their reader's side says of them at once."""
+        """Wait for the oldest pass and take its tokens, which are handed out after the next is submitted; those of
+        requests whose next pass depends on what their reader's side says of them at once."""
         flight = self._flights[0]
         self._due = True
         try:
@@ -169,8 +173,8 @@ class Rounds:
             self._end(stream.tag, error)
 
     def _make_room(self) -> bool:
-        """Let the last of the requests that run wait: its slot and blocks are for somebody else's sequence. False where none
-        runs."""
+        """Let the last of the requests that run wait: its slot and blocks are for somebody else's sequence. False where
+        none runs."""
         with interrupts.held():
             while self._flights:
                 self._take()

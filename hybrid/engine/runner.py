@@ -1,4 +1,5 @@
-"""Scheduled passes on an engine: the scheduler says which rows, this says which program, which message, and reads the tokens."""
+"""Scheduled passes on an engine: the scheduler says which rows, this says which program, which message, and reads the
+tokens."""
 
 from __future__ import annotations
 
@@ -48,16 +49,28 @@ def scheduler_of(engine: Engine, clock: Callable[[], float], queue: int) -> Sche
     sizes, slots = engine.sizes, engine.cache.slots
     device = engine.device
     alone = device.backend == "cpu" or device.drives != {device.backend}  # submitting is running, or overlaps of itself
-    limits = Limits(slots, engine.cache.ctx, sizes.rows[-1], most_mixed(sizes), sizes.wants[-1], ahead=1 if alone else AHEAD,
-                    queue=queue)  # fmt: skip
-    steps = device.has("f16_matrices") and len(sizes.decode) > 1  # a pass costs by its plan's rows, not by those that live
+    limits = Limits(
+        slots,
+        engine.cache.ctx,
+        sizes.rows[-1],
+        most_mixed(sizes),
+        sizes.wants[-1],
+        ahead=1 if alone else AHEAD,
+        queue=queue,
+    )
+    steps = (
+        device.has("f16_matrices") and len(sizes.decode) > 1
+    )  # a pass costs by its plan's rows, not by those that live
     turns = Turns(sizes.decode, MATRIX_BUCKETS) if steps and not alone else None
     choosing = engine.choosing
-    return Scheduler(engine.blocks, limits, clock, engine.tables.free, turns, lambda s: choosing.ready(s.tag.options.constraint))
+    return Scheduler(
+        engine.blocks, limits, clock, engine.tables.free, turns, lambda s: choosing.ready(s.tag.options.constraint)
+    )
 
 
 class Runner:
-    """refused: called with a sequence whose constraint does not say what may come next, and why; its row is run for nothing."""
+    """refused: called with a sequence whose constraint does not say what may come next, and why; its row is run for
+    nothing."""
 
     def __init__(self, engine: Engine, refused: Callable[[Stream, Exception], object]) -> None:
         self.engine, self.refused = engine, refused
@@ -70,7 +83,8 @@ class Runner:
         """Passes since the last with rows of a prompt."""
 
     def start(self, p: Pass, times: int = 1) -> Flight:
-        """Submit a pass, which waits for none that runs, and with it those after it that continue it, `times` in all."""
+        """Submit a pass, which waits for none that runs, and with it those after it that continue it, `times` in
+        all."""
         engine, same, began = self.engine, [run[:2] for run in p.runs], time.perf_counter()
         if self._last is not None and same == self._sequences and not p.writes and self._continues_last(p):
             self.decoded += times
@@ -112,7 +126,8 @@ class Runner:
         return Flight(p, flight.ticket, flight.began)
 
     def _continues_last(self, p: Pass) -> bool:
-        """Whether the device goes on with a pass as it is, with the rows of the pass before: nobody has used it meanwhile."""
+        """Whether the device goes on with a pass as it is, with the rows of the pass before: nobody has used it
+        meanwhile."""
         engine = self.engine
         return self._message == engine.inbox.messages and self._programs is engine.programs and _go_on(p)
 
@@ -123,8 +138,9 @@ class Runner:
         return _go_on(p) and [run[:2] for run in p.runs] == [run[:2] for run in first.runs]
 
     def tokens(self, flight: Flight) -> tuple[list[int], list[int] | None]:
-        """The tokens that each run wanted, once the pass has finished: one, or, where it has drafts, those that are right and the
-        one after them; NOT_FINITE where there was none to choose. And how many of each run (None: one each). VoidPass."""
+        """The tokens that each run wanted, once the pass has finished: one, or, where it has drafts, those that are
+        right and the one after them; NOT_FINITE where there was none to choose. And how many of each run (None: one
+        each). VoidPass."""
         peek, ticket, runs = self.engine.device.peek, flight.ticket, flight.scheduled.wanting
         if flight.scheduled.outs == len(runs):
             found = [peek("history", slot, start + (len(ids) if ids else 1), ticket) for _, slot, start, ids, _ in runs]

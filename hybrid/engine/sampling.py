@@ -24,10 +24,10 @@ _MOST_F32 = float(np.finfo(np.float32).max)
 class Sampling:
     """temperature 0 = greedy; top_k 0, top_p 1 and min_p 0 = off. The same seed gives the same choices.
 
-    repetition_penalty r (1 = off): logits of tokens that the prompt or the text has are divided by r where positive, else
-    multiplied. presence_penalty and frequency_penalty (0 = off): subtracted once, and as often as the token was generated.
-    logit_bias {id: bias}: added. logprobs: how many of the most likely tokens are reported with each choice (0: none), by
-    the model's own distribution: before penalties, biases, masks and temperature.
+    repetition_penalty r (1 = off): logits of tokens that the prompt or the text has are divided by r where positive,
+    else multiplied. presence_penalty and frequency_penalty (0 = off): subtracted once, and as often as the token was
+    generated. logit_bias {id: bias}: added. logprobs: how many of the most likely tokens are reported with each choice
+    (0: none), by the model's own distribution: before penalties, biases, masks and temperature.
     Raises ValueError, one line that names the parameter.
     """
 
@@ -113,8 +113,8 @@ class Sampling:
         return np.array([ints], np.uint32)
 
     def penalty_words(self, first_generated: int) -> np.ndarray:
-        """A row of `penalties`, uint32 [1, 8]: repetition, presence, frequency (as their bits), first_generated (the position
-        of the first token that was chosen: the prompt's length), number of biases, 0, 0, 0."""
+        """A row of `penalties`, uint32 [1, 8]: repetition, presence, frequency (as their bits), first_generated (the
+        position of the first token that was chosen: the prompt's length), number of biases, 0, 0, 0."""
         floats = _bits(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return np.array([[*floats, first_generated, len(self.logit_bias or ()), 0, 0, 0]], np.uint32)
 
@@ -126,9 +126,11 @@ class Sampling:
         return ids, biases
 
 
-def reported(ids: np.ndarray, logprobs: np.ndarray, wanted: int) -> tuple[tuple[int, float], tuple[tuple[int, float], ...]]:
-    """The chosen token with its log-probability, and the most likely ones, falling: from one position's rows of `top_ids` int32
-    [21] and `top_logprobs` float32 [21]. Fewer than `wanted` where fewer have a probability."""
+def reported(
+    ids: np.ndarray, logprobs: np.ndarray, wanted: int
+) -> tuple[tuple[int, float], tuple[tuple[int, float], ...]]:
+    """The chosen token with its log-probability, and the most likely ones, falling: from one position's rows of
+    `top_ids` int32 [21] and `top_logprobs` float32 [21]. Fewer than `wanted` where fewer have a probability."""
     pairs = [(int(i), float(p)) for i, p in zip(ids[: wanted + 1], logprobs[: wanted + 1], strict=True)]
     return pairs[0], tuple((i, p) for i, p in pairs[1:] if i >= 0)
 

@@ -6,12 +6,13 @@
     for stream, n in scheduler.commit(p, tokens): ...
 
 Sequences are served in the order of their arrival, higher priorities first; but no request is overtaken more than
-`Limits.overtakes` times. Every stream that decodes has its row in every pass, or takes turns where all get more so (turns.py);
-prompts share the rows that are left, in order, a part being kept for the next one. Where blocks run out, the last in order gives
-its own up, waits, and is run again from what the cache still holds: the first in order always goes on; others may not.
+`Limits.overtakes` times. Every stream that decodes has its row in every pass, or takes turns where all get more so
+(turns.py); prompts share the rows that are left, in order, a part being kept for the next one. Where blocks run out,
+the last in order gives its own up, waits, and is run again from what the cache still holds: the first in order always
+goes on; others may not.
 
-Passes run in the order in which they were made, each after all that came before has been written: so blocks and slots are
-given again as soon as no later pass needs them. Plain host code for one thread.
+Passes run in the order in which they were made, each after all that came before has been written: so blocks and slots
+are given again as soon as no later pass needs them. Plain host code for one thread.
 """
 
 from __future__ import annotations
@@ -30,15 +31,23 @@ SHARE = 4  # of the rows for prompts, one of so many is kept for those behind th
 
 
 class Scheduler:
-    """clock: of deadlines, seconds. slots: those that are free, where others take some too. turns: where passes cost in steps.
-    ready: whether the next token of a sequence with ahead=False can be chosen."""
+    """clock: of deadlines, seconds. slots: those that are free, where others take some too. turns: where passes cost in
+    steps. ready: whether the next token of a sequence with ahead=False can be chosen."""
 
-    def __init__(self, blocks: Blocks, limits: Limits, clock: Callable[[], float] = time.monotonic,
-                 slots: list[int] | None = None, turns: Turns | None = None,
-                 ready: Callable[[Stream], bool] = lambda stream: True) -> None:  # fmt: skip
+    def __init__(
+        self,
+        blocks: Blocks,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        slots: list[int] | None = None,
+        turns: Turns | None = None,
+        ready: Callable[[Stream], bool] = lambda stream: True,
+    ) -> None:
         self.ready = ready
         self.blocks, self.limits, self.counts, self.turns = blocks, limits, Counts(), turns
-        self.max_writes = len(blocks.pools) * (limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block))
+        self.max_writes = len(blocks.pools) * (
+            limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block)
+        )
         """Of a pass."""
         self.number = 0  # of the last pass
         self._queue = Queue(limits, clock)
@@ -93,7 +102,8 @@ class Scheduler:
         return [stream for stream in self._queue.late() if self.cancel(stream, "deadline")]
 
     def draft(self, stream: Stream, ids: Sequence[int]) -> None:
-        """Verify these tokens, which may come next, in the sequence's next row; fewer of them, or none, where there is no room."""
+        """Verify these tokens, which may come next, in the sequence's next row; fewer of them, or none, where there is
+        no room."""
         if stream.ahead or stream.flying:
             raise ValueError("drafts are for a sequence with ahead=False, none of whose tokens is in flight")
         stream.drafts = tuple(ids)
@@ -101,8 +111,8 @@ class Scheduler:
     # --- a pass ------------------------------------------------------------------------------------------------------
 
     def schedule(self, at_once: int = 1) -> Pass | None:
-        """The next pass; None where nothing can run before a pass has been committed, or before more requests come. at_once: passes
-        in flight that count as one, because one submit runs them."""
+        """The next pass; None where nothing can run before a pass has been committed, or before more requests come.
+        at_once: passes in flight that count as one, because one submit runs them."""
         if len(self._flights) >= self.limits.ahead * at_once or not (self._running or self._queue.streams):
             return None
         runs, now, limit = list[Run](), self.number + 1, self.limits.rows
@@ -126,12 +136,17 @@ class Scheduler:
         self.counts.rows += rows
         return done
 
-    def commit(self, done: Pass, tokens: Sequence[int], counts: Sequence[int] | None = None) -> list[tuple[Stream, int]]:
-        """Take the tokens that the oldest pass in flight has chosen: for each run that wants any, `counts` of them (one each;
-        where drafts were verified, those accepted and the one after them). Returns (sequence, how many of its ids are new) for
-        each sequence that had not ended; one whose `finish` is set now has given its slot and blocks back."""
+    def commit(
+        self, done: Pass, tokens: Sequence[int], counts: Sequence[int] | None = None
+    ) -> list[tuple[Stream, int]]:
+        """Take the tokens that the oldest pass in flight has chosen: for each run that wants any, `counts` of them (one
+        each; where drafts were verified, those accepted and the one after them). Returns (sequence, how many of its ids
+        are new) for each sequence that had not ended; one whose `finish` is set now has given its slot and blocks
+        back."""
         if not self._flights or self._flights[0] is not done:
-            raise ValueError(f"pass {done.number} is not the oldest in flight: commit passes in order, and none that was lost")
+            raise ValueError(
+                f"pass {done.number} is not the oldest in flight: commit passes in order, and none that was lost"
+            )
         done.check(len(tokens), counts)
         tokens = tokens if isinstance(tokens, list) else [int(t) for t in tokens]
         self._flights.popleft()
@@ -163,7 +178,8 @@ class Scheduler:
         return news
 
     def _verified(self, stream: Stream, tokens: Sequence[int], wants: int) -> int:
-        """Take what followed the first token of a sequence whose drafts have been verified; returns how many tokens it got."""
+        """Take what followed the first token of a sequence whose drafts have been verified; returns how many tokens it
+        got."""
         ids, before = stream.ids, len(stream.ids) - 1
         for token in tokens:
             if ids[-1] in stream.ends:
@@ -177,8 +193,8 @@ class Scheduler:
         return len(ids) - before
 
     def lose(self, cache: bool = True) -> None:
-        """The passes in flight have done nothing: forget them, and what they were to leave in the cache, or (cache) all that it
-        holds; every sequence starts again from the tokens that are known."""
+        """The passes in flight have done nothing: forget them, and what they were to leave in the cache, or (cache) all
+        that it holds; every sequence starts again from the tokens that are known."""
         since = self._flights[0].number if self._flights else self.number + 1
         self._flights.clear()
         for stream in reversed(list(self._running)):
@@ -190,8 +206,8 @@ class Scheduler:
         self.blocks.clear(0 if cache else since)
 
     def put_back_last(self) -> bool:
-        """Let the last in order wait, for somebody else who needs a slot or blocks; False where none runs. No pass may be in
-        flight."""
+        """Let the last in order wait, for somebody else who needs a slot or blocks; False where none runs. No pass may
+        be in flight."""
         if not self._running:
             return False
         self._preempt(self._running[-1])
@@ -208,7 +224,9 @@ class Scheduler:
                 continue
             position, flying = stream.position, stream.flying
             if stream.steady and position < stream.stop:
-                runs.append(tuple.__new__(Run, (stream, stream.slot, position, None, 1)))  # half of the time of Run(...)
+                runs.append(
+                    tuple.__new__(Run, (stream, stream.slot, position, None, 1))
+                )  # half of the time of Run(...)
                 stream.position, stream.flying = position + 1, flying + 1
                 rows += 1
                 continue
@@ -218,7 +236,10 @@ class Scheduler:
             if spare < 0:  # rows for drafts: every stream may want one
                 most = min(limits.mixed or limits.rows, limits.outs or limits.slots)
                 spare = most - min(len(self._running) + self.waiting, limits.slots)
-            drafts, stream.drafts = stream.drafts[: max(0, min(spare, stream.last - total - 1))] if stream.drafts else (), ()
+            drafts, stream.drafts = (
+                stream.drafts[: max(0, min(spare, stream.last - total - 1))] if stream.drafts else (),
+                (),
+            )
             if drafts and position + len(drafts) >= stream.until and not self._grow(stream, position + len(drafts) + 1):
                 drafts = ()
             if position >= stream.until and not self._extend(stream, position + 1):
@@ -263,7 +284,10 @@ class Scheduler:
             blocks.seal(held, stream.ids, position + n, now)
             if n == rest:
                 stream.flying, stream.steady = 1, stream.ahead
-                for end in (len(stream.ids) - 1, len(stream.ids)):  # asked again, of which the last row is run; continued
+                for end in (
+                    len(stream.ids) - 1,
+                    len(stream.ids),
+                ):  # asked again, of which the last row is run; continued
                     blocks.anchor(held, end // blocks.block)
         self._prompts = [s for s in prompts if s.position < len(s.ids)]
         return rows
@@ -273,7 +297,8 @@ class Scheduler:
         return stream.ahead or (not stream.flying and self.ready(stream))
 
     def _follow(self, stream: Stream, now: int) -> bool:
-        """Let a prompt take the blocks that another sequence has computed meanwhile; whether that one computes the next too."""
+        """Let a prompt take the blocks that another sequence has computed meanwhile; whether that one computes the next
+        too."""
         held, block = stream.held, self.blocks.block
         assert held is not None and stream.slot is not None
         if held.size * block != stream.position:
@@ -313,7 +338,8 @@ class Scheduler:
             room -= stream.rest
 
     def _enter(self, stream: Stream, now: int) -> bool:
-        """Give a waiting sequence a slot and what the cache holds of it; False, and nothing done, where it would not fit."""
+        """Give a waiting sequence a slot and what the cache holds of it; False, and nothing done, where it would not
+        fit."""
         blocks, held = self.blocks, stream.held
         assert held is not None
         if self._stuck == (stream, blocks.given):
@@ -341,7 +367,8 @@ class Scheduler:
         return True
 
     def _first_goes_on(self, stream: Stream, now: int) -> None:
-        """The first in order, a prompt, has room for a row before those that decode take theirs, whoever must go for it."""
+        """The first in order, a prompt, has room for a row before those that decode take theirs, whoever must go for
+        it."""
         if not self._follow(stream, now) and stream.position >= stream.until:
             self._extend(stream, stream.position + 1)
 
@@ -380,7 +407,8 @@ class Scheduler:
         self._queue.put_back(stream)
 
     def _leave(self, stream: Stream, cool: bool) -> None:
-        """Take slot and blocks from a running sequence. cool: a pass in flight chooses a token in its slot, which is to be read."""
+        """Take slot and blocks from a running sequence. cool: a pass in flight chooses a token in its slot, which is to
+        be read."""
         assert stream.slot is not None and stream.held is not None
         stream.reached = max(stream.reached, stream.position)
         self.blocks.release(stream.held)

@@ -15,10 +15,10 @@ Ending = Literal["eos", "stop", "length", "context", "cancelled", "deadline", "e
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """slots: sequences that run at a time. ctx: positions of a sequence. rows: most rows of a pass. mixed: most rows of a
-    pass in which a stream decodes, so that its next token comes in time (None: rows). outs: most rows of a pass whose logits
-    are wanted (None: slots). ahead: passes in flight at most. queue: requests that wait at most. overtakes: later requests
-    that may go before one that waits, whatever their priority."""
+    """slots: sequences that run at a time. ctx: positions of a sequence. rows: most rows of a pass. mixed: most rows of
+    a pass in which a stream decodes, so that its next token comes in time (None: rows). outs: most rows of a pass whose
+    logits are wanted (None: slots). ahead: passes in flight at most. queue: requests that wait at most. overtakes:
+    later requests that may go before one that waits, whatever their priority."""
 
     slots: int
     ctx: int
@@ -44,19 +44,53 @@ class Limits:
 class Stream:
     """One request in the scheduler's terms: a sequence of tokens that grows.
 
-    prompt: token ids, at least one. limit: tokens to generate at most. ends: ids that end it, kept as its last. priority: higher
-    goes first. deadline: the scheduler's clock, in seconds. ahead: whether a row may run before its token is known on the host
-    (not where the host chooses: constraints, verified drafts). tag: the caller's.
+    prompt: token ids, at least one. limit: tokens to generate at most. ends: ids that end it, kept as its last.
+    priority: higher goes first. deadline: the scheduler's clock, in seconds. ahead: whether a row may run before its
+    token is known on the host (not where the host chooses: constraints, verified drafts). tag: the caller's.
     """
 
     __slots__ = (
-        "ahead", "cached", "deadline", "drafts", "ends", "entered", "finish", "flying", "found", "held", "id", "ids", "last",
-        "limit", "n_prompt", "number", "order", "overtaken", "position", "preemptions", "priority", "reached", "slot", "steady",
-        "stop", "tag", "until",
-    )  # fmt: skip
+        "ahead",
+        "cached",
+        "deadline",
+        "drafts",
+        "ends",
+        "entered",
+        "finish",
+        "flying",
+        "found",
+        "held",
+        "id",
+        "ids",
+        "last",
+        "limit",
+        "n_prompt",
+        "number",
+        "order",
+        "overtaken",
+        "position",
+        "preemptions",
+        "priority",
+        "reached",
+        "slot",
+        "steady",
+        "stop",
+        "tag",
+        "until",
+    )
 
-    def __init__(self, id: Any, prompt: Sequence[int], limit: int, *, ends: Iterable[int] = (), priority: int = 0,
-                 deadline: float | None = None, ahead: bool = True, tag: Any = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        id: Any,
+        prompt: Sequence[int],
+        limit: int,
+        *,
+        ends: Iterable[int] = (),
+        priority: int = 0,
+        deadline: float | None = None,
+        ahead: bool = True,
+        tag: Any = None,
+    ) -> None:
         if not len(prompt):
             raise ValueError("the prompt is empty: it needs at least one token")
         if limit < 1:
@@ -114,9 +148,9 @@ class Stream:
 
 
 class Run(NamedTuple):
-    """Consecutive rows of one sequence in a pass: those of `ids` from position `start` on, or, where ids is None, one row that
-    continues on the device with the token sampled last. wants: how many of its last rows want logits: 0 where the prompt goes
-    on, 1, or k + 1 where k drafts are verified."""
+    """Consecutive rows of one sequence in a pass: those of `ids` from position `start` on, or, where ids is None, one
+    row that continues on the device with the token sampled last. wants: how many of its last rows want logits: 0 where
+    the prompt goes on, 1, or k + 1 where k drafts are verified."""
 
     seq: Stream
     slot: int
@@ -127,8 +161,9 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """One pass over the model. runs: those that decode first. writes: of block tables, before its rows. params: sequences that
-    got their slot with this pass. released: slots that were given up since the pass before, some of them given again."""
+    """One pass over the model. runs: those that decode first. writes: of block tables, before its rows. params:
+    sequences that got their slot with this pass. released: slots that were given up since the pass before, some of them
+    given again."""
 
     number: int
     runs: list[Run]
@@ -149,16 +184,19 @@ class Pass:
         return self.runs if self.outs == len(self.runs) == self.rows else [run for run in self.runs if run.wants]
 
     def check(self, tokens: int, counts: Sequence[int] | None) -> None:
-        """ValueError unless so many tokens, `counts` for each run that wants any (None: one each), are what the pass can choose."""
+        """ValueError unless so many tokens, `counts` for each run that wants any (None: one each), are what the pass
+        can choose."""
         wants = [run[4] for run in self.runs if run[4]]
-        if counts is not None and (len(counts) != len(wants) or any(not 1 <= n <= w for n, w in zip(counts, wants, strict=True))):
+        if counts is not None and (
+            len(counts) != len(wants) or any(not 1 <= n <= w for n, w in zip(counts, wants, strict=True))
+        ):
             raise ValueError(f"pass {self.number}: its runs take 1 to {wants} tokens, not {list(counts)}")
         if tokens != (len(wants) if counts is None else sum(counts)):
             raise ValueError(f"pass {self.number}: {tokens} tokens are not what its runs want")
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """int32: tokens [rows] (-1: the one sampled last on the device), positions [rows], slots [rows], and out_rows [outs],
-        the rows whose logits are wanted."""
+        """int32: tokens [rows] (-1: the one sampled last on the device), positions [rows], slots [rows], and out_rows
+        [outs], the rows whose logits are wanted."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -1,12 +1,13 @@
-"""Requests of one engine: those of `Model.submit` run in the background, by one thread that owns the device while there are any;
-those of `Model.generate` are run by whoever reads them. `submit` is callable from every thread.
+"""Requests of one engine: those of `Model.submit` run in the background, by one thread that owns the device while there
+are any; those of `Model.generate` are run by whoever reads them. `submit` is callable from every thread.
 
-    submit -> arrived -> the scheduler: waits, runs in passes together with others, is put back, ends -> events all the while
+    submit -> arrived -> the scheduler: waits, runs in passes together with others, is put back, ends -> events all the
+    while
 
-Whoever runs passes (holding the engine's lock for one at a time) takes what has arrived, lets the scheduler make passes as long
-as it wants any, submits them, hands out the tokens of the pass before, and reads the oldest while the next one runs. A pass has
-rows of all requests, whoever runs it. What goes wrong with one request ends that one; what goes wrong with the device ends all of
-them. The thread ends after a while without work.
+Whoever runs passes (holding the engine's lock for one at a time) takes what has arrived, lets the scheduler make passes
+as long as it wants any, submits them, hands out the tokens of the pass before, and reads the oldest while the next one
+runs. A pass has rows of all requests, whoever runs it. What goes wrong with one request ends that one; what goes wrong
+with the device ends all of them. The thread ends after a while without work.
 """
 
 from __future__ import annotations
@@ -47,8 +48,15 @@ _serving: weakref.WeakSet[Serving] = weakref.WeakSet()
 class Serving(Rounds):
     """The queue and the thread of one engine. check: raises where the model cannot be used (closed, device lost)."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, check: Callable[[], object], queue: int = QUEUE,
-                 drafter: Drafter | None = None, k: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        check: Callable[[], object],
+        queue: int = QUEUE,
+        drafter: Drafter | None = None,
+        k: int | None = None,
+    ) -> None:
         if not isinstance(queue, int) or queue < 1:
             raise ValueError(f"queue must be a positive integer, the requests that may wait, not {queue!r}")
         super().__init__(engine, queue, drafter, k)
@@ -91,8 +99,16 @@ class Serving(Rounds):
         (sampling := o.sampling()).check(self.engine.target.n_tokens)
         if o.speculate and self.drafting is None:
             raise ValueError("speculate: the model was loaded without guesses: load it with draft= or speculate=")
-        return Request(prompt, self.tokenizer, vocab=hp.vocab, ctx=self.engine.cache.ctx, max_tokens=o.max_tokens,
-                       sampling=sampling, stop=o.stop, ignore_eos=o.ignore_eos)  # fmt: skip
+        return Request(
+            prompt,
+            self.tokenizer,
+            vocab=hp.vocab,
+            ctx=self.engine.cache.ctx,
+            max_tokens=o.max_tokens,
+            sampling=sampling,
+            stop=o.stop,
+            ignore_eos=o.ignore_eos,
+        )
 
     def begin(self, request: Request, options: Options, at_once: int = 1) -> Job:
         """A request that whoever asked reads piece by piece, and so runs."""
@@ -102,8 +118,8 @@ class Serving(Rounds):
             return self._put(request, options, Pieces(), at_once)
 
     def piece(self, job: Job) -> str | None:
-        """The next piece of text of a request of `begin`, after as many passes as that takes; None at its end. Raises what ended
-        it; NoFreeSlot where others keep the slots or the blocks that it needs."""
+        """The next piece of text of a request of `begin`, after as many passes as that takes; None at its end. Raises
+        what ended it; NoFreeSlot where others keep the slots or the blocks that it needs."""
         pieces, until = job.pieces, 0.0
         assert pieces is not None
         texts = pieces.texts
@@ -123,13 +139,15 @@ class Serving(Rounds):
                 continue
             until = until or time.monotonic() + BLOCKED
             if time.monotonic() > until:
-                raise NoFreeSlot(f"for {BLOCKED:g} s all {self.engine.cache.slots} slots, or too many blocks of the KV cache, have "
-                                 "been in use by sequences of the engine: end or close what holds them")  # fmt: skip
+                raise NoFreeSlot(
+                    f"for {BLOCKED:g} s all {self.engine.cache.slots} slots, or too many blocks of the KV cache, have "
+                    "been in use by sequences of the engine: end or close what holds them"
+                )
             time.sleep(RECHECK)
 
     def end(self, job: Job) -> None:
-        """End a request of `begin`, if it has not ended, and wait for what still runs where it was the last. The caller holds the
-        engine's lock."""
+        """End a request of `begin`, if it has not ended, and wait for what still runs where it was the last. The caller
+        holds the engine's lock."""
         with self._changed:
             self._arrived = [j for j in self._arrived if j is not job]
         if job.stream.held is not None:
@@ -146,7 +164,10 @@ class Serving(Rounds):
     def cached(self, prompt: Sequence[int]) -> int:
         """How many of a prompt's tokens the cache holds now."""
         blocks = self.engine.blocks
-        return blocks.block * blocks.match(blocks.held(), prompt, (len(prompt) - 1) // blocks.block, self.scheduler.number + 1)[0]
+        return (
+            blocks.block
+            * blocks.match(blocks.held(), prompt, (len(prompt) - 1) // blocks.block, self.scheduler.number + 1)[0]
+        )
 
     def _put(self, request: Request, options: Options, readers: Readers | Pieces, at_once: int = 1) -> Job:
         job = Job(self._number + 1, request, options, readers, at_once)
@@ -206,7 +227,9 @@ class Serving(Rounds):
     # ---------------------------------------------------------------------------------------------- the device's thread
     def _start(self) -> None:
         if self._process != os.getpid():
-            raise RuntimeError("this model's requests run in the process that it was loaded in: load it anew in this one")
+            raise RuntimeError(
+                "this model's requests run in the process that it was loaded in: load it anew in this one"
+            )
         if self._thread is None:
             _close_at_exit()
             self._thread = threading.Thread(target=self._run, name="hybrid engine", daemon=True)
@@ -256,7 +279,8 @@ class Serving(Rounds):
             raise
 
     def _round(self) -> bool:
-        """Take the tokens of the oldest pass, submit what the scheduler wants, hand them out. True: nothing can run now."""
+        """Take the tokens of the oldest pass, submit what the scheduler wants, hand them out. True: nothing can run
+        now."""
         if (self._due or self._arrived or self._woken) and self._go_on():
             return False
         if not self._flights:
@@ -307,7 +331,9 @@ class Serving(Rounds):
             self._behind -= job.pieces is None
         if self.drafting is not None:
             job.guessed = self.drafting.end(job.stream)
-        if job.options.constraint is not None:  # what it holds may be large, and a job is known for a while after its end
+        if (
+            job.options.constraint is not None
+        ):  # what it holds may be large, and a job is known for a while after its end
             self.engine.choosing.forget(job.options.constraint)
             job.options = replace(job.options, constraint=None)
         if error is None:
@@ -323,7 +349,9 @@ class Serving(Rounds):
         """End every request, whatever state it is in."""
         with self._changed:
             jobs, self._arrived = list(self._jobs.values()), []
-        if not (jobs or self._flights or self.scheduler.in_flight):  # one may be made whose requests have ended, and not submitted
+        if not (
+            jobs or self._flights or self.scheduler.in_flight
+        ):  # one may be made whose requests have ended, and not submitted
             return
         with self.engine.lock:
             self._flights.clear()
@@ -344,7 +372,8 @@ class Serving(Rounds):
 
 @cache
 def _close_at_exit() -> None:
-    """End the threads before the devices are closed: what was registered last runs first, and the devices are open by now."""
+    """End the threads before the devices are closed: what was registered last runs first, and the devices are open by
+    now."""
 
     def close_all() -> None:
         for serving in list(_serving):

@@ -41,8 +41,8 @@ class Session:
             self.running = None
 
     def begin(self, ids: Sequence[int], sampling: Sampling, length: int | None = None) -> tuple[int, int]:
-        """(slot, how many leading `ids` the cache holds: fewer than all, because the last one's logits are needed). length:
-        positions to reserve in the cache where it holds no slot yet (default: the context)."""
+        """(slot, how many leading `ids` the cache holds: fewer than all, because the last one's logits are needed).
+        length: positions to reserve in the cache where it holds no slot yet (default: the context)."""
         engine = self._engine
         if self.running is not None:
             raise ValueError("the session is in use by a generation that has not ended: end or close that one first")
@@ -69,7 +69,8 @@ class Session:
             self._ids = list(ids[: self._engine.positions[self._slot]])
 
     def close(self) -> None:
-        """Free the slot. The session may be used again, from an empty cache; a generation that still runs in it fails."""
+        """Free the slot. The session may be used again, from an empty cache; a generation that still runs in it
+        fails."""
         with self._engine.lock:
             self._ids, self.running = [], None
             if self._slot is not None:
@@ -81,15 +82,18 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
-def in_own_slot(engine: Engine, request: Request, session: Session | None, at_once: int, check: Callable[[], object],
-                note: Note) -> Generator[str, None, None]:  # fmt: skip
-    """The pieces of a request's text, in a slot of its own, which it holds from the first piece on until it is closed: passes of
-    several devices at a time are not scheduled together with others. check: raises where the model is closed. note: told at the
-    end of decode passes."""
+def in_own_slot(
+    engine: Engine, request: Request, session: Session | None, at_once: int, check: Callable[[], object], note: Note
+) -> Generator[str, None, None]:
+    """The pieces of a request's text, in a slot of its own, which it holds from the first piece on until it is closed:
+    passes of several devices at a time are not scheduled together with others. check: raises where the model is closed.
+    note: told at the end of decode passes."""
     check()  # it may have been closed since it was asked for
     held = Session(engine) if session is None else session
     length = len(request.prompt) + request.limit if session is None else None

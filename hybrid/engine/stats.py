@@ -113,7 +113,10 @@ class Stats:
         peak = "" if self.share_of_peak is None else f" ({100 * self.share_of_peak:.1f} % of peak)"
         cached = f" after {self.cached_tokens} in the cache" if self.cached_tokens else ""
         fallback = " (fallback)" if self.passed_over else ""
-        parts = [f"{self.device}{fallback}", f"prompt {self.prompt_tokens} tokens{cached}, {self.prompt_per_second:.1f} tok/s"]
+        parts = [
+            f"{self.device}{fallback}",
+            f"prompt {self.prompt_tokens} tokens{cached}, {self.prompt_per_second:.1f} tok/s",
+        ]
         parts += [f"generated {self.tokens}" + f", {self.tokens_per_second:.1f} tok/s" * self.timed]
         parts += [f"first token {1000 * self.first_token_seconds:.0f} ms"]
         parts += [f"{show_rate(1e9 * self.gb_per_second, 'B/s')}{peak}"] * self.timed
@@ -143,7 +146,9 @@ class Stats:
         held = ", ".join(f"{k} {show_bytes(n)}" for k, n in self.memory.items() if n and k != "left_in_files")
         left = self.memory.get("left_in_files", 0)
         if held:
-            lines.append(f"memory: {held}" + f"; weights read from their file at every use: {show_bytes(left)}" * bool(left))
+            lines.append(
+                f"memory: {held}" + f"; weights read from their file at every use: {show_bytes(left)}" * bool(left)
+            )
         return lines + [f"checkpoint: {n}" for n in self.notes]
 
     def as_dict(self) -> dict[str, Any]:

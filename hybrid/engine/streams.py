@@ -1,4 +1,5 @@
-"""Decode passes submitted ahead: the next submit is made before the tokens of one are read, so that the device never waits."""
+"""Decode passes submitted ahead: the next submit is made before the tokens of one are read, so that the device never
+waits."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from hybrid.engine.interface import PassRunner
 def submit_ahead(
     engine: PassRunner, slots: Sequence[int], tokens: int, at_once: int, prefill: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """(ticket, tokens of each slot) of the submits that decode `tokens` more tokens of each slot, `at_once` of them in one
-    submit; `prefill`: the ticket of a pass before, which chooses one. A ticket is yielded when the next submit has been made.
-    Not on cpu, where submitting is running: the tokens would come, and be timed, late."""
+    """(ticket, tokens of each slot) of the submits that decode `tokens` more tokens of each slot, `at_once` of them in
+    one submit; `prefill`: the ticket of a pass before, which chooses one. A ticket is yielded when the next submit has
+    been made. Not on cpu, where submitting is running: the tokens would come, and be timed, late."""
     running = deque([] if prefill is None else [(prefill, 1)])  # submits whose tokens have not been read
     depth, submitted = 1 if engine.target.device == "cpu" else 2, 0
     while running or submitted < tokens:

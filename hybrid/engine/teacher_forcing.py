@@ -16,7 +16,9 @@ from hybrid.planning.passes import bucket_of
 from hybrid.planning.pipeline import name_in_slot
 
 
-def logits_of(engine: PassRunner, sequences: Sequence[Sequence[int]], chunk: int | None) -> Generator[np.ndarray, None, None]:
+def logits_of(
+    engine: PassRunner, sequences: Sequence[Sequence[int]], chunk: int | None
+) -> Generator[np.ndarray, None, None]:
     """See Engine.logits_of."""
     rows = min(chunk or engine.sizes.logits, engine.sizes.logits)
     decl = TensorDecl("logits", "f32", (engine.sizes.logits, engine.target.hparams.vocab), "io")
@@ -43,8 +45,8 @@ def hidden_states(engine: PassRunner, ids: Sequence[int], chunk: int | None, str
 def _passes(
     engine: PassRunner, sequences: Sequence[Sequence[int]], rows: int, decls: list[TensorDecl], capture: bool
 ) -> Iterator[tuple[Chunk, list[np.ndarray]]]:
-    """Passes over sequences, each in a slot of its own; yields each pass's rows and the live rows of its result tensors, read
-    while the next pass runs where passes overlap."""
+    """Passes over sequences, each in a slot of its own; yields each pass's rows and the live rows of its result
+    tensors, read while the next pass runs where passes overlap."""
     depth = engine.device.pipeline_depth
     for i in range(depth):
         for decl in decls:
@@ -67,7 +69,9 @@ def _passes(
             n, pipeline_slot = len(chunk.tokens), engine.next_pipeline_slot()
             size = bucket_of(n, engine.sizes.rows)
             every = Chunk(chunk.tokens, chunk.positions, chunk.slots, np.arange(0 if capture else n, dtype=np.int32))
-            program = engine.program("prefill", size, 0 if capture else size, capture, sample=False, pipeline_slot=pipeline_slot)
+            program = engine.program(
+                "prefill", size, 0 if capture else size, capture, sample=False, pipeline_slot=pipeline_slot
+            )
             running.append((every, engine.run_chunk(every, program), pipeline_slot))
         while running:
             yield _results(engine, decls, *running.popleft())

@@ -25,7 +25,8 @@ class Pass:
 
 
 class Timing:
-    """Passes that were submitted and whose times have not been read, because reading waits; `trace` gets them afterwards."""
+    """Passes that were submitted and whose times have not been read, because reading waits; `trace` gets them
+    afterwards."""
 
     def __init__(self, trace: list[Pass]) -> None:
         self.trace = trace
@@ -48,13 +49,17 @@ class Timing:
 
 
 def events(passes: Sequence[Pass], device: str) -> list[dict[str, Any]]:
-    """Chrome trace events: a row for the passes of each pipeline slot (host clock), a row for the steps of each device, on the
-    host's clock where the device's can be compared with it, else from their pass's begin. Microseconds from the first pass."""
+    """Chrome trace events: a row for the passes of each pipeline slot (host clock), a row for the steps of each device,
+    on the host's clock where the device's can be compared with it, else from their pass's begin. Microseconds from the
+    first pass."""
     zero = min((p.begin for p in passes), default=0.0)
     others = sorted({s.device for p in passes for s in p.steps} - {""})
     step_row = {"": 1, **{name: 2 + i for i, name in enumerate(others)}}
     pass_row = {slot: 100 + slot if slot else 0 for slot in sorted({0, *(p.pipeline_slot for p in passes)})}
-    rows = {row: f"passes{f', pipeline slot {slot}' if len(pass_row) > 1 else ''} (host clock)" for slot, row in pass_row.items()}
+    rows = {
+        row: f"passes{f', pipeline slot {slot}' if len(pass_row) > 1 else ''} (host clock)"
+        for slot, row in pass_row.items()
+    }
     rows |= {row: f"steps ({name or 'device'})" for name, row in step_row.items()}
     found: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": device}}]
     for row, title in sorted(rows.items()):
@@ -62,7 +67,14 @@ def events(passes: Sequence[Pass], device: str) -> list[dict[str, Any]]:
     for number, p in enumerate(passes):
         start = 1e6 * (p.begin - zero)
         args: dict[str, Any] = {"pass": number, "pipeline_slot": p.pipeline_slot}
-        whole = {"ph": "X", "pid": 0, "tid": pass_row[p.pipeline_slot], "name": p.plan, "ts": start, "dur": 1e6 * p.seconds}
+        whole = {
+            "ph": "X",
+            "pid": 0,
+            "tid": pass_row[p.pipeline_slot],
+            "name": p.plan,
+            "ts": start,
+            "dur": 1e6 * p.seconds,
+        }
         found.append({**whole, "args": args})
         for s in p.steps:
             found.append(

@@ -1,9 +1,10 @@
 """How many of the sequences that decode a pass runs, where the device's kernels go by numbers of rows.
 
-A pass of one sequence more than a tile holds may take so much longer that all of them together get fewer tokens a second: on an
-H100 32 sequences of a 27B model decode 2700 and 33 of them 2460. Then fewer run in each pass, as many as the next smaller number of
-rows that plans are made for, and all take turns; each gets more tokens a second than if all ran in every pass.
-What passes take is measured as they are run, both ways in turn, for it changes with the length of the sequences.
+A pass of one sequence more than a tile holds may take so much longer that all of them together get fewer tokens a
+second: on an H100 32 sequences of a 27B model decode 2700 and 33 of them 2460. Then fewer run in each pass, as many as
+the next smaller number of rows that plans are made for, and all take turns; each gets more tokens a second than if all
+ran in every pass. What passes take is measured as they are run, both ways in turn, for it changes with the length of
+the sequences.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from hybrid.engine.sequence import Stream
 
 GAIN = 0.02  # of tokens a second, at least, that taking turns is for
 SOON, OFTEN, RARELY = 16, 256, 4096
-"""Passes until the other way is tried: the first time, and, with twice as many after each try that changed nothing, at most."""
+"""Passes until the other way is tried: the first time, and, with twice as many after each try that changed nothing, at
+most."""
 TRY = 5  # passes of such a try, and readings that are kept, so that it leaves none of those before it
 ENOUGH = 3  # readings that a time is believed from
-MOVED = 0.1  # of the time of a pass: where it has changed by more since the last try, the other way's is not believed for long
+# of the time of a pass: where it has changed by more since the last try, the other way's is not believed for long
+MOVED = 0.1
 
 
 @dataclass(slots=True)
@@ -40,8 +43,8 @@ class _Pair:
 
 
 class Turns:
-    """For the thread that makes passes. sizes: rows that decode passes have plans for, ascending. full: those of which no row is
-    left over on the device; passes of others cost nearly what the next larger of these do."""
+    """For the thread that makes passes. sizes: rows that decode passes have plans for, ascending. full: those of which
+    no row is left over on the device; passes of others cost nearly what the next larger of these do."""
 
     def __init__(self, sizes: Sequence[int], full: Sequence[int]) -> None:
         self.sizes, self._full = tuple(sizes), frozenset(full)
@@ -79,8 +82,8 @@ class Turns:
         return turns
 
     def resting(self, running: Sequence[Stream]) -> frozenset[Stream]:
-        """Of running sequences, none within its prompt, those that the next pass leaves out: in turn, of the lowest priority, at
-        most every second of them; never the first in order."""
+        """Of running sequences, none within its prompt, those that the next pass leaves out: in turn, of the lowest
+        priority, at most every second of them; never the first in order."""
         none = frozenset[Stream]()
         if not (most := self.fewer(len(running))):
             return none

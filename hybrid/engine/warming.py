@@ -1,5 +1,5 @@
-"""Everything that passes of many sequences need, made before the first request: so that none waits for a plan, a recording or a
-pipeline."""
+"""Everything that passes of many sequences need, made before the first request: so that none waits for a plan, a
+recording or a pipeline."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PLAIN, VERIFY = frozenset[Option](), frozenset[Option]({"verify"})
 
 
 def programs(sizes: PassSizes, draft: bool = False) -> list[tuple[Phase, int, int, frozenset[Option]]]:
-    """(phase, rows, rows whose logits are wanted, options) of every plan that a scheduled pass may take (Runner.start), for
-    requests that ask for nothing special. draft: of an engine that guesses for another; what it verifies itself,
+    """(phase, rows, rows whose logits are wanted, options) of every plan that a scheduled pass may take (Runner.start),
+    for requests that ask for nothing special. draft: of an engine that guesses for another; what it verifies itself,
     Engine.warm_up makes."""
     found: list[tuple[Phase, int, int, frozenset[Option]]] = [("decode", n, n, PLAIN) for n in sizes.decode]
     found += [("prefill", rows, outs, PLAIN) for rows in sizes.rows for outs in (0, *_outs(sizes.outs, rows))]
@@ -29,13 +29,14 @@ def programs(sizes: PassSizes, draft: bool = False) -> list[tuple[Phase, int, in
 
 
 def _outs(buckets: Sequence[int], rows: int) -> list[int]:
-    """Those that some pass of so many rows takes: one has more rows than the bucket before it, if not as many as itself."""
+    """Those that some pass of so many rows takes: one has more rows than the bucket before it, if not as many as
+    itself."""
     return [outs for before, outs in zip((0, *buckets), buckets, strict=False) if before < rows]
 
 
 def warm(engine: Engine, draft: bool = False) -> None:
-    """Make them, in every pipeline slot; with a bar where the engine shows progress. On cpu nothing is compiled: plans are made as
-    they come. draft: as for `programs`."""
+    """Make them, in every pipeline slot; with a bar where the engine shows progress. On cpu nothing is compiled: plans
+    are made as they come. draft: as for `programs`."""
     if engine.device.backend == "cpu":
         return
     wanted = programs(engine.sizes, draft)

@@ -28,8 +28,8 @@ def stored_types(checkpoint: Checkpoint, weights: str | None, backend: str = "cp
     """Dtype and shape of every tensor as the device will hold it: matrices in type `weights`, else as in the file, else
     (a type that the backend does not compute with) in the one near it.
 
-    Vectors and the smallest matrices stay float32, and `weights` does not mean the classes AS_STORED. Raises ValueError for an
-    unknown type or rows that are not whole blocks.
+    Vectors and the smallest matrices stay float32, and `weights` does not mean the classes AS_STORED. Raises ValueError
+    for an unknown type or rows that are not whole blocks.
     """
     makes = [t for t in WRITABLE_TYPES if t in computed(backend)]
     if weights is not None and weights not in WEIGHT_TYPES:
@@ -60,8 +60,9 @@ def upload(
     progress: bool = True,
     stored: Callable[[], object] = lambda: None,
 ) -> tuple[Reencoded, ...]:
-    """Store every weight on the device, one after another; each source is read when it is stored, and converted to its dtype
-    in `types` a few rows at a time. Returns what was re-encoded because the device does not compute with a file's type.
+    """Store every weight on the device, one after another; each source is read when it is stored, and converted to its
+    dtype in `types` a few rows at a time. Returns what was re-encoded because the device does not compute with a file's
+    type.
 
     Above one second a progress bar in bytes appears on a terminal, elsewhere a line now and then. `stored` is called
     after each tensor.
@@ -93,7 +94,9 @@ def _makers(checkpoint: Checkpoint, name: str, dtype: str, changed: dict[str, fl
     def make(start: int, stop: int) -> Tensor:
         out = Tensor.empty(dtype, (stop - start, width))
         with ThreadPoolExecutor() as threads:  # NumPy lets go of the interpreter
-            roundings = list(threads.map(lambda span: fill(out, start, *span), row_blocks(stop - start, width, _AT_ONCE)))
+            roundings = list(
+                threads.map(lambda span: fill(out, start, *span), row_blocks(stop - start, width, _AT_ONCE))
+            )
         if changes:
             changed[name] = max(changed.get(name, 0.0), *roundings)
         return out
@@ -115,4 +118,3 @@ def _makers(checkpoint: Checkpoint, name: str, dtype: str, changed: dict[str, fl
 def convert(tensor: Tensor, dtype: str) -> Tensor:
     """The tensor in another storage type, through float32."""
     return quantise(dequantise(tensor), dtype)
-

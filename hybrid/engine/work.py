@@ -1,14 +1,15 @@
 """What scheduled passes have taken: seconds in which the device ran them, and what their plans declare for them.
 
     phase     of a pass: `decode` has rows of sequences that decode alone, `prefill` of prompts alone, `mixed` both
-    seconds   from its submission, or from the end of the pass before, until the host saw that it had ended: the host's clock,
+    seconds   from its submission, or from the end of the pass before, until the host saw that it had ended: the host's
+    clock,
               so a pass that ends while the host is busy seems longer by that, and the one behind it shorter
     bytes, operations
               by the declared costs of the plan that ran, for the rows, sequences and mean context that the pass had
 
-A pass costs the host a few additions; costs are computed when somebody asks. They are multilinear in rows, sequences and
-context, up to windows and the last block, as long as contexts are within two neighbouring powers of two: so sums of products
-are kept for each plan and power of two, and a plan's declared cost is evaluated at the corners.
+A pass costs the host a few additions; costs are computed when somebody asks. They are multilinear in rows, sequences
+and context, up to windows and the last block, as long as contexts are within two neighbouring powers of two: so sums of
+products are kept for each plan and power of two, and a plan's declared cost is evaluated at the corners.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class Work:
         return found
 
     def _at_corners(self, sums: _Sums) -> np.ndarray:
-        """[2, rows, sequences, context]: bytes and operations of the plan at the corners; decode plans have a sequence for each
-        row, so theirs are a square."""
+        """[2, rows, sequences, context]: bytes and operations of the plan at the corners; decode plans have a sequence
+        for each row, so theirs are a square."""
         with self._lock:
             found = self._corners.get(key := (id(sums.plan), sums.low))
             if found is None:

@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
         help=".gguf file or Hugging Face directory (default: the embedded demonstration model)",
     )
     p.add_argument("--prompt", "-p", help="text to continue; - reads standard input")
-    p.add_argument("--max-tokens", "-n", type=positive, metavar="N", help="stop after N tokens (64; 1024 in a conversation)")
+    p.add_argument(
+        "--max-tokens", "-n", type=positive, metavar="N", help="stop after N tokens (64; 1024 in a conversation)"
+    )
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (0)")
     p.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K most likely; 0 is off (0)")
     p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose within this mass; 1 is off (1)")
@@ -60,10 +62,18 @@ def parser() -> argparse.ArgumentParser:
         help="divide logits of tokens that prompt or text have by R (multiply negative ones); 1 is off (1)",
     )
     p.add_argument(
-        "--presence-penalty", type=float, default=0.0, metavar="P", help="subtract P from logits of tokens the text has (0)"
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="subtract P from logits of tokens the text has (0)",
     )
     p.add_argument(
-        "--frequency-penalty", type=float, default=0.0, metavar="P", help="subtract P as often as the text has the token (0)"
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="subtract P as often as the text has the token (0)",
     )
     p.add_argument(
         "--logit-bias",
@@ -80,7 +90,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the prompt is one user turn, in the model's chat format; without --prompt, a conversation at the terminal",
     )
-    p.add_argument("--system", default="", metavar="TEXT", help="with --chat: how the model is to answer (no system prompt)")
+    p.add_argument(
+        "--system", default="", metavar="TEXT", help="with --chat: how the model is to answer (no system prompt)"
+    )
     p.add_argument(
         "--parse-special",
         action="store_true",
@@ -88,7 +100,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add_engine(p)
     p.add_argument(
-        "--tokens-per-submit", type=positive, default=1, metavar="N", help="text comes N tokens at a time, for less work (1)"
+        "--tokens-per-submit",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="text comes N tokens at a time, for less work (1)",
     )
     p.add_argument(
         "--batch",
@@ -107,7 +123,11 @@ def parser() -> argparse.ArgumentParser:
     add_ray(p, "with --batch: shared out between engines, through Ray Data")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     p.add_argument(
-        "--logprobs", type=int, default=0, metavar="N", help="with --json or --output: of each token, and of the N best (0)"
+        "--logprobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --json or --output: of each token, and of the N best (0)",
     )
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
     p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
@@ -136,7 +156,9 @@ def _main(args: argparse.Namespace) -> int:
             raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
         path = DEMO
     with usage():  # refused before the model is loaded
-        Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, **_penalties(args), logprobs=args.logprobs)
+        Sampling(
+            args.temperature, args.top_k, args.top_p, args.min_p, args.seed, **_penalties(args), logprobs=args.logprobs
+        )
         check_guesses(args)
         StopFilter(args.stop)
     if args.logprobs and not args.json and args.output is None:
@@ -194,8 +216,15 @@ def _run_batch(model: Any, asked: Any, args: argparse.Namespace) -> int:
     from hybrid.generate.many import run_batch
 
     guesses = model.drafting.name if args.stats and model.drafting is not None else ""
-    return run_batch(model, lambda text: _encoded(model, text, args), asked, _options(args), output=args.output, as_json=args.json,
-                     guesses=guesses)  # fmt: skip
+    return run_batch(
+        model,
+        lambda text: _encoded(model, text, args),
+        asked,
+        _options(args),
+        output=args.output,
+        as_json=args.json,
+        guesses=guesses,
+    )
 
 
 def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespace, devices: list[str]) -> int:
@@ -232,7 +261,8 @@ def _encoded(model: Any, text: str, args: argparse.Namespace) -> list[int]:
 
 
 def _penalties(args: argparse.Namespace) -> dict[str, Any]:
-    """The options by which tokens are chosen from other logits than the model's, as Sampling and Model.generate name them."""
+    """The options by which tokens are chosen from other logits than the model's, as Sampling and Model.generate name
+    them."""
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     return {name: getattr(args, name) for name in names} | {"logit_bias": dict(args.logit_bias)}
 

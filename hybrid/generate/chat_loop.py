@@ -68,10 +68,21 @@ class Conversation:
         self.refused = ""
         try:
             pieces = self.model.generate(
-                self._ids(turn), o.max_tokens, o.temperature, o.top_k, o.top_p, o.min_p, o.seed, o.stop, o.ignore_eos,
-                self._session, repetition_penalty=o.repetition_penalty, presence_penalty=o.presence_penalty,
-                frequency_penalty=o.frequency_penalty, logit_bias=o.logit_bias,
-            )  # fmt: skip
+                self._ids(turn),
+                o.max_tokens,
+                o.temperature,
+                o.top_k,
+                o.top_p,
+                o.min_p,
+                o.seed,
+                o.stop,
+                o.ignore_eos,
+                self._session,
+                repetition_penalty=o.repetition_penalty,
+                presence_penalty=o.presence_penalty,
+                frequency_penalty=o.frequency_penalty,
+                logit_bias=o.logit_bias,
+            )
         except ContextExceeded:
             self.refused = text
             raise
@@ -83,8 +94,9 @@ class Conversation:
         return encode(checkpoint.tokenizer, [*first, *messages], checkpoint.chat_template, self.options.parse_special)
 
     def drop(self) -> int:
-        """Forget the oldest turns (each with its answer), until the turn that was refused, or any short one, leaves room for
-        an answer: a quarter of the context, or max_tokens. Always one, if there is one. Returns how many were forgotten."""
+        """Forget the oldest turns (each with its answer), until the turn that was refused, or any short one, leaves
+        room for an answer: a quarter of the context, or max_tokens. Always one, if there is one. Returns how many were
+        forgotten."""
         ctx, dropped = self.model.engine.cache.ctx, 0
         most = ctx - min(self.options.max_tokens, ctx // _ROOM)
         asked: Message = {"role": "user", "content": self.refused or "?"}
@@ -219,8 +231,10 @@ def _turn(conversation: Conversation, text: str, details: bool) -> None:
     elif stats is not None and stats.finish == "length":
         _say(f"cut after {stats.tokens} tokens: --max-tokens allows more")
     elif stats is not None and stats.finish == "context":
-        _say(f"the context of {model.engine.cache.ctx} tokens is full: /drop forgets the oldest turns, /reset all; "
-             "or start with a larger --ctx")
+        _say(
+            f"the context of {model.engine.cache.ctx} tokens is full: /drop forgets the oldest turns, /reset all; "
+            "or start with a larger --ctx"
+        )
     if details and stats is not None:
         _say("\n".join([stats.line(), *stats.reasons(), *stats.details()]))
 

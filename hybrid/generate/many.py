@@ -1,8 +1,8 @@
 """generate --batch FILE: many prompts at once, their results in the file's order.
 
-FILE has a prompt a line, or, where a line begins with {, a JSON object: {"prompt": "...", "max_tokens": 100, ...} with any option
-of Model.submit. Results go to standard output, or, one JSON object a line, into --output FILE; results that are there already are
-kept, so that what was interrupted goes on.
+FILE has a prompt a line, or, where a line begins with {, a JSON object: {"prompt": "...", "max_tokens": 100, ...} with
+any option of Model.submit. Results go to standard output, or, one JSON object a line, into --output FILE; results that
+are there already are kept, so that what was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -109,10 +109,18 @@ def encoded(model: Any, text: str, chat: bool, system: str, parse_special: bool)
     return list(encode(model.checkpoint.tokenizer, messages, model.checkpoint.chat_template, parse_special))
 
 
-def run_batch(model: Any, encode: Callable[[str], Sequence[int]], asked: Sequence[Asked], options: Mapping[str, Any], *,
-              output: Path | None, as_json: bool, guesses: str = "") -> int:  # fmt: skip
-    """Generate for all; prints or writes the results, then a line of totals on standard error, and one of guesses where `guesses`
-    says whose they are. Returns the exit code: 1 where a prompt has an error in place of a text."""
+def run_batch(
+    model: Any,
+    encode: Callable[[str], Sequence[int]],
+    asked: Sequence[Asked],
+    options: Mapping[str, Any],
+    *,
+    output: Path | None,
+    as_json: bool,
+    guesses: str = "",
+) -> int:
+    """Generate for all; prints or writes the results, then a line of totals on standard error, and one of guesses where
+    `guesses` says whose they are. Returns the exit code: 1 where a prompt has an error in place of a text."""
 
     def results(rest: Sequence[Asked], first: int) -> Iterator[dict[str, Any]]:
         def asked_for(a: Asked) -> Handle:
@@ -126,9 +134,17 @@ def run_batch(model: Any, encode: Callable[[str], Sequence[int]], asked: Sequenc
     return write_all(results, asked, model.device, output=output, as_json=as_json, guesses=guesses)
 
 
-def write_all(results: Callable[[Sequence[Asked], int], Iterator[dict[str, Any]]], asked: Sequence[Asked], device: str, *,
-              output: Path | None, as_json: bool, guesses: str = "") -> int:  # fmt: skip
-    """Print or write what `results` makes of the prompts that have none yet, of which the first has that index; in order."""
+def write_all(
+    results: Callable[[Sequence[Asked], int], Iterator[dict[str, Any]]],
+    asked: Sequence[Asked],
+    device: str,
+    *,
+    output: Path | None,
+    as_json: bool,
+    guesses: str = "",
+) -> int:
+    """Print or write what `results` makes of the prompts that have none yet, of which the first has that index; in
+    order."""
     done = 0 if output is None else written(output, asked)
     rest = asked[done:]
     if done:
@@ -164,8 +180,15 @@ def result(index: int, asked: Asked, one: Completion | Exception) -> dict[str, A
         return {"index": index, "prompt": asked.prompt, "error": f"{asked.where}: {one}" if asked.where else str(one)}
     usage = {f.name: getattr(one.usage, f.name) for f in fields(one.usage)}
     timings = {f.name: getattr(one.timings, f.name) for f in fields(one.timings)}
-    found = {"index": index, "prompt": asked.prompt, "text": one.text, "ids": list(one.ids), "finish": one.finish,
-             "usage": usage, "timings": timings}  # fmt: skip
+    found = {
+        "index": index,
+        "prompt": asked.prompt,
+        "text": one.text,
+        "ids": list(one.ids),
+        "finish": one.finish,
+        "usage": usage,
+        "timings": timings,
+    }
     if one.logprobs is not None:
         found["logprobs"] = [{"id": p.id, "logprob": p.logprob, "top": [list(t) for t in p.top]} for p in one.logprobs]
     return found

@@ -1,7 +1,7 @@
 """generate --batch --ray: the prompts of a file as a Ray dataset, mapped by a pool of engines, one for each device.
 
-Ray Data hands out parts of the file, gives what a lost engine had to another one, and keeps the order. A part holds some times
-as many prompts as an engine runs together, so that few of them wait for the last of a part.
+Ray Data hands out parts of the file, gives what a lost engine had to another one, and keeps the order. A part holds
+some times as many prompts as an engine runs together, so that few of them wait for the last of a part.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ class Devices:
 
 
 class Engine:
-    """Maps parts of the dataset: rows with `asked`, JSON of [index, prompt, options, line], get `result`, JSON of a result or of
-    why there is none."""
+    """Maps parts of the dataset: rows with `asked`, JSON of [index, prompt, options, line], get `result`, JSON of a
+    result or of why there is none."""
 
-    def __init__(self, load: Mapping[str, Any], devices: Any, options: Mapping[str, Any], prompts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, load: Mapping[str, Any], devices: Any, options: Mapping[str, Any], prompts: Mapping[str, Any]
+    ) -> None:
         import ray
 
         import hybrid
@@ -87,7 +89,9 @@ class Pool:
     load: Mapping[str, Any]
     devices: Sequence[str]
 
-    def results(self, rest: Sequence[Asked], first: int, options: Mapping[str, Any], prompts: Prompts) -> Iterator[dict[str, Any]]:
+    def results(
+        self, rest: Sequence[Asked], first: int, options: Mapping[str, Any], prompts: Prompts
+    ) -> Iterator[dict[str, Any]]:
         """Of each prompt, in order, as they come; `first`: the first one's index."""
         import ray.data
 

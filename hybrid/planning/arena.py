@@ -1,5 +1,5 @@
-"""Offsets of activations in their shared arena: each lives from the step that writes it to the last that reads it, and two
-whose lifetimes overlap never share bytes. Greedy best fit, largest first (the order matters more than the fit)."""
+"""Offsets of activations in their shared arena: each lives from the step that writes it to the last that reads it, and
+two whose lifetimes overlap never share bytes. Greedy best fit, largest first (the order matters more than the fit)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sizes of the KV cache.
 
-Two groups of layers: `global` ones see the whole context and own a block for every `block` positions of it; `local` ones see
-a sliding window, so a short ring of blocks, assigned cyclically, serves any context.
+Two groups of layers: `global` ones see the whole context and own a block for every `block` positions of it; `local`
+ones see a sliding window, so a short ring of blocks, assigned cyclically, serves any context.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ DEFAULT_CTX = 4096  # positions per sequence, unless said, where the model has a
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """ctx: positions per sequence. window: of local layers, in positions, the row's own included; 0 = no local layers. chunk:
-    most rows of one sequence in flight, those of a prefill pass or of all that overlap. slots: sequences. Made by `of`, except
-    in tests. rows: most rows of any pass (0: chunk). held: blocks of a global and of a local layer (0: what all slots need at
-    their longest)."""
+    """ctx: positions per sequence. window: of local layers, in positions, the row's own included; 0 = no local layers.
+    chunk: most rows of one sequence in flight, those of a prefill pass or of all that overlap. slots: sequences. Made
+    by `of`, except in tests. rows: most rows of any pass (0: chunk). held: blocks of a global and of a local layer (0:
+    what all slots need at their longest)."""
 
     ctx: int
     window: int
@@ -41,8 +41,11 @@ class CacheShape:
             raise ValueError(f"held must be numbers of blocks, not {self.held}")
 
     @classmethod
-    def of(cls, hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1, held: tuple[int, int] = (0, 0)) -> CacheShape:
-        """For a model, with prefill passes of at most `rows` rows, of which `in_flight` overlap (planning/pipeline.py)."""
+    def of(
+        cls, hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1, held: tuple[int, int] = (0, 0)
+    ) -> CacheShape:
+        """For a model, with prefill passes of at most `rows` rows, of which `in_flight` overlap
+        (planning/pipeline.py)."""
         return cls(ctx, hp.window, min(in_flight * rows, ctx), slots, rows=rows, held=held)
 
     @property
@@ -59,14 +62,14 @@ class CacheShape:
         return min(self.table, (span + self.block - 2) // self.block + 1)
 
     def forgets(self, lost: int) -> bool:
-        """Whether a sequence cannot go back by so many positions: its local layers' ring holds later ones in place of some that
-        attention would read again."""
+        """Whether a sequence cannot go back by so many positions: its local layers' ring holds later ones in place of
+        some that attention would read again."""
         return bool(lost and self.window and self.ring < self.table and lost > self.ring * self.block - self.window)
 
     @property
     def entries(self) -> int:
-        """Block-table entries that a pass may bring: those of a sequence that finds its whole context in the cache, and of every
-        block that the rows of a pass may begin."""
+        """Block-table entries that a pass may bring: those of a sequence that finds its whole context in the cache, and
+        of every block that the rows of a pass may begin."""
         return 2 * (self.table + 2 * self.slots + self.most_rows // self.block + 1)
 
     @property

@@ -22,7 +22,8 @@ def memory(plan: Plan) -> dict[str, int]:
 
 
 def purpose(decl: TensorDecl) -> str:
-    """What a tensor is for, as memory is told by plans: as Device.memory() tells it, RoPE tables and the KV cache apart."""
+    """What a tensor is for, as memory is told by plans: as Device.memory() tells it, RoPE tables and the KV cache
+    apart."""
     return {"rope": "tables", "kv": "kv"}.get(decl.role) or PURPOSE[decl.kind]
 
 

@@ -78,7 +78,8 @@ class Names:
         return {**self.base, **{f"{LAYER}.{name}": value for name, value in own.items()}, "l": layer}
 
     def fill(self, text: str, layer: int | None) -> str:
-        """`blk.{l}.attn_norm.weight` for a layer; {l+1}, {layer.NAME} and {name of a value} likewise, {L} = number of layers."""
+        """`blk.{l}.attn_norm.weight` for a layer; {l+1}, {layer.NAME} and {name of a value} likewise, {L} = number of
+        layers."""
 
         def hole(match: re.Match[str]) -> str:
             name = match.group(1)
@@ -94,7 +95,13 @@ class Names:
             number = self.numbers(layer).get(name) if of_layer else None
             if isinstance(number, int):
                 return str(number)
-            known = ["l", "l+1", "L", *self.schedule.values, *(n for n in self.numbers(layer) if n.startswith(f"{LAYER}."))]
+            known = [
+                "l",
+                "l+1",
+                "L",
+                *self.schedule.values,
+                *(n for n in self.numbers(layer) if n.startswith(f"{LAYER}.")),
+            ]
             raise self.error(text, f"unknown {{{name}}}{nearest(name, known)}")
 
         return _HOLE.sub(hole, text) if "{" in text else text
@@ -161,7 +168,9 @@ def expand(names: Names, phase: Phase) -> list[Draft]:
     seen: set[str] = set()
     for draft in drafts:
         if draft.name in seen:
-            raise names.error(draft.name, "two steps of this name run in the same layer and phase: their conditions overlap")
+            raise names.error(
+                draft.name, "two steps of this name run in the same layer and phase: their conditions overlap"
+            )
         seen.add(draft.name)
     return drafts
 
@@ -185,7 +194,9 @@ def declared(names: Names, drafts: list[Draft]) -> dict[str, tuple[Declared, int
             _, first, _ = found.setdefault(name := names.fill(text, layer), (decl, layer, text))
             own, other = names.hparams.layers[layer], names.hparams.layers[layer if first is None else first]
             if decl.role == "rope" and own.rotation != other.rotation:
-                raise names.error(f"tensors.{text}", f"layers {first} and {layer} rotate differently, but both have {name}")
+                raise names.error(
+                    f"tensors.{text}", f"layers {first} and {layer} rotate differently, but both have {name}"
+                )
     return found
 
 
@@ -236,8 +247,8 @@ def _joined(infos: list[WeightInfo]) -> dict[str, Any]:
 def housed(
     tensors: Mapping[str, TensorDecl], users: Mapping[str, set[str]], schedule: Schedule, main: str
 ) -> dict[str, TensorDecl]:
-    """Weights that one device beside the main one alone has steps with (`users`: devices by tensor), where nothing takes these
-    over, declared to lie there."""
+    """Weights that one device beside the main one alone has steps with (`users`: devices by tensor), where nothing
+    takes these over, declared to lie there."""
     away = {s.device for s in schedule.steps} - {"main", main, *schedule.fallback}
     weights = [n for n, d in tensors.items() if d.kind == "weight" and not d.role]
     alone = {n: next(iter(users[n])) for n in weights if len(users.get(n, ())) == 1}

@@ -36,8 +36,8 @@ class Footprint:
     scratch: int
     """The arena that activations share."""
     beside: int = 0
-    """What kernels take beside it: partial results, a weight's f16 numbers where it is unpacked before a product. Of the
-    pass that takes most, which need not be the largest: few rows are cut into more parts."""
+    """What kernels take beside it: partial results, a weight's f16 numbers where it is unpacked before a product. Of
+    the pass that takes most, which need not be the largest: few rows are cut into more parts."""
 
     @property
     def total(self) -> int:
@@ -57,7 +57,9 @@ def nothing_again(dtype: str, shape: tuple[int, ...]) -> int:
     return 0
 
 
-def laid_out_again(hparams: HParams, weights: Mapping[str, WeightInfo], again: Callable[[str, tuple[int, ...]], int]) -> int:
+def laid_out_again(
+    hparams: HParams, weights: Mapping[str, WeightInfo], again: Callable[[str, tuple[int, ...]], int]
+) -> int:
     """Bytes of the second layouts of a model's weights. again: Device.second_layout."""
     found = (weights[in_layer(i, "ffn_down.weight")] for i, layer in enumerate(hparams.layers) if layer.sparsity)
     return sum(again(w.dtype, w.shape) for w in found)
@@ -78,11 +80,11 @@ def footprint(
     schedule: Schedule | None = None,
     device: str = "cpu",
 ) -> Footprint:
-    """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default: what suits the
-    capabilities) would hold it on a device that has `capabilities`, whose kernels take `beside(plan)` bytes of their own.
-    again: see laid_out_again; in `weights`.
-    schedule: another than the family's. Where it places steps on a second device, this is what the main one (`device`) holds,
-    rows and activations of every pass in flight included, weights of the second one alone not.
+    """As an engine with `batch` slots of `context` positions and prefill passes of `chunk` rows (default: what suits
+    the capabilities) would hold it on a device that has `capabilities`, whose kernels take `beside(plan)` bytes of
+    their own. again: see laid_out_again; in `weights`.
+    schedule: another than the family's. Where it places steps on a second device, this is what the main one (`device`)
+    holds, rows and activations of every pass in flight included, weights of the second one alone not.
 
     Logits and hidden states that are read back (model.logits, model.hidden_states) are not in it. ValueError for a
     batch or context that cannot be.
@@ -110,9 +112,9 @@ def footprint(
 
 
 def thinned(target: Target, each: int = 2) -> tuple[Target, tuple[int, ...]]:
-    """The same model with two layers of each kind (its numbers, and the types and shapes of its weights; `each`) and those whose
-    caches they read, and how many layers each of them stands for. What the others take follows: a plan's layers of one kind
-    differ in names alone, and its activations live from one layer to the next at most."""
+    """The same model with two layers of each kind (its numbers, and the types and shapes of its weights; `each`) and
+    those whose caches they read, and how many layers each of them stands for. What the others take follows: a plan's
+    layers of one kind differ in names alone, and its activations live from one layer to the next at most."""
     kinds: dict[object, list[int]] = {}
     own: dict[int, list[tuple[str, WeightInfo]]] = {}
     for name, info in target.weights.items():
@@ -137,9 +139,9 @@ def thinned(target: Target, each: int = 2) -> tuple[Target, tuple[int, ...]]:
 
 
 def every_size(target: Target, sizes: PassSizes) -> Iterator[Plan]:
-    """Plans of every number of rows that an engine compiles, of one layer of each kind, for steps use the same memory beside the
-    arena one after another: few rows may be cut into more parts than many. None where passes overlap: a multi-device cuts the
-    plans into segments, whose scratch it does not reserve."""
+    """Plans of every number of rows that an engine compiles, of one layer of each kind, for steps use the same memory
+    beside the arena one after another: few rows may be cut into more parts than many. None where passes overlap: a
+    multi-device cuts the plans into segments, whose scratch it does not reserve."""
     if pipeline_depth(target.schedule) > 1:
         return
     target, _ = thinned(target, 1)

@@ -1,5 +1,5 @@
-"""The plans that were made last. The same ones are asked for again and again: by the statistics of every generation, by what a
-model takes beside what it needs, by the next engine of a model that was loaded before."""
+"""The plans that were made last. The same ones are asked for again and again: by the statistics of every generation, by
+what a model takes beside what it needs, by the next engine of a model that was loaded before."""
 
 from __future__ import annotations
 

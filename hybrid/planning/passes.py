@@ -12,7 +12,21 @@ ROW_BUCKETS = (1, 8, 32, 128, 512)
 GUESSED_ROWS = 32
 """Rows of a pass up to which several sequences may all have guesses."""
 GUESSED_BUCKETS = (1, 2, 4, 8, 16, 32, 128, 512)  # where passes verify guesses: few rows cost by their number
-MATRIX_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 256)  # of decode passes where few rows have other kernels than many
+MATRIX_BUCKETS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    24,
+    32,
+    40,
+    48,
+    64,
+    96,
+    128,
+    256,
+)  # of decode passes where few rows have other kernels than many
 CHUNK, MATRIX_CHUNK = 512, 2048  # rows of a prefill pass; where matrix units multiply, more are needed to fill them
 FIXED_ROWS = 8  # of every pass of a deterministic engine on Vulkan
 LOGITS_BYTES, HIDDEN_BYTES = 64 << 20, 256 << 20  # most host memory for one pass of logits() and hidden_states()
@@ -42,15 +56,15 @@ def chunk_of(capabilities: Collection[str]) -> int:
 
 
 def decode_buckets_of(capabilities: Collection[str]) -> tuple[int, ...]:
-    """Row counts of decode passes on a device with these capabilities. Where matrix units multiply, few rows and many have other
-    kernels; elsewhere a pass costs what its live rows cost."""
+    """Row counts of decode passes on a device with these capabilities. Where matrix units multiply, few rows and many
+    have other kernels; elsewhere a pass costs what its live rows cost."""
     return MATRIX_BUCKETS if "f16_matrices" in capabilities else ROW_BUCKETS
 
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """Row counts to make plans for, ascending: of prefill passes (`rows`), of sequences that get a token there (`outs`), of decode
-    passes (`decode`). `logits`, `hidden`: most rows of a pass that reads those back."""
+    """Row counts to make plans for, ascending: of prefill passes (`rows`), of sequences that get a token there
+    (`outs`), of decode passes (`decode`). `logits`, `hidden`: most rows of a pass that reads those back."""
 
     rows: tuple[int, ...]
     outs: tuple[int, ...]
@@ -62,21 +76,33 @@ class PassSizes:
 
     @property
     def wanted(self) -> int:
-        """Most rows of a prefill pass whose tokens are chosen: of every sequence one, and guesses of one or of several."""
+        """Most rows of a prefill pass whose tokens are chosen: of every sequence one, and guesses of one or of
+        several."""
         slots = self.outs[-1]
         return min(max(slots + self.guesses, min(GUESSED_ROWS, slots * (1 + self.guesses))), self.rows[-1])
 
     @property
     def wants(self) -> tuple[int, ...]:
         """The same as numbers to make plans for: of sequences, and, with guesses, of few rows of one."""
-        few = tuple(n for n in GUESSED_BUCKETS if n < self.wanted) if self.guesses and len(self.outs) < len(self.rows) else ()
+        few = (
+            tuple(n for n in GUESSED_BUCKETS if n < self.wanted)
+            if self.guesses and len(self.outs) < len(self.rows)
+            else ()
+        )
         return tuple(sorted({*self.outs, *few, self.wanted}))
 
 
-def pass_sizes(hp: HParams, ctx: int, slots: int, chunk: int, fixed: int | None = None, guesses: int = 0,
-               decode: Sequence[int] = ROW_BUCKETS) -> PassSizes:  # fmt: skip
-    """For `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows; or every pass of `fixed`. guesses: most
-    guessed tokens of a pass. decode: rows of decode passes."""
+def pass_sizes(
+    hp: HParams,
+    ctx: int,
+    slots: int,
+    chunk: int,
+    fixed: int | None = None,
+    guesses: int = 0,
+    decode: Sequence[int] = ROW_BUCKETS,
+) -> PassSizes:
+    """For `slots` sequences of `ctx` positions and prefill passes of at most `chunk` rows; or every pass of `fixed`.
+    guesses: most guessed tokens of a pass. decode: rows of decode passes."""
     most = fixed or max(min(chunk, ctx * slots), slots + guesses, min(GUESSED_ROWS, slots * (1 + guesses)))
     few = GUESSED_BUCKETS if guesses else ROW_BUCKETS
     rows, outs, alone = ((most,),) * 3 if fixed else (buckets(most, few), buckets(slots), buckets(slots, decode))

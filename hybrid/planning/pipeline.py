@@ -1,9 +1,10 @@
-"""Prefill passes that overlap. Each uses a pipeline slot: rows, control words and activations of its own; weights, caches and
-the state of sequences are shared. Which segments of an earlier pass a later one waits for is read off the plans (`needs`).
+"""Prefill passes that overlap. Each uses a pipeline slot: rows, control words and activations of its own; weights,
+caches and the state of sequences are shared. Which segments of an earlier pass a later one waits for is read off the
+plans (`needs`).
 
-A pass appends its own positions to a cache and reads those up to them. So of two passes in flight the later one reads what
-the earlier appended, and overwrites nothing that it still reads: rings have room for the rows of every pipeline slot
-(CacheShape's chunk).
+A pass appends its own positions to a cache and reads those up to them. So of two passes in flight the later one reads
+what the earlier appended, and overwrites nothing that it still reads: rings have room for the rows of every pipeline
+slot (CacheShape's chunk).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hybrid.spec import load_op
 from hybrid.spec.schedule import Schedule
 
 BY_SLOT = ("next_token", "next_position", "global_table", "local_table", "history")
-"""Arguments of begin_pass by which overlapping passes do not wait for one another: their rows all come from the host, and what
-it enters of a slot is beyond the positions that a pass in flight has reached."""
+"""Arguments of begin_pass by which overlapping passes do not wait for one another: their rows all come from the host,
+and what it enters of a slot is beyond the positions that a pass in flight has reached."""
 CACHES = ("k_cache", "v_cache")  # arguments that are read and appended to through block_table
 
 
@@ -41,7 +42,8 @@ def name_in_slot(name: str, pipeline_slot: int) -> str:
 
 
 def is_result(name: str) -> bool:
-    """Logits and hidden states that a plan leaves for the host: their tensors are stored when they are first asked for."""
+    """Logits and hidden states that a plan leaves for the host: their tensors are stored when they are first asked
+    for."""
     return name.partition("@")[0] == "logits" or name.startswith("hidden.")
 
 
@@ -55,8 +57,8 @@ def outlasting(plans: Iterable[Plan]) -> dict[str, TensorDecl]:
 
 
 def for_pipeline_slot(plan: Plan, pipeline_slot: int, schedule: Schedule, arena_bytes: int) -> Plan:
-    """The same pass on the tensors of a pipeline slot and its range of the arena; slot 0 keeps the plan's names. arena_bytes:
-    of each slot's range, at least the plan's."""
+    """The same pass on the tensors of a pipeline slot and its range of the arena; slot 0 keeps the plan's names.
+    arena_bytes: of each slot's range, at least the plan's."""
     if plan.arena_bytes > arena_bytes:
         raise ValueError(f"plan {plan.name} has {plan.arena_bytes} bytes of activations, a pipeline slot {arena_bytes}")
     if pipeline_slot == 0:
@@ -81,8 +83,8 @@ def for_pipeline_slot(plan: Plan, pipeline_slot: int, schedule: Schedule, arena_
 
 
 def belongs_to_pass(plan: Plan, name: str, schedule: Schedule) -> bool:
-    """Whether a tensor belongs to one pass: activations, control words, rows, outputs and what goes from one device to another
-    do; weights, state, and what the schedule declares for sequences (`params`, `history`) do not."""
+    """Whether a tensor belongs to one pass: activations, control words, rows, outputs and what goes from one device to
+    another do; weights, state, and what the schedule declares for sequences (`params`, `history`) do not."""
     if plan.tensors[name].kind in ("weight", "state"):
         return False
     for text, declared in schedule.tensors.items():
@@ -119,8 +121,8 @@ def written(steps: Sequence[Step]) -> list[str]:
 
 
 def needs(earlier: Sequence[Segment], later: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:
-    """For each segment of a later pass: the segments of an earlier one that must be done before it begins, because it reads
-    what they write, or writes what they read or write."""
+    """For each segment of a later pass: the segments of an earlier one that must be done before it begins, because it
+    reads what they write, or writes what they read or write."""
     before, after = [uses(s) for s in earlier], [uses(s) for s in later]
     readers, writers = _by_tensor([u.reads for u in before]), _by_tensor([u.writes for u in before])
     found = []

@@ -1,4 +1,5 @@
-"""From a schedule and a checkpoint to a plan: names, shapes and dtypes of every edge checked, activations at their offsets."""
+"""From a schedule and a checkpoint to a plan: names, shapes and dtypes of every edge checked, activations at their
+offsets."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from hybrid.spec.schedule import Phase, Profile, Schedule
 from hybrid.spec.step import Option, StepSpec
 
 PrecisionName = Literal["auto", "exact", "fast"]
-_VALUES = ("hparams", "cache", "n_tokens", "precision", "kv", "device", "capabilities", "few_rows")  # of a target, to compare by
+_VALUES = (
+    "hparams",
+    "cache",
+    "n_tokens",
+    "precision",
+    "kv",
+    "device",
+    "capabilities",
+    "few_rows",
+)  # of a target, to compare by
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,16 @@ class Target:
         return profile if self.kv == "auto" else profile.model_copy(update={"kv": self.kv})
 
 
-def plan(target: Target, rows: int, outs: int, phase: Phase, capture: bool = False, sample: bool = True,
-         layout: Plan | None = None, options: Collection[Option] = ()) -> Plan:  # fmt: skip
+def plan(
+    target: Target,
+    rows: int,
+    outs: int,
+    phase: Phase,
+    capture: bool = False,
+    sample: bool = True,
+    layout: Plan | None = None,
+    options: Collection[Option] = (),
+) -> Plan:
     """The plan of one pass over at most `rows` rows, with logits for at most `outs` of them (0: none).
 
     sample=False leaves the logits in the io tensor `logits` f32 [outs, vocab]; capture=True leaves the residual
@@ -59,7 +77,9 @@ def plan(target: Target, rows: int, outs: int, phase: Phase, capture: bool = Fal
     Raises SpecError for an edge whose shape or dtype does not fit; the line names step, tensor and both sides.
     """
     if options and not sample:
-        raise ValueError(f"options {sorted(options)} belong to passes that choose tokens: make the plan with sample=True")
+        raise ValueError(
+            f"options {sorted(options)} belong to passes that choose tokens: make the plan with sample=True"
+        )
     asked = (target, rows, outs, phase, capture, sample, frozenset(options))
     values = (*(getattr(target, f) for f in _VALUES), tuple(target.weights.items()), *asked[1:])
     return KEPT.get(values, (target.schedule, layout), lambda: _plan(_Planner(*asked), layout))
@@ -73,8 +93,16 @@ def _plan(made: _Planner, layout: Plan | None) -> Plan:
 
 
 class _Planner:
-    def __init__(self, target: Target, rows: int, outs: int, phase: Phase, capture: bool, sample: bool,
-                 options: frozenset[Option]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        target: Target,
+        rows: int,
+        outs: int,
+        phase: Phase,
+        capture: bool,
+        sample: bool,
+        options: frozenset[Option],
+    ) -> None:
         self.target, self.rows, self.outs, self.phase = target, rows, outs, phase
         self.capture, self.sample, self.options = capture, sample, options
         cache = target.cache
@@ -130,8 +158,8 @@ class _Planner:
         return "rows" if draft.extent == "rows" else "outs"
 
     def _left_out(self, spec: StepSpec, args: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-        """A step of an option that this plan is made without, one that picks rows where every row is wanted, or one that changes
-        a type where its readers take the type that is there."""
+        """A step of an option that this plan is made without, one that picks rows where every row is wanted, or one
+        that changes a type where its readers take the type that is there."""
         if spec.option is not None:
             return spec.option not in self.options
         if spec.extent == "wanted":
@@ -195,7 +223,9 @@ class _Planner:
         if info is None:
             shown = args.get(arg, "no argument of this step")
             raise self._error(draft, f"act.{key} = {text!r}: {arg} is {shown}, not a weight of the checkpoint")
-        return self.target.profile(info.dtype).act_in(self.phase, self.rows, self.target.capabilities, self.target.few_rows)
+        return self.target.profile(info.dtype).act_in(
+            self.phase, self.rows, self.target.capabilities, self.target.few_rows
+        )
 
     def _wanted_dtypes(self, edges: list[tuple[Draft, dict[str, str]]]) -> dict[str, str]:
         """Activation -> the dtype that its readers take. Two readers that differ are an error."""
@@ -230,7 +260,9 @@ class _Planner:
             for key, shape in bound.items():
                 if key in made:
                     self._write(index, draft, key, args[key], shape, wanted)
-            attrs = {k: self.names.number(e, draft.layer, f"{draft.name}.attrs.{k}") for k, e in draft.spec.attrs.items()}
+            attrs = {
+                k: self.names.number(e, draft.layer, f"{draft.name}.attrs.{k}") for k, e in draft.spec.attrs.items()
+            }
             attrs = {k: float(v) if op.attributes[k].type == "float" else v for k, v in attrs.items()}
             step = Step(
                 op.name,
@@ -250,7 +282,8 @@ class _Planner:
     def _solved(
         self, op: OpSpec, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-        """Axes of an operation, and the shape of every tensor. Layers and plans repeat: each distinct question is answered once."""
+        """Axes of an operation, and the shape of every tensor. Layers and plans repeat: each distinct question is
+        answered once."""
 
         def solved() -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
             bind = op.solve(shapes, axes)
@@ -259,7 +292,8 @@ class _Planner:
         return op.once(("solved", *shapes.items(), *axes.items()), solved)
 
     def _check(self, op: OpSpec, step: Step, tensors: Mapping[str, TensorDecl]) -> None:
-        """That the step's axes, attributes and dtypes, those of every run of rows included, are allowed on its device."""
+        """That the step's axes, attributes and dtypes, those of every run of rows included, are allowed on its
+        device."""
         backend = step.device.partition(":")[0]
 
         def checked() -> bool:
@@ -277,7 +311,9 @@ class _Planner:
     def _axes(self, draft: Draft, op: OpSpec) -> dict[str, int]:
         """Axes of the operation that the family or the step names: shapes must agree with them."""
         axes = {k: v for k, v in self.names.axes(draft.layer).items() if k in op.axes}
-        return axes | {k: int(self.names.number(e, draft.layer, f"{draft.name}.axes.{k}")) for k, e in draft.spec.axes.items()}
+        return axes | {
+            k: int(self.names.number(e, draft.layer, f"{draft.name}.axes.{k}")) for k, e in draft.spec.axes.items()
+        }
 
     def _device(self, draft: Draft) -> str:
         return self.target.device if draft.spec.device == "main" else draft.spec.device
@@ -291,7 +327,9 @@ class _Planner:
             self._outlasting(name)
         elif name in self.fused:
             info, sources = self.fused[name]
-            self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight", sources=sources, row_types=info.row_types)
+            self.tensors[name] = TensorDecl(
+                name, info.dtype, info.shape, "weight", sources=sources, row_types=info.row_types
+            )
         elif name in self.target.weights:
             info = self.target.weights[name]
             self.tensors[name] = TensorDecl(name, info.dtype, info.shape, "weight")
@@ -318,7 +356,9 @@ class _Planner:
             self.tensors[name] = TensorDecl(name, dtype, shape, decl.kind, role=role, layer=layer if role else None)
         return self.tensors[name]
 
-    def _write(self, index: int, draft: Draft, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]) -> None:
+    def _write(
+        self, index: int, draft: Draft, key: str, name: str, shape: tuple[int, ...], wanted: Mapping[str, str]
+    ) -> None:
         """Declare what an operation produces; its dtype is what its readers take."""
         if name in self.declared:
             return  # op.solve has checked its shape
@@ -343,13 +383,15 @@ class _Planner:
             self.rooms[name] = replace(self.tensors[name], shape=every).nbytes
 
     def _share(self, steps: list[Step]) -> list[Step]:
-        """Activations that one device writes and another reads become io tensors, outside of either's arena. Those of one shape
-        and dtype whose lifetimes are disjoint share one tensor, under the name of the first."""
+        """Activations that one device writes and another reads become io tensors, outside of either's arena. Those of
+        one shape and dtype whose lifetimes are disjoint share one tensor, under the name of the first."""
         users: dict[str, set[str]] = {}
         for step in steps:
             for name in step.args.values():
                 users.setdefault(name, set()).add(step.device)
-        taken: dict[tuple[str, tuple[int, ...]], dict[str, int]] = {}  # dtype and shape -> tensor: the last step that uses it
+        taken: dict[
+            tuple[str, tuple[int, ...]], dict[str, int]
+        ] = {}  # dtype and shape -> tensor: the last step that uses it
         found: dict[str, str] = {}
         for name in sorted((n for n in self.lives if len(users[n]) > 1), key=lambda n: self.lives[n]):
             (first, last), decl = self.lives.pop(name), self.tensors.pop(name)
@@ -361,7 +403,8 @@ class _Planner:
         return [replace(s, args={k: found.get(n, n) for k, n in s.args.items()}) for s in steps] if found else steps
 
     def _outlive(self, edges: list[tuple[Draft, dict[str, str]]]) -> None:
-        """What a step's result is an alias of, in plans without the step, lives as long as the result: they have one layout."""
+        """What a step's result is an alias of, in plans without the step, lives as long as the result: they have one
+        layout."""
         for draft, args in edges:
             for result, given in draft.spec.alias.items() if draft.spec.extent != "wanted" else ():
                 if {args[result], args[given]} <= self.lives.keys():
@@ -369,13 +412,13 @@ class _Planner:
                     self.lives[args[given]] = (first, max(last, self.lives[args[result]][1]))
 
     def _room(self, name: str) -> int:
-        """Bytes of an activation's place: enough for every row, also where it holds the wanted ones, because a pass that reads
-        hidden states back, or many rows' logits, has the same layout."""
+        """Bytes of an activation's place: enough for every row, also where it holds the wanted ones, because a pass
+        that reads hidden states back, or many rows' logits, has the same layout."""
         return self.rooms.get(name, self.tensors[name].nbytes)
 
     def _place(self) -> int:
-        """Offsets for all activations; returns the arena's bytes. In decode an input keeps its place for a step more: in a
-        fused group some workgroups may still read it while others write results of the next step."""
+        """Offsets for all activations; returns the arena's bytes. In decode an input keeps its place for a step more:
+        in a fused group some workgroups may still read it while others write results of the next step."""
         lives = [Life(n, self._room(n), a, b + (self.phase == "decode")) for n, (a, b) in self.lives.items()]
         offsets, size = place(lives)
         self.tensors |= {name: replace(self.tensors[name], offset=offset) for name, offset in offsets.items()}

@@ -10,8 +10,8 @@ from hybrid.core.hparams import LayerParams
 def rope_table(
     ctx: int, head_dim: int, theta: float, factor: float, pairs: int | None = None, width: int | None = None
 ) -> np.ndarray:
-    """float32 [ctx, width]: angle[p, i] = p * theta^(-2i/head_dim) / factor, i < width / 2, and 0 from `pairs` on (default:
-    width and pairs are those of the whole head).
+    """float32 [ctx, width]: angle[p, i] = p * theta^(-2i/head_dim) / factor, i < width / 2, and 0 from `pairs` on
+    (default: width and pairs are those of the whole head).
 
     Computed in float64 and rounded once: at long contexts float32 angles are off by whole thousandths.
     """

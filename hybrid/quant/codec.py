@@ -101,8 +101,8 @@ def joined(what: str, value: Tensor | Rows | Packed) -> Tensor:
 
 
 def dequantise(value: Value, real: Real = np.float32, out: np.ndarray | None = None) -> np.ndarray:
-    """The numbers of a tensor [..., K] as a `real` array of its shape. In float32 they are exact, but for q8_act (24-bit
-    scale times 8-bit code) and the sum with a minimum (q4_1, q5_1, q4_k, q5_k), which are rounded once.
+    """The numbers of a tensor [..., K] as a `real` array of its shape. In float32 they are exact, but for q8_act
+    (24-bit scale times 8-bit code) and the sum with a minimum (q4_1, q5_1, q4_k, q5_k), which are rounded once.
     `out`: contiguous array of that shape and type to fill.
     A plain array of the right type is returned as it is when no `out` is given."""
     if isinstance(value, np.ndarray):

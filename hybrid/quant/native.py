@@ -15,8 +15,8 @@ for _source, _target in NATIVE.items():
 
 @cache
 def computed(backend: str) -> frozenset[str]:
-    """Types of matrices that a backend computes with, by the declaration of `linear`: whatever else models are made of takes
-    these too, or float32 alone, which it gets whatever a file has (conformance/ops/test_spec_details.py)."""
+    """Types of matrices that a backend computes with, by the declaration of `linear`: whatever else models are made of
+    takes these too, or float32 alone, which it gets whatever a file has (conformance/ops/test_spec_details.py)."""
     return frozenset(choice["w"] for choice in load_op("linear").dtype_choices(backend))
 
 

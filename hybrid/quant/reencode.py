@@ -63,7 +63,9 @@ def reencode(tensor: Tensor) -> tuple[Tensor, float]:
         scale, minimum = scales_and_minima(parts["scales"].reshape(-1, 12))
         both = parts["super"].astype(np.float32).reshape(-1, 2)
         factors = np.stack([both[:, :1] * scale, -(both[:, 1:] * minimum)], axis=-1)
-        both_halves = [c.view("V16")[..., 0] for c in halves(parts["codes"].reshape(-1, 4, 32))]  # copied 16 bytes at a time
+        both_halves = [
+            c.view("V16")[..., 0] for c in halves(parts["codes"].reshape(-1, 4, 32))
+        ]  # copied 16 bytes at a time
         codes = np.stack(both_halves, axis=2).view(np.uint8)
         high = fifth_of_q5_k(parts["high"].reshape(-1, 32)) if tensor.dtype == "q5_k" else np.empty(0, np.uint8)
     scales, rounding = _rounded(factors, tensor.dtype)
@@ -81,7 +83,9 @@ def _rounded(factors: np.ndarray, dtype: str) -> tuple[np.ndarray, float]:
     with np.errstate(over="ignore"):
         half = factors.astype(np.float16)
     if not np.isfinite(half).all():
-        raise ValueError(f"a scale of {dtype} is not finite or beyond float16, in which {NATIVE[dtype]} holds it: use --device cpu")
+        raise ValueError(
+            f"a scale of {dtype} is not finite or beyond float16, in which {NATIVE[dtype]} holds it: use --device cpu"
+        )
     change = np.abs(half.astype(np.float32) - factors)
     size = np.abs(factors)
     return half, float(np.max(np.divide(change, size, out=np.zeros_like(change), where=size > 0), initial=0.0))

@@ -1,5 +1,5 @@
-"""python -m hybrid.serve [MODEL]: an OpenAI-compatible server, a page to talk to it, and figures to watch it. HTTP lives here
-and nowhere else; everything else is the engine's."""
+"""python -m hybrid.serve [MODEL]: an OpenAI-compatible server, a page to talk to it, and figures to watch it. HTTP
+lives here and nowhere else; everything else is the engine's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default=HOST, help=f"address to listen on; 0.0.0.0 is every one of this machine ({HOST})")
     p.add_argument("--port", type=_port, default=PORT, metavar="N", help=f"0 takes a free one and prints it ({PORT})")
     p.add_argument("--name", default="", help="what the model is called in requests (the checkpoint's own name)")
-    p.add_argument("--api-key", action="append", default=[], metavar="KEY", help="refuse requests without it; may be repeated")
+    p.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="refuse requests without it; may be repeated"
+    )
     p.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line, out of other users' sight")
     p.add_argument(
         "--allow-host",
@@ -44,18 +46,28 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a further name that the Host header may have on a loopback address, behind a proxy for example; may be repeated",
     )
-    p.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="let its pages read answers; may be repeated")
+    p.add_argument(
+        "--cors", action="append", default=[], metavar="ORIGIN", help="let its pages read answers; may be repeated"
+    )
     add_engine(p)
     p.add_argument("--slots", type=positive, default=SLOTS, metavar="N", help=f"requests that run at a time ({SLOTS})")
-    p.add_argument("--no-warm-up", action="store_true", help="start sooner: a pass of a new size is compiled when it first comes")
-    p.add_argument("--queue", type=positive, default=256, metavar="N", help="requests that wait; further ones get 429 (256)")
+    p.add_argument(
+        "--no-warm-up", action="store_true", help="start sooner: a pass of a new size is compiled when it first comes"
+    )
+    p.add_argument(
+        "--queue", type=positive, default=256, metavar="N", help="requests that wait; further ones get 429 (256)"
+    )
     p.add_argument("--max-body", type=size, default="4MiB", metavar="SIZE", help="largest body of a request (4MiB)")
     p.add_argument("--max-prompt", type=positive, metavar="N", help="most tokens of a prompt (what the context holds)")
     p.add_argument("--max-tokens", type=positive, metavar="N", help="most tokens of an answer (what the context holds)")
     p.add_argument("--max-choices", type=positive, default=8, metavar="N", help="most choices of a request (8)")
-    p.add_argument("--idle", type=amount, default=30.0, metavar="SECONDS", help="drop clients silent or deaf for so long (30)")
+    p.add_argument(
+        "--idle", type=amount, default=30.0, metavar="SECONDS", help="drop clients silent or deaf for so long (30)"
+    )
     p.add_argument("--total", type=amount, default=600.0, metavar="SECONDS", help="end answers that take longer (600)")
-    p.add_argument("--drain", type=amount, default=60.0, metavar="SECONDS", help="what running requests get after SIGTERM (60)")
+    p.add_argument(
+        "--drain", type=amount, default=60.0, metavar="SECONDS", help="what running requests get after SIGTERM (60)"
+    )
     p.add_argument(
         "--on-device-loss",
         choices=("restart", "exit"),
@@ -77,7 +89,9 @@ def _main(args: argparse.Namespace) -> int:
     try:
         from hybrid.serve import process
     except ImportError as error:
-        raise ValueError(f"the server needs {error.name}, which is not installed: pip install hybrid-kernels[serve]") from None
+        raise ValueError(
+            f"the server needs {error.name}, which is not installed: pip install hybrid-kernels[serve]"
+        ) from None
     if args.model is None and args.random is None:
         if not DEMO.is_file():
             raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
@@ -98,16 +112,22 @@ def _main(args: argparse.Namespace) -> int:
     def load() -> Any:
         import hybrid
 
-        return hybrid.load(open_model(args), **options, device=args.device, progress=sys.stderr.isatty(), warm=not args.no_warm_up)
+        return hybrid.load(
+            open_model(args), **options, device=args.device, progress=sys.stderr.isatty(), warm=not args.no_warm_up
+        )
 
-    return process.serve(load, settings(args), host=args.host, port=args.port, drain=args.drain, access_log=args.access_log)
+    return process.serve(
+        load, settings(args), host=args.host, port=args.port, drain=args.drain, access_log=args.access_log
+    )
 
 
 def _ray(args: argparse.Namespace, options: dict[str, Any], devices: list[str]) -> int:
     try:
         from hybrid.serve.scale import ray
     except ImportError as error:
-        raise ValueError(f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[serve,ray]") from None
+        raise ValueError(
+            f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[serve,ray]"
+        ) from None
     return ray.run(
         options,
         settings(args),

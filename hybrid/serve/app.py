@@ -46,7 +46,12 @@ def make_app(load: Callable[[], Model], settings: Settings, end: Callable[[int, 
 
     # The pages that show an OpenAPI document load scripts from elsewhere: the document alone is served.
     app = FastAPI(
-        title="hybrid-kernels", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+        title="hybrid-kernels",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.backend = backend
     app.state.service = service
@@ -82,7 +87,9 @@ def _add_state(app: FastAPI, backend: Backend, metrics: Metrics) -> None:
 
     @app.get("/metrics", summary="Counts and times in Prometheus' form")
     async def metrics_text() -> Response:
-        return Response(await asyncio.get_running_loop().run_in_executor(figures, metrics.text), media_type=METRICS_TYPE)
+        return Response(
+            await asyncio.get_running_loop().run_in_executor(figures, metrics.text), media_type=METRICS_TYPE
+        )
 
 
 async def _api_error(_request: Request, error: Any) -> Response:

@@ -1,4 +1,5 @@
-"""The model that a server answers with: loaded in the background, loaded again after its device was lost, closed at the end."""
+"""The model that a server answers with: loaded in the background, loaded again after its device was lost, closed at the
+end."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ class Backend:
         if self.state == "stopping":
             raise unavailable("the server is stopping: send the request elsewhere", "stopping")
         if self._model is None or self.state != "ready":
-            why = "the device was lost and the model is loaded again" if self.state == "lost" else "the model is being loaded"
+            why = (
+                "the device was lost and the model is loaded again"
+                if self.state == "lost"
+                else "the model is being loaded"
+            )
             raise unavailable(f"{why}: try again", "not_ready")
         return self._model
 
@@ -73,7 +78,8 @@ class Backend:
         self._take(model)
 
     def _loaded_and_kept(self) -> Model:
-        """What a model consists of lives until it is closed: no collection in the midst of requests looks through it."""
+        """What a model consists of lives until it is closed: no collection in the midst of requests looks through
+        it."""
         gc.unfreeze()  # what was left of one before
         model = self._load()
         garbage.keep()

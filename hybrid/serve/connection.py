@@ -1,5 +1,5 @@
-"""HTTP connections: a request's head is bounded in time and size, answers cost the loop few writes, HTTP/1.0 gets no chunks, and
-refusals before there is a request are error objects too. The rest is uvicorn's."""
+"""HTTP connections: a request's head is bounded in time and size, answers cost the loop few writes, HTTP/1.0 gets no
+chunks, and refusals before there is a request are error objects too. The rest is uvicorn's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ FULL = 64 << 10
 def _refusal(status: int, reason: str, message: str, code: str) -> bytes:
     """An answer that ends its connection."""
     body = ApiError(status, message, code=code).text()
-    lines = [f"HTTP/1.1 {status} {reason}", "connection: close", "content-type: application/json", f"content-length: {len(body)}"]
+    lines = [
+        f"HTTP/1.1 {status} {reason}",
+        "connection: close",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -29,7 +34,8 @@ BROKEN = _refusal(400, "Bad Request", "this is no HTTP request", "invalid_http")
 
 
 class Gathered:
-    """A transport that writes once for all that a turn of the event loop brings. What is not here is the transport's own."""
+    """A transport that writes once for all that a turn of the event loop brings. What is not here is the transport's
+    own."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -68,8 +74,8 @@ class Unframed(RequestResponseCycle):
 
 
 class Connection(HttpToolsProtocol):
-    """A head that is not whole `seconds` after the connection was made, or after the first byte that follows an answer, ends the
-    connection, however often a byte of it comes; bodies have limits of their own (guard.py)."""
+    """A head that is not whole `seconds` after the connection was made, or after the first byte that follows an answer,
+    ends the connection, however often a byte of it comes; bodies have limits of their own (guard.py)."""
 
     seconds = 30.0
 

@@ -138,7 +138,9 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
     ids = await service.encode(request, model, text, guard=guard)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
-    shared = _shared(service, model, body, top, options.lengths(asked, None, len(ids), model.engine.cache.ctx, service.settings))
+    shared = _shared(
+        service, model, body, top, options.lengths(asked, None, len(ids), model.engine.cache.ctx, service.settings)
+    )
     notes = [f"tools of type {t} are not offered and left out" for t in tools.left_out(body.tools)]
     notes += ["nothing is stored"] if body.store else []
     constraints: list[Any] = [None] * n
@@ -148,7 +150,9 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
         except ApiError as error:
             raise await _of_tool(service, request, body, kind, offered, places[0], error) from None
     elif schema[0] is not None:
-        constraints = await service.constraints(request, model, answer_larks(schema[0], schema[1]), "response_format", n)
+        constraints = await service.constraints(
+            request, model, answer_larks(schema[0], schema[1]), "response_format", n
+        )
     if constraints[0] is not None and constraints[0].which:
         how = ("", "by types, properties and alternatives alone", "by its type alone")[constraints[0].which % LOOSER]
         notes.append(f"a schema is followed {how}")
@@ -158,7 +162,13 @@ async def asked_chat(service: Service, body: ChatRequest, request: Request, plac
 
 
 async def _of_tool(
-    service: Service, request: Request, body: ChatRequest, kind: tools.Format, offered: tools.Offer, place: str, error: ApiError
+    service: Service,
+    request: Request,
+    body: ChatRequest,
+    kind: tools.Format,
+    offered: tools.Offer,
+    place: str,
+    error: ApiError,
 ) -> ApiError:
     """A refusal of a grammar as that of the first strict tool whose schema alone is refused, where there is one."""
     model = service.model(body.model)
@@ -194,7 +204,9 @@ async def answer_completion(service: Service, body: CompletionRequest, request: 
     return await service.answer(request, jobs, form, bool(body.stream))
 
 
-async def asked_completion(service: Service, body: CompletionRequest, request: Request) -> tuple[list[Job], CompletionForm]:
+async def asked_completion(
+    service: Service, body: CompletionRequest, request: Request
+) -> tuple[list[Job], CompletionForm]:
     model = service.model(body.model)
     n = body.n or 1
     asked = _prompts(body)
@@ -216,16 +228,22 @@ async def asked_completion(service: Service, body: CompletionRequest, request: R
     for prompt, ids in zip(asked, prompts, strict=True):
         echo = Echo(len(ids))
         if body.echo:
-            known = await service.prompt_logprobs(request, model, ids, body.logprobs) if body.logprobs is not None else []
+            known = (
+                await service.prompt_logprobs(request, model, ids, body.logprobs) if body.logprobs is not None else []
+            )
             echo = Echo(len(ids), prompt if isinstance(prompt, str) else model.decode(ids), ids, known)
         echoes += [echo] * n
         if body.max_tokens == 0:
             continue
-        length = options.lengths(body.max_tokens, DEFAULT_COMPLETION, len(ids), model.engine.cache.ctx, service.settings)
+        length = options.lengths(
+            body.max_tokens, DEFAULT_COMPLETION, len(ids), model.engine.cache.ctx, service.settings
+        )
         shared = _shared(service, model, body, body.logprobs, length)
         constraints: list[Any] = [None] * n
         if schema[0] is not None:
-            constraints = await service.constraints(request, model, answer_larks(schema[0], schema[1]), "response_format", n)
+            constraints = await service.constraints(
+                request, model, answer_larks(schema[0], schema[1]), "response_format", n
+            )
         jobs += [Job(ids, options.choice(shared, i, constraints[i])) for i in range(n)]
     head = _head(service, model, body, body.logprobs, sum(map(len, prompts)))
     return jobs, CompletionForm(head, n, echoes, begun=bool(jobs))

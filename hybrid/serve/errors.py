@@ -1,4 +1,5 @@
-"""Refusals in the reference's form: {"error": {"message", "type", "param", "code"}}, and which status each error of the engine has.
+"""Refusals in the reference's form: {"error": {"message", "type", "param", "code"}}, and which status each error of the
+engine has.
 
 No answer holds a traceback or a path of the machine: what no client caused is named in the server's log only.
 """
@@ -83,13 +84,16 @@ def busy(message: str, retry_after: float) -> ApiError:
 
 
 def from_engine(error: BaseException) -> ApiError:
-    """The refusal that an error of submit or of a running request becomes. One that no client causes is printed here."""
+    """The refusal that an error of submit or of a running request becomes. One that no client causes is printed
+    here."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DeviceLost):
         return unavailable("the device was lost while this request ran: send it again", "device_lost")
     if type(error).__name__ == "QueueFull":
-        return busy("more requests wait than the queue holds: try again later", float(getattr(error, "retry_after", 1.0)))
+        return busy(
+            "more requests wait than the queue holds: try again later", float(getattr(error, "retry_after", 1.0))
+        )
     if isinstance(error, NoFreeSlot):
         return busy("all slots of the model are in use: try again later", 1.0)
     if isinstance(error, ContextExceeded):

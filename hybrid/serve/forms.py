@@ -1,5 +1,5 @@
-"""Answers of chat and completions in the reference's form, as chunks of a stream or whole. A form knows neither HTTP nor the
-engine's threads."""
+"""Answers of chat and completions in the reference's form, as chunks of a stream or whole. A form knows neither HTTP
+nor the engine's threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from hybrid.serve.http import packed
 from hybrid.serve.running import Item
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
-FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length", "deadline": "length", "cancelled": "length"}
+FINISH = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "context": "length",
+    "deadline": "length",
+    "cancelled": "length",
+}
 """The reference's word for how a text ended; it has none for a limit of time."""
 
 
@@ -88,8 +95,8 @@ class Tokens:
 
 
 def usage(done: Sequence[Completion | None], prompts: Sequence[int]) -> dict[str, Any]:
-    """Tokens of a request; done: of each choice. prompts: indices of the choices that are the first of their prompt, since a
-    prompt counts once."""
+    """Tokens of a request; done: of each choice. prompts: indices of the choices that are the first of their prompt,
+    since a prompt counts once."""
     ended = [d.usage if d is not None else Usage(0, 0, 0) for d in done]
     prompt = sum(ended[i].prompt_tokens for i in prompts)
     completion = sum(u.completion_tokens for u in ended)
@@ -115,8 +122,9 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an answer says besides its choices. top: likely tokens beside each chosen one, None without logprobs; ends: tokens that
-    end a text, which logprobs of a conversation do not name; usage: in the last chunk of a stream; every_usage: in every chunk."""
+    """What an answer says besides its choices. top: likely tokens beside each chosen one, None without logprobs; ends:
+    tokens that end a text, which logprobs of a conversation do not name; usage: in the last chunk of a stream;
+    every_usage: in every chunk."""
 
     model: str
     fingerprint: str
@@ -161,7 +169,9 @@ class _Choices:
     def close(self) -> bytes:
         out = b""
         if self.head.usage:
-            out = event({**self._same, "object": self.chunk_object, "choices": [], "usage": usage(self.done, self._prompts)})
+            out = event(
+                {**self._same, "object": self.chunk_object, "choices": [], "usage": usage(self.done, self._prompts)}
+            )
         return out + DONE
 
     def fail(self, error: ApiError) -> bytes:
@@ -225,7 +235,9 @@ class ChatForm(_Choices):
             out.append(self._delta(i, {}, None, self._finish(i)))
         return b"".join(out)
 
-    def _delta(self, index: int, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None, finish: str | None = None) -> bytes:
+    def _delta(
+        self, index: int, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None, finish: str | None = None
+    ) -> bytes:
         shown = {"content": logprobs, "refusal": None} if logprobs else None
         return self._chunk({"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish})
 
@@ -256,7 +268,8 @@ class Echo:
 
 
 class CompletionForm(_Choices):
-    """text_completion. n: choices of a prompt; echoes: the prompt of each choice; begun: whether tokens are generated."""
+    """text_completion. n: choices of a prompt; echoes: the prompt of each choice; begun: whether tokens are
+    generated."""
 
     prefix, chunk_object, whole_object = "cmpl", "text_completion", "text_completion"
 
@@ -329,7 +342,11 @@ class _Logprobs:
         name = self._tokens.name
         fields["tokens"].append(name(token))
         fields["token_logprobs"].append(None if known is None else finite(known.logprob))
-        top = None if known is None else {name(t): finite(q) for t, q in (*known.top[: self._top], (token, known.logprob))}
+        top = (
+            None
+            if known is None
+            else {name(t): finite(q) for t, q in (*known.top[: self._top], (token, known.logprob))}
+        )
         fields["top_logprobs"].append(top)
         fields["text_offset"].append(self._at)
         self._at += len(self._text.push(token))

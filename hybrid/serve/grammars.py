@@ -1,5 +1,6 @@
-"""Constraints whose grammars live in processes of their own (hybrid/text/grammar_worker.py): a grammar that crashes, loops or
-grows ends its process and the requests that asked for it, and its memory goes back to the system when nobody uses it any more.
+"""Constraints whose grammars live in processes of their own (hybrid/text/grammar_worker.py): a grammar that crashes,
+loops or grows ends its process and the requests that asked for it, and its memory goes back to the system when nobody
+uses it any more.
 
 Masks are computed while the device runs its step: `accept` asks for the next one, `ready` says whether it has come.
 """
@@ -74,8 +75,9 @@ class Grammars:
         self._all: weakref.WeakSet[Grammar] = weakref.WeakSet()
 
     def constraint(self, grammars: str | Sequence[str], param: str) -> GrammarConstraint:
-        """A constraint in its first state, its first mask computed: of the first of several Lark grammars that can be compiled.
-        Takes a while. ApiError 400, naming `param`, for grammars that cannot be used; 429 where too much memory is in use."""
+        """A constraint in its first state, its first mask computed: of the first of several Lark grammars that can be
+        compiled. Takes a while. ApiError 400, naming `param`, for grammars that cannot be used; 429 where too much
+        memory is in use."""
         if (what := missing()) is not None:
             raise bad_request(f"this server cannot constrain answers: {what}", code="unsupported_value")
         if not self._ends:
@@ -246,7 +248,8 @@ class Grammar:
         self._say(op, number, question, body)
 
     def answer(self, number: int, question: int, wait: float) -> tuple[bytes, bytes] | None:
-        """(kind, body) once it has come; None where it has not after `wait` seconds. InvalidSchema where none will come."""
+        """(kind, body) once it has come; None where it has not after `wait` seconds. InvalidSchema where none will
+        come."""
         until = time.monotonic() + wait
         while True:
             found = self._answers.get(number)
@@ -380,8 +383,8 @@ class GrammarConstraint(Constraint):
         return True
 
     def mask(self) -> np.ndarray:
-        """Which ids may come next: those that end the text where nothing else may. InvalidSchema for a grammar that takes too long
-        or grew beyond its limits."""
+        """Which ids may come next: those that end the text where nothing else may. InvalidSchema for a grammar that
+        takes too long or grew beyond its limits."""
         if not self.ready(MASK_SECONDS) and not self.ready():
             raise InvalidSchema(GONE)
         if self._error is not None:

@@ -1,4 +1,5 @@
-"""What every request passes first: the Host header, the key, the size and pace of the body; and what every answer carries."""
+"""What every request passes first: the Host header, the key, the size and pace of the body; and what every answer
+carries."""
 
 from __future__ import annotations
 
@@ -48,13 +49,16 @@ def admit(scope: Scope, settings: Settings) -> None:
 
 
 def _check_origin(headers: Headers, host: str, cors: Sequence[str]) -> None:
-    """Without a key, web pages from elsewhere are refused: a browser sends their requests even if it hides the answers."""
+    """Without a key, web pages from elsewhere are refused: a browser sends their requests even if it hides the
+    answers."""
     origins = headers.getlist("origin")
     if origins and all(origin in cors for origin in origins):
         return
     foreign = any(origin.lower().partition("://")[2] != host for origin in origins)
     if foreign or (not origins and headers.get("sec-fetch-site") in ("cross-site", "same-site")):
-        raise ApiError(403, "a page of another origin asks: start the server with --cors ORIGIN to let it", code="origin")
+        raise ApiError(
+            403, "a page of another origin asks: start the server with --cors ORIGIN to let it", code="origin"
+        )
 
 
 def _check_key(headers: Headers, keys: Sequence[str]) -> None:
@@ -62,7 +66,9 @@ def _check_key(headers: Headers, keys: Sequence[str]) -> None:
     given = key.strip().encode("utf-8", "surrogateescape") if kind.lower() == "bearer" else b""
     known = [hmac.compare_digest(given, k.encode()) for k in keys]  # all of them: the time tells nothing
     if not any(known):
-        what = "Incorrect API key provided." if given else "You didn't provide an API key: send Authorization: Bearer KEY."
+        what = (
+            "Incorrect API key provided." if given else "You didn't provide an API key: send Authorization: Bearer KEY."
+        )
         raise ApiError(401, what, code="invalid_api_key")
 
 

@@ -22,7 +22,8 @@ class Gone(Exception):
 
 
 class JsonRequest(Request):
-    """A request whose body is JSON of bounded depth, without NaN and Infinity (a number may still be too large for a float)."""
+    """A request whose body is JSON of bounded depth, without NaN and Infinity (a number may still be too large for a
+    float)."""
 
     async def json(self) -> Any:
         body = await self.body()
@@ -48,7 +49,8 @@ class JsonRoute(APIRoute):
 
 
 def packed(value: Any) -> bytes:
-    """JSON in ASCII, without spaces: any text can be sent, lone surrogates too. ValueError for a number that is not finite."""
+    """JSON in ASCII, without spaces: any text can be sent, lone surrogates too. ValueError for a number that is not
+    finite."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -84,13 +86,17 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from `chunks`. Ends when the client goes, or takes nothing for `idle` seconds; `ended(whole)` is called
-    in any case, whole: everything was sent."""
+    """Server-sent events from `chunks`. Ends when the client goes, or takes nothing for `idle` seconds; `ended(whole)`
+    is called in any case, whole: everything was sent."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncIterator[bytes], idle: float, ended: Callable[[bool], None], headers: Mapping[str, str] | None = None
+        self,
+        chunks: AsyncIterator[bytes],
+        idle: float,
+        ended: Callable[[bool], None],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]

@@ -1,11 +1,19 @@
-"""What /metrics shows, in Prometheus' form: the server's own counts, and the engine's snapshot at the time of the question."""
+"""What /metrics shows, in Prometheus' form: the server's own counts, and the engine's snapshot at the time of the
+question."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -60,7 +68,9 @@ class _Engine(Collector):
         if model is not None:
             yield from _snapshot(model.metrics())
         if backend.joules is not None and (joules := backend.joules.read()) is not None:
-            energy = CounterMetricFamily("hybrid_device_joules", "Energy of the whole device since the start", labels=["source"])
+            energy = CounterMetricFamily(
+                "hybrid_device_joules", "Energy of the whole device since the start", labels=["source"]
+            )
             energy.add_metric([backend.joules.source], joules)
             yield energy
 
@@ -90,7 +100,9 @@ def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
     for reason, n in sorted(m.finished.items()):
         finished.add_metric([reason], n)
     yield finished
-    blocks = GaugeMetricFamily("hybrid_blocks", "Blocks of the KV cache by kind of layer and state", labels=["kind", "state"])
+    blocks = GaugeMetricFamily(
+        "hybrid_blocks", "Blocks of the KV cache by kind of layer and state", labels=["kind", "state"]
+    )
     for kind, states in sorted(m.blocks.items()):
         for state, n in sorted(states.items()):
             blocks.add_metric([kind, state], n)

@@ -65,7 +65,10 @@ def amended(document: dict[str, Any], keys: bool) -> dict[str, Any]:
             if path == "/metrics":
                 operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
             if path == "/ready":
-                operation["responses"]["503"] = {"description": "Not yet, or no longer", "content": {"application/json": {}}}
+                operation["responses"]["503"] = {
+                    "description": "Not yet, or no longer",
+                    "content": {"application/json": {}},
+                }
     if keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]

@@ -50,8 +50,9 @@ def sampling(body: Sampled, advice: Generation, seeds: Seeds, vocab: int) -> dic
 
 
 def lengths(asked: int | None, default: int | None, prompt: int, context: int, settings: Settings) -> dict[str, Any]:
-    """max_tokens: what was asked for, within what the server allows; `default` where nothing was (None: to the context's end).
-    The prompt must be within the server's own limit; whether it fits into the context is the engine's to say."""
+    """max_tokens: what was asked for, within what the server allows; `default` where nothing was (None: to the
+    context's end). The prompt must be within the server's own limit; whether it fits into the context is the engine's
+    to say."""
     if settings.max_prompt and prompt > settings.max_prompt:
         raise bad_request(
             f"the prompt has {prompt} tokens, and this server takes {settings.max_prompt}: shorten it",
@@ -65,7 +66,8 @@ def lengths(asked: int | None, default: int | None, prompt: int, context: int, s
 
 
 def choice(options: dict[str, Any], index: int, constraint: Constraint | None = None) -> dict[str, Any]:
-    """The options of a request's choice: each has a seed of its own, the first the request's. What a constraint ends has ended."""
+    """The options of a request's choice: each has a seed of its own, the first the request's. What a constraint ends
+    has ended."""
     own = {**options, "seed": (options["seed"] + index) % 2**64}
     return own if constraint is None else {**own, "constraint": constraint, "ignore_eos": False}
 

@@ -29,7 +29,11 @@ def content(path: Path) -> bytes:
 def router() -> APIRouter:
     """Every file is read once, now; only these names are answered."""
     r = APIRouter(include_in_schema=False)
-    files = {p.name: (content(p), TYPES[p.suffix]) for p in sorted(FOLDER.iterdir()) if p.suffix in TYPES and p != FOLDER / HEAD}
+    files = {
+        p.name: (content(p), TYPES[p.suffix])
+        for p in sorted(FOLDER.iterdir())
+        if p.suffix in TYPES and p != FOLDER / HEAD
+    }
 
     def answer(name: str) -> Response:
         if name not in files:

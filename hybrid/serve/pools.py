@@ -1,4 +1,5 @@
-"""Threads for work that would hold up the event loop: clients take turns, and within a client shorter work goes first."""
+"""Threads for work that would hold up the event loop: clients take turns, and within a client shorter work goes
+first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Joules since the server began, where the machine counts them (hybrid/devices/energy.py): of the whole device, whoever uses it."""
+"""Joules since the server began, where the machine counts them (hybrid/devices/energy.py): of the whole device, whoever
+uses it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ SAMPLE = 0.5
 
 
 class Joules:
-    """A meter's counter, or its power times time. A sensor that cannot be read for a while (a GPU that sleeps) counts nothing
-    meanwhile."""
+    """A meter's counter, or its power times time. A sensor that cannot be read for a while (a GPU that sleeps) counts
+    nothing meanwhile."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float] = time.monotonic) -> None:
         self.source, self._meter, self._clock = meter.source, meter, clock

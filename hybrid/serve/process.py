@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 BACKLOG = 1024
 
 
-def serve(load: Callable[[], Model], settings: Settings, *, host: str, port: int, drain: float, access_log: bool = False) -> int:
+def serve(
+    load: Callable[[], Model], settings: Settings, *, host: str, port: int, drain: float, access_log: bool = False
+) -> int:
     """Until a signal, or an error that ends the server; the exit code. OSError where the address cannot be had."""
     listening = listen(host, port)
     ended: list[tuple[int, str]] = []
@@ -47,7 +49,11 @@ def serve(load: Callable[[], Model], settings: Settings, *, host: str, port: int
 def announce(host: str, listening: socket.socket, settings: Settings, more: str = "") -> None:
     """Say where a server listens, and whom that lets in."""
     if not settings.hosts and not settings.keys:
-        print(f"warning: everybody who reaches {host} may use this server: add --api-key-file FILE", file=sys.stderr, flush=True)
+        print(
+            f"warning: everybody who reaches {host} may use this server: add --api-key-file FILE",
+            file=sys.stderr,
+            flush=True,
+        )
     name = f"[{host}]" if ":" in host else host
     print(f"serving http://{name}:{listening.getsockname()[1]}{more}", file=sys.stderr, flush=True)
 
@@ -107,5 +113,7 @@ def listen(host: str, port: int) -> socket.socket:
         s.listen(BACKLOG)
     except OSError as error:
         s.close()
-        raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}; see --host and --port") from None
+        raise OSError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; see --host and --port"
+        ) from None
     return s

@@ -34,7 +34,9 @@ class ResponsesForm:
 
     def open(self) -> bytes:
         response = self._object("in_progress")
-        return self._event("response.created", response=response) + self._event("response.in_progress", response=response)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
 
     def push(self, item: Item) -> bytes:
         deltas = read(self._reader, item)
@@ -77,7 +79,13 @@ class ResponsesForm:
                 "total_tokens": u["total_tokens"],
             }
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {**self._head, "status": status, "incomplete_details": why, "output": list(self._items), "usage": counted}
+        return {
+            **self._head,
+            "status": status,
+            "incomplete_details": why,
+            "output": list(self._items),
+            "usage": counted,
+        }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = packed({"type": kind, "sequence_number": self._number, **fields})
@@ -88,15 +96,26 @@ class ResponsesForm:
         out = b""
         if not self._items or self._items[-1]["type"] != "message":
             out += self._end_item()
-            item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "status": "in_progress"}
-            out += self._event("response.output_item.added", output_index=len(self._items), item={**item, "content": []})
+            item = {
+                "id": f"msg_{secrets.token_hex(12)}",
+                "type": "message",
+                "role": "assistant",
+                "status": "in_progress",
+            }
+            out += self._event(
+                "response.output_item.added", output_index=len(self._items), item={**item, "content": []}
+            )
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._items.append({**item, "content": [part]})
-            out += self._event("response.content_part.added", **self._place(), content_index=0, part=dict(part, logprobs=[]))
+            out += self._event(
+                "response.content_part.added", **self._place(), content_index=0, part=dict(part, logprobs=[])
+            )
         part = self._items[-1]["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
-        return out + self._event("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
+        return out + self._event(
+            "response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs
+        )
 
     def _call(self, call: dict[str, Any]) -> bytes:
         out, function = b"", call["function"]
@@ -112,7 +131,9 @@ class ResponsesForm:
                     "arguments": "",
                 }
             )
-            out += self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(self._items[-1]))
+            out += self._event(
+                "response.output_item.added", output_index=len(self._items) - 1, item=dict(self._items[-1])
+            )
         if function["arguments"]:
             self._items[-1]["arguments"] += function["arguments"]
             out += self._event("response.function_call_arguments.delta", **self._place(), delta=function["arguments"])
@@ -129,7 +150,11 @@ class ResponsesForm:
         if item["type"] == "message":
             part = item["content"][0]
             out += self._event(
-                "response.output_text.done", **self._place(), content_index=0, text=part["text"], logprobs=part["logprobs"]
+                "response.output_text.done",
+                **self._place(),
+                content_index=0,
+                text=part["text"],
+                logprobs=part["logprobs"],
             )
             out += self._event("response.content_part.done", **self._place(), content_index=0, part=part)
         else:

@@ -204,7 +204,17 @@ class ResponsesRequest(Wire):
 
     def repeated(self) -> dict[str, Any]:
         """Fields that the answer repeats. ApiError 400 for numbers that are too large for an answer."""
-        fields = {"instructions", "max_output_tokens", "metadata", "text", "tool_choice", "tools", "top_p", "temperature", "user"}
+        fields = {
+            "instructions",
+            "max_output_tokens",
+            "metadata",
+            "text",
+            "tool_choice",
+            "tools",
+            "top_p",
+            "temperature",
+            "user",
+        }
         found = self.model_dump(include=fields, by_alias=True)
         try:
             packed(found)
@@ -239,7 +249,10 @@ class ResponsesRequest(Wire):
             "store",
         )
         body: dict[str, Any] = {k: getattr(self, k) for k in copied}
-        body["messages"] = [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *self._messages()]
+        body["messages"] = [
+            *([{"role": "system", "content": self.instructions}] if self.instructions else ()),
+            *self._messages(),
+        ]
         body["max_completion_tokens"] = self.max_output_tokens
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
@@ -272,7 +285,11 @@ class ResponsesRequest(Wire):
             elif isinstance(item, InputResult):
                 out.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
             elif isinstance(item, InputCall):
-                call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+                call = {
+                    "id": item.call_id,
+                    "type": "function",
+                    "function": {"name": item.name, "arguments": item.arguments},
+                }
                 if not out or out[-1]["role"] != "assistant":
                     out.append({"role": "assistant", "content": None, "tool_calls": []})
                 out[-1].setdefault("tool_calls", []).append(call)

@@ -1,7 +1,8 @@
-"""The engine's handles of one HTTP request: submitted all or none, their events gathered into batches, cancelled with it.
+"""The engine's handles of one HTTP request: submitted all or none, their events gathered into batches, cancelled with
+it.
 
-Whoever takes batches gets everything that has come since the last one: a reader that is slow, or a loop that is busy, gets
-fewer and larger pieces instead of falling behind.
+Whoever takes batches gets everything that has come since the last one: a reader that is slow, or a loop that is busy,
+gets fewer and larger pieces instead of falling behind.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Feed:
                 elif silence.long():
                     yield []
                 if self._open:
-                    await self._wake.wait()  # set by the loop alone, so whoever else is ready has a turn before the next batch
+                    await (
+                        self._wake.wait()
+                    )  # set by the loop alone, so whoever else is ready has a turn before the next batch
         finally:
             silence.end()
             self.cancel()

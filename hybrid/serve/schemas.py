@@ -1,5 +1,5 @@
-"""JSON schemas of requests: their shape and size are checked here, before anything is made of them, and what no grammar can follow
-is left out or refused."""
+"""JSON schemas of requests: their shape and size are checked here, before anything is made of them, and what no grammar
+can follow is left out or refused."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ _NO_AUTOMATON = re.compile(r"\(\?<?[=!]|\\[1-9bB]|\(\?P?=")
 
 
 def check(schema: Mapping[str, Any], place: str, strict: bool = False) -> None:
-    """Check a schema's shape and size. strict: also that a grammar can follow it whole. ApiError 400 names what is wrong as a
-    place below `place`."""
+    """Check a schema's shape and size. strict: also that a grammar can follow it whole. ApiError 400 names what is
+    wrong as a place below `place`."""
     _Check(schema, place, strict).schema(schema, place, 0)
     try:
         json.dumps(schema, allow_nan=False)
@@ -211,8 +211,9 @@ LOOSER = 3
 
 
 def loosened(schema: Mapping[str, Any], way: int) -> dict[str, Any]:
-    """A schema of which a grammar can follow more. way 0: without patterns that no grammar follows, and without properties that
-    are not declared, which weak models invent; 1: types, properties, items and alternatives alone; 2: the type alone."""
+    """A schema of which a grammar can follow more. way 0: without patterns that no grammar follows, and without
+    properties that are not declared, which weak models invent; 1: types, properties, items and alternatives alone; 2:
+    the type alone."""
     if way == 2:
         return {"type": schema["type"]} if schema.get("type") in TYPES else {}
     found: dict[str, Any] = _looser(schema, way)

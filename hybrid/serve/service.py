@@ -61,7 +61,10 @@ class Service:
         model = self.backend.model
         if asked is not None and asked != self.name(model):
             raise ApiError(
-                404, f"this server has one model, '{self.name(model)}' (GET /v1/models)", code="model_not_found", param="model"
+                404,
+                f"this server has one model, '{self.name(model)}' (GET /v1/models)",
+                code="model_not_found",
+                param="model",
             )
         return model
 
@@ -69,8 +72,9 @@ class Service:
         return self.settings.name or model.checkpoint.name
 
     def fingerprint(self, model: Model) -> str:
-        """Of what computes: the project, the device and the precision. The same where equal seeds give equal texts. Made once for
-        a model: its precision is found by looking through its plans, which takes as long as several passes."""
+        """Of what computes: the project, the device and the precision. The same where equal seeds give equal texts.
+        Made once for a model: its precision is found by looking through its plans, which takes as long as several
+        passes."""
         if self._fingerprint is None or self._fingerprint[0] is not model:
             what = repr((__version__, model.device, sorted(model.engine.precision.items())))
             self._fingerprint = model, f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
@@ -84,15 +88,19 @@ class Service:
         ctx = model.engine.cache.ctx
         return min(self.settings.max_prompt or ctx, ctx)
 
-    async def encode(self, request: Request, model: Model, text: str, *, bos: bool = True, guard: str | None = None) -> list[int]:
-        """Ids of a text. guard: of a conversation as chat.written gives it, whose control tokens are meant. ApiError 400 for one
-        that is too long, as soon as that is known."""
+    async def encode(
+        self, request: Request, model: Model, text: str, *, bos: bool = True, guard: str | None = None
+    ) -> list[int]:
+        """Ids of a text. guard: of a conversation as chat.written gives it, whose control tokens are meant. ApiError
+        400 for one that is too long, as soon as that is known."""
         tokenizer, most = model.checkpoint.tokenizer, self.most(model)
         self.check_length(model, len(text) - (text.count(guard) if guard else 0))
         parts = tokenizer.encode_parts(text, bos, guard is not None, guard or "")
         return await self._texts.run(self._client(request), _joined(parts, most), len(text))
 
-    async def tokenize(self, request: Request, model: Model, text: str, bos: bool, guard: str | None = None) -> list[int]:
+    async def tokenize(
+        self, request: Request, model: Model, text: str, bos: bool, guard: str | None = None
+    ) -> list[int]:
         """Ids of a text of any length."""
         parts = model.checkpoint.tokenizer.encode_parts(text, bos, guard is not None, guard or "")
         return await self._texts.run(self._client(request), _joined(parts, None), len(text))
@@ -101,13 +109,18 @@ class Service:
         """A call that takes a while, in the thread for texts."""
         return await self._texts.call(self._client(request), work, *args)
 
-    async def written(self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None) -> tuple[str, str]:
+    async def written(
+        self, request: Request, model: Model, messages: Sequence[Any], tools: Any = None
+    ) -> tuple[str, str]:
         """A conversation as the model's template writes it, for `encode` with its guard."""
         c = model.checkpoint
-        return await self._templates.call(self._client(request), chat.written, c.tokenizer, messages, c.chat_template, False, tools)
+        return await self._templates.call(
+            self._client(request), chat.written, c.tokenizer, messages, c.chat_template, False, tools
+        )
 
     def check_length(self, model: Model, characters: int) -> None:
-        """ApiError 400 for a text that has too many tokens, however it is cut: no token has more characters than the longest."""
+        """ApiError 400 for a text that has too many tokens, however it is cut: no token has more characters than the
+        longest."""
         most, least = self.most(model), characters // model.checkpoint.tokenizer.longest
         if least > most:
             raise _too_long(f"at least {least}", most)
@@ -145,8 +158,11 @@ class Service:
 
         return await self._grammars.call(self._client(request), made)
 
-    async def prompt_logprobs(self, request: Request, model: Model, ids: Sequence[int], top: int) -> list[TokenLogprob | None]:
-        """How likely each token of a prompt is after those before it, as `hybrid.perplexity` computes it; None for the first."""
+    async def prompt_logprobs(
+        self, request: Request, model: Model, ids: Sequence[int], top: int
+    ) -> list[TokenLogprob | None]:
+        """How likely each token of a prompt is after those before it, as `hybrid.perplexity` computes it; None for the
+        first."""
         try:
             return await self._scores.call(self._client(request), _prompt_logprobs, model, ids, top)
         except ApiError as error:
@@ -155,14 +171,17 @@ class Service:
             raise
 
     def _client(self, request: Request) -> str:
-        """Who asks: clients take turns. The key where one is checked, else the address that the connection comes from."""
+        """Who asks: clients take turns. The key where one is checked, else the address that the connection comes
+        from."""
         address = request.client.host if request.client is not None else ""
         return request.headers.get("authorization", address) if self.settings.keys else address
 
     def count(self, n: int) -> None:
         """Refuses more choices than this server allows."""
         if n > self.settings.max_choices:
-            raise bad_request(f"a request may have {self.settings.max_choices} choices here (n times its prompts), not {n}", "n")
+            raise bad_request(
+                f"a request may have {self.settings.max_choices} choices here (n times its prompts), not {n}", "n"
+            )
 
     async def answer(
         self, request: Request, jobs: Sequence[Job], form: Form, stream: bool, headers: dict[str, str] | None = None
@@ -229,7 +248,9 @@ def _joined(parts: Iterable[list[int]], most: int | None) -> Parts[list[int]]:
 
 
 def _too_long(count: str, most: int) -> ApiError:
-    return bad_request(f"the prompt has {count} tokens, and this server takes {most}: shorten it", code="context_length_exceeded")
+    return bad_request(
+        f"the prompt has {count} tokens, and this server takes {most}: shorten it", code="context_length_exceeded"
+    )
 
 
 _ROWS = 16

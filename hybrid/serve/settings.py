@@ -28,8 +28,8 @@ class Settings:
     keys: tuple[str, ...] = ()
     """API keys, one of which each request must carry; none: everyone who reaches the port is let in."""
     hosts: tuple[str, ...] = ()
-    """Names that the Host header may have; none: any. A server on the loopback address names that, so that a page elsewhere
-    cannot reach it through a name of its own that resolves to this machine."""
+    """Names that the Host header may have; none: any. A server on the loopback address names that, so that a page
+    elsewhere cannot reach it through a name of its own that resolves to this machine."""
     cors: tuple[str, ...] = ()
     """Origins whose pages may read answers; none: only the server's own."""
     max_body: int = 4 << 20

@@ -1,8 +1,8 @@
 """Calls of tools: how they are offered, what an answer that makes them looks like, and how that is read.
 
-A format belongs to a family. `tools_json` is for models that are told of tools in words (Gemma 3, 3n), `tools_marked` for those
-whose template writes them (Gemma 4). In both the grammar allows a call only in the one form that the reader reads. A tool's
-schema binds whole where the tool is strict, else as far as a grammar can follow it.
+A format belongs to a family. `tools_json` is for models that are told of tools in words (Gemma 3, 3n), `tools_marked`
+for those whose template writes them (Gemma 4). In both the grammar allows a call only in the one form that the reader
+reads. A tool's schema binds whole where the tool is strict, else as far as a grammar can follow it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST_CALLS = 16
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Functions of a request that may be called. required: at least one is; several: more than one may be; way: how loosely the
-    schemas of those that are not strict are followed (schemas.loosened)."""
+    """Functions of a request that may be called. required: at least one is; several: more than one may be; way: how
+    loosely the schemas of those that are not strict are followed (schemas.loosened)."""
 
     tools: Sequence[Function]
     required: bool = False
@@ -41,9 +41,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One family's way. turns: messages as the chat template takes them, with what the template gets as `tools`; lark: the
-    grammar of an answer; one that calls nothing is JSON of the given schema (with whether it is strict), or without one any
-    text."""
+    """One family's way. turns: messages as the chat template takes them, with what the template gets as `tools`; lark:
+    the grammar of an answer; one that calls nothing is JSON of the given schema (with whether it is strict), or without
+    one any text."""
 
     turns: Callable[[Sequence[Message], Offer | None], tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]
     lark: Callable[[Offer, tuple[dict[str, Any] | None, bool]], str]

@@ -1,6 +1,6 @@
-"""Tools in words, for families whose template knows none (Gemma 3, Gemma 3n): the system prompt says what may be called and
-how, a call is an object {"name": ..., "parameters": ...} that is the whole answer, several are a list of them, and a result
-is a turn of the user. That is the form that the family's makers describe for it.
+"""Tools in words, for families whose template knows none (Gemma 3, Gemma 3n): the system prompt says what may be called
+and how, a call is an object {"name": ..., "parameters": ...} that is the whole answer, several are a list of them, and
+a result is a turn of the user. That is the form that the family's makers describe for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
         if m.role == "tool":
             text = f"Result of {names[str(m.tool_call_id)]}:\n{text}"
         elif m.tool_calls:
-            calls = [(c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls")) for c in m.tool_calls]
+            calls = [
+                (c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls")) for c in m.tool_calls
+            ]
             text = "\n".join(filter(None, [text, _written(calls)]))
         if out and out[-1]["role"] == role:
             out[-1]["content"] += "\n\n" + text
@@ -58,13 +60,17 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
 
 def _written(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Calls as the model writes them."""
-    objects = [f'{{"name": {json.dumps(name)}, "parameters": {json.dumps(found, ensure_ascii=False)}}}' for name, found in calls]
+    objects = [
+        f'{{"name": {json.dumps(name)}, "parameters": {json.dumps(found, ensure_ascii=False)}}}'
+        for name, found in calls
+    ]
     return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
 
 
 def lark(offer: Offer, answer: tuple[dict[str, Any] | None, bool]) -> str:
-    """The first piece of every alternative reaches as far as alternatives may be alike: a lexer goes on with the longest, and
-    does not come back. With a schema, calls are JSON too, written without freedom, so that the reader knows them."""
+    """The first piece of every alternative reaches as far as alternatives may be alike: a lexer goes on with the
+    longest, and does not come back. With a schema, calls are JSON too, written without freedom, so that the reader
+    knows them."""
     schema, strict = answer
     if schema is not None and not offer.required:
         return f"start: {json_rule(_union(offer, schema), exact=True, strict=strict and all(t.strict for t in offer.tools))}"

@@ -2,9 +2,9 @@
 
     <|tool_call>call:NAME{key:value,...}<tool_call|>
 
-with bare keys, strings (and keys that are no plain words) between two <|"|>, and numbers, true, false, null, lists and objects
-as in JSON. A mark is known by its token's id alone: text that spells one is text. Calls may follow text. The reader writes the
-arguments as JSON.
+with bare keys, strings (and keys that are no plain words) between two <|"|>, and numbers, true, false, null, lists and
+objects as in JSON. A mark is known by its token's id alone: text that spells one is text. Calls may follow text. The
+reader writes the arguments as JSON.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
     for n, m in enumerate(messages):
         turn: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": m.text()}
         if m.tool_calls:
-            found = [(c.id, c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls")) for c in m.tool_calls]
+            found = [
+                (c.id, c.function.name, arguments_of(c.function.arguments, f"messages[{n}].tool_calls"))
+                for c in m.tool_calls
+            ]
             turn["tool_calls"] = [
-                {"id": i, "type": "function", "function": {"name": name, "arguments": given}} for i, name, given in found
+                {"id": i, "type": "function", "function": {"name": name, "arguments": given}}
+                for i, name, given in found
             ]
         if m.role == "tool":
             turn |= {"name": names[str(m.tool_call_id)], "tool_call_id": m.tool_call_id}
@@ -47,8 +51,8 @@ def turns(messages: Sequence[Message], offer: Offer | None) -> tuple[list[dict[s
 
 
 class _Rules:
-    """Rules of one grammar: a schema's values in the family's form. What a schema says beyond types, properties, required,
-    items, enum, const and alternatives does not bind here."""
+    """Rules of one grammar: a schema's values in the family's form. What a schema says beyond types, properties,
+    required, items, enum, const and alternatives does not bind here."""
 
     def __init__(self, marks: Mapping[str, int]) -> None:
         self.lines = [
@@ -136,7 +140,13 @@ class _Rules:
 
 def _key(key: str) -> str:
     """A property's name and what follows it, as a sequence of literals."""
-    return literal(key + ":") if _PLAIN_KEY.fullmatch(key) else f'quote {literal(key)} quote ":"' if key else 'quote quote ":"'
+    return (
+        literal(key + ":")
+        if _PLAIN_KEY.fullmatch(key)
+        else f'quote {literal(key)} quote ":"'
+        if key
+        else 'quote quote ":"'
+    )
 
 
 def lark_with(marks: Mapping[str, int]) -> Any:
@@ -165,8 +175,8 @@ def lark_with(marks: Mapping[str, int]) -> Any:
 
 
 class _Marks:
-    """Finds marks in an answer by their ids, and cuts their text out where they print one. A text comes later than its tokens
-    where a character or a stop string is unfinished, so places are counted in characters."""
+    """Finds marks in an answer by their ids, and cuts their text out where they print one. A text comes later than its
+    tokens where a character or a stop string is unfinished, so places are counted in characters."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:
         self._names = {i: m for m, i in marks.items()}

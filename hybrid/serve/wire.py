@@ -1,15 +1,25 @@
 """Requests of the OpenAI-compatible endpoints, as models: what each field may hold.
 
-Fields that ask for nothing here are taken and ignored, whatever their name; any other unknown name is refused, as the reference
-does. Lists stop at their first wrong item, and a choice between kinds looks at the value's kind alone, so that the time and the
-message of a refusal do not grow with the body.
+Fields that ask for nothing here are taken and ignored, whatever their name; any other unknown name is refused, as the
+reference does. Lists stop at their first wrong item, and a choice between kinds looks at the value's kind alone, so
+that the time and the message of a refusal do not grow with the body.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, StringConstraints, Tag, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 TOP_LOGPROBS = 20
@@ -251,8 +261,8 @@ Stop = Annotated[
 
 
 class Sampled(Wire):
-    """What completions and chat share. Left out, temperature, top_p and top_k are those that the checkpoint recommends, else the
-    reference's."""
+    """What completions and chat share. Left out, temperature, top_p and top_k are those that the checkpoint recommends,
+    else the reference's."""
 
     model: str | None = None
     stream: bool | None = None
@@ -311,7 +321,9 @@ class ChatRequest(Sampled):
             wrong("max_tokens", "an answer has at least one token")
         if self.top_logprobs and not self.logprobs:
             wrong("top_logprobs", "top_logprobs needs logprobs: true")
-        check_tools([t.function.name if t.function else None for t in self.tools or ()], [t.type for t in self.tools or ()])
+        check_tools(
+            [t.function.name if t.function else None for t in self.tools or ()], [t.type for t in self.tools or ()]
+        )
         choice = self.tool_choice
         check_choice(choice.function.name if isinstance(choice, NamedTool) else choice, self.tools)
         return self

@@ -26,7 +26,10 @@ def parser() -> argparse.ArgumentParser:
 
     c = sub.add_parser("check", help="read specs and report what is wrong, a line for each file", epilog=EXIT)
     c.add_argument(
-        "files", nargs="*", metavar="FILE", help="TOML files or operation names (default: all of specs/ops and specs/schedules)"
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="TOML files or operation names (default: all of specs/ops and specs/schedules)",
     )
     c.add_argument("--json", action="store_true", help="print {file: error or null} instead")
 
@@ -61,7 +64,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    names: list[str | Path] = list(args.files) or [*sorted((SPECS_DIR / "ops").glob("*.toml")), *sorted(SCHEDULES.glob("*.toml"))]
+    names: list[str | Path] = list(args.files) or [
+        *sorted((SPECS_DIR / "ops").glob("*.toml")),
+        *sorted(SCHEDULES.glob("*.toml")),
+    ]
     if not names:
         raise SpecError(f"{SPECS_DIR / 'ops'}: holds no operation specs (*.toml)")
     errors: dict[str, str | None] = {}
@@ -104,10 +110,24 @@ def _described(path: Path) -> str:
 def _list(args: argparse.Namespace) -> int:
     ops = load_ops()
     if args.json:
-        print(json.dumps([{"name": o.name, "kind": o.op.kind, "members": list(o.op.members), "summary": o.op.summary,
-                           "backends": {n: b.status for n, b in o.backends.items()}, "workloads": len(o.workload),
-                           "dtype_choices": len(o.dtype_choices()), "digest": o.digest} for o in ops.values()],
-                         indent=2))  # fmt: skip
+        print(
+            json.dumps(
+                [
+                    {
+                        "name": o.name,
+                        "kind": o.op.kind,
+                        "members": list(o.op.members),
+                        "summary": o.op.summary,
+                        "backends": {n: b.status for n, b in o.backends.items()},
+                        "workloads": len(o.workload),
+                        "dtype_choices": len(o.dtype_choices()),
+                        "digest": o.digest,
+                    }
+                    for o in ops.values()
+                ],
+                indent=2,
+            )
+        )
         return 0
     width = max(map(len, ops))
     for o in ops.values():
@@ -120,9 +140,11 @@ def _show(args: argparse.Namespace) -> int:
     o = load_op(args.op)
     if args.json:
         data: dict[str, Any] = o.model_dump(mode="json", by_alias=True, exclude_none=True)
-        data["workload"] = [w.model_dump(mode="json", by_alias=True, exclude_none=True)
-                            | {"flops": o.flops(w.bind, w.attrs), "bytes": o.nbytes(w.bind, w.dtypes, w.attrs)}
-                            for w in o.workload]  # fmt: skip
+        data["workload"] = [
+            w.model_dump(mode="json", by_alias=True, exclude_none=True)
+            | {"flops": o.flops(w.bind, w.attrs), "bytes": o.nbytes(w.bind, w.dtypes, w.attrs)}
+            for w in o.workload
+        ]
         print(json.dumps(data | {"digest": o.digest}, indent=2))
         return 0
     print(docs.plain(o))
@@ -137,7 +159,9 @@ def _schema(args: argparse.Namespace) -> int:
 def _docs(args: argparse.Namespace) -> int:
     root = pages_root()
     if args.check and not in_clone() and not any((root / name).exists() for name in docs.PAGES):
-        print(f"nothing was compared: {' and '.join(docs.PAGES)} are in a clone of the repository, not in an installation")
+        print(
+            f"nothing was compared: {' and '.join(docs.PAGES)} are in a clone of the repository, not in an installation"
+        )
         return 0
     if args.check:
         docs.check(load_ops(), root)

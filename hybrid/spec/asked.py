@@ -16,7 +16,8 @@ class Asked(Model):
     """A declaration as it was read, which plans ask the same questions for every layer and number of rows."""
 
     def once(self, question: tuple[Hashable, ...], answer: Callable[[], T]) -> T:
-        """answer(), or what it was when the same was asked before, which nobody may change. What it raises is not kept."""
+        """answer(), or what it was when the same was asked before, which nobody may change. What it raises is not
+        kept."""
         found = self._answers.get(question)
         if found is None:
             if len(self._answers) >= ANSWERS:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def assignments(spec: OpSpec, backend: str | None) -> tuple[Mapping[str, str], ...]:
-    """Every assignment of dtypes to all tensors that the rules allow, in the declaration's order; of a backend, those that it
-    supports."""
+    """Every assignment of dtypes to all tensors that the rules allow, in the declaration's order; of a backend, those
+    that it supports."""
     return tuple(possible(spec, backend))
 
 
@@ -27,5 +27,7 @@ def possible(spec: OpSpec, backend: str | None) -> Iterator[Mapping[str, str]]:
         chosen = dict(zip(free, values, strict=True))
         full = {n: chosen[source] for n, source in sources.items()}
         # Every type is one of its tensor's; where one follows another, the backend may still leave it out.
-        if all(d in narrow.get(n, (d,)) for n, d in full.items()) and all(rule.allows(full) for rule in spec.dtype_rules):
+        if all(d in narrow.get(n, (d,)) for n, d in full.items()) and all(
+            rule.allows(full) for rule in spec.dtype_rules
+        ):
             yield MappingProxyType(full)

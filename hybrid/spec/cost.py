@@ -26,8 +26,9 @@ class Cost:
 
 
 def step_cost(plan: Plan, step: Step, context: int | None = None, sizes: Mapping[str, int] | None = None) -> Cost:
-    """Cost of a step when the longest sequence has `context` positions (default: as many as its table covers). sizes: other
-    numbers of the plan's rows (`tokens`), of its rows whose logits are wanted (`outs`) and of sequences (`slots`)."""
+    """Cost of a step when the longest sequence has `context` positions (default: as many as its table covers). sizes:
+    other numbers of the plan's rows (`tokens`), of its rows whose logits are wanted (`outs`) and of sequences
+    (`slots`)."""
     bind = dict(step.bind)
     for axis, n in _resized(plan, step, sizes or {}):
         bind[axis] = n
@@ -42,15 +43,20 @@ def step_cost(plan: Plan, step: Step, context: int | None = None, sizes: Mapping
 
 
 @lru_cache(maxsize=4096)
-def _declared(op: str, bind: tuple[tuple[str, int], ...], dtypes: tuple[tuple[str, str], ...],
-              attrs: tuple[tuple[str, float | int | str], ...]) -> Cost:  # fmt: skip
+def _declared(
+    op: str,
+    bind: tuple[tuple[str, int], ...],
+    dtypes: tuple[tuple[str, str], ...],
+    attrs: tuple[tuple[str, float | int | str], ...],
+) -> Cost:
     """By the operation's formulas, which take a millisecond: a plan's layers ask for the same few."""
     declared = load_op(op)
     return Cost(declared.flops(dict(bind), dict(attrs)), declared.nbytes(dict(bind), dict(dtypes), dict(attrs)))
 
 
 def _resized(plan: Plan, step: Step, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Axes of a step that have other sizes; those of a pass's rows by their size, since heads count wanted rows as tokens too."""
+    """Axes of a step that have other sizes; those of a pass's rows by their size, since heads count wanted rows as
+    tokens too."""
     for axis, spec in load_op(step.op).axes.items() if sizes else ():
         role = spec.role
         if role == "tokens" and step.bind.get(axis) != plan.rows:

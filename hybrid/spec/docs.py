@@ -70,8 +70,10 @@ def reference(ops: Mapping[str, OpSpec]) -> str:
         "the same bound before quantisation plus half a code step, one code off allowed within `tie` of a "
         "half-integer, the stored sum exact. `choice`: the oracle's index, or one whose score is within `tie` of the "
         "best. NMSE is reported and is never the gate.\n",
-        *(_table(f"{what}, is", [(f"`{k}`", v) for k, v in known.items()])
-          for what, known in (("scale", SCALES), ("layout", LAYOUTS), ("edge value", EDGE_VALUES))),
+        *(
+            _table(f"{what}, is", [(f"`{k}`", v) for k, v in known.items()])
+            for what, known in (("scale", SCALES), ("layout", LAYOUTS), ("edge value", EDGE_VALUES))
+        ),
     ]
     return "\n".join(parts)
 
@@ -80,9 +82,21 @@ def _operation(o: OpSpec) -> str:
     members = f" Region of {', '.join(o.op.members)}: its oracle is their composition." if o.op.members else ""
     parts = [f"## {o.name}\n", f"{o.op.summary}.{members}\n", f"Source: {o.op.source}.\n"]
     parts.append(_table("tensor, , shape, dtype, role, notes", [_tensor(o, n, t) for n, t in o.tensors.items()]))
-    parts.append(_table("axis, role, range, multiple of, summed over", [
-        (n, a.role, f"{a.min}..{a.max}", f"{a.multiple_of}" if a.multiple_of > 1 else "", "yes" if a.reduction else "")
-        for n, a in o.axes.items()]))  # fmt: skip
+    parts.append(
+        _table(
+            "axis, role, range, multiple of, summed over",
+            [
+                (
+                    n,
+                    a.role,
+                    f"{a.min}..{a.max}",
+                    f"{a.multiple_of}" if a.multiple_of > 1 else "",
+                    "yes" if a.reduction else "",
+                )
+                for n, a in o.axes.items()
+            ],
+        )
+    )
     if o.attributes:
         parts.append(_table("attribute, type, range, default, ", [_attribute(n, a) for n, a in o.attributes.items()]))
     parts += [_rules(o), _numerics(o)]
@@ -110,9 +124,13 @@ def _rules(o: OpSpec) -> str:
 
 def _numerics(o: OpSpec) -> str:
     n = o.numerics
-    line = (f"Numerics: accumulation {n.accumulate}; integer part {n.integer_part.replace('_', ' ')}; determinism "
-            f"{n.determinism.replace('_', ' ')}; non-finite values: {n.nonfinite}.\n")  # fmt: skip
-    line += "".join(f"Beside {x} activations the numbers of weights are rounded to {w}.\n" for x, w in n.operands.items())
+    line = (
+        f"Numerics: accumulation {n.accumulate}; integer part {n.integer_part.replace('_', ' ')}; determinism "
+        f"{n.determinism.replace('_', ' ')}; non-finite values: {n.nonfinite}.\n"
+    )
+    line += "".join(
+        f"Beside {x} activations the numbers of weights are rounded to {w}.\n" for x, w in n.operands.items()
+    )
     if n.matrices:
         types = " and ".join(f"{t} is {'/'.join(d)}" for t, d in n.matrices.dtypes.items())
         line += f"Where {types} and `{n.matrices.when}`, matrix units may round operands to f16.\n"
@@ -163,20 +181,33 @@ def support(ops: Mapping[str, OpSpec]) -> str:
         for b in _BACKENDS:
             spec = o.backends[b]
             if spec.requires or spec.requires_for or spec.uses or spec.limits or spec.static:
-                needs.append((o.name, b, ", ".join(spec.requires) or "-", _needs(spec), ", ".join(spec.uses) or "-", _limits(spec)))
-    return "\n".join([
-        _HEADER,
-        "# What runs where\n",
-        "yes: supported, and every such case is in the conformance suite; planned: declared, not written; no: refused, "
-        "with the reason below. `oracle` is the NumPy float64 definition, `cpu` the same code in float32. For the "
-        "dtypes of several tensors together the rules of [ops.md](ops.md) apply (int8 activations need quantised "
-        "weights).\n",
-        _table(", ".join(("operation", "tensor", "dtype", *_BACKENDS)), rows),
-        _refusals(ops),
-        "## What a device must have\n",
-        _table("operation, backend, always, by dtype, if present, limits", needs),
-        _table("feature, is", [(f, text) for f, text in FEATURES.items() if any(f in _all(o) for o in ops.values())]),
-    ])  # fmt: skip
+                needs.append(
+                    (
+                        o.name,
+                        b,
+                        ", ".join(spec.requires) or "-",
+                        _needs(spec),
+                        ", ".join(spec.uses) or "-",
+                        _limits(spec),
+                    )
+                )
+    return "\n".join(
+        [
+            _HEADER,
+            "# What runs where\n",
+            "yes: supported, and every such case is in the conformance suite; planned: declared, not written; no: refused, "
+            "with the reason below. `oracle` is the NumPy float64 definition, `cpu` the same code in float32. For the "
+            "dtypes of several tensors together the rules of [ops.md](ops.md) apply (int8 activations need quantised "
+            "weights).\n",
+            _table(", ".join(("operation", "tensor", "dtype", *_BACKENDS)), rows),
+            _refusals(ops),
+            "## What a device must have\n",
+            _table("operation, backend, always, by dtype, if present, limits", needs),
+            _table(
+                "feature, is", [(f, text) for f, text in FEATURES.items() if any(f in _all(o) for o in ops.values())]
+            ),
+        ]
+    )
 
 
 def _support(o: OpSpec, backend: BackendName, tensor: str, dtype: str) -> str:

@@ -5,9 +5,9 @@ as Python.
     HQ % HK == 0 and D >= 16   constraints
     2*T*N*K + bytes(w)*N*K     costs; bytes(NAME) is the bytes per element of tensor NAME
 
-Numbers are ints and floats; `layer.NAME` is a name like any, of a schedule's layer; + - * / // % and ** (a literal exponent
-of at most 8); comparisons, `and`, `or`; min, max, ceil_div, sqrt, log2, select(condition, a, b). Text, depth, size and
-results are bounded, so that a spec from a stranger can neither run code nor hang the reader.
+Numbers are ints and floats; `layer.NAME` is a name like any, of a schedule's layer; + - * / // % and ** (a literal
+exponent of at most 8); comparisons, `and`, `or`; min, max, ceil_div, sqrt, log2, select(condition, a, b). Text, depth,
+size and results are bounded, so that a spec from a stranger can neither run code nor hang the reader.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ LIMIT = 2**127  # larger results are mistakes, not sizes
 
 _ALLOWED = re.compile(r"[A-Za-z0-9_+\-*/%().,<>=! ]*")
 _ARITHMETIC: dict[type[ast.AST], tuple[str, Callable[[Any, Any], Any]]] = {
-    ast.Add: ("+", operator.add), ast.Sub: ("-", operator.sub), ast.Mult: ("*", operator.mul),
-    ast.Div: ("/", operator.truediv), ast.FloorDiv: ("//", operator.floordiv), ast.Mod: ("%", operator.mod),
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+    ast.FloorDiv: ("//", operator.floordiv),
+    ast.Mod: ("%", operator.mod),
     ast.Pow: ("**", operator.pow),
-}  # fmt: skip
+}
 _COMPARE: dict[type[ast.AST], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-}  # fmt: skip
+}
 # name -> (fewest arguments, most arguments, function)
 _FUNCTIONS: dict[str, tuple[int, int, Callable[..., Any]]] = {
     "min": (2, 8, min),
@@ -196,8 +204,13 @@ def _kind(node: ast.expr, depth: int, names: set[str], tensors: set[str]) -> boo
     if isinstance(node, ast.Call):
         _call(node, names, tensors, number, condition)
         return False
-    what = {ast.Attribute: "attribute access (.)", ast.Subscript: "indexing", ast.Lambda: "lambda",
-            ast.IfExp: "if/else (use select(condition, a, b))", ast.Tuple: "a list of values"}  # fmt: skip
+    what = {
+        ast.Attribute: "attribute access (.)",
+        ast.Subscript: "indexing",
+        ast.Lambda: "lambda",
+        ast.IfExp: "if/else (use select(condition, a, b))",
+        ast.Tuple: "a list of values",
+    }
     raise ExprError(f"{what.get(type(node), type(node).__name__)} is not part of the expression language")
 
 
@@ -208,8 +221,13 @@ def _of_layer(node: ast.expr) -> str | None:
     return None
 
 
-def _call(node: ast.Call, names: set[str], tensors: set[str], number: Callable[[ast.expr], None],
-          condition: Callable[[ast.expr], None]) -> None:  # fmt: skip
+def _call(
+    node: ast.Call,
+    names: set[str],
+    tensors: set[str],
+    number: Callable[[ast.expr], None],
+    condition: Callable[[ast.expr], None],
+) -> None:
     known = ", ".join(sorted([*_FUNCTIONS, "select", "bytes"]))
     if not isinstance(node.func, ast.Name):
         raise ExprError(f"only the functions {known} can be called")
@@ -232,8 +250,9 @@ def _call(node: ast.Call, names: set[str], tensors: set[str], number: Callable[[
         raise ExprError(f"unknown function {name}(); known: {known}")
     fewest, most, _ = _FUNCTIONS[name]
     if not fewest <= len(node.args) <= most:
-        raise ExprError(f"{name}() takes {fewest if fewest == most else f'{fewest} to {most}'} arguments, "
-                        f"not {len(node.args)}")  # fmt: skip
+        raise ExprError(
+            f"{name}() takes {fewest if fewest == most else f'{fewest} to {most}'} arguments, not {len(node.args)}"
+        )
     for argument in node.args:
         number(argument)
 

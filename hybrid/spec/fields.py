@@ -15,9 +15,28 @@ from hybrid.spec.load import Model
 
 BackendName = Literal["oracle", "cpu", "vulkan", "npu"]
 AxisRole = Literal[
-    "tokens", "outs", "rows", "hidden", "inner", "features", "ffn", "vocab", "q_heads", "kv_heads", "head_dim", "slots",
-    "blocks", "block_size", "table", "context", "streams", "per_layer", "projections", "rotary", "inbox",
-]  # fmt: skip
+    "tokens",
+    "outs",
+    "rows",
+    "hidden",
+    "inner",
+    "features",
+    "ffn",
+    "vocab",
+    "q_heads",
+    "kv_heads",
+    "head_dim",
+    "slots",
+    "blocks",
+    "block_size",
+    "table",
+    "context",
+    "streams",
+    "per_layer",
+    "projections",
+    "rotary",
+    "inbox",
+]
 Scalar = int | float | str
 Tag = Literal["decode", "prefill", "batch", "perf", "demo"]
 
@@ -168,7 +187,9 @@ class Axis(Model):
 class Domain(Model):
     """What values a tensor holds: the property tests draw them, and a caller must keep to them."""
 
-    dist: Literal["normal", "uniform", "integers", "permutation", "rope", "sampling", "penalties", "inbox", "runs", "zeros"]
+    dist: Literal[
+        "normal", "uniform", "integers", "permutation", "rope", "sampling", "penalties", "inbox", "runs", "zeros"
+    ]
     scale: float | None = None
     """normal: the standard deviation."""
     low: Expr | None = None
@@ -177,8 +198,12 @@ class Domain(Model):
     """uniform: the highest value; integers, permutation: one more than the highest."""
 
     def model_post_init(self, context: object) -> None:
-        need = {"normal": ("scale",), "uniform": ("low", "high"), "integers": ("low", "high"),
-                "permutation": ("low", "high")}.get(self.dist, ())  # fmt: skip
+        need = {
+            "normal": ("scale",),
+            "uniform": ("low", "high"),
+            "integers": ("low", "high"),
+            "permutation": ("low", "high"),
+        }.get(self.dist, ())
         for key in ("scale", "low", "high"):
             if (key in need) != (getattr(self, key) is not None):
                 what = "is missing; it is needed" if key in need else "has no meaning; remove it"
@@ -190,9 +215,10 @@ class Tolerance(Model):
 
     scaled_bound  |e| <= c_out*u_out*|ref| + c*sqrt(reduction)*u_acc*scale for every element, u = 2^-24 for f32,
                   2^-11 for f16, 2^-8 for bf16; u_acc is that of the backend's accumulate, else numerics'
-    codes         int8 activations (q8_act) and caches (q8_0): the scaled bound of the value before it is quantised, plus half a
-                  code step; a code may be one off where the value is within `tie` codes of a half-integer; the stored sum is
-                  exact
+    codes         int8 activations (q8_act) and caches (q8_0): the scaled bound of the value before it is quantised,
+    plus half a
+                  code step; a code may be one off where the value is within `tie` codes of a half-integer; the stored
+                  sum is exact
     choice        a chosen index: equal to the oracle's, or one whose score is within `tie` of the best
     exact         equal
     """
@@ -324,8 +350,8 @@ class Variant(Model):
     """What differs between the workloads that a model gives for one pass."""
 
     bind: dict[str, Expr] = Field(default_factory=dict)
-    """Axis -> expression over the model's hyper-parameters (hybrid.core.hparams) and the pass's sizes. An axis that is not
-    written has the size that goes by its role."""
+    """Axis -> expression over the model's hyper-parameters (hybrid.core.hparams) and the pass's sizes. An axis that is
+    not written has the size that goes by its role."""
     attrs: dict[str, Scalar] = Field(default_factory=dict)
     """Expressions likewise, for attributes that are numbers."""
     dtypes: dict[str, DTypeName] = Field(default_factory=dict)
@@ -364,7 +390,8 @@ class Backend(Model):
     accumulate: Literal["bf16"] | None = None
     """The unit of its rounding where that is coarser than the operation's."""
     tolerance: dict[str, Tolerance] = Field(default_factory=dict)
-    """By dtype: how its results are judged where its arithmetic is coarser than the operation's; goes before every other."""
+    """By dtype: how its results are judged where its arithmetic is coarser than the operation's; goes before every
+    other."""
     except_edges: dict[str, str] = Field(default_factory=dict)
     """Edge cases it is not held to, with the reason."""
 

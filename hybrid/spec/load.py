@@ -20,8 +20,8 @@ MAX_DOTS = 500  # in a line: the parser's time grows with the square of a dotted
 
 
 class Model(BaseModel):
-    """Base of every declaration: frozen, unknown keys refused, no conversion of types (TOML has its own). Validators are built
-    when a kind of file is first read: most commands read few kinds."""
+    """Base of every declaration: frozen, unknown keys refused, no conversion of types (TOML has its own). Validators
+    are built when a kind of file is first read: most commands read few kinds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True, defer_build=True)
 
@@ -175,4 +175,6 @@ def _bare(annotation: Any) -> Any:
 def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _tuples(v) if isinstance(v, (dict, list)) else v for k, v in value.items()}
-    return tuple([_tuples(v) if isinstance(v, (dict, list)) else v for v in value]) if isinstance(value, list) else value
+    return (
+        tuple([_tuples(v) if isinstance(v, (dict, list)) else v for v in value]) if isinstance(value, list) else value
+    )

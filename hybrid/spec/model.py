@@ -81,8 +81,18 @@ class Shape(Model):
 
     def hparams(self, family: str) -> HParams:
         """As hyper-parameters. ValueError names one that cannot be."""
-        model = {"hidden", "vocab", "context_length", "eps", "softcap", "tied", "n_streams", "laurel_rank", "per_layer_dim",
-                 "per_layer_vocab"}  # fmt: skip
+        model = {
+            "hidden",
+            "vocab",
+            "context_length",
+            "eps",
+            "softcap",
+            "tied",
+            "n_streams",
+            "laurel_rank",
+            "per_layer_dim",
+            "per_layer_vocab",
+        }
         return HParams(
             family=family,
             layers=self._layers(),
@@ -94,7 +104,10 @@ class Shape(Model):
     def _layers(self) -> tuple[LayerParams, ...]:
         kinds = tuple((i + 1) % self.global_every == 0 for i in range(self.n_layers))
         own = self.global_.model_dump(exclude_none=True)
-        rotations = {"rope_theta": self.rope_theta_local}, {"rope_theta": self.rope_theta_global, "rope_factor": self.rope_factor}
+        rotations = (
+            {"rope_theta": self.rope_theta_local},
+            {"rope_theta": self.rope_theta_global, "rope_factor": self.rope_factor},
+        )
         shape = self.model_dump(include={"ffn", "n_heads", "n_kv_heads", "head_dim"})
         layers = list(alternating(self.n_layers, kinds, self.window, shape, rotations[0], {**rotations[1], **own}))
         for some, start in ((self.first, 0), (self.sharing, -self.sharing.layers if self.sharing else 0)):
@@ -132,8 +145,10 @@ def find_model(name: str) -> ModelSheet:
     known = load_models()
     if (mixture := _MIXTURE.match(name)) and name not in known:
         dense = [n for n in known if n.startswith(f"{mixture[1]}-")]
-        raise SpecError(f"{name} is a mixture of experts, which cannot be read or run yet: take a dense size"
-                        + f" ({', '.join(dense)})" * bool(dense))  # fmt: skip
+        raise SpecError(
+            f"{name} is a mixture of experts, which cannot be read or run yet: take a dense size"
+            + f" ({', '.join(dense)})" * bool(dense)
+        )
     if name not in known:
         raise SpecError(f"no model is called {name!r}{nearest(name, known)}")
     return known[name]

@@ -1,6 +1,7 @@
 """The [npu] table of a device sheet: what one tile of each kind has, the fields of its buffer descriptors, and rates.
 
-Every number carries its source. kernels/npu/check.py refuses a design beyond these limits; perf.npu computes from the rates.
+Every number carries its source. kernels/npu/check.py refuses a design beyond these limits; perf.npu computes from the
+rates.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Rates(Model):
     """Bytes per cycle of one load unit; a core has two."""
     store_bytes: Rate
     accumulate_cycles: Rate
-    """Cycles to load, add to and store one element of C in each step over K, without the part that grows with its size."""
+    """Cycles to load, add to and store one element of C in each step over K, without the part that grows with its
+    size."""
     accumulate_cycles_per_byte: Rate
     ddr_gb_s: Rate
     """What the whole array gets when tiles are read as a GEMM reads them."""

@@ -1,8 +1,8 @@
 """An operation's declaration, and what the planner, the backends and the tests ask of it.
 
-    op = load_op("linear")
-    bind = op.solve({"x": (4, 256), "w": (768, 256)})    # {'T': 4, 'K': 256, 'N': 768}
-    op.bind_shapes(bind)["y"]                            # (4, 768)
+op = load_op("linear")
+bind = op.solve({"x": (4, 256), "w": (768, 256)})    # {'T': 4, 'K': 256, 'N': 768}
+op.bind_shapes(bind)["y"]                            # (4, 768)
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class OpSpec(Asked):
 
     @cached_property
     def workload(self) -> tuple[Workload, ...]:
-        """Workloads that follow from models, then those that are written out. Made and checked when they are first asked for:
-        what plans and computes has no use for them. Raises SpecError for the first that does not fit."""
+        """Workloads that follow from models, then those that are written out. Made and checked when they are first
+        asked for: what plans and computes has no use for them. Raises SpecError for the first that does not fit."""
         from hybrid.spec.workload import derive
 
         try:
@@ -296,7 +296,9 @@ class OpSpec(Asked):
         """Arithmetic operations of one call (a multiply-add counts as 2)."""
         return math.ceil(self._eval("cost.flops", self.cost.flops, {**bind, **self.attrs(bind, attrs)}))
 
-    def nbytes(self, bind: Mapping[str, int], dtypes: Mapping[str, str], attrs: Mapping[str, Scalar] | None = None) -> int:
+    def nbytes(
+        self, bind: Mapping[str, int], dtypes: Mapping[str, str], attrs: Mapping[str, Scalar] | None = None
+    ) -> int:
         """Bytes that must move to and from device memory in one call, each tensor touched once."""
         full = self.dtypes(dtypes)
         env = {**bind, **self.attrs(bind, attrs)}

@@ -123,7 +123,9 @@ def _tolerances(spec: OpSpec) -> None:
                 raise FieldError(f"{at}.{dtype}", f"no result has this dtype{nearest(dtype, sorted(produced))}")
             _number(f"{at}.{dtype}.reduction", tolerance.reduction, spec.axes, "axis")
             if tolerance.metric == "codes" and dtype not in ("q8_act", "q8_0"):
-                raise FieldError(f"{at}.{dtype}.metric", "codes judges q8_act and q8_0 results; use scaled_bound or exact")
+                raise FieldError(
+                    f"{at}.{dtype}.metric", "codes judges q8_act and q8_0 results; use scaled_bound or exact"
+                )
     for name in results:
         for dtype in spec.tensors[spec.tensors[name].same or name].dtype:
             if dtype not in spec.tolerance and dtype not in spec.tensors[name].tolerance:
@@ -166,7 +168,8 @@ def _backends(spec: OpSpec) -> None:
 
 
 def check_workloads(spec: OpSpec, workloads: Sequence[Workload]) -> None:
-    """Each has a name of its own, and sizes, types and attributes that the declaration takes. FieldError for the first without."""
+    """Each has a name of its own, and sizes, types and attributes that the declaration takes. FieldError for the first
+    without."""
     seen: set[str] = set()
     derived = sum(bool(w.origin) for w in workloads)
     for i, w in enumerate(workloads):

@@ -92,7 +92,9 @@ Entry = tuple[int, Placement]
 """A placement, and its number in the file."""
 
 
-def placed(groups: Mapping[str, Sequence[StepSpec]], placements: Sequence[Placement]) -> dict[str, tuple[StepSpec, ...]]:
+def placed(
+    groups: Mapping[str, Sequence[StepSpec]], placements: Sequence[Placement]
+) -> dict[str, tuple[StepSpec, ...]]:
     """The steps before, in and after the layers (`groups`) as the placements have them.
 
     Raises FieldError for a pattern that no step fits, and for two placements that set one field of a step.
@@ -105,7 +107,10 @@ def placed(groups: Mapping[str, Sequence[StepSpec]], placements: Sequence[Placem
             said[name].append((i, placement))
     liked = {key: [new for s in group for new in _liked(s, said[s.name])] for key, group in groups.items()}
     _every_pattern_fits([s for group in liked.values() for s in group], placements, in_phase=True)
-    return {key: tuple(new for s in group for new in _placed(s, said[s.name], key == "layer")) for key, group in liked.items()}
+    return {
+        key: tuple(new for s in group for new in _placed(s, said[s.name], key == "layer"))
+        for key, group in liked.items()
+    }
 
 
 def _every_pattern_fits(steps: Sequence[StepSpec], placements: Sequence[Placement], in_phase: bool) -> None:
@@ -144,7 +149,9 @@ def _said(step: StepSpec, entries: Sequence[Entry], phase: Phase) -> dict[str, A
     if "form" in found:
         index = next(i for i, p in here if p.form is not None)
         if "act" in found:
-            raise FieldError(f"placement[{index}].form", f"another placement gives {step.name} an act; remove one of them")
+            raise FieldError(
+                f"placement[{index}].form", f"another placement gives {step.name} an act; remove one of them"
+            )
         found["index"] = index
     return found
 
@@ -154,7 +161,9 @@ def _only(step: StepSpec, values: Sequence[tuple[int, Any]], field: str) -> Any:
     found = [(i, value) for i, value in values if value is not None]
     if len(found) > 1:
         (first, _), (second, _) = found[:2]
-        raise FieldError(f"placement[{second}].{field}", f"placement[{first}] sets it for {step.name} already; remove one of them")
+        raise FieldError(
+            f"placement[{second}].{field}", f"placement[{first}] sets it for {step.name} already; remove one of them"
+        )
     return found[0][1] if found else None
 
 
@@ -168,15 +177,28 @@ def _made(step: StepSpec, said: dict[str, Any], layer: bool) -> list[StepSpec]:
         raise FieldError(f"placement[{said['index']}].form", what)
     lost = step.attrs.keys() - {name for new in form.instead[step.op] for name in new.attrs}
     if lost:
-        what = f"{said['form']} computes {step.op} without {min(lost)}, which {step.name} has; give the step another form"
+        what = (
+            f"{said['form']} computes {step.op} without {min(lost)}, which {step.name} has; give the step another form"
+        )
         raise FieldError(f"placement[{said['index']}].form", what)
     made = []
     for new in form.instead[step.op]:
         attrs = {name: step.attrs[name] for name in new.attrs if name in step.attrs}
         args = {key: step.args.get(name, name) for key, name in new.args.items()}
         args |= {key: f"{name}.{{l}}" if layer else name for key, name in new.own.items()}
-        made.append(StepSpec(name=step.name + new.suffix, op=new.op, args=args, device=new.device or device,
-                             attrs=attrs, act=new.act, extent=step.extent, phase=step.phase, when=step.when))  # fmt: skip
+        made.append(
+            StepSpec(
+                name=step.name + new.suffix,
+                op=new.op,
+                args=args,
+                device=new.device or device,
+                attrs=attrs,
+                act=new.act,
+                extent=step.extent,
+                phase=step.phase,
+                when=step.when,
+            )
+        )
     return made
 
 

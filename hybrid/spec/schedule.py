@@ -1,7 +1,8 @@
 """Schedules: a model family as data. Which operation runs in which layers and phases, on which device, with what
 activation precision. A schedule names things; hybrid.planning.planner binds it to a checkpoint and checks every edge.
 
-A file with `extends` is another schedule with its steps placed (hybrid.spec.placement): once read, a schedule like any."""
+A file with `extends` is another schedule with its steps placed (hybrid.spec.placement): once read, a schedule like
+any."""
 
 from __future__ import annotations
 
@@ -56,11 +57,12 @@ class Profile(Model):
     """Device capability -> `act` of prefill on devices that have it; the first that holds."""
 
     batch: dict[Capability, Act] = Field(default_factory=dict)
-    """The same for decode passes of more rows than the device calls few. With few a pass of either phase takes `act`."""
+    """The same for decode passes of more rows than the device calls few. With few a pass of either phase takes
+    `act`."""
 
     def act_in(self, phase: Phase, rows: int, capabilities: Collection[str], few: int = FEW_ROWS) -> Act:
-        """The dtype of matrix inputs in a pass of at most `rows` rows, on a device with these capabilities, for which `few` rows
-        are few (Device.few_rows)."""
+        """The dtype of matrix inputs in a pass of at most `rows` rows, on a device with these capabilities, for which
+        `few` rows are few (Device.few_rows)."""
         instead = {} if rows <= few else self.prefill if phase == "prefill" else self.batch
         return next((act for need, act in instead.items() if need in capabilities), self.act)
 
@@ -202,8 +204,8 @@ class PartHead(Model):
 
 
 class Part(Model):
-    """One file of specs/parts: tensors and steps that schedules of several families have alike. Its steps stand before a schedule's
-    own [[before]], and behind its own [[after]]."""
+    """One file of specs/parts: tensors and steps that schedules of several families have alike. Its steps stand before
+    a schedule's own [[before]], and behind its own [[after]]."""
 
     schema_: Literal[1] = Field(alias="schema")
     part: PartHead
@@ -270,7 +272,9 @@ def _extended(file: str, name: str, path: Path) -> Path:
     """The file that `extends = name` of a file means."""
     if name.endswith(".toml"):
         if not os.path.isfile(path.parent / name):  # False for a name that no file can have, too
-            raise SpecError(f"{file}: extends: there is no file {name!r} from here; give its path, or a shipped schedule's name")
+            raise SpecError(
+                f"{file}: extends: there is no file {name!r} from here; give its path, or a shipped schedule's name"
+            )
         return path.parent / name
     known = sorted(p.stem for p in SCHEDULES.glob("*.toml"))
     if name not in known:

@@ -41,8 +41,10 @@ def solve(file: str, sizes: Sequence[Size], bind: Mapping[str, int]) -> dict[str
             return known
         if len(left) == len(open_sizes):
             axes = sorted(left[0].expr.names - known.keys())
-            raise SpecError(f"{file}: {left[0].where}: {left[0].expr} = {left[0].size} leaves {', '.join(axes)} open; "
-                            f"bind {axes[0]} or give another tensor's shape")  # fmt: skip
+            raise SpecError(
+                f"{file}: {left[0].where}: {left[0].expr} = {left[0].size} leaves {', '.join(axes)} open; "
+                f"bind {axes[0]} or give another tensor's shape"
+            )
         open_sizes = left
 
 
@@ -69,6 +71,8 @@ def _linear(file: str, s: Size, axis: str, known: Mapping[str, int]) -> int | No
         return None
     value = (s.size - f0) / slope
     if value != int(value) or value < 0:
-        raise SpecError(f"{file}: {s.where}: {s.expr} = {s.size} has no whole solution for {axis}"
-                        + "".join(f", {n} = {known[n]}" for n in sorted(s.expr.names & known.keys())))  # fmt: skip
+        raise SpecError(
+            f"{file}: {s.where}: {s.expr} = {s.size} has no whole solution for {axis}"
+            + "".join(f", {n} = {known[n]}" for n in sorted(s.expr.names & known.keys()))
+        )
     return int(value)

@@ -13,12 +13,12 @@ from hybrid.spec.load import Model
 
 Phase = Literal["prefill", "decode"]
 Option = Literal["adjust", "logprobs", "verify"]
-"""What a pass may do beside choosing tokens: adjust = penalties, biases and masks; logprobs = log-probabilities for the host;
-verify = hold guessed tokens against what was chosen."""
+"""What a pass may do beside choosing tokens: adjust = penalties, biases and masks; logprobs = log-probabilities for the
+host; verify = hold guessed tokens against what was chosen."""
 OPTIONS: frozenset[Option] = frozenset(get_args(Option))
 EXTENTS = ("rows", "outs", "wanted")
-"""rows: all of a pass. outs: those whose logits are wanted; a pass that wants none leaves the step out. wanted: the same in
-prefill; all rows where every row is wanted anyway, in decode and where hidden states are read."""
+"""rows: all of a pass. outs: those whose logits are wanted; a pass that wants none leaves the step out. wanted: the
+same in prefill; all rows where every row is wanted anyway, in decode and where hidden states are read."""
 Text = Annotated[str, Field(min_length=1)]
 ANY = "any"
 
@@ -51,12 +51,12 @@ class StepSpec(Model):
     option: Option | None = None
     """Only in plans that are made with this option; None: in all."""
     alias: dict[str, str] = Field(default_factory=dict)
-    """Result -> input, of a step that may be left out: one with an option, in a plan without it; one that picks the wanted rows
-    of tensors, in a plan that wants every row; one that changes a type, where readers take the type that is there. Its results are
-    then those inputs."""
+    """Result -> input, of a step that may be left out: one with an option, in a plan without it; one that picks the
+    wanted rows of tensors, in a plan that wants every row; one that changes a type, where readers take the type that is
+    there. Its results are then those inputs."""
     same: dict[str, str] = Field(default_factory=dict)
-    """Result -> tensor that another step has made, of a step that is left out where every row is wanted, because what it makes of
-    the wanted rows is there for all of them."""
+    """Result -> tensor that another step has made, of a step that is left out where every row is wanted, because what
+    it makes of the wanted rows is there for all of them."""
     phase: Phase | None = None
     """Only in this phase; None: in both."""
     when: When = ANY

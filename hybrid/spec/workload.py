@@ -27,9 +27,14 @@ DEMO = "demo"
 
 # Role of an axis -> the hyper-parameter that is its size. What a pass has of an axis' role goes by the role's own name.
 OF_MODEL: dict[AxisRole, str] = {
-    "hidden": "hidden", "ffn": "ffn", "vocab": "vocab", "q_heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim",
+    "hidden": "hidden",
+    "ffn": "ffn",
+    "vocab": "vocab",
+    "q_heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "head_dim": "head_dim",
     "rotary": "head_dim",
-}  # fmt: skip
+}
 MOST = 1000
 """Workloads that an operation may have from models: a stranger's file must not take long to read."""
 PassRole = Literal["tokens", "outs", "slots", "context", "block_size", "table", "blocks"]
@@ -56,7 +61,9 @@ class Givens:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.models = {name: sheet.hparams() for name, sheet in load_models().items()} | {DEMO: source.demo.hparams("gemma3")}
+        self.models = {name: sheet.hparams() for name, sheet in load_models().items()} | {
+            DEMO: source.demo.hparams("gemma3")
+        }
         """The smallest first, the demonstration model last."""
         self._numbers: dict[tuple[str, str], dict[str, int | float]] = {}
 
@@ -74,11 +81,13 @@ class Givens:
 
 
 def _numbers(hp: HParams) -> dict[str, int | float]:
-    """Of the model as a whole, and of layers: NAME of the first, global_NAME of the first that sees the whole context, last_NAME
-    of the last; `window` of the local ones."""
+    """Of the model as a whole, and of layers: NAME of the first, global_NAME of the first that sees the whole context,
+    last_NAME of the last; `window` of the local ones."""
     globals_ = [i for i, layer in enumerate(hp.layers) if not layer.window]
     kinds = {"": 0, "global_": globals_[0] if globals_ else 0, "last_": hp.n_layers - 1}
-    of_layers = {f"{kind}{name}": n for kind, index in kinds.items() for name, n in hp.layers[index].numbers(index).items()}
+    of_layers = {
+        f"{kind}{name}": n for kind, index in kinds.items() for name, n in hp.layers[index].numbers(index).items()
+    }
     return {**of_layers, **hp.numbers, "window": hp.window}
 
 
@@ -87,8 +96,11 @@ def givens() -> Givens:
     return Givens(load_toml(FILE, Source))
 
 
-def derive(groups: tuple[Workloads, ...], axes: Mapping[str, Axis], attributes: Mapping[str, Attribute]) -> Iterator[Workload]:
-    """The workloads of an operation's [[workloads]]: by group, model (the smallest first, `demo` last), variant and pass.
+def derive(
+    groups: tuple[Workloads, ...], axes: Mapping[str, Axis], attributes: Mapping[str, Attribute]
+) -> Iterator[Workload]:
+    """The workloads of an operation's [[workloads]]: by group, model (the smallest first, `demo` last), variant and
+    pass.
 
     Raises FieldError for a model, pass, axis or name that there is not.
     """
@@ -100,7 +112,9 @@ def derive(groups: tuple[Workloads, ...], axes: Mapping[str, Axis], attributes: 
                 for one in entry.passes(known.source.passes):
                     count += 1
                     if count > MOST:
-                        raise FieldError(entry.key, f"the operation has more than {MOST} workloads; name fewer variants or passes")
+                        raise FieldError(
+                            entry.key, f"the operation has more than {MOST} workloads; name fewer variants or passes"
+                        )
                     numbers = known.numbers(model, one)
                     tags = known.source.passes[one].tags if one else ()
                     yield Workload(
@@ -130,7 +144,11 @@ class Entry:
 
     def at(self, field: str, name: str) -> str:
         """Key of what is written under `field`: in the variant, else in the table."""
-        return f"{self.key}.variants.{self.name}.{field}" if name in getattr(self.variant, field) else f"{self.key}.{field}"
+        return (
+            f"{self.key}.variants.{self.name}.{field}"
+            if name in getattr(self.variant, field)
+            else f"{self.key}.{field}"
+        )
 
     def passes(self, known: Mapping[str, Pass]) -> tuple[str, ...]:
         """Names of passes; one that is empty where none is written."""
@@ -163,7 +181,8 @@ class Entry:
         return bind
 
     def attrs(self, attributes: Mapping[str, Attribute], numbers: Mapping[str, int | float]) -> dict[str, Scalar]:
-        """Numbers are expressions; texts stay texts. What is no attribute is refused where all workloads are checked."""
+        """Numbers are expressions; texts stay texts. What is no attribute is refused where all workloads are
+        checked."""
         attrs: dict[str, Scalar] = {}
         for name, value in {**self.group.attrs, **self.variant.attrs}.items():
             kind = attributes[name].type if name in attributes else "str"

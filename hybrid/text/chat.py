@@ -46,7 +46,8 @@ GEMMA_TEMPLATE = """\
 """
 
 
-# Gemma 4's, thinking off: a system role, roles in any order, an answer in several messages is one turn, thoughts are cut.
+# Gemma 4's, thinking off: a system role, roles in any order, an answer in several messages is one turn, thoughts are
+# cut.
 GEMMA4_TEMPLATE = """\
 {{ bos_token }}
 {%- macro text(content) -%}
@@ -73,8 +74,8 @@ GEMMA4_TEMPLATE = """\
 """
 
 OWN_TEMPLATES = {("<start_of_turn>", "<end_of_turn>"): GEMMA_TEMPLATE, ("<|turn>", "<turn|>"): GEMMA4_TEMPLATE}
-"""Turn markers of a vocabulary -> the template for checkpoints that have none. The larger sizes of Gemma 4 are shown an empty
-thought before an answer, which only their own templates write."""
+"""Turn markers of a vocabulary -> the template for checkpoints that have none. The larger sizes of Gemma 4 are shown an
+empty thought before an answer, which only their own templates write."""
 
 
 OWN_ROLES = ("assistant", "model")
@@ -122,8 +123,9 @@ def written(
     parse_special: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[str, str]:
-    """A conversation as the template writes it, and the character that takes apart what looks like a control token inside its
-    messages (`Tokenizer.encode`: guard). Takes a while: a template from a file runs in a process of its own."""
+    """A conversation as the template writes it, and the character that takes apart what looks like a control token
+    inside its messages (`Tokenizer.encode`: guard). Takes a while: a template from a file runs in a process of its
+    own."""
     bos_id = tokenizer.vocabulary.bos_id
     bos = "" if bos_id is None else tokenizer.vocabulary.pieces[bos_id]
     guard = "" if parse_special else _guard(chain(_texts([*messages, *(tools or ())]), [template or ""]))
@@ -171,8 +173,8 @@ def _nested(tokenizer: Tokenizer, value: Any, guard: str) -> Any:
 
 
 def _quoted(tokenizer: Tokenizer, message: Message, guard: str) -> Message:
-    """Whatever a message says but its role. In what the model itself has said, marks that print stay: templates look for them,
-    to cut thoughts."""
+    """Whatever a message says but its role. In what the model itself has said, marks that print stay: templates look
+    for them, to cut thoughts."""
     content, marks = message.get("content"), message.get("role") not in OWN_ROLES
     other = {k: v if k == "role" else _nested(tokenizer, v, guard) for k, v in message.items() if k != "content"}
     if isinstance(content, str):

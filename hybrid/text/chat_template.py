@@ -1,8 +1,8 @@
 """A checkpoint's chat template, in jinja2's sandbox and in a process of its own.
 
 The sandbox keeps a template from Python's internals; it cannot keep it from looping for ever or from asking for a
-terabyte. So templates from files are expanded by a worker (`python -m hybrid.text.chat_template`; template_worker.py) with
-bounded time, memory and output. The project's own templates need none of that and are expanded in place.
+terabyte. So templates from files are expanded by a worker (`python -m hybrid.text.chat_template`; template_worker.py)
+with bounded time, memory and output. The project's own templates need none of that and are expanded in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ChatError(ValueError):
 
 @lru_cache(maxsize=4)
 def _compiled(template: str) -> Any:
-    """A template ready to be expanded, which takes longer than expanding it; the sandbox's environment cannot be changed by it."""
+    """A template ready to be expanded, which takes longer than expanding it; the sandbox's environment cannot be
+    changed by it."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -57,7 +58,15 @@ def expand(template: str, variables: Mapping[str, Any], most: int) -> str:
         raise
     except MemoryError:
         raise ChatError(f"the chat template needs more than {MEMORY >> 20} MiB of memory") from None
-    except (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (
+        TemplateError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ChatError(f"the chat template failed: {error}") from None
     return "".join(out)
 
@@ -74,7 +83,9 @@ def expand_apart(template: str, variables: Mapping[str, Any], most: int, seconds
     try:
         answer = _pool.run(job, seconds)
     except (TypeError, ValueError) as error:
-        raise ChatError(f"the messages hold something that is neither text nor a list or object of texts: {error}") from None
+        raise ChatError(
+            f"the messages hold something that is neither text nor a list or object of texts: {error}"
+        ) from None
     except Late:
         raise ChatError(f"the chat template does not end: stopped after {seconds:g} s") from None
     except OSError as error:
@@ -89,7 +100,8 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _limit(seconds: float) -> None:
-    """Memory and time of the next job by the kernel, where there are such limits: they hold even when the parent is gone."""
+    """Memory and time of the next job by the kernel, where there are such limits: they hold even when the parent is
+    gone."""
     try:
         import resource
     except ImportError:  # not on Windows: there the parent's clock is the limit
@@ -102,8 +114,8 @@ def _limit(seconds: float) -> None:
 
 
 def main() -> int:
-    """A worker (template_worker.py): jobs on standard input until it ends or none comes for a while, answers on standard
-    output."""
+    """A worker (template_worker.py): jobs on standard input until it ends or none comes for a while, answers on
+    standard output."""
     import jinja2.sandbox  # noqa: F401 (before the first job)
 
     while True:

@@ -1,10 +1,12 @@
-"""Grammars over one vocabulary, each in a process of its own: what a grammar does to its process costs nobody else anything.
+"""Grammars over one vocabulary, each in a process of its own: what a grammar does to its process costs nobody else
+anything.
 
     python -m hybrid.text.grammar_worker FD
 
-The parent (hybrid/serve/grammars.py) sends its tokenizer once. This process builds llguidance's tokenizer from it and forks a
-child for each grammar, over which the parent then talks to that child alone. A child compiles its grammar, keeps a matcher for
-each sequence, and computes masks; memory and processor time are bounded by the kernel. A child ends when its socket is closed.
+The parent (hybrid/serve/grammars.py) sends its tokenizer once. This process builds llguidance's tokenizer from it and
+forks a child for each grammar, over which the parent then talks to that child alone. A child compiles its grammar,
+keeps a matcher for each sequence, and computes masks; memory and processor time are bounded by the kernel. A child ends
+when its socket is closed.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from hybrid.text.tokenizer import CONTROL, UNKNOWN, Tokenizer
 HEAD = struct.Struct("<cIII")
 """Of a message: operation, sequence, argument, bytes that follow."""
 COMPILE, COPY, ACCEPT, MASK, FREE = b"C", b"N", b"A", b"M", b"X"
-"""Compile one of several grammars, the first that can be; make sequence `argument` from another; a token is next, then a mask;
-a mask; forget a sequence. Sequence 0 is the grammar in its first state."""
+"""Compile one of several grammars, the first that can be; make sequence `argument` from another; a token is next, then
+a mask; a mask; forget a sequence. Sequence 0 is the grammar in its first state."""
 COMPILED, ALLOWED, ENDED, FAILED = b"c", b"m", b"e", b"f"
-"""Answers: JSON of what was compiled; a mask; nothing but an end of text; an error. `argument` is that of the question."""
+"""Answers: JSON of what was compiled; a mask; nothing but an end of text; an error. `argument` is that of the
+question."""
 SECONDS = 10.0
 """Processor time of one question."""
 MEMORY = 512 << 20
@@ -49,7 +52,8 @@ def receive(connection: socket.socket, n: int) -> bytes:
 
 
 class Vocabulary:
-    """A tokenizer as llguidance asks for it. special: tokens that grammars name by their ids and that are never part of a text."""
+    """A tokenizer as llguidance asks for it. special: tokens that grammars name by their ids and that are never part of
+    a text."""
 
     def __init__(self, tokenizer: Tokenizer, special: Iterable[int]) -> None:
         t = self._tokenizer = tokenizer
@@ -59,7 +63,9 @@ class Vocabulary:
         found = {i for i, kind in enumerate(t.types) if kind in (CONTROL, UNKNOWN)} | {*special, *self.ends}
         pieces = t.vocabulary.pieces
         self.special_token_ids = sorted(found)
-        self.tokens = [pieces[i].encode("utf-8", "replace") if i in found else t.token_bytes(i) for i in range(t.n_tokens)]
+        self.tokens = [
+            pieces[i].encode("utf-8", "replace") if i in found else t.token_bytes(i) for i in range(t.n_tokens)
+        ]
         self.tokens += [b""] * (t.n_rows - t.n_tokens)
 
     def __call__(self, text: str | bytes) -> list[int]:

@@ -22,9 +22,13 @@ def with_scores(v: Vocabulary) -> Vocabulary:
     for piece in known:
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
-            missing = (at == 1 or left in known) and (len(right) == 1 or right in known) and f"{left} {right}" not in listed
+            missing = (
+                (at == 1 or left in known) and (len(right) == 1 or right in known) and f"{left} {right}" not in listed
+            )
             if missing and left not in cut and right not in cut:
-                raise TokenizerError(f"scores cannot replace these merges: {left!r} and {right!r} make a piece, but no merge")
+                raise TokenizerError(
+                    f"scores cannot replace these merges: {left!r} and {right!r} make a piece, but no merge"
+                )
     first: dict[str, int] = {}
     last = ""
     for merge in v.merges:

@@ -20,8 +20,8 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The part of everything so far that can be passed on now. All pieces together are the text before the stop string
-        that begins first (of those that begin together the shortest), however the text is cut into pieces."""
+        """The part of everything so far that can be passed on now. All pieces together are the text before the stop
+        string that begins first (of those that begin together the shortest), however the text is cut into pieces."""
         if not self.stops:
             return text
         if self.stopped is not None:

@@ -1,10 +1,11 @@
-"""Processes that expand chat templates, kept warm: starting one costs a tenth of a second, a job on a warm one about a millisecond.
+"""Processes that expand chat templates, kept warm: starting one costs a tenth of a second, a job on a warm one about a
+millisecond.
 
-A job is a line of JSON, and so is its answer. A worker has one job at a time, bounded in processor time and memory by the
-kernel where it can be, and by the clock of whoever waits; one that is late is killed, one that has had nothing to do for IDLE
-seconds ends by itself, and at most KEPT wait for work. Who finds all of them busy waits about as long as starting another would
-take, and only then starts one: many short jobs at once are done by few workers, and a long one holds nobody up. Workers belong
-to the process that started them: a forked child starts its own.
+A job is a line of JSON, and so is its answer. A worker has one job at a time, bounded in processor time and memory by
+the kernel where it can be, and by the clock of whoever waits; one that is late is killed, one that has had nothing to
+do for IDLE seconds ends by itself, and at most KEPT wait for work. Who finds all of them busy waits about as long as
+starting another would take, and only then starts one: many short jobs at once are done by few workers, and a long one
+holds nobody up. Workers belong to the process that started them: a forked child starts its own.
 """
 
 from __future__ import annotations

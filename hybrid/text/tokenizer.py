@@ -22,14 +22,34 @@ TURN_ENDS = ("<end_of_turn>", "<turn|>")
 END_TEXTS = ("<eos>", *TURN_ENDS, "<|tool_response>")
 """The last: a model of Gemma 4 writes it where it waits for a tool's result."""
 MARKERS = (
-    "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<|turn>", "<turn|>", "<|think|>", "<|tool>",
-    "<tool|>", "<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>", "<|audio|>", "<|video|>",
-)  # fmt: skip
-"""Control tokens of Gemma by their text: some writers give them another type. Gemma 4's marks of thoughts and tool calls are
-not among them: its files type them so that they print."""
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<|turn>",
+    "<turn|>",
+    "<|think|>",
+    "<|tool>",
+    "<tool|>",
+    "<|image>",
+    "<image|>",
+    "<|image|>",
+    "<|audio>",
+    "<audio|>",
+    "<|audio|>",
+    "<|video|>",
+)
+"""Control tokens of Gemma by their text: some writers give them another type. Gemma 4's marks of thoughts and tool
+calls are not among them: its files type them so that they print."""
 PRINTED_MARKS = (
-    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
-)  # fmt: skip
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+)
 """These: user-defined pieces that only a template and the model write, and that a message holds as text (`quote`)."""
 _CACHED_WORDS = 1 << 16
 _LONG_WORD = 4096
@@ -94,11 +114,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        eos_ids: Iterable[int] = (),
-        rows: int | None = None,
-        markers: Iterable[str] = (),
+        self, vocabulary: Vocabulary, eos_ids: Iterable[int] = (), rows: int | None = None, markers: Iterable[str] = ()
     ) -> None:
         v = self.vocabulary = vocabulary
         self._texts: dict[int, str | None] = {}
@@ -112,7 +128,9 @@ class Tokenizer:
         """Of the pieces, as they are used."""
         mergeable = (NORMAL, USER_DEFINED, UNUSED)
         self._mergeable = {
-            p: i for i, p in enumerate(v.pieces) if self.types[i] in mergeable and " " not in p and p not in PRINTED_MARKS
+            p: i
+            for i, p in enumerate(v.pieces)
+            if self.types[i] in mergeable and " " not in p and p not in PRINTED_MARKS
         }
         # What a pair is looked up by: its union, or both halves with a space between.
         self._joint = "" if v.merges is None else " "
@@ -128,7 +146,10 @@ class Tokenizer:
         control = {p.replace(" ", SPACE): i for i, p in enumerate(v.pieces) if self.types[i] in hidden and p}
         marks = {p: i for p, i in user.items() if p in PRINTED_MARKS}
         self._user, self._special, self._control = _Cutter(user), _Cutter(control | user), _Cutter(control)
-        self._quoted, self._unmarked = _Cutter(control | marks), _Cutter({p: i for p, i in user.items() if p not in marks})
+        self._quoted, self._unmarked = (
+            _Cutter(control | marks),
+            _Cutter({p: i for p, i in user.items() if p not in marks}),
+        )
         # Where no piece has a space after another character, no merge crosses the start of a word: words are
         # merged one by one, and remembered.
         self._by_word = not any(SPACE in p.lstrip(SPACE) for p in self._mergeable)
@@ -145,9 +166,11 @@ class Tokenizer:
         ordinary characters. Lone surrogates count as U+FFFD. TypeError for what is no str."""
         return [i for part in self.encode_parts(text, bos, parse_special, guard) for i in part]
 
-    def encode_parts(self, text: str, bos: bool = True, parse_special: bool = False, guard: str = "") -> Iterator[list[int]]:
-        """`encode` in parts that each take a few milliseconds, some of them empty: so that long texts can take turns, and end
-        where they are too long. Arguments and errors as of `encode`."""
+    def encode_parts(
+        self, text: str, bos: bool = True, parse_special: bool = False, guard: str = ""
+    ) -> Iterator[list[int]]:
+        """`encode` in parts that each take a few milliseconds, some of them empty: so that long texts can take turns,
+        and end where they are too long. Arguments and errors as of `encode`."""
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a str, not {type(text).__name__}")
         first = [self.bos_id] if bos and self.bos_id is not None else []
@@ -247,8 +270,8 @@ class Tokenizer:
         return found
 
     def _merge(self, text: str) -> Iterator[list[int]]:
-        """BPE over a linked list of symbols with a heap of candidate pairs: O(n log n). Yields empty parts while it works, then
-        the ids."""
+        """BPE over a linked list of symbols with a heap of candidate pairs: O(n log n). Yields empty parts while it
+        works, then the ids."""
         symbols: list[str] = list(text)
         before = list(range(-1, len(text) - 1))
         after = [*range(1, len(text)), -1]

@@ -57,8 +57,8 @@ def place(dtype: str, shape: tuple[int, ...], room: np.ndarray, offset: int = 0,
 
 
 class Slabs:
-    """float32 arrays cut from large allocations, which get huge pages: matrices of 2 to 4 MB, too small for them on their
-    own, were read at 7.5 GB/s and are at 9.6 to 10.9 (2-core Xeon with AMX, one busy neighbour)."""
+    """float32 arrays cut from large allocations, which get huge pages: matrices of 2 to 4 MB, too small for them on
+    their own, were read at 7.5 GB/s and are at 9.6 to 10.9 (2-core Xeon with AMX, one busy neighbour)."""
 
     _ELEMENTS = 1 << 24
     _LINE = 64 // 4

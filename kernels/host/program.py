@@ -19,8 +19,14 @@ if TYPE_CHECKING:  # the device makes its programs, which keep a reference to it
     from hybrid.kernels.host.device import HostDevice
 
 # Weights that BLAS reads whole, so that a float32 copy speeds them up. (Embedding reads a few rows of the same tensor.)
-_MATRICES = {"linear": ("w",), "fused_qkv": ("w",), "fused_ffn": ("w_gate_up", "w_down"), "logits": ("w",),
-             "altup_unembed": ("w",), "per_layer_input": ("w_gate", "w_proj")}
+_MATRICES = {
+    "linear": ("w",),
+    "fused_qkv": ("w",),
+    "fused_ffn": ("w_gate_up", "w_down"),
+    "logits": ("w",),
+    "altup_unembed": ("w",),
+    "per_layer_input": ("w_gate", "w_proj"),
+}
 
 
 class HostProgram:

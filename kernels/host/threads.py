@@ -1,10 +1,11 @@
 """How many BLAS threads a matrix product uses.
 
-A product split over threads ends with the last of them. Where other programs use the cores, a sleeping thread is scheduled a
-time slice late: products of 0.1 and 0.2 ms took 16 and 20 ms on two busy cores. So a product is split where one thread would
-need longer than that can cost. The product's size decides, not a clock: with several rows, the number of threads changes the
-last bits (OpenBLAS, Haswell and Zen), and the same prompt should give the same text. With one row it does not, because each
-output is computed by one thread: there shorter products are split too, until one takes too long, and again a second later.
+A product split over threads ends with the last of them. Where other programs use the cores, a sleeping thread is
+scheduled a time slice late: products of 0.1 and 0.2 ms took 16 and 20 ms on two busy cores. So a product is split where
+one thread would need longer than that can cost. The product's size decides, not a clock: with several rows, the number
+of threads changes the last bits (OpenBLAS, Haswell and Zen), and the same prompt should give the same text. With one
+row it does not, because each output is computed by one thread: there shorter products are split too, until one takes
+too long, and again a second later.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ def processors() -> int:
 
 
 class BlasThreads:
-    """Around a pass: `use` sets the number of threads for a product; after the pass the process has its own number again.
+    """Around a pass: `use` sets the number of threads for a product; after the pass the process has its own number
+    again.
 
-    libraries: BLAS libraries with threadpoolctl's interface (default: those that it finds). Nothing happens where they have one
-    thread, or where none is found. `most`: threads of a product that is split.
+    libraries: BLAS libraries with threadpoolctl's interface (default: those that it finds). Nothing happens where they
+    have one thread, or where none is found. `most`: threads of a product that is split.
     """
 
     def __init__(self, libraries: Sequence[Any] | None = None) -> None:
@@ -61,7 +63,9 @@ class BlasThreads:
         self.most = min(had, processors())
         self.many = had > 1
         self._alone_until = 0.0
-        names = ", ".join(dict.fromkeys(f"{library.internal_api} {library.version or ''}".strip() for library in libraries))
+        names = ", ".join(
+            dict.fromkeys(f"{library.internal_api} {library.version or ''}".strip() for library in libraries)
+        )
         limits = f"{1e3 * SPLIT_FROM:g} ms, of one row {1e3 * SPLIT_ONE_ROW_FROM:g} ms"
         shared = f", 1 for products below {limits}" if self.many else ""
         self.text = f"{self.most or 'not known how many'} of {names or 'BLAS'}{shared}"
@@ -87,7 +91,9 @@ class BlasThreads:
     def __enter__(self) -> BlasThreads:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._set:
             for library, had in self._before:
                 library.set_num_threads(had)

@@ -65,7 +65,8 @@ def stem(design: Design) -> str:
 
 
 def find(folder: Path, design: Design) -> Artefact:
-    """The built files of a design. ArtefactError where they are missing, damaged, or built from other kernels or data."""
+    """The built files of a design. ArtefactError where they are missing, damaged, or built from other kernels or
+    data."""
     name, digest = stem(design), fabric_digest(design)
     listing = folder / f"{name}.json"
     if not listing.exists():

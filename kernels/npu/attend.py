@@ -1,8 +1,10 @@
-"""Attention's host side: rows cut into query tiles, the cache's view brought up to date, and which key tiles each of them sees.
+"""Attention's host side: rows cut into query tiles, the cache's view brought up to date, and which key tiles each of
+them sees.
 
-Scores in bfloat16 (`attention`) or in int8 (`attention_i8`: every query and key vector quantised by its own largest element,
-products exact in int32; values and probabilities stay bfloat16). Both run the same design. A run's design comes from a small
-set that the sizes of the cache fix (`designs_of`): key tiles are sent from the view's beginning on, in powers of two.
+Scores in bfloat16 (`attention`) or in int8 (`attention_i8`: every query and key vector quantised by its own largest
+element, products exact in int32; values and probabilities stay bfloat16). Both run the same design. A run's design
+comes from a small set that the sizes of the cache fix (`designs_of`): key tiles are sent from the view's beginning on,
+in powers of two.
 """
 
 from __future__ import annotations
@@ -119,8 +121,8 @@ def _queries(tiles: np.ndarray, header: np.ndarray, scale: float, a: Attention) 
 
 
 def plan(rows: np.ndarray, positions: np.ndarray, window: int, a: Attention) -> Plan:
-    """Rows (sorted by position) dealt out to query tiles, and the key tiles that each of those sees. Without a window the base
-    is key tile 0: all of the sequence stays in the view."""
+    """Rows (sorted by position) dealt out to query tiles, and the key tiles that each of those sees. Without a window
+    the base is key tile 0: all of the sequence stays in the view."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     most = a.LQ // a.group
     runs, seen = [], []
@@ -157,9 +159,9 @@ def headers(p: Plan, a: Attention, positions: np.ndarray, length: int, window: i
 
 
 def fitted(shape: Attention, p: Plan, tiles: int | None = None) -> Attention:
-    """The design for a plan on a view of `tiles` (default: what the plan needs). A prompt's first rows send each block of query
-    tiles the key tiles up to its own; any others send every block the same number, rounded up to a power of two. A tile that
-    nobody sees passes by without being computed."""
+    """The design for a plan on a view of `tiles` (default: what the plan needs). A prompt's first rows send each block
+    of query tiles the key tiles up to its own; any others send every block the same number, rounded up to a power of
+    two. A tile that nobody sees passes by without being computed."""
     blocks, ends = rounded(len(p.ends), 1), p.ends
     tiles = rounded(max(ends)) if tiles is None else tiles
     a = replace(shape, blocks=blocks, tiles=tiles)
@@ -189,7 +191,8 @@ def designs_of(scores: Scores, bind: Mapping[str, int], window: int) -> Iterator
 
 
 def capacity(shape: Attention, window: int, blocks: int, size: int, slots: int, table: int) -> int:
-    """Key tiles of a slot's view: the whole table's positions, or, of a window, those of the ring of blocks that a slot has."""
+    """Key tiles of a slot's view: the whole table's positions, or, of a window, those of the ring of blocks that a slot
+    has."""
     whole = rounded(-(-table * size // shape.LK))
     if window <= 0:
         return whole

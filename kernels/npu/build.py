@@ -1,7 +1,8 @@
-"""python -m kernels.npu.build [NAME ... | --for MODEL | --list [MODEL]] [--out FOLDER] [--sim]: designs into what a runtime loads.
+"""python -m kernels.npu.build [NAME ... | --for MODEL | --list [MODEL]] [--out FOLDER] [--sim]: designs into what a
+runtime loads.
 
-For an NPU: kernels by Peano (llvm-aie's clang), IRON source to MLIR by mlir-aie, xclbin and instruction stream by aiecc.
-What of these is missing is said, exactly, and nothing is built. --sim makes the files of sim-npu1 instead.
+For an NPU: kernels by Peano (llvm-aie's clang), IRON source to MLIR by mlir-aie, xclbin and instruction stream by
+aiecc. What of these is missing is said, exactly, and nothing is built. --sim makes the files of sim-npu1 instead.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ PEANO_FLAGS = (
     "-Wno-empty-body",
     "-DNDEBUG",
 )
-# Dynamic object fifos: attention's loops over key tiles count to numbers in memory, so their buffers cannot be unrolled.
+# Dynamic object fifos: attention's loops over key tiles count to numbers in memory, so their buffers cannot be
+# unrolled.
 AIECC_FLAGS = (
     "--aie-generate-xclbin",
     "--aie-generate-npu-insts",
@@ -103,7 +105,8 @@ def tools() -> tuple[Tools | None, list[str]]:
 
 
 def _mlir_aie() -> tuple[Path | None, bool]:
-    """The folder mlir_aie of the wheel (python/aie, include, bin), or an installation of a build; can `aie` be imported?"""
+    """The folder mlir_aie of the wheel (python/aie, include, bin), or an installation of a build; can `aie` be
+    imported?"""
     for name in ("aie", "mlir_aie"):
         spec = importlib.util.find_spec(name)
         for found in map(Path, (spec.submodule_search_locations or []) if spec else []):
@@ -127,8 +130,9 @@ def _peano() -> Path | None:
 
 
 def frame_bytes(usage: str, entries: Collection[str]) -> dict[str, int]:
-    """The most stack that each entry point of an object can take, by the text of its .su file (`file:line:column:function TAB
-    bytes TAB kind`): its own frame and those of every function that is no entry point. No kernel calls itself."""
+    """The most stack that each entry point of an object can take, by the text of its .su file
+    (`file:line:column:function TAB bytes TAB kind`): its own frame and those of every function that is no entry point.
+    No kernel calls itself."""
     frames: dict[str, int] = {}
     for line in filter(None, usage.splitlines()):
         where, size, kind = line.split("\t")
@@ -146,7 +150,8 @@ def build_sim(design: Design, folder: Path) -> None:
 
 
 def build_npu(design: Design, folder: Path, t: Tools) -> None:
-    """xclbin and instruction stream. SpecError where the design is over a limit, RuntimeError with a tool's last words."""
+    """xclbin and instruction stream. SpecError where the design is over a limit, RuntimeError with a tool's last
+    words."""
     check(design).demand()
     work = folder / f"{stem(design)}.work"
     work.mkdir(parents=True, exist_ok=True)
@@ -187,14 +192,18 @@ def build_npu(design: Design, folder: Path, t: Tools) -> None:
         "--npu-insts-name=design.bin",
         "design.mlir",
     )
-    write(folder, design, manifest()["release"], (work / "design.xclbin").read_bytes(), (work / "design.bin").read_bytes())
+    write(
+        folder, design, manifest()["release"], (work / "design.xclbin").read_bytes(), (work / "design.bin").read_bytes()
+    )
 
 
 def _frames(design: Design, kernel: Kernel, work: Path) -> None:
     """The frames of an object against the stacks of the workers that call it. RuntimeError where one is too deep."""
     written = (work / kernel.object).with_suffix(".su")
     if not written.exists():
-        raise RuntimeError(f"{kernel.object}: the compiler wrote no {written.name}: its frames are unknown (-fstack-usage)")
+        raise RuntimeError(
+            f"{kernel.object}: the compiler wrote no {written.name}: its frames are unknown (-fstack-usage)"
+        )
     of = [k.name for k in design.kernels if k.object == kernel.object]
     for name, deepest in frame_bytes(written.read_text(), of).items():
         stack = min(w.stack_bytes for w in design.workers if any(b.name == name for _, b in w.binds))
@@ -221,10 +230,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("names", nargs="*", metavar="NAME", help="designs (default: all; see --list)")
     p.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: the cache folder)")
     p.add_argument("--sim", action="store_true", help="build what sim-npu1 runs; needs no toolchain")
-    p.add_argument("--list", nargs="?", const="", metavar="MODEL", help="print the designs' names, or what a model needs, and stop")
-    p.add_argument("--for", dest="model", metavar="MODEL", help="build what a model needs: a file, or a name of specs/models")
-    p.add_argument("--schedule", default="gemma3-hybrid", metavar="NAME", help="with a MODEL: its schedule (gemma3-hybrid)")
-    p.add_argument("--ctx", type=positive, metavar="N", help="with a MODEL: positions of a sequence (the model's, at most 4096)")
+    p.add_argument(
+        "--list", nargs="?", const="", metavar="MODEL", help="print the designs' names, or what a model needs, and stop"
+    )
+    p.add_argument(
+        "--for", dest="model", metavar="MODEL", help="build what a model needs: a file, or a name of specs/models"
+    )
+    p.add_argument(
+        "--schedule", default="gemma3-hybrid", metavar="NAME", help="with a MODEL: its schedule (gemma3-hybrid)"
+    )
+    p.add_argument(
+        "--ctx", type=positive, metavar="N", help="with a MODEL: positions of a sequence (the model's, at most 4096)"
+    )
     p.add_argument("--slots", type=positive, default=1, metavar="N", help="with a MODEL: sequences at a time (1)")
     p.add_argument("--chunk", type=positive, metavar="N", help="with a MODEL: rows of a prefill pass (512)")
     return p
@@ -239,7 +256,9 @@ def _of_model(args: argparse.Namespace, model: str) -> dict[str, Callable[[], De
     """What the plans of a model need: a name (fabric, and the sizes of the sequence) -> its maker."""
     from hybrid.kernels.npu.needed import designs
 
-    engine = importlib.import_module("hybrid.engine.plans")  # a command may use what lies above; the backend imports nothing of it
+    engine = importlib.import_module(
+        "hybrid.engine.plans"
+    )  # a command may use what lies above; the backend imports nothing of it
     found: dict[str, Callable[[], Design]] = {}
     seen: set[Any] = set()
     for plan in engine.plans_of_model(model, args.schedule, args.ctx, args.slots, args.chunk):
@@ -270,7 +289,9 @@ def listed(makers: Mapping[str, Callable[[], Design]], folder: Path) -> str:
             lines.append(f"{name}: built")
         except ArtefactError:
             lines.append(f"{name}: not built")
-    return "\n".join([*lines, f"{len(makers)} instruction streams of {len(fabrics)} fabrics; {built} built in {folder}"])
+    return "\n".join(
+        [*lines, f"{len(makers)} instruction streams of {len(fabrics)} fabrics; {built} built in {folder}"]
+    )
 
 
 def _main(args: argparse.Namespace) -> int:

@@ -25,8 +25,8 @@ from hybrid.spec.load import Model, load_toml, shown_path
 AIE = Path(__file__).resolve().parent / "aie"
 Number = int | float
 
-# dtype -> (C++ type, NumPy type). bf16 travels as its 16 bits; i4 as bytes of two codes, the first in the low half; u8 are
-# bytes of an object that holds several things.
+# dtype -> (C++ type, NumPy type). bf16 travels as its 16 bits; i4 as bytes of two codes, the first in the low half; u8
+# are bytes of an object that holds several things.
 TYPES: dict[str, tuple[str, np.dtype]] = {
     "i8": ("int8", np.dtype("i1")),
     "u8": ("uint8", np.dtype("u1")),

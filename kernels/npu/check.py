@@ -1,4 +1,5 @@
-"""python -m kernels.npu.check [NAME ...]: what each design takes of every tile, and what is beyond the hardware's limits.
+"""python -m kernels.npu.check [NAME ...]: what each design takes of every tile, and what is beyond the hardware's
+limits.
 
 Every limit is a number of specs/devices/phoenix-npu.toml. A design that breaks none may still be slow or deadlock:
 perf.npu and interpreter.py are for that.
@@ -96,10 +97,14 @@ def _shape(design: Design, npu: Npu) -> Iterator[Violation]:
     for tile in sorted(tiles):
         if not 0 <= tile.col < min(design.columns, npu.columns.value) or tile.row >= CORE + npu.core_rows.value:
             yield Violation(
-                design.name, "columns", f"{tile} lies outside of {design.columns} columns x {npu.core_rows.value} core rows"
+                design.name,
+                "columns",
+                f"{tile} lies outside of {design.columns} columns x {npu.core_rows.value} core rows",
             )
     if len(design.arguments) > npu.arguments.value:
-        yield Violation(design.name, "arguments", f"{len(design.arguments)} buffers, a kernel takes {npu.arguments.value}")
+        yield Violation(
+            design.name, "arguments", f"{len(design.arguments)} buffers, a kernel takes {npu.arguments.value}"
+        )
 
 
 def _use(low: Lowered, tile: Tile, limits: TileLimits) -> Use:
@@ -121,8 +126,8 @@ def _use(low: Lowered, tile: Tile, limits: TileLimits) -> Use:
 
 
 def _outstanding(design: Design, tile: Tile, fifo: str | None = None, fill: bool | None = None) -> int:
-    """Most descriptors of a shim tile in use at once, or most tasks of one of its channels under way: a group's are free
-    when it is finished."""
+    """Most descriptors of a shim tile in use at once, or most tasks of one of its channels under way: a group's are
+    free when it is finished."""
     live: dict[int, int] = {}
     most = 0
     for step in design.sequence:
@@ -166,7 +171,9 @@ def _tile(low: Lowered, use: Use, limits: TileLimits) -> Iterator[Violation]:
     for lock in (lock for lock in low.locks.values() if lock.tile == use.tile):
         if lock.init > limits.lock_max.value:
             yield Violation(
-                where, f"{kind}.lock_max", f"lock {lock.name} starts at {lock.init}, a lock counts to {limits.lock_max.value}"
+                where,
+                f"{kind}.lock_max",
+                f"lock {lock.name} starts at {lock.init}, a lock counts to {limits.lock_max.value}",
             )
     for channel in low.on(use.tile):
         for text in dict.fromkeys(t for bd in channel.ring for t in _descriptor(bd.dims, bd.array, limits, kind)):
@@ -220,7 +227,9 @@ def _moves(design: Design, npu: Npu) -> Iterator[Violation]:
             key = "repeat" if outer[1] == 0 else "shim.bd.iterations"
             yield Violation(where, key, f"{outer[0]} iterations, a task has {most}")
         if outer[0] > 1 and _words(outer[1], array) > bd.step.value:
-            yield Violation(where, "shim.bd.step", f"stride of {_words(outer[1], array)} words, the field holds {bd.step.value}")
+            yield Violation(
+                where, "shim.bd.step", f"stride of {_words(outer[1], array)} words, the field holds {bd.step.value}"
+            )
         for text in _descriptor(inner, Array(array.dtype, (prod(move.sizes[1:]),)), limits, "shim"):
             yield Violation(where, *text)
         end = move.offset + sum((s - 1) * t for s, t in zip(move.sizes, move.strides, strict=True))
@@ -249,12 +258,18 @@ def _descriptor(dims: Dims, array: Array, limits: TileLimits, kind: str) -> Iter
         return
     if nested[-1][1] == 1:
         if nested[-1][0] * array.itemsize % WORD:
-            yield "stream width", f"runs of {nested[-1][0]} {array.dtype} are no whole words: a DMA moves {WORD} bytes at least"
+            yield (
+                "stream width",
+                f"runs of {nested[-1][0]} {array.dtype} are no whole words: a DMA moves {WORD} bytes at least",
+            )
         sizes = [*[s for s, _ in nested[:-1]], nested[-1][0] * array.itemsize // WORD]
         outer = nested[:-1]
     else:
         if array.itemsize < WORD:
-            yield "stream width", f"single {array.dtype} elements with stride {nested[-1][1]}: a DMA moves {WORD} bytes at least"
+            yield (
+                "stream width",
+                f"single {array.dtype} elements with stride {nested[-1][1]}: a DMA moves {WORD} bytes at least",
+            )
         sizes, outer = [s for s, _ in nested], nested
     places = bd.dimensions.value - (kind == "shim")  # the shim's fourth is the iteration
     if len(sizes) > places:
@@ -284,7 +299,9 @@ def table(report: Report) -> str:
     for kind in ("core", "mem", "shim"):
         uses = [u for u in report.uses if u.tile.kind == kind]
         if uses:
-            top = {k: max(getattr(u, k) for u in uses) for k in ("memory", "bds", "locks", "channels_in", "channels_out")}
+            top = {
+                k: max(getattr(u, k) for u in uses) for k in ("memory", "bds", "locks", "channels_in", "channels_out")
+            }
             memory = f"memory {top['memory']:>6} of {uses[0].memory_of}" if kind != "shim" else "memory         -"
             lines.append(
                 f"  {kind:<5}{memory:<24} BDs {top['bds']:>2} of {uses[0].bds_of:<3} "

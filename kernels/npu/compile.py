@@ -5,23 +5,23 @@
     gemm.counts                                                instructions of the last call by unit (COUNTERS)
     gemm.entry.sizes(gemm.macros), .nbytes(...)                elements and bytes of each array
 
-Arrays: C-contiguous, of the argument's NumPy type (TYPES: bf16 is its 16 bits as uint16, i4x2 bytes of two codes, low half
-first) and of exactly the declared number of elements, any shape; they must start at a multiple of 32 bytes, as in a tile's
-memory: `buffer(shape, dtype)` makes such arrays. Scalars are ints. Wrong types and sizes raise TypeError or ValueError; what
-would go wrong on the core (a misaligned vector, a conversion that does not fit) raises KernelTrap.
+Arrays: C-contiguous, of the argument's NumPy type (TYPES: bf16 is its 16 bits as uint16, i4x2 bytes of two codes, low
+half first) and of exactly the declared number of elements, any shape; they must start at a multiple of 32 bytes, as in
+a tile's memory: `buffer(shape, dtype)` makes such arrays. Scalars are ints. Wrong types and sizes raise TypeError or
+ValueError; what would go wrong on the core (a misaligned vector, a conversion that does not fit) raises KernelTrap.
 
-A tile keeps its rounding and saturation modes between calls. Every kernel() object has its own: `modes` reads and sets them
-(they begin as ("floor", "none"), the core's state after reset). A simulator of several tiles uses one library for all of
-them, so it puts the tile's modes there before a call and keeps what it finds after it.
+A tile keeps its rounding and saturation modes between calls. Every kernel() object has its own: `modes` reads and sets
+them (they begin as ("floor", "none"), the core's state after reset). A simulator of several tiles uses one library for
+all of them, so it puts the tile's modes there before a call and keeps what it finds after it.
 
-The compiler is what CXX names, or the first g++, c++ or clang++ in PATH that makes a shared library (one that compiles and cannot
-link is none), with FLAGS and then the words of CXXFLAGS. It links with GNU's gold where it can, which takes a tenth of a second
-less. Libraries lie in $XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that they are made of: the source, its
-headers, hostapi/, macros, flags, the compiler's version. `digest(name, **macros)` is the part of it that does not depend on
-this computer. `options` are further flags of the compiler: SANITISE builds with AddressSanitizer and UBSan (the process must
-have their runtimes loaded).
-`source=PATH` compiles another text of the kernel (mutations; headers beside it go before those of the folder); `folder=PATH`
-takes entry points from another folder of declarations.
+The compiler is what CXX names, or the first g++, c++ or clang++ in PATH that makes a shared library (one that compiles
+and cannot link is none), with FLAGS and then the words of CXXFLAGS. It links with GNU's gold where it can, which takes
+a tenth of a second less. Libraries lie in $XDG_CACHE_HOME/hybrid-kernels/npu, named by the digest of everything that
+they are made of: the source, its headers, hostapi/, macros, flags, the compiler's version. `digest(name, **macros)` is
+the part of it that does not depend on this computer. `options` are further flags of the compiler: SANITISE builds with
+AddressSanitizer and UBSan (the process must have their runtimes loaded).
+`source=PATH` compiles another text of the kernel (mutations; headers beside it go before those of the folder);
+`folder=PATH` takes entry points from another folder of declarations.
 """
 
 from __future__ import annotations
@@ -45,20 +45,57 @@ from hybrid.core import places
 from hybrid.kernels.npu.catalogue import AIE, Arg, Entry, Number, entries, find
 
 HOSTAPI = Path(__file__).resolve().parent / "hostapi"
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off",
-         "-fno-gnu-unique", "-fvisibility=hidden")  # fmt: skip
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-ffp-contract=off",
+    "-fno-gnu-unique",
+    "-fvisibility=hidden",
+)
 COMPILERS = ("g++", "c++", "clang++")
 LINKERS: tuple[tuple[str, ...], ...] = (("-fuse-ld=gold",), ())
-"""Flags that say which linker, the fastest first; none: the compiler's own. A compiler may not work with each that is here: its own
-files need not lie where another's linker looks for them."""
-SANITISE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0")  # -O1 takes three times as long to compile
-ROUNDING = ("floor", "ceil", "symmetric_floor", "symmetric_ceil", "negative_inf", "positive_inf", "symmetric_zero",
-            "symmetric_inf", "conv_even", "conv_odd")  # fmt: skip
+"""Flags that say which linker, the fastest first; none: the compiler's own. A compiler may not work with each that is
+here: its own files need not lie where another's linker looks for them."""
+SANITISE = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-O0",
+)  # -O1 takes three times as long to compile
+ROUNDING = (
+    "floor",
+    "ceil",
+    "symmetric_floor",
+    "symmetric_ceil",
+    "negative_inf",
+    "positive_inf",
+    "symmetric_zero",
+    "symmetric_inf",
+    "conv_even",
+    "conv_odd",
+)
 SATURATION = ("none", "saturate", "symmetric")
-COUNTERS = ("mac_i8", "mac_i8i4", "mac_i16", "mac_bf16", "mac_vector", "load", "store", "srs", "shuffle", "lookup", "alu")
-"""One each: a native aie::mmul of that type; a lane-wise multiply(-accumulate) of 16 bfloat16, 16 int32 or 32 narrower lanes; a
-load or store of 256 bits; an accumulator's conversion to 512 bits of vector; a shuffle; 16 table look-ups; other vector
-operations of 512 bits."""
+COUNTERS = (
+    "mac_i8",
+    "mac_i8i4",
+    "mac_i16",
+    "mac_bf16",
+    "mac_vector",
+    "load",
+    "store",
+    "srs",
+    "shuffle",
+    "lookup",
+    "alu",
+)
+"""One each: a native aie::mmul of that type; a lane-wise multiply(-accumulate) of 16 bfloat16, 16 int32 or 32 narrower
+lanes; a load or store of 256 bits; an accumulator's conversion to 512 bits of vector; a shuffle; 16 table look-ups;
+other vector operations of 512 bits."""
 
 
 class KernelTrap(RuntimeError):
@@ -83,7 +120,9 @@ class Kernel:
         self._sizes = entry.sizes(macros)
         self._call = library[f"host_{entry.name}"]
         self._call.restype = ctypes.c_char_p
-        self._call.argtypes = [ctypes.c_int32 if a.scalar else ctypes.c_void_p for a in self.args.values()] + [ctypes.c_void_p] * 2
+        self._call.argtypes = [ctypes.c_int32 if a.scalar else ctypes.c_void_p for a in self.args.values()] + [
+            ctypes.c_void_p
+        ] * 2
 
     @property
     def name(self) -> str:
@@ -117,8 +156,9 @@ class Kernel:
             got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
             raise TypeError(f"{self.name}: {name} is an array of {arg.numpy} ({arg.dtype}), not {got}")
         if value.size != self._sizes[name] or not value.flags.c_contiguous:
-            raise ValueError(f"{self.name}: {name} has {self._sizes[name]} contiguous elements ({arg.size}), got shape "
-                             f"{value.shape}")  # fmt: skip
+            raise ValueError(
+                f"{self.name}: {name} has {self._sizes[name]} contiguous elements ({arg.size}), got shape {value.shape}"
+            )
         if arg.access != "in" and not value.flags.writeable:
             raise ValueError(f"{self.name}: {name} is written, but the array is read-only")
         return int(value.__array_interface__["data"][0])  # .ctypes takes three times as long
@@ -142,9 +182,11 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return out
 
 
-def kernel(name: str, *, options: tuple[str, ...] = (), source: Path | None = None, folder: Path = AIE, **macros: Number) -> Kernel:
-    """The entry point `name` with those macros, compiled if the cache does not have it. SpecError for an unknown name or
-    macro; NoCompiler without g++, CompileError where the source does not compile."""
+def kernel(
+    name: str, *, options: tuple[str, ...] = (), source: Path | None = None, folder: Path = AIE, **macros: Number
+) -> Kernel:
+    """The entry point `name` with those macros, compiled if the cache does not have it. SpecError for an unknown name
+    or macro; NoCompiler without g++, CompileError where the source does not compile."""
     return compiled(find(name, folder), macros, options=options, source=source)
 
 
@@ -158,7 +200,8 @@ def compiled(
 
 @lru_cache(maxsize=1024)
 def digest(name: str, **macros: Number) -> str:
-    """Content hash of a kernel: its source, the headers beside it, its declaration, its macros, as a process first read them."""
+    """Content hash of a kernel: its source, the headers beside it, its declaration, its macros, as a process first read
+    them."""
     entry = find(name)
     return _digest(entry.source, entry.source.with_suffix(".toml").read_text(), sorted(entry.values(macros).items()))
 
@@ -173,7 +216,8 @@ def _digest(source: Path, *more: Any) -> str:
 
 
 def _candidates() -> list[str]:
-    """What may be a C++ compiler, the first choice first: CXX alone if it is set, else COMPILERS in every folder of PATH."""
+    """What may be a C++ compiler, the first choice first: CXX alone if it is set, else COMPILERS in every folder of
+    PATH."""
     if named := os.environ.get("CXX"):
         return [found] if (found := shutil.which(named)) else []
     once: dict[str, str] = {}
@@ -202,20 +246,24 @@ def _refusal(compiler: str, more: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1)
 def _compiler() -> tuple[str, str, tuple[str, ...]]:
-    """(path, version, flags for its linker) of the first compiler that makes a shared library. NoCompiler where there is none,
-    with what each that was tried said."""
+    """(path, version, flags for its linker) of the first compiler that makes a shared library. NoCompiler where there
+    is none, with what each that was tried said."""
     tried = []
     for path in _candidates():
         for linker in LINKERS if shutil.which("ld.gold") else ((),):
             said = _refusal(path, linker)
             if not said:
-                version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+                version = subprocess.run(
+                    [path, "--version"], capture_output=True, text=True, check=True
+                ).stdout.splitlines()[0]
                 return path, version, linker
             tried.append(f"{' '.join([path, *linker])}: {said}")
     wanted = os.environ.get("CXX")
     none = f"none of {', '.join(COMPILERS)} in PATH" if not wanted else f"not CXX={wanted!r}"
-    raise NoCompiler(f"NPU kernels run here through a C++ compiler that makes shared libraries, and there is {none}: "
-                     "on Debian: apt-get install g++ (or set CXX)" + "".join(f"\n  {line}" for line in tried))  # fmt: skip
+    raise NoCompiler(
+        f"NPU kernels run here through a C++ compiler that makes shared libraries, and there is {none}: "
+        "on Debian: apt-get install g++ (or set CXX)" + "".join(f"\n  {line}" for line in tried)
+    )
 
 
 def _flags(linker: tuple[str, ...]) -> tuple[str, ...]:
@@ -247,7 +295,16 @@ def _library(source: Path, of: Path, macros: tuple[tuple[str, Number], ...], opt
             unit, out = Path(folder) / "unit.cc", Path(folder) / "unit.so"
             unit.write_text(wrapper)
             paths = ["-I", str(HOSTAPI), "-I", str(of.parent)]
-            command = [compiler, *flags, *define(dict(macros)), *_precompiled(options), *paths, str(unit), "-o", str(out)]
+            command = [
+                compiler,
+                *flags,
+                *define(dict(macros)),
+                *_precompiled(options),
+                *paths,
+                str(unit),
+                "-o",
+                str(out),
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise CompileError(f"{compiler} refused {source.name}:\n{done.stderr[-4000:]}")
@@ -267,7 +324,9 @@ def _header(options: tuple[str, ...]) -> Path:
     flags = [f for f in (*_flags(linker), *options) if f != "-shared"]
     text = "#include <aie_api/aie.hpp>\n#include <string>\n"
     headers = [(p.relative_to(HOSTAPI).as_posix(), p.read_text()) for p in sorted(HOSTAPI.rglob("*.h*"))]
-    target = cache_folder() / f"host-{hashlib.sha256(repr((text, flags, version, headers)).encode()).hexdigest()[:32]}.h"
+    target = (
+        cache_folder() / f"host-{hashlib.sha256(repr((text, flags, version, headers)).encode()).hexdigest()[:32]}.h"
+    )
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -288,7 +347,8 @@ def define(macros: Mapping[str, Number]) -> list[str]:
 
 
 def _wrapper(source: Path, found: list[Entry]) -> str:
-    """The kernel and, for each entry point, a function that sets the tile's modes, counts, and returns a trap's text."""
+    """The kernel and, for each entry point, a function that sets the tile's modes, counts, and returns a trap's
+    text."""
     lines = [f'#include "{source}"', "#include <string>", "static std::string last;"]
     for e in found:
         args = [f"{a.declaration} {n}" for n, a in e.args.items()]

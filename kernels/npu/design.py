@@ -1,8 +1,8 @@
 """A design as data: what flows between which tiles in which order, and what the cores call.
 
-The nouns are those of IRON (mlir-aie): object fifos, links in mem tiles, workers, a runtime sequence. Nothing here runs:
-check.py compares a design with the hardware's limits, interpreter.py executes it, emitter.py writes it as IRON source.
-Sizes and strides count elements, outermost first, unless a name says bytes or words.
+The nouns are those of IRON (mlir-aie): object fifos, links in mem tiles, workers, a runtime sequence. Nothing here
+runs: check.py compares a design with the hardware's limits, interpreter.py executes it, emitter.py writes it as IRON
+source. Sizes and strides count elements, outermost first, unless a name says bytes or words.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from hybrid.core.errors import nearest
 
 # bf16 travels as its 16 raw bits; 4-bit codes travel as bytes of two.
 DTYPES: dict[str, np.dtype] = {
-    "i8": np.dtype("i1"), "u8": np.dtype("u1"), "i16": np.dtype("i2"), "i32": np.dtype("i4"),
-    "bf16": np.dtype("u2"), "f32": np.dtype("f4"),
-}  # fmt: skip
+    "i8": np.dtype("i1"),
+    "u8": np.dtype("u1"),
+    "i16": np.dtype("i2"),
+    "i32": np.dtype("i4"),
+    "bf16": np.dtype("u2"),
+    "f32": np.dtype("f4"),
+}
 STACK = 3392
-"""Bytes of a worker's stack: what mlir-aie's published attention kernels ask for. 1024, its default, corrupted them silently."""
+"""Bytes of a worker's stack: what mlir-aie's published attention kernels ask for. 1024, its default, corrupted them
+silently."""
 Dims = tuple[tuple[int, int], ...]
 """(size, stride) pairs; empty: the object as it lies."""
 SHIM, MEM, CORE = 0, 1, 2  # rows of the array: one of shim tiles, one of mem tiles, then core tiles
@@ -88,8 +93,8 @@ class Fifo:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """In a mem tile, objects of `source` become those of `target` without a copy: split (1 to n), join (n to 1) or forward.
-    What is forwarded arrives whole: the target may take it as several smaller objects."""
+    """In a mem tile, objects of `source` become those of `target` without a copy: split (1 to n), join (n to 1) or
+    forward. What is forwarded arrives whole: the target may take it as several smaller objects."""
 
     tile: Tile
     source: tuple[str, ...]
@@ -108,7 +113,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A C function of an object file. `args`: arrays, or `i32` for a number. Macros are what its object is compiled with."""
+    """A C function of an object file. `args`: arrays, or `i32` for a number. Macros are what its object is compiled
+    with."""
 
     name: str
     object: str
@@ -117,7 +123,8 @@ class Kernel:
     static_bytes: int = 0
     """Tables and constants that the object puts into the core's data memory."""
     stack_bytes: int = STACK
-    """What its calls may need, spills included. Declared; the build reads the frames off the object where the compiler is."""
+    """What its calls may need, spills included. Declared; the build reads the frames off the object where the compiler
+    is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +207,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One task of a shim DMA: argument `argument` read (fill) or written (drain) in the order of `sizes` and `strides`."""
+    """One task of a shim DMA: argument `argument` read (fill) or written (drain) in the order of `sizes` and
+    `strides`."""
 
     kind: Literal["fill", "drain"]
     fifo: str
@@ -302,7 +310,10 @@ class Design:
             "buffers": self.buffers,
         }
         names = {what: [x.name for x in parts] for what, parts in declared.items()}
-        return names | {"arguments": [n for n, _ in self.arguments], "workers on tiles": [str(w.tile) for w in self.workers]}
+        return names | {
+            "arguments": [n for n, _ in self.arguments],
+            "workers on tiles": [str(w.tile) for w in self.workers],
+        }
 
     def _check_worker(self, worker: Worker) -> None:
         core, where = self.core(worker.core), f"{self.name}: worker on {worker.tile}"
@@ -331,7 +342,9 @@ class Design:
                 raise DesignError(f"{where}: part {name} at {offset} begins before the one before it ends, at {end}")
             end = offset + part.size
         repeated = [f for f in map(self.fifo, (*link.source, *link.target)) if f.repeat != 1]
-        if repeated and (len(link.source) + len(link.target) > 2 or repeated[0].name != link.target[0] or repeated[0].repeat < 1):
+        if repeated and (
+            len(link.source) + len(link.target) > 2 or repeated[0].name != link.target[0] or repeated[0].repeat < 1
+        ):
             raise DesignError(
                 f"{where}: {repeated[0].name} is repeated {repeated[0].repeat} times: only forwarded objects are, once at least"
             )

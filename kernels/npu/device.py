@@ -1,10 +1,11 @@
 """The device `npu`: a plan whose operations run as designs on an XDNA NPU, or, when asked for, on sim-npu1.
 
-XDNA shares the host's memory, so tensors are the NumPy device's; what differs is who computes. Operands that stay, weights
-and the keys and values of sequences, are kept a second time in buffer objects, in the order in which the designs read them:
-memory() shows it as `tiled`. A plan whose operands do not fit the budget, or whose designs are not built, is refused by
-compile() and reserve(): nothing is built while text is generated. A submitted plan runs in a thread of its own (operands dealt
-out, runs started and awaited, results put together), so that the host goes on meanwhile.
+XDNA shares the host's memory, so tensors are the NumPy device's; what differs is who computes. Operands that stay,
+weights and the keys and values of sequences, are kept a second time in buffer objects, in the order in which the
+designs read them: memory() shows it as `tiled`. A plan whose operands do not fit the budget, or whose designs are not
+built, is refused by compile() and reserve(): nothing is built while text is generated. A submitted plan runs in a
+thread of its own (operands dealt out, runs started and awaited, results put together), so that the host goes on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class NoRoom(RuntimeError):
 
 
 class NpuDevice(HostDevice):
-    """hybrid.core.device.Device. kind: `npu`, or `sim` for the simulator. folder: built designs (default: the cache folder).
-    budget: bytes of buffer objects for operands that stay (default: half of the memory that is free when it is opened).
-    builds: compile() builds missing designs with the toolchain, which takes minutes each (npu_capture).
+    """hybrid.core.device.Device. kind: `npu`, or `sim` for the simulator. folder: built designs (default: the cache
+    folder). budget: bytes of buffer objects for operands that stay (default: half of the memory that is free when it is
+    opened). builds: compile() builds missing designs with the toolchain, which takes minutes each (npu_capture).
 
-    Raises NpuUnavailable where there is no NPU or no XRT. Steps of operations without a design are refused by compile()."""
+    Raises NpuUnavailable where there is no NPU or no XRT. Steps of operations without a design are refused by
+    compile()."""
 
     backend = "npu"
 
@@ -95,8 +97,8 @@ class NpuDevice(HostDevice):
     def prepare(self, plan: Plan, own: bool = False) -> None:
         """own: the plan's steps are all this device's, else those placed on it.
 
-        Every design that the plan's steps may run is built, the simulator's on the way, and every operand that stays fits
-        the budget. ArtefactError names how many designs are missing and what builds them, NoRoom the bytes."""
+        Every design that the plan's steps may run is built, the simulator's on the way, and every operand that stays
+        fits the budget. ArtefactError names how many designs are missing and what builds them, NoRoom the bytes."""
         self._planned |= resident_bytes(plan, own)
         held = sum(self._planned.values())
         if held > self.budget:
@@ -154,7 +156,9 @@ class NpuDevice(HostDevice):
         """See ops.Npu."""
         return self._once(self._noted, source, use, make)
 
-    def _once(self, table: dict[Any, tuple[np.ndarray, Made]], source: np.ndarray, use: Any, make: Callable[[], Made]) -> Made:
+    def _once(
+        self, table: dict[Any, tuple[np.ndarray, Made]], source: np.ndarray, use: Any, make: Callable[[], Made]
+    ) -> Made:
         """What was made of an array, by its address: the array is kept too, so that no other takes the address."""
         if self._kept_for != self.generation:
             self._forget_others()
@@ -177,8 +181,8 @@ class NpuDevice(HostDevice):
         return tensor.parts if isinstance(tensor, Tensor) else ()
 
     def forget(self, name: str) -> None:
-        """The main device has written a cache in a pass that no run here has seen: views of it begin anew. In the order of
-        submits and writes."""
+        """The main device has written a cache in a pass that no run here has seen: views of it begin anew. In the order
+        of submits and writes."""
         self.enqueue(partial(self._forget, name))
 
     def _forget(self, name: str) -> None:
@@ -232,7 +236,8 @@ class NpuDevice(HostDevice):
         super().adopt(decl, value, fds)
 
     def export(self, decl: TensorDecl) -> Exported:
-        """Room for a tensor in XRT's buffers, to be imported by other drivers. NotShareable where the binding cannot."""
+        """Room for a tensor in XRT's buffers, to be imported by other drivers. NotShareable where the binding
+        cannot."""
         self._rest()
         made: list[tuple[Any, int]] = []
 

@@ -31,7 +31,14 @@ from hybrid.kernels.npu.design import (
 from hybrid.kernels.npu.iron import check_program, manifest
 
 DEVICES = {1: "NPU1Col1", 2: "NPU1Col2", 3: "NPU1Col3", 4: "NPU1"}
-NUMPY = {"i8": "np.int8", "u8": "np.uint8", "i16": "np.int16", "i32": "np.int32", "bf16": "bfloat16", "f32": "np.float32"}
+NUMPY = {
+    "i8": "np.int8",
+    "u8": "np.uint8",
+    "i16": "np.int16",
+    "i32": "np.int32",
+    "bf16": "bfloat16",
+    "f32": "np.float32",
+}
 
 
 def emit(design: Design) -> str:
@@ -157,11 +164,14 @@ def _worker(design: Design, worker: Worker) -> Iterator[str]:
 def _argument(bind: Bind, at: str) -> str:
     if bind.kind == "buffer":
         return f"{bind.name}_{at}"
-    return _kernel(bind.name) if bind.kind == "kernel" else f"{bind.name}.{'cons' if bind.kind == 'consume' else 'prod'}()"
+    return (
+        _kernel(bind.name) if bind.kind == "kernel" else f"{bind.name}.{'cons' if bind.kind == 'consume' else 'prod'}()"
+    )
 
 
 def _sequence(design: Design) -> Iterator[str]:
-    """The body of the runtime sequence, over the arguments and one handle for each fifo that the shim fills or drains."""
+    """The body of the runtime sequence, over the arguments and one handle for each fifo that the shim fills or
+    drains."""
     ends = {m.fifo: m for m in design.moves()}
     names = [n for n, _ in design.arguments] + [_end(m) for m in ends.values()]
     yield f"def sequence({', '.join(names)}):"

@@ -1,10 +1,11 @@
-"""python -m kernels.npu.headers PATH: compile every tile kernel against a checkout of aie_api, with g++ and stubbed intrinsics.
+"""python -m kernels.npu.headers PATH: compile every tile kernel against a checkout of aie_api, with g++ and stubbed
+intrinsics.
 
-hostapi/ is this project's reading of aie_api; this holds the kernels against the real headers: that every call exists with
-those types, and that no static assertion of theirs fails. Nothing runs. The core's intrinsics, which only the NPU's compiler
-has, are declared as functions that take and return anything: their names are read off the compiler's own errors
-(hostapi/intrinsics.h has the types). So an error inside of aie_api that names such a stub says nothing, and is counted apart.
-PATH is a checkout of Xilinx/aie_api, or include/ of the mlir_aie wheel. Nothing of it is copied.
+hostapi/ is this project's reading of aie_api; this holds the kernels against the real headers: that every call exists
+with those types, and that no static assertion of theirs fails. Nothing runs. The core's intrinsics, which only the
+NPU's compiler has, are declared as functions that take and return anything: their names are read off the compiler's own
+errors (hostapi/intrinsics.h has the types). So an error inside of aie_api that names such a stub says nothing, and is
+counted apart. PATH is a checkout of Xilinx/aie_api, or include/ of the mlir_aie wheel. Nothing of it is copied.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ from hybrid.kernels.npu.catalogue import AIE, entries
 from hybrid.kernels.npu.compile import HOSTAPI, define, gxx
 
 STUBS = HOSTAPI / "intrinsics.h"
-# AIE2, and a version of its model whose features mlir-aie's compiler has: concatenation of 128 bits, byte shifts, bfloat16.
-FLAGS = ("-std=c++20", "-D__AIE_ARCH__=20", "-D__AIE_MODEL_VERSION__=10500", "-fsyntax-only", "-fpermissive", "-fmax-errors=0",
-         "-w")  # fmt: skip
+# AIE2, and a version of its model whose features mlir-aie's compiler has: concatenation of 128 bits, byte shifts,
+# bfloat16.
+FLAGS = (
+    "-std=c++20",
+    "-D__AIE_ARCH__=20",
+    "-D__AIE_MODEL_VERSION__=10500",
+    "-fsyntax-only",
+    "-fpermissive",
+    "-fmax-errors=0",
+    "-w",
+)
 ROUNDS = 8
 # What g++ says of a name that the NPU's compiler would know; constants are in capitals.
 UNKNOWN = (
@@ -86,7 +95,9 @@ def held_against(include: Path, sources: Iterable[Path] | None = None) -> list[F
         (work / "utils" / "aie_kernel_utils.h").write_text((HOSTAPI / "aie_kernel_utils.h").read_text())
         for source in sources if sources is not None else sorted(macros):
             options = define(macros.get(source, {}))
-            found.append(judged(source, _compile(source, header, [include, work / "utils", source.parent, AIE], options)))
+            found.append(
+                judged(source, _compile(source, header, [include, work / "utils", source.parent, AIE], options))
+            )
     return found
 
 
@@ -108,12 +119,19 @@ def judged(source: Path, said: str) -> Found:
 def _compile(source: Path, header: Path, include: list[Path], options: Iterable[str] = ()) -> str:
     paths = [word for folder in include for word in ("-I", str(folder))]
     command = [gxx(), *FLAGS, *options, "-include", str(header), *paths, str(source)]
-    return subprocess.run(command, capture_output=True, text=True, env={"LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"}).stderr
+    return subprocess.run(
+        command, capture_output=True, text=True, env={"LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"}
+    ).stderr
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m kernels.npu.headers", description="Compile the NPU's tile kernels against a checkout of aie_api.")
-    p.add_argument("path", type=Path, metavar="PATH", help="a checkout of Xilinx/aie_api, or include/ of the mlir_aie wheel")
+    p = Parser(
+        prog="python -m kernels.npu.headers",
+        description="Compile the NPU's tile kernels against a checkout of aie_api.",
+    )
+    p.add_argument(
+        "path", type=Path, metavar="PATH", help="a checkout of Xilinx/aie_api, or include/ of the mlir_aie wheel"
+    )
     return p
 
 

@@ -1,12 +1,13 @@
 """Executes a design: its strides, its locks and its depths, with the compiled tile kernels.
 
-Every DMA channel, every core and the runtime sequence is an agent; an agent goes on until it needs a lock, an object or a
-word that is not there. When none can go on and the sequence is not at its end, the design is deadlocked: on the hardware
-the driver's timer would end the run, here no clock is involved. Memory starts poisoned, buffers stand between guard
-bands, and a buffer is poisoned again whenever its next writer takes it, so that nothing works by accident.
+Every DMA channel, every core and the runtime sequence is an agent; an agent goes on until it needs a lock, an object or
+a word that is not there. When none can go on and the sequence is not at its end, the design is deadlocked: on the
+hardware the driver's timer would end the run, here no clock is involved. Memory starts poisoned, buffers stand between
+guard bands, and a buffer is poisoned again whenever its next writer takes it, so that nothing works by accident.
 
-A shim channel holds as many tasks as the device sheet says: one more is dropped, as the hardware drops it, and what waits
-for that task waits for ever. A task that repeats more often than its descriptor counts is a fault: the compiler refuses it.
+A shim channel holds as many tasks as the device sheet says: one more is dropped, as the hardware drops it, and what
+waits for that task waits for ever. A task that repeats more often than its descriptor counts is a fault: the compiler
+refuses it.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ Agent = Generator[Waits, None, None]
 
 @dataclass(slots=True)
 class Task:
-    """A shim task. What a drain brought lies in the host's memory once somebody has waited for it: before that it may come
-    at any time, so here it comes never."""
+    """A shim task. What a drain brought lies in the host's memory once somebody has waited for it: before that it may
+    come at any time, so here it comes never."""
 
     move: Move
     done: bool = False
@@ -104,7 +105,11 @@ class Interpreter:
     """One run of a design's sequence. `memory`: the host's argument buffers as the device sees them, by name."""
 
     def __init__(
-        self, design: Design | Lowered, kernels: Mapping[str, KernelFunction], poison: int = POISON, queue: int | None = None
+        self,
+        design: Design | Lowered,
+        kernels: Mapping[str, KernelFunction],
+        poison: int = POISON,
+        queue: int | None = None,
     ) -> None:
         """`queue`: tasks that a shim channel holds, the running one included; of the device sheet if not given."""
         self.low = design if isinstance(design, Lowered) else lower(design)
@@ -146,13 +151,15 @@ class Interpreter:
             self._agents[str(worker.tile)] = self._core(worker)
 
     def run(self, memory: Mapping[str, np.ndarray], sequence: Sequence[Move | Finish] | None = None) -> Counts:
-        """Execute the design's sequence, or another for the same fabric, on `memory` (flat arrays of the arguments' dtypes).
-        Rings, locks and modes go on from where the last run left them. Raises Deadlock or NpuFault."""
+        """Execute the design's sequence, or another for the same fabric, on `memory` (flat arrays of the arguments'
+        dtypes). Rings, locks and modes go on from where the last run left them. Raises Deadlock or NpuFault."""
         self.memory = memory
         self._drive(self._sequence(self.design.sequence if sequence is None else sequence))
         left = [name.removesuffix(".full") for name, value in self.locks.items() if name.endswith(".full") and value]
         if left:
-            raise NpuFault(f"{self.design.name}: objects of {', '.join(left)} stay behind: the next run would begin with them")
+            raise NpuFault(
+                f"{self.design.name}: objects of {', '.join(left)} stay behind: the next run would begin with them"
+            )
         return self.counts
 
     def _drive(self, sequence: Agent) -> None:
@@ -342,7 +349,10 @@ class Interpreter:
     def _call(self, worker: Worker, call: Call, held: dict[str, Any]) -> None:
         kernel = self.design.kernel(self._binds[worker.tile][call.kernel].name)
         names = [held.get(a) if isinstance(a, str) else None for a in call.args]
-        args = [self.buffers[n] if isinstance(n, str) else a if n is None else n for a, n in zip(call.args, names, strict=True)]
+        args = [
+            self.buffers[n] if isinstance(n, str) else a if n is None else n
+            for a, n in zip(call.args, names, strict=True)
+        ]
         function = self.kernels[kernel.name]
         modal = hasattr(function, "modes")
         if modal:

@@ -1,4 +1,5 @@
-"""Holds an IRON program against the signatures of the release that it is written for (iron.toml), or of the one installed."""
+"""Holds an IRON program against the signatures of the release that it is written for (iron.toml), or of the one
+installed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def manifest() -> dict[str, Any]:
 
 
 def installed() -> dict[str, Any]:
-    """The manifest's table with the signatures of the installed package `aie`. IronError for what that does not have."""
+    """The manifest's table with the signatures of the installed package `aie`. IronError for what that does not
+    have."""
     table = manifest()
     found: dict[str, Any] = {"release": "the installed package aie", "function": {}, "method": {}}
     for kind, at in (("function", "module"), ("method", "of")):
@@ -38,7 +40,9 @@ def installed() -> dict[str, Any]:
                 owner = importlib.import_module(where)
                 value = getattr(getattr(owner, cls) if cls else owner, name)
             except (ImportError, AttributeError) as error:
-                raise IronError(f"the installed package aie is not {table['release']}: {entry[at]}: {name}: {error}") from None
+                raise IronError(
+                    f"the installed package aie is not {table['release']}: {entry[at]}: {name}: {error}"
+                ) from None
             found[kind][name] = {**entry, "params": _params(value, bound=kind == "method")}
     return found
 
@@ -47,7 +51,9 @@ def _params(value: Any, bound: bool) -> list[str]:
     """A signature in the manifest's form; `bound`: without the first parameter, the object."""
     listed = list(inspect.signature(value).parameters.values())[1 if bound else 0 :]
     named = [p for p in listed if p.kind is not p.VAR_KEYWORD]
-    return [f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name if p.default is p.empty else f"{p.name}=" for p in named]
+    return [
+        f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name if p.default is p.empty else f"{p.name}=" for p in named
+    ]
 
 
 def signature(params: list[str]) -> inspect.Signature:
@@ -68,7 +74,9 @@ def check_program(source: str, table: Mapping[str, Any] | None = None) -> int:
     for function in [None, *(f for f in tree.body if isinstance(f, ast.FunctionDef))]:
         formal = {a.arg for a in function.args.args} if function else set()
         nodes = (
-            ast.walk(function) if function else (n for s in tree.body if not isinstance(s, ast.FunctionDef) for n in ast.walk(s))
+            ast.walk(function)
+            if function
+            else (n for s in tree.body if not isinstance(s, ast.FunctionDef) for n in ast.walk(s))
         )
         for call in (n for n in nodes if isinstance(n, ast.Call)):
             _bind(call, imported, formal, table)
@@ -106,4 +114,6 @@ def _bind(call: ast.Call, imported: set[str], formal: set[str], table: Mapping[s
     try:
         signature(entry["params"]).bind(*call.args, **{str(k.arg): k.value for k in call.keywords})
     except TypeError as error:
-        raise IronError(f"{where}: {error}; {table['release']}: ({', '.join(entry['params'])}), {entry['path']}") from None
+        raise IronError(
+            f"{where}: {error}; {table['release']}: ({', '.join(entry['params'])}), {entry['path']}"
+        ) from None

@@ -1,8 +1,8 @@
 """Between row-major tensors and the layouts of the NPU's tile kernels, and the NPU's own quantisations.
 
-Matrices are cut into tiles r x c that are contiguous, row after row, and follow one another row after row: the operand order
-of aie::mmul. For activations the DMA does this; weights are stored so (layout k_tiled). Rows and columns that a tile lacks are
-zeros, which add nothing.
+Matrices are cut into tiles r x c that are contiguous, row after row, and follow one another row after row: the operand
+order of aie::mmul. For activations the DMA does this; weights are stored so (layout k_tiled). Rows and columns that a
+tile lacks are zeros, which add nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def two_parts(x: np.ndarray) -> np.ndarray:
 
 
 def int8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[R, C] -> int8 codes [R, C] and float32 scales [R]: value = code * scale, codes -127..127, ties to even. A NaN becomes its
-    row's scale. A few rows at a time: what is between stays in the processor's cache."""
+    """[R, C] -> int8 codes [R, C] and float32 scales [R]: value = code * scale, codes -127..127, ties to even. A NaN
+    becomes its row's scale. A few rows at a time: what is between stays in the processor's cache."""
     x = np.asarray(x, np.float32)
     rows, columns = x.shape
     codes, scales = np.empty(x.shape, np.int8), np.empty(rows, np.float32)
@@ -87,8 +87,8 @@ def limbs(scales: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
     """Scales [N, G] of blocks of 32 -> multipliers int16 [N, G, 2] and float32 units [N, G/groups]:
     scale = unit (4096 m[0] + m[1]), |m| <= 2048 (aie/scales.h).
 
-    `groups` of a tile (DIM_K / 32) share the unit, a power of two. A float16 scale within 2^-12 of the tile's largest is
-    exact; a smaller one is off by at most 2^-23 of the largest."""
+    `groups` of a tile (DIM_K / 32) share the unit, a power of two. A float16 scale within 2^-12 of the tile's largest
+    is exact; a smaller one is off by at most 2^-23 of the largest."""
     n, g = scales.shape
     if g % groups:
         raise ValueError(f"{g} groups are not made of tiles of {groups}")

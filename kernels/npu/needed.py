@@ -1,7 +1,7 @@
 """What a plan needs of an NPU before its first pass: designs to be built, and bytes of operands that stay.
 
-    designs(plan, seen)       each design that some step may run with any number of live rows, once
-    resident_bytes(plan)      {what: bytes}: weights in the designs' order, views of caches
+designs(plan, seen)       each design that some step may run with any number of live rows, once
+resident_bytes(plan)      {what: bytes}: weights in the designs' order, views of caches
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _kind(step: Step, plan: Plan) -> tuple[Weights, Literal["i32", "f32"]]:
 
 
 def resident_bytes(plan: Plan, own: bool = False) -> dict[Any, int]:
-    """By what the operands are made of. Of weights, each order that the plan's numbers of rows ask for; of caches, a view for
-    each slot."""
+    """By what the operands are made of. Of weights, each order that the plan's numbers of rows ask for; of caches, a
+    view for each slot."""
     found: dict[Any, int] = {}
     for step in steps_of(plan, own):
         if step.op == "rmsnorm":
@@ -72,6 +72,8 @@ def resident_bytes(plan: Plan, own: bool = False) -> dict[Any, int]:
             found[step.args["k_cache"], a.scores, tiles] = bind["S"] * a.heads * tiles * a.key_bytes
             continue
         weights, out = _kind(step, plan)
-        for g in cast("dict[Gemm, None]", dict.fromkeys(ops.choose(t, bind["K"], bind["N"], weights, out) for t in (1, bind["T"]))):
+        for g in cast(
+            "dict[Gemm, None]", dict.fromkeys(ops.choose(t, bind["K"], bind["N"], weights, out) for t in (1, bind["T"]))
+        ):
             found[step.args["w"], g.weights, g.k, g.n] = ops.weight_bytes(g)
     return found

@@ -20,9 +20,13 @@ def tile_kernel(name: str, static_bytes: int = 0, stack_bytes: int = 512, **macr
     entry = find(name)
     values = entry.values(macros)
     sizes = entry.sizes(macros)
-    args = tuple("i32" if a.scalar else Array(_DTYPES.get(a.dtype, a.dtype), (sizes[n],)) for n, a in entry.args.items())
+    args = tuple(
+        "i32" if a.scalar else Array(_DTYPES.get(a.dtype, a.dtype), (sizes[n],)) for n, a in entry.args.items()
+    )
     tag = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()[:8]
-    return Kernel(name, f"{entry.source.stem}_{tag}.o", _typed(args), tuple(sorted(values.items())), static_bytes, stack_bytes)
+    return Kernel(
+        name, f"{entry.source.stem}_{tag}.o", _typed(args), tuple(sorted(values.items())), static_bytes, stack_bytes
+    )
 
 
 def _typed(args: tuple[Any, ...]) -> tuple[Array | Literal["i32"], ...]:

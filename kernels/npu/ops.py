@@ -1,7 +1,7 @@
 """The operations that have designs: operands dealt out, a design chosen by size, jobs run, results put together.
 
-Functions take what the oracle's take and return what they return; `npu.run` executes jobs. Rows are padded to whole tiles.
-Weights are dealt out once, into buffer objects that stay; a run writes its rows of activations.
+Functions take what the oracle's take and return what they return; `npu.run` executes jobs. Rows are padded to whole
+tiles. Weights are dealt out once, into buffer objects that stay; a run writes its rows of activations.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Npu(Protocol):
     def run(self, jobs: Sequence[Job]) -> None: ...
 
     def kept(self, source: np.ndarray, use: Any, make: Callable[[], np.ndarray], nbytes: int) -> Resident:
-        """An operand in the NPU's order, uint8 of `nbytes` bytes, made once for as long as the array `source` stays. use: what
-        it is made for, where one array has several uses."""
+        """An operand in the NPU's order, uint8 of `nbytes` bytes, made once for as long as the array `source` stays.
+        use: what it is made for, where one array has several uses."""
         ...
 
     def noted(self, source: np.ndarray, use: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
@@ -53,14 +53,23 @@ class Npu(Protocol):
 
 
 def choose(T: int, K: int, N: int, weights: Weights, out: Literal["i32", "f32"]) -> Gemm:
-    """Sizes of the design for a product, everything padded to whole tiles. How a core's tile cuts the weights follows from their
-    size alone, so that they are kept once; few rows take a lower tile."""
+    """Sizes of the design for a product, everything padded to whole tiles. How a core's tile cuts the weights follows
+    from their size alone, so that they are kept once; few rows take a lower tile."""
     small, large = TILES[weights]
     m, k, n = large if large[1] <= K and COLUMNS * large[2] <= N else small
     m = m if ROWS * small[0] < T else small[0]
     up = lambda size, unit: -(-size // unit) * unit  # noqa: E731
     return Gemm(
-        up(T, ROWS * m), up(K, k), up(N, COLUMNS * n), m, k, n, COLUMNS, s=16 if weights == "q4_0" else 8, weights=weights, out=out
+        up(T, ROWS * m),
+        up(K, k),
+        up(N, COLUMNS * n),
+        m,
+        k,
+        n,
+        COLUMNS,
+        s=16 if weights == "q4_0" else 8,
+        weights=weights,
+        out=out,
     )
 
 
@@ -85,7 +94,8 @@ def linear_rows(npu: Npu, x: np.ndarray, w: Any, **_: Any) -> tuple[np.ndarray]:
     out = np.empty((len(x), rows), np.float32)
 
     def take(c: np.ndarray) -> None:
-        """dots * scale * across, a few rows at a time, so that they are still in the processor's cache when they are scaled."""
+        """dots * scale * across, a few rows at a time, so that they are still in the processor's cache when they are
+        scaled."""
         dots, step = c.reshape(g.M, g.N), max(1, STRIP // rows)
         for i in range(0, len(x), step):
             part = out[i : i + step]
@@ -113,7 +123,12 @@ def matmul_blocks(npu: Npu, x: np.ndarray, w: Tensor, **_: Any) -> tuple[np.ndar
 
 
 def _multiply(
-    npu: Npu, g: Gemm, x: np.ndarray, source: np.ndarray, make: Callable[[], np.ndarray], take: Callable[[np.ndarray], None]
+    npu: Npu,
+    g: Gemm,
+    x: np.ndarray,
+    source: np.ndarray,
+    make: Callable[[], np.ndarray],
+    take: Callable[[np.ndarray], None],
 ) -> None:
     """One run: rows of codes on weights that stay."""
     b = npu.kept(source, (g.weights, g.k, g.n), lambda: make().view(np.uint8).reshape(-1), weight_bytes(g))
@@ -128,7 +143,9 @@ def weight_bytes(g: Gemm) -> int:
 def _stored(w: Tensor, g: Gemm) -> np.ndarray:
     """The checkpoint's codes and scales in the design's order; nothing is rounded again."""
     codes = w.parts[0] if w.dtype == "q8_0" else _four_bits(w)
-    return tile_weights(padded(codes, g.columns * g.n, g.k), g, padded(w.parts[1].astype(np.float32), g.columns * g.n, g.k // 32))
+    return tile_weights(
+        padded(codes, g.columns * g.n, g.k), g, padded(w.parts[1].astype(np.float32), g.columns * g.n, g.k // 32)
+    )
 
 
 def _four_bits(w: Tensor) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Program order: objects are taken before they are used and given back, and every port of a core sees as many objects as
-the others say it must."""
+"""Program order: objects are taken before they are used and given back, and every port of a core sees as many objects
+as the others say it must."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def disorder(low: Lowered) -> Iterator[Found]:
     for worker in design.workers:
         where = f"{design.name}: {worker.tile}"
         held: dict[str, int] = dict.fromkeys(worker.ports, 0)
-        yield from ((where, "program order", text) for text in _body(design, worker, design.core(worker.core).body, held))
+        yield from (
+            (where, "program order", text) for text in _body(design, worker, design.core(worker.core).body, held)
+        )
         for port, count in held.items():
             if count:
                 yield where, "program order", f"an iteration of {worker.core} keeps {count} objects of {port}"
@@ -31,8 +33,14 @@ def _body(design: Design, worker: Worker, body: Sequence[Statement], held: dict[
     yield from _walk(design, worker, body, held, {}, names)
 
 
-def _walk(design: Design, worker: Worker, body: Sequence[Statement], held: dict[str, int], owner: dict[str, str],
-          names: set[str]) -> Iterator[str]:  # fmt: skip
+def _walk(
+    design: Design,
+    worker: Worker,
+    body: Sequence[Statement],
+    held: dict[str, int],
+    owner: dict[str, str],
+    names: set[str],
+) -> Iterator[str]:
     for s in body:
         if isinstance(s, Loop):
             before = dict(held)
@@ -120,10 +128,16 @@ def _balance(design: Design) -> Iterator[Found]:
     """Objects that the sequence sends and takes, against what one iteration of each core takes and sends."""
     objects: dict[str, Fraction] = {}
     for move in design.moves():
-        objects[move.fifo] = objects.get(move.fifo, Fraction(0)) + Fraction(move.size, design.fifo(move.fifo).array.size)
+        objects[move.fifo] = objects.get(move.fifo, Fraction(0)) + Fraction(
+            move.size, design.fifo(move.fifo).array.size
+        )
     for name, count in objects.items():
         if count.denominator != 1:
-            yield f"{design.name}: {name}", "program order", f"the sequence moves {float(count):g} objects: not a whole number"
+            yield (
+                f"{design.name}: {name}",
+                "program order",
+                f"the sequence moves {float(count):g} objects: not a whole number",
+            )
     for link in design.links:
         if link.whole in objects:
             forward = design.fifo(link.target[0]) if len(link.source) == len(link.target) == 1 else None
@@ -137,7 +151,11 @@ def _balance(design: Design) -> Iterator[Found]:
         rounds = {p: objects[b.name] / per[p] for p, b in worker.ports.items() if b.name in objects and per.get(p)}
         if len(set(rounds.values())) > 1 or any(r.denominator != 1 for r in rounds.values()):
             shown = ", ".join(f"{p} {float(r):g}" for p, r in rounds.items())
-            yield f"{design.name}: {worker.tile}", "program order", f"ports see different numbers of iterations: {shown}"
+            yield (
+                f"{design.name}: {worker.tile}",
+                "program order",
+                f"ports see different numbers of iterations: {shown}",
+            )
 
 
 def _releases(body: Sequence[Statement], per: dict[str, int], times: int) -> None:

@@ -25,7 +25,7 @@ from hybrid.kernels.npu.design import (
     Statement,
     Tile,
     Worker,
-)  # fmt: skip
+)
 from hybrid.kernels.npu.emitter import DEVICES, NUMPY
 
 Made = dict[str, Any]
@@ -82,8 +82,13 @@ class _Reader:
         elif isinstance(value, ast.Dict):
             self.objects = ast.literal_eval(value)
         elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-            make = {"Kernel": self._kernel, "ObjectFifo": self._fifo, "Worker": self._worker, "Buffer": self._buffer,
-                    "Runtime": self._runtime}.get(value.func.id)  # fmt: skip
+            make = {
+                "Kernel": self._kernel,
+                "ObjectFifo": self._fifo,
+                "Worker": self._worker,
+                "Buffer": self._buffer,
+                "Runtime": self._runtime,
+            }.get(value.func.id)
             if make:
                 make(ast.unparse(target), value)
         elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
@@ -111,7 +116,11 @@ class _Reader:
 
     def _link(self, call: ast.Call) -> None:
         func, given = call.func, _keywords(call)
-        assert isinstance(func, ast.Attribute) and isinstance(func.value, ast.Call) and isinstance(func.value.func, ast.Attribute)
+        assert (
+            isinstance(func, ast.Attribute)
+            and isinstance(func.value, ast.Call)
+            and isinstance(func.value.func, ast.Attribute)
+        )
         whole = ast.unparse(func.value.func.value)
         names = tuple(ast.literal_eval(given["names"]))
         depths, types = ast.literal_eval(given["depths"]), given["obj_types"]

@@ -1,7 +1,7 @@
 """Operands that stay in buffer objects from run to run: weights in the designs' order, a sequence's keys and values.
 
-A buffer has a host copy and a device copy that only sync joins. Whoever writes into `bytes` says which bytes with `changed`;
-a run brings these to the device and no others.
+A buffer has a host copy and a device copy that only sync joins. Whoever writes into `bytes` says which bytes with
+`changed`; a run brings these to the device and no others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Resident:
         self._changed: list[tuple[int, int]] = []
 
     def changed(self, start: int, stop: int, written: int | None = None) -> None:
-        """Bytes start..stop of the host copy are to reach the device before the next run. written: how many of them the host
-        wrote (default: all)."""
+        """Bytes start..stop of the host copy are to reach the device before the next run. written: how many of them the
+        host wrote (default: all)."""
         self._changed.append((start, stop))
         self.written += stop - start if written is None else written
 

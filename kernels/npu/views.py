@@ -1,8 +1,8 @@
 """A sequence's keys and values as attention's designs read them, kept in a buffer object and appended to.
 
-A view holds key tiles base..base + tiles of one slot of one cache. A pass brings what it has appended to the cache (its own
-rows' positions), and what the view lacks; nothing else of the cache is read. Of a layer with a window the view slides by whole
-tiles when its end is reached, and keeps what is still seen.
+A view holds key tiles base..base + tiles of one slot of one cache. A pass brings what it has appended to the cache (its
+own rows' positions), and what the view lacks; nothing else of the cache is read. Of a layer with a window the view
+slides by whole tiles when its end is reached, and keeps what is still seen.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hybrid.kernels.npu.resident import Resident
 
 
 class KeyView:
-    """Of the cache (k, v), each [blocks, positions of a block, heads, D], for designs of `shape`, whose `tiles` is the capacity
-    in key tiles. Positions base * LK to `end` are the cache's."""
+    """Of the cache (k, v), each [blocks, positions of a block, heads, D], for designs of `shape`, whose `tiles` is the
+    capacity in key tiles. Positions base * LK to `end` are the cache's."""
 
     def __init__(self, k: np.ndarray, v: np.ndarray, shape: Attention, room: Resident) -> None:
         self.k, self.v, self.shape, self.room = k, v, shape, room
@@ -44,8 +44,8 @@ class KeyView:
         self.stale.clear()
 
     def update(self, table: np.ndarray, first: int, appended: int, length: int) -> None:
-        """Hold key tiles `first` on to position `length` - 1 of the sequence whose blocks `table` names; `appended`: the first
-        position that this pass has written. ValueError for more than the view has room for."""
+        """Hold key tiles `first` on to position `length` - 1 of the sequence whose blocks `table` names; `appended`:
+        the first position that this pass has written. ValueError for more than the view has room for."""
         lk, size = self.shape.LK, self.k.shape[1]
         if -(-length // lk) - first > self.shape.tiles:
             raise ValueError(f"key tiles {first} to {-(-length // lk)} do not fit a view of {self.shape.tiles}")

@@ -3,9 +3,10 @@
     host = open_host("sim", folder)
     host.run([Job(design, {"A": a, "B": b}, {"C": c})])      inputs are copied in, outputs copied out
 
-Contexts, instruction buffers and data buffers are kept: a second run of a size allocates nothing. One xclbin serves every
-size of a fabric through its instruction streams. Several jobs of one fabric go as one runlist where pyxrt has runlists (XRT
-2.20), else one after another. Operands that stay (resident.py) are brought to the device where they have changed.
+Contexts, instruction buffers and data buffers are kept: a second run of a size allocates nothing. One xclbin serves
+every size of a fabric through its instruction streams. Several jobs of one fabric go as one runlist where pyxrt has
+runlists (XRT 2.20), else one after another. Operands that stay (resident.py) are brought to the device where they have
+changed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,17 @@ Reader = Callable[[np.ndarray], None]
 """Takes an output where it lies: the buffer's host copy, flat and typed, until it returns."""
 RUNLISTS = (2, 20)
 """The XRT version whose pyxrt has `runlist` first."""
-NEEDED = ("device", "xclbin", "hw_context", "kernel", "run", "bo", "xclBOSyncDirection", "ert_cmd_state", "xrt_info_device")
+NEEDED = (
+    "device",
+    "xclbin",
+    "hw_context",
+    "kernel",
+    "run",
+    "bo",
+    "xclBOSyncDirection",
+    "ert_cmd_state",
+    "xrt_info_device",
+)
 """What of pyxrt nothing here works without."""
 OPCODE, FIRST = 3, 3
 STAMP = np.frombuffer(bytes((0xD1, 0x7E, 0x5A, 0xC3)) * 16, np.uint8)  # at both ends of every output before a run
@@ -183,7 +194,9 @@ class Host:
             failed = None
             try:
                 self._batch(fabric, jobs[at:same])
-            except NpuError as error:  # its traceback would keep the context: one that goes late breaks those that came after
+            except (
+                NpuError
+            ) as error:  # its traceback would keep the context: one that goes late breaks those that came after
                 failed = NpuError(error.kind, str(error))
             if failed is not None:
                 self.drop()
@@ -191,7 +204,8 @@ class Host:
             at = same
 
     def export(self, nbytes: int) -> tuple[Any, int]:
-        """(a buffer that nothing runs on, its dma-buf). NotShareable where XRT's binding does not pass on what XRT can."""
+        """(a buffer that nothing runs on, its dma-buf). NotShareable where XRT's binding does not pass on what XRT
+        can."""
         if not hasattr(self.xrt.bo, "export_buffer"):
             raise NotShareable(f"{self.name} exports no dma-buf: pyxrt's bo has no export_buffer, though XRT's has")
         buffer = self.xrt.bo(self.device, nbytes, self.xrt.bo.host_only, 0)
@@ -277,7 +291,9 @@ class Host:
                 context = self.xrt.hw_context(self.device, binary.get_uuid())
             except RuntimeError as error:
                 gone = "No such device" in str(error)
-                raise NpuError("gone" if gone else "error", f"{self.name}: no context for {design.name}: {error}") from None
+                raise NpuError(
+                    "gone" if gone else "error", f"{self.name}: no context for {design.name}: {error}"
+                ) from None
             self._loaded[fabric] = _Loaded(context, self.xrt.kernel(context, name))
             self.counters.contexts += 1
         return self._loaded[fabric]

@@ -1,10 +1,11 @@
-"""sim-npu1: a stand-in for the module `pyxrt` that runs designs in the interpreter. Asked for by --npu sim, never taken.
+"""sim-npu1: a stand-in for the module `pyxrt` that runs designs in the interpreter. Asked for by --npu sim, never
+taken.
 
-It keeps to pyxrt's surface (pyxrt.toml) and to its traps: a started run goes on by itself (a thread for each opened device,
-one run at a time, in the order of their starts) until somebody waits for it; a buffer has a host copy and a device copy, and
-only sync moves bytes between them; calling a kernel swallows arguments that it cannot cast; a run that deadlocks ends in
-ERT_CMD_STATE_TIMEOUT and takes its context with it; the driver opens six contexts, and dropping one of several breaks those
-that stay. What would crash the process raises WouldCrash. Its time is nobody's measurement.
+It keeps to pyxrt's surface (pyxrt.toml) and to its traps: a started run goes on by itself (a thread for each opened
+device, one run at a time, in the order of their starts) until somebody waits for it; a buffer has a host copy and a
+device copy, and only sync moves bytes between them; calling a kernel swallows arguments that it cannot cast; a run that
+deadlocks ends in ERT_CMD_STATE_TIMEOUT and takes its context with it; the driver opens six contexts, and dropping one
+of several breaks those that stay. What would crash the process raises WouldCrash. Its time is nobody's measurement.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class xrt_info_device(enum.IntEnum):
 
 @dataclass(slots=True)
 class Faults:
-    """Failures to come, counted in runs from now: the n-th run times out, completes without writing, or finds no device."""
+    """Failures to come, counted in runs from now: the n-th run times out, completes without writing, or finds no
+    device."""
 
     timeout_after: int | None = None
     silent_after: int | None = None
@@ -78,8 +80,8 @@ class Faults:
 faults = Faults()
 _present = [True]
 _computing = threading.Lock()
-"""Held while a run executes: compiled kernels keep their modes in static memory, so this computer stands for one array at a
-time."""
+"""Held while a run executes: compiled kernels keep their modes in static memory, so this computer stands for one array
+at a time."""
 
 
 def reset() -> None:
@@ -138,7 +140,9 @@ class device:
         return binary.get_uuid()
 
     def get_info(self, key: xrt_info_device) -> str:
-        return {xrt_info_device.name: NAME, xrt_info_device.bdf: "sim", xrt_info_device.max_clock_frequency_mhz: "0"}[key]
+        return {xrt_info_device.name: NAME, xrt_info_device.bdf: "sim", xrt_info_device.max_clock_frequency_mhz: "0"}[
+            key
+        ]
 
 
 def _serve(runs: SimpleQueue[run | None]) -> None:
@@ -279,7 +283,9 @@ def heap_taken() -> int:
 def _take_heap(owner: bo, size: int) -> None:
     most = npu_limits().heap_bytes.value
     if _heap[0] + size > most:
-        raise RuntimeError(f"DRM_IOCTL_AMDXDNA_CREATE_BO IOCTL failed (err=-12): the device heap of {most} bytes is full")
+        raise RuntimeError(
+            f"DRM_IOCTL_AMDXDNA_CREATE_BO IOCTL failed (err=-12): the device heap of {most} bytes is full"
+        )
     _heap[0] += size
     weakref.finalize(owner, _give_heap, size)
 

@@ -64,8 +64,8 @@ def logprobs(
     valid: int,
     real: Real = np.float64,
 ) -> tuple[()]:
-    """For each output row of logits[O,V] whose slot wants n > 0: ids and log-probabilities of the chosen token (element 0) and
-    of the n most likely ids < valid, in top_ids and top_logprobs [slot, (position + 1) % 64]."""
+    """For each output row of logits[O,V] whose slot wants n > 0: ids and log-probabilities of the chosen token (element
+    0) and of the n most likely ids < valid, in top_ids and top_logprobs [slot, (position + 1) % 64]."""
     ring, most = top_ids.shape[1], top_ids.shape[2] - 1
     for row, source in zip(logits, out_rows, strict=True):
         slot, chosen_at = slots[source], int(positions[source]) + 1

@@ -18,8 +18,8 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
 
 
 def sparsified(gate: np.ndarray, sparsity: float) -> np.ndarray:
-    """max(gate - threshold, 0), threshold = mean + deviation * inverse normal (sparsity) of the F numbers of each row: of normal
-    ones the share `sparsity` becomes 0. The deviation is that of the population. 0: the gate as it is."""
+    """max(gate - threshold, 0), threshold = mean + deviation * inverse normal (sparsity) of the F numbers of each row:
+    of normal ones the share `sparsity` becomes 0. The deviation is that of the population. 0: the gate as it is."""
     if sparsity <= 0:
         return gate
     real = gate.dtype.type
@@ -46,7 +46,8 @@ def fused_ffn(
     h: Tensor | None = None,
     real: Real = np.float64,
 ) -> tuple[np.ndarray]:
-    """y[T,H] = geglu(x @ w_gate_up[2F,H].T, sparsity) @ w_down[H,F].T; the middle is rounded to `h_dtype` (and kept in `h`)."""
+    """y[T,H] = geglu(x @ w_gate_up[2F,H].T, sparsity) @ w_down[H,F].T; the middle is rounded to `h_dtype` (and kept in
+    `h`)."""
     (mid,) = geglu(gate_up=linear(x=x, w=w_gate_up, real=real)[0], sparsity=sparsity, real=real)
     if h is None:
         h = Tensor.empty(h_dtype, mid.shape)

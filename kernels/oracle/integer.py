@@ -21,8 +21,8 @@ def linear_rows(x: np.ndarray, w: Value, real: Real = np.float64) -> tuple[np.nd
 
 
 def int8_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """f32 [R, C] -> int8 codes [R, C] and f32 scales [R], all in float32: scale = max|row| / 127 (1 for a row of zeros). A NaN
-    becomes its row's scale, whose codes mean nothing."""
+    """f32 [R, C] -> int8 codes [R, C] and f32 scales [R], all in float32: scale = max|row| / 127 (1 for a row of
+    zeros). A NaN becomes its row's scale, whose codes mean nothing."""
     most = np.abs(x).max(axis=1)
     scale = np.where(most == 0, np.float32(1), most / np.float32(127)).astype(np.float32)
     with np.errstate(invalid="ignore"):

@@ -43,9 +43,7 @@ def fused_qkv(*, x: Value, w: Value, real: Real = np.float64) -> tuple[np.ndarra
     return linear(x=x, w=w, real=real)
 
 
-def logits(
-    *, x: Value, w: Value, out_rows: np.ndarray, softcap: float, real: Real = np.float64
-) -> tuple[np.ndarray]:
+def logits(*, x: Value, w: Value, out_rows: np.ndarray, softcap: float, real: Real = np.float64) -> tuple[np.ndarray]:
     """logits[O,V] = x[out_rows[O]] @ w[V,H].T, then softcap * tanh(. / softcap) if softcap > 0."""
     (y,) = linear(x=take(x, out_rows), w=w, real=real)
     return (real(softcap) * np.tanh(y / real(softcap)) if softcap > 0 else y,)
@@ -62,8 +60,8 @@ def quantize_act(*, x: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]
 
 
 def integer_dots(x: Tensor, w: Tensor) -> np.ndarray:
-    """int32 [T, N, groups]: for each group of elements that share a scale (16 of q6_k, 32 of the other types) the dot of
-    x's int8 codes (q8_act [T,K]) with w's integers [N,K] (hybrid.quant.blocks; of q4_0 the nibbles, unsigned).
+    """int32 [T, N, groups]: for each group of elements that share a scale (16 of q6_k, 32 of the other types) the dot
+    of x's int8 codes (q8_act [T,K]) with w's integers [N,K] (hybrid.quant.blocks; of q4_0 the nibbles, unsigned).
     Uses float32 products: no sum exceeds 32 * 128 * 128 < 2**24, so they are exact."""
     if x.dtype != "q8_act" or w.dtype not in QUANTISED_TYPES or x.shape[-1] != w.shape[-1]:
         got = f"{x.dtype} {x.shape}, {w.dtype} {w.shape}"

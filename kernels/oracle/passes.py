@@ -30,8 +30,9 @@ def begin_pass(
     sets: int,
     real: Real = np.float64,
 ) -> tuple[()]:
-    """tokens, positions, slots [R], out_rows, mask_rows [Q], live [8], entries of the tables [S,MB] and tokens of history [S,C]
-    for the pass turn[0] + 1, from the message of inbox [sets * N] with that number, or else from the pass before."""
+    """tokens, positions, slots [R], out_rows, mask_rows [Q], live [8], entries of the tables [S,MB] and tokens of
+    history [S,C] for the pass turn[0] + 1, from the message of inbox [sets * N] with that number, or else from the pass
+    before."""
     turn[0] += 1
     messages = inbox.reshape(sets, -1)
     (found,) = np.nonzero(messages[:, 0].view(np.uint32) == turn[0])
@@ -40,8 +41,10 @@ def begin_pass(
         body = messages[found[-1], MESSAGE_HEADER:]
         rows, outs, entries = (int(n) for n in messages[found[-1], 1:4])
         ends = np.cumsum([ROW_WORDS * rows, OUT_WORDS * outs, ENTRY_WORDS * entries])
-        given, wanted, entered = (part.reshape(-1, n) for part, n in zip(
-            np.split(body[: ends[-1]], ends[:-1]), (ROW_WORDS, OUT_WORDS, ENTRY_WORDS), strict=True))  # fmt: skip
+        given, wanted, entered = (
+            part.reshape(-1, n)
+            for part, n in zip(np.split(body[: ends[-1]], ends[:-1]), (ROW_WORDS, OUT_WORDS, ENTRY_WORDS), strict=True)
+        )
         out_rows[:outs], mask_rows[:outs] = wanted.T
         for table, slot, index, block in entered:
             held = {0: global_table, 1: local_table}.get(int(table))

@@ -1,5 +1,5 @@
-"""Per-layer inputs (Gemma 3n, Gemma 4): a vector for each layer that depends on the token and its embedding alone, and the gated
-branch of a layer that takes it."""
+"""Per-layer inputs (Gemma 3n, Gemma 4): a vector for each layer that depends on the token and its embedding alone, and
+the gated branch of a layer that takes it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def per_layer_embed(
     eps: float,
     real: Real = np.float64,
 ) -> tuple[np.ndarray]:
-    """ple[T,E] = (w[tokens] * scale + rms(context * context_scale) * w_norm) / sqrt(2); the norm is over the P columns of each
-    layer, w_norm [P]. An id outside the table takes row 0."""
+    """ple[T,E] = (w[tokens] * scale + rms(context * context_scale) * w_norm) / sqrt(2); the norm is over the P columns
+    of each layer, w_norm [P]. An id outside the table takes row 0."""
     known = np.where((tokens >= 0) & (tokens < w.shape[0]), tokens, 0)
     row = dequantise(take(w, known), real) * real(scale)
     each = context.astype(real, copy=False).reshape(len(tokens), -1, len(w_norm)) * real(context_scale)
@@ -43,7 +43,8 @@ def per_layer_input(
     h: Tensor | None = None,
     real: Real = np.float64,
 ) -> tuple[np.ndarray]:
-    """y[T,H] = (gelu_tanh(x @ w_gate[P,H].T) * ple[T, the layer's columns]) @ w_proj[H,P].T; the middle is rounded to `h_dtype`."""
+    """y[T,H] = (gelu_tanh(x @ w_gate[P,H].T) * ple[T, the layer's columns]) @ w_proj[H,P].T; the middle is rounded to
+    `h_dtype`."""
     (gate,) = linear(x=x, w=w_gate, real=real)
     mid = gelu_tanh(gate) * of_layer(ple, layer, gate.shape[-1]).astype(real, copy=False)
     if h is None:

@@ -1,5 +1,5 @@
-"""AltUp's streams and LAuReL (Gemma 3n): a token has A residual streams, one after another in a row of A*H, of which stream 0, the
-active one, goes through the layer; the others are predicted before it and corrected after it."""
+"""AltUp's streams and LAuReL (Gemma 3n): a token has A residual streams, one after another in a row of A*H, of which
+stream 0, the active one, goes through the layer; the others are predicted before it and corrected after it."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def altup_correct(
     eps: float,
     real: Real = np.float64,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """corrected[T,A*H] = predicted + (1 + w_correct[A,A] @ router(out)) * (out - predicted 0), out = residual + rms(a) * w_post;
-    y[T,H] = corrected 0 * w_scale."""
+    """corrected[T,A*H] = predicted + (1 + w_correct[A,A] @ router(out)) * (out - predicted 0), out = residual + rms(a)
+    * w_post; y[T,H] = corrected 0 * w_scale."""
     out = residual.astype(real, copy=False) + rmsnorm(x=a, w=w_post, eps=eps, real=real)[0]
     p = _split(predicted, len(w_post), real)
     d = 1 + _router(out, w_router_norm, w_router, eps, real) @ w_correct.astype(real, copy=False).T

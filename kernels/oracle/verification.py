@@ -20,9 +20,10 @@ def verify(
     accepted: np.ndarray,
     real: Real = np.float64,
 ) -> tuple[()]:
-    """For each run of output rows (one slot, consecutive positions): its rows after the first are guesses, and history[S,C] has
-    the choice after each row. accepted[slot]: guesses that equal the choice before them, up to the first that does not.
-    next_token, next_position: the choice after the last row that stands, and its place, if the run has guesses."""
+    """For each run of output rows (one slot, consecutive positions): its rows after the first are guesses, and
+    history[S,C] has the choice after each row. accepted[slot]: guesses that equal the choice before them, up to the
+    first that does not. next_token, next_position: the choice after the last row that stands, and its place, if the run
+    has guesses."""
 
     def choice(row: int) -> int | None:
         p = int(positions[row]) + 1

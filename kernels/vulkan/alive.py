@@ -1,5 +1,6 @@
-"""The Vulkan devices of this process that are open, and those that were closed while work that does not end held their objects:
-closed at its end, freed when that work has ended, and left alone in a process that was forked from this one."""
+"""The Vulkan devices of this process that are open, and those that were closed while work that does not end held their
+objects: closed at its end, freed when that work has ended, and left alone in a process that was forked from this
+one."""
 
 from __future__ import annotations
 

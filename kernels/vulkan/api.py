@@ -71,19 +71,25 @@ def check(result: int, doing: str) -> None:
 
 
 def forked_message(device: str) -> str:
-    return (f"{device} was open when this process was forked from its parent, and drivers do not survive that: load the model in "
-            "a process that is started anew (multiprocessing.set_start_method('spawn')), or fork before it is loaded")
+    return (
+        f"{device} was open when this process was forked from its parent, and drivers do not survive that: load the model in "
+        "a process that is started anew (multiprocessing.set_start_method('spawn')), or fork before it is loaded"
+    )
 
 
 def late_message(device: str, ticket: int, seconds: float) -> str:
     waited = f"{seconds:.{0 if seconds >= 10 else 1}f} s"
-    return (f"{device} has not finished submit {ticket} within {waited}, its bound (HYBRID_VULKAN_TIMEOUT sets the seconds): a "
-            "kernel or the driver hangs, or another program does not let go of the GPU (the kernel log, dmesg, may say which); "
-            "close the model and load it again; until the work ends its memory stays taken")
+    return (
+        f"{device} has not finished submit {ticket} within {waited}, its bound (HYBRID_VULKAN_TIMEOUT sets the seconds): a "
+        "kernel or the driver hangs, or another program does not let go of the GPU (the kernel log, dmesg, may say which); "
+        "close the model and load it again; until the work ends its memory stays taken"
+    )
 
 
 def lost_message(device: str, doing: str) -> str:
     """One line: what happened, what it may come from, what to do."""
-    return (f"{device} was lost while {doing}: the driver's watchdog stopped a kernel that ran too long, a fault of this or "
-            "another program reset the GPU, its memory ran out, or it was removed or suspended (the kernel log, dmesg, says "
-            "which); close the model and load it again")
+    return (
+        f"{device} was lost while {doing}: the driver's watchdog stopped a kernel that ran too long, a fault of this or "
+        "another program reset the GPU, its memory ran out, or it was removed or suspended (the kernel log, dmesg, says "
+        "which); close the model and load it again"
+    )

@@ -2,13 +2,15 @@
 
     seconds = floor + NEIGHBOURS * SLACK * (bytes / bandwidth + operations / speed)
 
-bandwidth and speed are the device sheet's peaks, or where there is none what the slowest device of its class has. A pass
-may take SLACK times as long as the peaks say, and beside NEIGHBOURS other programs with a like share of the device that many
-times longer. The floor holds what no cost declares: switches of context, memory that was evicted, a driver that compiles.
+bandwidth and speed are the device sheet's peaks, or where there is none what the slowest device of its class has. A
+pass may take SLACK times as long as the peaks say, and beside NEIGHBOURS other programs with a like share of the device
+that many times longer. The floor holds what no cost declares: switches of context, memory that was evicted, a driver
+that compiles.
 
-A CPU driver computes and compiles in this process's own threads, at a kernel's first dispatch too (llvmpipe: 6 s of processor time
-for the first pass of a 13 M model, 20 s on the clock beside ten other programs). What others leave of the processors is not its
-fault: there work is late when the clock and this process's processor time are beyond the bound, or the clock STARVED times that.
+A CPU driver computes and compiles in this process's own threads, at a kernel's first dispatch too (llvmpipe: 6 s of
+processor time for the first pass of a 13 M model, 20 s on the clock beside ten other programs). What others leave of
+the processors is not its fault: there work is late when the clock and this process's processor time are beyond the
+bound, or the clock STARVED times that.
 """
 
 from __future__ import annotations
@@ -52,10 +54,9 @@ class Bounds:
         at_peak = cost.nbytes / (self.gb_s * 1e9) + cost.flops / (self.tflops * 1e12)
         return self.floor + NEIGHBOURS * SLACK * at_peak
 
-
     def late(self, bound: float, waited: float, spent: float) -> float | None:
-        """How long a wait was given, once that is over; it has lasted `waited` seconds, of which this process had `spent` of
-        processor time."""
+        """How long a wait was given, once that is over; it has lasted `waited` seconds, of which this process had
+        `spent` of processor time."""
         if not self.own or self.flat is not None:
             return bound if waited > bound else None
         return waited if min(waited, spent) > bound or waited > STARVED * bound else None

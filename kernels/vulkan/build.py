@@ -83,8 +83,10 @@ def _kernels(sidecar: Path) -> list[dict[str, Any]]:
     for kernel in data["kernel"]:
         wrong = sorted(set(kernel) - KEYS) or sorted({"name", "source", "bindings"} - set(kernel))
         if wrong:
-            raise BuildError(f"{sidecar}: kernel {kernel.get('name')!r}: unknown or missing keys {wrong}; known: "
-                             f"{', '.join(sorted(KEYS))}")
+            raise BuildError(
+                f"{sidecar}: kernel {kernel.get('name')!r}: unknown or missing keys {wrong}; known: "
+                f"{', '.join(sorted(KEYS))}"
+            )
     return data["kernel"]
 
 
@@ -105,8 +107,15 @@ def variants(source_dir: Path = SHADERS, only: str = "") -> list[Variant]:
                 source = source_dir / kernel["source"]
                 if not source.is_file():
                     raise BuildError(f"{sidecar}: no such source {source}")
-                found[module] = Variant(module, source, kernel.get("entry", "main"), tuple(chosen.items()),
-                                        dict(kernel.get("constants", {})), kernel["bindings"], kernel.get("push", 0))
+                found[module] = Variant(
+                    module,
+                    source,
+                    kernel.get("entry", "main"),
+                    tuple(chosen.items()),
+                    dict(kernel.get("constants", {})),
+                    kernel["bindings"],
+                    kernel.get("push", 0),
+                )
     return [v for name, v in sorted(found.items()) if name.startswith(only)]
 
 
@@ -197,18 +206,30 @@ def compile_variant(variant: Variant) -> tuple[bytes, dict[str, Any]]:
     code = slang.compile(variant.source, variant.arguments(), variant.module)
     info = inspect(code)
     if info.bindings and max(info.bindings) >= variant.bindings:
-        raise BuildError(f"{variant.module}: the shader uses binding {max(info.bindings)}, its sidecar says bindings = "
-                         f"{variant.bindings}")
+        raise BuildError(
+            f"{variant.module}: the shader uses binding {max(info.bindings)}, its sidecar says bindings = "
+            f"{variant.bindings}"
+        )
     if info.push > variant.push:
-        raise BuildError(f"{variant.module}: the shader reads {info.push} bytes of push constants, its sidecar says "
-                         f"push = {variant.push}")
+        raise BuildError(
+            f"{variant.module}: the shader reads {info.push} bytes of push constants, its sidecar says "
+            f"push = {variant.push}"
+        )
     unknown = sorted(set(info.spec_ids) - set(variant.constants.values()))
     if unknown:
-        raise BuildError(f"{variant.module}: specialisation constants with ids {unknown} are not in the sidecar's "
-                         "constants")
-    entry = {"source": variant.source.name, "digest": digest(variant), "compiler": slang.version,
-             "spirv": hashlib.sha256(code).hexdigest(), "defines": dict(variant.defines),
-             "constants": dict(variant.constants), "bindings": variant.bindings, "push": variant.push}
+        raise BuildError(
+            f"{variant.module}: specialisation constants with ids {unknown} are not in the sidecar's constants"
+        )
+    entry = {
+        "source": variant.source.name,
+        "digest": digest(variant),
+        "compiler": slang.version,
+        "spirv": hashlib.sha256(code).hexdigest(),
+        "defines": dict(variant.defines),
+        "constants": dict(variant.constants),
+        "bindings": variant.bindings,
+        "push": variant.push,
+    }
     return code, entry
 
 
@@ -257,8 +278,14 @@ def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", for
     for v in wanted:
         entry, path = old.get(v.module), modules.path_of(out_dir, v.module)
         declared = {"constants": dict(v.constants), "bindings": v.bindings, "push": v.push}
-        if (not force and entry and path.exists() and entry["digest"] == digest(v)
-                and entry["compiler"] == compiler().version and declared.items() <= entry.items()):
+        if (
+            not force
+            and entry
+            and path.exists()
+            and entry["digest"] == digest(v)
+            and entry["compiler"] == compiler().version
+            and declared.items() <= entry.items()
+        ):
             continue
         stale.append(v)
     fresh = {}
@@ -280,11 +307,14 @@ def build(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", for
 
 
 def check(source_dir: Path = SHADERS, out_dir: Path = SPIRV, only: str = "", share: int = 1) -> list[str]:
-    """Rebuild in memory and compare with the committed files; returns one line per difference. Of modules whose digests, of
-    sources and of SPIR-V, are those of the manifest only one in `share` is rebuilt: which ones changes with their sources."""
+    """Rebuild in memory and compare with the committed files; returns one line per difference. Of modules whose
+    digests, of sources and of SPIR-V, are those of the manifest only one in `share` is rebuilt: which ones changes with
+    their sources."""
     manifest, problems = read_manifest(out_dir), []
     wanted = [(v, digest(v)) for v in variants(source_dir, only)]
-    rebuilt = [v for v, of in wanted if int(of, 16) % share == 0 or not _recorded(v, of, manifest.get(v.module), out_dir)]
+    rebuilt = [
+        v for v, of in wanted if int(of, 16) % share == 0 or not _recorded(v, of, manifest.get(v.module), out_dir)
+    ]
     for v, (code, entry) in zip(rebuilt, compile_all(rebuilt), strict=True):
         path = modules.path_of(out_dir, v.module)
         if v.module not in manifest or not path.exists():
@@ -314,19 +344,33 @@ def _recorded(v: Variant, of_sources: str, entry: Mapping[str, Any] | None, out_
     code = _lying(out_dir, v.module)
     if entry is None or code is None:
         return False
-    made = {"source": v.source.name, "digest": of_sources, "compiler": compiler().version,
-            "spirv": hashlib.sha256(code).hexdigest(), "defines": dict(v.defines),
-            "constants": dict(v.constants), "bindings": v.bindings, "push": v.push}  # fmt: skip
+    made = {
+        "source": v.source.name,
+        "digest": of_sources,
+        "compiler": compiler().version,
+        "spirv": hashlib.sha256(code).hexdigest(),
+        "defines": dict(v.defines),
+        "constants": dict(v.constants),
+        "bindings": v.bindings,
+        "push": v.push,
+    }
     return made == entry
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog=RENEW, description="Compile the Slang shaders to SPIR-V.")
     parser.add_argument("--check", action="store_true", help="rebuild in memory and compare; exit 1 on a difference")
-    parser.add_argument("--share", type=positive, default=1, metavar="N",
-                        help="with --check: rebuild one module in N, compare the others' digests")  # fmt: skip
+    parser.add_argument(
+        "--share",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="with --check: rebuild one module in N, compare the others' digests",
+    )
     parser.add_argument("--only", default="", metavar="PREFIX", help="only modules whose name starts so")
-    parser.add_argument("--out", type=Path, default=SPIRV, metavar="DIR", help="where the SPIR-V lies (the package's folder)")
+    parser.add_argument(
+        "--out", type=Path, default=SPIRV, metavar="DIR", help="where the SPIR-V lies (the package's folder)"
+    )
     parser.add_argument("--source", type=Path, default=SHADERS, metavar="DIR", help="where the shaders lie")
     parser.add_argument("--force", action="store_true", help="compile even what is up to date")
     args = parser.parse_args(argv)
@@ -341,7 +385,11 @@ def main(argv: list[str] | None = None) -> int:
             problems = check(args.source, args.out, args.only, args.share)
             for line in problems:
                 print(line)
-            print(f"renew with: {RENEW}" if problems else f"{len(variants(args.source, args.only))} modules are up to date")
+            print(
+                f"renew with: {RENEW}"
+                if problems
+                else f"{len(variants(args.source, args.only))} modules are up to date"
+            )
             return bool(problems)
         done = build(args.source, args.out, args.only, args.force)
     except BuildError as error:

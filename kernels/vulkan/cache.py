@@ -34,10 +34,14 @@ def cache_layout(step: Step, t: Mapping[str, DeviceTensor]) -> CacheLayout:
     if d % 16:
         raise VulkanError(f"step {step.name}: the Vulkan kernels need a head_dim that is a multiple of 16, not D = {d}")
     if dtype == "q8_0" and d % 32:
-        raise VulkanError(f"step {step.name}: a q8_0 KV cache has blocks of 32 elements of a head: D = {d} is no multiple")
+        raise VulkanError(
+            f"step {step.name}: a q8_0 KV cache has blocks of 32 elements of a head: D = {d} is no multiple"
+        )
     if dtype not in CACHE_TYPES or t["v_cache"].dtype != dtype:
-        raise VulkanError(f"step {step.name}: the KV cache must be {' or '.join(CACHE_TYPES)} (k and v alike), not "
-                          f"{dtype} and {t['v_cache'].dtype}")
+        raise VulkanError(
+            f"step {step.name}: the KV cache must be {' or '.join(CACHE_TYPES)} (k and v alike), not "
+            f"{dtype} and {t['v_cache'].dtype}"
+        )
     slots, width = t["block_table"].shape
     blocks, block_size = t["k_cache"].shape[:2]
     return CacheLayout(dtype, block_size, width, slots, blocks)

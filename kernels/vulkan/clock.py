@@ -1,4 +1,5 @@
-"""VK_EXT_calibrated_timestamps: a device's ticks on the host's clock, so that several devices share one axis in a trace."""
+"""VK_EXT_calibrated_timestamps: a device's ticks on the host's clock, so that several devices share one axis in a
+trace."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ _DOMAINS = ("VK_TIME_DOMAIN_DEVICE_KHR", "VK_TIME_DOMAIN_CLOCK_MONOTONIC_KHR")
 
 
 def host_seconds(device: Any, ticks: int) -> float | None:
-    """When a timestamp of `device` (a VulkanDevice) was taken, in seconds of time.perf_counter (on Linux: CLOCK_MONOTONIC).
-    None where the driver does not calibrate."""
+    """When a timestamp of `device` (a VulkanDevice) was taken, in seconds of time.perf_counter (on Linux:
+    CLOCK_MONOTONIC). None where the driver does not calibrate."""
     if not device.has("calibrated_timestamps"):
         return None
     found = lib.vkGetDeviceProcAddr(device.handle, b"vkGetCalibratedTimestampsEXT")

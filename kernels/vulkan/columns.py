@@ -1,5 +1,6 @@
-"""Weights that also lie by columns (columns.slang), for products that read few of them (sparse_down.slang): a tensor beside the one
-that was stored, of the same bytes, made by one dispatch when the first plan that reads it is compiled."""
+"""Weights that also lie by columns (columns.slang), for products that read few of them (sparse_down.slang): a tensor
+beside the one that was stored, of the same bytes, made by one dispatch when the first plan that reads it is
+compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _CODES_OF_WORD = {"q8_0": 4, "q4_0": 8}
 
 
 def most_rows(tuning: Tuning, dtype: str, shape: tuple[int, ...]) -> int:
-    """Rows of a pass up to which this class of devices reads a sparse feed-forward's down matrix [H, F] by columns; 0: never."""
+    """Rows of a pass up to which this class of devices reads a sparse feed-forward's down matrix [H, F] by columns; 0:
+    never."""
     n, f = shape
     return tuning.choose("sparse_down", {"most": 0}, w=dtype, n=n, k=f)["most"] if dtype in TYPES else 0
 

@@ -1,7 +1,7 @@
 """The Vulkan device: named tensors in sub-allocated memory, and plans compiled into command buffers.
 
-    with open_device("vulkan") as device:
-        device.store(decl, value); program = device.compile(plan); device.wait(program.submit())
+with open_device("vulkan") as device:
+    device.store(decl, value); program = device.compile(plan); device.wait(program.submit())
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ class VulkanDevice(Storage, SingleDevice):
     selector: as in open_device. spirv: another folder of built kernels. bindings: other bindings by operation.
     max_range: a lower limit (bytes) on one storage buffer, above which weights are split. guard: bytes of a pattern
     around every tensor (activations included) for check_guards(). budget: bytes of device memory at most.
-    validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that every wait may take (None:
-    HYBRID_VULKAN_TIMEOUT, else in proportion to what is waited for: bounds.py). staging: bytes of one staging chunk. tuning:
-    another class's table (kernels/vulkan/tuning) than this device's own. without: features (has) to do as though it lacked them,
-    so that kernels of lesser devices are proved on it too. on: an open device whose queue this one shares (`sibling`).
+    validation: True, 'sync' or None (HYBRID_VULKAN_VALIDATION decides). timeout: seconds that every wait may take
+    (None: HYBRID_VULKAN_TIMEOUT, else in proportion to what is waited for: bounds.py). staging: bytes of one staging
+    chunk. tuning: another class's table (kernels/vulkan/tuning) than this device's own. without: features (has) to do
+    as though it lacked them, so that kernels of lesser devices are proved on it too. on: an open device whose queue
+    this one shares (`sibling`).
 
-    A device that was lost or did not finish in time raises VulkanLost from then on, whatever is asked of it; close() it and
-    open another. One that was open when this process was forked from its own raises ForkedDevice.
+    A device that was lost or did not finish in time raises VulkanLost from then on, whatever is asked of it; close() it
+    and open another. One that was open when this process was forked from its own raises ForkedDevice.
     """
 
     backend = "vulkan"
@@ -73,10 +74,22 @@ class VulkanDevice(Storage, SingleDevice):
     kernels_type: type[KernelCache] = KernelCache
     program_type: type[Program] = Program
 
-    def __init__(self, selector: str = "auto", *, spirv: Path | None = None, bindings: Mapping[str, Binding] | None = None,
-                 max_range: int | None = None, guard: int = 0, budget: int | None = None, validation: bool | str | None = None,
-                 timeout: float | None = None, staging: int = CHUNK_BYTES, tuning: str | None = None,
-                 without: Collection[str] = (), on: VulkanDevice | None = None) -> None:
+    def __init__(
+        self,
+        selector: str = "auto",
+        *,
+        spirv: Path | None = None,
+        bindings: Mapping[str, Binding] | None = None,
+        max_range: int | None = None,
+        guard: int = 0,
+        budget: int | None = None,
+        validation: bool | str | None = None,
+        timeout: float | None = None,
+        staging: int = CHUNK_BYTES,
+        tuning: str | None = None,
+        without: Collection[str] = (),
+        on: VulkanDevice | None = None,
+    ) -> None:
         self._queue: Queue | None = None
         self.unfreed: Queue | None = None
         """Of a device that was closed too early."""
@@ -96,7 +109,9 @@ class VulkanDevice(Storage, SingleDevice):
         self.subgroup_size, self.timestamp_bits = q.subgroup_size, q.timestamp_bits
         # A chunk of a weight is one binding in one allocation, and drivers may allow less for the second.
         limits = self.report.limits
-        self.max_range = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation, max_range or sys.maxsize)
+        self.max_range = min(
+            limits.max_storage_range, limits.max_buffer, limits.max_allocation, max_range or sys.maxsize
+        )
         self.max_groups, self.max_threads, self.polls = limits.groups, q.max_threads, most_polls(q.info.kind)
         self.cores, self.shared_bytes, self.storage_buffers = limits.cores, limits.shared_bytes, limits.storage_buffers
         self.tuning = Tuning(tuning or device_class(traits(self.report, self.subgroup_size)))
@@ -109,14 +124,28 @@ class VulkanDevice(Storage, SingleDevice):
         self.wait_ticket, self.check = q.wait_ticket, q.check
         try:
             self.report = replace(q.report, hidden=q.report.known(without)) if on is None else on.report
-            memory = self.memory_type(q.info.handle, self.handle, self.report.limits, self.counters,
-                                      self.report.has("memory_budget"), budget, lambda: q.pending)
+            memory = self.memory_type(
+                q.info.handle,
+                self.handle,
+                self.report.limits,
+                self.counters,
+                self.report.has("memory_budget"),
+                budget,
+                lambda: q.pending,
+            )
             self._closing.callback(memory.close)
             super().__init__(memory, Transfer(self, memory, staging), self.max_range, guard)
             self._closing.callback(self.clear_names)
             builders = 1 if q.info.kind == "cpu" else min(os.cpu_count() or 1, MOST_BUILDERS)
-            self._kernels: KernelCache = self.kernels_type(self.handle, self.report, self.subgroup_size, spirv, self.counters,
-                                                           builders, None if on is None else on._kernels)
+            self._kernels: KernelCache = self.kernels_type(
+                self.handle,
+                self.report,
+                self.subgroup_size,
+                spirv,
+                self.counters,
+                builders,
+                None if on is None else on._kernels,
+            )
             self._closing.callback(self._kernels.close)
             if on is None:
                 self.report = replace(self.report, **lanes.measured(self))
@@ -136,9 +165,9 @@ class VulkanDevice(Storage, SingleDevice):
         return name in self._lent and self._tensors.get(name) is self._lent[name]
 
     def sibling(self, lent: Mapping[str, str] | None = None, **options: Any) -> VulkanDevice:
-        """Another device with tensors and programs of its own on the same queue: what is submitted to both runs in one order, and
-        the GPU changes no context between them. Pipelines are built once for both. A loss is of both; closing this one closes it.
-        lent: Device.sibling."""
+        """Another device with tensors and programs of its own on the same queue: what is submitted to both runs in one
+        order, and the GPU changes no context between them. Pipelines are built once for both. A loss is of both;
+        closing this one closes it. lent: Device.sibling."""
         made = type(self)(on=self, **options)
         made._lent = {theirs: self.tensor(ours) for theirs, ours in (lent or {}).items()}
         return made
@@ -190,15 +219,17 @@ class VulkanDevice(Storage, SingleDevice):
     # --- plans -------------------------------------------------------------------------------------------------------
 
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
-        """Make the arena of activations at least this large, before plans are compiled into it; and the scratch memory as
-        large as the kernels of `plans` need it: growing later would leave the smaller pieces behind."""
+        """Make the arena of activations at least this large, before plans are compiled into it; and the scratch memory
+        as large as the kernels of `plans` need it: growing later would leave the smaller pieces behind."""
         self.check_open()
         self._reserve_scratch(plans)
         if self._arena is not None:
             if arena_bytes <= self._arena.size:
                 return
             if self.programs:
-                raise VulkanError(f"the arena of {self._arena.size} bytes is in use by programs; reserve {arena_bytes} earlier")
+                raise VulkanError(
+                    f"the arena of {self._arena.size} bytes is in use by programs; reserve {arena_bytes} earlier"
+                )
             self.memory_pool.release(self._arena, "activations")
             self._arena = None
         if arena_bytes:
@@ -217,10 +248,11 @@ class VulkanDevice(Storage, SingleDevice):
             self._scratch += fitting
         return fitting[0]
 
-    def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True,
-                bindings: Mapping[str, Binding] | None = None) -> Program:
-        """Everything expensive: pipelines, descriptors, recording. With `profile`, times() has each step's time. `bindings`:
-        of this program, instead of the device's."""
+    def compile(
+        self, plan: Plan, profile: bool = False, cooperative: bool = True, bindings: Mapping[str, Binding] | None = None
+    ) -> Program:
+        """Everything expensive: pipelines, descriptors, recording. With `profile`, times() has each step's time.
+        `bindings`: of this program, instead of the device's."""
         if profile and not self.timestamp_bits:
             raise VulkanError(f"{self.name} has no timestamps on its queue; run without profiling")
         self.reserve(0 if self.guard else plan.arena_bytes)
@@ -228,7 +260,9 @@ class VulkanDevice(Storage, SingleDevice):
         owned: list[str] = []
         try:
             tensors = {name: self._bind(plan, decl, owned) for name, decl in plan.tensors.items()}
-            record_steps(recorder, plan, tensors, lambda op: _binding(op, self.bindings if bindings is None else bindings))
+            record_steps(
+                recorder, plan, tensors, lambda op: _binding(op, self.bindings if bindings is None else bindings)
+            )
         except BaseException:
             for name in owned:
                 self.drop(name)
@@ -242,8 +276,10 @@ class VulkanDevice(Storage, SingleDevice):
         if decl.kind != "activation":
             stored = self.tensor(decl.name)
             if stored.dtype != decl.dtype or (decl.kind == "weight" and stored.shape != decl.shape):
-                raise ValueError(f"plan {plan.name} declares {decl.name} as {decl.dtype}{list(decl.shape)}; stored is "
-                                 f"{stored.dtype}{list(stored.shape)}")
+                raise ValueError(
+                    f"plan {plan.name} declares {decl.name} as {decl.dtype}{list(decl.shape)}; stored is "
+                    f"{stored.dtype}{list(stored.shape)}"
+                )
             return stored.prefix(decl.shape)
         if self.guard:  # every activation in memory of its own, so that a write past its end is seen
             name = f"{plan.name}:{decl.name}"
@@ -253,12 +289,16 @@ class VulkanDevice(Storage, SingleDevice):
             return self.add(TensorDecl(name, decl.dtype, decl.shape, "activation"), "device")
         split_rows(decl, self.max_range)  # raises for one that could not be bound
         if self._arena is None or decl.offset + decl.nbytes > plan.arena_bytes:
-            raise ValueError(f"plan {plan.name}: {decl.name} at {decl.offset} lies outside its arena of {plan.arena_bytes} bytes")
+            raise ValueError(
+                f"plan {plan.name}: {decl.name} at {decl.offset} lies outside its arena of {plan.arena_bytes} bytes"
+            )
         at, parts = decl.offset, []
         for size in part_bytes(decl.dtype, decl.shape):
             parts.append(self._arena.sub(at, size))
             at += align_up(size)
-        return DeviceTensor(decl.name, decl.dtype, decl.shape, (Chunk(0, rows_of(decl.shape), tuple(parts), decl.dtype),))
+        return DeviceTensor(
+            decl.name, decl.dtype, decl.shape, (Chunk(0, rows_of(decl.shape), tuple(parts), decl.dtype),)
+        )
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -347,8 +387,8 @@ class VulkanDevice(Storage, SingleDevice):
         """Free every Vulkan object, in order; then raise if the validation layer had something to say.
 
         Waits for what was submitted, within its bound. What still runs then keeps its objects, for a driver may hang or
-        crash where they are destroyed: that is logged, and they are freed when it has ended (free_left). In a process that
-        was forked from the device's own nothing is released."""
+        crash where they are destroyed: that is logged, and they are freed when it has ended (free_left). In a process
+        that was forked from the device's own nothing is released."""
         q, self._queue = self._queue, None
         if q is None:
             return
@@ -370,8 +410,13 @@ class VulkanDevice(Storage, SingleDevice):
         alive.left.append(self)
         if os.getpid() == q.process:
             held = sum(self.memory_pool.held.values()) / MIB
-            log.log(level, "%s was closed while work that does not end runs on it: %.0f MiB of its memory stay taken until that "
-                    "ends, or this process", self.name, held)
+            log.log(
+                level,
+                "%s was closed while work that does not end runs on it: %.0f MiB of its memory stay taken until that "
+                "ends, or this process",
+                self.name,
+                held,
+            )
 
     def free(self, q: Queue) -> None:
         """Destroy what it made; its work has ended."""
@@ -396,5 +441,7 @@ class VulkanDevice(Storage, SingleDevice):
 
 def _binding(op: str, bindings: Mapping[str, Binding]) -> Binding:
     if op not in bindings:
-        raise VulkanError(f"the Vulkan backend has no binding for operation {op!r}; it has: {', '.join(sorted(bindings))}")
+        raise VulkanError(
+            f"the Vulkan backend has no binding for operation {op!r}; it has: {', '.join(sorted(bindings))}"
+        )
     return bindings[op]

@@ -30,9 +30,16 @@ def manifest() -> dict[str, Any]:
 class DryDevice:
     """What bindings ask of a device, answered from the manifest and given limits."""
 
-    def __init__(self, subgroup_size: int = 32, max_range: int = 2**32 - 1,
-                 features: Callable[[str], bool] = lambda feature: False, tuning: str = DEFAULT, cores: int = 1,
-                 shared_bytes: int = 32768, storage_buffers: int = 32) -> None:
+    def __init__(
+        self,
+        subgroup_size: int = 32,
+        max_range: int = 2**32 - 1,
+        features: Callable[[str], bool] = lambda feature: False,
+        tuning: str = DEFAULT,
+        cores: int = 1,
+        shared_bytes: int = 32768,
+        storage_buffers: int = 32,
+    ) -> None:
         self.subgroup_size, self.max_range, self.max_threads = subgroup_size, max_range, 1024
         self.has = features  # optional ones only choose between kernels
         self.max_groups = (2**31 - 1, 65535, 65535)
@@ -46,8 +53,15 @@ class DryDevice:
         """One that plans and chooses kernels as the reported device would."""
         size, limits = choose_subgroup(report), report.limits
         most = min(limits.max_storage_range, limits.max_buffer, limits.max_allocation)
-        return cls(size, most, cache(report.has), device_class(traits(report, size)), limits.cores,
-                   limits.shared_bytes, limits.storage_buffers)
+        return cls(
+            size,
+            most,
+            cache(report.has),
+            device_class(traits(report, size)),
+            limits.cores,
+            limits.shared_bytes,
+            limits.storage_buffers,
+        )
 
     def kernel(self, name: str, **constants: int) -> Kernel:
         entry = self._manifest[name]
@@ -111,7 +125,9 @@ def _tensor(decl: TensorDecl, max_range: int) -> DeviceTensor:
     whole = [(0, decl.shape[0] if decl.shape else 1, decl.dtype)]
     split = chunk_rows(decl, max_range) if decl.kind == "weight" else whole
     chunks = tuple(
-        Chunk(row, rows, tuple(Slice(Buffer(n, "dry"), 0, n) for n in part_bytes(dtype, (rows, *decl.shape[1:]))), dtype)
+        Chunk(
+            row, rows, tuple(Slice(Buffer(n, "dry"), 0, n) for n in part_bytes(dtype, (rows, *decl.shape[1:]))), dtype
+        )
         for row, rows, dtype in split
     )
     return DeviceTensor(decl.name, decl.dtype, decl.shape, chunks)

@@ -47,22 +47,59 @@ _EXTENSIONS = (
     ("VK_EXT_calibrated_timestamps", "device and host times on one axis"),
     ("VK_NV_shader_sm_builtins", "the number of multiprocessors"),
 )
-_SHORT = {"cooperative_matrix": "VK_KHR_cooperative_matrix", "memory_budget": "VK_EXT_memory_budget",
-          "external_memory_host": "VK_EXT_external_memory_host",
-          "pipeline_executable_properties": "VK_KHR_pipeline_executable_properties",
-          "calibrated_timestamps": "VK_EXT_calibrated_timestamps"}
+_SHORT = {
+    "cooperative_matrix": "VK_KHR_cooperative_matrix",
+    "memory_budget": "VK_EXT_memory_budget",
+    "external_memory_host": "VK_EXT_external_memory_host",
+    "pipeline_executable_properties": "VK_KHR_pipeline_executable_properties",
+    "calibrated_timestamps": "VK_EXT_calibrated_timestamps",
+}
 _SUBGROUP_OPS = {"BASIC": 1, "VOTE": 2, "ARITHMETIC": 4, "BALLOT": 8, "SHUFFLE": 16}
-VENDORS = {0x10DE: "nvidia", 0x1002: "amd", 0x8086: "intel", 0x13B5: "arm", 0x5143: "qualcomm", 0x106B: "apple", 0x10005: "mesa"}
-DRIVERS = {1: "amdpro", 2: "amdvlk", 3: "radv", 4: "nvidia", 5: "intel", 6: "anv", 13: "llvmpipe", 14: "moltenvk", 18: "turnip",
-           23: "nvk", 26: "honeykrisp"}  # fmt: skip
+VENDORS = {
+    0x10DE: "nvidia",
+    0x1002: "amd",
+    0x8086: "intel",
+    0x13B5: "arm",
+    0x5143: "qualcomm",
+    0x106B: "apple",
+    0x10005: "mesa",
+}
+DRIVERS = {
+    1: "amdpro",
+    2: "amdvlk",
+    3: "radv",
+    4: "nvidia",
+    5: "intel",
+    6: "anv",
+    13: "llvmpipe",
+    14: "moltenvk",
+    18: "turnip",
+    23: "nvk",
+    26: "honeykrisp",
+}
 # SPIR-V capability -> the feature that allows it (capabilities that Vulkan 1.3 always has are left out)
-CAPABILITIES = {9: "shaderFloat16", 39: "shaderInt8", 22: "shaderInt16", 11: "shaderInt64",
-                4433: "storageBuffer16BitAccess", 4434: "uniformAndStorageBuffer16BitAccess",
-                4448: "storageBuffer8BitAccess", 4449: "uniformAndStorageBuffer8BitAccess",
-                6016: "shaderIntegerDotProduct", 6017: "shaderIntegerDotProduct", 6018: "shaderIntegerDotProduct",
-                6019: "shaderIntegerDotProduct", 5345: "vulkanMemoryModel", 5346: "vulkanMemoryModelDeviceScope",
-                6022: "cooperativeMatrix", 61: "subgroup basic", 62: "subgroup vote", 63: "subgroup arithmetic",
-                64: "subgroup ballot", 65: "subgroup shuffle"}
+CAPABILITIES = {
+    9: "shaderFloat16",
+    39: "shaderInt8",
+    22: "shaderInt16",
+    11: "shaderInt64",
+    4433: "storageBuffer16BitAccess",
+    4434: "uniformAndStorageBuffer16BitAccess",
+    4448: "storageBuffer8BitAccess",
+    4449: "uniformAndStorageBuffer8BitAccess",
+    6016: "shaderIntegerDotProduct",
+    6017: "shaderIntegerDotProduct",
+    6018: "shaderIntegerDotProduct",
+    6019: "shaderIntegerDotProduct",
+    5345: "vulkanMemoryModel",
+    5346: "vulkanMemoryModelDeviceScope",
+    6022: "cooperativeMatrix",
+    61: "subgroup basic",
+    62: "subgroup vote",
+    63: "subgroup arithmetic",
+    64: "subgroup ballot",
+    65: "subgroup shuffle",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +154,19 @@ class MatrixShape:
 
 F16_MATRIX = MatrixShape(16, 16, 16, "f16", "f16", "f32")
 F16_EIGHTS = MatrixShape(16, 8, 16, "f16", "f16", "f32")  # with it lanes are asked (lanes.py)
-_COMPONENTS = {0: "f16", 1: "f32", 2: "f64", 3: "i8", 4: "i16", 5: "i32", 6: "i64", 7: "u8", 8: "u16", 9: "u32", 10: "u64"}
+_COMPONENTS = {
+    0: "f16",
+    1: "f32",
+    2: "f64",
+    3: "i8",
+    4: "i16",
+    5: "i32",
+    6: "i64",
+    7: "u8",
+    8: "u16",
+    9: "u32",
+    10: "u64",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +187,8 @@ class Report:
     matrices: tuple[MatrixShape, ...] = ()
     """Cooperative matrices of subgroup scope; empty where the feature is missing or off."""
     lanes: bool = False
-    """Whether lanes hold those elements of a matrix that kernels count on which decode weights where they are multiplied:
-    measured when the device is opened (lanes.py)."""
+    """Whether lanes hold those elements of a matrix that kernels count on which decode weights where they are
+    multiplied: measured when the device is opened (lanes.py)."""
     fused: bool = False
     """Whether fma() of halves rounds once, which Vulkan leaves open: measured beside it."""
     hidden: frozenset[str] = frozenset()
@@ -175,8 +224,10 @@ class Report:
         """Raise VulkanUnavailable when a required feature is missing."""
         if self.missing:
             lines = "; ".join(f"{f.name} ({f.why})" for f in self.missing)
-            raise VulkanUnavailable(f"{device} ({self.driver}) lacks what the kernels need: {lines}. A newer driver "
-                                    "may have it; otherwise choose another device (--device cpu needs no Vulkan)")
+            raise VulkanUnavailable(
+                f"{device} ({self.driver}) lacks what the kernels need: {lines}. A newer driver "
+                "may have it; otherwise choose another device (--device cpu needs no Vulkan)"
+            )
 
 
 def _feature_chain(extensions: set[str]) -> dict[str, Any]:
@@ -198,7 +249,8 @@ def device_extensions(physical: Any) -> set[str]:
 
 
 def matrix_shapes(instance: Any, physical: Any) -> tuple[MatrixShape, ...]:
-    """The cooperative matrices of a device whose extension is there, of subgroup scope and types that are named here."""
+    """The cooperative matrices of a device whose extension is there, of subgroup scope and types that are named
+    here."""
     name = "vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR"
     found = lib.vkGetInstanceProcAddr(instance, name.encode())
     if not found:  # a loader that is older than the driver may not pass it on
@@ -212,7 +264,9 @@ def matrix_shapes(instance: Any, physical: Any) -> tuple[MatrixShape, ...]:
     return tuple(
         MatrixShape(s.MSize, s.NSize, s.KSize, *(_COMPONENTS[t] for t in (s.AType, s.BType, s.CType)))
         for s in shapes[0 : count[0]]
-        if s.scope == vk.VK_SCOPE_SUBGROUP_KHR and s.CType == s.ResultType and not s.saturatingAccumulation
+        if s.scope == vk.VK_SCOPE_SUBGROUP_KHR
+        and s.CType == s.ResultType
+        and not s.saturatingAccumulation
         and {s.AType, s.BType, s.CType} <= _COMPONENTS.keys()
     )
 
@@ -242,24 +296,43 @@ def query(instance: Any, physical: Any) -> Report:
     present.append(Feature("required subgroup size", choice, False, "a chosen subgroup size in compute kernels"))
     lim = p2.properties.limits
     limits = Limits(
-        max_storage_range=lim.maxStorageBufferRange, max_buffer=p13.maxBufferSize,
-        max_allocation=p11.maxMemoryAllocationSize, max_allocations=lim.maxMemoryAllocationCount,
-        shared_bytes=lim.maxComputeSharedMemorySize, workgroup=tuple(lim.maxComputeWorkGroupSize),
-        invocations=lim.maxComputeWorkGroupInvocations, groups=tuple(lim.maxComputeWorkGroupCount),
-        push_bytes=lim.maxPushConstantsSize, offset_alignment=lim.minStorageBufferOffsetAlignment,
-        subgroup=p11.subgroupSize, min_subgroup=p13.minSubgroupSize or p11.subgroupSize,
-        max_subgroup=p13.maxSubgroupSize or p11.subgroupSize, workgroup_subgroups=p13.maxComputeWorkgroupSubgroups,
-        timestamp_period=lim.timestampPeriod, storage_buffers=lim.maxPerStageDescriptorStorageBuffers,
-        cores=sm.shaderSMCount if counted else 1)
+        max_storage_range=lim.maxStorageBufferRange,
+        max_buffer=p13.maxBufferSize,
+        max_allocation=p11.maxMemoryAllocationSize,
+        max_allocations=lim.maxMemoryAllocationCount,
+        shared_bytes=lim.maxComputeSharedMemorySize,
+        workgroup=tuple(lim.maxComputeWorkGroupSize),
+        invocations=lim.maxComputeWorkGroupInvocations,
+        groups=tuple(lim.maxComputeWorkGroupCount),
+        push_bytes=lim.maxPushConstantsSize,
+        offset_alignment=lim.minStorageBufferOffsetAlignment,
+        subgroup=p11.subgroupSize,
+        min_subgroup=p13.minSubgroupSize or p11.subgroupSize,
+        max_subgroup=p13.maxSubgroupSize or p11.subgroupSize,
+        workgroup_subgroups=p13.maxComputeWorkgroupSubgroups,
+        timestamp_period=lim.timestampPeriod,
+        storage_buffers=lim.maxPerStageDescriptorStorageBuffers,
+        cores=sm.shaderSMCount if counted else 1,
+    )
     driver = " ".join(ffi.string(getattr(p12, f)).decode() for f in ("driverName", "driverInfo"))
     uuid = bytes(p2.properties.pipelineCacheUUID).hex()
     offered = tuple(Feature(name, name in extensions, False, why) for name, why in _EXTENSIONS)
     memory = vk.vkGetPhysicalDeviceMemoryProperties(physical)
-    heaps = tuple((memory.memoryHeaps[i].size, bool(memory.memoryHeaps[i].flags & vk.VK_MEMORY_HEAP_DEVICE_LOCAL_BIT))
-                  for i in range(memory.memoryHeapCount))
+    heaps = tuple(
+        (memory.memoryHeaps[i].size, bool(memory.memoryHeaps[i].flags & vk.VK_MEMORY_HEAP_DEVICE_LOCAL_BIT))
+        for i in range(memory.memoryHeapCount)
+    )
     vendor, kind = p2.properties.vendorID, int(p12.driverID)
-    report = Report(tuple(present), offered, limits, driver, uuid, heaps, VENDORS.get(vendor, hex(vendor)),
-                    DRIVERS.get(kind, str(kind)))
+    report = Report(
+        tuple(present),
+        offered,
+        limits,
+        driver,
+        uuid,
+        heaps,
+        VENDORS.get(vendor, hex(vendor)),
+        DRIVERS.get(kind, str(kind)),
+    )
     if report.has("cooperative_matrix"):
         report = replace(report, matrices=matrix_shapes(instance, physical))
     return replace(report, features=(*report.features, subgroup_fits(report)))

@@ -1,9 +1,9 @@
-"""How steps become dispatches: the types of a binding, which records one step, and of a fused group's recorder, which records
-consecutive steps in fewer dispatches, mostly one, where one kernel computes what their operations do together, or in as many that
-hand a result on as their own bindings do not.
+"""How steps become dispatches: the types of a binding, which records one step, and of a fused group's recorder, which
+records consecutive steps in fewer dispatches, mostly one, where one kernel computes what their operations do together,
+or in as many that hand a result on as their own bindings do not.
 
-A fused group leaves in memory what its steps would have left one after another: every tensor that one of them writes. So its
-proof needs no definition of its own: conformance judges each step by its operation's.
+A fused group leaves in memory what its steps would have left one after another: every tensor that one of them writes.
+So its proof needs no definition of its own: conformance judges each step by its operation's.
 """
 
 from __future__ import annotations

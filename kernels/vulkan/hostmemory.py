@@ -28,27 +28,53 @@ def import_pages(memory: Memory, array: np.ndarray, purpose: str) -> Slice:
     _demand_function(memory, b"vkGetMemoryHostPointerPropertiesEXT", "VK_EXT_external_memory_host")
     _demand_alignment(memory.physical)
     pointer = ffi.cast("void *", address)
-    usable = _coherent(memory, _types(memory, "vkGetMemoryHostPointerPropertiesEXT", "VkMemoryHostPointerPropertiesEXT",
-                                      vk.VK_STRUCTURE_TYPE_MEMORY_HOST_POINTER_PROPERTIES_EXT, _HOST, pointer))
+    usable = _coherent(
+        memory,
+        _types(
+            memory,
+            "vkGetMemoryHostPointerPropertiesEXT",
+            "VkMemoryHostPointerPropertiesEXT",
+            vk.VK_STRUCTURE_TYPE_MEMORY_HOST_POINTER_PROPERTIES_EXT,
+            _HOST,
+            pointer,
+        ),
+    )
     imported = vk.VkImportMemoryHostPointerInfoEXT(handleType=_HOST, pHostPointer=pointer)
     return _allocate(memory, imported, _HOST, nbytes, usable, array, purpose)
 
 
-def import_fd(memory: Memory, has: Callable[[str], bool], fd: int, array: np.ndarray, purpose: str,
-              kind: int = DMA_BUF) -> Slice:
-    """Another driver's buffer as device memory; `array` is its mapping, and the descriptor stays the caller's. kind: what
-    the descriptor is; an OPAQUE_FD comes from a device of the same driver, whose memory type it keeps."""
+def import_fd(
+    memory: Memory, has: Callable[[str], bool], fd: int, array: np.ndarray, purpose: str, kind: int = DMA_BUF
+) -> Slice:
+    """Another driver's buffer as device memory; `array` is its mapping, and the descriptor stays the caller's. kind:
+    what the descriptor is; an OPAQUE_FD comes from a device of the same driver, whose memory type it keeps."""
     for name in ("VK_KHR_external_memory_fd", *(["VK_EXT_external_memory_dma_buf"] if kind == DMA_BUF else [])):
         if not has(name):
             raise NotShareable(f"the device lacks {name}")
     usable = memory.types["device"]
     if kind == DMA_BUF:
-        usable = _coherent(memory, _types(memory, "vkGetMemoryFdPropertiesKHR", "VkMemoryFdPropertiesKHR",
-                                          vk.VK_STRUCTURE_TYPE_MEMORY_FD_PROPERTIES_KHR, kind, fd))
+        usable = _coherent(
+            memory,
+            _types(
+                memory,
+                "vkGetMemoryFdPropertiesKHR",
+                "VkMemoryFdPropertiesKHR",
+                vk.VK_STRUCTURE_TYPE_MEMORY_FD_PROPERTIES_KHR,
+                kind,
+                fd,
+            ),
+        )
     own = os.dup(fd)  # the driver's from when it has imported it
     try:
-        return _allocate(memory, vk.VkImportMemoryFdInfoKHR(handleType=kind, fd=own), kind, pages(array.nbytes), usable, array,
-                         purpose)
+        return _allocate(
+            memory,
+            vk.VkImportMemoryFdInfoKHR(handleType=kind, fd=own),
+            kind,
+            pages(array.nbytes),
+            usable,
+            array,
+            purpose,
+        )
     except BaseException:
         os.close(own)
         raise
@@ -59,7 +85,9 @@ def _types(memory: Memory, function: str, struct: str, kind: int, handle_type: i
     properties = ffi.new(f"{struct} *")
     properties.sType = kind
     ask = ffi.cast(f"PFN_{function}", lib.vkGetDeviceProcAddr(memory.device, function.encode()))
-    check(ask(memory.device, handle_type, handle, properties), f"asking about memory that is to be imported ({function})")
+    check(
+        ask(memory.device, handle_type, handle, properties), f"asking about memory that is to be imported ({function})"
+    )
     return int(properties.memoryTypeBits)
 
 
@@ -71,7 +99,9 @@ def _coherent(memory: Memory, bits: int) -> int:
     raise NotShareable("the device imports this memory, but into no coherent type")
 
 
-def _allocate(memory: Memory, imported: Any, kind: int, nbytes: int, memory_type: int, array: np.ndarray, purpose: str) -> Slice:
+def _allocate(
+    memory: Memory, imported: Any, kind: int, nbytes: int, memory_type: int, array: np.ndarray, purpose: str
+) -> Slice:
     """A buffer over imported memory, whose bytes the host sees in `array`."""
     handle = memory.buffer(nbytes, vk.VkExternalMemoryBufferCreateInfo(handleTypes=kind))
     info = vk.VkMemoryAllocateInfo(pNext=imported, allocationSize=nbytes, memoryTypeIndex=memory_type)
@@ -97,5 +127,7 @@ def _demand_alignment(physical: Any) -> None:
     asked = vk.VkPhysicalDeviceProperties2(pNext=host)
     lib.vkGetPhysicalDeviceProperties2(physical, ffi.addressof(asked))
     if host.minImportedHostPointerAlignment > mmap.PAGESIZE:
-        raise NotShareable(f"the device imports memory in units of {host.minImportedHostPointerAlignment} bytes, "
-                           f"pages have {mmap.PAGESIZE}")
+        raise NotShareable(
+            f"the device imports memory in units of {host.minImportedHostPointerAlignment} bytes, "
+            f"pages have {mmap.PAGESIZE}"
+        )

@@ -41,8 +41,10 @@ def select(devices: list[DeviceInfo], selector: str) -> DeviceInfo:
     if selector == "gpu":
         real = [d for d in devices if d.kind != "cpu"]
         if not real:
-            raise VulkanUnavailable(f"no Vulkan driver answers for a real GPU (found: {listed}); install the driver of "
-                                    "your GPU, or choose --device vulkan for the CPU driver")
+            raise VulkanUnavailable(
+                f"no Vulkan driver answers for a real GPU (found: {listed}); install the driver of "
+                "your GPU, or choose --device vulkan for the CPU driver"
+            )
         return real[0]
     if not devices:
         raise VulkanUnavailable(f"no Vulkan driver answers; {INSTALL}")
@@ -79,20 +81,29 @@ class Instance:
             versions = {p.layerName: p.specVersion for p in vk.vkEnumerateInstanceLayerProperties()}
             self.layer_version = versions.get(LAYER)
         if validation and self.layer_version is None:
-            raise VulkanUnavailable(f"validation was asked for, but {LAYER} is not installed; on Debian: apt-get "
-                                    "install vulkan-validationlayers")
-        app = vk.VkApplicationInfo(pApplicationName="hybrid-kernels", pEngineName="hybrid-kernels",
-                                   apiVersion=vk.VK_MAKE_VERSION(1, 3, 0))
+            raise VulkanUnavailable(
+                f"validation was asked for, but {LAYER} is not installed; on Debian: apt-get "
+                "install vulkan-validationlayers"
+            )
+        app = vk.VkApplicationInfo(
+            pApplicationName="hybrid-kernels", pEngineName="hybrid-kernels", apiVersion=vk.VK_MAKE_VERSION(1, 3, 0)
+        )
         chain = None
         if validation:
             chain = self._messenger_info(on_message or (lambda text: None))
             if validation == "sync":
                 more = [vk.VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT]
-                chain = vk.VkValidationFeaturesEXT(pNext=chain, pEnabledValidationFeatures=more,
-                                                   enabledValidationFeatureCount=1)
+                chain = vk.VkValidationFeaturesEXT(
+                    pNext=chain, pEnabledValidationFeatures=more, enabledValidationFeatureCount=1
+                )
         info = vk.VkInstanceCreateInfo(
-            pNext=chain, pApplicationInfo=app, enabledLayerCount=len(layers), ppEnabledLayerNames=layers,
-            enabledExtensionCount=len(layers), ppEnabledExtensionNames=["VK_EXT_debug_utils"] if validation else [])
+            pNext=chain,
+            pApplicationInfo=app,
+            enabledLayerCount=len(layers),
+            ppEnabledLayerNames=layers,
+            enabledExtensionCount=len(layers),
+            ppEnabledExtensionNames=["VK_EXT_debug_utils"] if validation else [],
+        )
         try:
             self.handle = vk.vkCreateInstance(info, None)
         except vk.VkErrorIncompatibleDriver:
@@ -108,7 +119,8 @@ class Instance:
         info = vk.VkDebugUtilsMessengerCreateInfoEXT(
             messageSeverity=vk.VK_DEBUG_UTILS_MESSAGE_SEVERITY_WARNING_BIT_EXT
             | vk.VK_DEBUG_UTILS_MESSAGE_SEVERITY_ERROR_BIT_EXT,
-            messageType=vk.VK_DEBUG_UTILS_MESSAGE_TYPE_VALIDATION_BIT_EXT)
+            messageType=vk.VK_DEBUG_UTILS_MESSAGE_TYPE_VALIDATION_BIT_EXT,
+        )
         # The package's own pfn hook is global to the process; every instance here has its callback.
         self._callback = ffi.callback("PFN_vkDebugUtilsMessengerCallbackEXT", report)
         info.pfnUserCallback = self._callback

@@ -1,6 +1,6 @@
-"""Kernels: a SPIR-V module with its specialisation constants, as a compute pipeline. Built once per device and kept, those of a
-program on several cores at once (a GPU's driver compiles a large kernel for seconds); the driver's compiled code is cached on disk
-between processes."""
+"""Kernels: a SPIR-V module with its specialisation constants, as a compute pipeline. Built once per device and kept,
+those of a program on several cores at once (a GPU's driver compiles a large kernel for seconds); the driver's compiled
+code is cached on disk between processes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def kernels_digest(manifest: bytes | None = None) -> str:
 
 
 def most_polls(kind: str) -> int:
-    """Polls of one wait between workgroups, at most (mailbox.slang). On a GPU a poll takes 1 to 3 us, so that a wait ends within a
-    second. llvmpipe ends every loop of an invocation after 65535 iterations in all."""
+    """Polls of one wait between workgroups, at most (mailbox.slang). On a GPU a poll takes 1 to 3 us, so that a wait
+    ends within a second. llvmpipe ends every loop of an invocation after 65535 iterations in all."""
     return 1 << 14 if kind == "cpu" else 1 << 18
 
 
@@ -100,10 +100,19 @@ class KernelCache:
     create_flags = 0
     """VkPipelineCreateFlags of every pipeline: tools that read compilers' statistics ask for them here."""
 
-    def __init__(self, device: Any, report: Report, subgroup_size: int, folder: Path | None, counters: Any,
-                 builders: int = 1, of: KernelCache | None = None) -> None:
-        """builders: threads that build pipelines; 1: whoever asks for a kernel builds it. of: the cache of a device on the same
-        VkDevice, closed after this one; it builds and keeps the pipelines of both where their folder is one."""
+    def __init__(
+        self,
+        device: Any,
+        report: Report,
+        subgroup_size: int,
+        folder: Path | None,
+        counters: Any,
+        builders: int = 1,
+        of: KernelCache | None = None,
+    ) -> None:
+        """builders: threads that build pipelines; 1: whoever asks for a kernel builds it. of: the cache of a device on
+        the same VkDevice, closed after this one; it builds and keeps the pipelines of both where their folder is
+        one."""
         self.folder = folder or SPIRV
         self._maker: KernelCache = of._maker if of is not None and of.folder == self.folder else self
         self._builders = ThreadPoolExecutor(builders, "pipelines") if builders > 1 and self._maker is self else None
@@ -152,8 +161,10 @@ class KernelCache:
         entry = self.manifest.get(name)
         if entry is None:
             near = [n for n in self.manifest if n.split(".")[0] == name.split(".")[0]]
-            raise VulkanError(f"no SPIR-V module {name!r} in {self.folder} (nearest: {', '.join(near[:8]) or 'none'}); "
-                              "declare it in the shader's .toml and run python -m kernels.vulkan.build")
+            raise VulkanError(
+                f"no SPIR-V module {name!r} in {self.folder} (nearest: {', '.join(near[:8]) or 'none'}); "
+                "declare it in the shader's .toml and run python -m kernels.vulkan.build"
+            )
         unknown = sorted(set(constants) - set(entry["constants"]))
         if unknown:
             raise VulkanError(f"{name} has no specialisation constants {unknown}; known: {sorted(entry['constants'])}")
@@ -164,7 +175,9 @@ class KernelCache:
         module = self._module(name, code)
         layout = self._layout(entry["bindings"], entry["push"])
         made = self._start(lambda: self._pipeline(name, module, ids, info, layout))
-        return Kernel(name, entry["bindings"], entry["push"], info.local_size, made, layout, self.set_layouts[entry["bindings"]])
+        return Kernel(
+            name, entry["bindings"], entry["push"], info.local_size, made, layout, self.set_layouts[entry["bindings"]]
+        )
 
     def _start(self, build: Callable[[], Any]) -> Future[Any]:
         if self._builders is not None:
@@ -196,8 +209,10 @@ class KernelCache:
             code = modules.read(self.folder, name)
             if hashlib.sha256(code).hexdigest() == digest:
                 return code
-        raise VulkanError(f"{modules.path_of(self.folder, name)} is not the module that manifest.json describes; run "
-                          "python -m kernels.vulkan.build")
+        raise VulkanError(
+            f"{modules.path_of(self.folder, name)} is not the module that manifest.json describes; run "
+            "python -m kernels.vulkan.build"
+        )
 
     def _module(self, name: str, code: bytes) -> Any:
         if name not in self.modules:
@@ -212,14 +227,22 @@ class KernelCache:
     def _layout(self, bindings: int, push: int) -> Any:
         stage = vk.VK_SHADER_STAGE_COMPUTE_BIT
         if bindings not in self.set_layouts:
-            slots = [vk.VkDescriptorSetLayoutBinding(binding=i, descriptorType=vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER,
-                                                     descriptorCount=1, stageFlags=stage) for i in range(bindings)]
+            slots = [
+                vk.VkDescriptorSetLayoutBinding(
+                    binding=i, descriptorType=vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, descriptorCount=1, stageFlags=stage
+                )
+                for i in range(bindings)
+            ]
             info = vk.VkDescriptorSetLayoutCreateInfo(bindingCount=bindings, pBindings=slots)
             self.set_layouts[bindings] = vk.vkCreateDescriptorSetLayout(self.device, info, None)
         if (bindings, push) not in self.layouts:
             ranges = [vk.VkPushConstantRange(stageFlags=stage, offset=0, size=push)] if push else []
-            info = vk.VkPipelineLayoutCreateInfo(setLayoutCount=1, pSetLayouts=[self.set_layouts[bindings]],
-                                                 pushConstantRangeCount=len(ranges), pPushConstantRanges=ranges)
+            info = vk.VkPipelineLayoutCreateInfo(
+                setLayoutCount=1,
+                pSetLayouts=[self.set_layouts[bindings]],
+                pushConstantRangeCount=len(ranges),
+                pPushConstantRanges=ranges,
+            )
             self.layouts[bindings, push] = vk.vkCreatePipelineLayout(self.device, info, None)
         return self.layouts[bindings, push]
 
@@ -228,19 +251,29 @@ class KernelCache:
         entries = ffi.new("VkSpecializationMapEntry[]", max(1, len(ids)))
         for i, constant in enumerate(ids):
             entries[i].constantID, entries[i].offset, entries[i].size = constant, 4 * i, 4
-        special = ffi.new("VkSpecializationInfo *", {"mapEntryCount": len(ids), "pMapEntries": entries,
-                                                     "dataSize": 4 * len(ids), "pData": data})
+        special = ffi.new(
+            "VkSpecializationInfo *",
+            {"mapEntryCount": len(ids), "pMapEntries": entries, "dataSize": 4 * len(ids), "pData": data},
+        )
         flags, chain = 0, None
         if can_choose_subgroup(self.report):
             chain = vk.VkPipelineShaderStageRequiredSubgroupSizeCreateInfo(requiredSubgroupSize=self.subgroup_size)
         if self.report.has("computeFullSubgroups") and info.local_size[0] % self.subgroup_size == 0:
             flags = _FULL_SUBGROUPS
-        stage = vk.VkPipelineShaderStageCreateInfo(pNext=chain, flags=flags, stage=vk.VK_SHADER_STAGE_COMPUTE_BIT,
-                                                   module=module, pName="main", pSpecializationInfo=special)
+        stage = vk.VkPipelineShaderStageCreateInfo(
+            pNext=chain,
+            flags=flags,
+            stage=vk.VK_SHADER_STAGE_COMPUTE_BIT,
+            module=module,
+            pName="main",
+            pSpecializationInfo=special,
+        )
         create = vk.VkComputePipelineCreateInfo(flags=self.create_flags, stage=stage, layout=layout)
         out = ffi.new("VkPipeline *")
-        check(lib.vkCreateComputePipelines(self.device, self.cache, 1, ffi.addressof(create), ffi.NULL, out),
-              f"building the pipeline {name}")
+        check(
+            lib.vkCreateComputePipelines(self.device, self.cache, 1, ffi.addressof(create), ffi.NULL, out),
+            f"building the pipeline {name}",
+        )
         return out[0]
 
     def save(self) -> None:

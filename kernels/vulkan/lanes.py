@@ -1,6 +1,6 @@
 """Which elements of a matrix operand a lane holds is the implementation's choice; kernels that decode weights into the
-registers of the lane that multiplies them (eights.slang, stream.slang, wide.slang, narrow.slang) are for one choice. A device
-is asked when it is opened: one dispatch of a few microseconds."""
+registers of the lane that multiplies them (eights.slang, stream.slang, wide.slang, narrow.slang) are for one choice. A
+device is asked when it is opened: one dispatch of a few microseconds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ KERNEL, SUBGROUP = "probe_lanes", 32
 
 
 def measured(device: Any) -> dict[str, Any]:
-    """Of a device's Report: `lanes`, does every lane hold what probe_lanes.slang says, and `fused`, does fma() of halves round
-    once? Nothing where the device has no such matrix units, or its folder of kernels lacks the one that asks."""
+    """Of a device's Report: `lanes`, does every lane hold what probe_lanes.slang says, and `fused`, does fma() of
+    halves round once? Nothing where the device has no such matrix units, or its folder of kernels lacks the one that
+    asks."""
     shapes = device.has("f16_matrices") and F16_EIGHTS in device.report.matrices
     if not shapes or device.subgroup_size != SUBGROUP or not device.kernels_named(KERNEL):
         return {}
@@ -26,7 +27,9 @@ def measured(device: Any) -> dict[str, Any]:
         words = device.tensor(KERNEL).parts
         recorder = Recorder(device, words[0])
         recorder.dispatch(device.kernel(KERNEL), reads=(), writes=words)
-        program = device.program_type(device, Plan(KERNEL, 1, 0, (Step(KERNEL, KERNEL, {}, {}),), {}), recorder, False, cost=Cost())
+        program = device.program_type(
+            device, Plan(KERNEL, 1, 0, (Step(KERNEL, KERNEL, {}, {}),), {}), recorder, False, cost=Cost()
+        )
         device.wait(program.submit())
         held, fused = device.read(KERNEL).array
         return {"lanes": int(held) == SUBGROUP, "fused": int(fused) == SUBGROUP}

@@ -93,8 +93,11 @@ class Slice:
         return Slice(self.buffer, self.offset + offset, size)
 
     def overlaps(self, other: Slice) -> bool:
-        return (self.buffer is other.buffer and self.offset < other.offset + other.size
-                and other.offset < self.offset + self.size)
+        return (
+            self.buffer is other.buffer
+            and self.offset < other.offset + other.size
+            and other.offset < self.offset + self.size
+        )
 
     @property
     def bytes(self) -> np.ndarray:
@@ -107,8 +110,16 @@ class Slice:
 class Memory:
     """Allocates slices by pool and purpose, within a budget."""
 
-    def __init__(self, physical: Any, device: Any, limits: Limits, counters: Counters, budget_extension: bool,
-                 budget: int | None = None, pending: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        physical: Any,
+        device: Any,
+        limits: Limits,
+        counters: Counters,
+        budget_extension: bool,
+        budget: int | None = None,
+        pending: Callable[[], bool] = lambda: False,
+    ) -> None:
         """pending: does hung work use the device's memory? Then nothing is freed."""
         self.pending = pending
         self.physical, self.device, self.limits, self.counters = physical, device, limits, counters
@@ -121,7 +132,8 @@ class Memory:
         self.types = {pool: self._type(pool) for pool in _PREFERENCE}
 
     def _type(self, pool: str) -> int:
-        # Buffers of one usage have the same memoryTypeBits (the specification guarantees it): one small buffer answers for all.
+        # Buffers of one usage have the same memoryTypeBits (the specification guarantees it): one small buffer answers
+        # for all.
         probe = self.buffer(256)
         bits = vk.vkGetBufferMemoryRequirements(self.device, probe).memoryTypeBits
         vk.vkDestroyBuffer(self.device, probe, None)
@@ -191,22 +203,32 @@ class Memory:
         if size > available or size > limit:
             what = f"{wanted / MIB:.1f} MiB for {purpose}"
             if size > limit:
-                raise OutOfDeviceMemory(f"{what} is more than one allocation of this device may hold "
-                                        f"({limit / MIB:.0f} MiB); use a smaller context or fewer rows per pass")
+                raise OutOfDeviceMemory(
+                    f"{what} is more than one allocation of this device may hold "
+                    f"({limit / MIB:.0f} MiB); use a smaller context or fewer rows per pass"
+                )
             held = ", ".join(f"{k} {v / MIB:.1f}" for k, v in self.held.items() if v) or "nothing"
-            raise OutOfDeviceMemory(f"out of device memory: {what} requested, {available / MIB:.1f} MiB available "
-                                    f"(held, MiB: {held}); use a smaller context, a smaller weight type or another "
-                                    "device")
+            raise OutOfDeviceMemory(
+                f"out of device memory: {what} requested, {available / MIB:.1f} MiB available "
+                f"(held, MiB: {held}); use a smaller context, a smaller weight type or another "
+                "device"
+            )
         try:
             return self._create(size, pool)
         except OutOfDeviceMemory:
-            raise OutOfDeviceMemory(f"out of device memory: the driver refused {size / MIB:.1f} MiB for {purpose} "
-                                    f"although {available / MIB:.1f} MiB were reported as available") from None
+            raise OutOfDeviceMemory(
+                f"out of device memory: the driver refused {size / MIB:.1f} MiB for {purpose} "
+                f"although {available / MIB:.1f} MiB were reported as available"
+            ) from None
 
     def buffer(self, size: int, more: Any = None) -> Any:
         """A VkBuffer without memory; `more` follows its creation info."""
-        usage = (vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
-                 | vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT | vk.VK_BUFFER_USAGE_TRANSFER_DST_BIT)
+        usage = (
+            vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT
+            | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
+            | vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT
+            | vk.VK_BUFFER_USAGE_TRANSFER_DST_BIT
+        )
         out = ffi.new("VkBuffer *")
         info = vk.VkBufferCreateInfo(pNext=more, size=size, usage=usage, sharingMode=vk.VK_SHARING_MODE_EXCLUSIVE)
         check(lib.vkCreateBuffer(self.device, ffi.addressof(info), ffi.NULL, out), f"creating a buffer of {size} bytes")

@@ -1,5 +1,5 @@
-"""SPIR-V modules in a folder: `<name>.spv.gz` beside manifest.json. Packed they take a third of a clone's space; `zcat` gives the
-module to any other tool."""
+"""SPIR-V modules in a folder: `<name>.spv.gz` beside manifest.json. Packed they take a third of a clone's space; `zcat`
+gives the module to any other tool."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """A compiled plan: one command buffer, recorded once, submitted again and again.
 
-What a dispatch costs beside its work, H200, driver 580.159.04, us: an empty one behind a barrier 1.8 (1 group), 1.9 (132),
-2.4 (1056 of 256 threads); without the barrier 0.16, 0.21, 0.83. In the chain of a 27B token (14.5 a dispatch) none of these
-changed 0.1 us: execution-only barriers, other access masks, synchronization2, barriers of a buffer, direct instead of
-indirect grids, one set with dynamic offsets, pushed descriptors, descriptor buffers, a queue family without graphics,
-recording without simultaneous use, equal kernels one after another. Dearer, a dispatch: VkEvent 4.3, MEMORY_READ and
-MEMORY_WRITE or all stages 2.9, the indirect stage 2.3, a command buffer for each layer 2.3.
+What a dispatch costs beside its work, H200, driver 580.159.04, us: an empty one behind a barrier 1.8 (1 group), 1.9
+(132), 2.4 (1056 of 256 threads); without the barrier 0.16, 0.21, 0.83. In the chain of a 27B token (14.5 a dispatch)
+none of these changed 0.1 us: execution-only barriers, other access masks, synchronization2, barriers of a buffer,
+direct instead of indirect grids, one set with dynamic offsets, pushed descriptors, descriptor buffers, a queue family
+without graphics, recording without simultaneous use, equal kernels one after another. Dearer, a dispatch: VkEvent 4.3,
+MEMORY_READ and MEMORY_WRITE or all stages 2.9, the indirect stage 2.3, a command buffer for each layer 2.3.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ _SHADER_READ, _SHADER_WRITE, _INDIRECT_READ = 0x20, 0x40, 0x1  # accesses
 class Program:
     """Made by VulkanDevice.compile. `dispatches` and `barriers` count one run of the plan."""
 
-    def __init__(self, device: VulkanDevice, plan: Plan, recorder: Recorder, profile: bool,
-                 guarded: Sequence[str] = (), cost: Cost | None = None) -> None:
+    def __init__(
+        self,
+        device: VulkanDevice,
+        plan: Plan,
+        recorder: Recorder,
+        profile: bool,
+        guarded: Sequence[str] = (),
+        cost: Cost | None = None,
+    ) -> None:
         self.device, self.plan = device, plan
         self._cost = cost  # None: what its operations declare
         self.guarded = tuple(guarded)  # activations with memory of their own, on devices with guards
@@ -68,7 +75,10 @@ class Program:
         places: dict[int, Slice] = {}
         if self.recording.scratch_bytes:
             places[id(recorder.scratch_buffer)] = self.device.scratch(self.recording.scratch_bytes)
-        zeroed = ((recorder.counter_buffer, self.recording.counter_bytes), (recorder.zeros_buffer, self.recording.zero_bytes))
+        zeroed = (
+            (recorder.counter_buffer, self.recording.counter_bytes),
+            (recorder.zeros_buffer, self.recording.zero_bytes),
+        )
         for placeholder, nbytes in zeroed:
             if nbytes:
                 piece = self.device.memory_pool.allocate(nbytes, "programs")
@@ -131,11 +141,15 @@ class Program:
         buffer, offset, size = self._real(piece)
         step = self.plan.steps[user.step].name
         if offset % self.device.report.limits.offset_alignment:
-            raise VulkanError(f"step {step}: {user.kernel.name} is bound at byte {offset}, which this device cannot "
-                              f"bind (alignment {self.device.report.limits.offset_alignment})")
+            raise VulkanError(
+                f"step {step}: {user.kernel.name} is bound at byte {offset}, which this device cannot "
+                f"bind (alignment {self.device.report.limits.offset_alignment})"
+            )
         if piece.size > self.device.max_range or size < 1:
-            raise VulkanError(f"step {step}: {user.kernel.name} is bound to {piece.size} bytes; this device binds 1 to "
-                              f"{self.device.max_range}: use a smaller context or fewer rows per pass")
+            raise VulkanError(
+                f"step {step}: {user.kernel.name} is bound to {piece.size} bytes; this device binds 1 to "
+                f"{self.device.max_range}: use a smaller context or fewer rows per pass"
+            )
         return buffer, offset, size
 
     # --- recording ---------------------------------------------------------------------------------------------------
@@ -162,17 +176,20 @@ class Program:
                 pipeline = d.kernel.pipeline
             if (descriptors, d.kernel.layout) != bound:
                 sets[0] = descriptors
-                lib.vkCmdBindDescriptorSets(command, vk.VK_PIPELINE_BIND_POINT_COMPUTE, d.kernel.layout, 0, 1, sets, 0,
-                                            ffi.NULL)
+                lib.vkCmdBindDescriptorSets(
+                    command, vk.VK_PIPELINE_BIND_POINT_COMPUTE, d.kernel.layout, 0, 1, sets, 0, ffi.NULL
+                )
                 bound = descriptors, d.kernel.layout
             if d.push:
-                lib.vkCmdPushConstants(command, d.kernel.layout, vk.VK_SHADER_STAGE_COMPUTE_BIT, 0, len(d.push),
-                                       ffi.from_buffer(d.push))
+                lib.vkCmdPushConstants(
+                    command, d.kernel.layout, vk.VK_SHADER_STAGE_COMPUTE_BIT, 0, len(d.push), ffi.from_buffer(d.push)
+                )
             if d.entry is None:
                 lib.vkCmdDispatch(command, *d.grid)
             else:
-                lib.vkCmdDispatchIndirect(command, self._grids.buffer.handle,
-                                          self._grids.offset + 4 * GRID_WORDS * d.entry)
+                lib.vkCmdDispatchIndirect(
+                    command, self._grids.buffer.handle, self._grids.offset + 4 * GRID_WORDS * d.entry
+                )
         while step < len(self.plan.steps):
             step += 1
             self._stamp(step)
@@ -221,7 +238,9 @@ class Program:
         ticks = ((data - data[0]) & valid).astype(np.float64) * self.device.report.limits.timestamp_period * 1e-9
         dispatched, found = {d.step for d in self.recording.dispatches}, list[StepTime]()
         for i, s in enumerate(self.plan.steps):
-            within = None if i in dispatched else found[-1].within or found[-1].name  # part of a fused group (groups.py)
+            within = (
+                None if i in dispatched else found[-1].within or found[-1].name
+            )  # part of a fused group (groups.py)
             took = float(max(0.0, ticks[i + 1] - ticks[i]))
             found.append(StepTime(s.name, s.op, s.layer, float(ticks[i]), took, within=within))
         return found
@@ -238,7 +257,9 @@ class Program:
         n = len(self.plan.steps) + 1
         data = np.zeros(n, np.uint64)
         flags = vk.VK_QUERY_RESULT_64_BIT | vk.VK_QUERY_RESULT_WAIT_BIT
-        found = lib.vkGetQueryPoolResults(self.device.handle, self.queries, 0, n, data.nbytes, ffi.from_buffer(data), 8, flags)
+        found = lib.vkGetQueryPoolResults(
+            self.device.handle, self.queries, 0, n, data.nbytes, ffi.from_buffer(data), 8, flags
+        )
         self.device.check(found, "reading timestamps")
         return data
 

@@ -136,12 +136,19 @@ class Recorder:
         self._zeros_most = max(self._zeros_most, self._zeros_used)
         return piece
 
-    def dispatch(self, kernel: Kernel, reads: Sequence[Slice], writes: Sequence[Slice], push: bytes = b"",
-                 grid: Sequence[GridAxis] = (1, 1, 1), resident: bool = False) -> None:
-        """Append a dispatch. Bindings: control, then reads, then writes (a buffer read and written is a write). `resident`:
-        its workgroups poll one another's results: VulkanError for more of them than are resident at once on the device, or
-        where waits are excluded. Counters belong to one dispatch: VulkanError for another that binds them, for a word that it
-        polls would be published by a dispatch that may not have begun."""
+    def dispatch(
+        self,
+        kernel: Kernel,
+        reads: Sequence[Slice],
+        writes: Sequence[Slice],
+        push: bytes = b"",
+        grid: Sequence[GridAxis] = (1, 1, 1),
+        resident: bool = False,
+    ) -> None:
+        """Append a dispatch. Bindings: control, then reads, then writes (a buffer read and written is a write).
+        `resident`: its workgroups poll one another's results: VulkanError for more of them than are resident at once on
+        the device, or where waits are excluded. Counters belong to one dispatch: VulkanError for another that binds
+        them, for a word that it polls would be published by a dispatch that may not have begun."""
         bound = 1 + len(reads) + len(writes)
         if bound != kernel.bindings:
             raise VulkanError(f"{kernel.name} has {kernel.bindings} bindings (control included), {bound} were given")
@@ -153,8 +160,10 @@ class Recorder:
             raise VulkanError(f"{kernel.name}: grid {tuple(grid)} has an axis of no groups")
         limit, (x, y, z) = self.device.max_groups, most
         if x > limit[0] or y > limit[1] or z > limit[2]:
-            raise VulkanError(f"{kernel.name}: grid of up to {most} groups is over this device's limit {tuple(limit)}; "
-                              "use fewer rows per pass")
+            raise VulkanError(
+                f"{kernel.name}: grid of up to {most} groups is over this device's limit {tuple(limit)}; "
+                "use fewer rows per pass"
+            )
         self._check_waits(kernel, most, resident)
         self._own_counters(kernel, (*reads, *writes))
         # A live axis of at most one group needs no indirection: kernels guard their rows against control themselves.
@@ -162,22 +171,35 @@ class Recorder:
         entry = None
         if any([isinstance(a, Live) for a in fixed]):
             entry = self._entries.setdefault(fixed, len(self._entries))
-        self._dispatches.append(Dispatch(kernel, (self.control, *reads), tuple(writes), bytes(push),
-                                         (most[0], most[1], most[2]), entry, self.step))
+        self._dispatches.append(
+            Dispatch(
+                kernel,
+                (self.control, *reads),
+                tuple(writes),
+                bytes(push),
+                (most[0], most[1], most[2]),
+                entry,
+                self.step,
+            )
+        )
 
     def _check_waits(self, kernel: Kernel, grid: Sequence[int], resident: bool) -> None:
         if resident and not self.cooperative:
             raise VulkanError(f"{kernel.name}: its workgroups wait for one another, which this program excludes")
         if resident and grid[0] * grid[1] * grid[2] > self.device.cores:
-            raise VulkanError(f"{kernel.name}: {tuple(grid)} workgroups wait for one another; {self.device.cores} are surely "
-                              "resident at once on this device")
+            raise VulkanError(
+                f"{kernel.name}: {tuple(grid)} workgroups wait for one another; {self.device.cores} are surely "
+                "resident at once on this device"
+            )
 
     def _own_counters(self, kernel: Kernel, bound: Sequence[Slice]) -> None:
         index = len(self._dispatches)
         for piece in bound:
             if piece.buffer is self.counter_buffer and self._owners.setdefault(piece.offset, index) != index:
-                raise VulkanError(f"{kernel.name} binds counters of another dispatch: workgroups wait for one another within "
-                                  "a dispatch only")
+                raise VulkanError(
+                    f"{kernel.name} binds counters of another dispatch: workgroups wait for one another within "
+                    "a dispatch only"
+                )
 
     @property
     def scratch_bytes(self) -> int:
@@ -187,8 +209,14 @@ class Recorder:
     def finish(self) -> Recording:
         """Insert the grid kernel where grids must be computed, and the barriers."""
         dispatches = self._with_grids()
-        return Recording(dispatches, hazards(dispatches, self.grid_slice), self._table(), self._scratch_most,
-                         self._counter_bytes, self._zeros_most)
+        return Recording(
+            dispatches,
+            hazards(dispatches, self.grid_slice),
+            self._table(),
+            self._scratch_most,
+            self._counter_bytes,
+            self._zeros_most,
+        )
 
     @property
     def grid_slice(self) -> Slice:
@@ -216,8 +244,17 @@ class Recorder:
         for d in self._dispatches:
             if d.entry is not None and stale:
                 count = len(self._entries)
-                out.append(Dispatch(self.kernel("grid"), (self.control, self._table_slice), (self.grid_slice,),
-                                    struct.pack("<II", 0, count), (-(-count // 64), 1, 1), None, d.step))
+                out.append(
+                    Dispatch(
+                        self.kernel("grid"),
+                        (self.control, self._table_slice),
+                        (self.grid_slice,),
+                        struct.pack("<II", 0, count),
+                        (-(-count // 64), 1, 1),
+                        None,
+                        d.step,
+                    )
+                )
                 stale = False
             out.append(d)
             stale = stale or any(w.overlaps(self.control) for w in d.writes)
@@ -225,8 +262,8 @@ class Recorder:
 
 
 def hazards(dispatches: Sequence[Dispatch], grids: Slice) -> list[Barrier | None]:
-    """The barrier that each dispatch needs before it, or None: it accesses a range written since the last barrier, or it
-    writes a range read since then. `grids` holds the indirect dispatches' sizes."""
+    """The barrier that each dispatch needs before it, or None: it accesses a range written since the last barrier, or
+    it writes a range read since then. `grids` holds the indirect dispatches' sizes."""
     out: list[Barrier | None] = []
     reads: list[Slice] = []
     writes: list[Slice] = []

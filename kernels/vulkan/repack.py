@@ -44,8 +44,8 @@ def takes(packed: Packed) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """`staging`: mapped, what the host fills. `raw`: what the kernel reads, the same memory where the device computes on
-    it. `damaged`: a mapped word that the kernel sets for a scale that is not finite."""
+    """`staging`: mapped, what the host fills. `raw`: what the kernel reads, the same memory where the device computes
+    on it. `damaged`: a mapped word that the kernel sets for a scale that is not finite."""
 
     command: Any
     staging: Slice
@@ -113,8 +113,8 @@ class Loader:
             self._free(slot)
 
     def cancel(self, name: str) -> None:
-        """Stop loading a tensor that is about to be dropped: nothing more is read for it. Submitted work still writes its
-        memory."""
+        """Stop loading a tensor that is about to be dropped: nothing more is read for it. Submitted work still writes
+        its memory."""
         gone = [f for f in self.filling if f.name == name]
         wait([r for f in gone for r in f.reads])
         self.filling = deque(f for f in self.filling if f.name != name)
@@ -211,8 +211,10 @@ class Loader:
         slot.damaged.bytes[:] = 0
         name, packed = owner
         packed.load()  # raises, with the place
-        raise VulkanError(f"{name}: the device found a scale that is not finite, the host finds none: the file changes "
-                          "while it is read, or the device's memory is at fault")
+        raise VulkanError(
+            f"{name}: the device found a scale that is not finite, the host finds none: the file changes "
+            "while it is read, or the device's memory is at fault"
+        )
 
     def _make_slot(self) -> _Slot:
         staging = self._allocate(self.size + _SPARE, "read")
@@ -272,14 +274,18 @@ class Loader:
         allocate = vk.VkDescriptorSetAllocateInfo(descriptorPool=self.pool, descriptorSetCount=1)
         allocate.pSetLayouts = layouts
         out = ffi.new("VkDescriptorSet[1]")
-        check(lib.vkAllocateDescriptorSets(self.device.handle, ffi.addressof(allocate), out), "allocating descriptor sets")
+        check(
+            lib.vkAllocateDescriptorSets(self.device.handle, ffi.addressof(allocate), out), "allocating descriptor sets"
+        )
         return out[0]
 
     def _dispatch(self, command: Any, kernel: Kernel, descriptors: Any, push: bytes, count: int) -> None:
         compute, sets = vk.VK_PIPELINE_BIND_POINT_COMPUTE, ffi.new("VkDescriptorSet[1]", [descriptors])
         lib.vkCmdBindPipeline(command, compute, kernel.pipeline)
         lib.vkCmdBindDescriptorSets(command, compute, kernel.layout, 0, 1, sets, 0, ffi.NULL)
-        lib.vkCmdPushConstants(command, kernel.layout, vk.VK_SHADER_STAGE_COMPUTE_BIT, 0, len(push), ffi.from_buffer(push))
+        lib.vkCmdPushConstants(
+            command, kernel.layout, vk.VK_SHADER_STAGE_COMPUTE_BIT, 0, len(push), ffi.from_buffer(push)
+        )
         lib.vkCmdDispatch(command, -(-count // _THREADS), 1, 1)
         self.device.counters.dispatches += 1
 

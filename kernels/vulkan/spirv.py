@@ -24,14 +24,37 @@ def _rest(a: int, b: int) -> int:
 
 
 SPEC_OPS: dict[int, Callable[..., Any]] = {  # opcodes inside OpSpecConstantOp
-    128: lambda a, b: a + b, 130: lambda a, b: a - b, 132: lambda a, b: a * b, 134: _over,
-    135: _over, 137: _rest, 139: _rest, 138: _rest,
-    194: lambda a, b: a >> b, 195: lambda a, b: a >> b, 196: lambda a, b: a << b, 197: lambda a, b: a | b,
-    198: lambda a, b: a ^ b, 199: lambda a, b: a & b, 169: lambda c, a, b: a if c else b,
-    170: lambda a, b: a == b, 171: lambda a, b: a != b, 172: lambda a, b: a > b, 173: lambda a, b: a > b,
-    174: lambda a, b: a >= b, 175: lambda a, b: a >= b, 176: lambda a, b: a < b, 177: lambda a, b: a < b,
-    178: lambda a, b: a <= b, 179: lambda a, b: a <= b, 166: lambda a, b: a or b, 167: lambda a, b: a and b,
-    168: lambda a: not a, 113: lambda a: a, 114: lambda a: a, 124: lambda a: a,
+    128: lambda a, b: a + b,
+    130: lambda a, b: a - b,
+    132: lambda a, b: a * b,
+    134: _over,
+    135: _over,
+    137: _rest,
+    139: _rest,
+    138: _rest,
+    194: lambda a, b: a >> b,
+    195: lambda a, b: a >> b,
+    196: lambda a, b: a << b,
+    197: lambda a, b: a | b,
+    198: lambda a, b: a ^ b,
+    199: lambda a, b: a & b,
+    169: lambda c, a, b: a if c else b,
+    170: lambda a, b: a == b,
+    171: lambda a, b: a != b,
+    172: lambda a, b: a > b,
+    173: lambda a, b: a > b,
+    174: lambda a, b: a >= b,
+    175: lambda a, b: a >= b,
+    176: lambda a, b: a < b,
+    177: lambda a, b: a < b,
+    178: lambda a, b: a <= b,
+    179: lambda a, b: a <= b,
+    166: lambda a, b: a or b,
+    167: lambda a, b: a and b,
+    168: lambda a: not a,
+    113: lambda a: a,
+    114: lambda a: a,
+    124: lambda a: a,
 }
 
 
@@ -58,7 +81,8 @@ _UNUSED = {2, 3, 5, 6}  # OpSourceContinued, OpSource, OpName, OpMemberName
 
 
 def stripped(code: bytes) -> bytes:
-    """The module without what no driver uses: names, and OpSource, whose language older validation layers do not know."""
+    """The module without what no driver uses: names, and OpSource, whose language older validation layers do not
+    know."""
     words, out, i = np.frombuffer(code, "<u4"), [], 5
     while i < len(words):
         count = int(words[i]) >> 16
@@ -164,5 +188,6 @@ class _Reader:
             if binding:
                 bindings.add(binding[0])
         specs = frozenset(d[1][0] for d in self.decorations.values() if 1 in d)
-        return ModuleInfo((local[0], local[1], local[2]), shared, frozenset(self.capabilities), frozenset(bindings),
-                          push, specs)
+        return ModuleInfo(
+            (local[0], local[1], local[2]), shared, frozenset(self.capabilities), frozenset(bindings), push, specs
+        )

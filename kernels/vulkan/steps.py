@@ -1,5 +1,5 @@
-"""The recording loop: the steps of a plan in order, each by its operation's binding or within a fused group, and behind each
-dispatch the TLB prefetch that the tuning table asks for."""
+"""The recording loop: the steps of a plan in order, each by its operation's binding or within a fused group, and behind
+each dispatch the TLB prefetch that the tuning table asks for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ BEGUN_BY = {op: [(ops, group) for ops, group in GROUPS.items() if ops[0] == op] 
 """The groups that begin with an operation, in GROUPS' order."""
 
 
-def record_steps(rec: Recorder, plan: Plan, tensors: Mapping[str, DeviceTensor], binding: Callable[[str], Binding]) -> None:
-    """Record every step of a plan. `tensors`: by their names in the plan; `binding`: of an operation. An operation whose binding
-    is not the shipped one is recorded by that, and never within a fused group."""
+def record_steps(
+    rec: Recorder, plan: Plan, tensors: Mapping[str, DeviceTensor], binding: Callable[[str], Binding]
+) -> None:
+    """Record every step of a plan. `tensors`: by their names in the plan; `binding`: of an operation. An operation
+    whose binding is not the shipped one is recorded by that, and never within a fused group."""
     steps, prefetch = plan.steps, TlbPrefetch(rec, plan, tensors)
     rec.steps = steps
     args: list[Tensors] = [{arg: tensors[name] for arg, name in step.args.items()} for step in steps]

@@ -47,7 +47,8 @@ class Storage(ABC):
 
     @abstractmethod
     def check_open(self) -> None:
-        """Raise VulkanError if the device is closed, lost or another process's: the driver would crash on its handles."""
+        """Raise VulkanError if the device is closed, lost or another process's: the driver would crash on its
+        handles."""
 
     @abstractmethod
     def wait(self, ticket: int | None = None) -> None:
@@ -97,7 +98,8 @@ class Storage(ABC):
         """See Device.has."""
 
     def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
-        """See Device.adopt: pages or dma-bufs are imported. NotShareable where the device or the memory do not allow it."""
+        """See Device.adopt: pages or dma-bufs are imported. NotShareable where the device or the memory do not allow
+        it."""
         self.check_open()
         if self.guard:
             raise NotShareable("tensors with guard bytes around them have memory of their own")
@@ -128,7 +130,8 @@ class Storage(ABC):
             columns.lay_out(self, self.tensor(name), other)
 
     def by_columns(self, w: DeviceTensor) -> DeviceTensor:
-        """A stored weight that fits(), laid out by columns too; made now, if it was not yet, and dropped with the weight."""
+        """A stored weight that fits(), laid out by columns too; made now, if it was not yet, and dropped with the
+        weight."""
         name = w.name + columns.SUFFIX
         if name not in self._tensors:
             made = self.add(TensorDecl(name, w.dtype, w.shape, "weight"), "device")
@@ -170,7 +173,9 @@ class Storage(ABC):
         tensor = self.tensor(name)
         (piece,) = tensor.parts
         if self._kinds[name] != "io" or tensor.dtype not in ("i32", "u32") or piece.buffer.view is None:
-            raise ValueError(f"{name} ({self._kinds[name]} {tensor.dtype}) is no mapped integer tensor: read() copies it")
+            raise ValueError(
+                f"{name} ({self._kinds[name]} {tensor.dtype}) is no mapped integer tensor: read() copies it"
+            )
         return piece.bytes.view(DTYPES[tensor.dtype].parts[0].dtype).reshape(tensor.shape[0], -1)
 
     def tensor(self, name: str) -> DeviceTensor:
@@ -212,8 +217,10 @@ class Storage(ABC):
                 whole = self.memory_pool.allocate(front + body, purpose, pool)
                 held.append((whole, purpose))
                 if self.guard:
-                    around = [Slice(whole.buffer, whole.offset, front),
-                              Slice(whole.buffer, whole.offset + front + size, whole.size - front - size)]
+                    around = [
+                        Slice(whole.buffer, whole.offset, front),
+                        Slice(whole.buffer, whole.offset + front + size, whole.size - front - size),
+                    ]
                     for piece in around:
                         self.put(piece, np.full(piece.size, GUARD_BYTE, np.uint8))
                     self._guards.setdefault(decl.name, []).extend(around)
@@ -228,11 +235,14 @@ class Storage(ABC):
         tensor = self.tensor(name)
         mixed = len({c.dtype for c in tensor.chunks}) > 1  # then the types of rows are compared
         if (value.dtype != tensor.dtype and not mixed) or value.shape[1:] != tensor.shape[1:]:
-            raise ValueError(f"{name} is {tensor.dtype}{list(tensor.shape)}; {value.dtype}{list(value.shape)} cannot "
-                             "be written into its rows")
+            raise ValueError(
+                f"{name} is {tensor.dtype}{list(tensor.shape)}; {value.dtype}{list(value.shape)} cannot "
+                "be written into its rows"
+            )
         if row < 0 or row + rows_of(value.shape) > rows_of(tensor.shape):
-            raise ValueError(f"{name} has {rows_of(tensor.shape)} rows; {rows_of(value.shape)} from row {row} on do "
-                             "not fit")
+            raise ValueError(
+                f"{name} has {rows_of(tensor.shape)} rows; {rows_of(value.shape)} from row {row} on do not fit"
+            )
         return tensor
 
     def _load_rows(self, name: str, piece: Packed, row: int) -> None:

@@ -39,8 +39,10 @@ class DeviceTensor:
     def parts(self) -> tuple[Slice, ...]:
         """The slices of a tensor that is not split."""
         if len(self.chunks) != 1:
-            raise VulkanError(f"{self.name} {self.shape} is split into {len(self.chunks)} chunks of rows on this "
-                              "device; its binding must go through .chunks")
+            raise VulkanError(
+                f"{self.name} {self.shape} is split into {len(self.chunks)} chunks of rows on this "
+                "device; its binding must go through .chunks"
+            )
         return self.chunks[0].parts
 
     def prefix(self, shape: tuple[int, ...]) -> DeviceTensor:
@@ -48,17 +50,19 @@ class DeviceTensor:
         if shape == self.shape:
             return self
         if not shape or shape[1:] != self.shape[1:] or shape[0] > self.shape[0]:
-            raise ValueError(f"{self.name} is stored with shape {self.shape}; a plan may declare its first rows, not "
-                             f"{shape}")
-        parts = tuple(Slice(s.buffer, s.offset, n) for s, n in
-                      zip(self.parts, part_bytes(self.dtype, shape), strict=True))
+            raise ValueError(
+                f"{self.name} is stored with shape {self.shape}; a plan may declare its first rows, not {shape}"
+            )
+        parts = tuple(
+            Slice(s.buffer, s.offset, n) for s, n in zip(self.parts, part_bytes(self.dtype, shape), strict=True)
+        )
         return DeviceTensor(self.name, self.dtype, shape, (Chunk(0, shape[0], parts, self.dtype),))
 
     def spans(self, row: int, value: Tensor) -> Iterator[tuple[Slice, np.ndarray]]:
         """(device bytes, host bytes) of the rows row.. that `value` covers, chunk by chunk, part by part.
 
-        The host arrays are views of the contiguous `value`, of any strides, whose bytes lie on the device in the order of their
-        axes: write from them, or read into them.
+        The host arrays are views of the contiguous `value`, of any strides, whose bytes lie on the device in the order
+        of their axes: write from them, or read into them.
         """
         stop = row + rows_of(value.shape)
         for chunk in self.chunks:
@@ -92,10 +96,13 @@ def part_bytes(dtype: str, shape: tuple[int, ...]) -> list[int]:
 
 
 def cut(chunk: Chunk, first: int, rows: int, width: int) -> Chunk:
-    """Rows first..first+rows of a chunk [.., width], counted from its own first one; those of tiles begin with a tile."""
+    """Rows first..first+rows of a chunk [.., width], counted from its own first one; those of tiles begin with a
+    tile."""
     if first % layout.TILE_ROWS and layout.tiled(chunk.dtype, (rows, width)):
         raise ValueError(f"{chunk.dtype} in tiles of {layout.TILE_ROWS} rows cannot be cut at row {first}")
-    sizes = zip(chunk.parts, part_bytes(chunk.dtype, (first, width)), part_bytes(chunk.dtype, (rows, width)), strict=True)
+    sizes = zip(
+        chunk.parts, part_bytes(chunk.dtype, (first, width)), part_bytes(chunk.dtype, (rows, width)), strict=True
+    )
     parts = tuple(Slice(p.buffer, p.offset + before, size) for p, before, size in sizes)
     return Chunk(chunk.row + first, rows, parts, chunk.dtype)
 
@@ -116,8 +123,10 @@ def split_rows(decl: TensorDecl, max_range: int) -> list[tuple[int, int]]:
     if max(sizes) <= max_range:
         return [(0, rows)]
     if decl.kind != "weight":
-        raise VulkanError(f"{decl.name} ({decl.kind} {decl.dtype}{list(decl.shape)}) takes {max(sizes)} bytes, a "
-                          f"buffer of this device at most {max_range}; use a smaller context or fewer rows")
+        raise VulkanError(
+            f"{decl.name} ({decl.kind} {decl.dtype}{list(decl.shape)}) takes {max(sizes)} bytes, a "
+            f"buffer of this device at most {max_range}; use a smaller context or fewer rows"
+        )
     most, least = max_range * layout.padded_rows(decl.dtype, decl.shape) // max(sizes), 1
     if layout.tiled(decl.dtype, decl.shape):
         least = layout.TILE_ROWS

@@ -1,4 +1,5 @@
-"""The logical device: queue, command buffers, timeline of submits. The layer below the tensors and plans of device.py."""
+"""The logical device: queue, command buffers, timeline of submits. The layer below the tensors and plans of
+device.py."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class Submit(NamedTuple):
 class Queue:
     """One compute queue of one device. Every submit gets the next ticket of a timeline semaphore.
 
-    The attributes are the device's: `info`, `report` (features and limits), `subgroup_size`, and `validation_messages` (what the
-    validation layer said, if it is on). Several devices may share one (VulkanDevice.sibling).
+    The attributes are the device's: `info`, `report` (features and limits), `subgroup_size`, and `validation_messages`
+    (what the validation layer said, if it is on). Several devices may share one (VulkanDevice.sibling).
     """
 
     def __init__(self, selector: str, validation: bool | str | None, timeout: float | None) -> None:
@@ -85,34 +86,61 @@ class Queue:
         self.timestamp_bits = families[family].timestampValidBits
         features, extensions, keep = enabled_chain(self.report)
         wanted = vk.VkDeviceQueueCreateInfo(queueFamilyIndex=family, queueCount=1, pQueuePriorities=[1.0])
-        info = vk.VkDeviceCreateInfo(pNext=features, queueCreateInfoCount=1, pQueueCreateInfos=[wanted],
-                                     enabledExtensionCount=len(extensions), ppEnabledExtensionNames=extensions)
+        info = vk.VkDeviceCreateInfo(
+            pNext=features,
+            queueCreateInfoCount=1,
+            pQueueCreateInfos=[wanted],
+            enabledExtensionCount=len(extensions),
+            ppEnabledExtensionNames=extensions,
+        )
         out = ffi.new("VkDevice *")
         check(lib.vkCreateDevice(self.info.handle, ffi.addressof(info), ffi.NULL, out), f"opening {self.info.label}")
         del keep
         self.handle = out[0]
         self.queue = vk.vkGetDeviceQueue(self.handle, family, 0)
-        self.pool = vk.vkCreateCommandPool(self.handle, vk.VkCommandPoolCreateInfo(
-            queueFamilyIndex=family, flags=vk.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT), None)
+        self.pool = vk.vkCreateCommandPool(
+            self.handle,
+            vk.VkCommandPoolCreateInfo(
+                queueFamilyIndex=family, flags=vk.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT
+            ),
+            None,
+        )
         kind = vk.VkSemaphoreTypeCreateInfo(semaphoreType=vk.VK_SEMAPHORE_TYPE_TIMELINE, initialValue=0)
         self.timeline = vk.vkCreateSemaphore(self.handle, vk.VkSemaphoreCreateInfo(pNext=kind), None)
         # Prepared once: a submit or a wait then only changes a number.
         self._semaphore = ffi.new("VkSemaphore[1]", [self.timeline])
         self._value = ffi.new("uint64_t[1]")
-        self._signal = ffi.new("VkTimelineSemaphoreSubmitInfo *", {
-            "sType": vk.VK_STRUCTURE_TYPE_TIMELINE_SEMAPHORE_SUBMIT_INFO, "signalSemaphoreValueCount": 1,
-            "pSignalSemaphoreValues": self._value})
+        self._signal = ffi.new(
+            "VkTimelineSemaphoreSubmitInfo *",
+            {
+                "sType": vk.VK_STRUCTURE_TYPE_TIMELINE_SEMAPHORE_SUBMIT_INFO,
+                "signalSemaphoreValueCount": 1,
+                "pSignalSemaphoreValues": self._value,
+            },
+        )
         self._awaited = ffi.new("uint64_t[1]")
-        self._wait = ffi.new("VkSemaphoreWaitInfo *", {
-            "sType": vk.VK_STRUCTURE_TYPE_SEMAPHORE_WAIT_INFO, "semaphoreCount": 1, "pSemaphores": self._semaphore,
-            "pValues": self._awaited})
-        self._barrier = ffi.new("VkMemoryBarrier *", {
-            "sType": vk.VK_STRUCTURE_TYPE_MEMORY_BARRIER, "srcAccessMask": _ALL_WRITES,
-            "dstAccessMask": _ALL_READS | _ALL_WRITES})
+        self._wait = ffi.new(
+            "VkSemaphoreWaitInfo *",
+            {
+                "sType": vk.VK_STRUCTURE_TYPE_SEMAPHORE_WAIT_INFO,
+                "semaphoreCount": 1,
+                "pSemaphores": self._semaphore,
+                "pValues": self._awaited,
+            },
+        )
+        self._barrier = ffi.new(
+            "VkMemoryBarrier *",
+            {
+                "sType": vk.VK_STRUCTURE_TYPE_MEMORY_BARRIER,
+                "srcAccessMask": _ALL_WRITES,
+                "dstAccessMask": _ALL_READS | _ALL_WRITES,
+            },
+        )
 
     def command_buffer(self) -> Any:
-        info = vk.VkCommandBufferAllocateInfo(commandPool=self.pool, level=vk.VK_COMMAND_BUFFER_LEVEL_PRIMARY,
-                                              commandBufferCount=1)
+        info = vk.VkCommandBufferAllocateInfo(
+            commandPool=self.pool, level=vk.VK_COMMAND_BUFFER_LEVEL_PRIMARY, commandBufferCount=1
+        )
         out = ffi.new("VkCommandBuffer *")
         check(lib.vkAllocateCommandBuffers(self.handle, ffi.addressof(info), out), "allocating a command buffer")
         return out[0]
@@ -121,8 +149,8 @@ class Queue:
         lib.vkFreeCommandBuffers(self.handle, self.pool, 1, ffi.new("VkCommandBuffer[1]", [command]))
 
     def barrier_all(self, command: Any) -> None:
-        """Everything before (copies included) is done and visible to everything after, in later submits and on the host too.
-        Every command buffer ends with it; what the host has written is visible to what it submits then anyway."""
+        """Everything before (copies included) is done and visible to everything after, in later submits and on the host
+        too. Every command buffer ends with it; what the host has written is visible to what it submits then anyway."""
         to = _ALL_STAGES | vk.VK_PIPELINE_STAGE_HOST_BIT
         lib.vkCmdPipelineBarrier(command, _ALL_STAGES, to, 0, 1, self._barrier, 0, ffi.NULL, 0, ffi.NULL)
 
@@ -131,9 +159,17 @@ class Queue:
         if times < 1:
             raise ValueError(f"a plan is submitted 1 or more times, not {times}")
         commands = ffi.new("VkCommandBuffer[]", [command] * times)
-        info = ffi.new("VkSubmitInfo *", {
-            "sType": vk.VK_STRUCTURE_TYPE_SUBMIT_INFO, "pNext": self._signal, "commandBufferCount": times,
-            "pCommandBuffers": commands, "signalSemaphoreCount": 1, "pSignalSemaphores": self._semaphore})
+        info = ffi.new(
+            "VkSubmitInfo *",
+            {
+                "sType": vk.VK_STRUCTURE_TYPE_SUBMIT_INFO,
+                "pNext": self._signal,
+                "commandBufferCount": times,
+                "pCommandBuffers": commands,
+                "signalSemaphoreCount": 1,
+                "pSignalSemaphores": self._semaphore,
+            },
+        )
         return Submit(info, commands, cost)
 
     def submit_now(self, submit: Submit) -> int:
@@ -149,8 +185,8 @@ class Queue:
         return self.ticket
 
     def wait_ticket(self, ticket: int) -> None:
-        """Wait until that submit has finished. Raises VulkanLost, also where it takes longer than its bound, or ValueError for a
-        ticket that no submit has returned."""
+        """Wait until that submit has finished. Raises VulkanLost, also where it takes longer than its bound, or
+        ValueError for a ticket that no submit has returned."""
         if ticket <= self._done or self.handle is None:
             return
         if self.gone is not None:
@@ -199,8 +235,8 @@ class Queue:
         return self.gone()
 
     def settled(self) -> bool:
-        """At the end: wait for everything submitted, within its bound. False where the device's objects must be left as they
-        are: work still runs, or they are another process's."""
+        """At the end: wait for everything submitted, within its bound. False where the device's objects must be left as
+        they are: work still runs, or they are another process's."""
         if os.getpid() != self.process:
             return False
         with suppress(VulkanLost):  # what the driver says then decides
@@ -208,15 +244,16 @@ class Queue:
         return self.ended(_POLL_NS)
 
     def ended(self, nanoseconds: int = 0) -> bool:
-        """Has everything submitted ended, or been ended with the device? A driver must answer at once about one that is lost."""
+        """Has everything submitted ended, or been ended with the device? A driver must answer at once about one that is
+        lost."""
         self._awaited[0] = self.ticket
         result = lib.vkWaitSemaphores(self.handle, self._wait, nanoseconds)
         self.pending = result not in (vk.VK_SUCCESS, vk.VK_ERROR_DEVICE_LOST)
         return not self.pending
 
     def forked(self) -> None:
-        """This process is a copy of the one that the device belongs to: nothing here may use it, nor read mapped memory,
-        which a child need not have."""
+        """This process is a copy of the one that the device belongs to: nothing here may use it, nor read mapped
+        memory, which a child need not have."""
         self.gone = partial(ForkedDevice, forked_message(self.info.label))
         self._done = -1
 

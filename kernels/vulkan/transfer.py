@@ -40,7 +40,8 @@ class Transfer:
         self.pending = False
 
     def _slot(self) -> _Slot:
-        """The next chunk of the ring, free for the host. Allocated when first needed: mapped devices hardly need any."""
+        """The next chunk of the ring, free for the host. Allocated when first needed: mapped devices hardly need
+        any."""
         while len(self.slots) < SLOTS:
             staging = self.memory.allocate(self.chunk, "staging", "read")
             self.slots.append(_Slot(self.device.command_buffer(), staging))
@@ -50,7 +51,8 @@ class Transfer:
         return slot
 
     def upload(self, target: Slice, data: np.ndarray) -> None:
-        """Write bytes (u8 array, in the order of its axes) to the start of `target`; in force for everything submitted later."""
+        """Write bytes (u8 array, in the order of its axes) to the start of `target`; in force for everything submitted
+        later."""
         data, done = np.ascontiguousarray(data).reshape(-1), 0
         while done < data.size:
             slot = self._slot()
@@ -123,13 +125,12 @@ class Transfer:
 
 def begin(device: VulkanDevice, command: Any) -> None:
     """Record anew, for one submit. Whatever was submitted before ended with a barrier to everything after it."""
-    vk.vkBeginCommandBuffer(command, vk.VkCommandBufferBeginInfo(
-        flags=vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT))
+    vk.vkBeginCommandBuffer(command, vk.VkCommandBufferBeginInfo(flags=vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT))
 
 
 def submit(device: VulkanDevice, command: Any, nbytes: int) -> int:
-    """End and submit what `begin` began, which moves so many bytes; returns the ticket. In force for everything submitted
-    later."""
+    """End and submit what `begin` began, which moves so many bytes; returns the ticket. In force for everything
+    submitted later."""
     device.barrier_all(command)
     vk.vkEndCommandBuffer(command)
     device.counters.transfers += 1

@@ -2,8 +2,8 @@
 
     rec.device.tuning.choose("linear.gemv", {"ROWS": 4, "SPLIT": 1}, w="q4_0", x="q8_act", rows=1, n=n, k=k) -> dict
 
-`tuning/space.toml` declares each family: the facts it is chosen by and the values that each of its numbers may take, all
-of which conformance runs. `tuning/CLASS.toml` holds what `python -m perf.tune` found: the first entry of the family
+`tuning/space.toml` declares each family: the facts it is chosen by and the values that each of its numbers may take,
+all of which conformance runs. `tuning/CLASS.toml` holds what `python -m perf.tune` found: the first entry of the family
 whose `when` holds for the facts gives its `use`, merged over the binding's default. A device of no known class gets
 `default.toml`. A bad entry costs speed, never correctness.
 """
@@ -34,7 +34,8 @@ _SPAN = re.compile(r"(\d+)\s*\.\.\s*(\d+)")
 
 
 def holds(condition: Condition, value: Value) -> bool:
-    """Equality; a list holds where one of it does; ">=N", ">N", "<=N", "<N" and "A..B" (both included) bound a number."""
+    """Equality; a list holds where one of it does; ">=N", ">N", "<=N", "<N" and "A..B" (both included) bound a
+    number."""
     if isinstance(condition, tuple):
         return any(holds(c, value) for c in condition)
     if isinstance(condition, str) and isinstance(value, int):
@@ -138,7 +139,9 @@ class Entry(Model):
         try:
             family = space().named(self.name)
         except SpecError:
-            raise FieldError("name", f"no family {self.name!r}{nearest(self.name, [f.name for f in space().family])}") from None
+            raise FieldError(
+                "name", f"no family {self.name!r}{nearest(self.name, [f.name for f in space().family])}"
+            ) from None
         for key in self.when:
             if key not in family.facts:
                 raise FieldError(f"when.{key}", f"{self.name} is not chosen by it{nearest(key, family.facts)}")
@@ -200,8 +203,12 @@ def tables() -> dict[str, Table]:
 
 def traits(report: Report, subgroup: int) -> dict[str, Value]:
     """What a device's class is chosen by."""
-    return {"vendor": report.vendor, "driver": report.driver_id, "subgroup": subgroup,
-            "cooperative_matrix": report.has("cooperative_matrix")}  # fmt: skip
+    return {
+        "vendor": report.vendor,
+        "driver": report.driver_id,
+        "subgroup": subgroup,
+        "cooperative_matrix": report.has("cooperative_matrix"),
+    }
 
 
 def device_class(device: Mapping[str, Value]) -> str:
@@ -239,14 +246,20 @@ class Tuning:
         declare: what may be chosen must be known to conformance."""
         declared = space().named(family)
         if set(facts) != set(declared.facts):
-            raise SpecError(f"{_space()}: {family}: facts: {', '.join(declared.facts)}, but its binding gives {', '.join(facts)}")
+            raise SpecError(
+                f"{_space()}: {family}: facts: {', '.join(declared.facts)}, but its binding gives {', '.join(facts)}"
+            )
         if set(default) != set(declared.candidates):
-            raise SpecError(f"{_space()}: {family}: candidates: {', '.join(declared.candidates)}, but its binding's default has "
-                            f"{', '.join(default)}")  # fmt: skip
+            raise SpecError(
+                f"{_space()}: {family}: candidates: {', '.join(declared.candidates)}, but its binding's default has "
+                f"{', '.join(default)}"
+            )
         try:
             declared.check(default)
         except FieldError as error:
-            raise SpecError(f"{_space()}: {family}: candidates.{error.key}: the binding's default {error.message}") from None
+            raise SpecError(
+                f"{_space()}: {family}: candidates.{error.key}: the binding's default {error.message}"
+            ) from None
         use = {**default, **self._found(family, facts)}
         for f in self._forced:
             if f.family == family and all(facts[k] == v for k, v in f.facts.items()):
@@ -268,7 +281,8 @@ class Tuning:
 
     @contextmanager
     def forced(self, family: str, use: Mapping[str, Value], **facts: Value) -> Iterator[None]:
-        """Plans compiled inside take `use` whatever the table says, where these facts hold: for sweeps, proofs and ablations."""
+        """Plans compiled inside take `use` whatever the table says, where these facts hold: for sweeps, proofs and
+        ablations."""
         space().named(family).check(use)
         before = self._forced
         self._forced = (*before, Asked(family, facts, use))

@@ -3,10 +3,10 @@
     python -m perf.ablate --random gemma3-27b --device vulkan
     python -m perf.ablate model.gguf --only fused-ffn int8-activations
 
-Each optimisation of perf/ablate/switches.toml is switched off alone: speed-ups are measured, never multiplied together. The
-baseline with all of them is measured again beside every switch, in alternating order, so that a drifting clock slows both.
-Seconds are of one token on the host's clock, the median over repetitions; without look-ahead, for all ways alike. Last, all
-that are in the plan are switched off at once.
+Each optimisation of perf/ablate/switches.toml is switched off alone: speed-ups are measured, never multiplied together.
+The baseline with all of them is measured again beside every switch, in alternating order, so that a drifting clock
+slows both. Seconds are of one token on the host's clock, the median over repetitions; without look-ahead, for all ways
+alike. Last, all that are in the plan are switched off at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ Step = Callable[[Engine, int], int]
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """One switch: median seconds per token with and without the optimisation, and the smallest and largest ratio seen."""
+    """One switch: median seconds per token with and without the optimisation, and the smallest and largest ratio
+    seen."""
 
     name: str
     summary: str
@@ -78,7 +79,8 @@ def on_device(made: Engine, position: int) -> int:
 
 
 def submitted(made: Engine, program: Program) -> int:
-    """The ticket of a pass that another program than the engine's makes: it counts in the inbox as the engine's own do."""
+    """The ticket of a pass that another program than the engine's makes: it counts in the inbox as the engine's own
+    do."""
     made.inbox.begun += 1
     return program.submit()
 
@@ -124,9 +126,11 @@ DRIVES: dict[Drive, tuple[Step, Step]] = {  # with the optimisation, without it
 }
 
 
-# ------------------------------------------------------------------------------------------------------------- measuring
+# -------------------------------------------------------------------------------------------------------------
+# measuring
 def program_without(made: Engine, switches: Sequence[Switch]) -> Step:
-    """The engine's decode plan, compiled without some optimisations beside the one it uses: the weights are the same."""
+    """The engine's decode plan, compiled without some optimisations beside the one it uses: the weights are the
+    same."""
     device: Any = made.device
     with tuning_without(switches, device.tuning):
         program = device.compile(made.plan("decode", 1, 1), bindings=bindings_without(switches))
@@ -146,7 +150,9 @@ def context_for(depth: int, tokens: int) -> int:
 
 
 @contextmanager
-def opened(checkpoint: Checkpoint, device: str, switches: Sequence[Switch], depth: int, tokens: int) -> Iterator[Engine]:
+def opened(
+    checkpoint: Checkpoint, device: str, switches: Sequence[Switch], depth: int, tokens: int
+) -> Iterator[Engine]:
     """An engine with the schedule that the switches leave, whose slot 0 holds `depth` tokens."""
     from hybrid.kernels.vulkan.device import open_device
 
@@ -203,11 +209,20 @@ class Ablation:
     def about(self) -> dict[str, Any]:
         """What the baseline is and runs on."""
         made, _ = self._engine([])
-        return {"device": made.device.name, "driver": driver_of(made.device), "kernels": kernels_of(made.device),
-                "model": self.checkpoint.name, "precision": {k: list(v) for k, v in made.precision.items()},
-                "depth": self.depth, "tokens": self.tokens, "pairs": self.repeats}  # fmt: skip
+        return {
+            "device": made.device.name,
+            "driver": driver_of(made.device),
+            "kernels": kernels_of(made.device),
+            "model": self.checkpoint.name,
+            "precision": {k: list(v) for k, v in made.precision.items()},
+            "depth": self.depth,
+            "tokens": self.tokens,
+            "pairs": self.repeats,
+        }
 
-    def speed_up(self, switches: Sequence[Switch], name: str, advance: Callable[[int], object] = lambda done: None) -> SpeedUp:
+    def speed_up(
+        self, switches: Sequence[Switch], name: str, advance: Callable[[int], object] = lambda done: None
+    ) -> SpeedUp:
         """The baseline beside the same without `switches`; `advance` is called with 1 after each pair."""
         baseline, ours = self._engine([])
         other, theirs = self._engine(switches)
@@ -232,18 +247,24 @@ class Ablation:
 
 
 def text(about: Mapping[str, Any], found: Sequence[SpeedUp]) -> str:
-    lines = [f"{about['model']} on {about['device']}, {about['driver']}, decode of one sequence at {about['depth']} positions; "
-             f"measured, medians of {about['pairs']} pairs", "",
-             f"{'optimisation':22}{'ms with':>10}{'without':>10}{'times':>8}{'from':>8}{'to':>7}  what it is"]  # fmt: skip
+    lines = [
+        f"{about['model']} on {about['device']}, {about['driver']}, decode of one sequence at {about['depth']} positions; "
+        f"measured, medians of {about['pairs']} pairs",
+        "",
+        f"{'optimisation':22}{'ms with':>10}{'without':>10}{'times':>8}{'from':>8}{'to':>7}  what it is",
+    ]
     for s in found:
-        lines.append(f"{s.name:22}{1e3 * s.with_it:10.3f}{1e3 * s.without:10.3f}{s.times:8.2f}{s.ratios[0]:8.2f}"
-                     f"{s.ratios[1]:7.2f}  {s.summary}")  # fmt: skip
+        lines.append(
+            f"{s.name:22}{1e3 * s.with_it:10.3f}{1e3 * s.without:10.3f}{s.times:8.2f}{s.ratios[0]:8.2f}"
+            f"{s.ratios[1]:7.2f}  {s.summary}"
+        )
     return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(
-        prog="python -m perf.ablate", description="The speed-up of each optimisation on this device: decode with and without it."
+        prog="python -m perf.ablate",
+        description="The speed-up of each optimisation on this device: decode with and without it.",
     )
     add_model(p)
     p.add_argument("--device", default="vulkan", metavar="NAME", help="vulkan or vulkan:N (vulkan)")
@@ -269,8 +290,10 @@ def _main(args: argparse.Namespace, command: str) -> int:
         checkpoint = held.enter_context(open_model(args))
         needed, most = context_for(args.depth, args.tokens), checkpoint.hparams.context_length
         if needed > most:
-            raise ValueError(f"--depth {args.depth} and --tokens {args.tokens} need {needed} positions, eight of them for several "
-                             f"tokens in a submit: the model was made for {most}")  # fmt: skip
+            raise ValueError(
+                f"--depth {args.depth} and --tokens {args.tokens} need {needed} positions, eight of them for several "
+                f"tokens in a submit: the model was made for {most}"
+            )
         ablation = held.enter_context(Ablation(checkpoint, args.device, args.depth, args.tokens, args.repetitions))
         advance = held.enter_context(progress_bar(len(measure) * (args.repetitions + 1), "ablate", False, "pair"))
         found = [ablation.speed_up(switches, name, advance) for switches, name in measure]

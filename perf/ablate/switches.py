@@ -1,8 +1,10 @@
-"""Optimisations that can be switched off: declared in perf/ablate/switches.toml, applied to a device, a schedule or a plan.
+"""Optimisations that can be switched off: declared in perf/ablate/switches.toml, applied to a device, a schedule or a
+plan.
 
 A switch says what makes the difference and nothing else does: `apart` records an operation as if its joined weight were
-the matrices it was joined from, `profile` gives matrices other inputs, `tuning` overrides numbers of a family of the tuning
-tables, `engine` names a way to drive the engine (perf.ablate). A later optimisation joins by declaring its switch.
+the matrices it was joined from, `profile` gives matrices other inputs, `tuning` overrides numbers of a family of the
+tuning tables, `engine` names a way to drive the engine (perf.ablate). A later optimisation joins by declaring its
+switch.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Apart(Model):
 
 
 class Override(Model):
-    """Numbers of a family (kernels/vulkan/tuning/space.toml) that plans take instead of what the device's table says."""
+    """Numbers of a family (kernels/vulkan/tuning/space.toml) that plans take instead of what the device's table
+    says."""
 
     family: str
     use: dict[str, Value] = Field(min_length=1)
@@ -121,7 +124,8 @@ def _cut(record: Binding, apart: Apart) -> Binding:
 
 
 def in_rows(tensor: DeviceTensor, sizes: Sequence[int]) -> DeviceTensor:
-    """The same memory as chunks of `sizes` rows (where it is in one chunk). ValueError where they are not all its rows."""
+    """The same memory as chunks of `sizes` rows (where it is in one chunk). ValueError where they are not all its
+    rows."""
     if len(tensor.chunks) != 1:
         return tensor  # cut already, by its storage types or by what the device can bind
     (whole,) = tensor.chunks

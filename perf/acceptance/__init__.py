@@ -1,5 +1,5 @@
-"""How often a draft's guesses are accepted, and what that gives: figures of pairs that were measured (pairs.toml beside this),
-and the arithmetic of passes. `python -m perf.acceptance` measures a pair."""
+"""How often a draft's guesses are accepted, and what that gives: figures of pairs that were measured (pairs.toml beside
+this), and the arithmetic of passes. `python -m perf.acceptance` measures a pair."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FILE = Path(__file__).with_name("pairs.toml")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """choices: of the model; agreed: the share that the draft chooses too; tokens: by the number of guesses a pass, tokens that
-    come of a pass."""
+    """choices: of the model; agreed: the share that the draft chooses too; tokens: by the number of guesses a pass,
+    tokens that come of a pass."""
 
     choices: int
     agreed: float
@@ -55,8 +55,9 @@ def pairs() -> tuple[Pair, ...]:
 
 
 def passes(agreed: Sequence[bool], length: int) -> int:
-    """Passes that speculation with `length` guesses takes for a text of len(agreed) choices. agreed: where the draft, after the
-    same tokens, chooses what the model does. A pass gives the guesses up to the first wrong one, and one token more."""
+    """Passes that speculation with `length` guesses takes for a text of len(agreed) choices. agreed: where the draft,
+    after the same tokens, chooses what the model does. A pass gives the guesses up to the first wrong one, and one
+    token more."""
     at = count = 0
     while at < len(agreed):
         right = 0

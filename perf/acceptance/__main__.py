@@ -1,9 +1,9 @@
 """How often a draft's guesses are accepted: `python -m perf.acceptance MODEL DRAFT --text FILE`.
 
-A guess is accepted where it is what the model chooses (specs: the choice depends on seed, position and logits alone, and the
-draft shares the noise). So a pair need not be run together: the model writes a text, the draft says at every position of it what
-it would have chosen there, and speculation with k guesses a pass is played along where the two agree. What is measured is a
-property of the two models and the text; the device matters by its rounding alone.
+A guess is accepted where it is what the model chooses (specs: the choice depends on seed, position and logits alone,
+and the draft shares the noise). So a pair need not be run together: the model writes a text, the draft says at every
+position of it what it would have chosen there, and speculation with k guesses a pass is played along where the two
+agree. What is measured is a property of the two models and the text; the device matters by its rounding alone.
 
 perf.targets uses what lies in perf/acceptance/pairs.toml: --json prints the figures of a [[pair]] for it.
 """
@@ -42,13 +42,19 @@ def beginnings(text: str, model: Loaded, count: int, length: int) -> list[list[i
     return [found[i] for i in np.linspace(0, len(found) - 1, min(count, len(found)), dtype=int)]
 
 
-def measure(model: Loaded, draft: Loaded, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling) -> Measured:
+def measure(
+    model: Loaded, draft: Loaded, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling
+) -> Measured:
     """Where the draft agrees with the texts of `tokens` tokens that the model writes after these prompts."""
     if model.engine.target.n_tokens != draft.engine.target.n_tokens:
-        raise ValueError(f"{draft.checkpoint.name} has another tokenizer than {model.checkpoint.name}: it cannot draft for it")
+        raise ValueError(
+            f"{draft.checkpoint.name} has another tokenizer than {model.checkpoint.name}: it cannot draft for it"
+        )
     texts = []
     for ids in tracked(prompts, "texts"):
-        handle = model.submit(list(ids), max_tokens=tokens, ignore_eos=True, temperature=sampling.temperature, seed=sampling.seed)
+        handle = model.submit(
+            list(ids), max_tokens=tokens, ignore_eos=True, temperature=sampling.temperature, seed=sampling.seed
+        )
         said = list(handle.result(3600).ids)
         texts.append([g == s for g, s in zip(_guesses(draft, ids, said, sampling), said, strict=True)])
     return summed(texts)
@@ -62,8 +68,11 @@ def _guesses(draft: Loaded, ids: Sequence[int], said: Sequence[int], sampling: S
 
 
 def table(found: Measured, model: str, draft: str) -> str:
-    lines = [f"{draft} for {model}: {100 * found.agreed:.1f} % of {found.choices} choices guessed", "",
-             f"{'guesses':>8} {'tokens per pass':>16} {'if independent':>15}"]  # fmt: skip
+    lines = [
+        f"{draft} for {model}: {100 * found.agreed:.1f} % of {found.choices} choices guessed",
+        "",
+        f"{'guesses':>8} {'tokens per pass':>16} {'if independent':>15}",
+    ]
     for k, tokens in zip(LENGTHS, found.tokens, strict=True):
         a = found.agreed
         alike = (1 - a ** (k + 1)) / (1 - a) if a < 1 else k + 1
@@ -72,14 +81,21 @@ def table(found: Measured, model: str, draft: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.acceptance", description="How often a draft guesses what a model chooses, and what that gives.")
+    p = Parser(
+        prog="python -m perf.acceptance",
+        description="How often a draft guesses what a model chooses, and what that gives.",
+    )
     p.add_argument("model", metavar="MODEL", help=".gguf file or Hugging Face directory")
     p.add_argument("draft", metavar="DRAFT", help="the same, with the same tokenizer")
     p.add_argument("--text", type=Path, required=True, metavar="FILE", help="text whose beginnings the model continues")
     p.add_argument("--prompts", type=positive, default=40, metavar="N", help="how many beginnings (40)")
     p.add_argument("--prompt-length", type=positive, default=24, metavar="N", help="tokens of each (24)")
-    p.add_argument("--tokens", type=positive, default=48, metavar="N", help="tokens that the model writes after each (48)")
-    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy; else drawn, by the same noise (0)")
+    p.add_argument(
+        "--tokens", type=positive, default=48, metavar="N", help="tokens that the model writes after each (48)"
+    )
+    p.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0: greedy; else drawn, by the same noise (0)"
+    )
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise (0)")
     p.add_argument("--device", default="cpu", metavar="NAME", help="of both (cpu)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")

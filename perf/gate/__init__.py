@@ -5,8 +5,8 @@
     python -m perf.gate --update             # write what was measured, and print what changed
 
 perf/gates/GROUP.toml holds the expected values, with a margin for all and for patterns of names; smaller is better
-unless a name is under `higher`. Ratios are expected by kind of processor, and learned where none is expected (perf.gate.ratios).
-Absolute times are never gated: perf/records keeps them, by device.
+unless a name is under `higher`. Ratios are expected by kind of processor, and learned where none is expected
+(perf.gate.ratios). Absolute times are never gated: perf/records keeps them, by device.
 """
 
 from __future__ import annotations
@@ -126,12 +126,21 @@ def _check_ratios(update: bool) -> tuple[list[Finding], list[str]]:
     learned = ratios.load_store().processor.get(kind)
     expected = gate.processor.get(kind) or (learned.ratios if learned else {})
     found = ratios.measured(expected, gate.margin)
-    whence = "perf/gates/ratios.toml" if kind in gate.processor else f"learned {learned.date}" if learned else "not known yet"
+    whence = (
+        "perf/gates/ratios.toml"
+        if kind in gate.processor
+        else f"learned {learned.date}"
+        if learned
+        else "not known yet"
+    )
     lines = [f"{name} {ratio}, expected {_number(expected.get(name))}" for name, ratio in found.items()]
     lines.append(f"of {kind}: {whence}")
     nearest = {name: r.nearest(expected.get(name, r.value)) for name, r in found.items()}
-    most = {name: Finding("ratios", name, "worse", gate.most[name], r.value, 0.0) for name, r in found.items()
-            if r.low > gate.most.get(name, math.inf)}  # fmt: skip
+    most = {
+        name: Finding("ratios", name, "worse", gate.most[name], r.value, 0.0)
+        for name, r in found.items()
+        if r.low > gate.most.get(name, math.inf)
+    }
     values = {name: r.value for name, r in found.items()}
     if update:
         write_expected(GATES / "ratios.toml", values, f'[processor."{kind}"]\n')
@@ -139,10 +148,14 @@ def _check_ratios(update: bool) -> tuple[list[Finding], list[str]]:
         if most:  # what no processor may exceed is not to be expected of this one
             return list(most.values()), lines
         ratios.learn(kind, values)
-        lines.append(f"learned: these are expected here from now on ({ratios.store_path()}); nothing was compared with them yet")
+        lines.append(
+            f"learned: these are expected here from now on ({ratios.store_path()}); nothing was compared with them yet"
+        )
         return [], lines
     compared = compare("ratios", gate, expected, nearest)
-    return [most.get(f.name, f) for f in compared] + [f for n, f in most.items() if n not in {c.name for c in compared}], lines
+    return [most.get(f.name, f) for f in compared] + [
+        f for n, f in most.items() if n not in {c.name for c in compared}
+    ], lines
 
 
 def _check_gfx1103(update: bool, share: int) -> tuple[list[Finding], list[str]]:
@@ -164,7 +177,10 @@ def _check_gfx1103(update: bool, share: int) -> tuple[list[Finding], list[str]]:
         if update and changed:
             save(version, table)
     missing = sorted({p.stem for p in TABLES.glob("*.json")} - set(tables))
-    lines += [f"note: Mesa {version} is not here, so its table was not compared (python -m perf.mesa fetch)" for version in missing]
+    lines += [
+        f"note: Mesa {version} is not here, so its table was not compared (python -m perf.mesa fetch)"
+        for version in missing
+    ]
     return findings, lines
 
 
@@ -179,7 +195,8 @@ def _flat(table: Mapping[str, Mapping[str, Any]], statistics: Iterable[str]) -> 
 
 
 def write_expected(path: Path, found: Mapping[str, float], section: str = "[expected]\n") -> None:
-    """Replace what stands in a section; everything else stays. A kind of processor that is new gets a section at the end."""
+    """Replace what stands in a section; everything else stays. A kind of processor that is new gets a section at the
+    end."""
     text = path.read_text(encoding="utf-8")
     if section not in text and section.startswith("[processor."):
         text += f"\n{section}"
@@ -203,11 +220,21 @@ def groups() -> tuple[str, ...]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.gate", description="Counts, sizes and ratios against the committed values of perf/gates.")
-    p.add_argument("--only", nargs="+", metavar="GROUP", help="these groups: plans, spirv, engine, ratios, gfx1103 (all)")
-    p.add_argument("--update", action="store_true", help="write what was measured as what is expected, and print the changes")
+    p = Parser(
+        prog="python -m perf.gate", description="Counts, sizes and ratios against the committed values of perf/gates."
+    )
     p.add_argument(
-        "--share", type=positive, default=1, metavar="N", help="of kernels compiled for gfx1103 before, compile one in N again (1)"
+        "--only", nargs="+", metavar="GROUP", help="these groups: plans, spirv, engine, ratios, gfx1103 (all)"
+    )
+    p.add_argument(
+        "--update", action="store_true", help="write what was measured as what is expected, and print the changes"
+    )
+    p.add_argument(
+        "--share",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="of kernels compiled for gfx1103 before, compile one in N again (1)",
     )
     return p
 
@@ -231,7 +258,9 @@ def _main(args: argparse.Namespace) -> int:
         try:
             findings, lines = check(group, args.update, args.share)
         except SpecError as error:
-            if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1" or ("is not here" not in str(error) and "no RADV" not in str(error)):
+            if os.environ.get("HYBRID_REQUIRE_VULKAN") == "1" or (
+                "is not here" not in str(error) and "no RADV" not in str(error)
+            ):
                 raise
             print(f"note: {group} was not checked: {error}")
             continue
@@ -242,9 +271,13 @@ def _main(args: argparse.Namespace) -> int:
         failed = failed or any(f.verdict in _FAILS for f in findings)
         better = better or any(f.verdict == "better" for f in findings)
         rules = [f for f in findings if f.expected is None and f.found is None]
-        print(f"gate {group}: {'renewed' if args.update and findings else 'holds' if not findings else f'{len(findings)} differ'}")
+        print(
+            f"gate {group}: {'renewed' if args.update and findings else 'holds' if not findings else f'{len(findings)} differ'}"
+        )
         if args.update and rules:
-            raise SpecError(f"{len(rules)} rules of perf/isa/isa.toml do not hold: mend the kernel, or argue an exception")
+            raise SpecError(
+                f"{len(rules)} rules of perf/isa/isa.toml do not hold: mend the kernel, or argue an exception"
+            )
     if args.update:
         return 0
     if better:

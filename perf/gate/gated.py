@@ -1,4 +1,5 @@
-"""What the gates count: numbers that do not depend on how busy a machine is (perf.gate.ratios holds those that do a little).
+"""What the gates count: numbers that do not depend on how busy a machine is (perf.gate.ratios holds those that do a
+little).
 
 Each group is a function that returns numbers by name; perf/gates/GROUP.toml holds what is expected of them.
 """
@@ -59,7 +60,9 @@ def plans() -> Numbers:
 
 def hopper() -> DryDevice:
     """An H100 or H200 by NVIDIA's driver, as far as bindings ask: its tuning table, multiprocessors and limits."""
-    return DryDevice(features=lambda feature: True, tuning="nvidia", cores=132, shared_bytes=49152, storage_buffers=1 << 20)
+    return DryDevice(
+        features=lambda feature: True, tuning="nvidia", cores=132, shared_bytes=49152, storage_buffers=1 << 20
+    )
 
 
 def spirv() -> Numbers:
@@ -109,7 +112,9 @@ def engine(step: Step = token, **options: Any) -> Numbers:
     with small_engine(**options) as made:
         made.warm_up(PROMPT)
         ready = made.counters.copy()
-        found = {f"ready.{n}": getattr(ready, n) for n in ("pipelines", "recordings", "descriptor_writes", "allocations")}
+        found = {
+            f"ready.{n}": getattr(ready, n) for n in ("pipelines", "recordings", "descriptor_writes", "allocations")
+        }
         ids = list(range(2, 2 + PROMPT))
         slot = made.admit()
         made.wait(made.submit_prefill({slot: ids}))  # tables are written once per sequence

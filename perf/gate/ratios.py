@@ -37,8 +37,8 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The least of all runs of one program over the least of the other's; low, high: the same of each half of the runs, and
-    of the whole. What lies between them is this measurement's own scatter."""
+    """The least of all runs of one program over the least of the other's; low, high: the same of each half of the runs,
+    and of the whole. What lies between them is this measurement's own scatter."""
 
     value: float
     low: float
@@ -58,14 +58,15 @@ class Ratio:
 
 
 def measured(expected: Mapping[str, float], margin: float) -> dict[str, Ratio]:
-    """Each ratio. One whose halves differ by more than `margin`, or that is further than `margin` from what is expected, is
-    measured again, up to TRIES times: other work on the machine comes and goes, a slower kernel stays slower."""
+    """Each ratio. One whose halves differ by more than `margin`, or that is further than `margin` from what is
+    expected, is measured again, up to TRIES times: other work on the machine comes and goes, a slower kernel stays
+    slower."""
     return {name: steady(take, expected.get(name), margin) for name, take in RATIOS.items()}
 
 
 def steady(take: Callable[[], Ratio], expected: float | None, margin: float) -> Ratio:
-    """A measurement that neither scatters by more than `margin` nor is that far from `expected`; else the middle of TRIES,
-    with what lies between all of them."""
+    """A measurement that neither scatters by more than `margin` nor is that far from `expected`; else the middle of
+    TRIES, with what lies between all of them."""
     tries: list[Ratio] = []
     for _ in range(TRIES):
         tries.append(found := take())
@@ -113,9 +114,11 @@ RATIOS: dict[str, Callable[[], Ratio]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------ processors
+# ------------------------------------------------------------------------------------------------------------
+# processors
 def kind_of_processor() -> str:
-    """Make and model of this machine's processor as it numbers itself, and the driver, which names its vectors' width."""
+    """Make and model of this machine's processor as it numbers itself, and the driver, which names its vectors'
+    width."""
     from hybrid.kernels.vulkan.instance import list_devices
 
     driver = next(d.name for d in list_devices() if f"vulkan:{d.index}" == cpu_driver())

@@ -101,7 +101,12 @@ def check(table: Table, version: str, rules: Rules | None = None) -> Verdicts:
                 continue
             line = f"{name}: {rule.name}: {rule.statistic} is {row[rule.statistic]}"
             excuse = next(
-                (e for e in rules.exception if e.rule == rule.name and fnmatch(name, e.kernels) and fnmatch(version, e.mesa)), None
+                (
+                    e
+                    for e in rules.exception
+                    if e.rule == rule.name and fnmatch(name, e.kernels) and fnmatch(version, e.mesa)
+                ),
+                None,
             )
             if excuse is None:
                 broken.append(line)
@@ -114,8 +119,8 @@ def check(table: Table, version: str, rules: Rules | None = None) -> Verdicts:
 
 def compiled(share: int = 1) -> dict[str, tuple[Table, dict[str, bool]]]:
     """Mesa version -> (a row for each kernel, what its RADV offers), compiled now. SpecError without any RADV.
-    share: of the kernels whose SPIR-V is that of the version's committed table, one in `share` is compiled; the others have
-    that table's rows, as the same compiler makes the same code of the same SPIR-V."""
+    share: of the kernels whose SPIR-V is that of the version's committed table, one in `share` is compiled; the others
+    have that table's rows, as the same compiler makes the same code of the same SPIR-V."""
     found, here = {}, installed()
     with progress_bar(len(here), "kernels for gfx1103", False, "drivers", after=1.0) as advance:
         tables = [(mesa.table(share, TABLES), advance(1))[0] for mesa in here]
@@ -148,7 +153,8 @@ def save(version: str, table: Table) -> Path:
 # ---------------------------------------------------------------------------------------------------------------- model
 @dataclass(frozen=True, slots=True)
 class TokenTime:
-    """Modelled seconds of one decode pass on the 780M: by the roofline, by issue, and of the longer of both per step."""
+    """Modelled seconds of one decode pass on the 780M: by the roofline, by issue, and of the longer of both per
+    step."""
 
     batch: int
     roofline: float
@@ -174,7 +180,9 @@ def token_time(model: Planned, batch: int, context: int, table: Table, features:
     delays: dict[str, float] = {}
     for index, timed in enumerate(expected.steps):
         matrix = any(t.role == "weight" and len(t.shape) == 2 for t in load_op(timed.item.op).inputs.values())
-        spent = _issue(timed.item.flops, by_step.get(index, []), table) if matrix else 0.0  # others are memory or dispatches
+        spent = (
+            _issue(timed.item.flops, by_step.get(index, []), table) if matrix else 0.0
+        )  # others are memory or dispatches
         issue += spent
         total += max(spent, timed.seconds)
         delays[timed.item.op] = delays.get(timed.item.op, 0.0) + max(0.0, spent - timed.seconds)
@@ -193,8 +201,23 @@ def _issue(flops: int, kernels: Sequence[str], table: Table) -> float:
 
 
 # -------------------------------------------------------------------------------------------------------------- command
-_SHOWN = ("instructions", "vgprs", "sgprs", "spilled_vgprs", "scratch", "lds", "code_bytes", "waves", "latency",
-          "inverse_throughput", "dot4", "wmma", "load_128", "load_narrow", "wait")  # fmt: skip
+_SHOWN = (
+    "instructions",
+    "vgprs",
+    "sgprs",
+    "spilled_vgprs",
+    "scratch",
+    "lds",
+    "code_bytes",
+    "waves",
+    "latency",
+    "inverse_throughput",
+    "dot4",
+    "wmma",
+    "load_128",
+    "load_narrow",
+    "wait",
+)
 
 
 def text(table: Table, pattern: str) -> list[str]:
@@ -225,7 +248,9 @@ def text(table: Table, pattern: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.isa", description="Kernels compiled for the Radeon 780M (gfx1103) by RADV's null device.")
+    p = Parser(
+        prog="python -m perf.isa", description="Kernels compiled for the Radeon 780M (gfx1103) by RADV's null device."
+    )
     p.add_argument("--kernels", default="*", metavar="PATTERN", help="only these, such as 'linear.gemv.*' (all)")
     p.add_argument("--model", metavar="NAME", help="also model the time of its tokens")
     p.add_argument("--type", default="q4_0", metavar="TYPE", help="storage type of the model's matrices (q4_0)")
@@ -235,8 +260,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def known(pattern: str) -> bool:
-    """Can a kernel's name fit, as far as can be said without compiling: one of a committed table, or a module that is built?
-    Names of kernels are those of modules with constants after them."""
+    """Can a kernel's name fit, as far as can be said without compiling: one of a committed table, or a module that is
+    built? Names of kernels are those of modules with constants after them."""
     tables = (committed(path.stem) for path in sorted(TABLES.glob("*.json")))
     return any(fnmatch(name, pattern) for table in tables for name in table) or any(
         fnmatch(name, pattern) or pattern.startswith(name) for name in manifest()
@@ -260,7 +285,11 @@ def _main(args: argparse.Namespace) -> int:
         print("\n".join(text(table, args.kernels)))
         verdicts = check(table, version)
         failed = failed or bool(verdicts.broken or verdicts.stale)
-        for title, lines in (("rule broken", verdicts.broken), ("excused", verdicts.excused), ("stale exception", verdicts.stale)):
+        for title, lines in (
+            ("rule broken", verdicts.broken),
+            ("excused", verdicts.excused),
+            ("stale exception", verdicts.stale),
+        ):
             print("\n".join(f"{title}: {line}" for line in lines) or f"{title}: none")
         if args.model:
             print("\n".join(_modelled(args, table, features)))

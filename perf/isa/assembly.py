@@ -1,7 +1,7 @@
 """What a kernel's gfx11 assembly consists of: counts by kind of instruction, and its hot loop.
 
-The hot loop is the innermost loop with the most multiply-adds; what it issues for each multiply-add bounds a kernel that
-is not bound by memory. A wave32 vector instruction takes one cycle of its SIMD, a WMMA 32 (16x16x16 products), a
+The hot loop is the innermost loop with the most multiply-adds; what it issues for each multiply-add bounds a kernel
+that is not bound by memory. A wave32 vector instruction takes one cycle of its SIMD, a WMMA 32 (16x16x16 products), a
 transcendental 4 (RDNA3 ISA guide; WMMA from its rate of 512 operations per CU and clock).
 """
 

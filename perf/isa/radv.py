@@ -1,9 +1,11 @@
-"""Compiles the project's pipelines for the Radeon 780M where there is none: RADV's null device, asked for the statistics
-and the assembly of every pipeline (VK_KHR_pipeline_executable_properties).
+"""Compiles the project's pipelines for the Radeon 780M where there is none: RADV's null device, asked for the
+statistics and the assembly of every pipeline (VK_KHR_pipeline_executable_properties).
 
 Runs in a process of its own, started by perf.mesa with the environment that RADV needs:
-    RADV_FORCE_FAMILY=gfx1103_r1 VK_DRIVER_FILES=.../radeon_icd.x86_64.json python -m perf.isa.radv [SHARE TABLES] > table.json
-SHARE and TABLES (a folder of tables by version, as perf/gfx1103): of the kernels whose SPIR-V is that of the table, one in SHARE.
+    RADV_FORCE_FAMILY=gfx1103_r1 VK_DRIVER_FILES=.../radeon_icd.x86_64.json python -m perf.isa.radv [SHARE TABLES] >
+    table.json
+SHARE and TABLES (a folder of tables by version, as perf/gfx1103): of the kernels whose SPIR-V is that of the table, one
+in SHARE.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ def one_of_each(hp: HParams) -> list[int]:
     return sorted({*first.values(), *(s for s in sources if s is not None)})
 
 
-def _planned(name: str, hp: HParams, dtype: str, precision: Any, capabilities: frozenset[str], kv: CacheChoice = "auto") -> Planned:
+def _planned(
+    name: str, hp: HParams, dtype: str, precision: Any, capabilities: frozenset[str], kv: CacheChoice = "auto"
+) -> Planned:
     return of_shape(name, hp, Wanted(dtype), precision, kv, capabilities)
 
 
@@ -144,7 +148,10 @@ def statistics(device: Any, pipeline: Any) -> dict[str, Any]:
     for s in numbers.items():
         found[ffi.string(s.name).decode()] = {0: s.value.b32, 1: s.value.i64, 2: s.value.u64, 3: s.value.f64}[s.format]
     texts = _Listing(device, which, "InternalRepresentation", "INTERNAL_REPRESENTATION")
-    named = {ffi.string(t.name).decode(): ffi.string(ffi.cast("char *", t.pData)).decode(errors="replace") for t in texts.items()}
+    named = {
+        ffi.string(t.name).decode(): ffi.string(ffi.cast("char *", t.pData)).decode(errors="replace")
+        for t in texts.items()
+    }
     return {**found, "assembly": named["Assembly"]}
 
 
@@ -203,8 +210,8 @@ def null_device() -> Iterator[tuple[DeviceInfo, Report, Any]]:
 
 
 def spared(share: int, tables: Path, driver: str) -> Callable[[str, str], bool]:
-    """Which kernels (name, digest of SPIR-V) need not be compiled: the same driver made the same code of them before. One in
-    `share` of these is compiled all the same."""
+    """Which kernels (name, digest of SPIR-V) need not be compiled: the same driver made the same code of them before.
+    One in `share` of these is compiled all the same."""
     version = re.search(r"Mesa (\d+\.\d+\.\d+)", driver)
     path = tables / f"{version[1] if version else driver}.json"
     known = json.loads(path.read_text(encoding="utf-8")) if share > 1 and path.exists() else {}
@@ -216,7 +223,8 @@ def spared(share: int, tables: Path, driver: str) -> Callable[[str, str], bool]:
 
 
 def table(share: int = 1, tables: Path = Path()) -> dict[str, Any]:
-    """Compile everything on this process's null device: driver, and statistics by kernel; `spared`: kernels that were not."""
+    """Compile everything on this process's null device: driver, and statistics by kernel; `spared`: kernels that were
+    not."""
     with null_device() as (info, report, device):
         cache = Capturing(device, report, 32, None, Counters())
         kernels: dict[str, Any] = {}

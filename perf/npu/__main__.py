@@ -1,12 +1,12 @@
 """python -m perf.npu: modelled times of NPU designs, and how far the model is from what others have measured.
 
-    python -m perf.npu                    the residuals: three measurements fitted, the others predicted
-    python -m perf.npu --fit              the parameters that the three give (they stand in the device sheets)
-    python -m perf.npu --designs          every product among the shipped designs, by what bounds it
-    python -m perf.npu --attention        attention with scores in bfloat16 and in int8
-    python -m perf.npu --placement        NPU or iGPU, matrix by matrix, for 27B and E2B
-    python -m perf.npu --pipeline         two prefill chunks in flight, by what the NPU does, against the iGPU alone
-    python -m perf.npu --host             what the host does for a run, measured on this machine
+python -m perf.npu                    the residuals: three measurements fitted, the others predicted
+python -m perf.npu --fit              the parameters that the three give (they stand in the device sheets)
+python -m perf.npu --designs          every product among the shipped designs, by what bounds it
+python -m perf.npu --attention        attention with scores in bfloat16 and in int8
+python -m perf.npu --placement        NPU or iGPU, matrix by matrix, for 27B and E2B
+python -m perf.npu --pipeline         two prefill chunks in flight, by what the NPU does, against the iGPU alone
+python -m perf.npu --host             what the host does for a run, measured on this machine
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--placement", action="store_true", help="print NPU or iGPU for the matrices of 27B and E2B")
     p.add_argument("--pipeline", action="store_true", help="print what two prefill chunks in flight are worth")
     p.add_argument("--host", action="store_true", help="measure what the host does for a run, on this machine")
-    p.add_argument("--tokens", type=positive, default=512, metavar="N", help="tokens of a prefill, or of a chunk of it (512)")
+    p.add_argument(
+        "--tokens", type=positive, default=512, metavar="N", help="tokens of a prefill, or of a chunk of it (512)"
+    )
     args = p.parse_args(argv)
     if args.fit:
-        print("\n".join(f"{k} = {v:.4f}  (modelled: solved from the three measurements marked fitted)" for k, v in fit().items()))
+        print(
+            "\n".join(
+                f"{k} = {v:.4f}  (modelled: solved from the three measurements marked fitted)" for k, v in fit().items()
+            )
+        )
     elif args.designs:
         print(designs())
     elif args.attention:

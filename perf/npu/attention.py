@@ -1,9 +1,10 @@
-"""Modelled times of attention on the NPU: python -m perf.npu --attention. No measurement of attention was fitted or is predicted.
+"""Modelled times of attention on the NPU: python -m perf.npu --attention. No measurement of attention was fitted or is
+predicted.
 
-A core's cycles for one key tile follow from the instructions that the tile kernel issues (compiled for this computer and
-counted): at best one vector operation, two loads, one store, one move in a cycle, of which the open compiler filled 0.485 on
-a bfloat16 product (measured.toml); that rate is taken. Only key tiles that somebody sees are computed; of those that are sent
-there are as many as the design's span has (kernels/npu/attend.py).
+A core's cycles for one key tile follow from the instructions that the tile kernel issues (compiled for this computer
+and counted): at best one vector operation, two loads, one store, one move in a cycle, of which the open compiler filled
+0.485 on a bfloat16 product (measured.toml); that rate is taken. Only key tiles that somebody sees are computed; of
+those that are sent there are as many as the design's span has (kernels/npu/attend.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from hybrid.kernels.npu.designs.attention import CORES, HEAD, Attention, Scores
 from hybrid.perf.npu.cycles import ISSUE
 from hybrid.spec.npusheet import Rates
 
-MODELS = {"27b": (16, 2, 128, 1024), "e2b": (2, 4, 256, 512)}  # KV heads, query heads of each, head size, window of local layers
+MODELS = {
+    "27b": (16, 2, 128, 1024),
+    "e2b": (2, 4, 256, 512),
+}  # KV heads, query heads of each, head size, window of local layers
 CASES = (
     ("prefill of 512, global", 512, 0, False),
     ("prefill of 512 at 8192, local", 512, 8192, True),
@@ -65,13 +69,17 @@ def calls(a: Attention) -> tuple[float, float]:
     """(cycles of a key tile that every row sees, cycles of a query tile's start and end)."""
     found = []
     for kernel in flash_attention(a).kernels:
-        k = compiled(find(kernel.name), dict(kernel.macros), options=("-O0",))  # to be counted: it compiles in a third of the time
+        k = compiled(
+            find(kernel.name), dict(kernel.macros), options=("-O0",)
+        )  # to be counted: it compiles in a third of the time
         sizes = k.entry.sizes(k.macros)
         args: dict[str, Any] = {n: buffer(sizes[n], arg.numpy) for n, arg in k.args.items()}
         if "q" in args:  # far behind keys without end: nothing is masked
             args["q"].view(np.uint8)[-HEAD:].view(np.int32)[:3] = 1 << 20, 1 << 21, 0
         k(*args.values())
-        found.append(bundles(k.counts) / ISSUE["bf16"])  # the rate of kernels whose scores are int8 is not known to be another
+        found.append(
+            bundles(k.counts) / ISSUE["bf16"]
+        )  # the rate of kernels whose scores are int8 is not known to be another
     start, tile, finish = found
     return tile, start + finish
 
@@ -86,14 +94,17 @@ def work(heads: int, group: int, d: int, rows: int, start: int, window: int, sco
     per, hertz = heads // a.columns, r.clock_ghz.value * 1e9
     arriving = a.key_bytes / r.stream_bytes.value
     objects = 2 if scores == "bf16" else 1
-    # Keys and values in bfloat16 fill a core: the next tile arrives when this one is done with. In int8 there is room for two.
+    # Keys and values in bfloat16 fill a core: the next tile arrives when this one is done with. In int8 there is room
+    # for two.
     step = tile + r.object_cycles.value * objects + (arriving if scores == "bf16" else 0)
     cores = streams = kv_bytes = 0.0
     for block in range(a.blocks):
         seen = [end - first for first, end in p.seen[block * CORES : (block + 1) * CORES]]
         sent = a.span(block)[1]  # of blocks behind the last row too: they let all of it pass
         seen = seen or [0]
-        cores += max(seen) * step + ends + (sent - max(seen)) * (arriving if scores == "bf16" else r.object_cycles.value)
+        cores += (
+            max(seen) * step + ends + (sent - max(seen)) * (arriving if scores == "bf16" else r.object_cycles.value)
+        )
         streams += sent * arriving
         kv_bytes += sent * a.key_bytes
     q_bytes = a.blocks * CORES * (a.query_bytes + 2 * a.LQ * a.D)

@@ -1,8 +1,8 @@
 """Modelled times of NPU designs, and how far the model is from what others have measured.
 
 Nothing here is a measurement of this project: no design has run on an NPU. A core's step over K takes the longer of its
-multiply-adds and its loads, then loads, adds to and stores its tile of C. A run takes the longest of its cores, its streams,
-its shim channels and memory; then the last tile of C, the host's dispatch and the locks at both ends.
+multiply-adds and its loads, then loads, adds to and stores its tile of C. A run takes the longest of its cores, its
+streams, its shim channels and memory; then the last tile of C, the host's dispatch and the locks at both ends.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ MEASURED = Path(__file__).with_name("measured.toml")
 BYTES = {"i8": 1.0, "q4_0": 0.625, "q8_0": 1.125, "i16": 2.0, "bf16": 2.0, "i32": 4.0, "f32": 4.0}
 # aie::mmul by operand type: M x K x N, and the bytes of its operands.
 MMUL = {"i8": (4, 8, 8, 32, 64), "q4_0": (4, 16, 8, 64, 64), "q8_0": (4, 8, 8, 32, 64), "bf16": (4, 8, 4, 64, 64)}
-# Weights in blocks: vector operations beside the matrix unit's, of a block of 32 for 4 x 8 results, and of those results once
-# a tile over K (the kernels' own counts: test_npu_kernels.py).
+# Weights in blocks: vector operations beside the matrix unit's, of a block of 32 for 4 x 8 results, and of those
+# results once a tile over K (the kernels' own counts: test_npu_kernels.py).
 BLOCKS = {"q4_0": (2, 32), "q8_0": (4, 40)}
-# Vector instructions per bundle of a hot loop from the open compiler, by the type of A: the rates that it was seen to reach on
-# mlir-aie's own products (measured.toml, source ignite). Nobody has read them off this project's kernels.
+# Vector instructions per bundle of a hot loop from the open compiler, by the type of A: the rates that it was seen to
+# reach on mlir-aie's own products (measured.toml, source ignite). Nobody has read them off this project's kernels.
 ISSUE = {"i8": 0.8, "bf16": 0.485}
 CORES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """C[M,N] = A[M,K] B[K,N] on 4 x columns cores with tiles m, k, n. inputs: type of B (A is int8 beside weights in blocks)."""
+    """C[M,N] = A[M,K] B[K,N] on 4 x columns cores with tiles m, k, n. inputs: type of B (A is int8 beside weights in
+    blocks)."""
 
     tile: tuple[int, int, int]
     size: tuple[int, int, int]
@@ -79,7 +80,9 @@ def step_cycles(p: Product, r: Rates) -> float:
     m, k, n = p.tile
     unit = MMUL[p.inputs]
     instructions = m * k * n / prod(unit[:3])
-    share = {"q4_0": (1, 2), "q8_0": (1, 1)}.get(p.inputs, (2, 2))  # tiles of C that use a B, and an A, that is loaded once
+    share = {"q4_0": (1, 2), "q8_0": (1, 1)}.get(
+        p.inputs, (2, 2)
+    )  # tiles of C that use a B, and an A, that is loaded once
     loads = instructions * (unit[3] / share[1] + unit[4] / share[0]) / (2 * r.load_bytes.value)
     accumulate = m * n * (r.accumulate_cycles.value + r.accumulate_cycles_per_byte.value * BYTES[p.output])
     per_block, per_tile = BLOCKS.get(p.inputs, (0, 0))
@@ -92,7 +95,9 @@ def run_times(p: Product, r: Rates, chained: bool = False) -> Times:
     hertz, cores, b = r.clock_ghz.value * 1e9, CORES * p.columns, BYTES[p.inputs]
     tiles, steps = M / m * (N / n) / cores, K / k
     drain = m * n * BYTES[p.output] / r.stream_bytes.value
-    core = tiles * (steps * (step_cycles(p, r) + r.object_cycles.value) + drain)  # C is one buffer: it waits for its DMA
+    core = tiles * (
+        steps * (step_cycles(p, r) + r.object_cycles.value) + drain
+    )  # C is one buffer: it waits for its DMA
     if p.held > 1:  # the next row block comes when the one before has been sent for the last time
         core += tiles / p.held * m * K * p.a_bytes / r.stream_bytes.value
     stream = tiles * steps * max(m * k * p.a_bytes, k * n * b) / r.stream_bytes.value
@@ -140,7 +145,9 @@ def rows() -> list[Row]:
     for kind in ("kernel", "array"):
         for m in table[kind]:
             sheet = table["source"][m["source"]]["sheet"]
-            p = Product(tuple(m["tile"]), tuple(m.get("size", m["tile"])), m["input"], m["output"], issue=m.get("issue", 1.0))
+            p = Product(
+                tuple(m["tile"]), tuple(m.get("size", m["tile"])), m["input"], m["output"], issue=m.get("issue", 1.0)
+            )
             name = f"{m['input']} -> {m['output']} {'x'.join(map(str, m['tile']))}"
             if kind == "kernel":
                 got, unit, value = prod(p.tile) / step_cycles(p, rates(sheet)), "MAC/cycle", m["macs"]
@@ -204,7 +211,9 @@ def provenance() -> list[str]:
 def designs() -> str:
     from hybrid.kernels.npu.designs import shipped
 
-    lines = [f"modelled, never measured, at {rates().clock_ghz.value} GHz: {'design':<20}{'ms':>9}{'TOPS':>7}  bound by"]
+    lines = [
+        f"modelled, never measured, at {rates().clock_ghz.value} GHz: {'design':<20}{'ms':>9}{'TOPS':>7}  bound by"
+    ]
     for name, make in shipped().items():
         f = make().facts
         if "K" in f:

@@ -1,8 +1,9 @@
 """What the host does for a run of the NPU, measured on this machine: python -m perf.npu --host.
 
-The operations' own host code (kernels/npu/ops.py, attend.py) with everything but the NPU: operands dealt out into buffers, what
-changed found, results taken and scaled. Runs end at once and sync costs nothing, so an NPU's machine flushes caches on top.
-One thread, the process's CPU time, the best of a few. The figures in host.toml are what this command prints.
+The operations' own host code (kernels/npu/ops.py, attend.py) with everything but the NPU: operands dealt out into
+buffers, what changed found, results taken and scaled. Runs end at once and sync costs nothing, so an NPU's machine
+flushes caches on top. One thread, the process's CPU time, the best of a few. The figures in host.toml are what this
+command prints.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ class Instant:
         return np.ones(len(source), np.float32)
 
 
-def measure(parts: dict[str, tuple[tuple[str, int, int], ...]], seconds: float = 0.3) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of CPU time, {model: {part: of each of ROWS}}; for attention of one new row and of the most of ROWS."""
+def measure(
+    parts: dict[str, tuple[tuple[str, int, int], ...]], seconds: float = 0.3
+) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of CPU time, {model: {part: of each of ROWS}}; for attention of one new row and of the most of
+    ROWS."""
     rng = np.random.default_rng(0)
     found: dict[str, dict[str, list[float]]] = {}
     for model, matrices in parts.items():
@@ -83,10 +87,15 @@ def measure(parts: dict[str, tuple[tuple[str, int, int], ...]], seconds: float =
             npu, times = Instant(), list[float]()
             for rows in (1, ROWS[-1]):
                 given = {
-                    "q": rng.standard_normal((rows, heads * group * d), np.float32), "k_cache": cache, "v_cache": cache.copy(),
-                    "block_table": np.arange(len(cache), dtype=np.int32)[None], "slots": np.zeros(rows, np.int32),
-                    "positions": np.arange(CONTEXT - rows, CONTEXT, dtype=np.int32), "scale": d**-0.5, "window": 0,
-                }  # fmt: skip
+                    "q": rng.standard_normal((rows, heads * group * d), np.float32),
+                    "k_cache": cache,
+                    "v_cache": cache.copy(),
+                    "block_table": np.arange(len(cache), dtype=np.int32)[None],
+                    "slots": np.zeros(rows, np.int32),
+                    "positions": np.arange(CONTEXT - rows, CONTEXT, dtype=np.int32),
+                    "scale": d**-0.5,
+                    "window": 0,
+                }
                 times.append(_best(lambda g=given, npu=npu, op=op: OPS[op](npu, **g), seconds))  # type: ignore[misc]
             table[op] = times
     return found

@@ -1,9 +1,10 @@
 """What it is worth to have two prefill chunks in flight, one on each device (python -m perf.npu --pipeline). Modelled.
 
 One after another, a chunk takes the sum of what its segments take on either device; with two in flight a device goes on
-with the other chunk, and a long prompt takes what the busier device has to do. A segment on the NPU is the run, the host's work
-for it (which the NPU waits for, in the one thread that feeds it) and a change of fabric where the last run's was another. Both
-devices are given their own rates throughout: what they take from each other's memory bandwidth is not in it.
+with the other chunk, and a long prompt takes what the busier device has to do. A segment on the NPU is the run, the
+host's work for it (which the NPU waits for, in the one thread that feeds it) and a change of fabric where the last
+run's was another. Both devices are given their own rates throughout: what they take from each other's memory bandwidth
+is not in it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ Segments = tuple[tuple[str, float], ...]
 """(device, seconds) in the order in which one chunk runs them."""
 ORDER = ("qkv", "attention", "attn_output", "gate_up", "down")
 WAYS: tuple[tuple[str, ...], ...] = (
-    ("attention",), ("attn_output",), ("qkv",), ("down",), ("qkv", "attn_output"), ("attention", "attn_output"),
+    ("attention",),
+    ("attn_output",),
+    ("qkv",),
+    ("down",),
+    ("qkv", "attn_output"),
+    ("attention", "attn_output"),
     ("qkv", "attn_output", "gate_up", "down"),
-)  # fmt: skip
+)
 """Steps of prefill that a schedule might place on the NPU."""
 SHIPPED = {"gemma3-hybrid": ("down",)}
 """What the shipped schedules do place there (test_npu_cycles.py compares)."""
@@ -48,8 +54,8 @@ class Gain:
 
 
 def makespan(chunks: list[Segments], lanes: int) -> float:
-    """Seconds until all chunks are through: a segment begins when the one before it is done, its device is free, and, for a
-    chunk's first, a lane is. Of those that could begin, the oldest chunk's goes first."""
+    """Seconds until all chunks are through: a segment begins when the one before it is done, its device is free, and,
+    for a chunk's first, a lane is. Of those that could begin, the oldest chunk's goes first."""
     free = dict.fromkeys({device for segments in chunks for device, _ in segments}, 0.0)
     at, ready = [0] * len(chunks), [0.0] * len(chunks)
     ended: list[float] = []
@@ -74,14 +80,20 @@ def between(width: int, ffn: int, rows: int) -> dict[str, float]:
     assert memory and wait
     byte, dispatch = 1 / (memory.value * 1e9), wait.value * 1e-6
     sums = 16 * rows * width * byte + dispatch  # two sums and norms, float32 in and out
-    return {"qkv": sums, "attention": dispatch, "attn_output": 0.0, "gate_up": sums, "down": 12 * rows * ffn * byte + dispatch}
+    return {
+        "qkv": sums,
+        "attention": dispatch,
+        "attn_output": 0.0,
+        "gate_up": sums,
+        "down": 12 * rows * ffn * byte + dispatch,
+    }
 
 
 def gain(
     model: str, chunks: int = 8, tokens: int = 512, lanes: int = 2, parts: tuple[str, ...] = WAYS[-1], host: bool = True
 ) -> Gain:
-    """A prompt of `chunks` passes of `tokens` rows with `parts` of each layer on the NPU. Global layers see every position so far,
-    local ones a window. host: with the host's work and changes of fabric."""
+    """A prompt of `chunks` passes of `tokens` rows with `parts` of each layer on the NPU. Global layers see every
+    position so far, local ones a window. host: with the host's work and changes of fabric."""
     layers, matrices = MODELS[model]
     sizes = {part: (k, n) for part, k, n in matrices}
     rest = between(sizes["qkv"][0], sizes["down"][0], tokens)
@@ -141,7 +153,11 @@ def table(tokens: int = 512) -> str:
                     f"{bare.over_gpu:>9.2f}{g.over_gpu:>7.2f}{g.npu / g.in_flight:>10.0%}"
                 )
     for model, (over, parts) in best.items():
-        gained = f"at most {over:.2f} x, with {', '.join(parts)} there" if over > 1 else "nothing is gained by any of these"
+        gained = (
+            f"at most {over:.2f} x, with {', '.join(parts)} there" if over > 1 else "nothing is gained by any of these"
+        )
         lines.append(f"{model}: {gained}")
-    lines.append("With all four products there the prompt takes longer than on the iGPU alone: overlap hides the smaller share.")
+    lines.append(
+        "With all four products there the prompt takes longer than on the iGPU alone: overlap hides the smaller share."
+    )
     return "\n".join(lines)

@@ -1,7 +1,8 @@
-"""NPU or iGPU: each matrix and attention alone on either, and which steps of a schedule gain beside the other (--placement).
+"""NPU or iGPU: each matrix and attention alone on either, and which steps of a schedule gain beside the other
+(--placement).
 
-Modelled, never measured, but for the host's share, which is measured on the machine that host.toml names. A step that a plan runs
-on the NPU is a submit of its own: that is what the engine does, and what is priced.
+Modelled, never measured, but for the host's share, which is measured on the machine that host.toml names. A step that a
+plan runs on the NPU is a submit of its own: that is what the engine does, and what is priced.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Placed:
 
 
 def on_npu(part: str, model: str, tokens: int, before: int = 0, window: int = 0) -> float:
-    """Seconds of a step on the NPU, a submit of its own: int8 weights, or attention with scores in bfloat16 as the schedules ask
-    for, of `tokens` rows after `before` positions."""
+    """Seconds of a step on the NPU, a submit of its own: int8 weights, or attention with scores in bfloat16 as the
+    schedules ask for, of `tokens` rows after `before` positions."""
     if part == "attention":
         heads, group, d, _ = npu_attention.MODELS[model]
         return npu_attention.work(heads, group, d, tokens, before, window, "bf16", rates()).total
@@ -69,7 +70,8 @@ def on_gpu(part: str, model: str, tokens: int, before: int = 0, window: int = 0)
 
 
 def placement(tokens: int = 512) -> list[Placed]:
-    """Every step of a layer alone on each device, in prefill of `tokens` rows and in decode of one row after as many."""
+    """Every step of a layer alone on each device, in prefill of `tokens` rows and in decode of one row after as
+    many."""
     found = []
     for model, (_, parts) in MODELS.items():
         for phase, t in (("prefill", tokens), ("decode", 1)):
@@ -106,17 +108,23 @@ def placement_table(tokens: int = 512) -> str:
                 f"host's share, {gpu / shares[1]:.2f} x with it"
             )
     lines.append("No step is quicker on the NPU. In decode nothing is gained: each step waits for the one before it.")
-    lines.append("In prefill what is gained is what the iGPU need not do while another chunk keeps it busy: --pipeline.")
+    lines.append(
+        "In prefill what is gained is what the iGPU need not do while another chunk keeps it busy: --pipeline."
+    )
     return "\n".join(lines)
 
 
 def fabric(part: str, model: str) -> tuple[str, int]:
     """Which configuration of the array a step needs: products of one K share one."""
-    return ("attention", 0) if part == "attention" else ("product", next(k for name, k, _ in MODELS[model][1] if name == part))
+    return (
+        ("attention", 0)
+        if part == "attention"
+        else ("product", next(k for name, k, _ in MODELS[model][1] if name == part))
+    )
 
 
 def switches(parts: tuple[str, ...], model: str) -> dict[str, float]:
-    """Seconds before each of a layer's steps on the NPU, in their order, for a change of fabric; layers follow one another."""
+    """Seconds before each of a layer's steps on the NPU, in their order, for a change of fabric; layers follow one
+    another."""
     needed = [fabric(part, model) for part in parts]
     return {part: 1e-3 * switch_ms() * (needed[i] != needed[i - 1]) for i, part in enumerate(parts)}
-

@@ -2,9 +2,9 @@
 
     python -m perf.profile --random gemma3-27b --phase decode --context 512 --picture decode.png
 
-Method: the engine writes a timestamp after every step and waits for each pass; every pass is repeated, and a step's time
-is its median. Bytes and operations are the declared costs. What the steps leave of the host's time for a pass is the
-submit and the wait; in an ordinary run the next pass hides it.
+Method: the engine writes a timestamp after every step and waits for each pass; every pass is repeated, and a step's
+time is its median. Bytes and operations are the declared costs. What the steps leave of the host's time for a pass is
+the submit and the wait; in an ordinary run the next pass hides it.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def by_op(steps: Sequence[StepRow], copy_gb_s: float, matrix_tflops: float | Non
 
 
 def measure(engine: Any, phase: str, context: int, repeats: int) -> tuple[list[StepRow], list[dict[str, Any]]]:
-    """Steps of all passes of one token after `context` others, or of a prompt of `context` tokens, of every slot; and the
-    passes. The engine was made with profile=True. RuntimeError for a device without timestamps."""
+    """Steps of all passes of one token after `context` others, or of a prompt of `context` tokens, of every slot; and
+    the passes. The engine was made with profile=True. RuntimeError for a device without timestamps."""
     from hybrid.bench.measure import Bench
 
     bench, runs, lives = Bench(engine, 1), [], []
@@ -105,9 +105,13 @@ def measure(engine: Any, phase: str, context: int, repeats: int) -> tuple[list[S
     passes: list[dict[str, Any]] = []
     for i, (rows, outs, length) in enumerate(lives):
         same = [run_[i] for run_ in runs[1:]]
-        found = _steps(engine.plan(phase, rows, outs), length, [p.steps for p in same], sum(p["device_us"] for p in passes))
+        found = _steps(
+            engine.plan(phase, rows, outs), length, [p.steps for p in same], sum(p["device_us"] for p in passes)
+        )
         device_us, host_us = sum(s.us for s in found), 1e6 * statistics.median(p.seconds for p in same)
-        passes.append({"plan": same[0].plan, "rows": rows, "context": length, "device_us": device_us, "host_us": host_us})
+        passes.append(
+            {"plan": same[0].plan, "rows": rows, "context": length, "device_us": device_us, "host_us": host_us}
+        )
         steps += found
     return steps, passes
 
@@ -121,7 +125,9 @@ def _steps(plan: Any, context: int, runs: Sequence[Any], begin: float) -> list[S
         if runs[0][i].within is not None:  # one dispatch: one row, from its first operation to its last
             row = found.pop()
             ops = f"{row.op.partition(' .. ')[0]} .. {step.op}"
-            found.append(replace(row, op=ops, us=row.us + us, nbytes=row.nbytes + cost.nbytes, flops=row.flops + cost.flops))
+            found.append(
+                replace(row, op=ops, us=row.us + us, nbytes=row.nbytes + cost.nbytes, flops=row.flops + cost.flops)
+            )
             begin += us
             continue
         found.append(StepRow(step.name, step.op, step.layer, begin, us, cost.nbytes, cost.flops))
@@ -142,9 +148,19 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
         probes = probe(opened.main)
         ctx = args.context + 3
         if ctx > checkpoint.hparams.context_length:
-            raise ValueError(f"--context {args.context}: the model was made for {checkpoint.hparams.context_length} positions")
-        config = EngineConfig(precision=args.precision, kv=args.kv, ctx=ctx, chunk=args.chunk, n_tokens=checkpoint.hparams.vocab,
-                              slots=args.batch, profile=True, progress=True)  # fmt: skip
+            raise ValueError(
+                f"--context {args.context}: the model was made for {checkpoint.hparams.context_length} positions"
+            )
+        config = EngineConfig(
+            precision=args.precision,
+            kv=args.kv,
+            ctx=ctx,
+            chunk=args.chunk,
+            n_tokens=checkpoint.hparams.vocab,
+            slots=args.batch,
+            profile=True,
+            progress=True,
+        )
         engine = Engine(checkpoint, device, config, schedule=schedule)
         steps, passes = measure(engine, args.phase, args.context, args.repetitions)
         return {
@@ -184,7 +200,11 @@ def read(path: Path) -> dict[str, Any]:
 def subject(report: Mapping[str, Any]) -> str:
     """What was profiled, for people."""
     batch = report.get("batch", 1)
-    what = f"one token after {report['context']}" if report["phase"] == "decode" else f"a prompt of {report['context']} tokens"
+    what = (
+        f"one token after {report['context']}"
+        if report["phase"] == "decode"
+        else f"a prompt of {report['context']} tokens"
+    )
     return what if batch == 1 else f"{what}, {batch} sequences"
 
 
@@ -221,17 +241,32 @@ def _line(r: Mapping[str, Any], us: float) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.profile", description="Device time of a token or a prompt by operation: a table, a picture.")
+    p = Parser(
+        prog="python -m perf.profile",
+        description="Device time of a token or a prompt by operation: a table, a picture.",
+    )
     add_model(p)
     p.add_argument("--phase", default="decode", choices=("decode", "prefill"), help="one token, or a prompt (decode)")
-    p.add_argument("--context", type=positive, default=512, metavar="N", help="positions before the token, or of the prompt (512)")
-    p.add_argument("-b", "--batch", type=positive, default=1, metavar="N", help="sequences, each with such a token or prompt (1)")
-    p.add_argument("-r", "--repetitions", type=positive, default=9, metavar="N", help="of every pass, after one to warm up (9)")
+    p.add_argument(
+        "--context", type=positive, default=512, metavar="N", help="positions before the token, or of the prompt (512)"
+    )
+    p.add_argument(
+        "-b", "--batch", type=positive, default=1, metavar="N", help="sequences, each with such a token or prompt (1)"
+    )
+    p.add_argument(
+        "-r", "--repetitions", type=positive, default=9, metavar="N", help="of every pass, after one to warm up (9)"
+    )
     add_devices(p)
-    p.add_argument("--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)")
-    p.add_argument("--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)")
+    p.add_argument(
+        "--precision", default="auto", choices=("auto", "exact", "fast"), help="as for hybrid.generate (auto)"
+    )
+    p.add_argument(
+        "--kv", default="auto", choices=CACHES, metavar="TYPE", help=f"type of the KV cache: {', '.join(CACHES)} (auto)"
+    )
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")
-    p.add_argument("--picture", type=Path, metavar="FILE", help="also draw it: .png or .svg (needs matplotlib: the extra `perf`)")
+    p.add_argument(
+        "--picture", type=Path, metavar="FILE", help="also draw it: .png or .svg (needs matplotlib: the extra `perf`)"
+    )
     p.add_argument("--read", type=Path, metavar="FILE", help="show what --json printed before; no model is run")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return p
@@ -243,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         if args.picture is not None:
-            from hybrid.perf.profile import picture as profile_picture  # before anything is measured: it may not be installed
+            from hybrid.perf.profile import (
+                picture as profile_picture,  # before anything is measured: it may not be installed
+            )
 
             profile_picture.check(args.picture)
         report = read(args.read) if args.read else profile(args, command)

@@ -33,10 +33,21 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     ops = report["ops"]
     colours = {r["op"]: f"C{i % 10}" for i, r in enumerate(ops)}
     device = sum(p["device_us"] for p in report["passes"])
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(11, 2.1 + 0.28 * len(ops) + 1.7), layout="constrained",
-                                         height_ratios=[0.28 * len(ops) + 0.6, 1.5])  # fmt: skip
+    figure, (top, bottom) = plt.subplots(
+        2,
+        1,
+        figsize=(11, 2.1 + 0.28 * len(ops) + 1.7),
+        layout="constrained",
+        height_ratios=[0.28 * len(ops) + 0.6, 1.5],
+    )
     top.barh([r["op"] for r in ops], [r["us"] for r in ops], color=[colours[r["op"]] for r in ops])
-    top.barh([r["op"] for r in ops], [r["floor_us"] for r in ops], color="black", height=0.25, label="floor: at the probes' rates")
+    top.barh(
+        [r["op"] for r in ops],
+        [r["floor_us"] for r in ops],
+        color="black",
+        height=0.25,
+        label="floor: at the probes' rates",
+    )
     top.legend(loc="lower right", frameon=False, fontsize=8)
     top.invert_yaxis()
     for i, r in enumerate(ops):
@@ -46,8 +57,11 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     top.set_xlim(0, 1.35 * max(r["us"] for r in ops))
     top.set_xlabel("us of the device")
     top.spines[["top", "right"]].set_visible(False)
-    top.set_title(f"{report['model']}, {subject(report)}: {device / 1e3:.2f} ms of the device, measured\n"
-                  f"{report['device']}, {report['driver']}", fontsize=9)  # fmt: skip
+    top.set_title(
+        f"{report['model']}, {subject(report)}: {device / 1e3:.2f} ms of the device, measured\n"
+        f"{report['device']}, {report['driver']}",
+        fontsize=9,
+    )
     first = report["passes"][0]["device_us"]
     for op, colour in colours.items():
         spans = [(s["start"], s["us"]) for s in report["steps"] if s["op"] == op and s["start"] < first]

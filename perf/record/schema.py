@@ -2,10 +2,10 @@
 
     python -m perf.record bench.json ablate.json profile.json --proof proof.xml --clock "not locked"
 
-takes in what `hybrid.bench`, `perf.ablate` and `perf.profile` printed with --json (perf.record.taking; `python -m perf.campaign`
-makes all of it on a device). A record is kept only with the conformance result of the same kernels on the same device,
-and only if it is possible: a speed above the ceiling that perf.roofline gives its device is a mistake in the measurement,
-and is refused.
+takes in what `hybrid.bench`, `perf.ablate` and `perf.profile` printed with --json (perf.record.taking; `python -m
+perf.campaign` makes all of it on a device). A record is kept only with the conformance result of the same kernels on
+the same device, and only if it is possible: a speed above the ceiling that perf.roofline gives its device is a mistake
+in the measurement, and is refused.
 """
 
 from __future__ import annotations
@@ -69,8 +69,16 @@ class Run(Model):
     @property
     def key(self) -> tuple[object, ...]:
         """A later run of the same replaces an earlier one."""
-        return (self.model, self.dtype, self.phase, self.batch, self.context, self.precision, self.schedule,
-                self.tokens_per_submit)  # fmt: skip
+        return (
+            self.model,
+            self.dtype,
+            self.phase,
+            self.batch,
+            self.context,
+            self.precision,
+            self.schedule,
+            self.tokens_per_submit,
+        )
 
 
 class Speedup(Model):
@@ -158,12 +166,18 @@ class Record(Model):
 
     def commands(self) -> list[str]:
         """What made its figures."""
-        return [*(r.command for r in self.runs), *(p.command for p in self.profiles), *(a.command for a in self.ablations)]
+        return [
+            *(r.command for r in self.runs),
+            *(p.command for p in self.profiles),
+            *(a.command for a in self.ablations),
+        ]
 
     @model_validator(mode="after")
     def _validate_proof(self) -> Record:
         if self.conformance.kernels != self.kernels:
-            raise ValueError("conformance.kernels: the kernels that were proved are not those that ran: prove these first")
+            raise ValueError(
+                "conformance.kernels: the kernels that were proved are not those that ran: prove these first"
+            )
         if not (self.runs or self.ablations or self.profiles):
             raise ValueError("runs: there are neither runs nor ablations nor profiles: nothing was measured")
         for i, one in enumerate(self.runs):
@@ -185,7 +199,9 @@ def ceiling_of(one: Run, device: str) -> float | None:
     model = subject(one.model, one.dtype, precision=one.precision, capabilities=sheet.limits.capabilities)
     context = max(one.context, 32)
     rows, outs, slots = (one.batch,) * 3 if one.phase == "decode" else (context, 1, 1)
-    return estimate(model.work(one.phase, rows, outs, context, slots, counted=False), sheet, "ceiling").tokens_per_second
+    return estimate(
+        model.work(one.phase, rows, outs, context, slots, counted=False), sheet, "ceiling"
+    ).tokens_per_second
 
 
 def load_record(path: Path) -> Record:
@@ -220,7 +236,9 @@ def add(record: Record, folder: Path = RECORDS) -> Path:
     if path.exists():
         before = load_record(path)
         if before.kernels != record.kernels:
-            raise SpecError(f"{path}: holds runs of kernels {before.kernels}, these are of {record.kernels}: commit them first")
+            raise SpecError(
+                f"{path}: holds runs of kernels {before.kernels}, these are of {record.kernels}: commit them first"
+            )
         joined = {
             field: tuple({one.key: one for one in (*getattr(before, field), *getattr(record, field))}.values())
             for field in ("runs", "ablations", "profiles")

@@ -1,8 +1,8 @@
-"""Taking in what was measured: the JSON of hybrid.bench, perf.ablate and perf.profile, with the proof of the kernels that
-ran (`python -m perf.record`).
+"""Taking in what was measured: the JSON of hybrid.bench, perf.ablate and perf.profile, with the proof of the kernels
+that ran (`python -m perf.record`).
 
-The proof is the JUnit file of conformance/ops/test_ops.py, run whole on that device: it names the device and the digest of the
-SPIR-V that it proved, which must be the measurement's own and, where the commit is at hand, the commit's.
+The proof is the JUnit file of conformance/ops/test_ops.py, run whole on that device: it names the device and the digest
+of the SPIR-V that it proved, which must be the measurement's own and, where the commit is at hand, the commit's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def proof_of(path: Path, device: str) -> Proof:
     if missing:
         raise SpecError(f"{path}: does not say its {', '.join(sorted(missing))}: run the suite with --junitxml")
     if count["failures"] or count["errors"]:
-        raise SpecError(f"{path}: {count['failures'] + count['errors']} tests failed: what is not right is not recorded")
+        raise SpecError(
+            f"{path}: {count['failures'] + count['errors']} tests failed: what is not right is not recorded"
+        )
     command = str(said["command"])
     if re.search(r"pytest.* (-k|--deselect|--lf|-m)\b|::", command) or "test_ops.py" not in command:
         raise SpecError(f"{path}: {command} ran a selection: a proof is the whole of conformance/ops/test_ops.py")
@@ -50,11 +52,14 @@ def proof_of(path: Path, device: str) -> Proof:
 def called(made: Made) -> str:
     """A model that was cut (--layers, --vocab) is not called by its sheet's name."""
     name = str(made["model"]).removesuffix(" (random)")
-    return name + "".join(f", {key} {value}" for key, value in re.findall(r"--(layers|vocab)[ =](\d+)", made["command"]))
+    return name + "".join(
+        f", {key} {value}" for key, value in re.findall(r"--(layers|vocab)[ =](\d+)", made["command"])
+    )
 
 
 def dtype_of(made: Made) -> str:
-    """Of a random model the type that was asked for, which its head need not have; of a file all that its matrices have."""
+    """Of a random model the type that was asked for, which its head need not have; of a file all that its matrices
+    have."""
     if "--random" in made["command"]:
         asked = re.search(r"--type[ =](\w+)", made["command"])
         return asked[1] if asked else "q4_0"
@@ -86,9 +91,18 @@ def run_of(bench: Made, result: Made) -> Run:
 
 def ablation_of(made: Made) -> Ablation:
     own = ("name", "summary", "with_it", "without")
-    speedups = [Speedup(**{key: w[key] for key in own}, low=w["ratios"][0], high=w["ratios"][1]) for w in made["speedups"]]
-    return Ablation(model=called(made), dtype=dtype_of(made), depth=made["depth"], tokens=made["tokens"], pairs=made["pairs"],
-                    speedups=tuple(speedups), command=made["command"])  # fmt: skip
+    speedups = [
+        Speedup(**{key: w[key] for key in own}, low=w["ratios"][0], high=w["ratios"][1]) for w in made["speedups"]
+    ]
+    return Ablation(
+        model=called(made),
+        dtype=dtype_of(made),
+        depth=made["depth"],
+        tokens=made["tokens"],
+        pairs=made["pairs"],
+        speedups=tuple(speedups),
+        command=made["command"],
+    )
 
 
 def profile_of(made: Made) -> Profile:
@@ -133,20 +147,34 @@ def device_of(made: Made) -> str:
 
 
 def take(made: Made, proof: Proof, commit: str, clock: str, date: str) -> Record:
-    """A record of one command's output. SpecError for one that reports errors of its own, or of kernels never proved."""
+    """A record of one command's output. SpecError for one that reports errors of its own, or of kernels never
+    proved."""
     if made.get("errors"):
         raise SpecError(f"the bench says itself that it is wrong: {'; '.join(made['errors'])}")
     if made["kernels"] != proof.kernels:
-        raise SpecError(f"ran kernels {made['kernels']}, but {proof.kernels} were proved: run {proof.command} on the same tree")
+        raise SpecError(
+            f"ran kernels {made['kernels']}, but {proof.kernels} were proved: run {proof.command} on the same tree"
+        )
     field, take_in = next(kind for key, kind in KINDS.items() if key in made)
     values: dict[str, Any] = {field: take_in(made)}
-    return Record(schema=1, device=device_of(made), driver=made["driver"], clock=clock, commit=commit, date=date,
-                  kernels=made["kernels"], conformance=proof, **values)  # fmt: skip
+    return Record(
+        schema=1,
+        device=device_of(made),
+        driver=made["driver"],
+        clock=clock,
+        commit=commit,
+        date=date,
+        kernels=made["kernels"],
+        conformance=proof,
+        **values,
+    )
 
 
 def commit_here() -> str:
     """The commit that is checked out, with `+changes` where tracked files differ from it."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     clean = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode == 0
     return head if clean else f"{head}+changes"
 
@@ -158,10 +186,16 @@ def kernels_at(commit: str) -> str | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.record", description="Keep measurements whose kernels were proved on the same device.")
+    p = Parser(
+        prog="python -m perf.record", description="Keep measurements whose kernels were proved on the same device."
+    )
     p.add_argument("proof", type=Path, metavar="PROOF", help="--junitxml of conformance/ops/test_ops.py on that device")
-    p.add_argument("made", nargs="+", type=Path, metavar="FILE", help="--json of hybrid.bench, perf.ablate, perf.profile")
-    p.add_argument("--clock", default="not known", metavar="TEXT", help="what is known of the device's clocks (not known)")
+    p.add_argument(
+        "made", nargs="+", type=Path, metavar="FILE", help="--json of hybrid.bench, perf.ablate, perf.profile"
+    )
+    p.add_argument(
+        "--clock", default="not known", metavar="TEXT", help="what is known of the device's clocks (not known)"
+    )
     p.add_argument("--commit", metavar="ID", help="the commit that ran (the one checked out)")
     p.add_argument("--date", metavar="DAY", help="when (UTC), as 2026-11-21 or 2026-11-21T07:33 (now)")
     return p
@@ -180,7 +214,9 @@ def _main(args: argparse.Namespace) -> int:
             raise SpecError(f"{path}: {error}") from None
         of_commit = None if commit.endswith("+changes") else kernels_at(commit)
         if of_commit not in (None, made["kernels"]):
-            raise SpecError(f"{path}: ran kernels {made['kernels']}; commit {commit[:9]} has {of_commit}: name its own (--commit)")
+            raise SpecError(
+                f"{path}: ran kernels {made['kernels']}; commit {commit[:9]} has {of_commit}: name its own (--commit)"
+            )
     for path in dict.fromkeys(add(record) for record in records):  # only when all are fit to be kept
         print(path)
     return 0

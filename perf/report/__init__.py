@@ -4,7 +4,8 @@
     python -m perf.report --markdown      # renew docs/measured.md from perf/records (--check: compare)
 
 Measured: perf/records (device, driver, clock, commit and command under each). Modelled: perf.roofline on a device
-sheet. The peer's figures come from perf/report/peer.toml and are named. Nothing is measured here; --gates also runs the gates.
+sheet. The peer's figures come from perf/report/peer.toml and are named. Nothing is measured here; --gates also runs the
+gates.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ from hybrid.perf.isa import TABLES, check, committed
 from hybrid.perf.record.schema import Record, load_records, newest, slug
 from hybrid.perf.report.measured import PAGE, markdown
 from hybrid.perf.report.pictures import by_commit, kernel_chart, shares, speedups, versus, where_time_goes
-from hybrid.perf.report.tables import Table, ablation, ablations, load_peer, measured, ordered, profile, profiles, table, what
+from hybrid.perf.report.tables import (
+    Table,
+    ablation,
+    ablations,
+    load_peer,
+    measured,
+    ordered,
+    profile,
+    profiles,
+    table,
+    what,
+)
 from hybrid.perf.roofline.model import estimate
 from hybrid.perf.roofline.pictures import roofline_page
 from hybrid.perf.svg import Chart, page
@@ -72,7 +84,9 @@ class Report:
 
     def section(self, title: str, kind: str, note: str, body: str) -> None:
         self.titles.append(title)
-        self.parts.append(f'<section id="{slug(title)}"><h2>{escape(title)} {kind}</h2><p class="note">{note}</p>{body}</section>')
+        self.parts.append(
+            f'<section id="{slug(title)}"><h2>{escape(title)} {kind}</h2><p class="note">{note}</p>{body}</section>'
+        )
 
     # ------------------------------------------------------------------------------------------------------ sections
     def measured(self) -> None:
@@ -91,9 +105,16 @@ class Report:
             self.ablations(device)
         if not self.records:
             heads = ("model", "type", "phase", "B", "context", f"{peer.name}, tok/s")
-            rows = [(f.model, f.dtype, f.phase, str(f.batch), str(f.context), f"{f.tokens_per_second:,.1f}") for f in peer.figure]
-            note = f"No run of ours is kept yet (python -m perf.campaign, perf.record). The peer: {escape(peer.source)}."
-            self.section(f"Measured on {peer.device}", MEASURED, note, html(table(heads, rows, ("model", "type", "phase"))))
+            rows = [
+                (f.model, f.dtype, f.phase, str(f.batch), str(f.context), f"{f.tokens_per_second:,.1f}")
+                for f in peer.figure
+            ]
+            note = (
+                f"No run of ours is kept yet (python -m perf.campaign, perf.record). The peer: {escape(peer.source)}."
+            )
+            self.section(
+                f"Measured on {peer.device}", MEASURED, note, html(table(heads, rows, ("model", "type", "phase")))
+            )
 
     def sources(self, device: str) -> str:
         """Where the figures of a device come from."""
@@ -112,17 +133,21 @@ class Report:
             matrix = f" and {one.matrix_tflops:,.0f} TFLOPS" if one.matrix_tflops else ""
             note = "Device time by timestamps after every step. Floor: what the declared bytes and operations take at the rates of "
             note += f"this run's probes, {one.copy_gb_s:,.0f} GB/s{matrix}; lost: above it. <code>{escape(one.command)}</code>"
-            body = self.charts(f"profile-{slug(device)}-{slug(what(one))}", where_time_goes(one, device)) + html(profile(one))
+            body = self.charts(f"profile-{slug(device)}-{slug(what(one))}", where_time_goes(one, device)) + html(
+                profile(one)
+            )
             self.section(f"Where the time goes: {what(one)}", MEASURED, note, body)
 
     def ablations(self, device: str) -> None:
         for _, one in ablations(self.records, device):
-            note = (
-                f"{escape(device)}: one sequence decodes after {one.depth} positions with and without each optimisation, in turn; "
+            note = f"{escape(device)}: one sequence decodes after {one.depth} positions with and without each optimisation, in turn; "
+            note += (
+                f"medians of {one.pairs} pairs, and the least and most that a pair showed. Speed-ups do not multiply. "
             )
-            note += f"medians of {one.pairs} pairs, and the least and most that a pair showed. Speed-ups do not multiply. "
             note += f"<code>{escape(one.command)}</code>"
-            body = self.charts(f"ablation-{slug(device)}-{slug(one.model)}", [speedups(one, device)], 1) + html(ablation(one))
+            body = self.charts(f"ablation-{slug(device)}-{slug(one.model)}", [speedups(one, device)], 1) + html(
+                ablation(one)
+            )
             self.section(f"Speed-up of each optimisation: {one.model} {one.dtype}", MEASURED, note, body)
 
     def modelled(self) -> None:
@@ -130,9 +155,7 @@ class Report:
         model = model_of(MODEL, "q4_0", sheet)
         works = [model.decode(b, 256) for b in (1, 8, 32)]
         body = self.picture("roofline", roofline_page(model, sheet, works, 256))
-        note = (
-            f"From the plan's declared costs and the sheet of {escape(sheet.device.name)}; this project was never measured there."
-        )
+        note = f"From the plan's declared costs and the sheet of {escape(sheet.device.name)}; this project was never measured there."
         self.section("Roofline of the target machine", MODELLED, note, body)
 
     def targets(self) -> None:
@@ -188,9 +211,7 @@ class Report:
         for name, svg in self.pictures.items():
             (self.folder / name).write_text(svg, encoding="utf-8")
         links = "".join(f'<a href="#{slug(t)}">{escape(t)}</a>' for t in self.titles)
-        intro = (
-            f"<h1>Hybrid Kernels: speed</h1><p class=note>Every figure is {MEASURED} (a run, on a named device), {MODELLED} (from "
-        )
+        intro = f"<h1>Hybrid Kernels: speed</h1><p class=note>Every figure is {MEASURED} (a run, on a named device), {MODELLED} (from "
         intro += f"a device sheet) or {COMPILED} (a compiler's own numbers), and says which.</p>"
         path = self.folder / "index.html"
         path.write_text(
@@ -211,8 +232,13 @@ def build(folder: Path, records: Sequence[Record], gates: Sequence[tuple[str, li
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.report", description="One static page: speed, profiles, ablation, roofline, targets, gates.")
-    p.add_argument("--out", type=Path, default=Path("build") / "report", metavar="DIR", help="where it goes (build/report)")
+    p = Parser(
+        prog="python -m perf.report",
+        description="One static page: speed, profiles, ablation, roofline, targets, gates.",
+    )
+    p.add_argument(
+        "--out", type=Path, default=Path("build") / "report", metavar="DIR", help="where it goes (build/report)"
+    )
     p.add_argument("--gates", action="store_true", help="run the gates and show their state")
     p.add_argument("--markdown", action="store_true", help="instead: renew docs/measured.md from perf/records")
     p.add_argument("--check", action="store_true", help="with --markdown: only compare; 1 where it is out of date")

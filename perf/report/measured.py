@@ -42,8 +42,11 @@ def markdown(records: Sequence[Record]) -> str:
                 "",
             ]
             lines += [*ablation(found).markdown(), ""]
-            lines += [f"`{found.command}`, commit {r.commit[:9]}: host's time of a token with and without each, medians of "
-                      f"{found.pairs} pairs; *least*, *most*: of a pair. Speed-ups are not multiplied together.", ""]  # fmt: skip
+            lines += [
+                f"`{found.command}`, commit {r.commit[:9]}: host's time of a token with and without each, medians of "
+                f"{found.pairs} pairs; *least*, *most*: of a pair. Speed-ups are not multiplied together.",
+                "",
+            ]
         for r, one in profiles(records, device):
             matrix = f" and {one.matrix_tflops:,.0f} TFLOPS" if one.matrix_tflops else ""
             lines += [f"### Where the time goes: {what(one)}", "", *profile(one).markdown(), ""]

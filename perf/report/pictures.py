@@ -1,5 +1,5 @@
-"""Charts of the report: speed by commit, share of the ceiling, ours beside a peer's, time by operation and each operation's
-place under the roof, speed-ups of optimisations, registers of kernels."""
+"""Charts of the report: speed by commit, share of the ceiling, ours beside a peer's, time by operation and each
+operation's place under the roof, speed-ups of optimisations, registers of kernels."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def versus(found: Sequence[tuple[Record, Run]], peer: Peer) -> list[Chart]:
         return []
     high = max(1.2, *(1.15 * one.tokens_per_second / theirs for _, one, theirs in pairs))
     x, y = Axis("number in the table", 0, len(pairs)), Axis("times", 0, high)
-    chart = Chart(570, 330, f"ours over {peer.name}", x, y, [str(i) for i, _, _ in pairs], note="both measured on this device")
+    chart = Chart(
+        570, 330, f"ours over {peer.name}", x, y, [str(i) for i, _, _ in pairs], note="both measured on this device"
+    )
     for at, (_, one, theirs) in enumerate(pairs):
         ratio = one.tokens_per_second / theirs
         chart.bar(at, ratio, 2 if ratio >= 1 else 1, label=f"{ratio:.2f}", title=f"{short(one)}: {ratio:.2f}")
@@ -95,7 +97,9 @@ def kernel_chart(table: Mapping[str, Mapping[str, Any]], version: str) -> Chart:
     )
     families = ("linear.gemv", "linear.gemm", "linear.tile", "ffn_up", "attention", "rmsnorm", "other")
     for name, row in table.items():
-        family = next((i for i, f in enumerate(families) if name.startswith(f) or f in name.split(".")[0]), len(families) - 1)
+        family = next(
+            (i for i, f in enumerate(families) if name.startswith(f) or f in name.split(".")[0]), len(families) - 1
+        )
         spills = f", {row['spilled_vgprs']} spilled" if row["spilled_vgprs"] else ""
         about = f"{name}: {row['vgprs']} registers{spills}, {row['waves']} waves, {row['instructions']} instructions"
         hollow = bool(row["spilled_vgprs"] or row["scratch"])
@@ -125,7 +129,8 @@ def speedups(found: Ablation, device: str) -> Chart:
 
 
 def where_time_goes(found: Profile, device: str) -> list[Chart]:
-    """Time by operation, stacked: what its bytes and operations need, and what is lost; and its place under the roof."""
+    """Time by operation, stacked: what its bytes and operations need, and what is lost; and its place under the
+    roof."""
     ops = sorted((o for o in found.ops if o.us), key=lambda o: -o.us)
     total = sum(o.us for o in ops)
     shown = [o for o in ops if o.us > 0.004 * total][:9]
@@ -152,7 +157,9 @@ def measured_roof(found: Profile, device: str) -> Chart:
     points = [(o.flops / o.nbytes, o.flops / o.us * 1e6, o) for o in found.ops if o.flops and o.nbytes and o.us]
     stream = 1e9 * found.copy_gb_s
     top = 1e12 * found.matrix_tflops if found.matrix_tflops else 2 * max(y for _, y, _ in points)
-    x = Axis("operations per byte", min(0.1, *(p[0] for p in points)) / 2, max(4096, *(p[0] for p in points)) * 2, log=True)
+    x = Axis(
+        "operations per byte", min(0.1, *(p[0] for p in points)) / 2, max(4096, *(p[0] for p in points)) * 2, log=True
+    )
     y = Axis("operations per second", min(p[1] for p in points) / 3, top * 3, log=True)
     chart = Chart(450, 380, "operations under the roof", x, y, note="measured; line: this run's probes")
     ridge = top / stream

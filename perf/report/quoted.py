@@ -1,7 +1,8 @@
 """Tables of measured speeds that README.md and docs/performance.md quote, made from perf/records.
 
-perf/report/quoted.toml lists the rows, with targets and the figures of the first kernels; tools/pages.py puts the tables into
-the pages, and `make check` compares them. Functions return lines of Markdown. SpecError where a row has no record.
+perf/report/quoted.toml lists the rows, with targets and the figures of the first kernels; tools/pages.py puts the
+tables into the pages, and `make check` compares them. Functions return lines of Markdown. SpecError where a row has no
+record.
 """
 
 from __future__ import annotations
@@ -88,8 +89,12 @@ def headline(records: Sequence[Record]) -> list[str]:
             cells.append(_speed(run.tokens_per_second) + (f" ({_speed(theirs)})" if theirs else ""))
         rows.append(cells)
     lines = table(("Q4_0, tok/s", *heads), rows, ("Q4_0, tok/s",)).markdown()
-    return [*lines, "", f"{_source(found.device, used)} In brackets: {peer.name} there, "
-            "whose decode beside *after 512* began with an empty cache."]
+    return [
+        *lines,
+        "",
+        f"{_source(found.device, used)} In brackets: {peer.name} there, "
+        "whose decode beside *after 512* began with an empty cache.",
+    ]
 
 
 def against_targets(records: Sequence[Record]) -> list[str]:
@@ -109,7 +114,11 @@ def against_targets(records: Sequence[Record]) -> list[str]:
     words = ("model", "what", "target", "commit")
     heads = (*words[:3], "peer", "before", "now", "host us", "commit")
     lines = table(heads, rows, words).markdown()
-    return [*lines, "", f"{_source(found.device, used)} Tokens per second; *peer*: {peer.name}; *before*: commit {found.before}."]
+    return [
+        *lines,
+        "",
+        f"{_source(found.device, used)} Tokens per second; *peer*: {peer.name}; *before*: commit {found.before}.",
+    ]
 
 
 def steps(records: Sequence[Record]) -> list[str]:
@@ -119,11 +128,17 @@ def steps(records: Sequence[Record]) -> list[str]:
     by_op, rows = {o.op: o for o in one.ops}, []
     for step in found.step:
         if step.op not in by_op:
-            raise SpecError(f"{FILE.name}: step {step.op!r} is not in the profile of {record.commit[:9]}: {', '.join(by_op)}")
+            raise SpecError(
+                f"{FILE.name}: step {step.op!r} is not in the profile of {record.commit[:9]}: {', '.join(by_op)}"
+            )
         o = by_op[step.op]
-        rows.append((step.shown, str(o.calls), f"{step.before:.0f}", _us(o.us / o.calls), _us(o.floor_us / o.calls), step.what))
+        rows.append(
+            (step.shown, str(o.calls), f"{step.before:.0f}", _us(o.us / o.calls), _us(o.floor_us / o.calls), step.what)
+        )
     rest = [o for o in one.ops if o.op not in {s.op for s in found.step}]
-    rows.append(("the rest", str(sum(o.calls for o in rest)), "", f"{_us(_all(rest))} in all", _us(_all(rest, True)), ""))
+    rows.append(
+        ("the rest", str(sum(o.calls for o in rest)), "", f"{_us(_all(rest))} in all", _us(_all(rest, True)), "")
+    )
     words = ("step", "what changed")
     lines = table((words[0], "calls", "before, us each", "now, us each", "floor", words[1]), rows, words).markdown()
     total = f"{_all(one.ops) / 1e3:.2f} ms of the device in all; *floor*: at this run's copy probe, {one.copy_gb_s:,.0f} GB/s"
@@ -154,7 +169,9 @@ def _profile(records: Sequence[Record], found: Quoted) -> tuple[Record, Profile]
 
 def _source(device: str, used: Sequence[Record]) -> str:
     last = max(used, key=lambda r: r.date)
-    return f"{device}, {last.driver}, random weights of the published shapes, medians; commit {', '.join(_commits(used))}."
+    return (
+        f"{device}, {last.driver}, random weights of the published shapes, medians; commit {', '.join(_commits(used))}."
+    )
 
 
 def _commits(used: Sequence[Record]) -> list[str]:

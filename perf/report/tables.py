@@ -71,7 +71,15 @@ def ordered(found: Iterable[tuple[Record, Run]]) -> list[tuple[Record, Run]]:
 
     def place(item: tuple[Record, Run]) -> tuple[object, ...]:
         one = item[1]
-        return -sizes.get(one.model.split(",")[0], 0), one.model, one.dtype, one.phase, one.batch, one.context, str(one.key)
+        return (
+            -sizes.get(one.model.split(",")[0], 0),
+            one.model,
+            one.dtype,
+            one.phase,
+            one.batch,
+            one.context,
+            str(one.key),
+        )
 
     return sorted(found, key=place)
 
@@ -81,21 +89,50 @@ def measured(records: Iterable[Record], device: str) -> Table:
     peer, rows = load_peer(), []
     for i, (record, one) in enumerate(ordered(newest(records, device)), 1):
         most, theirs = ceiling_of(one, record.device), peer.of(one, record.device)
-        rows.append((
-            str(i), one.model, one.dtype, one.phase + (f", {one.tokens_per_submit} a submit" if one.tokens_per_submit > 1 else ""),
-            str(one.batch), str(one.context), f"{one.tokens_per_second:,.1f}", f"{one.spread:,.1f}",
-            f"{100 * one.tokens_per_second / most:.0f} %" if most else "-",
-            f"{100 * one.share:.0f} %" if one.share is not None else "-",
-            f"{theirs:,.1f}" if theirs else "-", f"{one.tokens_per_second / theirs:.2f}" if theirs else "-",
-            f"{one.host_us:.1f}" if one.host_us is not None else "-", record.commit[:9],
-        ))  # fmt: skip
-    heads = ("#", "model", "type", "phase", "B", "context", "tok/s", "spread", "of ceiling", "of probe", "peer", "times", "host us")
+        rows.append(
+            (
+                str(i),
+                one.model,
+                one.dtype,
+                one.phase + (f", {one.tokens_per_submit} a submit" if one.tokens_per_submit > 1 else ""),
+                str(one.batch),
+                str(one.context),
+                f"{one.tokens_per_second:,.1f}",
+                f"{one.spread:,.1f}",
+                f"{100 * one.tokens_per_second / most:.0f} %" if most else "-",
+                f"{100 * one.share:.0f} %" if one.share is not None else "-",
+                f"{theirs:,.1f}" if theirs else "-",
+                f"{one.tokens_per_second / theirs:.2f}" if theirs else "-",
+                f"{one.host_us:.1f}" if one.host_us is not None else "-",
+                record.commit[:9],
+            )
+        )
+    heads = (
+        "#",
+        "model",
+        "type",
+        "phase",
+        "B",
+        "context",
+        "tok/s",
+        "spread",
+        "of ceiling",
+        "of probe",
+        "peer",
+        "times",
+        "host us",
+    )
     return table((*heads, "commit"), rows, ("model", "type", "phase", "commit"))
 
 
 def ablation(found: Ablation) -> Table:
     rows = [
-        (w.name, *(f"{1e3 * s:.3f}" for s in (w.with_it, w.without)), *(f"{n:.2f}" for n in (w.times, w.low, w.high)), w.summary)
+        (
+            w.name,
+            *(f"{1e3 * s:.3f}" for s in (w.with_it, w.without)),
+            *(f"{n:.2f}" for n in (w.times, w.low, w.high)),
+            w.summary,
+        )
         for w in found.speedups
     ]
     words = ("optimisation", "what it is")
@@ -106,13 +143,25 @@ def profile(found: Profile) -> Table:
     """By operation, the longest first, then their sum."""
     device = sum(o.us for o in found.ops)
     rows = [
-        (o.op, str(o.calls), f"{o.us:,.1f}", f"{o.us / o.calls:.2f}", f"{100 * o.us / device:.1f} %",
-         f"{o.nbytes / o.us / 1e3:,.0f}", f"{o.flops / o.us / 1e6:.1f}", f"{o.floor_us:,.1f}", f"{o.us - o.floor_us:,.1f}")
-        for o in sorted(found.ops, key=lambda o: -o.us) if o.us
-    ]  # fmt: skip
+        (
+            o.op,
+            str(o.calls),
+            f"{o.us:,.1f}",
+            f"{o.us / o.calls:.2f}",
+            f"{100 * o.us / device:.1f} %",
+            f"{o.nbytes / o.us / 1e3:,.0f}",
+            f"{o.flops / o.us / 1e6:.1f}",
+            f"{o.floor_us:,.1f}",
+            f"{o.us - o.floor_us:,.1f}",
+        )
+        for o in sorted(found.ops, key=lambda o: -o.us)
+        if o.us
+    ]
     least, calls = sum(o.floor_us for o in found.ops), sum(o.calls for o in found.ops)
     rows.append(("all", str(calls), f"{device:,.1f}", "", "", "", "", f"{least:,.1f}", f"{device - least:,.1f}"))
-    return table(("operation", "calls", "us", "each", "share", "GB/s", "TFLOPS", "floor us", "lost us"), rows, ("operation",))
+    return table(
+        ("operation", "calls", "us", "each", "share", "GB/s", "TFLOPS", "floor us", "lost us"), rows, ("operation",)
+    )
 
 
 def what(found: Profile) -> str:

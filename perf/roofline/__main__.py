@@ -22,19 +22,34 @@ def parser() -> argparse.ArgumentParser:
         description="What a device sheet allows a model: time, bytes and operations by step and what bounds each. Modelled.",
     )
     p.add_argument("model", metavar="MODEL|NAME", help="a checkpoint, or a name of specs/models such as gemma3-27b")
-    p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="of specs/devices: h200, radeon-780m (radeon-780m)")
+    p.add_argument(
+        "--device", default="radeon-780m", metavar="SHEET", help="of specs/devices: h200, radeon-780m (radeon-780m)"
+    )
     p.add_argument("--type", default="q4_0", metavar="TYPE", help="storage type of a NAME's matrices (q4_0)")
     p.add_argument("--batch", type=_numbers, default=(1,), metavar="N,N", help="sequences at a time (1)")
     p.add_argument("--context", type=int, default=512, metavar="N", help="positions that each sequence holds (512)")
-    p.add_argument("--prefill", type=_numbers, metavar="N,N", help="instead of decoding: passes over prompts of so many tokens")
     p.add_argument(
-        "--precision", default="auto", choices=("auto", "exact", "fast"), metavar="NAME", help="auto, exact or fast (auto)"
+        "--prefill", type=_numbers, metavar="N,N", help="instead of decoding: passes over prompts of so many tokens"
     )
-    p.add_argument("--draft", metavar="NAME", help="also with this draft model, one sequence; lookup: guesses from the text itself")
-    p.add_argument("--draft-device", metavar="SHEET", help="that the draft runs on, sharing the memory (the model's own device)")
+    p.add_argument(
+        "--precision",
+        default="auto",
+        choices=("auto", "exact", "fast"),
+        metavar="NAME",
+        help="auto, exact or fast (auto)",
+    )
+    p.add_argument(
+        "--draft", metavar="NAME", help="also with this draft model, one sequence; lookup: guesses from the text itself"
+    )
+    p.add_argument(
+        "--draft-device", metavar="SHEET", help="that the draft runs on, sharing the memory (the model's own device)"
+    )
     p.add_argument("--draft-length", type=int, default=4, metavar="N", help="tokens drafted per pass (4)")
     p.add_argument(
-        "--acceptance", type=amount, metavar="A", help="chance that a drafted token is right (what the demonstration pair showed)"
+        "--acceptance",
+        type=amount,
+        metavar="A",
+        help="chance that a drafted token is right (what the demonstration pair showed)",
     )
     p.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline and the speeds by batch as SVG")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")

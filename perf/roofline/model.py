@@ -3,10 +3,12 @@
 Everything here is modelled, from the operations' cost expressions and a device sheet (specs/devices):
   ceiling   weights and caches cross memory once at its peak, all arithmetic runs at its peak, and both overlap fully;
             activations stay in caches, dispatches are free. A measurement above it is a mistake.
-  expected  each step takes the larger of its bytes (activations too) at the bandwidth that was reached and its operations
+  expected  each step takes the larger of its bytes (activations too) at the bandwidth that was reached and its
+  operations
             at the rate that was reached, one after another, and pays for its dispatches; a pass pays for its submit.
 Speculative decoding: k tokens are drafted one by one, one pass verifies all; with acceptance a it yields
-(1 - a^(k+1)) / (1 - a) tokens. A draft on another device runs ahead while a pass verifies; both read the memory that they share.
+(1 - a^(k+1)) / (1 - a) tokens. A draft on another device runs ahead while a pass verifies; both read the memory that
+they share.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ def modelled_sheet(name: str) -> DeviceSheet:
     lacking = _lacking(find_sheet(name))
     if lacking:
         able = ", ".join(modelled_sheets())
-        raise SpecError(f"specs/devices/{name}.toml: [peak] has no {lacking}, so no pass can be modelled on it; use {able}")
+        raise SpecError(
+            f"specs/devices/{name}.toml: [peak] has no {lacking}, so no pass can be modelled on it; use {able}"
+        )
     return find_sheet(name)
 
 
@@ -98,7 +102,8 @@ def estimate(work: Work, sheet: DeviceSheet, level: Level) -> Estimate:
     if level == "ceiling":  # memory and arithmetic overlap across steps
         memory = work.streamed / bandwidth(sheet, level)
         by_rate: dict[str, float] = {
-            r: sum(i.flops for i in work.items if i.rate == r) / rate(sheet, r, level) for r in {i.rate for i in work.items}
+            r: sum(i.flops for i in work.items if i.rate == r) / rate(sheet, r, level)
+            for r in {i.rate for i in work.items}
         }
         arithmetic = sum(by_rate.values())
         bound = "memory" if memory >= arithmetic else max(by_rate, key=lambda r: by_rate[r])
@@ -120,12 +125,17 @@ def _timed(item: Item, sheet: DeviceSheet, level: Level, times: dict[tuple[objec
 def _time(item: Item, sheet: DeviceSheet, level: Level) -> tuple[float, str]:
     """Seconds of a step, and what bounds it."""
     moved = item.nbytes if level == "expected" else item.nbytes - item.activations
-    parts: dict[str, float] = {"memory": moved / bandwidth(sheet, level), item.rate: item.flops / rate(sheet, item.rate, level)}
+    parts: dict[str, float] = {
+        "memory": moved / bandwidth(sheet, level),
+        item.rate: item.flops / rate(sheet, item.rate, level),
+    }
     busy = max(parts.values())
     waits = 0.0
     if level == "expected":
         drain = _cost(sheet, "drain_us")
-        waits = item.barriers * (drain if drain and busy > drain * item.barriers else _cost(sheet, "dependent_dispatch_us"))
+        waits = item.barriers * (
+            drain if drain and busy > drain * item.barriers else _cost(sheet, "dependent_dispatch_us")
+        )
         waits += (item.dispatches - item.barriers) * _cost(sheet, "independent_dispatch_us")
     bound = "dispatch" if waits > busy else max(parts, key=lambda p: parts[p])
     return busy + waits, bound
@@ -136,7 +146,8 @@ def _cost(sheet: DeviceSheet, name: str) -> float:
     return found.value * 1e-6 if found else 0.0
 
 
-# ----------------------------------------------------------------------------------------------------------- speculation
+# -----------------------------------------------------------------------------------------------------------
+# speculation
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """One sequence with `length` drafted tokens per pass, of which each is accepted with `acceptance`."""
@@ -162,8 +173,8 @@ class Speculation:
         return (1 - self.acceptance ** (self.length + 1)) / (1 - self.acceptance)
 
     def seconds(self, model: Subject, context: int, sheet: DeviceSheet, level: Level) -> float:
-        """Of one round: the draft's passes and the verification. SpecError for a second device that does not share the model's
-        memory: what it costs to bring tokens over is not modelled."""
+        """Of one round: the draft's passes and the verification. SpecError for a second device that does not share the
+        model's memory: what it costs to bring tokens over is not modelled."""
         verification = model.verify(self.length, context)
         verifying = estimate(verification, sheet, level).seconds
         if self.draft is None:
@@ -177,7 +188,8 @@ class Speculation:
         each, shared = at_least(draft, self.on, level), bandwidth(find_sheet(self.on.device.shares), level)
         if level == "ceiling":
             return max(verifying, self.length * each, (verification.streamed + self.length * draft.streamed) / shared)
-        # Beside a verification the token after its guesses is guessed too. What was drafted goes on from all of them, or is vain.
+        # Beside a verification the token after its guesses is guessed too. What was drafted goes on from all of them,
+        # or is vain.
         ahead, drafting, ready = self.length + 1, self.length * each, self.acceptance ** (self.length + 1)
         together = max(verifying, ahead * each, (verification.nbytes + ahead * draft.nbytes) / shared)
         waiting = verifying + drafting
@@ -199,7 +211,8 @@ def at_least(work: Work, sheet: DeviceSheet, level: Level) -> float:
     return total
 
 
-# --------------------------------------------------------------------------------------------------------------- command
+# ---------------------------------------------------------------------------------------------------------------
+# command
 def report(model: Subject, sheet: DeviceSheet, works: Sequence[Work], context: int) -> dict[str, Any]:
     """Everything as plain data; seconds, bytes, operations."""
     passes = []

@@ -20,7 +20,8 @@ def roofline_page(model: Subject, sheet: DeviceSheet, works: Sequence[Work], con
 
 
 def roof(model: Subject, sheet: DeviceSheet, works: Sequence[Work], context: int) -> Chart:
-    """Attainable operations per second over operations per byte; one point per operation and pass, at its expected speed."""
+    """Attainable operations per second over operations per byte; one point per operation and pass, at its expected
+    speed."""
     stream = bandwidth(sheet, "ceiling")
     rates: dict[Rate, float] = {}
     kinds: tuple[Rate, ...] = ("int8", "f16", "f32")
@@ -33,7 +34,12 @@ def roof(model: Subject, sheet: DeviceSheet, works: Sequence[Work], context: int
     x = Axis("operations per byte", 0.25, 4096, log=True)
     y = Axis("operations per second", stream * 0.1, top * 2.5, log=True)
     chart = Chart(
-        620, 430, f"{model.name} on {sheet.device.name}, context {context}", x, y, note="modelled; line: peak, point: expected"
+        620,
+        430,
+        f"{model.name} on {sheet.device.name}, context {context}",
+        x,
+        y,
+        note="modelled; line: peak, point: expected",
     )
     ridge = top / stream
     chart.line([(x.low, x.low * stream), (ridge, top)], 6)

@@ -1,4 +1,5 @@
-"""The work of one pass, as bytes and operations per step: from a plan. perf.roofline turns it into time on a device sheet.
+"""The work of one pass, as bytes and operations per step: from a plan. perf.roofline turns it into time on a device
+sheet.
 
 Operations are those of the specs' cost expressions (a multiply-add counts 2), bytes what must move to and from memory,
 each tensor touched once. Sizes are in bytes, contexts in positions.
@@ -81,8 +82,8 @@ class Subject(ABC):
 
     @abstractmethod
     def work(self, phase: Phase, rows: int, outs: int, context: int, slots: int, counted: bool = True) -> Work:
-        """A pass over `rows` rows of `slots` sequences that hold `context` positions each. Not `counted`: as if every step were
-        one dispatch, which a ceiling does not ask about and takes half of the time to find out."""
+        """A pass over `rows` rows of `slots` sequences that hold `context` positions each. Not `counted`: as if every
+        step were one dispatch, which a ceiling does not ask about and takes half of the time to find out."""
 
     @abstractmethod
     def memory(self, slots: int, context: int) -> int:
@@ -170,7 +171,11 @@ def subject(
 
 @lru_cache(maxsize=64)
 def _named(
-    name: str, dtype: str, by_class: tuple[tuple[str, str], ...], precision: PrecisionName, kv: CacheChoice,
+    name: str,
+    dtype: str,
+    by_class: tuple[tuple[str, str], ...],
+    precision: PrecisionName,
+    kv: CacheChoice,
     capabilities: frozenset[str],
 ) -> Planned:
     """One of each: it keeps the passes that were planned."""
@@ -234,16 +239,23 @@ def _activations(step: Step, used: Mapping[str, TensorDecl]) -> int:
     env: dict[str, Any] = {**step.bind, **op.attrs(step.bind, step.attrs)}
 
     def size(every: bool) -> float:
-        return op.cost.bytes.eval(env, lambda t: DTYPES[used[t].dtype].bits / 8 * (every or used[t].kind != "activation"))
+        return op.cost.bytes.eval(
+            env, lambda t: DTYPES[used[t].dtype].bits / 8 * (every or used[t].kind != "activation")
+        )
 
     return round(size(True) - size(False))
 
 
 def rate_of(step: Step, used: Mapping[str, TensorDecl], units: bool) -> Rate:
-    """What a step's products are made of: int8 codes, f16 numbers, or f32; by its tensors, and by what its specification
-    lets matrix units round, where the device has them."""
+    """What a step's products are made of: int8 codes, f16 numbers, or f32; by its tensors, and by what its
+    specification lets matrix units round, where the device has them."""
     rounded = load_op(step.op).numerics.matrices
-    if units and rounded and rounded.when.eval(step.bind) and all(used[k].dtype in d for k, d in rounded.dtypes.items()):
+    if (
+        units
+        and rounded
+        and rounded.when.eval(step.bind)
+        and all(used[k].dtype in d for k, d in rounded.dtypes.items())
+    ):
         return "f16"
     inputs = {used[k].dtype for k in ("x", "h") if k in used}
     matrix = any(d.kind == "weight" and len(d.shape) == 2 and not d.role for d in used.values())

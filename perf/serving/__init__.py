@@ -1,1 +1,2 @@
-"""A server and its scheduler, measured: what clients see, whether answers are right under load, what scheduling costs."""
+"""A server and its scheduler, measured: what clients see, whether answers are right under load, what scheduling
+costs."""

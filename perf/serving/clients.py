@@ -1,10 +1,11 @@
-"""python -m perf.serving.clients: what the clients of a running server see, in the figures of `hybrid.bench --requests`.
+"""python -m perf.serving.clients: what the clients of a running server see, in the figures of `hybrid.bench
+--requests`.
 
-The same seed draws the same requests as there: arrivals, prompts of token ids, lengths; an end of text ends nothing. Each has a
-connection of its own, open shortly before its time as that of a client which has asked before, and reads a stream. While the run
-lasts a client notes when bytes came and nothing else, and what they say is read afterwards, so that clients on the server's
-machine take little of it. A chunk of text may hold several tokens, or one may have no text yet: a stream's tokens are counted by
-its last chunk, and spread over the chunks in order.
+The same seed draws the same requests as there: arrivals, prompts of token ids, lengths; an end of text ends nothing.
+Each has a connection of its own, open shortly before its time as that of a client which has asked before, and reads a
+stream. While the run lasts a client notes when bytes came and nothing else, and what they say is read afterwards, so
+that clients on the server's machine take little of it. A chunk of text may hold several tokens, or one may have no text
+yet: a stream's tokens are counted by its last chunk, and spread over the chunks in order.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("url", metavar="URL", help="a running server on a loopback address, http://127.0.0.1:8000")
     p.add_argument("--key", default="", metavar="KEY", help="its API key")
     p.add_argument("--requests", type=positive, default=64, metavar="N", help="how many (64)")
-    p.add_argument("--warm", type=positive, metavar="N", help="short requests before the run, as many as slots (as --requests)")
+    p.add_argument(
+        "--warm", type=positive, metavar="N", help="short requests before the run, as many as slots (as --requests)"
+    )
     p.add_argument("--rate", type=amount, metavar="R", help="they arrive at R per second on average (all at once)")
     p.add_argument("--prompt-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of a prompt (128)")
     p.add_argument("--output-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of an answer (128)")
-    p.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="the first N tokens of all prompts are the same (0)")
+    p.add_argument(
+        "--shared-prefix", type=int, default=0, metavar="N", help="the first N tokens of all prompts are the same (0)"
+    )
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and tokens (0)")
     p.add_argument("--limit", type=amount, default=600.0, metavar="SECONDS", help="give up after this time (600)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -58,9 +63,13 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     to = urlsplit(args.url)
     if to.hostname not in ("127.0.0.1", "localhost", "::1") or to.scheme != "http" or to.port is None:
-        raise UsageError(f"{args.url}: load is for servers on a loopback address of this machine, http://127.0.0.1:PORT")
+        raise UsageError(
+            f"{args.url}: load is for servers on a loopback address of this machine, http://127.0.0.1:PORT"
+        )
     if not 0 <= args.shared_prefix < args.prompt_lengths[0]:
-        raise UsageError(f"--shared-prefix must be 0 or more, and less than the shortest prompt ({args.prompt_lengths[0]})")
+        raise UsageError(
+            f"--shared-prefix must be 0 or more, and less than the shortest prompt ({args.prompt_lengths[0]})"
+        )
     try:
         found = asyncio.run(asyncio.wait_for(_measured(args, to.hostname, to.port), args.limit))
     except asyncio.TimeoutError:
@@ -148,13 +157,20 @@ async def _metrics(host: str, port: int, key: str) -> Metrics:
 
 
 async def _serve(host: str, port: int, key: str, wanted: Sequence[Request]) -> tuple[float, list[Served]]:
-    """When the run began, as time.perf_counter() has it, and what came. The run begins when its first connections are open."""
+    """When the run began, as time.perf_counter() has it, and what came. The run begins when its first connections are
+    open."""
     early = [await _connection(host, port) if r.at < EARLY else None for r in wanted]
     begin = time.perf_counter()
 
     async def one(request: Request, connection: tuple[asyncio.Transport, Reader] | None) -> tuple[float, Reader]:
-        body = {"prompt": request.ids, "max_tokens": request.n, "ignore_eos": True, "temperature": 0, "stream": True,
-                "stream_options": {"include_usage": True}}  # fmt: skip
+        body = {
+            "prompt": request.ids,
+            "max_tokens": request.n,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         sent = _request(host, key, "POST", "/v1/completions", json.dumps(body).encode())
         if connection is None:
             await asyncio.sleep(max(0.0, begin + request.at - EARLY - time.perf_counter()))

@@ -1,10 +1,10 @@
 """python -m perf.serving.fuzz: a server under requests that nobody means, and whether it stays whole.
 
-Bodies grow from valid ones of every endpoint: values of another kind, keys that are gone, doubled or renamed, depth, length, odd
-numbers and texts, parts of other bodies, schemas with hostile keywords. Some are then sent in an odd way: cut, with a wrong length,
-in chunks, by other methods and versions, with odd heads, by clients that leave. All are drawn from a seed. No answer may be an
-error of the server, each refusal must be the declared object, /health must answer at all times, and in the end nothing may run and
-memory must be where it was after the first fifth of the requests.
+Bodies grow from valid ones of every endpoint: values of another kind, keys that are gone, doubled or renamed, depth,
+length, odd numbers and texts, parts of other bodies, schemas with hostile keywords. Some are then sent in an odd way:
+cut, with a wrong length, in chunks, by other methods and versions, with odd heads, by clients that leave. All are drawn
+from a seed. No answer may be an error of the server, each refusal must be the declared object, /health must answer at
+all times, and in the end nothing may run and memory must be where it was after the first fifth of the requests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ ENOUGH = 1000
 MANY = 40
 """Schemas that take the place of all that a server keeps compiled, so that its memory can be compared."""
 
-# ------------------------------------------------------------------------------------------------------------ valid bodies
+# ------------------------------------------------------------------------------------------------------------ valid
+# bodies
 
 SAY = {"role": "user", "content": "What is a file?"}
 PERSON = {
@@ -124,7 +125,9 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_
 
 
 def _format(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": strict}}}
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": strict}}
+    }
 
 
 def _item(tool: dict[str, Any]) -> dict[str, Any]:
@@ -132,14 +135,32 @@ def _item(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", **tool["function"]}
 
 
-CHAT, TEXT, RESPONSES, IDS, BACK = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"
+CHAT, TEXT, RESPONSES, IDS, BACK = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+)
 CORPUS: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, {"messages": [SAY], **USUAL}),
     (CHAT, {"messages": [SAY], **USUAL, **RARE, "n": 2, "logprobs": True, "top_logprobs": 3}),
     (CHAT, {"messages": [SAY], **STREAM, "max_completion_tokens": 2}),
     (CHAT, {"messages": HISTORY, "tools": [WEATHER, SEARCH], "tool_choice": "auto", "max_tokens": 2, **STREAM}),
-    (CHAT, {"messages": [SAY], "tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 2}),
-    (CHAT, {"messages": [SAY], "tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+    (
+        CHAT,
+        {
+            "messages": [SAY],
+            "tools": [WEATHER],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "max_tokens": 2,
+        },
+    ),
+    (
+        CHAT,
+        {"messages": [SAY], "tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    ),
     (CHAT, {"messages": [SAY], "max_tokens": 2, **_format(PERSON, True)}),
     (CHAT, {"messages": [SAY], "max_tokens": 2, **_format(LOOSE, False), "stream": True}),
     (CHAT, {"messages": [SAY], "max_tokens": 2, "response_format": {"type": "json_object"}, "tools": [WEATHER]}),
@@ -168,7 +189,10 @@ CORPUS: tuple[tuple[str, dict[str, Any]], ...] = (
         RESPONSES,
         {
             "input": [{"type": "message", "role": "user", "content": "A person."}],
-            "text": {"format": {"type": "json_schema", "name": "p", "schema": PERSON, "strict": True}, "verbosity": "low"},
+            "text": {
+                "format": {"type": "json_schema", "name": "p", "schema": PERSON, "strict": True},
+                "verbosity": "low",
+            },
             "include": ["message.output_text.logprobs"],
             "top_logprobs": 2,
             "reasoning": {"effort": "low", "summary": "auto"},
@@ -180,40 +204,180 @@ CORPUS: tuple[tuple[str, dict[str, Any]], ...] = (
     (BACK, {"tokens": [5, 77, 1000]}),
 )
 
-# --------------------------------------------------------------------------------------------------------- odd values, words
+# --------------------------------------------------------------------------------------------------------- odd values,
+# words
 
 TEXTS = (
-    "", "\0", "\x07\x1b[2J\x7f\x85", "\ud800", "a\udfff\ud800b", "\ufeff\u200b\u2028\u202e", "e\u0301" * 50, "👩‍👩‍👧‍👦" * 20,
-    "\U0010ffff\uffff\ufffe", "<start_of_turn>model\n", "<end_of_turn>", "<bos><eos><pad><unk>",
-    "<|tool_call>call:weather{place:<|\"|>x<|\"|>}<tool_call|>", '{"name": "weather", "parameters": {"place": "x"}}',
-    '[{"name": "weather", "parameters": ', "{{ 7 * 7 }}{% for a in b %}", "%s%n{0}{message}", "../../etc/passwd",
-    "a\r\nX-Injected: 1\r\n\r\n", "null", "#/$defs/a", "data: [DONE]\n\n", "한국어 العربية ไทย", " " * 3000, "\n" * 3000,
-    "ab" * 20_000, "9" * 5000,
-)  # fmt: skip
-NUMBERS = (0, -1, 1, 2, 0.5, -0.0, 2**31, -(2**31), 2**63, 2**64, -(2**63) - 1, 2**200, 1e308, -1e308, 5e-324, 4096, 1_000_000)
-TOKENS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1E400", "9" * 5000, "0." + "3" * 4000, "-0", "01", "1.", "+1", "0x10")
+    "",
+    "\0",
+    "\x07\x1b[2J\x7f\x85",
+    "\ud800",
+    "a\udfff\ud800b",
+    "\ufeff\u200b\u2028\u202e",
+    "e\u0301" * 50,
+    "👩‍👩‍👧‍👦" * 20,
+    "\U0010ffff\uffff\ufffe",
+    "<start_of_turn>model\n",
+    "<end_of_turn>",
+    "<bos><eos><pad><unk>",
+    '<|tool_call>call:weather{place:<|"|>x<|"|>}<tool_call|>',
+    '{"name": "weather", "parameters": {"place": "x"}}',
+    '[{"name": "weather", "parameters": ',
+    "{{ 7 * 7 }}{% for a in b %}",
+    "%s%n{0}{message}",
+    "../../etc/passwd",
+    "a\r\nX-Injected: 1\r\n\r\n",
+    "null",
+    "#/$defs/a",
+    "data: [DONE]\n\n",
+    "한국어 العربية ไทย",
+    " " * 3000,
+    "\n" * 3000,
+    "ab" * 20_000,
+    "9" * 5000,
+)
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    0.5,
+    -0.0,
+    2**31,
+    -(2**31),
+    2**63,
+    2**64,
+    -(2**63) - 1,
+    2**200,
+    1e308,
+    -1e308,
+    5e-324,
+    4096,
+    1_000_000,
+)
+TOKENS = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "-1e999",
+    "1E400",
+    "9" * 5000,
+    "0." + "3" * 4000,
+    "-0",
+    "01",
+    "1.",
+    "+1",
+    "0x10",
+)
 """Of numbers that are no JSON, or more than a float holds."""
-KINDS: tuple[Any, ...] = (None, True, False, 0, -1, 1.5, "", "a", [], {}, [[]], [None], {"a": None}, [1, "a"], {"type": "object"})
+KINDS: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    "",
+    "a",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": None},
+    [1, "a"],
+    {"type": "object"},
+)
 KEYS = (
-    "", "a", "type", "messages", "$ref", "schema", "stream", "name", "content", "\0", "é" * 100, "__class__", "model_config",
+    "",
+    "a",
+    "type",
+    "messages",
+    "$ref",
+    "schema",
+    "stream",
+    "name",
+    "content",
+    "\0",
+    "é" * 100,
+    "__class__",
+    "model_config",
     "k" * 300,
-)  # fmt: skip
+)
 PATTERNS = (
-    "(a{1000}){1000}", "(a|aa)+$", "^(?:(?:(?:a*)*)*)*$", "[", "(", "a{2,1}", "(?=a)b", "(a)\\1", "\\p{L}+", "\\u0000", "(?P<n>a)",
-    "[^\\s\\S]", "^$", "", ".*" * 500, "(" * 300 + "a" + ")" * 300, "|".join(f"w{i}" for i in range(2000)), "\\", "a{999999999}",
+    "(a{1000}){1000}",
+    "(a|aa)+$",
+    "^(?:(?:(?:a*)*)*)*$",
+    "[",
+    "(",
+    "a{2,1}",
+    "(?=a)b",
+    "(a)\\1",
+    "\\p{L}+",
+    "\\u0000",
+    "(?P<n>a)",
+    "[^\\s\\S]",
+    "^$",
+    "",
+    ".*" * 500,
+    "(" * 300 + "a" + ")" * 300,
+    "|".join(f"w{i}" for i in range(2000)),
+    "\\",
+    "a{999999999}",
     "(?i)straße",
-)  # fmt: skip
+)
 REFERENCES = (
-    "#", "#/", "#/$defs/a", "#/$defs/none", "#/$defs/a~", "#/$defs/%41", "#//", "", "a", "http://localhost/a", "#/anyOf/0",
-    "#/properties", "#/$ref", "#/enum/0", "#/required", "#/$defs/a~2b", "#" * 3000,
-)  # fmt: skip
+    "#",
+    "#/",
+    "#/$defs/a",
+    "#/$defs/none",
+    "#/$defs/a~",
+    "#/$defs/%41",
+    "#//",
+    "",
+    "a",
+    "http://localhost/a",
+    "#/anyOf/0",
+    "#/properties",
+    "#/$ref",
+    "#/enum/0",
+    "#/required",
+    "#/$defs/a~2b",
+    "#" * 3000,
+)
 TYPES: tuple[Any, ...] = (
-    "string", "number", "integer", "boolean", "null", "array", "object", "any", "", ["string", "null"], ["object"] * 9, [],
-)  # fmt: skip
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "regex", "x", "")
+    "string",
+    "number",
+    "integer",
+    "boolean",
+    "null",
+    "array",
+    "object",
+    "any",
+    "",
+    ["string", "null"],
+    ["object"] * 9,
+    [],
+)
+FORMATS = (
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+    "regex",
+    "x",
+    "",
+)
 COUNTS = (0, 1, 2, 1000, 10**6, 10**9, 2**64, -1, 1.0, 1.5)
 
-# ------------------------------------------------------------------------------------------------------------------ schemas
+# ------------------------------------------------------------------------------------------------------------------
+# schemas
 
 Draw = random.Random
 
@@ -221,7 +385,13 @@ Draw = random.Random
 def _small(draw: Draw) -> dict[str, Any]:
     kind = draw.choice(TYPES)
     return draw.choice(
-        ({}, {"type": kind}, {"$ref": draw.choice(REFERENCES)}, {"enum": [1, "a"]}, {"properties": {"a": {"type": kind}}})
+        (
+            {},
+            {"type": kind},
+            {"$ref": draw.choice(REFERENCES)},
+            {"enum": [1, "a"]},
+            {"properties": {"a": {"type": kind}}},
+        )
     )
 
 
@@ -230,17 +400,24 @@ def _several(draw: Draw) -> list[Any]:
 
 
 def _named(draw: Draw) -> dict[str, Any]:
-    return {draw.choice(("a", "b", "", "\ud800", "a~/b", "é", "$ref", "type")): _small(draw) for _ in range(draw.choice((0, 1, 3)))}
+    return {
+        draw.choice(("a", "b", "", "\ud800", "a~/b", "é", "$ref", "type")): _small(draw)
+        for _ in range(draw.choice((0, 1, 3)))
+    }
 
 
 WORDS: dict[str, Callable[[Draw], Any]] = {
     **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"), _named),
     **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), _several),
-    **dict.fromkeys(("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains"), _small),
+    **dict.fromkeys(
+        ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains"), _small
+    ),
     **dict.fromkeys(("propertyNames", "unevaluatedProperties", "unevaluatedItems", "contentSchema"), _small),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), lambda d: d.choice(COUNTS)),
     **dict.fromkeys(("minProperties", "maxProperties", "minContains", "maxContains"), lambda d: d.choice(COUNTS)),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), lambda d: d.choice(NUMBERS)),
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), lambda d: d.choice(NUMBERS)
+    ),
     "type": lambda d: d.choice(TYPES),
     "pattern": lambda d: d.choice(PATTERNS),
     "format": lambda d: d.choice(FORMATS),
@@ -314,7 +491,8 @@ HEAVY: tuple[Callable[[Draw], Any], ...] = (
 )
 """Schemas that cost a server seconds."""
 
-# ---------------------------------------------------------------------------------------------------------------- mutations
+# ----------------------------------------------------------------------------------------------------------------
+# mutations
 
 
 class Slot(NamedTuple):
@@ -406,7 +584,9 @@ def rename(d: Draft) -> None:
     slot = d.slot(lambda s: isinstance(s.within, dict))
     if isinstance(slot.within, dict):
         key = str(slot.key)
-        slot.within[d.draw.choice((*KEYS, key.upper(), key + " ", key[:-1], key.replace("_", "-")))] = slot.within.pop(slot.key)
+        slot.within[d.draw.choice((*KEYS, key.upper(), key + " ", key[:-1], key.replace("_", "-")))] = slot.within.pop(
+            slot.key
+        )
 
 
 def deep(d: Draft) -> None:
@@ -424,7 +604,10 @@ def long(d: Draft) -> None:
 def wide(d: Draft) -> None:
     slot, n = d.slot(lambda s: isinstance(s.value, dict)), d.draw.choice((10, 200, 1100, 10_000))
     if isinstance(slot.value, dict):
-        slot.value = {**slot.value, **{f"{d.draw.choice(('', 'a'))}{i}": d.draw.choice((0, None, "a")) for i in range(n)}}
+        slot.value = {
+            **slot.value,
+            **{f"{d.draw.choice(('', 'a'))}{i}": d.draw.choice((0, None, "a")) for i in range(n)},
+        }
 
 
 def graft(d: Draft) -> None:
@@ -459,13 +642,26 @@ def hostile(d: Draft) -> None:
     if found := _schemas(d):
         made = copy.deepcopy(d.draw.choice(HEAVY if d.draw.random() < 0.01 else HOSTILE)(d.draw))
         slot = d.draw.choice(found)
-        slot.value = made if slot.key != "parameters" or d.draw.random() < 0.5 else {"type": "object", "properties": {"a": made}}
+        slot.value = (
+            made if slot.key != "parameters" or d.draw.random() < 0.5 else {"type": "object", "properties": {"a": made}}
+        )
 
 
 MUTATIONS: dict[Callable[[Draft], None], int] = {
-    kind: 16, number: 10, text: 14, delete: 10, double: 6, rename: 6, deep: 3, long: 3, wide: 1, graft: 12, swap: 4, keyword: 10,
+    kind: 16,
+    number: 10,
+    text: 14,
+    delete: 10,
+    double: 6,
+    rename: 6,
+    deep: 3,
+    long: 3,
+    wide: 1,
+    graft: 12,
+    swap: 4,
+    keyword: 10,
     hostile: 5,
-}  # fmt: skip
+}
 """Ways to change a body, and how often in a hundred."""
 
 
@@ -473,7 +669,9 @@ def body_of(draw: Draw) -> tuple[str, str, list[str]]:
     """An address, a body's text, and how it was changed: not at all in one of twenty."""
     path, body = draw.choice(CORPUS)
     draft, done = Draft(draw, body), list[str]()
-    for mutation in draw.choices(list(MUTATIONS), list(MUTATIONS.values()), k=draw.choice((0, *[1] * 8, *[2] * 6, 3, 3, 4, 4, 8))):
+    for mutation in draw.choices(
+        list(MUTATIONS), list(MUTATIONS.values()), k=draw.choice((0, *[1] * 8, *[2] * 6, 3, 3, 4, 4, 8))
+    ):
         if isinstance(draft.body, dict) and draft.body:
             mutation(draft)
             done.append(mutation.__name__)
@@ -482,13 +680,15 @@ def body_of(draw: Draw) -> tuple[str, str, list[str]]:
     return path, draft.written(draft.body), done
 
 
-# --------------------------------------------------------------------------------------------------------------- on the wire
+# --------------------------------------------------------------------------------------------------------------- on the
+# wire
 
 
 @dataclass(frozen=True)
 class Request:
-    """sent: pieces, with a short pause between; answers: how many are asked for; leave: bytes of the answer after which the client
-    leaves (None: it takes all), after `pause` seconds, by a reset where `reset`; valid: 200 is the only right answer."""
+    """sent: pieces, with a short pause between; answers: how many are asked for; leave: bytes of the answer after which
+    the client leaves (None: it takes all), after `pause` seconds, by a reset where `reset`; valid: 200 is the only
+    right answer."""
 
     about: str
     sent: tuple[bytes, ...]
@@ -554,7 +754,9 @@ def chunked(draw: Draw, path: str, body: bytes) -> Request:
 
 
 def broken_chunks(draw: Draw, path: str, body: bytes) -> Request:
-    size = draw.choice((b"-1", b"g", b"", b"0x5", b"ffffffffffffffff", b"fffffffffffffffffffff", b"5 ", b"\0", b"1" * 5000))
+    size = draw.choice(
+        (b"-1", b"g", b"", b"0x5", b"ffffffffffffffff", b"fffffffffffffffffffff", b"5 ", b"\0", b"1" * 5000)
+    )
     coding = draw.choice(("chunked", "Chunked", "gzip, chunked", "chunked, chunked", "identity", "chunked\x0b", "x"))
     sent = head("POST", path, [HOST, CLOSE, JSON, ("Transfer-Encoding", coding)])
     good = b"%x\r\n%b\r\n" % (len(body), body) if draw.random() < 0.5 else b""
@@ -567,7 +769,20 @@ def length(draw: Draw, path: str, body: bytes) -> Request:
         [draw.choice((str(n + 1), str(n + 3000), str(max(0, n - 1)), str(n // 2), "0"))],
         [
             draw.choice(
-                ("-1", "+5", "1e3", "", "a", "0x10", str(n) + " ", "0" * 30 + str(n), "9" * 30, "1, 2", str(5 << 20), str(2**63))
+                (
+                    "-1",
+                    "+5",
+                    "1e3",
+                    "",
+                    "a",
+                    "0x10",
+                    str(n) + " ",
+                    "0" * 30 + str(n),
+                    "9" * 30,
+                    "1, 2",
+                    str(5 << 20),
+                    str(2**63),
+                )
             )
         ],
         [str(n), str(n)],
@@ -591,7 +806,21 @@ def _left(draw: Draw, about: str, sent: tuple[bytes, ...], patient: float = 0.1)
     return Request(about, sent, leave=0, pause=draw.choice((0.0, 0.0, 0.01, 0.05)), reset=draw.random() < 0.3)
 
 
-METHODS = ("GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "post", "FOO", "PROPFIND", "M" * 300, "GE\tT", "")
+METHODS = (
+    "GET",
+    "HEAD",
+    "PUT",
+    "PATCH",
+    "DELETE",
+    "OPTIONS",
+    "TRACE",
+    "post",
+    "FOO",
+    "PROPFIND",
+    "M" * 300,
+    "GE\tT",
+    "",
+)
 
 
 def method(draw: Draw, path: str, body: bytes) -> Request:
@@ -603,12 +832,38 @@ def method(draw: Draw, path: str, body: bytes) -> Request:
 
 
 ADDRESSES = (
-    "/", "//", "/v1", "/v1/", "/v1/models/", "/v1/models/a", "/v1/models/%ff%00", "/v1/models/../models",
-    "/v1/models/" + "a" * 5000, "/page/../../../etc/passwd", "/page/..%2f..%2fetc%2fpasswd", "/page/%2e%2e/app.js", "/page/\\..\\a",
-    "/docs", "/redoc", "/favicon.ico", "/health?a=" + "b" * 9000, "/health#a", "/HEALTH", "/health/", "/health%20", "/%68ealth",
-    "*", "http://localhost/health", "http://elsewhere/health", "health", "/v1/models/é", "/v1/models/\ud83d", "/a b", "/\x01",
+    "/",
+    "//",
+    "/v1",
+    "/v1/",
+    "/v1/models/",
+    "/v1/models/a",
+    "/v1/models/%ff%00",
+    "/v1/models/../models",
+    "/v1/models/" + "a" * 5000,
+    "/page/../../../etc/passwd",
+    "/page/..%2f..%2fetc%2fpasswd",
+    "/page/%2e%2e/app.js",
+    "/page/\\..\\a",
+    "/docs",
+    "/redoc",
+    "/favicon.ico",
+    "/health?a=" + "b" * 9000,
+    "/health#a",
+    "/HEALTH",
+    "/health/",
+    "/health%20",
+    "/%68ealth",
+    "*",
+    "http://localhost/health",
+    "http://elsewhere/health",
+    "health",
+    "/v1/models/é",
+    "/v1/models/\ud83d",
+    "/a b",
+    "/\x01",
     "/?" + "&".join(f"a{i}=1" for i in range(2000)),
-)  # fmt: skip
+)
 
 
 def address(draw: Draw, path: str, body: bytes) -> Request:
@@ -670,20 +925,38 @@ def headers(draw: Draw, path: str, body: bytes) -> Request:
 
 
 VERSIONS = (
-    "HTTP/1.0", "HTTP/1.0", "HTTP/1.0", "HTTP/0.9", "HTTP/1.2", "HTTP/2.0", "HTTP/3", "HTTP/1.1 ", "http/1.1", "HTTP/11", "",
-)  # fmt: skip
+    "HTTP/1.0",
+    "HTTP/1.0",
+    "HTTP/1.0",
+    "HTTP/0.9",
+    "HTTP/1.2",
+    "HTTP/2.0",
+    "HTTP/3",
+    "HTTP/1.1 ",
+    "http/1.1",
+    "HTTP/11",
+    "",
+)
 
 
 def version(draw: Draw, path: str, body: bytes) -> Request:
-    lines = [*([HOST] if draw.random() < 0.5 else []), *([CLOSE] if draw.random() < 0.7 else [("Connection", "keep-alive")])]
+    lines = [
+        *([HOST] if draw.random() < 0.5 else []),
+        *([CLOSE] if draw.random() < 0.7 else [("Connection", "keep-alive")]),
+    ]
     sent = head("POST", path, [*lines, JSON, ("Content-Length", str(len(body)))], draw.choice(VERSIONS)) + body
     return Request("version", (sent,))
 
 
 NOISE = (
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9), b"\r\n\r\n\r\n",
-    b"\0" * 300, b"GET /\r\n\r\n", b"SSH-2.0-x\r\n\r\n", b"{}\r\n\r\n",
-)  # fmt: skip
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9),
+    b"\r\n\r\n\r\n",
+    b"\0" * 300,
+    b"GET /\r\n\r\n",
+    b"SSH-2.0-x\r\n\r\n",
+    b"{}\r\n\r\n",
+)
 
 
 def noise(draw: Draw, path: str, body: bytes) -> Request:
@@ -699,14 +972,18 @@ def noise(draw: Draw, path: str, body: bytes) -> Request:
 def leaving(draw: Draw, path: str, body: bytes) -> Request:
     """Leaves in the middle of an answer, or while it is made."""
     after = draw.choice((0, 1, 200, 600, 1500))
-    return Request("leaving", (_post(path, body),), leave=after, pause=draw.choice((0.0, 0.002, 0.02)), reset=draw.random() < 0.5)
+    return Request(
+        "leaving", (_post(path, body),), leave=after, pause=draw.choice((0.0, 0.002, 0.02)), reset=draw.random() < 0.5
+    )
 
 
 def encoding(draw: Draw, path: str, body: bytes) -> Request:
     said = json.dumps(json.loads(body), ensure_ascii=False) if _is_object(body) else body.decode("utf-8", "replace")
     name = draw.choice(("utf-8", "utf-8", "utf-8-sig", "utf-16", "utf-32", "latin-1"))
     made = said.encode(name, "surrogatepass" if name.startswith("utf") else "replace")
-    return Request("encoding", (_post(path, draw.choice((made, made + b"\n\n", made + b"\0", made + made, b" " * 2000 + made))),))
+    return Request(
+        "encoding", (_post(path, draw.choice((made, made + b"\n\n", made + b"\0", made + made, b" " * 2000 + made))),)
+    )
 
 
 def large(draw: Draw, path: str, body: bytes) -> Request:
@@ -719,9 +996,22 @@ def large(draw: Draw, path: str, body: bytes) -> Request:
 
 
 FORMS: dict[Callable[[Draw, str, bytes], Request], int] = {
-    plain: 700, pieces: 30, two: 30, chunked: 40, broken_chunks: 15, length: 25, cut: 20, method: 20, address: 25, headers: 50,
-    version: 15, noise: 20, leaving: 60, encoding: 15, large: 1,
-}  # fmt: skip
+    plain: 700,
+    pieces: 30,
+    two: 30,
+    chunked: 40,
+    broken_chunks: 15,
+    length: 25,
+    cut: 20,
+    method: 20,
+    address: 25,
+    headers: 50,
+    version: 15,
+    noise: 20,
+    leaving: 60,
+    encoding: 15,
+    large: 1,
+}
 """Ways to send a body, and how often in about a thousand."""
 
 
@@ -732,10 +1022,13 @@ def request_of(seed: int, n: int) -> Request:
     form = draw.choices(list(FORMS), list(FORMS.values()))[0]
     made = form(draw, path, said.encode())
     about = f"{n} of seed {seed}: {path}, {made.about}{''.join(f', {word}' for word in done)}"
-    return Request(**{**vars(made), "about": about, "valid": made.about in ("plain", "pieces", "chunked", "two") and not done})
+    return Request(
+        **{**vars(made), "about": about, "valid": made.about in ("plain", "pieces", "chunked", "two") and not done}
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------ answers
+# ------------------------------------------------------------------------------------------------------------------
+# answers
 
 
 class Answer(NamedTuple):
@@ -780,7 +1073,8 @@ async def _joined(reader: asyncio.StreamReader) -> bytes:
 
 
 async def ask(host: str, port: int, request: Request) -> list[Answer] | None:
-    """What came; None to a client that left. Broken, OSError or asyncio's own errors where the answers are not whole."""
+    """What came; None to a client that left. Broken, OSError or asyncio's own errors where the answers are not
+    whole."""
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
     sending = asyncio.ensure_future(_send(writer, request.sent))
     try:
@@ -813,7 +1107,8 @@ async def _send(writer: asyncio.StreamWriter, sent: Sequence[bytes]) -> None:
             await writer.drain()
 
 
-# --------------------------------------------------------------------------------------------------------------- judgements
+# ---------------------------------------------------------------------------------------------------------------
+# judgements
 
 BUSY = (429, 503)
 REFUSALS = (400, 401, 403, 404, 405, 408, 413, 429, 431, 503)
@@ -925,10 +1220,13 @@ def _streamed(request: Request, body: bytes) -> str | None:
         return None
     if error.get("code") == "internal_error":
         return f"a stream failed: {error}"
-    return _error(request, {"error": {"type": "error", **{k: error.get(k) for k in ("message", "type", "param", "code")}}})
+    return _error(
+        request, {"error": {"type": "error", **{k: error.get(k) for k in ("message", "type", "param", "code")}}}
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------------- runs
+# ---------------------------------------------------------------------------------------------------------------------
+# runs
 
 
 @dataclass
@@ -1044,7 +1342,8 @@ async def _settled(host: str, port: int) -> dict[str, float]:
 
 
 async def _memory(to: Server) -> int:
-    """Resident bytes once nothing runs: of the process and those below it, or where its number is not known what /metrics says."""
+    """Resident bytes once nothing runs: of the process and those below it, or where its number is not known what
+    /metrics says."""
     if to.process is None:
         return int((await _settled(to.host, to.port)).get("process_resident_memory_bytes", 0))
     for n in range(MANY):
@@ -1107,7 +1406,9 @@ async def _ready(host: str, port: int) -> dict[str, float]:
 
 def _compare(found: Found, before: dict[str, float], after: dict[str, float]) -> None:
     if after["hybrid_running"] or after["hybrid_waiting"]:
-        found.wrong.append((f"{after['hybrid_running']:.0f} requests still run and {after['hybrid_waiting']:.0f} wait", []))
+        found.wrong.append(
+            (f"{after['hybrid_running']:.0f} requests still run and {after['hybrid_waiting']:.0f} wait", [])
+        )
     if before.get("process_start_time_seconds") != after.get("process_start_time_seconds"):
         found.wrong.append(("the process is another one than before", []))
     if found.memory and found.memory[-1] - found.memory[0] > GROWTH:
@@ -1118,8 +1419,22 @@ def _compare(found: Found, before: dict[str, float], after: dict[str, float]) ->
 @contextlib.contextmanager
 def _server() -> Iterator[Server]:
     """A server of its own, with the embedded model."""
-    options = ["--device", "cpu", "--slots", "8", "--ctx", "512", "--queue", "64", "--max-tokens", "2", "--idle", "5", "--total",
-               "60"]  # fmt: skip
+    options = [
+        "--device",
+        "cpu",
+        "--slots",
+        "8",
+        "--ctx",
+        "512",
+        "--queue",
+        "64",
+        "--max-tokens",
+        "2",
+        "--idle",
+        "5",
+        "--total",
+        "60",
+    ]
     command = [sys.executable, "-m", "hybrid.serve", *options, "--port", "0"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -1150,7 +1465,8 @@ def _told(to: Server, found: Found) -> None:
         found.wrong.append((f"the log says: {line[:300]}", []))
 
 
-# ------------------------------------------------------------------------------------------------------------------ command
+# ------------------------------------------------------------------------------------------------------------------
+# command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -1171,7 +1487,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn (0)")
     p.add_argument("--stall", type=amount, default=0.5, metavar="SECONDS", help="longest wait for /health (0.5)")
     p.add_argument("--limit", type=amount, default=7200.0, metavar="SECONDS", help="give up after this time (7200)")
-    p.add_argument("--replay", type=Path, metavar="FILE", help="send the requests of a file that this command has written")
+    p.add_argument(
+        "--replay", type=Path, metavar="FILE", help="send the requests of a file that this command has written"
+    )
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
 

@@ -1,8 +1,9 @@
 """python -m perf.serving.load: a server under load, and whether every answer is right.
 
-Requests of a fixed seed, many at a time, against a server on this machine: whole and streamed answers, clients that leave in the
-middle or at once, bodies that are broken, keys that are wrong, fields that cannot be. Each text must equal the one that the same
-request got alone, each refusal must be the declared one, and in the end blocks and memory must be where they were.
+Requests of a fixed seed, many at a time, against a server on this machine: whole and streamed answers, clients that
+leave in the middle or at once, bodies that are broken, keys that are wrong, fields that cannot be. Each text must equal
+the one that the same request got alone, each refusal must be the declared one, and in the end blocks and memory must be
+where they were.
 """
 
 from __future__ import annotations
@@ -61,12 +62,16 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit code 1 where a text differs, a refusal is not the declared one, or blocks or memory do not come back.",
     )
     p.add_argument(
-        "--url", metavar="URL", help="a running server on a loopback address (starts one with the embedded model on cpu)"
+        "--url",
+        metavar="URL",
+        help="a running server on a loopback address (starts one with the embedded model on cpu)",
     )
     p.add_argument("--key", metavar="KEY", help="its API key")
     p.add_argument("--requests", type=positive, default=1000, metavar="N", help="how many (1000)")
     p.add_argument("--at-a-time", type=positive, default=16, metavar="N", help="open at any time (16)")
-    p.add_argument("--texts", type=positive, default=40, metavar="N", help="different requests, each run alone first (40)")
+    p.add_argument(
+        "--texts", type=positive, default=40, metavar="N", help="different requests, each run alone first (40)"
+    )
     p.add_argument("--most", type=positive, default=16, metavar="N", help="most tokens of an answer (16)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (0)")
     p.add_argument("--limit", type=amount, default=1800.0, metavar="SECONDS", help="give up after this time (1800)")
@@ -94,10 +99,24 @@ def _main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _server() -> Iterator[str]:
-    """A server of its own: the embedded model on cpu, in float32, where a sum that is added up in another order rounds to
-    another text so rarely that one is worth a look."""
-    command = [sys.executable, "-m", "hybrid.serve", "--device", "cpu", "--precision", "exact", "--slots", "8", "--ctx", "256"]
-    process = subprocess.Popen([*command, "--port", "0", "--api-key", KEY], stderr=subprocess.PIPE, text=True, env={**os.environ})
+    """A server of its own: the embedded model on cpu, in float32, where a sum that is added up in another order rounds
+    to another text so rarely that one is worth a look."""
+    command = [
+        sys.executable,
+        "-m",
+        "hybrid.serve",
+        "--device",
+        "cpu",
+        "--precision",
+        "exact",
+        "--slots",
+        "8",
+        "--ctx",
+        "256",
+    ]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--api-key", KEY], stderr=subprocess.PIPE, text=True, env={**os.environ}
+    )
     try:
         assert process.stderr is not None
         first = process.stderr.readline()
@@ -198,7 +217,9 @@ async def _refused(client: httpx.AsyncClient, found: Found, kind: str, body: dic
         found.wrong.append(f"{kind}: {answer.status_code} {error}")
 
 
-async def _streamed(client: httpx.AsyncClient, found: Found, kind: str, body: dict[str, Any], text: str, count: int) -> None:
+async def _streamed(
+    client: httpx.AsyncClient, found: Found, kind: str, body: dict[str, Any], text: str, count: int
+) -> None:
     began, got, events, ended = time.perf_counter(), "", 0, False
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         if kind == "leave at once":

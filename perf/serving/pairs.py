@@ -1,10 +1,11 @@
 """python -m perf.serving.pairs: what the server adds to its engine, both measured in turn on one loaded model.
 
-Each round draws requests, all at once, and sends them first to the engine (`Model.submit`, read by asyncio in this process), then
-through HTTP to a server in this process (perf.serving.clients, in a process of its own). Beside the figures of both stand the
-stations of a request on its way to the first token, on the machine's one monotonic clock since the first was sent: when the
-application was called, when it was submitted to the engine, when its first pass was prepared, when its first token was handed out,
-and when its reader had it. Each is a quantile over the requests of its own, so that differences say where time goes.
+Each round draws requests, all at once, and sends them first to the engine (`Model.submit`, read by asyncio in this
+process), then through HTTP to a server in this process (perf.serving.clients, in a process of its own). Beside the
+figures of both stand the stations of a request on its way to the first token, on the machine's one monotonic clock
+since the first was sent: when the application was called, when it was submitted to the engine, when its first pass was
+prepared, when its first token was handed out, and when its reader had it. Each is a quantile over the requests of its
+own, so that differences say where time goes.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ LIMIT = 600.0
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.serving.pairs", description="Measure an engine and the server in front of it in turn.")
+    p = Parser(
+        prog="python -m perf.serving.pairs", description="Measure an engine and the server in front of it in turn."
+    )
     add_model(p)
     add_devices(p)
     p.add_argument("--slots", type=positive, default=32, metavar="N", help="sequences that run at a time (32)")
     p.add_argument("--requests", type=positive, default=64, metavar="N", help="of each round, all at once (64)")
     p.add_argument("--prompt-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of a prompt (128)")
     p.add_argument("--output-lengths", type=span, default=(128, 128), metavar="A,B", help="tokens of an answer (128)")
-    p.add_argument("--pairs", type=positive, default=3, metavar="N", help="rounds of both (3), after one of the engine to warm up")
+    p.add_argument(
+        "--pairs", type=positive, default=3, metavar="N", help="rounds of both (3), after one of the engine to warm up"
+    )
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of the first round's tokens (0)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
@@ -95,14 +100,26 @@ def _main(args: argparse.Namespace) -> int:
     import hybrid
 
     ctx = args.prompt_lengths[1] + args.output_lengths[1] + 1
-    with hybrid.load(open_model(args), args.device, args.schedule, ctx=ctx, slots=args.slots, queue=1024, npu=args.npu,
-                     progress=sys.stderr.isatty(), warm=True) as model:  # fmt: skip
+    with hybrid.load(
+        open_model(args),
+        args.device,
+        args.schedule,
+        ctx=ctx,
+        slots=args.slots,
+        queue=1024,
+        npu=args.npu,
+        progress=sys.stderr.isatty(),
+        warm=True,
+    ) as model:
         stations = Stations(model.submit)
         setattr(model, "submit", stations.submit)  # noqa: B010 (of another signature than the method)
         with _server(model, stations) as url:
             _engine(args, model, stations, args.seed + 1000)
             rounds = [
-                (_engine(args, model, stations, args.seed + 2 * i), _clients(args, url, stations, args.seed + 2 * i + 1))
+                (
+                    _engine(args, model, stations, args.seed + 2 * i),
+                    _clients(args, url, stations, args.seed + 2 * i + 1),
+                )
                 for i in range(args.pairs)
             ]
         about = f"{model.checkpoint.name} on {model.device}: {args.requests} requests, {args.slots} at a time"
@@ -151,9 +168,20 @@ def _engine(args: argparse.Namespace, model: Any, stations: Stations, seed: int)
 
 def _clients(args: argparse.Namespace, url: str, stations: Stations, seed: int) -> dict[str, Any]:
     stations.clear()
-    lengths = [f"--{k}-lengths={a},{b}" for k, (a, b) in (("prompt", args.prompt_lengths), ("output", args.output_lengths))]
-    command = [sys.executable, "-m", "hybrid.perf.serving.clients", url, f"--requests={args.requests}", f"--warm={args.slots}",
-               *lengths, f"--seed={seed}", "--json"]  # fmt: skip
+    lengths = [
+        f"--{k}-lengths={a},{b}" for k, (a, b) in (("prompt", args.prompt_lengths), ("output", args.output_lengths))
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "hybrid.perf.serving.clients",
+        url,
+        f"--requests={args.requests}",
+        f"--warm={args.slots}",
+        *lengths,
+        f"--seed={seed}",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     if done.returncode:
         raise RuntimeError(f"perf.serving.clients ended with {done.returncode}: {done.stderr.strip()[-300:]}")
@@ -172,13 +200,17 @@ def text(about: str, rounds: Sequence[tuple[dict[str, Any], dict[str, Any]]]) ->
 
     lines += [f"{i + 1:<8}{cells([e])}{cells([s])}" for i, (e, s) in enumerate(rounds)]
     lines.append(f"{'median':8}{cells([e for e, _ in rounds])}{cells([s for _, s in rounds])}")
-    lines.append(f"{'since the first was sent':26}{'engine p5':>10}{'p50':>8}{'p95 ms':>8}{'server p5':>11}{'p50':>8}{'p95 ms':>8}")
+    lines.append(
+        f"{'since the first was sent':26}{'engine p5':>10}{'p50':>8}{'p95 ms':>8}{'server p5':>11}{'p50':>8}{'p95 ms':>8}"
+    )
     for station in STATIONS:
         row = f"{station:26}"
         for side, width in ((0, 10), (1, 11)):
             seen = [pair[side]["stations_ms"].get(station) for pair in rounds]
-            row += "".join(f"{statistics.median(s[q] for s in seen):{w}.1f}" if all(seen) else f"{'':{w}}"
-                           for q, w in (("p5", width), ("p50", 8), ("p95", 8)))  # fmt: skip
+            row += "".join(
+                f"{statistics.median(s[q] for s in seen):{w}.1f}" if all(seen) else f"{'':{w}}"
+                for q, w in (("p5", width), ("p50", 8), ("p95", 8))
+            )
         lines.append(row)
     return lines
 

@@ -1,5 +1,5 @@
-"""What an engine's thread costs the host for each pass while asyncio reads every token, without a device: the passes are submitted
-to one that does nothing and answers after a time."""
+"""What an engine's thread costs the host for each pass while asyncio reads every token, without a device: the passes
+are submitted to one that does nothing and answers after a time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def measure(rows: int, passes: int) -> Spent:
 
 async def _read(serving: Serving, rows: int, count: int) -> None:
     async def one(i: int) -> int:
-        handle = serving.submit([(7 * i + j) % VOCAB for j in range(PROMPT)], Options(max_tokens=count, ignore_eos=True))
+        handle = serving.submit(
+            [(7 * i + j) % VOCAB for j in range(PROMPT)], Options(max_tokens=count, ignore_eos=True)
+        )
         return sum([len(event.ids) async for event in handle.aevents()])
 
     found = await asyncio.gather(*(one(i) for i in range(rows)))

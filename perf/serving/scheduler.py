@@ -1,8 +1,8 @@
 """python -m perf.serving.scheduler: what the scheduler costs the host for each pass, without any device.
 
-Method: B sequences of 200 to 231 tokens decode in blocks of 32 positions, with local layers of a window of 1024; the process's
-time (of the processor, not of the clock) of each call over the passes after the first 40. Blocks are full every 32 passes of
-a sequence, and sequences are staggered, so the mean has its share of sealing and growing.
+Method: B sequences of 200 to 231 tokens decode in blocks of 32 positions, with local layers of a window of 1024; the
+process's time (of the processor, not of the clock) of each call over the passes after the first 40. Blocks are full
+every 32 passes of a sequence, and sequences are staggered, so the mean has its share of sealing and growing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def measure(rows: int, passes: int) -> dict[str, list[float]]:
     blocks = Blocks([Group("global", rows * CTX // BLOCK), Group("local", rows * (WINDOW // BLOCK + 2), WINDOW)], BLOCK)
     scheduler = Scheduler(blocks, Limits(rows, CTX, rows + 2048))
     for i in range(rows):
-        scheduler.add(Stream(i, [(7 * i + j) % 1000 for j in range(PROMPT + i % BLOCK)], passes + 2 * WARM, ends=[5000]))
+        scheduler.add(
+            Stream(i, [(7 * i + j) % 1000 for j in range(PROMPT + i % BLOCK)], passes + 2 * WARM, ends=[5000])
+        )
     spent: dict[str, list[float]] = {"schedule": [], "arrays": [], "commit": []}
     clock, flights = time.process_time_ns, list[Pass]()
     for _ in range(passes + WARM):
@@ -51,10 +53,15 @@ def measure(rows: int, passes: int) -> dict[str, list[float]]:
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(
-        prog="python -m perf.serving.scheduler", description="Processor time of the scheduler for each pass, without a device."
+        prog="python -m perf.serving.scheduler",
+        description="Processor time of the scheduler for each pass, without a device.",
     )
-    p.add_argument("--rows", type=positive, nargs="+", default=[1, 32, 256], metavar="N", help="decoding rows (1 32 256)")
-    p.add_argument("--readers", action="store_true", help="instead: the engine's thread, while asyncio reads every token")
+    p.add_argument(
+        "--rows", type=positive, nargs="+", default=[1, 32, 256], metavar="N", help="decoding rows (1 32 256)"
+    )
+    p.add_argument(
+        "--readers", action="store_true", help="instead: the engine's thread, while asyncio reads every token"
+    )
     p.add_argument("--passes", type=positive, default=320, metavar="N", help="of each (320)")
     return p
 

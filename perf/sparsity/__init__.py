@@ -1,9 +1,10 @@
-"""What sparse feed-forwards (Gemma 3n's first layers) need of their weights: measured on a text, and what leaving out the rest
-saves a device, modelled.
+"""What sparse feed-forwards (Gemma 3n's first layers) need of their weights: measured on a text, and what leaving out
+the rest saves a device, modelled.
 
-A row of up is needed where some token of a pass has a gate above its threshold, a column of down where some token's activation
-is not zero as it is stored. A pass reads the union of what its tokens need. Two kinds of tokens are looked at: of texts that have
-nothing to do with one another (a batch), and consecutive ones of a text (guesses that are verified).
+A row of up is needed where some token of a pass has a gate above its threshold, a column of down where some token's
+activation is not zero as it is stored. A pass reads the union of what its tokens need. Two kinds of tokens are looked
+at: of texts that have nothing to do with one another (a batch), and consecutive ones of a text (guesses that are
+verified).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Saved:
 
 
 def unions(above: Sequence[Layers], active: Sequence[Layers], seed: int = 0) -> list[Union]:
-    """Of texts: which gates are above their threshold, and which activations are not zero. ValueError for a text shorter than the
-    largest pass."""
+    """Of texts: which gates are above their threshold, and which activations are not zero. ValueError for a text
+    shorter than the largest pass."""
     most, lengths = TOGETHER[-1], [len(text[0]) for text in above]
     if min(lengths, default=0) < most:
         raise ValueError(f"texts of {most} tokens or more are needed, the shortest has {min(lengths, default=0)}")
@@ -83,7 +84,9 @@ def _share(needed: Sequence[np.ndarray]) -> float:
     return sum(int(n.sum()) for n in needed) / sum(n.size for n in needed)
 
 
-def saved(found: Sequence[Union], model: Subject, hp: HParams, dtype: str, context: int, sheet: DeviceSheet) -> list[Saved]:
+def saved(
+    found: Sequence[Union], model: Subject, hp: HParams, dtype: str, context: int, sheet: DeviceSheet
+) -> list[Saved]:
     """For the sizes of `hp` with matrices of `dtype`, at the bandwidth that was reached."""
     layers = [x for x in hp.layers if x.sparsity]
     codes, scales = _bytes(dtype)
@@ -92,7 +95,11 @@ def saved(found: Sequence[Union], model: Subject, hp: HParams, dtype: str, conte
     result = []
     for u in found:
         as_declared = estimate(model.decode(u.tokens, context), sheet, "expected").seconds  # part of up only
-        unread = sum(x.ffn * hp.hidden * (1 - min(1.0, u.tokens * (1 - x.sparsity))) for x in layers) * (codes + scales) / rate
+        unread = (
+            sum(x.ffn * hp.hidden * (1 - min(1.0, u.tokens * (1 - x.sparsity))) for x in layers)
+            * (codes + scales)
+            / rate
+        )
         up = elements * (codes + scales) * (1 - u.up) / rate
         down = elements * (codes * (1 - u.down) + scales * (1 - u.blocks)) / rate
         result.append(Saved(u.tokens, as_declared + unread, up, down))

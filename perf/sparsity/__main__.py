@@ -1,7 +1,8 @@
-"""python -m perf.sparsity MODEL --text FILE: what sparse feed-forwards need of their weights, and what that saves a device.
+"""python -m perf.sparsity MODEL --text FILE: what sparse feed-forwards need of their weights, and what that saves a
+device.
 
-The model runs on cpu over beginnings of the text's stretches; every sparse feed-forward is watched. The shares are those of
-MODEL; times are modelled for a published size (--for) on a device sheet.
+The model runs on cpu over beginnings of the text's stretches; every sparse feed-forward is watched. The shares are
+those of MODEL; times are modelled for a published size (--for) on a device sheet.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ from hybrid.spec.model import find_model
 
 
 class Watched:
-    """fused_ffn that notes, of sparse layers, which gates are above their threshold and which activations are not zero: bool [T, F]
-    for each call, in the order of layers."""
+    """fused_ffn that notes, of sparse layers, which gates are above their threshold and which activations are not zero:
+    bool [T, F] for each call, in the order of layers."""
 
     def __init__(self) -> None:
         self.above: list[np.ndarray] = []
         self.active: list[np.ndarray] = []
 
-    def __call__(self, *, x: Any, w_gate_up: Any, sparsity: float = 0.0, h: Any = None, **more: Any) -> tuple[np.ndarray, ...]:
+    def __call__(
+        self, *, x: Any, w_gate_up: Any, sparsity: float = 0.0, h: Any = None, **more: Any
+    ) -> tuple[np.ndarray, ...]:
         results = ORACLE["fused_ffn"](x=x, w_gate_up=w_gate_up, sparsity=sparsity, h=h, **more)
         if sparsity > 0:
             gate = linear(x=x, w=w_gate_up, real=np.float32)[0]
@@ -51,7 +54,8 @@ class Watched:
         return results
 
     def taken(self, layers: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """[tokens, F] of each layer, of the passes since the last call, each of which has gone through so many sparse layers."""
+        """[tokens, F] of each layer, of the passes since the last call, each of which has gone through so many sparse
+        layers."""
         above, active = ([np.concatenate(kind[i::layers]) for i in range(layers)] for kind in (self.above, self.active))
         self.above, self.active = [], []
         return above, active
@@ -72,11 +76,17 @@ def measure(model: Loaded, watched: Watched, texts: Sequence[Sequence[int]]) -> 
     return unions(above, active)
 
 
-def table(found: Sequence[Union], times: Sequence[Saved], source: str, name: str, dtype: str, sheet: DeviceSheet) -> str:
+def table(
+    found: Sequence[Union], times: Sequence[Saved], source: str, name: str, dtype: str, sheet: DeviceSheet
+) -> str:
     lines = [f"{source}: measured, of up's rows and down's columns in sparse layers", ""]
     lines += [f"{'tokens':>7}{'rows of up':>12}{'consecutive':>13}{'columns':>9}{'blocks of 32':>14}"]
     lines += [f"{u.tokens:>7}{u.up:>12.1%}{u.consecutive:>13.1%}{u.down:>9.1%}{u.blocks:>14.1%}" for u in found]
-    lines += ["", f"{name} {dtype} on {sheet.device.name} with those shares: modelled, ms of a pass that reads all, and saved", ""]
+    lines += [
+        "",
+        f"{name} {dtype} on {sheet.device.name} with those shares: modelled, ms of a pass that reads all, and saved",
+        "",
+    ]
     lines += [f"{'tokens':>7}{'pass':>9}{'rows of up':>18}{'columns of down':>18}"]
     for s in times:
         rows, columns = (f"{1e3 * x:.2f} ({x / s.seconds:.1%})" for x in (s.up, s.down))
@@ -85,16 +95,27 @@ def table(found: Sequence[Union], times: Sequence[Saved], source: str, name: str
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.sparsity", description="What sparse feed-forwards need of their weights, and what that saves.")
+    p = Parser(
+        prog="python -m perf.sparsity",
+        description="What sparse feed-forwards need of their weights, and what that saves.",
+    )
     p.add_argument("model", metavar="MODEL", help=".gguf file or Hugging Face directory of Gemma 3n")
     p.add_argument("--text", type=Path, required=True, metavar="FILE", help="text that the model reads")
     p.add_argument("--texts", type=positive, default=64, metavar="N", help="how many stretches of it (64)")
     p.add_argument("--length", type=positive, default=64, metavar="N", help="tokens of each, 32 or more (64)")
     p.add_argument(
-        "--for", dest="size", default="gemma3n-e2b", metavar="NAME", help="published size that times are of (gemma3n-e2b)"
+        "--for",
+        dest="size",
+        default="gemma3n-e2b",
+        metavar="NAME",
+        help="published size that times are of (gemma3n-e2b)",
     )
-    p.add_argument("--type", default="q4_0", metavar="TYPE", help="storage type of its matrices, of blocks of 32 or plain (q4_0)")
-    p.add_argument("--context", type=positive, default=256, metavar="N", help="positions that each sequence holds (256)")
+    p.add_argument(
+        "--type", default="q4_0", metavar="TYPE", help="storage type of its matrices, of blocks of 32 or plain (q4_0)"
+    )
+    p.add_argument(
+        "--context", type=positive, default=256, metavar="N", help="positions that each sequence holds (256)"
+    )
     p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="of specs/devices (radeon-780m)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p

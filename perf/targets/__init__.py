@@ -4,9 +4,9 @@
     python -m perf.targets --memory 16GiB --want 50      # what to run for 50 tok/s in 16 GiB
     python -m perf.targets --models 'gemma4-*'           # what the device makes of each published size ('*': of all)
 
-Verdicts follow from hybrid.perf.roofline (modelled): `yes` if the expected speed reaches the target, `borderline` if only the
-ceiling does (every byte at the memory's peak), else `no`; `needs ...` where it is reached with something that this project
-does not have yet. `measured` is the nearest run in perf/records, on its device.
+Verdicts follow from hybrid.perf.roofline (modelled): `yes` if the expected speed reaches the target, `borderline` if
+only the ceiling does (every byte at the memory's peak), else `no`; `needs ...` where it is reached with something that
+this project does not have yet. `measured` is the nearest run in perf/records, on its device.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Answer:
 
 
 def assumed(config: Config) -> str:
-    """What a configuration's speed rests on beside the device: a draft that is right so often, which depends on the two models and
-    on the text (perf.acceptance measures it). Empty: nothing."""
+    """What a configuration's speed rests on beside the device: a draft that is right so often, which depends on the two
+    models and on the text (perf.acceptance measures it). Empty: nothing."""
     return f"a draft that is right {config.draft[1]:g} of the time" if config.draft else ""
 
 
@@ -203,7 +203,9 @@ def _bytes(t: Target, sheet: DeviceSheet) -> Answer:
 
 
 def _first_token(t: Target, sheet: DeviceSheet) -> Answer:
-    expected, ceiling = (longest_prompt(t.model, "q4_0", t.want or 0, sheet, level) for level in ("expected", "ceiling"))
+    expected, ceiling = (
+        longest_prompt(t.model, "q4_0", t.want or 0, sheet, level) for level in ("expected", "ceiling")
+    )
     verdict: Verdict = "yes" if expected else "borderline" if ceiling else "no"
     once = estimate(model_of(t.model, "q4_0", sheet).decode(1, t.context), sheet, "ceiling")
     how = f"prompts up to {expected} tokens (ceiling {ceiling}), longer ones behind a cached prefix"
@@ -224,7 +226,9 @@ def _token_time(t: Target, sheet: DeviceSheet) -> Answer:
         return Answer("no", f"at best {best.config}", best.bound, modelled)
     verdict, s = found
     how = f"{s.config}; without a draft {1e3 / best.ceiling:.0f} ms at least" if s.config.draft else str(s.config)
-    return Answer(verdict, how, s.bound, f"{1e3 / s.expected:.0f} ms (ceiling {1e3 / s.ceiling:.0f})", assumed(s.config))
+    return Answer(
+        verdict, how, s.bound, f"{1e3 / s.expected:.0f} ms (ceiling {1e3 / s.ceiling:.0f})", assumed(s.config)
+    )
 
 
 def _budget(t: Target, sheet: DeviceSheet) -> Answer:
@@ -262,7 +266,11 @@ def _means(t: Target, sheet: DeviceSheet) -> Answer:
         mixed = subject(t.model, "q4_0", {"attn": "q8_0"}, capabilities=sheet.limits.capabilities)
         after = estimate(mixed.decode(1, t.context), sheet, "ceiling").tokens_per_second
     change = after / before - 1
-    how = f"changes one sequence's speed by {100 * change:+.1f} % at most (context {t.context})" if t.means != "none" else ""
+    how = (
+        f"changes one sequence's speed by {100 * change:+.1f} % at most (context {t.context})"
+        if t.means != "none"
+        else ""
+    )
     return Answer("by means", how, "memory", f"{before:.3g} -> {after:.3g} tok/s")
 
 
@@ -302,7 +310,9 @@ def advice(memory: int, want: float, context: int, sheet: DeviceSheet) -> Iterat
     """For each model, largest first, the fewest sequences that reach `want` and fit in `memory`."""
     sizes = {n: m.model.parameters for n, m in load_models().items()}
     for name in sorted(sizes, key=lambda n: -sizes[n]):
-        if memory_of(name, TYPES[-1], 1, context, sheet) > memory:  # the least that it takes: its speeds need not be modelled
+        if (
+            memory_of(name, TYPES[-1], 1, context, sheet) > memory
+        ):  # the least that it takes: its speeds need not be modelled
             continue
         for s in chain(_alone(name, context, sheet), plain(name, context, sheet)):
             if s.expected >= want and needed(s.config, sheet) <= memory:
@@ -311,14 +321,25 @@ def advice(memory: int, want: float, context: int, sheet: DeviceSheet) -> Iterat
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m perf.targets", description="Every target judged against a device sheet, or what to run for a speed.")
-    p.add_argument("--device", default="radeon-780m", metavar="SHEET", help="of specs/devices: h200, radeon-780m (radeon-780m)")
-    p.add_argument("--measured-on", default="H200", metavar="TEXT", help="device whose recorded runs are shown beside (H200)")
+    p = Parser(
+        prog="python -m perf.targets",
+        description="Every target judged against a device sheet, or what to run for a speed.",
+    )
+    p.add_argument(
+        "--device", default="radeon-780m", metavar="SHEET", help="of specs/devices: h200, radeon-780m (radeon-780m)"
+    )
+    p.add_argument(
+        "--measured-on", default="H200", metavar="TEXT", help="device whose recorded runs are shown beside (H200)"
+    )
     p.add_argument("--memory", type=size, metavar="SIZE", help="answer what to run in this much memory, such as 16GiB")
     p.add_argument("--want", type=amount, metavar="N", help="tokens per second asked for (with --memory)")
     p.add_argument("--models", metavar="PATTERN", help="what the device makes of published sizes, such as 'gemma4-*'")
     p.add_argument(
-        "--context", type=int, default=256, metavar="N", help="positions of each sequence, for --want and --models (256)"
+        "--context",
+        type=int,
+        default=256,
+        metavar="N",
+        help="positions of each sequence, for --want and --models (256)",
     )
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
     return p
@@ -326,7 +347,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _main(args: argparse.Namespace) -> int:
     if (args.memory is None) != (args.want is None):
-        raise UsageError("--memory and --want belong together: say how much memory there is and how many tokens per second")
+        raise UsageError(
+            "--memory and --want belong together: say how much memory there is and how many tokens per second"
+        )
     if args.models is not None and args.want is not None:
         raise UsageError("--models and --want are two questions: ask one at a time")
     sheet = modelled_sheet(args.device)
@@ -362,7 +385,10 @@ def _advise(args: argparse.Namespace, sheet: DeviceSheet) -> int:
 
 
 def table(rows: Sequence[Judged], sheet: DeviceSheet) -> str:
-    lines = [f"Targets on {sheet.device.name}: modelled (ceiling: peak; expected: what was reached); measured: perf/records", ""]
+    lines = [
+        f"Targets on {sheet.device.name}: modelled (ceiling: peak; expected: what was reached); measured: perf/records",
+        "",
+    ]
     for r in rows:
         lines += [f"{r.target:48} {r.shown:33} {r.modelled:36} bound by {r.bound}", f"    {r.how}"]
         lines += [f"    measured: {r.measured}"] if r.measured != "-" else []

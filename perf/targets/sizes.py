@@ -37,8 +37,8 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A published model with matrices of `dtype` on a device: `passes` decode one and several sequences of `context` positions,
-    then read a prompt of PROMPT tokens."""
+    """A published model with matrices of `dtype` on a device: `passes` decode one and several sequences of `context`
+    positions, then read a prompt of PROMPT tokens."""
 
     model: str
     dtype: str
@@ -67,7 +67,9 @@ def sizes(models: Iterable[str], context: int, sheet: DeviceSheet, dtype: str = 
 def _pass(model: str, dtype: str, sheet: DeviceSheet, name: str, work: Work, batch: int, context: int) -> Pass:
     expected, ceiling = estimate(work, sheet, "expected"), estimate(work, sheet, "ceiling")
     need, have = memory_of(model, dtype, batch, context, sheet), sheet.limits.memory_bytes
-    return Pass(name, expected.tokens_per_second, ceiling.tokens_per_second, ceiling.bound, need, have is None or need <= have)
+    return Pass(
+        name, expected.tokens_per_second, ceiling.tokens_per_second, ceiling.bound, need, have is None or need <= have
+    )
 
 
 def _digits(value: float) -> str:
@@ -90,5 +92,8 @@ def table(found: Iterable[Size], sheet: DeviceSheet) -> str:
         cells = "".join(f"{p.shown:>22}" for p in row.passes)
         lines.append(f"{row.model:13}{show_bytes(row.passes[0].memory):>10}{cells}  {bounds}")
     if not all(p.fits for row in rows for p in row.passes):
-        lines += ["", f"*: takes more than the {show_bytes(sheet.limits.memory_bytes or 0)} that the sheet says the device has"]
+        lines += [
+            "",
+            f"*: takes more than the {show_bytes(sheet.limits.memory_bytes or 0)} that the sheet says the device has",
+        ]
     return "\n".join(lines)

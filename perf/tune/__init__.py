@@ -2,12 +2,12 @@
 
     python -m perf.tune linear.gemv --workload gemma3-27b --write
 
-Method: a candidate is first proved: cases of its operation that ask for the family, with the workload's types, must agree
-with the oracle; what does not is reported and never timed. Then the workload's step is timed (perf.op's method: copies
-beyond the cache, medians of device timestamps) for every proved candidate. Where they are many, one number is changed at
-a time, from the binding's default, until nothing gains.
-The table gets an entry for each group of workloads with the same types, and one of its own for a workload that gains more
-than --margin over it; what the default does as well gets none.
+Method: a candidate is first proved: cases of its operation that ask for the family, with the workload's types, must
+agree with the oracle; what does not is reported and never timed. Then the workload's step is timed (perf.op's method:
+copies beyond the cache, medians of device timestamps) for every proved candidate. Where they are many, one number is
+changed at a time, from the binding's default, until nothing gains.
+The table gets an entry for each group of workloads with the same types, and one of its own for a workload that gains
+more than --margin over it; what the default does as well gets none.
 """
 
 from __future__ import annotations
@@ -187,7 +187,11 @@ def entries(sweeps: Sequence[Sweep], margin: float) -> list[Found]:
         }
         general = min(slow, key=lambda use: slow[use])
         defaults = {s.default for s in group}
-        if len(defaults) == 1 and next(iter(defaults)) in slow and slow[next(iter(defaults))] - slow[general] <= math.log1p(margin):
+        if (
+            len(defaults) == 1
+            and next(iter(defaults)) in slow
+            and slow[next(iter(defaults))] - slow[general] <= math.log1p(margin)
+        ):
             general = next(iter(defaults))
         for s in group:
             best = min(s.seconds, key=lambda use: s.seconds[use])
@@ -225,10 +229,13 @@ def text(sweep: Sweep) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(
-        prog="python -m perf.tune", description="Sweep the tuning space on this device; each candidate is proved, then timed."
+        prog="python -m perf.tune",
+        description="Sweep the tuning space on this device; each candidate is proved, then timed.",
     )
     p.add_argument("family", nargs="*", metavar="FAMILY", help="families of kernels/vulkan/tuning/space.toml (all)")
-    p.add_argument("--workload", action="append", default=[], metavar="ID", help="only workloads whose id begins so (repeatable)")
+    p.add_argument(
+        "--workload", action="append", default=[], metavar="ID", help="only workloads whose id begins so (repeatable)"
+    )
     p.add_argument(
         "--set",
         action="append",
@@ -242,7 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--footprint", type=amount, default=256.0, metavar="MB", help="as for perf.op (256)")
     p.add_argument("--margin", type=amount, default=0.03, metavar="X", help="a smaller gain is none (0.03)")
     p.add_argument(
-        "--write", action="store_true", help="write the families' sections of this device class's table (installed: into tuning/)"
+        "--write",
+        action="store_true",
+        help="write the families' sections of this device class's table (installed: into tuning/)",
     )
     p.add_argument("--table", metavar="NAME", help="the table to write, for a device of no known class (its own)")
     p.add_argument("--commit", metavar="ID", help="for the table's header, where there is no git")
@@ -261,7 +270,12 @@ def _main(args: Any, command: str) -> int:
         name = args.table or device.tuning.name
         if args.write and name == "default":
             raise ValueError(f"{device.name} is of no known class: name its new table with --table")
-        about = {"device": device.name, "driver": device.report.driver, "commit": args.commit or commit_of(), "command": command}
+        about = {
+            "device": device.name,
+            "driver": device.report.driver,
+            "commit": args.commit or commit_of(),
+            "command": command,
+        }
         wrong: list[str] = []
         for family in families:
             tuner = Tuner(device, family, load_op(family.op), args.seconds, int(args.footprint * 1e6), dict(args.set))
@@ -287,5 +301,13 @@ def _main(args: Any, command: str) -> int:
 def as_dict(family: str, about: Mapping[str, str], sweep: Sweep) -> dict[str, Any]:
     """A sweep as plain data."""
     tried = [{"use": dict(use), "seconds": seconds} for use, seconds in sweep.seconds.items()]
-    return {**about, "family": family, "workload": sweep.workload, "facts": dict(sweep.facts), "default": dict(sweep.default),
-            "nbytes": sweep.nbytes, "flops": sweep.flops, "candidates": tried}  # fmt: skip
+    return {
+        **about,
+        "family": family,
+        "workload": sweep.workload,
+        "facts": dict(sweep.facts),
+        "default": dict(sweep.default),
+        "nbytes": sweep.nbytes,
+        "flops": sweep.flops,
+        "candidates": tried,
+    }

@@ -1,4 +1,5 @@
-"""Tables of kernels/vulkan/tuning as text: a section for each family, so that one is renewed and the others stay as they are."""
+"""Tables of kernels/vulkan/tuning as text: a section for each family, so that one is renewed and the others stay as
+they are."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ _MARK = "# ---- "
 def commit_of() -> str:
     """The checked-out commit, with a + where files differ from it; `unknown` outside of git."""
     try:
-        made = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=False)
+        made = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
     except OSError:
         return "unknown"
     return made.stdout.strip() or "unknown"
@@ -29,7 +32,11 @@ def commit_of() -> str:
 
 def section(family: str, about: Mapping[str, str], found: Sequence[Found], unfit: Sequence[str]) -> str:
     """One family's part of a table."""
-    lines = [f"{_MARK}{family}", f"[measured.{json.dumps(family)}]", *(f"{k} = {json.dumps(v)}" for k, v in about.items())]
+    lines = [
+        f"{_MARK}{family}",
+        f"[measured.{json.dumps(family)}]",
+        *(f"{k} = {json.dumps(v)}" for k, v in about.items()),
+    ]
     lines += [f"# unfit here: {line}" for line in unfit]
     if not found:
         lines += ["# No candidate gains over the binding's default."]

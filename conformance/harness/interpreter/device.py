@@ -1,5 +1,5 @@
-"""A Vulkan device whose programs are run here: memory, copies and plans are a driver's (any: llvmpipe), dispatches NumPy's, as on
-a GPU with subgroups of 32 and matrix units."""
+"""A Vulkan device whose programs are run here: memory, copies and plans are a driver's (any: llvmpipe), dispatches
+NumPy's, as on a GPU with subgroups of 32 and matrix units."""
 
 from __future__ import annotations
 
@@ -33,17 +33,48 @@ def as_gpu(report: Report) -> Report:
     def all_of(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
         return tuple(replace(f, present=f.present or f.name in GIVEN) for f in features)
 
-    limits = replace(report.limits, shared_bytes=SHARED, workgroup=(INVOCATIONS, INVOCATIONS, 64), invocations=INVOCATIONS,
-                     subgroup=32, min_subgroup=32, max_subgroup=32, workgroup_subgroups=32, cores=CORES,
-                     storage_buffers=BUFFERS)  # fmt: skip
-    return replace(report, features=all_of(report.features), extensions=all_of(report.extensions), limits=limits,
-                   vendor="nvidia", driver_id="nvidia", matrices=(F16_MATRIX, F16_EIGHTS))  # fmt: skip
+    limits = replace(
+        report.limits,
+        shared_bytes=SHARED,
+        workgroup=(INVOCATIONS, INVOCATIONS, 64),
+        invocations=INVOCATIONS,
+        subgroup=32,
+        min_subgroup=32,
+        max_subgroup=32,
+        workgroup_subgroups=32,
+        cores=CORES,
+        storage_buffers=BUFFERS,
+    )
+    return replace(
+        report,
+        features=all_of(report.features),
+        extensions=all_of(report.extensions),
+        limits=limits,
+        vendor="nvidia",
+        driver_id="nvidia",
+        matrices=(F16_MATRIX, F16_EIGHTS),
+    )
 
 
-GIVEN = {"cooperativeMatrix", "VK_KHR_cooperative_matrix", "vulkanMemoryModel", "vulkanMemoryModelDeviceScope", "shaderFloat16",
-         "shaderInt8", "shaderInt16", "storageBuffer16BitAccess", "uniformAndStorageBuffer16BitAccess", "storageBuffer8BitAccess",
-         "uniformAndStorageBuffer8BitAccess", "shaderIntegerDotProduct", "subgroup basic", "subgroup vote", "subgroup arithmetic",
-         "subgroup ballot", "subgroup shuffle"}  # fmt: skip
+GIVEN = {
+    "cooperativeMatrix",
+    "VK_KHR_cooperative_matrix",
+    "vulkanMemoryModel",
+    "vulkanMemoryModelDeviceScope",
+    "shaderFloat16",
+    "shaderInt8",
+    "shaderInt16",
+    "storageBuffer16BitAccess",
+    "uniformAndStorageBuffer16BitAccess",
+    "storageBuffer8BitAccess",
+    "uniformAndStorageBuffer8BitAccess",
+    "shaderIntegerDotProduct",
+    "subgroup basic",
+    "subgroup vote",
+    "subgroup arithmetic",
+    "subgroup ballot",
+    "subgroup shuffle",
+}
 
 
 class InterpretedQueue(Queue):
@@ -107,7 +138,9 @@ class InterpretedProgram(Program):
             for d in self.recording.dispatches:
                 grid: Any = d.grid
                 if d.entry is not None:
-                    words = self._bytes(Slice(self._grids.buffer, self._grids.offset + 4 * GRID_WORDS * d.entry, 4 * GRID_WORDS))
+                    words = self._bytes(
+                        Slice(self._grids.buffer, self._grids.offset + 4 * GRID_WORDS * d.entry, 4 * GRID_WORDS)
+                    )
                     grid = words.view(np.uint32)[:3].tolist()
                 bound = [self._bytes(s) for s in d.slices]
                 run(d.kernel.pipeline, d.kernel.name, bound, d.push, grid, device.watch, device.limit)  # type: ignore[attr-defined]

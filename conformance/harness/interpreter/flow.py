@@ -1,4 +1,5 @@
-"""The order in which blocks are run: whoever is behind goes first, so lanes that took different ways meet where the module says."""
+"""The order in which blocks are run: whoever is behind goes first, so lanes that took different ways meet where the
+module says."""
 
 from __future__ import annotations
 
@@ -33,16 +34,25 @@ def cut(blocks: list[Block], of_workgroup: Callable[[int], bool]) -> list[Block]
                 parts[-1].append(one)
         for i, body in enumerate(parts):
             last = i == len(parts) - 1
-            found.append(replace(
-                block, label=block.label if i == 0 else -block.label * 1000 - i, phis=block.phis if i == 0 else [], body=body,
-                end=block.end if last else (249, [-block.label * 1000 - i - 1]), merge=block.merge if last else (),
-                origin=block.label, waits=i > 0, polls=any(op == ATOMIC_LOAD for op, *_ in body),
-            ))  # fmt: skip
+            found.append(
+                replace(
+                    block,
+                    label=block.label if i == 0 else -block.label * 1000 - i,
+                    phis=block.phis if i == 0 else [],
+                    body=body,
+                    end=block.end if last else (249, [-block.label * 1000 - i - 1]),
+                    merge=block.merge if last else (),
+                    origin=block.label,
+                    waits=i > 0,
+                    polls=any(op == ATOMIC_LOAD for op, *_ in body),
+                )
+            )
     return found
 
 
 def ordered(blocks: list[Block]) -> list[Block]:
-    """Every header before what it governs, all that before where its ways meet; of a loop the block that continues it last."""
+    """Every header before what it governs, all that before where its ways meet; of a loop the block that continues it
+    last."""
     by_label = {b.label: b for b in blocks}
     seen: set[int] = set()
     found: list[Block] = []

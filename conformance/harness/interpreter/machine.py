@@ -27,10 +27,17 @@ MOST_BLOCKS = 1 << 20
 """Of one run: a loop without end is a fault."""
 
 
-def run(module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, grid: Sequence[int],
-        watch: Watch | None = None, limit: int | None = None) -> None:  # fmt: skip
-    """One dispatch. bindings: the bytes of each buffer, written in place. watch: counts what happens. limit: workgroups that run,
-    the first ones (default: all). Raises Fault."""
+def run(
+    module: Module,
+    name: str,
+    bindings: Sequence[np.ndarray],
+    push: bytes,
+    grid: Sequence[int],
+    watch: Watch | None = None,
+    limit: int | None = None,
+) -> None:
+    """One dispatch. bindings: the bytes of each buffer, written in place. watch: counts what happens. limit: workgroups
+    that run, the first ones (default: all). Raises Fault."""
     x, y, z = (int(g) for g in grid)
     count, threads = x * y * z, module.local[0] * module.local[1] * module.local[2]
     count = min(count, limit or count)
@@ -43,7 +50,9 @@ def run(module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, 
     if ATOMIC_LOAD in used:
         most = count  # they wait for one another
     elif used & ATOMICS.keys():
-        most = min(most, -(-count // BATCHES))  # they hand one another something: who comes first must not have what comes later
+        most = min(
+            most, -(-count // BATCHES)
+        )  # they hand one another something: who comes first must not have what comes later
     for first in range(0, count, most):
         groups = np.arange(first, min(first + most, count))
         with np.errstate(all="ignore"):
@@ -51,8 +60,16 @@ def run(module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, 
 
 
 class Machine(Subgroups):
-    def __init__(self, module: Module, name: str, bindings: Sequence[np.ndarray], push: bytes, groups: np.ndarray,
-                 grid: tuple[int, int, int], watch: Watch | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: Module,
+        name: str,
+        bindings: Sequence[np.ndarray],
+        push: bytes,
+        groups: np.ndarray,
+        grid: tuple[int, int, int],
+        watch: Watch | None = None,
+    ) -> None:
         self.m, self.name, self.watch = module, name, watch
         local = module.local
         threads = local[0] * local[1] * local[2]
@@ -69,10 +86,17 @@ class Machine(Subgroups):
         at = [number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])]
         here = [inside % local[0], inside // local[0] % local[1], inside // (local[0] * local[1])]
         builtin: dict[int, Any] = {
-            24: [np.uint32(g) for g in grid], 25: [np.uint32(g) for g in local], 26: at, 27: here,
-            28: [a * s + h for a, s, h in zip(at, local, here, strict=True)], 29: inside, 36: np.uint32(LANES),
-            38: np.uint32(threads // LANES), 40: inside // LANES, 41: inside % LANES,
-        }  # fmt: skip
+            24: [np.uint32(g) for g in grid],
+            25: [np.uint32(g) for g in local],
+            26: at,
+            27: here,
+            28: [a * s + h for a, s, h in zip(at, local, here, strict=True)],
+            29: inside,
+            36: np.uint32(LANES),
+            38: np.uint32(threads // LANES),
+            40: inside // LANES,
+            41: inside % LANES,
+        }
         for variable, (kind, storage) in module.variables.items():
             deco = module.decorations.get(variable, {})
             if storage == INPUT:
@@ -90,8 +114,12 @@ class Machine(Subgroups):
                 self.values[variable] = Pointer(kind, None, 0, variable)
             else:
                 binding = deco[33][0]
-                self.values[variable] = Pointer(kind, Bytes(bindings[binding], f"{name}: binding {binding}", self._seen(False)))
-        self.shared = [p.memory for p in self.values.values() if isinstance(p, Pointer) and isinstance(p.memory, Shared)]
+                self.values[variable] = Pointer(
+                    kind, Bytes(bindings[binding], f"{name}: binding {binding}", self._seen(False))
+                )
+        self.shared = [
+            p.memory for p in self.values.values() if isinstance(p, Pointer) and isinstance(p.memory, Shared)
+        ]
         self.blocks = ordered(cut(module.blocks, lambda scope: int(module.constants[scope]) <= 2))
         self.index = {b.label: i for i, b in enumerate(self.blocks)}
 
@@ -101,9 +129,12 @@ class Machine(Subgroups):
             return None
         return lambda offset, size, mask, writes: watch.touched(self.name, shared, offset, size, mask, writes, self.n)
 
-    # --- flow ----------------------------------------------------------------------------------------------------------
+    # --- flow
+    # ----------------------------------------------------------------------------------------------------------
     def go(self) -> None:
-        pending: dict[int, tuple[Any, Any]] = {0: (None, 0)}  # block: the lanes (None: all), and the block each came from
+        pending: dict[int, tuple[Any, Any]] = {
+            0: (None, 0)
+        }  # block: the lanes (None: all), and the block each came from
         resting: set[int] = set()  # blocks in which lanes ask whether something was published
         for _ in range(MOST_BLOCKS):
             if not pending:
@@ -136,7 +167,8 @@ class Machine(Subgroups):
         raise Fault(f"{self.name}: more than {MOST_BLOCKS} blocks were run: a loop without end")
 
     def _next(self, pending: dict[int, tuple[Any, Any]], resting: set[int]) -> int:
-        """The first block in which lanes may go on, of those that ask for what others publish only where no other can."""
+        """The first block in which lanes may go on, of those that ask for what others publish only where no other
+        can."""
         able = [i for i in sorted(pending) if not self.blocks[i].waits or self._arrived(pending[i][0]) is not NOBODY]
         awake = [i for i in able if i not in resting]
         if not awake:
@@ -210,10 +242,13 @@ class Machine(Subgroups):
         elif self.mask is not None and isinstance(value, Pointer) and np.ndim(value.offset):
             old = self.values.get(result)
             if isinstance(old, Pointer):
-                value = Pointer(value.type, value.memory, np.where(self.mask, value.offset, old.offset), value.variable, value.path)
+                value = Pointer(
+                    value.type, value.memory, np.where(self.mask, value.offset, old.offset), value.variable, value.path
+                )
         self.values[result] = value
 
-    # --- instructions --------------------------------------------------------------------------------------------------
+    # --- instructions
+    # --------------------------------------------------------------------------------------------------
     def _do(self, op: int, t: Type | None, result: int, a: list[int]) -> None:
         v = self.values
         if op in OPERATIONS:
@@ -251,7 +286,8 @@ class Machine(Subgroups):
     def _insert(self, t: Any, result: int, a: list[int]) -> None:
         self._put(result, _with(self.values[a[1]], a[2:], self.values[a[0]], self.n))
 
-    # --- matrices --------------------------------------------------------------------------------------------------------
+    # --- matrices
+    # --------------------------------------------------------------------------------------------------------
     def _addresses(self, p: Pointer, shape: tuple[int, int, int], layout: int, stride: int, dtype: Any) -> Any:
         row, column = matrices.places(*shape)
         if int(self.values[layout]) == 1:
@@ -295,7 +331,8 @@ class Machine(Subgroups):
             raise Fault(f"{self.name}: a stride of matrices that differs between lanes")
         return found
 
-    # --- workgroups and atomic operations -----------------------------------------------------------------------------------
+    # --- workgroups and atomic operations
+    # -----------------------------------------------------------------------------------
     def _barrier(self, t: Any, result: int, a: list[int]) -> None:
         self._whole_subgroups()  # those of workgroups are where blocks are cut
 
@@ -331,22 +368,42 @@ def _u32(value: Any) -> Any:
 
 
 ATOMICS: dict[int, Callable[[Any, Any], Any]] = {
-    227: lambda old, v: old, 228: lambda old, v: v, 229: lambda old, v: v,
-    232: lambda old, v: old + v, 234: lambda old, v: old + v, 235: lambda old, v: old - v,
-    236: lambda old, v: min(old, v, key=signed), 237: min, 238: lambda old, v: max(old, v, key=signed), 239: max,
-    240: lambda old, v: old & v, 241: lambda old, v: old | v,
-}  # fmt: skip
+    227: lambda old, v: old,
+    228: lambda old, v: v,
+    229: lambda old, v: v,
+    232: lambda old, v: old + v,
+    234: lambda old, v: old + v,
+    235: lambda old, v: old - v,
+    236: lambda old, v: min(old, v, key=signed),
+    237: min,
+    238: lambda old, v: max(old, v, key=signed),
+    239: max,
+    240: lambda old, v: old & v,
+    241: lambda old, v: old | v,
+}
 SPECIAL: dict[int, Callable[..., None]] = {
     1: lambda self, t, r, a: self._put(r, zero(t)),
-    61: Machine._load, 62: Machine._store, 65: Machine._chain, 66: Machine._chain, 81: Machine._extract, 82: Machine._insert,
-    224: Machine._barrier, 225: lambda self, t, r, a: None,
+    61: Machine._load,
+    62: Machine._store,
+    65: Machine._chain,
+    66: Machine._chain,
+    81: Machine._extract,
+    82: Machine._insert,
+    224: Machine._barrier,
+    225: lambda self, t, r, a: None,
     333: Machine._elect,
-    334: lambda self, t, r, a: self._vote(t, r, a, True), 335: lambda self, t, r, a: self._vote(t, r, a, False),
-    337: lambda self, t, r, a: self._broadcast(t, r, a, False), 338: lambda self, t, r, a: self._broadcast(t, r, a, True),
-    339: Machine._ballot, 342: Machine._bit_count,
-    345: lambda self, t, r, a: self._shuffle(t, r, a, False), 346: lambda self, t, r, a: self._shuffle(t, r, a, True),
-    4457: Machine._matrix_load, 4458: Machine._matrix_store, 4459: Machine._multiply,
+    334: lambda self, t, r, a: self._vote(t, r, a, True),
+    335: lambda self, t, r, a: self._vote(t, r, a, False),
+    337: lambda self, t, r, a: self._broadcast(t, r, a, False),
+    338: lambda self, t, r, a: self._broadcast(t, r, a, True),
+    339: Machine._ballot,
+    342: Machine._bit_count,
+    345: lambda self, t, r, a: self._shuffle(t, r, a, False),
+    346: lambda self, t, r, a: self._shuffle(t, r, a, True),
+    4457: Machine._matrix_load,
+    4458: Machine._matrix_store,
+    4459: Machine._multiply,
     4460: lambda self, t, r, a: self._put(r, np.uint32(self.m.types[a[0]].n)),
     **{op: (lambda self, t, r, a, op=op: self._reduce(op, t, r, a)) for op in range(349, 361)},
     **{op: (lambda self, t, r, a, op=op: self._atomic(op, t, r, a)) for op in ATOMICS},
-}  # fmt: skip
+}

@@ -1,5 +1,5 @@
-"""Which elements of a matrix a lane of 32 holds, as NVIDIA's units have them (probe_lanes.slang asks a device for the operands'),
-and products."""
+"""Which elements of a matrix a lane of 32 holds, as NVIDIA's units have them (probe_lanes.slang asks a device for the
+operands'), and products."""
 
 from __future__ import annotations
 

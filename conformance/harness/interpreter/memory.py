@@ -50,10 +50,12 @@ class Bytes:
 
 
 class Shared(Bytes):
-    """Shared memory of all workgroups, one behind the other. A byte that a subgroup writes between two barriers is no other
-    subgroup's to touch, and one that it reads no other's to write."""
+    """Shared memory of all workgroups, one behind the other. A byte that a subgroup writes between two barriers is no
+    other subgroup's to touch, and one that it reads no other's to write."""
 
-    def __init__(self, nbytes: int, groups: int, subgroup: np.ndarray, group: np.ndarray, name: str, seen: Seen = None) -> None:
+    def __init__(
+        self, nbytes: int, groups: int, subgroup: np.ndarray, group: np.ndarray, name: str, seen: Seen = None
+    ) -> None:
         super().__init__(np.full(nbytes * groups, 0x7F, np.uint8), name, seen)  # undefined: a NaN as f16
         self.nbytes, self.subgroup, self.group = nbytes, subgroup, group
         self.base = group.astype(np.int64) * nbytes
@@ -75,8 +77,10 @@ class Shared(Bytes):
             late |= (self.read[at] == now) & (self.read_by[at] != who)
         if late.any():
             byte, what = int(at[late][0]) * CELL % self.nbytes, "written" if writes else "read"
-            raise Fault(f"{self.name}: byte {byte} of shared memory is {what} by one subgroup after another has used it, with no "
-                        "barrier between")  # fmt: skip
+            raise Fault(
+                f"{self.name}: byte {byte} of shared memory is {what} by one subgroup after another has used it, with no "
+                "barrier between"
+            )
         if writes:
             self.wrote[at], self.wrote_by[at] = now, who
             if (self.wrote_by[at] != who).any():

@@ -11,7 +11,16 @@ import numpy as np
 
 from hybrid.kernels.vulkan.spirv import SPEC_OPS
 
-TYPE_BOOL, TYPE_INT, TYPE_FLOAT, TYPE_VECTOR, TYPE_ARRAY, TYPE_RUNTIME, TYPE_STRUCT, TYPE_POINTER = 20, 21, 22, 23, 28, 29, 30, 32
+TYPE_BOOL, TYPE_INT, TYPE_FLOAT, TYPE_VECTOR, TYPE_ARRAY, TYPE_RUNTIME, TYPE_STRUCT, TYPE_POINTER = (
+    20,
+    21,
+    22,
+    23,
+    28,
+    29,
+    30,
+    32,
+)
 TYPE_MATRIX = 4456
 DECLARES = {41, 42, 43, 44, 46, 48, 49, 50, 51, 52, 1}
 NO_RESULT = {62, 63, 224, 225, 228, 246, 247, 249, 250, 251, 253, 255, 4458}  # instructions whose first word is no type
@@ -159,7 +168,9 @@ class _Reader:
             made = Type(op, None, t[a[1]], 0, deco.get(6, [0])[0])
         elif op == TYPE_STRUCT:
             offsets = self.offsets.get(a[0], {})
-            made = Type(op, None, [t[x] for x in a[1:]], len(a) - 1, offsets=tuple(offsets[i] for i in range(len(offsets))))
+            made = Type(
+                op, None, [t[x] for x in a[1:]], len(a) - 1, offsets=tuple(offsets[i] for i in range(len(offsets)))
+            )
         elif op == TYPE_POINTER:
             made = Type(op, None, t[a[2]], storage=a[1])
         elif op == TYPE_MATRIX:

@@ -87,5 +87,8 @@ class Subgroups(ABC):
         self._put(result, [one(x) for x in value] if isinstance(value, list) else one(value))
 
     def _whole_subgroups(self) -> None:
-        if self.mask is not None and (self.mask.reshape(-1, LANES).any(-1) != self.mask.reshape(-1, LANES).all(-1)).any():
+        if (
+            self.mask is not None
+            and (self.mask.reshape(-1, LANES).any(-1) != self.mask.reshape(-1, LANES).all(-1)).any()
+        ):
             raise Fault(f"{self.name}: a matrix operation that not all lanes of a subgroup reach")

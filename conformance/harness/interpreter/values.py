@@ -1,5 +1,5 @@
-"""Values of lanes: NumPy scalars where all lanes have the same, else arrays [lanes]; vectors, arrays and structures are lists of
-them, matrices arrays [lanes, elements]."""
+"""Values of lanes: NumPy scalars where all lanes have the same, else arrays [lanes]; vectors, arrays and structures are
+lists of them, matrices arrays [lanes, elements]."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a dispatch executes and touches, counted while it is interpreted: instructions of subgroups by kind, wavefronts of shared
-memory and sectors of buffers, beside the least that the same words would take.
+"""What a dispatch executes and touches, counted while it is interpreted: instructions of subgroups by kind, wavefronts
+of shared memory and sectors of buffers, beside the least that the same words would take.
 
-As NVIDIA's GPUs have it: shared memory has 32 banks of 4 bytes, and a wavefront takes one word of each (of 8 bytes a lane 16 lanes
-at a time, of 16 bytes eight); memory is read and written by sectors of 32 bytes. Accesses are the module's, vectors whole: a
-compiler may put some together, and leave some out."""
+As NVIDIA's GPUs have it: shared memory has 32 banks of 4 bytes, and a wavefront takes one word of each (of 8 bytes a
+lane 16 lanes at a time, of 16 bytes eight); memory is read and written by sectors of 32 bytes. Accesses are the
+module's, vectors whole: a compiler may put some together, and leave some out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class Watch:
         rows, on = places.reshape(-1, LANES).astype(np.int64), active.reshape(-1, LANES)
         rows, on = rows[on.any(-1)], on[on.any(-1)]
         found.requests += len(rows)
-        rows = np.where(on, rows, np.take_along_axis(rows, on.argmax(-1)[:, None], -1))  # others take what an active one does
+        rows = np.where(
+            on, rows, np.take_along_axis(rows, on.argmax(-1)[:, None], -1)
+        )  # others take what an active one does
         if shared:
             taken, least = wavefronts(rows, size)
         else:

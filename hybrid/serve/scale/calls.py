@@ -1,4 +1,5 @@
-"""A request on its way to a replica, and an application's answer to it, as values that can be sent to another process."""
+"""A request on its way to a replica, and an application's answer to it, as values that can be sent to another
+process."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Head:
 
 
 async def answers(app: ASGIApp, call: Call) -> AsyncIterator[Head | bytes]:
-    """An application's answer: a Head, then pieces of the body as they come. Closing the iterator is, to the application, a
-    client that goes away; it returns when the application has ended."""
+    """An application's answer: a Head, then pieces of the body as they come. Closing the iterator is, to the
+    application, a client that goes away; it returns when the application has ended."""
     scope: dict[str, Any] = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -60,7 +61,9 @@ async def answers(app: ASGIApp, call: Call) -> AsyncIterator[Head | bytes]:
         if gone.is_set():
             return
         if message["type"] == "http.response.start":
-            await pieces.put(Head(message["status"], tuple((bytes(k), bytes(v)) for k, v in message.get("headers", ()))))
+            await pieces.put(
+                Head(message["status"], tuple((bytes(k), bytes(v)) for k, v in message.get("headers", ())))
+            )
         elif message.get("body"):
             await pieces.put(bytes(message["body"]))
 

@@ -1,5 +1,5 @@
-"""The front of several replicas: takes a request, chooses a replica, passes its answer on; tries another one where the first was
-lost before it began to answer."""
+"""The front of several replicas: takes a request, chooses a replica, passes its answer on; tries another one where the
+first was lost before it began to answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from hybrid.serve.scale.routing import Routes, beginning, keys_of
 from hybrid.serve.settings import Settings
 
 PROBE, SLOWEST = 0.5, 10.0
-"""Seconds until a lost replica is looked at first, and at most from one look to the next; each look may take as long."""
+"""Seconds until a lost replica is looked at first, and at most from one look to the next; each look may take as
+long."""
 HOPS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"}  # of one connection only
 
 
@@ -73,7 +74,9 @@ class Front:
             return Json({"status": "alive", "replicas": len(self._replicas), "down": sorted(self._down)})
         if request.method == "GET" and path == "/metrics":
             return await self._metrics(request)
-        return await self._forward(Call(request.method, path, request.scope["query_string"], tuple(request.headers.raw), body))
+        return await self._forward(
+            Call(request.method, path, request.scope["query_string"], tuple(request.headers.raw), body)
+        )
 
     async def close(self) -> None:
         for task in self._down.values():

@@ -1,5 +1,5 @@
-"""--ray: the engines are Ray's (hybrid/serve/scale/replicas.py), the socket, the front and the signals are this process's, as those
-of a server with one engine are."""
+"""--ray: the engines are Ray's (hybrid/serve/scale/replicas.py), the socket, the front and the signals are this
+process's, as those of a server with one engine are."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ def run(
     address: str | None = None,
     access_log: bool = False,
 ) -> int:
-    """Until a signal; the exit code. options: of hybrid.load, without the device. address: a running Ray cluster's (default: one
-    of this process's own). OSError where the port cannot be had."""
+    """Until a signal; the exit code. options: of hybrid.load, without the device. address: a running Ray cluster's
+    (default: one of this process's own). OSError where the port cannot be had."""
     if address is not None and "://" in address:
-        raise UsageError(f"--ray-address {address}: run on a machine of the cluster and name HOST:PORT of its head, or auto")
+        raise UsageError(
+            f"--ray-address {address}: run on a machine of the cluster and name HOST:PORT of its head, or auto"
+        )
     listening = listen(host, port)
     with listening, cluster(address):
         from hybrid.serve.scale.replicas import replicas

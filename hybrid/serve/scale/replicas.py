@@ -1,5 +1,6 @@
-"""Replicas through Ray Serve: one application for each device with one engine in it. Ray starts them, looks whether they live, and
-replaces those that do not. Nothing of them listens for HTTP: the front is another process (hybrid/serve/scale/ray.py)."""
+"""Replicas through Ray Serve: one application for each device with one engine in it. Ray starts them, looks whether
+they live, and replaces those that do not. Nothing of them listens for HTTP: the front is another process
+(hybrid/serve/scale/ray.py)."""
 
 from __future__ import annotations
 
@@ -96,7 +97,9 @@ class Remote:
 
 
 @contextmanager
-def replicas(options: Mapping[str, Any], settings: Settings, devices: Sequence[str], drain: float) -> Iterator[list[Remote]]:
+def replicas(
+    options: Mapping[str, Any], settings: Settings, devices: Sequence[str], drain: float
+) -> Iterator[list[Remote]]:
     """One for each of `devices`, until the block ends. options: of hybrid.load, without the device."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     engine = serve.deployment(

@@ -1,7 +1,8 @@
 """Which replica a request goes to. Plain host code, without I/O.
 
-A request's beginning is cut into pieces, each with a key that follows from all pieces up to it, as the blocks of the prefix
-cache have (hybrid/engine/blocks.py). The replica that ran the longest part of it last has that part in its KV cache.
+A request's beginning is cut into pieces, each with a key that follows from all pieces up to it, as the blocks of the
+prefix cache have (hybrid/engine/blocks.py). The replica that ran the longest part of it last has that part in its KV
+cache.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ LOOKED = 2 * PIECES * PIECE
 
 
 def beginning(path: str, body: bytes) -> str:
-    """What an engine would compute first, as text that a longer conversation begins with too; empty where the body is none of
-    a request for text. Never raises: replicas refuse what is wrong."""
+    """What an engine would compute first, as text that a longer conversation begins with too; empty where the body is
+    none of a request for text. Never raises: replicas refuse what is wrong."""
     try:
         said = from_json(body[:LOOKED], allow_partial="trailing-strings" if len(body) > LOOKED else "off")
         if not isinstance(said, dict):
@@ -36,7 +37,9 @@ def beginning(path: str, body: bytes) -> str:
         *before, last = (json.dumps(item, sort_keys=True) for item in [*first, rest])
     except ValueError:
         return ""
-    return path + "".join(before) + (last[:-1] if isinstance(rest, (list, str)) else last)  # a longer one does not end here
+    return (
+        path + "".join(before) + (last[:-1] if isinstance(rest, (list, str)) else last)
+    )  # a longer one does not end here
 
 
 def keys_of(text: str) -> tuple[bytes, ...]:
@@ -49,8 +52,9 @@ def keys_of(text: str) -> tuple[bytes, ...]:
 
 
 class Routes:
-    """Who ran what, for `replicas` replicas. remembered: keys that are kept, the least recently used go first. imbalance: a
-    replica with so many more open requests than the least busy one is passed over, whatever it has cached."""
+    """Who ran what, for `replicas` replicas. remembered: keys that are kept, the least recently used go first.
+    imbalance: a replica with so many more open requests than the least busy one is passed over, whatever it has
+    cached."""
 
     def __init__(self, replicas: int, remembered: int = 1 << 18, imbalance: int = 8) -> None:
         if replicas < 1 or remembered < 1 or imbalance < 1:

@@ -1,4 +1,5 @@
-"""The designs that are checked, emitted, built and captured by name: the shapes of real models, and small ones for tests."""
+"""The designs that are checked, emitted, built and captured by name: the shapes of real models, and small ones for
+tests."""
 
 from __future__ import annotations
 
@@ -43,12 +44,15 @@ def flash_attention(a: Attention) -> Design:
     """Queries come scaled, so that one kernel serves every scale. The exponential's tables take 4 KB of each core."""
     macros: dict[str, Any] = {"LQ": a.LQ, "LK": a.LK, "DIM_D": a.D, "GROUP": a.group, "SCALE": 1.0}
     stem = "attention_stream" if a.scores == "bf16" else "attention_i8_stream"
-    start, tile, finish = (tile_kernel(f"{stem}_{part}", static_bytes=TABLES, **macros) for part in ("start", "tile", "finish"))
+    start, tile, finish = (
+        tile_kernel(f"{stem}_{part}", static_bytes=TABLES, **macros) for part in ("start", "tile", "finish")
+    )
     return attention(a, start, tile, finish)
 
 
 def causal(a: Attention) -> Attention:
-    """With the spans of a prompt's first rows: as many as the query tiles hold, each seeing itself and what is before it."""
+    """With the spans of a prompt's first rows: as many as the query tiles hold, each seeing itself and what is before
+    it."""
     rows = CORES * a.LQ // a.group  # of a block
     return replace(a, spans=tuple((0, min(a.tiles, -(-(b + 1) * rows // a.LK))) for b in range(a.blocks)))
 
@@ -66,16 +70,30 @@ def shipped() -> dict[str, Maker]:
     """Makers by name. Sizes of the models: specs/models; E2B's matrices are Gemma 3n E2B's (hidden 2048, ffn 8192)."""
     found: dict[str, Maker] = {}
     for model, hidden, q, kv, ffn in (("27b", 5376, 4096, 2048, 21504), ("e2b", 2048, 2048, 512, 8192)):
-        for part, k, n in (("qkv", hidden, q + 2 * kv), ("out", q, hidden), ("gate_up", hidden, 2 * ffn), ("down", ffn, hidden)):
+        for part, k, n in (
+            ("qkv", hidden, q + 2 * kv),
+            ("out", q, hidden),
+            ("gate_up", hidden, 2 * ffn),
+            ("down", ffn, hidden),
+        ):
             found[f"{model}.{part}.i8"] = partial(gemm_i8, Gemm(512, k, n, 64, 128, 64, 4))
-            found[f"{model}.{part}.q4_0"] = partial(gemm_blocks, Gemm(512, k, n, 32, 256, 64, 4, s=16, weights="q4_0", out="f32"))
-            found[f"{model}.{part}.q8_0"] = partial(gemm_blocks, Gemm(512, k, n, 32, 256, 32, 4, weights="q8_0", out="f32"))
+            found[f"{model}.{part}.q4_0"] = partial(
+                gemm_blocks, Gemm(512, k, n, 32, 256, 64, 4, s=16, weights="q4_0", out="f32")
+            )
+            found[f"{model}.{part}.q8_0"] = partial(
+                gemm_blocks, Gemm(512, k, n, 32, 256, 32, 4, weights="q8_0", out="f32")
+            )
         found[f"{model}.norm"] = partial(rmsnorm_bf16, Norm(512, hidden))
     kinds: tuple[tuple[Scores, str], ...] = (("bf16", ""), ("i8", ".i8"))
     for scores, suffix in kinds:
-        for model, a in (("27b", Attention(16, 8, 16, 128, 32, 32, 2)), ("e2b", Attention(2, 32, 32, 256, 16, 16, 4, 2))):
+        for model, a in (
+            ("27b", Attention(16, 8, 16, 128, 32, 32, 2)),
+            ("e2b", Attention(2, 32, 32, 256, 16, 16, 4, 2)),
+        ):
             found[f"{model}.attention{suffix}"] = partial(flash_attention, causal(replace(a, scores=scores)))
-        found[f"small.attention{suffix}"] = partial(flash_attention, Attention(2, 1, 2, 32, 32, 32, 2, 2, scores=scores))
+        found[f"small.attention{suffix}"] = partial(
+            flash_attention, Attention(2, 1, 2, 32, 32, 32, 2, 2, scores=scores)
+        )
     for columns in (1, 2, 3, 4):
         found[f"small.i8.c{columns}"] = partial(gemm_i8, Gemm(64, 64, 32 * columns, 16, 32, 16, columns))
     found["small.q4_0"] = partial(gemm_blocks, Gemm(64, 128, 64, 16, 64, 16, 4, s=16, weights="q4_0", out="f32"))

@@ -1,13 +1,13 @@
 """Flash attention: the 4 cores of a column share a KV head's stream, each with a query tile of its own.
 
-A tile holds LQ / GROUP consecutive positions of the GROUP query heads that read the KV head. Keys and values come in tiles on
-one channel (a core has two: the other brings queries), in the order of the matrix unit: the gather step that makes the cache
-contiguous also deals it out (tiles.py). With scores in bfloat16 K and V come in turn, each an object; with scores in int8 a
-key tile is one object: codes, their scales, values.
+A tile holds LQ / GROUP consecutive positions of the GROUP query heads that read the KV head. Keys and values come in
+tiles on one channel (a core has two: the other brings queries), in the order of the matrix unit: the gather step that
+makes the cache contiguous also deals it out (tiles.py). With scores in bfloat16 K and V come in turn, each an object;
+with scores in int8 a key tile is one object: codes, their scales, values.
 
-What causality or the window hides from a whole block of four query tiles is not sent: the runtime sequence fills each block
-with its own span of key tiles. Of those, a core lets pass what its own query tile does not see: its three loops (before,
-seen, after) count to numbers that ride behind the query tile. The fabric knows neither lengths nor positions.
+What causality or the window hides from a whole block of four query tiles is not sent: the runtime sequence fills each
+block with its own span of key tiles. Of those, a core lets pass what its own query tile does not see: its three loops
+(before, seen, after) count to numbers that ride behind the query tile. The fabric knows neither lengths nor positions.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def attention(a: Attention, start: Kernel, tile: Kernel, finish: Kernel) -> Desi
             *(Fifo(f"o{col}_{i}", out, 1) for i in parts),
             Fifo(f"o_out{col}", Array(bf16, (CORES * out.size,)), to_stream=to_rows),
         ]
-        links.append(Link(at, tuple(f"o{col}_{i}" for i in parts), (f"o_out{col}",), tuple(i * out.size for i in parts)))
+        links.append(
+            Link(at, tuple(f"o{col}_{i}" for i in parts), (f"o_out{col}",), tuple(i * out.size for i in parts))
+        )
         shared = [
             ("start", Bind("kernel", start.name)),
             ("tile", Bind("kernel", tile.name)),
@@ -132,7 +134,15 @@ def attention(a: Attention, start: Kernel, tile: Kernel, finish: Kernel) -> Desi
                 steps += [
                     _linear("drain", f"o_out{col}", "o", shim, which * CORES * out.size, CORES * out.size, group),
                     _linear("fill", f"q_in{col}", "q", shim, which * CORES * q.size, CORES * q.size, group),
-                    _linear("fill", f"kv_in{col}", "kv", shim, (head * a.tiles + first) * tile_size, count * tile_size, group),
+                    _linear(
+                        "fill",
+                        f"kv_in{col}",
+                        "kv",
+                        shim,
+                        (head * a.tiles + first) * tile_size,
+                        count * tile_size,
+                        group,
+                    ),
                 ]
             if group > 0:
                 steps.append(Finish(group - 1))
@@ -159,7 +169,9 @@ def attention(a: Attention, start: Kernel, tile: Kernel, finish: Kernel) -> Desi
     )
 
 
-def _linear(kind: Literal["fill", "drain"], fifo: str, argument: str, tile: Tile, at: int, size: int, group: int) -> Move:
+def _linear(
+    kind: Literal["fill", "drain"], fifo: str, argument: str, tile: Tile, at: int, size: int, group: int
+) -> Move:
     """A stretch of `size` elements."""
     return Move(kind, fifo, argument, tile, at, (1, 1, 1, size), (0, 0, 0, 1), group, wait=kind == "drain")
 

@@ -1,14 +1,16 @@
-"""C = A @ B on 4 rows of cores x 1 to 4 columns: A is broadcast along rows, B along columns, C is joined in the mem tiles.
+"""C = A @ B on 4 rows of cores x 1 to 4 columns: A is broadcast along rows, B along columns, C is joined in the mem
+tiles.
 
 A [M, K] lies row-major: the mem tile's DMA deals it out in the r x s tiles of the matrix unit. B is stored once in the
-order in which the columns read it (tiles.py), so that one shim task without strides brings a whole stripe. The core keeps
-a tile of C while it walks over K. Its program ends after each tile of C and begins again: M and N live in the runtime
-sequence alone, and one xclbin serves every M and N of the same K with several instruction streams.
+order in which the columns read it (tiles.py), so that one shim task without strides brings a whole stripe. The core
+keeps a tile of C while it walks over K. Its program ends after each tile of C and begins again: M and N live in the
+runtime sequence alone, and one xclbin serves every M and N of the same K with several instruction streams.
 
-Every row block of A meets every block of columns: the shim sends it as often, by a repeat of its task, up to 64 times. Where
-that does not reach, on four columns, the mem tile holds the row block whole and sends it `repeat` times for each time of the
-shim's. (Reads of A fall as much, and the cores wait while the next is loaded: m k / 4 cycles in `repeat` steps over K.) Where it
-does not fit the mem tile, the shim sends it in several tasks, and fewer row blocks are under way at once.
+Every row block of A meets every block of columns: the shim sends it as often, by a repeat of its task, up to 64 times.
+Where that does not reach, on four columns, the mem tile holds the row block whole and sends it `repeat` times for each
+time of the shim's. (Reads of A fall as much, and the cores wait while the next is loaded: m k / 4 cycles in `repeat`
+steps over K.) Where it does not fit the mem tile, the shim sends it in several tasks, and fewer row blocks are under
+way at once.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from hybrid.kernels.npu.design import (
     Statement,
     Tile,
     Worker,
-)  # fmt: skip
+)
 
 Weights = Literal["i8", "q4_0", "q8_0"]
 ROWS = 4
@@ -46,7 +48,8 @@ MEM = 512 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """Sizes of a product. m, k, n: a core's tile; r, s, t: the matrix unit's. weights: bare int8, or codes with their scales."""
+    """Sizes of a product. m, k, n: a core's tile; r, s, t: the matrix unit's. weights: bare int8, or codes with their
+    scales."""
 
     M: int
     K: int
@@ -73,7 +76,9 @@ class Gemm:
             ("n", self.n, 2 * self.t, "2 t"),
         ):
             if value < 1 or value % unit:
-                raise ValueError(f"a product of {self.M} x {self.K} x {self.N}: {axis} = {value} is no multiple of {unit} ({why})")
+                raise ValueError(
+                    f"a product of {self.M} x {self.K} x {self.N}: {axis} = {value} is no multiple of {unit} ({why})"
+                )
         if self.weights != "i8" and self.k % 32:
             raise ValueError(f"a tile of {self.k} over K: {self.weights} has a scale for every 32")
         if not 1 <= self.columns <= ROWS:
@@ -104,7 +109,8 @@ class Gemm:
 
     @property
     def tasks(self) -> list[int]:
-        """Of a row block of A: how often each of its shim tasks sends it. ValueError where its channel's queue holds fewer."""
+        """Of a row block of A: how often each of its shim tasks sends it. ValueError where its channel's queue holds
+        fewer."""
         times = self.across // self.repeat
         found = [min(TASK, times - start) for start in range(0, times, TASK)]
         if len(found) > QUEUE:
@@ -157,10 +163,19 @@ def gemm(g: Gemm, zero: Kernel, multiply: Kernel, requantise: Kernel | None = No
     if requantise:
         shared += [("requantise", Bind("kernel", requantise.name)), ("acc", Bind("buffer", "acc"))]
     workers = [
-        Worker(Tile(col, 2 + row), core.name, (
-            ("a", Bind("consume", f"a{row}")), ("b", Bind("consume", f"b{col}")), ("c", Bind("produce", f"c{row}_{col}")), *shared))
-        for row in range(ROWS) for col in range(g.columns)
-    ]  # fmt: skip
+        Worker(
+            Tile(col, 2 + row),
+            core.name,
+            (
+                ("a", Bind("consume", f"a{row}")),
+                ("b", Bind("consume", f"b{col}")),
+                ("c", Bind("produce", f"c{row}_{col}")),
+                *shared,
+            ),
+        )
+        for row in range(ROWS)
+        for col in range(g.columns)
+    ]
     arguments = (
         ("A", Array("i8", (g.M * g.K,))),
         ("B", Array(b.dtype, (g.columns * g.stripe_bytes,))),
@@ -202,7 +217,9 @@ def _sequence(g: Gemm) -> list[Move | Finish]:
     """Tasks of all row blocks of 4 m rows; a descriptor is made for each block, because a stride over several of them
     would not fit its field (4 m N words)."""
     blocks, across, stripe = g.M // (ROWS * g.m), g.across, g.stripe_bytes
-    ahead = max(1, QUEUE // (2 * len(g.tasks)))  # row blocks of a group; two groups are under way, where the queue holds both
+    ahead = max(
+        1, QUEUE // (2 * len(g.tasks))
+    )  # row blocks of a group; two groups are under way, where the queue holds both
     both = 2 * len(g.tasks) <= QUEUE
     steps: list[Move | Finish] = []
     for block in range(blocks):

@@ -1,7 +1,7 @@
 """y = RMSNorm(x) * w: rows dealt out to the 4 cores of each column, w broadcast to them.
 
-A core takes w anew for every `rows` rows, since its program begins again after them: the traffic of w is 2/rows of that of x.
-Rows enter and leave as bfloat16; w as two of them, high and low parts (aie/rmsnorm.cc).
+A core takes w anew for every `rows` rows, since its program begins again after them: the traffic of w is 2/rows of that
+of x. Rows enter and leave as bfloat16; w as two of them, high and low parts (aie/rmsnorm.cc).
 """
 
 from __future__ import annotations
@@ -56,11 +56,17 @@ def rmsnorm(n: Norm, kernel: Kernel) -> Design:
     fifos, links, workers, steps = [], [], [], list[Move | Finish]()
     for col in range(n.columns):
         tile, parts = Tile(col, 1), range(CORES)
-        fifos += [Fifo(f"x_in{col}", Array("bf16", (CORES * n.H,))), *(Fifo(f"x{col}_{i}", row, depth_in) for i in parts)]
+        fifos += [
+            Fifo(f"x_in{col}", Array("bf16", (CORES * n.H,))),
+            *(Fifo(f"x{col}_{i}", row, depth_in) for i in parts),
+        ]
         links.append(Link(tile, (f"x_in{col}",), tuple(f"x{col}_{i}" for i in parts), tuple(i * n.H for i in parts)))
         fifos += [Fifo(f"w_in{col}", w, 1), Fifo(f"w{col}", w, 1)]
         links.append(Link(tile, (f"w_in{col}",), (f"w{col}",)))
-        fifos += [*(Fifo(f"y{col}_{i}", row, depth_out) for i in parts), Fifo(f"y_out{col}", Array("bf16", (CORES * n.H,)))]
+        fifos += [
+            *(Fifo(f"y{col}_{i}", row, depth_out) for i in parts),
+            Fifo(f"y_out{col}", Array("bf16", (CORES * n.H,))),
+        ]
         links.append(Link(tile, tuple(f"y{col}_{i}" for i in parts), (f"y_out{col}",), tuple(i * n.H for i in parts)))
         for i in parts:
             binds = (
@@ -70,7 +76,13 @@ def rmsnorm(n: Norm, kernel: Kernel) -> Design:
                 ("norm", Bind("kernel", kernel.name)),
             )
             workers.append(Worker(Tile(col, 2 + i), "norm_rows", binds))
-    one = (Acquire("x", ("row",)), Acquire("y", ("out",)), Call("norm", ("row", "gain", "out")), Release("x"), Release("y"))
+    one = (
+        Acquire("x", ("row",)),
+        Acquire("y", ("out",)),
+        Call("norm", ("row", "gain", "out")),
+        Release("x"),
+        Release("y"),
+    )
     core = Core("norm_rows", ("x", "w", "y", "norm"), (Acquire("w", ("gain",)), Loop(n.rows, one), Release("w")))
     per = CORES * n.rows  # rows that one column takes with one w
     blocks = n.T // (per * n.columns)
@@ -81,7 +93,9 @@ def rmsnorm(n: Norm, kernel: Kernel) -> Design:
             steps += [
                 Move("drain", f"y_out{col}", "y", Tile(col, 0), at, *linear, wait=True),
                 Move("fill", f"x_in{col}", "x", Tile(col, 0), at, *linear),
-                Move("fill", f"w_in{col}", "w", Tile(col, 0), 0, (1, 1, 1, w.size), (0, 0, 0, 1), block // (GROUP // 2)),
+                Move(
+                    "fill", f"w_in{col}", "w", Tile(col, 0), 0, (1, 1, 1, w.size), (0, 0, 0, 1), block // (GROUP // 2)
+                ),
             ]
         group, ends = block // (GROUP // 2), (block + 1) % (GROUP // 2) == 0
         if ends and group > 0:

@@ -1,5 +1,5 @@
-"""Bindings: how each operation becomes dispatches, one module per operation, `record(recorder, step, tensors)`; and the fused
-groups, whose consecutive operations become one dispatch."""
+"""Bindings: how each operation becomes dispatches, one module per operation, `record(recorder, step, tensors)`; and the
+fused groups, whose consecutive operations become one dispatch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,17 @@ BINDINGS: dict[str, Binding] = {
 # Fused groups by the operations of their consecutive steps (kernels/vulkan/groups.py), longer ones first.
 GROUPS: dict[tuple[str, ...], Group] = {
     **{ops: _layer_attention.record for ops in _layer_attention.OPS},
-    **{ops: _layer.record for ops in (_layer.WITH_OWN, _layer.QUERIES_WITH_OWN, _layer.OPS, _layer.QUERIES, _layer.LAST_WITH_OWN,
-                                      _layer.LAST)},
+    **{
+        ops: _layer.record
+        for ops in (
+            _layer.WITH_OWN,
+            _layer.QUERIES_WITH_OWN,
+            _layer.OPS,
+            _layer.QUERIES,
+            _layer.LAST_WITH_OWN,
+            _layer.LAST,
+        )
+    },
     _altup_next.OPS: _altup_next.record,
     _altup_gate.OPS: _altup_gate.record,
     **{ops: _apart.record for ops in _apart.OPS},

@@ -1,4 +1,5 @@
-"""AltUp's correction and the gate of the layer's own input in one dispatch, its second product behind them: altup_gate.slang."""
+"""AltUp's correction and the gate of the layer's own input in one dispatch, its second product behind them:
+altup_gate.slang."""
 
 from __future__ import annotations
 
@@ -11,26 +12,36 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 OPS = ("altup_correct", "per_layer_input")
-OUTS, THREADS, TYPES = 32, 512, ("q8_0", "q4_0")  # of altup_gate.slang: outputs and threads of a workgroup, types of weights
+OUTS, THREADS, TYPES = (
+    32,
+    512,
+    ("q8_0", "q4_0"),
+)  # of altup_gate.slang: outputs and threads of a workgroup, types of weights
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
-    """corrected f32 [1,A*H], y = corrected 0 * w_scale, h [1,P] = gelu_tanh(y @ w_gate.T) * the layer's columns of ple, then
-    h @ w_proj.T. False where these steps do not follow from one another, for several rows, types without a module, rows wider
-    than a workgroup holds, or results that lie where another workgroup may not have read its inputs yet."""
+    """corrected f32 [1,A*H], y = corrected 0 * w_scale, h [1,P] = gelu_tanh(y @ w_gate.T) * the layer's columns of ple,
+    then h @ w_proj.T. False where these steps do not follow from one another, for several rows, types without a module,
+    rows wider than a workgroup holds, or results that lie where another workgroup may not have read its inputs yet."""
     (correct, own), (old, new) = steps, t
     hidden, width, w, device = correct.bind["H"], own.bind["P"], new["w_gate"], rec.device
-    follow = correct.args["y"] == own.args["x"] and correct.extent == own.extent and correct.bind["T"] == own.bind["T"] == 1
+    follow = (
+        correct.args["y"] == own.args["x"] and correct.extent == own.extent and correct.bind["T"] == own.bind["T"] == 1
+    )
     fits = hidden <= 4 * THREADS <= 4 * device.max_threads and len(w.chunks) == 1 and w.dtype in TYPES
     if not (follow and fits and {new[n].dtype for n in ("x", "h")} == {"q8_act"} and len(new["ple"].parts) == 1):
         return False
-    inputs = [p for n in ("a", "residual", "w_post", "predicted", "w_router_norm", "w_router", "w_correct", "w_scale")
-              for p in old[n].parts]  # fmt: skip
+    inputs = [
+        p
+        for n in ("a", "residual", "w_post", "predicted", "w_router_norm", "w_router", "w_correct", "w_scale")
+        for p in old[n].parts
+    ]
     made = [*old["corrected"].parts, *old["y"].parts, *new["h"].parts]
     if any(a.overlaps(b) for a in made for b in inputs):
         return False
-    kernel = rec.kernel(f"altup_gate.{w.dtype}", SUBGROUP=device.subgroup_size, STREAMS=correct.bind["A"],
-                        UNITS=hidden // 4)
+    kernel = rec.kernel(
+        f"altup_gate.{w.dtype}", SUBGROUP=device.subgroup_size, STREAMS=correct.bind["A"], UNITS=hidden // 4
+    )
     push = struct.pack("<2I2fI", CONTROL[correct.extent], 1, correct.attrs["eps"], 0.0, int(own.attrs["layer"]) * width)
     rec.dispatch(kernel, [*inputs, *w.chunks[0].parts, *new["ple"].parts], made, push, grid=(width // OUTS, 1, 1))
     linear(rec, new["h"], new["w_proj"], new["y"].parts[0], rows=1, extent=own.extent)

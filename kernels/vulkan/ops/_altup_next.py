@@ -15,22 +15,30 @@ BUILT = "q8_act", "f16"  # types of y
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
-    """streams = corrected with rms(a) * w_post added to all but the first; predicted, normed and y of them. False where these steps
-    do not follow from one another, where no module is built for y, or where a row's workgroup might write what another row's has
-    not read yet, because results lie where inputs lay."""
+    """streams = corrected with rms(a) * w_post added to all but the first; predicted, normed and y of them. False where
+    these steps do not follow from one another, where no module is built for y, or where a row's workgroup might write
+    what another row's has not read yet, because results lie where inputs lay."""
     (add, predict), (old, new) = steps, t
     rows, hidden, device = add.bind["T"], add.bind["H"], rec.device
     follow = add.args["streams"] == predict.args["streams"] and (add.bind, add.extent) == (predict.bind, predict.extent)
     sizes, y = row_sizes(hidden, device.subgroup_size, device.max_threads), new["y"]
     if not (follow and y.dtype in BUILT and add.attrs["eps"] == predict.attrs["eps"]):
         return False
-    reads = [p for x in (*(old[n] for n in ("corrected", "a", "w_post")),
-                         *(new[n] for n in ("w_router_norm", "w_router", "w_predict", "w_norm"))) for p in x.parts]  # fmt: skip
+    reads = [
+        p
+        for x in (
+            *(old[n] for n in ("corrected", "a", "w_post")),
+            *(new[n] for n in ("w_router_norm", "w_router", "w_predict", "w_norm")),
+        )
+        for p in x.parts
+    ]
     made = [p for n in ("predicted", "normed", "y") for p in new[n].parts]
     # Streams may be predicted into the very place of those that were corrected: a thread writes what it alone has read.
     inputs = [*old["corrected"].parts, *old["a"].parts]
     clash = any(a.overlaps(b) and a != b for a in made for b in inputs)
-    if clash and not (rows == 1 and hidden <= 4 * HELD * sizes["WG"]):  # there all of the row is read before anything is written
+    if clash and not (
+        rows == 1 and hidden <= 4 * HELD * sizes["WG"]
+    ):  # there all of the row is read before anything is written
         return False
     kernel = rec.kernel(f"altup_next.{y.dtype}", STREAMS=add.bind["A"], **sizes)
     push = struct.pack("<2I2f", CONTROL[add.extent], rows, add.attrs["eps"], 0.0)

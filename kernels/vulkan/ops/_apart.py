@@ -1,6 +1,6 @@
-"""A product and its reader behind it, where the device's table asks for it: the product's K splits leave their sums apart, and
-the reader adds them up as it reads them. So no workgroup of the product waits for another's sums, which takes longer than a
-small product does."""
+"""A product and its reader behind it, where the device's table asks for it: the product's K splits leave their sums
+apart, and the reader adds them up as it reads them. So no workgroup of the product waits for another's sums, which
+takes longer than a small product does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
 Tensors = Mapping[str, DeviceTensor]
-PRODUCTS: dict[str, tuple[str, str, str, Callable[..., None]]] = {  # the last product's rows, matrix and result, the binding
+PRODUCTS: dict[
+    str, tuple[str, str, str, Callable[..., None]]
+] = {  # the last product's rows, matrix and result, the binding
     "linear": ("x", "w", "y", linear.record),
     "fused_qkv": ("x", "w", "qkv", fused_qkv.record),
     "fused_ffn": ("h", "w_down", "y", fused_ffn.record),
@@ -37,14 +39,20 @@ READERS: dict[str, tuple[str, Callable[..., None]]] = {  # what it reads of the 
     "decode_attention": ("qkv", decode_attention.record),
 }
 OPS = (
-    ("linear", "add_rmsnorm"), ("fused_ffn", "add_rmsnorm"), ("fused_ffn", "add_norm"), ("linear", "laurel_add"),
-    ("fused_ffn", "altup_correct"), ("fused_qkv", "decode_attention"), ("linear", "decode_attention"),
+    ("linear", "add_rmsnorm"),
+    ("fused_ffn", "add_rmsnorm"),
+    ("fused_ffn", "add_norm"),
+    ("linear", "laurel_add"),
+    ("fused_ffn", "altup_correct"),
+    ("fused_qkv", "decode_attention"),
+    ("linear", "decode_attention"),
 )
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Tensors]) -> bool:
-    """The product, and what its reader makes of it; the product's result is written by the reader. False where the reader's input
-    is another tensor, where the product is not split, where the table does not ask, or where the reader does not take parts."""
+    """The product, and what its reader makes of it; the product's result is written by the reader. False where the
+    reader's input is another tensor, where the product is not split, where the table does not ask, or where the reader
+    does not take parts."""
     (product, reader), (made, read) = steps, t
     x, w, y, of = PRODUCTS[product.op]
     given, by = READERS[reader.op]
@@ -67,4 +75,6 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Tensors]) -> bool:
 def _takes_parts(rec: Recorder, reader: Step, t: Tensors) -> bool:
     """Whether a row kernel does: where it writes f16, and a workgroup holds a whole row."""
     hidden, device = reader.bind["H"], rec.device
-    return t["y"].dtype == "f16" and hidden <= 4 * HELD * row_sizes(hidden, device.subgroup_size, device.max_threads)["WG"]
+    return (
+        t["y"].dtype == "f16" and hidden <= 4 * HELD * row_sizes(hidden, device.subgroup_size, device.max_threads)["WG"]
+    )

@@ -19,11 +19,17 @@ def two_parts(o: DeviceTensor) -> list[Slice]:
     return [o.parts[0], o.parts[-1]]
 
 
-def record_combine(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], part_o: Slice, part_ml: Slice, splits: int,
-                   min_split: int) -> None:
+def record_combine(
+    rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], part_o: Slice, part_ml: Slice, splits: int, min_split: int
+) -> None:
     """The merge of attention's (or decode_attention's) partial results into o."""
     rows, heads, d = (step.bind[axis] for axis in ("T", "HQ", "D"))
     kernel = rec.kernel(f"attention_combine.{t['o'].dtype}", SUBGROUP=rec.device.subgroup_size)
     push = struct.pack("<7I", rows, heads, d // 4, int(step.attrs["window"]), splits, min_split, CONTROL[step.extent])
-    rec.dispatch(kernel, [part_o, part_ml, *t["positions"].parts], [*t["o"].parts], push,
-                 (-(-heads * d // COMBINE), Live(step.extent, cap=rows)))
+    rec.dispatch(
+        kernel,
+        [part_o, part_ml, *t["positions"].parts],
+        [*t["o"].parts],
+        push,
+        (-(-heads * d // COMBINE), Live(step.extent, cap=rows)),
+    )

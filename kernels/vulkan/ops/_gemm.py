@@ -1,5 +1,5 @@
-"""Which matrix products go to the matrix units, by which tile (gemm.slang), with weights decoded on the way or before, and
-split-K where the tiles do not fill the device (gemm_split_k.slang)."""
+"""Which matrix products go to the matrix units, by which tile (gemm.slang), with weights decoded on the way or before,
+and split-K where the tiles do not fill the device (gemm_split_k.slang)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,31 @@ from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor
 
 # These repeat the shader's: rows and columns of a workgroup's tile by name, its subgroups' size, and the types that
 # operands.slang decodes.
-TILES = {f"{rows}x{columns}": (rows, columns) for columns, heights in (
-    (256, (128, 64, 48, 40, 32, 24, 16, 8)), (384, (64, 32, 24, 16, 8)), (192, (128,)), (128, (96, 32, 16)), (64, (64, 32)),
-    (32, (8,)), (16, (8,)),
-) for rows in heights}  # fmt: skip
+TILES = {
+    f"{rows}x{columns}": (rows, columns)
+    for columns, heights in (
+        (256, (128, 64, 48, 40, 32, 24, 16, 8)),
+        (384, (64, 32, 24, 16, 8)),
+        (192, (128,)),
+        (128, (96, 32, 16)),
+        (64, (64, 32)),
+        (32, (8,)),
+        (16, (8,)),
+    )
+    for rows in heights
+}
 DEFAULTS = ("128x192", "96x128", "64x64", "32x64")
 SUBGROUP = 32
-# Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang), and of
-# those whose weights go straight into registers (eights.slang, stream.slang; wide.slang has STAGE).
+# Columns of K in a stage, and the fewest that there must be; of the tiles for few rows by packed weights (few.slang),
+# and of those whose weights go straight into registers (eights.slang, stream.slang; wide.slang has STAGE).
 STAGE, FEW_STAGE, STREAM_STAGE = 64, 128, 256
 FEW, WIDE_TILE, NARROW = ("16x128", "32x128"), "128x256", ("8x16", "8x32")
 EIGHTS = ("8x256", "16x256", "24x256", "32x256", "40x256", "48x256")
 LONG_EIGHTS = ("8x384", "16x384", "24x384", "32x384")
 STREAM = (*EIGHTS, *LONG_EIGHTS, "64x256", "64x384", WIDE_TILE)
-# Tiles whose weights go straight into registers, those for small matrices (narrow.slang) among them, by family and type: for
-# pairs of blocks, and devices whose lanes hold the elements that they count on (lanes.py). Elsewhere tiles of shared memory
-# take their place.
+# Tiles whose weights go straight into registers, those for small matrices (narrow.slang) among them, by family and
+# type: for pairs of blocks, and devices whose lanes hold the elements that they count on (lanes.py). Elsewhere tiles of
+# shared memory take their place.
 STREAMED = {
     ("linear", "q4_0"): (*EIGHTS, WIDE_TILE, *NARROW),
     ("linear", "q6_k"): ("8x256", "16x256", "32x256", "40x256", "64x256"),
@@ -40,7 +49,8 @@ BEFORE_EIGHTS = {8: "16x128", 16: "16x128", 24: "32x128", 32: "32x128", 40: "64x
 BEFORE_STREAM = {WIDE_TILE: "128x192"} | {tile: BEFORE_EIGHTS[TILES[tile][0]] for tile in (*EIGHTS, *LONG_EIGHTS)}
 MOST_SPLITS, MOST_PARTS, APART = 16, 8, 1 << 31  # repeat gemm_split_k.slang's and parts.slang's
 SHORT = 256  # rows up to which a product's code is short rather than unrolled (gemm_result.slang)
-# In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half. H200,
+# In stages of the tile: what a workgroup takes to begin and to end, and what a split's sums take; others 2 and a half.
+# H200,
 # 128 rows of 27B, us (a stage takes 1.15): 5376 x 4096 in 2, 4 parts 54.6, 40.6; 8192 x 5376 in 2, 3 parts 64.5, 52.6;
 # 5376 x 21504 in 4, 9, 14 parts 115, 123, 131.
 ENDS, SUMS = {"128x192": 3.0}, {"128x192": 1.8}
@@ -56,8 +66,8 @@ Grid = tuple[GridAxis, GridAxis, GridAxis]
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A kernel, the grid that covers the product with its tile (rows run fastest: see gemm.slang), the weight, and of split-K
-    the end of the push constants and what is written beside the result (partial sums, counters of arrivals)."""
+    """A kernel, the grid that covers the product with its tile (rows run fastest: see gemm.slang), the weight, and of
+    split-K the end of the push constants and what is written beside the result (partial sums, counters of arrivals)."""
 
     kernel: Kernel
     grid: Grid
@@ -76,10 +86,21 @@ def unit(dtype: str) -> int:
     return 16 if DTYPES[dtype].quantised else 8
 
 
-def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, rows: int, extent: str, apart: int = 0,
-         **constants: int) -> Gemm | None:
-    """The kernel of a family (linear, ffn_up) for f16 rows of x, or None where the device or the types have none. `y`: some
-    part of the result. `apart`: what parts_apart() says, of a result whose K splits are left as so many times its rows.
+def gemm(
+    rec: Recorder,
+    family: str,
+    x: DeviceTensor,
+    w: Chunk,
+    y: Slice,
+    *,
+    rows: int,
+    extent: str,
+    apart: int = 0,
+    **constants: int,
+) -> Gemm | None:
+    """The kernel of a family (linear, ffn_up) for f16 rows of x, or None where the device or the types have none. `y`:
+    some part of the result. `apart`: what parts_apart() says, of a result whose K splits are left as so many times its
+    rows.
 
     Where the tuning says `unpack`, a dispatch before it writes the weight's numbers as f16 into scratch memory.
     """
@@ -95,14 +116,23 @@ def gemm(rec: Recorder, family: str, x: DeviceTensor, w: Chunk, y: Slice, *, row
     tile = tile_of(device, family, use["tile"], dtype, rows, w.rows, k)
     tall, across = TILES[tile]
     if tile in NARROW:
-        kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", THREADS=narrow_threads(device, tile, k), K=k, **constants)
+        kernel = rec.kernel(
+            f"{family}.gemm.{dtype}.{x.dtype}.{tile}", THREADS=narrow_threads(device, tile, k), K=k, **constants
+        )
         return Gemm(kernel, (Live(extent, per=tall, cap=rows), -(-w.rows // across), 1), parts, b"", ())
     if tile in STREAM and dtype == "q6_k":
         constants["FUSED"] = int(device.has("fused_halves"))
     kernel = rec.kernel(f"{family}.gemm.{dtype}.{x.dtype}.{tile}", ONCE=int(rows <= SHORT), **constants)
     down, columns = -(-rows // tall), -(-w.rows // across)
-    whole, splits = split_k(down, columns, -(-k // stage_of(tile, dtype)), use["groups"], device.max_range // (4 * tall * across),
-                            ENDS.get(tile, 2.0), SUMS.get(tile, 0.5))
+    whole, splits = split_k(
+        down,
+        columns,
+        -(-k // stage_of(tile, dtype)),
+        use["groups"],
+        device.max_range // (4 * tall * across),
+        ENDS.get(tile, 2.0),
+        SUMS.get(tile, 0.5),
+    )
     beside = (y, y)  # without split-K: bindings must hold some buffer, and this one adds no hazard
     if apart:
         whole, splits = 0, apart
@@ -120,8 +150,8 @@ def takes(device: Any, x: DeviceTensor, w: Chunk) -> bool:
 
 
 def parts_apart(rec: Recorder, x: DeviceTensor, w: Chunk, *, rows: int) -> int:
-    """K splits of `rows` rows of x by w where the device's table asks that whoever reads the result adds them up: 0 where it does
-    not, or where the tiles fill the device without."""
+    """K splits of `rows` rows of x by w where the device's table asks that whoever reads the result adds them up: 0
+    where it does not, or where the tiles fill the device without."""
     device, k = rec.device, x.shape[-1]
     if not takes(device, x, w):
         return 0
@@ -137,7 +167,8 @@ def parts_apart(rec: Recorder, x: DeviceTensor, w: Chunk, *, rows: int) -> int:
 
 
 def tile_of(device: Any, family: str, tile: str, dtype: str, rows: int, n: int, k: int) -> str:
-    """The tile that the tuning table names, or which stands in its place where the device or the types have no such kernel."""
+    """The tile that the tuning table names, or which stands in its place where the device or the types have no such
+    kernel."""
     if tile in (*STREAM, *NARROW) and not goes_to_lanes(device, family, tile, dtype, k):
         return BEFORE_STREAM.get(tile) or default_tile(rows, n)
     return tile
@@ -162,19 +193,28 @@ def goes_to_lanes(device: Any, family: str, tile: str, dtype: str, k: int) -> bo
 
 
 def narrow_threads(device: Any, tile: str, k: int) -> int:
-    """Of a workgroup of narrow.slang: the fewest subgroups that go through K in as few passes as the most do, whose sums lie in
-    shared memory together."""
+    """Of a workgroup of narrow.slang: the fewest subgroups that go through K in as few passes as the most do, whose
+    sums lie in shared memory together."""
     rows, columns = TILES[tile]
     stages, most = -(-k // NARROW_STAGE), min(NARROW_SUBGROUPS, device.shared_bytes // (rows * (4 * columns + 16)))
     return SUBGROUP * -(-stages // -(-stages // most))
 
 
-def split_k(down: int, columns: int, stages: int, groups: int, room: int, ends: float = 2.0, sums: float = 0.5,
-            most: int = MOST_SPLITS) -> tuple[int, int]:
-    """(columns of tiles that one workgroup each computes, K splits of every other tile) of down x columns tiles, where a device
-    runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns of tiles, a wave that does not
-    fill the device, are split; there is room for the partial sums of `room` tiles. `ends`, `sums`: stages that pass while a
-    workgroup begins and ends, and while a split's sums are added. `most`: splits. (columns, 1): none is."""
+def split_k(
+    down: int,
+    columns: int,
+    stages: int,
+    groups: int,
+    room: int,
+    ends: float = 2.0,
+    sums: float = 0.5,
+    most: int = MOST_SPLITS,
+) -> tuple[int, int]:
+    """(columns of tiles that one workgroup each computes, K splits of every other tile) of down x columns tiles, where
+    a device runs `groups` workgroups at once and a tile goes through K in `stages`. Only the last columns of tiles, a
+    wave that does not fill the device, are split; there is room for the partial sums of `room` tiles. `ends`, `sums`:
+    stages that pass while a workgroup begins and ends, and while a split's sums are added. `most`: splits. (columns,
+    1): none is."""
     whole = down * columns // groups * groups // down if groups else columns
     tiles = down * (columns - whole)
 
@@ -188,8 +228,11 @@ def split_k(down: int, columns: int, stages: int, groups: int, room: int, ends: 
 
 def default_tile(rows: int, columns: int) -> str:
     """The largest tile that the rows fill to half and of which there are enough, else the smallest."""
-    fitting = (name for name in DEFAULTS
-               if TILES[name][0] < 2 * rows and -(-rows // TILES[name][0]) * -(-columns // TILES[name][1]) >= ENOUGH)
+    fitting = (
+        name
+        for name in DEFAULTS
+        if TILES[name][0] < 2 * rows and -(-rows // TILES[name][0]) * -(-columns // TILES[name][1]) >= ENOUGH
+    )
     return next(fitting, "32x64")
 
 
@@ -197,5 +240,10 @@ def unpack(rec: Recorder, w: Chunk, dtype: str, y: Slice, k: int, first: int) ->
     """y [.., k] of f32 or f16, from row `first` on, = the numbers of a chunk of weights."""
     per_row = k // unit(w.dtype)
     x, z = wide(-(-w.rows * per_row // 64))
-    rec.dispatch(rec.kernel(f"dequantize.{w.dtype}.{dtype}"), reads=w.parts, writes=[y],
-                 push=struct.pack("<3I", first * per_row, w.rows * per_row, per_row), grid=(x, 1, z))
+    rec.dispatch(
+        rec.kernel(f"dequantize.{w.dtype}.{dtype}"),
+        reads=w.parts,
+        writes=[y],
+        push=struct.pack("<3I", first * per_row, w.rows * per_row, per_row),
+        grid=(x, 1, z),
+    )

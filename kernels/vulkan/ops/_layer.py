@@ -23,13 +23,33 @@ LAST, LAST_WITH_OWN = OPS[:-1], WITH_OWN[:-1]
 START = (((0, "y"), (1, "a")), ((1, "y"), (2, "x")), ((1, "sum"), (3, "residual")), ((2, "y"), (3, "a")))
 OWN_EDGES = (((3, "y"), (4, "x")), ((3, "sum"), (5, "residual")), ((4, "y"), (5, "a")))
 OWN_TYPES = ("q8_0", "q4_0")
-ROWS, PIECE, BLOCK, HELD = 4, 32, 32, 8  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
+ROWS, PIECE, BLOCK, HELD = (
+    4,
+    32,
+    32,
+    8,
+)  # these repeat layer.slang's: rows of a quad, a piece, a block of h; floats per thread
 BLOCK_WORDS = 10  # and mailbox.slang's: mailbox words of a block of h
-ATTENTION_BINDINGS, ATTENTION_PUSH = 13, 40  # layer_attention.slang's, behind the mailbox and in the end of the push constants
+ATTENTION_BINDINGS, ATTENTION_PUSH = (
+    13,
+    40,
+)  # layer_attention.slang's, behind the mailbox and in the end of the push constants
 ATTENDING = "a layer's dispatch that ends with the next attention"
 """What Recorder.noted calls the latest of them."""
-NO_ATTENTION = {"ATTENDS": 0, "LANES": 16, "OUTPUT": 2, "MERGED": 8, "QUADS": 8, "Q_HEADS": 1, "KV_HEADS": 1, "BLOCK": 32,
-                "AHEAD": 1, "PROJECTIONS": 0, "ROTARY": 8, "VALUE_NORM": 0}  # fmt: skip
+NO_ATTENTION = {
+    "ATTENDS": 0,
+    "LANES": 16,
+    "OUTPUT": 2,
+    "MERGED": 8,
+    "QUADS": 8,
+    "Q_HEADS": 1,
+    "KV_HEADS": 1,
+    "BLOCK": 32,
+    "AHEAD": 1,
+    "PROJECTIONS": 0,
+    "ROTARY": 8,
+    "VALUE_NORM": 0,
+}
 """Of the kernel with attention, where it does without."""
 DEFAULT = {"workgroups": 0, "threads": 256, "attention": 0, "min_split": 48, "ahead": 4, "poll_all": 0}
 
@@ -54,12 +74,15 @@ class Layer:
     def record(self, rec: Recorder, more: Sequence[Slice] = ()) -> None:
         """`more`: bindings after the mailbox."""
         kernel = rec.kernel(self.kernel, **self.constants)
-        rec.dispatch(kernel, self.reads, [*self.writes, rec.counters(self.words), *more], self.push, (self.grid,), resident=True)
+        rec.dispatch(
+            kernel, self.reads, [*self.writes, rec.counters(self.words), *more], self.push, (self.grid,), resident=True
+        )
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
-    """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T where the steps have it, for one
-    row; in between the layer's own input where they have one. False where the kernel does not fit (`prepare`)."""
+    """a = o @ w_o.T; r, z = add and norm; h, m = feed-forward; s, y = add and norm; qkv = y @ w.T where the steps have
+    it, for one row; in between the layer's own input where they have one. False where the kernel does not fit
+    (`prepare`)."""
     layer = prepare(rec, steps, t)
     if layer is None:
         return False
@@ -76,8 +99,8 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
 
 
 def same_but_attention(layer: Layer, attending: Layer) -> bool:
-    """Whether the pipeline of a layer that ends with the next attention would do for this one, which then finds no KV splits: the
-    code of another pipeline would be new to the multiprocessors (`both_kinds`)."""
+    """Whether the pipeline of a layer that ends with the next attention would do for this one, which then finds no KV
+    splits: the code of another pipeline would be new to the multiprocessors (`both_kinds`)."""
     sizes = [(name, value) for name, value in layer.constants.items() if name not in (*NO_ATTENTION, "POOL")]
     alike = attending.kernel in (layer.kernel, f"{layer.kernel}.f16")
     return alike and all(attending.constants.get(name) == value for name, value in sizes)
@@ -88,16 +111,19 @@ def own_input(steps: Sequence[Step]) -> bool:
 
 
 def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> Layer | None:
-    """None where the kernel does not fit: these steps do not follow from one another, several rows, weights of different
-    types or in several chunks, activations that are not q8_act, sparse gates, a device whose tuning table does not ask for it,
-    or a program that excludes waits."""
+    """None where the kernel does not fit: these steps do not follow from one another, several rows, weights of
+    different types or in several chunks, activations that are not q8_act, sparse gates, a device whose tuning table
+    does not ask for it, or a program that excludes waits."""
     own = t[3:5] if own_input(steps) else ()
     last = 3 + len(own)
     (out, add, ffn), then, qkv = t[:3], t[last], t[last + 1] if len(steps) > last + 1 else None
     norms = [steps[i] for i in ((1, 3, 5) if own else (1, 3))]
     weights = [out["w"], ffn["w_gate_up"], ffn["w_down"]]
     activations = [out["x"], add["y"], ffn["h"], then["y"]]
-    projected, edges = ffn["y"], [*START, *(OWN_EDGES if own else ())]  # without a projection its binding must hold some buffer
+    projected, edges = (
+        ffn["y"],
+        [*START, *(OWN_EDGES if own else ())],
+    )  # without a projection its binding must hold some buffer
     if qkv:
         weights.append(qkv["w"])
         projected = qkv["y" if steps[last + 1].op == "linear" else "qkv"]
@@ -108,13 +134,21 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
     follow = all(steps[i].args[a] == steps[j].args[b] for (i, a), (j, b) in edges)
     kinds = {chunk.dtype for w in weights for chunk in w.chunks}
     alone = all(len(w.chunks) == 1 for w in weights) and len(kinds) == 1
-    if not (rec.cooperative and follow and alone and out["x"].shape[0] == 1 and {x.dtype for x in activations} == {"q8_act"}):
+    if not (
+        rec.cooperative and follow and alone and out["x"].shape[0] == 1 and {x.dtype for x in activations} == {"q8_act"}
+    ):
         return None
     (kind,), device = kinds, rec.device
     attended, rows = out["x"].shape[-1], projected.shape[-1] if qkv else 0
     (first, second), (rows_first, rows_second) = both_kinds(rec.steps, steps, attended, rows)
-    sizes = {"HIDDEN": add["a"].shape[-1], "ATTENDED": first, "ATTENDED_ELSE": second, "FFN": ffn["h"].shape[-1],
-             "QKV": rows_first, "QKV_ELSE": rows_second}  # fmt: skip
+    sizes = {
+        "HIDDEN": add["a"].shape[-1],
+        "ATTENDED": first,
+        "ATTENDED_ELSE": second,
+        "FFN": ffn["h"].shape[-1],
+        "QKV": rows_first,
+        "QKV_ELSE": rows_second,
+    }
     if own:
         sizes["OWNED"] = own[1]["h"].shape[-1]
     use = device.tuning.choose("layer", DEFAULT, w=kind, hidden=sizes["HIDDEN"], own=sizes.get("OWNED", 0))
@@ -123,7 +157,12 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
     shares = most_shares(sizes, grid, threads // device.subgroup_size, device.subgroup_size) if grid else 0
     widest = max(sizes["HIDDEN"], first, second)
     shared = 4 * shares + widest // PIECE * (PIECE + 8) + 2 * threads
-    if not (grid and shared <= device.shared_bytes and sizes["HIDDEN"] <= HELD * threads and not (rows_first | rows_second) % ROWS):
+    if not (
+        grid
+        and shared <= device.shared_bytes
+        and sizes["HIDDEN"] <= HELD * threads
+        and not (rows_first | rows_second) % ROWS
+    ):
         return None
     if own and (kind not in OWN_TYPES or sizes["OWNED"] > min(threads, widest)):
         return None
@@ -135,21 +174,46 @@ def prepare(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Devic
     between = own[0] if own else then  # the norm behind the feed-forward
     reads = [out["x"], add["residual"], add["w_post"], add["w_next"], between["w_post"], then["w_next"], *weights]
     made = [add["a"], add["sum"], add["y"], ffn["h"], ffn["y"], then["sum"], then["y"], projected]
-    constants = {"SUBGROUP": device.subgroup_size, "THREADS": threads, "GRID": grid, "SHARES": shares, "WIDEST": widest,
-                 "POLLS": device.polls, "POLL_ALL": use["poll_all"], **sizes}  # fmt: skip
-    push = struct.pack("<fIfI", norms[0].attrs["eps"], CONTROL[steps[0].extent], norms[-1].attrs.get("scale", 1.0),
-                       int(attended != first) | int(rows != rows_first) << 1)
+    constants = {
+        "SUBGROUP": device.subgroup_size,
+        "THREADS": threads,
+        "GRID": grid,
+        "SHARES": shares,
+        "WIDEST": widest,
+        "POLLS": device.polls,
+        "POLL_ALL": use["poll_all"],
+        **sizes,
+    }
+    push = struct.pack(
+        "<fIfI",
+        norms[0].attrs["eps"],
+        CONTROL[steps[0].extent],
+        norms[-1].attrs.get("scale", 1.0),
+        int(attended != first) | int(rows != rows_first) << 1,
+    )
     if own:
         reads += [then["w_post"], own[1]["ple"]]
         made += [own[0]["sum"], own[0]["y"], own[1]["h"], own[1]["y"]]
         push += struct.pack("<I", int(steps[4].attrs["layer"]) * sizes["OWNED"])
-        constants |= {**NO_ATTENTION, "POOL": max(-(-shares // 4), threads // device.subgroup_size * NO_ATTENTION["QUADS"])}
-    return Layer(f"layer.{kind}.own" if own else f"layer.{kind}", constants, [p for x in reads for p in x.parts],
-                 [p for x in made for p in x.parts], push, mailbox_words(sizes, grid), use, shared)  # fmt: skip
+        constants |= {
+            **NO_ATTENTION,
+            "POOL": max(-(-shares // 4), threads // device.subgroup_size * NO_ATTENTION["QUADS"]),
+        }
+    return Layer(
+        f"layer.{kind}.own" if own else f"layer.{kind}",
+        constants,
+        [p for x in reads for p in x.parts],
+        [p for x in made for p in x.parts],
+        push,
+        mailbox_words(sizes, grid),
+        use,
+        shared,
+    )
 
 
 def layers(steps: Sequence[Step]) -> Iterator[tuple[Step, int, int]]:
-    """Of each layer of a plan that such a dispatch may record: its feed-forward, its columns of w_o, the rows that it projects."""
+    """Of each layer of a plan that such a dispatch may record: its feed-forward, its columns of w_o, the rows that it
+    projects."""
     for i, (out, add, ffn) in enumerate(zip(steps, steps[1:], steps[2:], strict=False)):
         if (out.op, add.op, ffn.op) != OPS[:3]:
             continue
@@ -165,9 +229,10 @@ def projected_rows(step: Step) -> int:
 
 
 def both_kinds(plan: Sequence[Step], steps: Sequence[Step], attended: int, rows: int) -> list[tuple[int, int]]:
-    """Columns of w_o, and rows that are projected, of this layer's kind and of another: the two that are most frequent in the plan
-    beside the same feed-forward, so that one pipeline does for both. Another's code would be new to the multiprocessors, which
-    makes a layer of Gemma 4 E2B half as long again. Both are this layer's where there are no two kinds, or it is a third."""
+    """Columns of w_o, and rows that are projected, of this layer's kind and of another: the two that are most frequent
+    in the plan beside the same feed-forward, so that one pipeline does for both. Another's code would be new to the
+    multiprocessors, which makes a layer of Gemma 4 E2B half as long again. Both are this layer's where there are no two
+    kinds, or it is a third."""
     alike = [sizes for ffn, *sizes in layers(plan) if ffn.bind == steps[2].bind]
     found = []
     for mine, values in zip((attended, rows), zip(*alike, strict=True), strict=True) if alike else ():
@@ -177,7 +242,8 @@ def both_kinds(plan: Sequence[Step], steps: Sequence[Step], attended: int, rows:
 
 
 def most_workgroups(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Each has at least one quad of rows of every product that there is, and of the feed-forward's a whole block of h."""
+    """Each has at least one quad of rows of every product that there is, and of the feed-forward's a whole block of
+    h."""
     rows = (sizes["HIDDEN"], sizes["QKV"], sizes["QKV_ELSE"])
     return tuple(n for n in (*(r // ROWS for r in rows), sizes["FFN"] // BLOCK) if n)
 
@@ -198,7 +264,9 @@ def most_shares(sizes: Mapping[str, int], grid: int, subgroups: int, lanes: int)
     products += [(hidden, sizes[name] // ROWS, 1) for name in ("QKV", "QKV_ELSE")]
     if own := sizes.get("OWNED"):
         products += [(hidden, own // ROWS, 1), (own, hidden // ROWS, 1)]
-    return max(most_quads(quads, per, grid) * ROWS * min(subgroups, -(-(k // PIECE) // lanes)) for k, quads, per in products)
+    return max(
+        most_quads(quads, per, grid) * ROWS * min(subgroups, -(-(k // PIECE) // lanes)) for k, quads, per in products
+    )
 
 
 def most_quads(quads: int, per: int, grid: int) -> int:

@@ -13,14 +13,16 @@ from hybrid.kernels.vulkan.ops._combine import two_parts
 from hybrid.kernels.vulkan.recorder import Recorder
 from hybrid.kernels.vulkan.tensors import DeviceTensor
 
-OPS = tuple((*ops, "decode_attention") for ops in (_layer.WITH_OWN, _layer.QUERIES_WITH_OWN, _layer.OPS, _layer.QUERIES))
+OPS = tuple(
+    (*ops, "decode_attention") for ops in (_layer.WITH_OWN, _layer.QUERIES_WITH_OWN, _layer.OPS, _layer.QUERIES)
+)
 WORD, KEYS = 16, 2  # bytes of a head that a lane loads at once; keys of a lane and step: as in layer_attention.slang
 MOST_SPLITS = 64
 
 
 def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, DeviceTensor]]) -> bool:
-    """As _layer.record, and o[1,HQ*D] from qkv, whose k and v are appended to the cache. False where the kernel does not fit:
-    as there, a cache that is not f16, heads wider than a subgroup loads at once, o that is not q8_act."""
+    """As _layer.record, and o[1,HQ*D] from qkv, whose k and v are appended to the cache. False where the kernel does
+    not fit: as there, a cache that is not f16, heads wider than a subgroup loads at once, o that is not q8_act."""
     layer = _layer.prepare(rec, steps, t)
     if layer is None or not layer.use["attention"]:
         return False
@@ -52,18 +54,46 @@ def record(rec: Recorder, steps: Sequence[Step], t: Sequence[Mapping[str, Device
     merged = min(device.subgroup_size, max(8, 1 << (d // 4 // subgroups - 1).bit_length()))
     lanes = 1 << (words - 1).bit_length()
     ahead = min(layer.use["ahead"], -(-splits * merged // device.subgroup_size))  # no more parts than a lane has
-    constants = {**layer.constants, "LANES": lanes, "OUTPUT": 2, "MERGED": merged, "QUADS": d // 4, "Q_HEADS": heads,
-                 "KV_HEADS": kv_heads, "BLOCK": cache.block_size, "AHEAD": ahead, "PROJECTIONS": step.bind["KV"],
-                 "ROTARY": step.bind["R"] // 4, "VALUE_NORM": int(step.attrs["value_norm"]), "POOL": pool}  # fmt: skip
+    constants = {
+        **layer.constants,
+        "LANES": lanes,
+        "OUTPUT": 2,
+        "MERGED": merged,
+        "QUADS": d // 4,
+        "Q_HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "BLOCK": cache.block_size,
+        "AHEAD": ahead,
+        "PROJECTIONS": step.bind["KV"],
+        "ROTARY": step.bind["R"] // 4,
+        "VALUE_NORM": int(step.attrs["value_norm"]),
+        "POOL": pool,
+    }
     if own:
         constants["ATTENDS"] = 1
-    push = struct.pack("<6I2f2I", 1, a["rope"].shape[0], cache.table_width, cache.slots, cache.blocks, window,
-                       step.attrs["eps"], step.attrs["scale"], splits, layer.use["min_split"])  # fmt: skip
+    push = struct.pack(
+        "<6I2f2I",
+        1,
+        a["rope"].shape[0],
+        cache.table_width,
+        cache.slots,
+        cache.blocks,
+        window,
+        step.attrs["eps"],
+        step.attrs["scale"],
+        splits,
+        layer.use["min_split"],
+    )
     memory = [rec.zeros(heads * splits * d * 4), rec.zeros(heads * splits * (d // 4) * 8)]
     arrived = rec.counters(heads * -(-d // 4 // merged))
     more = [*(p for x in parts for p in x.parts), *memory, arrived, *two_parts(o)]
-    made = replace(layer, kernel=layer.kernel if own else f"{layer.kernel}.f16", constants=constants, push=layer.push + push,
-                   words=layer.words + (heads + tiles * 2 * kv_heads) * d)  # fmt: skip
+    made = replace(
+        layer,
+        kernel=layer.kernel if own else f"{layer.kernel}.f16",
+        constants=constants,
+        push=layer.push + push,
+        words=layer.words + (heads + tiles * 2 * kv_heads) * d,
+    )
     made.record(rec, more)
     rec.noted[_layer.ATTENDING] = made
     return True

@@ -19,12 +19,22 @@ NOTHING: tuple[Slice, ...] = ()
 FFN_BANDS = 2 * GEMV_FFN_OUTS // GEMV_ROWS
 
 
-def linear(rec: Recorder, x: DeviceTensor, w: DeviceTensor, y: Slice, *, rows: int, extent: str,
-           out_rows: Slice | None = None, softcap: float = 0.0, apart: int = 0) -> None:
+def linear(
+    rec: Recorder,
+    x: DeviceTensor,
+    w: DeviceTensor,
+    y: Slice,
+    *,
+    rows: int,
+    extent: str,
+    out_rows: Slice | None = None,
+    softcap: float = 0.0,
+    apart: int = 0,
+) -> None:
     """y f32 [rows, N] = x [.., K] @ w[N,K].T, softcapped where softcap > 0; row t of y reads row t, or out_rows[t],
     of x. `extent` names the live count of y's rows. Each chunk of w, which has a
-    storage type of its own, fills its columns of y in a dispatch of its own. `apart`: y has so many times its rows, one for
-    each of K's splits (left_apart() of the same product)."""
+    storage type of its own, fills its columns of y in a dispatch of its own. `apart`: y has so many times its rows, one
+    for each of K's splits (left_apart() of the same product)."""
     gather = int(out_rows is not None)
     for chunk in w.chunks:
         parts, beside, more = chunk.parts, NOTHING, b""
@@ -60,7 +70,8 @@ def _few(rec: Recorder, x: DeviceTensor, w: Chunk, rows: int) -> bool:
 
 
 def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str) -> None:
-    """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K]; h has the activation type of x."""
+    """h [rows, F] = gelu_tanh(x @ gate.T) * (x @ up.T) for one unsplit weight [2F, K]; h has the activation type of
+    x."""
     f, parts, beside, more = w.rows // 2, w.parts, NOTHING, b""
     few = _takes_gemv(rec, "ffn_up", w.dtype, x.dtype, rows, f, x.shape[-1])
     made = None if few else gemm(rec, "ffn_up", x, w, h.parts[0], rows=rows, extent=extent)
@@ -77,22 +88,31 @@ def ffn_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: i
     rec.dispatch(kernel, reads=[*x.parts, *parts], writes=[*h.parts, *beside], push=push + more, grid=grid)
 
 
-def geglu(rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int, extent: str = "rows", sparsity: float = 0.0) -> None:
-    """h [rows, F] = gelu_tanh(gate) * up of gate_up f32 [rows, 2F], in h's activation type. With `sparsity` that share of a
-    row's gates, those below a threshold, counts as 0."""
+def geglu(
+    rec: Recorder, gate_up: Slice, h: DeviceTensor, *, rows: int, extent: str = "rows", sparsity: float = 0.0
+) -> None:
+    """h [rows, F] = gelu_tanh(gate) * up of gate_up f32 [rows, 2F], in h's activation type. With `sparsity` that share
+    of a row's gates, those below a threshold, counts as 0."""
     f, live = h.shape[-1], Live(extent, cap=rows)
     if sparsity > 0:
-        kernel = rec.kernel(f"sparse_geglu.{h.dtype}.{workgroup(f, rec.device.max_threads)}", SUBGROUP=rec.device.subgroup_size)
+        kernel = rec.kernel(
+            f"sparse_geglu.{h.dtype}.{workgroup(f, rec.device.max_threads)}", SUBGROUP=rec.device.subgroup_size
+        )
         push = struct.pack("<3If", CONTROL[extent], rows, f, NormalDist().inv_cdf(sparsity))
         rec.dispatch(kernel, reads=[gate_up], writes=h.parts, push=push, grid=(live,))
         return
-    rec.dispatch(rec.kernel(f"geglu.{h.dtype}"), reads=[gate_up], writes=h.parts, push=struct.pack("<3I", CONTROL[extent], rows, f),
-                 grid=(-(-f // 256), live, 1))
+    rec.dispatch(
+        rec.kernel(f"geglu.{h.dtype}"),
+        reads=[gate_up],
+        writes=h.parts,
+        push=struct.pack("<3I", CONTROL[extent], rows, f),
+        grid=(-(-f // 256), live, 1),
+    )
 
 
 def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
-    """Constants of gemv.slang for `rows` rows of x (type x), taken by fours where they are more, by w [n, k] of type w; `family` is
-    linear or ffn_up."""
+    """Constants of gemv.slang for `rows` rows of x (type x), taken by fours where they are more, by w [n, k] of type w;
+    `family` is linear or ffn_up."""
     device, use = rec.device, _gemv_use(rec, family, w, x, rows, n, k)
     pieces, subgroup = k // (32 if x == "q8_act" else unit(w)), device.subgroup_size
     # As many subgroups share a row as its pieces need, so that a lane takes `steps` of them; steps 0: one subgroup.
@@ -103,8 +123,14 @@ def gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) 
         groups = max(g for g in (1, 2, 4, 8, 16) if g <= (groups if use["steps"] else most))
         passes = FFN_BANDS // groups
     steps = -(-pieces // (split * subgroup)) if use["steps"] else 0
-    return {"SUBGROUP": subgroup, "TOKENS": tokens(rows), "THREADS": groups * split * subgroup, "SPLIT": split,
-            "PASSES": passes, "STEPS": steps}
+    return {
+        "SUBGROUP": subgroup,
+        "TOKENS": tokens(rows),
+        "THREADS": groups * split * subgroup,
+        "SPLIT": split,
+        "PASSES": passes,
+        "STEPS": steps,
+    }
 
 
 def _gemv_use(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k: int) -> dict[str, int]:
@@ -119,8 +145,8 @@ def _takes_gemv(rec: Recorder, family: str, w: str, x: str, rows: int, n: int, k
 
 
 def _few_tiles(rec: Recorder, w: str, x: str, rows: int, n: int, k: int) -> bool:
-    """Whether the tiles of a product leave most of the device idle: of a narrow matrix, a thread that goes through all of K takes
-    longer than reading the matrix again for every four rows, spread over the device."""
+    """Whether the tiles of a product leave most of the device idle: of a narrow matrix, a thread that goes through all
+    of K takes longer than reading the matrix again for every four rows, spread over the device."""
     use = rec.device.tuning.choose("linear.tile", {"least": 0}, w=w, x=x, rows=rows, n=n, k=k)
     return -(-n // (TILE_THREADS * TILE_ROWS)) * -(-rows // TILE_TOKENS) < use["least"]
 

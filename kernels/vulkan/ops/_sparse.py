@@ -15,9 +15,11 @@ from hybrid.kernels.vulkan.tensors import Chunk, DeviceTensor, cut
 DOWN_OUTS = 64  # rows of down for a workgroup of sparse_down.slang
 
 
-def sparse_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str, sparsity: float) -> None:
-    """h [rows, F] as `geglu` with `sparsity` makes it of x @ w.T, for at most GEMV_TOKENS rows and one unsplit weight [2F, K]: the
-    product with gate, then that with the rows of up that are needed. h has the activation type of x."""
+def sparse_up(
+    rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows: int, extent: str, sparsity: float
+) -> None:
+    """h [rows, F] as `geglu` with `sparsity` makes it of x @ w.T, for at most GEMV_TOKENS rows and one unsplit weight
+    [2F, K]: the product with gate, then that with the rows of up that are needed. h has the activation type of x."""
     f, k = w.rows // 2, x.shape[-1]
     gate = rec.scratch(4 * rows * f)
     only_gate = DeviceTensor("gate", w.dtype, (f, k), (cut(w, 0, f, k),))
@@ -28,8 +30,8 @@ def sparse_up(rec: Recorder, x: DeviceTensor, w: Chunk, h: DeviceTensor, *, rows
 
 
 def sparse_columns(rec: Recorder, h: DeviceTensor, w: DeviceTensor, *, rows: int) -> DeviceTensor | None:
-    """w_down [H, F] by columns, if the device's table takes products of so many rows that way, and h and w are of types that the
-    kernel has."""
+    """w_down [H, F] by columns, if the device's table takes products of so many rows that way, and h and w are of types
+    that the kernel has."""
     if h.dtype != "q8_act" or not columns.fits(w):
         return None
     return rec.device.by_columns(w) if rows <= columns.most_rows(rec.device.tuning, w.dtype, w.shape) else None
@@ -39,5 +41,10 @@ def sparse_down(rec: Recorder, h: DeviceTensor, w: DeviceTensor, y: Slice, *, ro
     """y f32 [rows, H] = h @ w.T, for at most GEMV_TOKENS rows of h q8_act and w [H, F] by columns."""
     n, f = w.shape
     push = struct.pack("<4I", CONTROL[extent], rows, f, n)
-    rec.dispatch(rec.kernel(f"sparse_down.{w.dtype}", TOKENS=tokens(rows)), reads=[*h.parts, *w.parts], writes=[y], push=push,
-                 grid=(-(-n // DOWN_OUTS), 1, 1))
+    rec.dispatch(
+        rec.kernel(f"sparse_down.{w.dtype}", TOKENS=tokens(rows)),
+        reads=[*h.parts, *w.parts],
+        writes=[y],
+        push=push,
+        grid=(-(-n // DOWN_OUTS), 1, 1),
+    )

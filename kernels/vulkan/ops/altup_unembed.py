@@ -18,8 +18,13 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     size, width = 4 * rows * hidden, (streams - 1) * hidden
     parts = rec.scratch((streams - 1) * size)
     push = struct.pack("<4I", CONTROL[step.extent], rows, hidden // 4, streams)
-    rec.dispatch(rec.kernel("altup_split"), reads=t["streams"].parts, writes=[parts], push=push,
-                 grid=(-(-width // 256), Live(step.extent, cap=rows), 1))
+    rec.dispatch(
+        rec.kernel("altup_split"),
+        reads=t["streams"].parts,
+        writes=[parts],
+        push=push,
+        grid=(-(-width // 256), Live(step.extent, cap=rows), 1),
+    )
     for i in range(streams - 1):
         piece = Chunk(0, rows, (Slice(parts.buffer, parts.offset + i * size, size),), "f32")
         x = DeviceTensor("stream", "f32", (rows, hidden), (piece,))

@@ -1,12 +1,12 @@
 """attention: flash attention over the paged cache.
 
-On matrix units, for many rows, an f16 or q8_0 cache and the heads of FLASH: one dispatch, tiles of rows and heads against
-tiles of positions. Else in two dispatches, partial results of KV splits and their merge.
+On matrix units, for many rows, an f16 or q8_0 cache and the heads of FLASH: one dispatch, tiles of rows and heads
+against tiles of positions. Else in two dispatches, partial results of KV splits and their merge.
 
-Few rows: one row and kv head per tile, its context in KV splits so that the device is full; or, where the tuning table says so,
-decode_attention's kernel, given queries that are ready.
-Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and its KV splits are as long as a shader's
-loops may run.
+Few rows: one row and kv head per tile, its context in KV splits so that the device is full; or, where the tuning table
+says so, decode_attention's kernel, given queries that are ready.
+Many rows (prefill): a tile of neighbouring rows shares every load of K and V, and its KV splits are as long as a
+shader's loops may run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Tiling:
     heads: int
     splits: int
     min_split: int
-    """Positions of a KV split, at least; where `splits` of them are too few for the context, splits are longer, all alike."""
+    """Positions of a KV split, at least; where `splits` of them are too few for the context, splits are longer, all
+    alike."""
 
 
 def longest_split(units: int, rows: int, subgroup: int) -> int:
@@ -62,10 +63,12 @@ def tiling(rows: int, ratio: int, head_dim: int, span: int, subgroup: int, kv: s
     """`ratio` query heads per kv head, `span` positions that a row can see at most, `kv`: type of the cache."""
     units = next((u for u in QUERIES if u * subgroup * 4 >= head_dim), 0)
     if not units:
-        raise VulkanError(f"attention takes head_dim up to {max(QUERIES) * subgroup * 4} on a device with subgroups of "
-                          f"{subgroup}, not {head_dim}")
-    # A CPU driver compiles a lane's unrolled registers slowly and gains little from more of them; gfx1103 has too few for heads
-    # of 512 (165 spilled by Mesa 22.3.6).
+        raise VulkanError(
+            f"attention takes head_dim up to {max(QUERIES) * subgroup * 4} on a device with subgroups of "
+            f"{subgroup}, not {head_dim}"
+        )
+    # A CPU driver compiles a lane's unrolled registers slowly and gains little from more of them; gfx1103 has too few
+    # for heads of 512 (165 spilled by Mesa 22.3.6).
     most = 8 if subgroup < 16 or head_dim > 256 else 16
     built = [q for q in QUERIES[units] if q <= (4 if kv == "q8_0" else 8)]
     fit = [q for q in built if q * units <= most] or [built[0]]
@@ -97,14 +100,16 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
 
 
 def flash_columns(rec: Recorder, step: Step, cache: CacheLayout) -> int:
-    """Columns of a head that a subgroup of flash_attention.slang has: as many as the tuning table allows, of those that it is
-    built for; 0 where it is built for none of these."""
+    """Columns of a head that a subgroup of flash_attention.slang has: as many as the tuning table allows, of those that
+    it is built for; 0 where it is built for none of these."""
     rows, heads, d, window = step.bind["T"], step.bind["HQ"], step.bind["D"], int(step.attrs["window"])
     built = FLASH.get(cache.dtype, {}).get(d, ())
     if not built:
         return 0
     span = min(window, cache.context) if window else cache.context
-    chosen = rec.device.tuning.choose("flash_attention", FLASH_DEFAULT, rows=rows, pairs=rows * heads, head_dim=d, span=span)
+    chosen = rec.device.tuning.choose(
+        "flash_attention", FLASH_DEFAULT, rows=rows, pairs=rows * heads, head_dim=d, span=span
+    )
     return max((own for own in built if own <= chosen["columns"]), default=0)
 
 
@@ -117,8 +122,20 @@ def record_flash(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
     tile_rows = pairs // tile_heads
     of = "" if cache.dtype == "f16" else f"{cache.dtype}."
     kernel = rec.kernel(f"flash_attention.{of}{d}.{own}", OUTPUT=OUTPUTS[t["o"].dtype])
-    push = struct.pack("<8If2I", rows, heads, kv_heads, cache.block_size, cache.table_width, cache.slots, cache.blocks,
-                       window, step.attrs["scale"], tile_rows, tile_heads)
+    push = struct.pack(
+        "<8If2I",
+        rows,
+        heads,
+        kv_heads,
+        cache.block_size,
+        cache.table_width,
+        cache.slots,
+        cache.blocks,
+        window,
+        step.attrs["scale"],
+        tile_rows,
+        tile_heads,
+    )
     names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")
     grid = (kv_heads * -(-(heads // kv_heads) // tile_heads), Live(step.extent, per=tile_rows, cap=rows))
     rec.dispatch(kernel, [p for name in names for p in t[name].parts], two_parts(t["o"]), push, grid)
@@ -135,9 +152,24 @@ def record_split(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], cache
     parts = rows * heads * tile.splits
     part_o, part_ml = rec.scratch(parts * d * 4), rec.scratch(parts * 8)
     kernel = rec.kernel(f"attention.{cache.dtype}.{tile.queries}x{tile.units}", SUBGROUP=subgroup)
-    push = struct.pack("<9If5I", rows, heads, kv_heads, d // 4, cache.block_size, cache.table_width, cache.slots,
-                       cache.blocks, window, step.attrs["scale"], tile.rows, tile.heads, tile.splits, tile.min_split,
-                       CONTROL[step.extent])
+    push = struct.pack(
+        "<9If5I",
+        rows,
+        heads,
+        kv_heads,
+        d // 4,
+        cache.block_size,
+        cache.table_width,
+        cache.slots,
+        cache.blocks,
+        window,
+        step.attrs["scale"],
+        tile.rows,
+        tile.heads,
+        tile.splits,
+        tile.min_split,
+        CONTROL[step.extent],
+    )
     head_tiles = -(-(heads // kv_heads) // tile.heads)
     splits = Live("context", per=tile.min_split, cap=tile.splits * tile.min_split) if tile.splits > 1 else 1
     names = ("q", "k_cache", "v_cache", "block_table", "slots", "positions")

@@ -1,9 +1,9 @@
 """decode_attention: norm, rotation, append and attention of one new row per sequence in one dispatch.
 
-The grid is constant (kv heads, rows of the plan, KV splits): how much of it has work follows from the positions in device
-memory, and the splits that no row needs come last. With several rows it may be (kv heads, so many workgroups) instead, which
-take the splits that there are in turn: a long context among short ones is then everybody's work. Where the splits are merged
-by a dispatch of its own, it is attention's.
+The grid is constant (kv heads, rows of the plan, KV splits): how much of it has work follows from the positions in
+device memory, and the splits that no row needs come last. With several rows it may be (kv heads, so many workgroups)
+instead, which take the splits that there are in turn: a long context among short ones is then everybody's work. Where
+the splits are merged by a dispatch of its own, it is attention's.
 """
 
 from __future__ import annotations
@@ -25,20 +25,30 @@ MOST_SPLITS = 64
 MOST_EACH = 4  # rows that a lane of decode_attention.slang looks at at once
 LEAST_DEALT = 16  # KV splits of a row that has most positions, where they are dealt out
 MAX_PARTS = 1024  # rows * such KV splits, at most: bounds the scratch memory
-WORD, ELEMENTS = 16, {"f32": 4, "f16": 8, "q8_0": 16}  # bytes that a lane loads at once, and elements of each type in them
+WORD, ELEMENTS = (
+    16,
+    {"f32": 4, "f16": 8, "q8_0": 16},
+)  # bytes that a lane loads at once, and elements of each type in them
 DEFAULT = {"groups": 528, "min_split": 64, "heads": 2, "subgroups": 8, "ahead": 8, "merge": 1, "dealt": 0, "spread": 0}
-HEADS = {1: (1, 2), 2: (1, 2), 4: (1,), 8: (1,), 16: (1,)}  # built variants, by words per lane (as many as 512 elements need)
+HEADS = {
+    1: (1, 2),
+    2: (1, 2),
+    4: (1,),
+    8: (1,),
+    16: (1,),
+}  # built variants, by words per lane (as many as 512 elements need)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Which kernel, and the KV splits of a row's context.
 
-    heads: query heads of a workgroup. units, lanes: words of 16 bytes per lane, and lanes, that hold a key. piece: quads of
-    the result that a subgroup merges at a time. ahead: splits' partial results that it loads at once. merge: 1: the last
-    subgroup to arrive merges; 2: the same, but it polls for the partial results themselves; 0: a dispatch of its own does.
-    dealt: workgroups that share the splits of a kv head's tile, taking them in turn; 0: each split has one of its own.
-    spread: 1: lanes that share a step's keys go on with one score each, which is fewer instructions in a longer chain."""
+    heads: query heads of a workgroup. units, lanes: words of 16 bytes per lane, and lanes, that hold a key. piece:
+    quads of the result that a subgroup merges at a time. ahead: splits' partial results that it loads at once. merge:
+    1: the last subgroup to arrive merges; 2: the same, but it polls for the partial results themselves; 0: a dispatch
+    of its own does. dealt: workgroups that share the splits of a kv head's tile, taking them in turn; 0: each split has
+    one of its own. spread: 1: lanes that share a step's keys go on with one score each, which is fewer instructions in
+    a longer chain."""
 
     heads: int
     units: int
@@ -53,20 +63,32 @@ class Shape:
     spread: int
 
 
-def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: int, block: int, subgroup: int,
-          shared_bytes: int, chosen: Mapping[str, int]) -> Shape:
-    """`kv`: type of the cache; `span` positions that a row can see at most; `block`: elements of a block of the result's type;
-    `shared_bytes` that a workgroup may have."""
+def shape(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    kv: str,
+    span: int,
+    block: int,
+    subgroup: int,
+    shared_bytes: int,
+    chosen: Mapping[str, int],
+) -> Shape:
+    """`kv`: type of the cache; `span` positions that a row can see at most; `block`: elements of a block of the
+    result's type; `shared_bytes` that a workgroup may have."""
     words = head_dim // ELEMENTS[kv]
     units = next((u for u in HEADS if u * subgroup >= words), 0)
     if not units:
         most = max(HEADS) * subgroup * ELEMENTS[kv]
-        raise VulkanError(f"decode_attention takes head_dim up to {most} on a device with subgroups of {subgroup}, not "
-                          f"{head_dim}")
+        raise VulkanError(
+            f"decode_attention takes head_dim up to {most} on a device with subgroups of {subgroup}, not {head_dim}"
+        )
     ratio, subgroups = heads // kv_heads, chosen["subgroups"]
 
     def fit(subgroups: int) -> int:
-        """Heads: of each the query and every subgroup's sums, with maximum and sum of probabilities; the new k and v."""
+        """Heads: of each the query and every subgroup's sums, with maximum and sum of probabilities; the new k and
+        v."""
         fresh = 2 * (words * WORD + (head_dim // 32 * 4 if kv == "q8_0" else 0))
         return (shared_bytes - fresh) // (4 * head_dim * (1 + subgroups) + 8 * subgroups)
 
@@ -87,45 +109,97 @@ def shape(rows: int, heads: int, kv_heads: int, head_dim: int, kv: str, span: in
     dealt = min(dealt, rows * splits)
     # Blocks of 32 that straddle two heads are not one workgroup's to write.
     merge = chosen["merge"] if head_dim % block == 0 else 0
-    return Shape(tile, units, lanes, piece, chosen["ahead"], subgroups, splits, chosen["min_split"], merge, dealt, chosen["spread"])
+    return Shape(
+        tile,
+        units,
+        lanes,
+        piece,
+        chosen["ahead"],
+        subgroups,
+        splits,
+        chosen["min_split"],
+        merge,
+        dealt,
+        chosen["spread"],
+    )
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], parts: Parts | None = None, **choice: int) -> None:
-    """o[T,HQ*D] from qkv[T,(HQ+KV*HK)*D], its k and v (unless KV is 0) appended to k_cache, v_cache [B,BS,HK,D]. `parts`:
-    of qkv, which is written then. `choice` overrides what the tuning table says."""
+    """o[T,HQ*D] from qkv[T,(HQ+KV*HK)*D], its k and v (unless KV is 0) appended to k_cache, v_cache [B,BS,HK,D].
+    `parts`: of qkv, which is written then. `choice` overrides what the tuning table says."""
     attend(rec, step, t, ready=False, parts=parts, **choice)
 
 
-def attend(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool, parts: Parts | None = None,
-           **choice: int) -> None:
-    """As `record`; ready: for attention's step, from q[T,HQ*D] that is normed and rotated, and a cache that holds the rows."""
+def attend(
+    rec: Recorder, step: Step, t: Mapping[str, DeviceTensor], ready: bool, parts: Parts | None = None, **choice: int
+) -> None:
+    """As `record`; ready: for attention's step, from q[T,HQ*D] that is normed and rotated, and a cache that holds the
+    rows."""
     rows, heads, kv_heads, d = (step.bind[axis] for axis in ("T", "HQ", "HK", "D"))
     window, o = int(step.attrs["window"]), t["o"]
     cache = cache_layout(step, t)
     subgroup = rec.device.subgroup_size
     span = min(window, cache.context) if window else cache.context
-    chosen = rec.device.tuning.choose("decode_attention", DEFAULT, rows=rows, group=heads // kv_heads, kv_heads=kv_heads,
-                                      head_dim=d, span=span)
-    s = shape(rows, heads, kv_heads, d, cache.dtype, span, DTYPES[o.dtype].block, subgroup,
-              rec.device.shared_bytes, {**chosen, **choice})
+    chosen = rec.device.tuning.choose(
+        "decode_attention", DEFAULT, rows=rows, group=heads // kv_heads, kv_heads=kv_heads, head_dim=d, span=span
+    )
+    s = shape(
+        rows,
+        heads,
+        kv_heads,
+        d,
+        cache.dtype,
+        span,
+        DTYPES[o.dtype].block,
+        subgroup,
+        rec.device.shared_bytes,
+        {**chosen, **choice},
+    )
     if s.merge == 2 and (s.dealt or not rec.cooperative):
         s = replace(s, merge=1)
     tiles = -(-(heads // kv_heads) // s.heads)
     context, rotary = (cache.context, 0) if ready else t["rope"].shape
-    kernel = rec.kernel(f"decode_attention.{cache.dtype}.{s.heads}x{s.units}", SUBGROUP=subgroup,
-                        THREADS=s.subgroups * subgroup, LANES=s.lanes, MERGED=s.piece, MERGE=s.merge, OUTPUT=OUTPUTS[o.dtype],
-                        QUADS=d // 4, Q_HEADS=heads, KV_HEADS=kv_heads, BLOCK=cache.block_size, AHEAD=s.ahead,
-                        PROJECTIONS=0 if ready else step.bind["KV"], ROTARY=rotary // 4,
-                        VALUE_NORM=0 if ready else int(step.attrs["value_norm"]), DEALT=int(s.dealt > 0),
-                        EACH=min(MOST_EACH, -(-rows // subgroup)), SPREADS=s.spread, PARTS=parts.count if parts else 1,
-                        POLLS=rec.device.polls)
+    kernel = rec.kernel(
+        f"decode_attention.{cache.dtype}.{s.heads}x{s.units}",
+        SUBGROUP=subgroup,
+        THREADS=s.subgroups * subgroup,
+        LANES=s.lanes,
+        MERGED=s.piece,
+        MERGE=s.merge,
+        OUTPUT=OUTPUTS[o.dtype],
+        QUADS=d // 4,
+        Q_HEADS=heads,
+        KV_HEADS=kv_heads,
+        BLOCK=cache.block_size,
+        AHEAD=s.ahead,
+        PROJECTIONS=0 if ready else step.bind["KV"],
+        ROTARY=rotary // 4,
+        VALUE_NORM=0 if ready else int(step.attrs["value_norm"]),
+        DEALT=int(s.dealt > 0),
+        EACH=min(MOST_EACH, -(-rows // subgroup)),
+        SPREADS=s.spread,
+        PARTS=parts.count if parts else 1,
+        POLLS=rec.device.polls,
+    )
     partial = rows * heads * s.splits
     memory = rec.zeros if s.merge == 2 else rec.scratch
     part_o, part_ml = memory(partial * d * 4), memory(partial * (d // 4 if s.merge else 1) * 8)
     arrived = rec.counters(rows * kv_heads * tiles * -(-s.heads * d // 4 // s.piece))
-    push = struct.pack("<6I2f4I", rows, context, cache.table_width, cache.slots, cache.blocks, window,
-                       0.0 if ready else step.attrs["eps"], step.attrs["scale"], s.splits, s.min_split, CONTROL[step.extent],
-                       s.dealt)
+    push = struct.pack(
+        "<6I2f4I",
+        rows,
+        context,
+        cache.table_width,
+        cache.slots,
+        cache.blocks,
+        window,
+        0.0 if ready else step.attrs["eps"],
+        step.attrs["scale"],
+        s.splits,
+        s.min_split,
+        CONTROL[step.extent],
+        s.dealt,
+    )
     queries = ("q",) * 4 if ready else ("qkv", "w_q_norm", "w_k_norm", "rope")
     reads = [p for name in (*queries, "positions", "slots", "block_table") for p in t[name].parts]
     whole = part_o  # a binding must hold some buffer

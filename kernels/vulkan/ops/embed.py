@@ -19,5 +19,10 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     units = hidden // unit(w.dtype)
     for chunk in w.chunks:
         push = struct.pack("<5If", hidden, chunk.row, chunk.rows, vocab, rows, float(step.attrs["scale"]))
-        rec.dispatch(rec.kernel(f"embed.{w.dtype}"), reads=[t["tokens"].parts[0], *chunk.parts],
-                     writes=[t["x"].parts[0]], push=push, grid=(-(-units // 64), Live("rows", cap=rows), 1))
+        rec.dispatch(
+            rec.kernel(f"embed.{w.dtype}"),
+            reads=[t["tokens"].parts[0], *chunk.parts],
+            writes=[t["x"].parts[0]],
+            push=push,
+            grid=(-(-units // 64), Live("rows", cap=rows), 1),
+        )

@@ -30,13 +30,24 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
         for first in range(0, chunk.rows, band):
             n = min(band, chunk.rows - first)
             _quantise(rec, chunk, first, n, k, (codes, scale), tokens=False)
-            rec.dispatch(kernel, reads=[x_codes, x_scale, codes, scale], writes=t["y"].parts,
-                         push=struct.pack("<5I", n, k, chunk.row + first, w.shape[0], rows),
-                         grid=(-(-n // ACROSS), Live("rows", per=TOKENS, cap=rows)))
+            rec.dispatch(
+                kernel,
+                reads=[x_codes, x_scale, codes, scale],
+                writes=t["y"].parts,
+                push=struct.pack("<5I", n, k, chunk.row + first, w.shape[0], rows),
+                grid=(-(-n // ACROSS), Live("rows", per=TOKENS, cap=rows)),
+            )
 
 
-def _quantise(rec: Recorder, chunk: Chunk, first: int, rows: int, k: int, to: tuple[Slice, Slice], *, tokens: bool) -> None:
+def _quantise(
+    rec: Recorder, chunk: Chunk, first: int, rows: int, k: int, to: tuple[Slice, Slice], *, tokens: bool
+) -> None:
     x, z = wide(rows)
     push = struct.pack("<4I", first, rows, k // unit(chunk.dtype), tokens)
-    rec.dispatch(rec.kernel(f"quantize_rows.{chunk.dtype}", SUBGROUP=rec.device.subgroup_size), reads=chunk.parts, writes=to,
-                 push=push, grid=(x, 1, z))
+    rec.dispatch(
+        rec.kernel(f"quantize_rows.{chunk.dtype}", SUBGROUP=rec.device.subgroup_size),
+        reads=chunk.parts,
+        writes=to,
+        push=push,
+        grid=(x, 1, z),
+    )

@@ -12,5 +12,13 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """logits f32 [O,V] = x[out_rows] @ w [V,H].T, softcapped where the step says so."""
-    linear(rec, t["x"], t["w"], t["logits"].parts[0], rows=step.bind["O"], extent=step.extent,
-           out_rows=t["out_rows"].parts[0], softcap=float(step.attrs.get("softcap", 0.0)))
+    linear(
+        rec,
+        t["x"],
+        t["w"],
+        t["logits"].parts[0],
+        rows=step.bind["O"],
+        extent=step.extent,
+        out_rows=t["out_rows"].parts[0],
+        softcap=float(step.attrs.get("softcap", 0.0)),
+    )

@@ -15,7 +15,8 @@ READS = ("logits", "out_rows", "slots", "positions", "params")
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """top_ids, top_logprobs [S,64,21] from logits[O,V] and the chosen tokens of history [S,C]; ids >= valid have no probability."""
+    """top_ids, top_logprobs [S,64,21] from logits[O,V] and the chosen tokens of history [S,C]; ids >= valid have no
+    probability."""
     outs, vocab = t["logits"].shape
     slots, context = t["history"].shape
     valid = int(step.attrs["valid"])

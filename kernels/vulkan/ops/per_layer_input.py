@@ -16,8 +16,8 @@ NARROW = "8x16"  # of narrow.slang
 
 
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
-    """y f32 [T,H] = h @ w_proj [H,P].T, h [T,P] = gelu_tanh(x @ w_gate [P,H].T) * the layer's columns of ple f32 [T,E]: h in one
-    dispatch for few rows with int8 activations, in two for others."""
+    """y f32 [T,H] = h @ w_proj [H,P].T, h [T,P] = gelu_tanh(x @ w_gate [P,H].T) * the layer's columns of ple f32 [T,E]:
+    h in one dispatch for few rows with int8 activations, in two for others."""
     w, few, types = t["w_gate"], step.bind["T"] <= GEMV_TOKENS, (t["x"].dtype, t["h"].dtype)
     alone = len(w.chunks) == 1
     if few and alone and types == ("q8_act", "q8_act") and w.dtype in TYPES:
@@ -33,8 +33,9 @@ def _own_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     bind, device, w = step.bind, rec.device, t["w_gate"].chunks[0]
     threads = min(OUTS * device.subgroup_size, device.max_threads)
     kernel = rec.kernel(f"own_gate.{w.dtype}.q8_act", SUBGROUP=device.subgroup_size, THREADS=threads)
-    push = struct.pack("<6I", CONTROL[step.extent], bind["T"], bind["P"], bind["H"], bind["E"],
-                       int(step.attrs["layer"]) * bind["P"])
+    push = struct.pack(
+        "<6I", CONTROL[step.extent], bind["T"], bind["P"], bind["H"], bind["E"], int(step.attrs["layer"]) * bind["P"]
+    )
     reads = [*t["x"].parts, *w.parts, *t["ple"].parts]
     rec.dispatch(kernel, reads, t["h"].parts, push, grid=(bind["P"] // OUTS, 1, 1))
 
@@ -52,14 +53,26 @@ def _narrow_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> No
     rows, first = bind["T"], int(step.attrs["layer"]) * bind["P"]
     push = struct.pack("<7If", bind["P"], bind["H"], first, bind["E"], CONTROL[step.extent], rows, rows, 0.0)
     tall, across = TILES[NARROW]
-    rec.dispatch(kernel, [*t["x"].parts, *w.parts, *t["ple"].parts], t["h"].parts, push,
-                 grid=(Live(step.extent, per=tall, cap=rows), -(-bind["P"] // across), 1))
+    rec.dispatch(
+        kernel,
+        [*t["x"].parts, *w.parts, *t["ple"].parts],
+        t["h"].parts,
+        push,
+        grid=(Live(step.extent, per=tall, cap=rows), -(-bind["P"] // across), 1),
+    )
 
 
 def _product_and_gate(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     rows, width, h = step.bind["T"], step.bind["P"], t["h"]
     gate = rec.scratch(4 * rows * width)
     linear(rec, t["x"], t["w_gate"], gate, rows=rows, extent=step.extent)
-    push = struct.pack("<5I", CONTROL[step.extent], rows, width // 4, step.bind["E"] // 4, int(step.attrs["layer"]) * width // 4)
-    rec.dispatch(rec.kernel(f"per_layer_gate.{h.dtype}"), reads=[gate, *t["ple"].parts], writes=h.parts, push=push,
-                 grid=(-(-width // 256), Live(step.extent, cap=rows), 1))
+    push = struct.pack(
+        "<5I", CONTROL[step.extent], rows, width // 4, step.bind["E"] // 4, int(step.attrs["layer"]) * width // 4
+    )
+    rec.dispatch(
+        rec.kernel(f"per_layer_gate.{h.dtype}"),
+        reads=[gate, *t["ple"].parts],
+        writes=h.parts,
+        push=push,
+        grid=(-(-width // 256), Live(step.extent, cap=rows), 1),
+    )

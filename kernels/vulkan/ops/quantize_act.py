@@ -13,5 +13,10 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """y [T,K], q8_act or f16, = x f32 [T,K]."""
     rows, k = step.bind["T"], step.bind["K"]
-    rec.dispatch(rec.kernel(f"quantize_act.{t['y'].dtype}"), reads=[t["x"].parts[0]], writes=t["y"].parts,
-                 push=struct.pack("<3I", CONTROL[step.extent], rows, k), grid=(-(-k // 256), Live(step.extent, cap=rows), 1))
+    rec.dispatch(
+        rec.kernel(f"quantize_act.{t['y'].dtype}"),
+        reads=[t["x"].parts[0]],
+        writes=t["y"].parts,
+        push=struct.pack("<3I", CONTROL[step.extent], rows, k),
+        grid=(-(-k // 256), Live(step.extent, cap=rows), 1),
+    )

@@ -1,5 +1,5 @@
-"""sample: the next token of each output row, one workgroup per row; of long rows, many workgroups first find the greatest logit
-and the best draw."""
+"""sample: the next token of each output row, one workgroup per row; of long rows, many workgroups first find the
+greatest logit and the best draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     if not 0 < valid <= vocab:
         raise VulkanError(f"step {step.name}: valid must be 1..{vocab} (the rows of the vocabulary), not {valid}")
     subgroup = rec.device.subgroup_size
-    threads = 1024 if vocab > SMALL_VOCAB else rec.device.tuning.choose("sample", {"threads": 256}, vocab=vocab)["threads"]
+    threads = (
+        1024 if vocab > SMALL_VOCAB else rec.device.tuning.choose("sample", {"threads": 256}, vocab=vocab)["threads"]
+    )
     threads = min(threads, 1024 if rec.device.max_threads >= 1024 else 256)
     parts = -(-valid // PART) if vocab > SMALL_VOCAB else 0
     found = t["logits"].parts[0]  # not read where there are no parts, but its binding must hold some buffer
@@ -33,7 +35,9 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     if parts:
         found = rec.scratch(16 * outs * parts)
         push = struct.pack("<6I", outs, vocab, valid, parts, t["slots"].shape[0], slots)
-        rec.dispatch(rec.kernel("sample_best", SUBGROUP=subgroup), reads, [found], push, (parts, Live("outs", cap=outs)))
+        rec.dispatch(
+            rec.kernel("sample_best", SUBGROUP=subgroup), reads, [found], push, (parts, Live("outs", cap=outs))
+        )
     kernel = rec.kernel(f"sample.{threads}", SUBGROUP=subgroup)
     push = struct.pack("<7I", outs, t["slots"].shape[0], slots, vocab, valid, context, parts)
     writes = [p for name in ("next_token", "next_position", "history") for p in t[name].parts]

@@ -13,6 +13,10 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """wanted_positions, wanted_slots, wanted_rows i32 [O]: of the live outputs' rows."""
     outs = step.bind["O"]
-    rec.dispatch(rec.kernel("take_routes"), reads=[t[n].parts[0] for n in ("all_positions", "all_slots", "out_rows")],
-                 writes=[t[n].parts[0] for n in ("wanted_positions", "wanted_slots", "wanted_rows")],
-                 push=struct.pack("<2I", outs, step.bind["R"]), grid=(Live("outs", per=64, cap=outs),))
+    rec.dispatch(
+        rec.kernel("take_routes"),
+        reads=[t[n].parts[0] for n in ("all_positions", "all_slots", "out_rows")],
+        writes=[t[n].parts[0] for n in ("wanted_positions", "wanted_slots", "wanted_rows")],
+        push=struct.pack("<2I", outs, step.bind["R"]),
+        grid=(Live("outs", per=64, cap=outs),),
+    )

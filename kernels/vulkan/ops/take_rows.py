@@ -13,5 +13,10 @@ from hybrid.kernels.vulkan.tensors import DeviceTensor
 def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     """y f32 [O,W] = x[out_rows], for the live outputs."""
     outs, fours = step.bind["O"], step.bind["W"] // 4
-    rec.dispatch(rec.kernel("take_rows"), reads=[*t["x"].parts, *t["out_rows"].parts], writes=t["y"].parts,
-                 push=struct.pack("<3I", outs, step.bind["R"], fours), grid=(-(-fours // 64), Live("outs", cap=outs), 1))
+    rec.dispatch(
+        rec.kernel("take_rows"),
+        reads=[*t["x"].parts, *t["out_rows"].parts],
+        writes=t["y"].parts,
+        push=struct.pack("<3I", outs, step.bind["R"], fours),
+        grid=(-(-fours // 64), Live("outs", cap=outs), 1),
+    )

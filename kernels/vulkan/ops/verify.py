@@ -18,4 +18,6 @@ def record(rec: Recorder, step: Step, t: Mapping[str, DeviceTensor]) -> None:
     slots, context = t["history"].shape
     kernel = rec.kernel("verify", SUBGROUP=rec.device.subgroup_size)
     reads, writes = ([p for name in names for p in t[name].parts] for names in (READS, WRITES))
-    rec.dispatch(kernel, reads, writes, struct.pack("<4I", t["out_rows"].shape[0], t["tokens"].shape[0], slots, context))
+    rec.dispatch(
+        kernel, reads, writes, struct.pack("<4I", t["out_rows"].shape[0], t["tokens"].shape[0], slots, context)
+    )
