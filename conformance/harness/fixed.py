@@ -24,7 +24,7 @@ def edge_cases(
     """(the spec's text, case) for every edge case the spec lists, going round the dtype combinations (all, or
     `choices`), or each with the start-th, where that fits it."""
     choices = choices or spec.dtype_choices(backend)
-    excepted = next(b.except_edges for name, b in spec.backends.items() if name == backend)
+    excepted = spec.backend(backend).except_edges
     for i, text in enumerate(spec.edge.cases):
         if text in excepted:
             continue

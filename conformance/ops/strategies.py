@@ -21,7 +21,7 @@ MAX_FLOPS = 4_000_000  # of a drawn case: it runs in milliseconds on a CPU drive
 def _sizes(spec: OpSpec, backend: str, axis: str, dtypes: Mapping[str, str]) -> list[int]:
     """Every size worth drawing; three of them where each is a kernel that is built."""
     every = sizes(spec, axis, dtypes)
-    return sorted({every[0], every[len(every) // 2], every[-1]}) if axis in spec.backends[backend].static else every
+    return sorted({every[0], every[len(every) // 2], every[-1]}) if axis in spec.backend(backend).static else every
 
 
 @st.composite
@@ -52,6 +52,6 @@ def cases(
         outs=draw(st.sampled_from(sorted({most, 1}, reverse=True))),
         seed=draw(st.integers(0, 2**32 - 1)),
         mode="exact" if exact else "random",
-        scale=1.0 if exact else draw(st.sampled_from(SCALES_OF[spec.backends[backend].accumulate])),
+        scale=1.0 if exact else draw(st.sampled_from(SCALES_OF[spec.backend(backend).accumulate])),
         style=draw(st.sampled_from(("ragged", "decode", "mixed", "empty", "full", "edge"))),
     )

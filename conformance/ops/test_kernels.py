@@ -57,7 +57,7 @@ def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatc
     chosen.add("grid")  # computes indirect grids; part of every plan with a live count
     chosen |= {f"repack.{dtype}" for dtype in REPACKED}  # uploads of a file's blocks: test_loading.py runs each
     for op, spec in SPECS.items():
-        if spec.backends["vulkan"].status != "supported":
+        if not spec.runs_on("vulkan"):
             continue
         cases = [c for dtypes in combinations(op, "vulkan") for c in dtype_cases(spec, dtypes)]
         for case in cases + [c for _, c in variant_cases(spec, "vulkan")]:

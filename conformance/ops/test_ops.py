@@ -31,7 +31,7 @@ from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.spec import OpSpec, load_ops
 
 SPECS = load_ops()
-SUPPORTED = [(op, b) for op, spec in SPECS.items() for b in OP_BACKENDS if spec.backends[b].status == "supported"]
+SUPPORTED = [(op, b) for op, spec in SPECS.items() for b in OP_BACKENDS if spec.runs_on(b)]
 
 
 AS_LINEAR = ("logits",)
@@ -120,7 +120,7 @@ def kept(op: str, device: Any, found: list[Case]) -> Mapping[str, int]:
         return {}
     spec, backend = SPECS[op], device.backend
     constants = CONSTANTS.get(op) or [n for n, a in spec.axes.items() if a.role == "streams"]
-    fixed = {a: found[0].bind[a] for a in (constants if backend == "vulkan" else spec.backends[backend].static)}
+    fixed = {a: found[0].bind[a] for a in (constants if backend == "vulkan" else spec.backend(backend).static)}
     if backend != "vulkan" or op not in IN_TURN or not spec.token_axis:
         return fixed
     if not on_gpu(device):
@@ -167,7 +167,7 @@ def _edges(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
     is compiled: fixed and drawn sizes have to do for them; and, on Vulkan, without those whose kernels test_variant
     has, and of some operations all with one combination of dtypes, in turn."""
     static, varied = (
-        ((), ()) if LONG else (spec.backends[backend].static, VARIED.get(spec.name, ()) if backend == "vulkan" else ())
+        ((), ()) if LONG else (spec.backend(backend).static, VARIED.get(spec.name, ()) if backend == "vulkan" else ())
     )
     choices = combinations(spec.name, backend) if spec.name in AS_LINEAR else ()
     start = int(kernels_digest(), 16) if backend == "vulkan" and spec.name in ONE_TYPE and not LONG else None
@@ -244,7 +244,7 @@ def test_every_combination_is_tested() -> None:
     tested = {(p.values[0], p.values[1], tuple(p.values[2].items())) for p in DTYPES}
     for op, spec in SPECS.items():
         for backend in OP_BACKENDS:
-            if spec.backends[backend].status != "supported":
+            if not spec.runs_on(backend):
                 continue
             choices = spec.dtype_choices(backend)
             assert choices, f"{op} on {backend}: no dtype combination"

@@ -14,77 +14,33 @@ from hypothesis import strategies as st
 
 from conformance.support.paths import ROOT
 from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
+from hybrid.kernels.npu.ops import OPS as ON_NPU
+from hybrid.kernels.oracle import ORACLE
 from hybrid.kernels.vulkan import modules
 from hybrid.kernels.vulkan.features import CAPABILITIES
+from hybrid.kernels.vulkan.ops import BINDINGS
 from hybrid.kernels.vulkan.spirv import inspect
 from hybrid.spec import SPECS_DIR, OpSpec, SpecError, load_op, load_ops
 from hybrid.spec import docs as generated
 from hybrid.spec.__main__ import main
 from hybrid.spec.fields import EDGE_VALUES
+from hybrid.spec.schedule import find_schedule
+from hybrid.spec.workload import OF_MODEL
 
-OPERATIONS = (
-    "add_norm",
-    "add_rmsnorm",
-    "adjust_logits",
-    "altup_add",
-    "altup_correct",
-    "altup_end",
-    "altup_predict",
-    "altup_start",
-    "altup_unembed",
-    "attention",
-    "attention_i8",
-    "begin_pass",
-    "decode_attention",
-    "dequantize",
-    "embed",
-    "fused_ffn",
-    "fused_qkv",
-    "geglu",
-    "laurel_add",
-    "linear",
-    "linear_rows",
-    "logits",
-    "logprobs",
-    "matmul_blocks",
-    "matmul_i8",
-    "per_layer_embed",
-    "per_layer_input",
-    "qk_norm_rope_append",
-    "quantize_act",
-    "rmsnorm",
-    "sample",
-    "take_routes",
-    "take_rows",
-    "verify",
-)
-OTHERS = (  # begin_pass and verify have no axis of a model; the others are not Gemma 3's
-    "begin_pass",
-    "verify",
-    "add_norm",
-    "altup_add",
-    "altup_correct",
-    "altup_end",
-    "altup_predict",
-    "altup_start",
-    "altup_unembed",
-    "laurel_add",
-    "per_layer_embed",
-    "per_layer_input",
-    "take_routes",
-    "take_rows",
-)
-NPU_ONLY = ("attention_i8", "matmul_blocks", "matmul_i8")  # products of codes
 GEMMA = {"270m": 640, "1b": 1152, "4b": 2560, "12b": 3840, "27b": 5376}
 OPS = load_ops()
 SPIRV = ROOT / "kernels" / "vulkan" / "spirv"
 
 
-def test_every_operation_is_declared() -> None:
-    assert tuple(OPS) == OPERATIONS
+def test_backends_have_what_is_declared() -> None:
+    for backend, made in (("oracle", ORACLE), ("vulkan", BINDINGS), ("npu", ON_NPU)):
+        assert {n for n, op in OPS.items() if op.runs_on(backend)} == set(made), backend
 
 
-@pytest.mark.parametrize("name", [n for n in OPERATIONS if n not in OTHERS])
+@pytest.mark.parametrize(
+    "name",
+    sorted({s.op for s in find_schedule("gemma3").steps if any(a.role in OF_MODEL for a in OPS[s.op].axes.values())}),
+)
 def test_workloads_cover_every_gemma3_size(name: str) -> None:
     for model in (*(f"gemma3-{m}" for m in GEMMA), "demo"):
         assert any(w.id.startswith(f"{model}.") for w in OPS[name].workload), model
@@ -94,15 +50,16 @@ def test_workloads_cover_every_gemma3_size(name: str) -> None:
             assert w.bind["H"] == {**GEMMA, "gemma3n-e2b": 2048}.get(model, 256)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_backends_are_declared(name: str) -> None:
-    status = {b: s.status for b, s in OPS[name].backends.items()}
-    vulkan = "planned" if name in NPU_ONLY else "supported"
-    npu = "supported" if name in (*NPU_ONLY, "attention", "linear_rows", "rmsnorm") else "planned"
-    assert status == {"oracle": "supported", "cpu": "supported", "vulkan": vulkan, "npu": npu}
+def test_a_backend_that_does_not_run_an_operation_says_why() -> None:
+    linear = OPS["linear"]
+    assert linear.runs_on("cpu") and not linear.runs_on("npu")
+    with pytest.raises(SpecError, match=r"linear\.toml: not_on\.npu: its cores have no float32 multiply"):
+        linear.check({"T": 1, "K": 64, "N": 7}, {}, {"w": "q8_0"}, "npu")
+    with pytest.raises(SpecError, match=r"no backend 'vulcan'; did you mean 'vulkan'\?"):
+        linear.runs_on("vulcan")
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", OPS)
 def test_every_result_has_a_tolerance_for_every_dtype(name: str) -> None:
     op = OPS[name]
     for choice in op.dtype_choices():
@@ -132,16 +89,16 @@ MISTAKES = {
     "text for a number": ("max = 8192", 'max = "8192"', "axes.T.max", "integer"),
     "unknown dtype": ('dtype = "f32"', 'dtype = "f23"', "outputs.y.dtype[0]", "did you mean 'f32'?"),
     "dtype of nothing": ('dtype = "f32"', 'dtype = "same:v"', "outputs.y.dtype", "known: x, w"),
-    "unknown layout": ('npu = "k_tiled"', 'npu = "k_tile"', "inputs.w.layout.npu", "did you mean 'k_tiled'?"),
-    "unknown backend": ("[backends.npu]", "[backends.gpu]", "backends.gpu", "is not one of"),
-    "missing backend": ("[backends.cpu]\n", "[backends.tpu]\n", "backends.tpu", "not one of"),
+    "unknown backend": ("[backends.vulkan]", "[backends.gpu]", "backends.gpu", "is not one of"),
+    "excepted unknown backend": ("[not_on]\nnpu", "[not_on]\ntpu", "not_on.tpu", "not one of"),
+    "excepted without a reason": ("[not_on]\n", '[not_on]\ncpu = ""\n', "not_on.cpu", "at least 1 character"),
+    "excepted with limits": ("[not_on]\nnpu", "[not_on]\nvulkan", "backends.vulkan", "not_on says"),
     "unknown feature": (
         "shaderIntegerDotProduct",
         "integerDotProduct",
         "backends.vulkan.requires_for.q8_act[0]",
         "did you mean",
     ),
-    "bad status": ('status = "planned"', 'status = "maybe"', "backends.npu.status", "supported|planned|refused"),
     "unknown metric": (
         'metric = "scaled_bound"',
         'metric = "scaled"',
@@ -332,7 +289,7 @@ def _binds(op: OpSpec) -> st.SearchStrategy[dict[str, int]]:
     return st.fixed_dictionaries({name: axis(name) for name in op.axes})
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", OPS)
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_shapes_determine_their_axes(name: str, data: st.DataObject) -> None:
@@ -444,10 +401,10 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n in OPERATIONS if n not in NPU_ONLY])
+@pytest.mark.parametrize("name", [n for n, op in OPS.items() if op.runs_on("vulkan")])
 def test_declared_features_are_those_that_the_shaders_ask_for(name: str) -> None:
     """Every capability of a SPIR-V module is declared for the dtypes in its name, and nothing else is declared."""
-    backend, asked = OPS[name].backends["vulkan"], set()
+    backend, asked = OPS[name].backend("vulkan"), set()
     built = [m for k in SHARED.get(name, (name,)) for m in modules.names(SPIRV) if m.split(".")[0] == k]
     assert built, f"no SPIR-V for {name}"
     taken = {d for t in OPS[name].tensors.values() for d in t.dtype}
@@ -482,7 +439,7 @@ def test_stale_docs_say_how_to_renew_them(tmp_path: Path) -> None:
 
 def test_the_command_line_reports_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check"]) == 0
-    assert f"{len(OPERATIONS)} operation specs are sound" in capsys.readouterr().out
+    assert f"{len(OPS)} operation specs are sound" in capsys.readouterr().out
     bad = tmp_path / "linear.toml"
     bad.write_text("schema = 1\n")
     assert main(["check", str(bad), "geglu"]) == 1
@@ -491,12 +448,12 @@ def test_the_command_line_reports_and_exits(tmp_path: Path, capsys: pytest.Captu
     assert main(["show", "nothing"]) == 1
     assert capsys.readouterr().err.startswith("error: specs/ops: no operation 'nothing'")
     assert main(["list", "--json"]) == 0
-    assert [o["name"] for o in json.loads(capsys.readouterr().out)] == list(OPERATIONS)
+    assert [o["name"] for o in json.loads(capsys.readouterr().out)] == list(OPS)
     assert main(["show", "linear", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["workload"][0]["flops"] == 2 * 1024 * 640
     assert main(["show", "attention"]) == 0
-    assert "Backends: oracle: supported" in capsys.readouterr().out
+    assert "Backends: oracle, cpu, vulkan, npu" in capsys.readouterr().out
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["additionalProperties"] is False
     with pytest.raises(SystemExit) as usage:

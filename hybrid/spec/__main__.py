@@ -12,6 +12,7 @@ from hybrid.cli import Parser
 from hybrid.core.errors import SpecError
 from hybrid.core.places import in_clone, pages_root
 from hybrid.spec import docs
+from hybrid.spec.fields import BACKENDS
 from hybrid.spec.load import read_toml, shown_path
 from hybrid.spec.op import SPECS_DIR, OpSpec, load_op, load_ops
 from hybrid.spec.schedule import SCHEDULES, extended, load_schedule
@@ -118,7 +119,7 @@ def _list(args: argparse.Namespace) -> int:
                         "kind": o.op.kind,
                         "members": list(o.op.members),
                         "summary": o.op.summary,
-                        "backends": {n: b.status for n, b in o.backends.items()},
+                        "backends": [b for b in BACKENDS if o.runs_on(b)],
                         "workloads": len(o.workload),
                         "dtype_choices": len(o.dtype_choices()),
                         "digest": o.digest,
@@ -131,7 +132,7 @@ def _list(args: argparse.Namespace) -> int:
         return 0
     width = max(map(len, ops))
     for o in ops.values():
-        where = " ".join(n for n, b in o.backends.items() if b.status == "supported")
+        where = " ".join(b for b in BACKENDS if o.runs_on(b))
         print(f"{o.name:{width}}  {o.op.kind:6}  {where:18}  {o.op.summary}")
     return 0
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from hybrid.core.errors import SpecError
 from hybrid.core.places import ROOT
 from hybrid.spec.fields import (
+    BACKENDS,
     EDGE_VALUES,
     FEATURES,
-    LAYOUTS,
     SCALES,
     Attribute,
     Backend,
@@ -24,7 +24,6 @@ from hybrid.spec.op import OpSpec
 PAGES = ("docs/ops.md", "docs/support.md")
 COMMAND = "python -m hybrid.spec docs"
 _HEADER = f"<!-- Generated from specs/ops by `{COMMAND}`; do not edit. -->\n"
-_BACKENDS: tuple[BackendName, ...] = ("oracle", "cpu", "vulkan", "npu")
 
 
 def generate(ops: Mapping[str, OpSpec]) -> dict[str, str]:
@@ -72,7 +71,7 @@ def reference(ops: Mapping[str, OpSpec]) -> str:
         "best. NMSE is reported and is never the gate.\n",
         *(
             _table(f"{what}, is", [(f"`{k}`", v) for k, v in known.items()])
-            for what, known in (("scale", SCALES), ("layout", LAYOUTS), ("edge value", EDGE_VALUES))
+            for what, known in (("scale", SCALES), ("edge value", EDGE_VALUES))
         ),
     ]
     return "\n".join(parts)
@@ -151,10 +150,6 @@ def _tensor(o: OpSpec, name: str, t: TensorSpec) -> tuple[str, ...]:
     kind = {"inputs": "in", "outputs": "out"}.get(o.section(name), o.section(name))
     notes = [t.summary] if t.summary else []
     notes += [f"verified given {', '.join(t.given)}"] if t.given else []
-    layouts: dict[str, list[str]] = {}
-    for backend, layout in t.layout.items():
-        layouts.setdefault(layout, []).append(backend)
-    notes += [f"layout {layout} on {', '.join(where)}" for layout, where in layouts.items()]
     dtype = f"as {t.same}" if t.same else " ".join(t.dtype)
     return name, kind, f"[{', '.join(map(str, t.shape))}]", dtype, t.role, _cell("; ".join(notes))
 
@@ -174,12 +169,11 @@ def support(ops: Mapping[str, OpSpec]) -> str:
         varied = [n for n, t in o.tensors.items() if t.same is None and len(t.dtype) > 1]
         for name in varied or [next(iter(o.outputs or o.state))]:
             for dtype in o.tensors[name].dtype:
-                cells = tuple(_support(o, b, name, dtype) for b in _BACKENDS)
+                cells = tuple(_support(o, b, name, dtype) for b in BACKENDS)
                 rows.append((f"[{o.name}](ops.md#{o.name})", name, dtype, *cells))
     needs = []
     for o in ops.values():
-        for b in _BACKENDS:
-            spec = o.backends[b]
+        for b, spec in o.backends.items():
             if spec.requires or spec.requires_for or spec.uses or spec.limits or spec.static:
                 needs.append(
                     (
@@ -195,11 +189,11 @@ def support(ops: Mapping[str, OpSpec]) -> str:
         [
             _HEADER,
             "# What runs where\n",
-            "yes: supported, and every such case is in the conformance suite; planned: declared, not written; no: refused, "
-            "with the reason below. `oracle` is the NumPy float64 definition, `cpu` the same code in float32. For the "
+            "yes: every such case is in the conformance suite; no: the backend does not take it; of whole operations the "
+            "reasons are below. `oracle` is the NumPy float64 definition, `cpu` the same code in float32. For the "
             "dtypes of several tensors together the rules of [ops.md](ops.md) apply (int8 activations need quantised "
             "weights).\n",
-            _table(", ".join(("operation", "tensor", "dtype", *_BACKENDS)), rows),
+            _table(", ".join(("operation", "tensor", "dtype", *BACKENDS)), rows),
             _refusals(ops),
             "## What a device must have\n",
             _table("operation, backend, always, by dtype, if present, limits", needs),
@@ -211,17 +205,12 @@ def support(ops: Mapping[str, OpSpec]) -> str:
 
 
 def _support(o: OpSpec, backend: BackendName, tensor: str, dtype: str) -> str:
-    b = o.backends[backend]
-    if b.reason is not None:
-        return "no"
-    possible = any(c[tensor] == dtype for c in o.dtype_choices(backend))
-    return ("yes" if b.status == "supported" else b.status) if possible else "no"
+    return "yes" if o.runs_on(backend) and any(c[tensor] == dtype for c in o.dtype_choices(backend)) else "no"
 
 
 def _refusals(ops: Mapping[str, OpSpec]) -> str:
-    backends = [(o.name, n, b) for o in ops.values() for n, b in o.backends.items()]
-    lines = [f"- {op}, {name}: {b.reason}" for op, name, b in backends if b.reason is not None]
-    return "Refused:\n" + "\n".join(lines) + "\n" if lines else "Nothing is refused.\n"
+    rows = [(o.name, n, _cell(reason)) for o in ops.values() for n, reason in o.not_on.items()]
+    return _table("operation, not on, because", rows) if rows else "Every backend runs every operation.\n"
 
 
 def _needs(b: Backend) -> str:
@@ -271,5 +260,5 @@ def plain(o: OpSpec) -> str:
             out += ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
             block = []
         out.append(line.removeprefix("## "))
-    status = "  ".join(f"{n}: {b.status}" for n, b in o.backends.items())
-    return "\n".join(out).rstrip() + f"\n\nBackends: {status}"
+    where = [n if o.runs_on(n) else f"not {n} ({o.not_on[n]})" for n in BACKENDS]
+    return "\n".join(out).rstrip() + f"\n\nBackends: {', '.join(where)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
@@ -14,6 +14,7 @@ from hybrid.spec.expr import RESERVED, Expr
 from hybrid.spec.load import Model
 
 BackendName = Literal["oracle", "cpu", "vulkan", "npu"]
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 AxisRole = Literal[
     "tokens",
     "outs",
@@ -117,14 +118,6 @@ FEATURES: dict[str, str] = {
     "cooperativeMatrix": "matrix units (VK_KHR_cooperative_matrix)",
     "vulkanMemoryModel": "Vulkan's memory model, which cooperative matrices are written to",
     "vulkanMemoryModelDeviceScope": "its operations of device scope",
-    "aie2": "an XDNA1 or XDNA2 NPU",
-}
-LAYOUTS: dict[str, str] = {
-    "rows": "row-major",
-    "parts": "row-major, one dense array for each part of the storage type (codes, scales), each aligned",
-    "blocks": "blocks of positions, addressed through a block table",
-    "k_tiled": "tiles of the inner axis, contiguous for the NPU's DMA",
-    "contiguous": "one contiguous stretch per sequence, made by a gather step",
 }
 
 
@@ -158,7 +151,7 @@ Name = Annotated[str, AfterValidator(_name)]
 DTypeName = Annotated[str, AfterValidator(_dtype)]
 DTypeList = Annotated[tuple[DTypeName, ...], BeforeValidator(_listed), Field(min_length=1)]
 Feature = Annotated[str, _known(FEATURES, "feature")]
-Layout = Annotated[str, _known(LAYOUTS, "layout")]
+Reason = Annotated[str, Field(min_length=1)]
 
 
 class Head(Model):
@@ -247,7 +240,6 @@ class TensorSpec(Model):
     role: Literal["activation", "weight", "index", "table", "cache"] = "activation"
     summary: str = ""
     domain: Domain | None = None
-    layout: dict[BackendName, Layout] = Field(default_factory=dict)
     given: tuple[str, ...] = ()
     """Verified from the device's own value of these earlier outputs, so that a rounding there is not counted twice."""
     tolerance: dict[str, Tolerance] = Field(default_factory=dict)
@@ -371,8 +363,8 @@ class Workloads(Variant):
 
 
 class Backend(Model):
-    status: Annotated[str, Field(pattern=r"^(supported|planned|refused:.+)$")]
-    """supported | planned | refused:REASON"""
+    """Limits of an operation on one backend; the default is none."""
+
     requires: tuple[Feature, ...] = ()
     """Device features without which no case runs."""
     requires_for: dict[DTypeName, tuple[Feature, ...]] = Field(default_factory=dict)
@@ -395,6 +387,5 @@ class Backend(Model):
     except_edges: dict[str, str] = Field(default_factory=dict)
     """Edge cases it is not held to, with the reason."""
 
-    @property
-    def reason(self) -> str | None:
-        return self.status.partition(":")[2] or None
+
+NO_LIMITS = Backend()

@@ -24,6 +24,8 @@ from hybrid.spec.asked import Asked
 from hybrid.spec.assignments import assignments
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import (
+    BACKENDS,
+    NO_LIMITS,
     Attribute,
     Axis,
     Backend,
@@ -35,6 +37,7 @@ from hybrid.spec.fields import (
     Head,
     Name,
     Numerics,
+    Reason,
     Scalar,
     TensorSpec,
     Tolerance,
@@ -68,7 +71,10 @@ class OpSpec(Asked):
     workloads: tuple[Workloads, ...] = Field((), exclude=True)
     """How workloads follow from models."""
     written: tuple[Workload, ...] = Field((), alias="workload", exclude=True)
-    backends: dict[BackendName, Backend]
+    not_on: dict[BackendName, Reason] = Field(default_factory=dict)
+    """Backends that do not run it, and why; every other one does."""
+    backends: dict[BackendName, Backend] = Field(default_factory=dict)
+    """Limits of backends that have some."""
 
     _file: str = PrivateAttr("")
 
@@ -125,6 +131,14 @@ class OpSpec(Asked):
     def digest(self) -> str:
         """Content hash of the declaration, for binding measurements and artefacts to it."""
         return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()
+
+    def runs_on(self, backend: str) -> bool:
+        """SpecError for a backend that there is not."""
+        return self._backend_name(backend) not in self.not_on
+
+    def backend(self, name: str) -> Backend:
+        """The limits of a backend. SpecError for one that there is not."""
+        return self.backends.get(self._backend_name(name), NO_LIMITS)
 
     def bind_shapes(self, bind: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor for bound axes. Raises SpecError for an unknown or missing axis."""
@@ -188,10 +202,12 @@ class OpSpec(Asked):
                 raise self._error(f"axes.{name}", f"{name} = {n} is outside {axis.min}..{axis.max}")
             if n % axis.multiple_of:
                 raise self._error(f"axes.{name}", f"{name} = {n} is not a multiple of {axis.multiple_of}")
+        if backend is not None and not self.runs_on(backend):
+            raise self._error(f"not_on.{backend}", self.not_on[self._backend_name(backend)])
         env = {**bind, **self.attrs(bind, attrs)}
         limits = [(f"constraints.exprs[{i}]", e) for i, e in enumerate(self.constraints.exprs)]
         if backend is not None:
-            limits += [(f"backends.{backend}.limits[{i}]", e) for i, e in enumerate(self._backend(backend).limits)]
+            limits += [(f"backends.{backend}.limits[{i}]", e) for i, e in enumerate(self.backend(backend).limits)]
         for key, expr in limits:
             if not self._eval(key, expr, env):
                 given = ", ".join(f"{n} = {env[n]}" for n in sorted(expr.names))
@@ -241,7 +257,7 @@ class OpSpec(Asked):
                 spec = self._tensor(spec.same)
             if dtype not in spec.dtype:
                 raise self._error(key, f"{dtype} is not allowed; allowed: {', '.join(spec.dtype)}")
-            narrow = self._backend(backend).dtypes.get(name) if backend else None
+            narrow = self.backend(backend).dtypes.get(name) if backend else None
             if narrow is not None and dtype not in narrow:
                 key = f"backends.{backend}.dtypes.{name}"
                 help_ = f"; choose one of them by kv, or place {self.name} elsewhere" if spec.role == "cache" else ""
@@ -256,7 +272,7 @@ class OpSpec(Asked):
 
     def dtype_choices(self, backend: str | None = None) -> tuple[Mapping[str, str], ...]:
         """Every valid assignment of dtypes to all tensors (of `backend`, where it supports fewer)."""
-        fewer = backend if backend is not None and self._backend(backend).dtypes else None
+        fewer = backend if backend is not None and self.backend(backend).dtypes else None
         if fewer not in self._choices_of:
             self._choices_of[fewer] = assignments(self, fewer)
         return self._choices_of[fewer]
@@ -306,7 +322,7 @@ class OpSpec(Asked):
 
     def judged_on(self, backend: str | None) -> OpSpec:
         """The operation as a backend's results are judged: with that backend's tolerances and unit of rounding."""
-        b = self._backend(backend) if backend else None
+        b = self.backend(backend) if backend else None
         if b is None or (not b.tolerance and b.accumulate is None):
             return self
         numerics = self.numerics.model_copy(update={"accumulate": b.accumulate or self.numerics.accumulate})
@@ -314,7 +330,7 @@ class OpSpec(Asked):
 
     def requirements(self, backend: str, dtypes: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """Device features needed on `backend`: for these dtypes, or for any."""
-        b = self._backend(backend)
+        b = self.backend(backend)
         used = set(self.dtypes(dtypes).values()) if dtypes is not None else set(b.requires_for)
         extra = [f for d, features in b.requires_for.items() if d in used for f in features]
         return tuple(dict.fromkeys([*b.requires, *extra]))
@@ -335,10 +351,11 @@ class OpSpec(Asked):
             raise self._error("tensors", f"no tensor {name!r}{nearest(name, self.tensors)}")
         return self.tensors[name]
 
-    def _backend(self, name: str) -> Backend:
-        if name not in self.backends:
-            raise self._error("backends", f"no backend {name!r}{nearest(name, self.backends)}")
-        return self.backends[name]
+    def _backend_name(self, name: str) -> BackendName:
+        for known in BACKENDS:
+            if known == name:
+                return known
+        raise self._error("backends", f"no backend {name!r}{nearest(name, BACKENDS)}")
 
     def _error(self, key: str, message: str) -> SpecError:
         return SpecError(f"{self.file}: {key}: {message}")

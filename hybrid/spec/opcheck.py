@@ -155,10 +155,9 @@ def _edges(spec: OpSpec) -> None:
 
 
 def _backends(spec: OpSpec) -> None:
-    for needed in ("oracle", "cpu", "vulkan", "npu"):
-        if needed not in spec.backends:
-            raise FieldError(f"backends.{needed}", "is missing; declare it supported, planned or refused:REASON")
     for name, b in spec.backends.items():
+        if name in spec.not_on:
+            raise FieldError(f"backends.{name}", f"not_on says that {name} does not run it; remove one of them")
         for i, limit in enumerate(b.limits):
             _condition(f"backends.{name}.limits[{i}]", limit, [*spec.axes, *spec.attributes])
         for key in ("static", "tile"):
