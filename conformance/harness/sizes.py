@@ -10,32 +10,7 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.harness import inbox
 from hybrid.harness.cases import Case, context, one_row_per_slot, takes_runs
 from hybrid.spec import OpSpec, SpecError
-
-# role -> (size in edge cases, most units of multiple_of in drawn cases)
-SIZES: dict[str, tuple[int, int]] = {
-    "tokens": (5, 36),
-    "outs": (3, 20),
-    "rows": (6, 20),
-    "hidden": (64, 20),
-    "inner": (64, 40),
-    "features": (24, 140),
-    "ffn": (96, 20),
-    "vocab": (50, 300),
-    "q_heads": (4, 8),
-    "kv_heads": (2, 4),
-    "head_dim": (32, 16),
-    "slots": (3, 6),
-    "streams": (4, 4),
-    "per_layer": (32, 4),
-    "blocks": (1, 4),
-    "block_size": (4, 32),
-    "table": (5, 12),
-    "context": (20, 60),
-    "projections": (2, 2),
-    "rotary": (512, 64),
-    "inbox": (400, 400),
-}
-PRIMES = {"tokens": 13, "outs": 7, "rows": 11, "features": 37, "vocab": 61}
+from hybrid.spec.axes import roles
 
 Choices = Callable[[Mapping[str, int]], list[Any]]
 ATTENTIONS = ("attention", "attention_i8", "decode_attention")
@@ -74,8 +49,9 @@ def sizes(spec: OpSpec, name: str, dtypes: Mapping[str, str]) -> list[int]:
     """Sizes of one axis worth drawing: the smallest, around the tiles, primes, and a spread; small ones first."""
     axis, tile = spec.axes[name], tile_of(spec, name)
     step = granule(spec, name, dtypes)
-    most = min(axis.max, max(SIZES[axis.role][1] * axis.multiple_of, 2 * step))
-    wanted = {axis.min, step, 2 * step, 3 * step, 5 * step, 7 * step, most, PRIMES.get(axis.role, step)}
+    role = roles()[axis.role]
+    most = min(axis.max, max(role.most * axis.multiple_of, 2 * step))
+    wanted = {axis.min, step, 2 * step, 3 * step, 5 * step, 7 * step, most, role.prime or step}
     if axis.role == "block_size":  # some devices want powers of two
         wanted |= {4, 8, 16}
     wanted |= {tile - step, tile, tile + step, 2 * tile + step} if tile else set()
@@ -146,7 +122,7 @@ def fits(
 
 
 def base_bind(spec: OpSpec) -> dict[str, int]:
-    return {name: SIZES[axis.role][0] for name, axis in spec.axes.items()}
+    return {name: roles()[axis.role].edge for name, axis in spec.axes.items()}
 
 
 def most_outs(spec: OpSpec, bind: Mapping[str, int], rows: int) -> int:

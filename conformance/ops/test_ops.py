@@ -26,11 +26,13 @@ from hybrid.harness.fixed import (
     variant_cases,
     workload_cases,
 )
-from hybrid.harness.sizes import PRIMES, fits
+from hybrid.harness.sizes import fits
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.spec import OpSpec, load_ops
+from hybrid.spec.axes import roles
 
 SPECS = load_ops()
+PRIME = roles()["tokens"].prime or 0
 SUPPORTED = [(op, b) for op, spec in SPECS.items() for b in OP_BACKENDS if spec.runs_on(b)]
 
 
@@ -125,14 +127,12 @@ def kept(op: str, device: Any, found: list[Case]) -> Mapping[str, int]:
         return fixed
     if not on_gpu(device):
         sizes, axis = found[0].bind, spec.token_axis
-        kinds = (
-            (sizes[axis],) if sizes[axis] < 8 else (PRIMES["tokens"], 8)
-        )  # of some types no tile is small enough to be drawn
+        kinds = (sizes[axis],) if sizes[axis] < 8 else (PRIME, 8)  # of some types no tile is small enough to be drawn
         return fixed | {
             axis: next(n for n in kinds if n <= 8 or spec.flops({**sizes, axis: n}, found[0].attrs) <= MAX_FLOPS)
         }
     few = op != "linear" or _turn(spec, found[0].dtypes) % 2  # tiles are its own: it draws for both kinds of kernels
-    return fixed | {spec.token_axis: min(8, found[0].bind[spec.token_axis]) if few else PRIMES["tokens"]}
+    return fixed | {spec.token_axis: min(8, found[0].bind[spec.token_axis]) if few else PRIME}
 
 
 @pytest.mark.parametrize(("op", "backend", "dtypes"), DTYPES)

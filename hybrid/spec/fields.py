@@ -10,34 +10,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.errors import FieldError, nearest
+from hybrid.spec.axes import roles
 from hybrid.spec.expr import RESERVED, Expr
 from hybrid.spec.load import Model
 
 BackendName = Literal["oracle", "cpu", "vulkan", "npu"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
-AxisRole = Literal[
-    "tokens",
-    "outs",
-    "rows",
-    "hidden",
-    "inner",
-    "features",
-    "ffn",
-    "vocab",
-    "q_heads",
-    "kv_heads",
-    "head_dim",
-    "slots",
-    "blocks",
-    "block_size",
-    "table",
-    "context",
-    "streams",
-    "per_layer",
-    "projections",
-    "rotary",
-    "inbox",
-]
 Scalar = int | float | str
 Tag = Literal["decode", "prefill", "batch", "perf", "demo"]
 
@@ -136,6 +114,12 @@ def _dtype(value: str) -> str:
     return value
 
 
+def _role(value: str) -> str:
+    if value not in roles():
+        raise ValueError(f"{value!r} is no role of specs/axes.toml{nearest(value, roles())}")
+    return value
+
+
 def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
@@ -150,6 +134,7 @@ def _name(value: str) -> str:
 Name = Annotated[str, AfterValidator(_name)]
 DTypeName = Annotated[str, AfterValidator(_dtype)]
 DTypeList = Annotated[tuple[DTypeName, ...], BeforeValidator(_listed), Field(min_length=1)]
+AxisRole = Annotated[str, AfterValidator(_role)]
 Feature = Annotated[str, _known(FEATURES, "feature")]
 Reason = Annotated[str, Field(min_length=1)]
 
@@ -317,7 +302,7 @@ class Edge(Model):
 
 
 class Workload(Model):
-    """A call at a size that matters, by name: written as [[workload]], or derived from a model."""
+    """A call at a size that matters, by name: derived from a model and a pass."""
 
     id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     bind: dict[str, int]
@@ -329,7 +314,7 @@ class Workload(Model):
 
     @property
     def origin(self) -> str:
-        """The key of the [[workloads]] that it is derived from; empty for one that is written out."""
+        """The key of the [[workloads]] that it is derived from."""
         return self._origin
 
     def derived_from(self, key: str) -> Workload:
@@ -354,8 +339,9 @@ class Variant(Model):
 class Workloads(Variant):
     """Workloads that models give: one for each model, variant and pass, called MODEL.VARIANT.PASS."""
 
-    models: tuple[str, ...] = Field(min_length=1)
-    """Patterns (`gemma3-*`) of names of specs/models, or `demo`."""
+    models: tuple[str, ...] | None = None
+    """Patterns (`gemma3-*`) of names of specs/models and of the demonstration models. None: those whose schedule has
+    the operation."""
     variants: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")], Variant] = Field(default_factory=dict)
     """By the middle part of the id; what they say goes before what the table itself says."""
     tags: tuple[Tag, ...] = ()

@@ -69,8 +69,8 @@ class OpSpec(Asked):
     cost: Cost
     edge: Edge
     workloads: tuple[Workloads, ...] = Field((), exclude=True)
-    """How workloads follow from models."""
-    written: tuple[Workload, ...] = Field((), alias="workload", exclude=True)
+    """How workloads follow from models. None: a decode and a prefill pass of each model whose schedule has the
+    operation."""
     not_on: dict[BackendName, Reason] = Field(default_factory=dict)
     """Backends that do not run it, and why; every other one does."""
     backends: dict[BackendName, Backend] = Field(default_factory=dict)
@@ -102,12 +102,12 @@ class OpSpec(Asked):
 
     @cached_property
     def workload(self) -> tuple[Workload, ...]:
-        """Workloads that follow from models, then those that are written out. Made and checked when they are first
-        asked for: what plans and computes has no use for them. Raises SpecError for the first that does not fit."""
+        """Made and checked when they are first asked for: what plans and computes has no use for them. Raises SpecError
+        for the first that does not fit."""
         from hybrid.spec.workload import derive
 
         try:
-            made = (*derive(self.workloads, self.axes, self.attributes), *self.written)
+            made = tuple(derive(self))
             check_workloads(self, made)
         except FieldError as e:
             raise SpecError(f"{self.file}: {e.key}: {e.message}") from None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.spec.assignments import possible
+from hybrid.spec.axes import roles
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import EDGE_VALUES
 
@@ -24,8 +25,6 @@ def check_declaration(spec: OpSpec) -> None:
     _tolerances(spec)
     _edges(spec)
     _backends(spec)
-    if not spec.workloads and not spec.written:
-        raise FieldError("workloads", "none is given; add [[workloads]] for models, or [[workload]]")
 
 
 def _names(spec: OpSpec) -> None:
@@ -139,7 +138,10 @@ def _edges(spec: OpSpec) -> None:
         if not equals or not value:
             raise FieldError(key, f"{case!r} is not of the form NAME=VALUE")
         if target in spec.axes:
-            if value != "prime":
+            if value == "prime":
+                if roles()[role := spec.axes[target].role].prime is None:
+                    raise FieldError(key, f"the role {role} has no prime in specs/axes.toml; write a size")
+            else:
                 size = _parse(key, value)
                 _number(key, size, [*spec.axes, "tile"], "axis")
                 if "tile" in size.names and not any(target in b.tile for b in spec.backends.values()):
@@ -170,18 +172,16 @@ def check_workloads(spec: OpSpec, workloads: Sequence[Workload]) -> None:
     """Each has a name of its own, and sizes, types and attributes that the declaration takes. FieldError for the first
     without."""
     seen: set[str] = set()
-    derived = sum(bool(w.origin) for w in workloads)
-    for i, w in enumerate(workloads):
-        key = w.origin or f"workload[{i - derived}]"
+    for w in workloads:
         if w.id in seen:
-            raise FieldError(key if w.origin else f"{key}.id", f"{w.id!r} is used twice; choose another")
+            raise FieldError(w.origin, f"{w.id!r} is used twice; choose another")
         seen.add(w.id)
         try:
             spec.check(w.bind, w.attrs, spec.dtypes(w.dtypes))
             spec.flops(w.bind, w.attrs)
             spec.nbytes(w.bind, w.dtypes, w.attrs)
         except SpecError as e:
-            raise FieldError(f"{key} ({w.id})", str(e).removeprefix(f"{spec.file}: ")) from None
+            raise FieldError(f"{w.origin} ({w.id})", str(e).removeprefix(f"{spec.file}: ")) from None
 
 
 def _parse(key: str, text: str) -> Expr:

@@ -1,4 +1,4 @@
-"""[[workloads]] of an operation written out: one workload for each model, variant and pass, sizes by the axes' roles.
+"""Workloads of an operation: one for each model, variant and pass, sizes by the axes' roles.
 
 specs/workloads.toml says what a pass is. It is read when the first operation is, and with it specs/models.
 """
@@ -9,51 +9,55 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.hparams import HParams
 from hybrid.core.places import SPECS
+from hybrid.spec.axes import roles
 from hybrid.spec.expr import Expr, ExprError
-from hybrid.spec.fields import Attribute, Axis, AxisRole, Scalar, Tag, Variant, Workload, Workloads
+from hybrid.spec.fields import Attribute, Axis, Scalar, Tag, Variant, Workload, Workloads
 from hybrid.spec.load import Model, load_toml, shown_path
 from hybrid.spec.model import Shape, load_models
+from hybrid.spec.schedule import find_schedule
+
+if TYPE_CHECKING:
+    from hybrid.spec.op import OpSpec
 
 FILE = SPECS / "workloads.toml"
-DEMO = "demo"
-"""The demonstration model among `models`; its workloads are tagged demo, those of published models perf."""
-
-# Role of an axis -> the hyper-parameter that is its size. What a pass has of an axis' role goes by the role's own name.
-OF_MODEL: dict[AxisRole, str] = {
-    "hidden": "hidden",
-    "ffn": "ffn",
-    "vocab": "vocab",
-    "q_heads": "n_heads",
-    "kv_heads": "n_kv_heads",
-    "head_dim": "head_dim",
-    "rotary": "head_dim",
-}
 MOST = 1000
 """Workloads that an operation may have from models: a stranger's file must not take long to read."""
-PassRole = Literal["tokens", "outs", "slots", "context", "block_size", "table", "blocks"]
 
 
 class Pass(Model):
     """[passes.NAME]."""
 
-    sizes: dict[PassRole, Expr] = Field(default_factory=dict)
+    sizes: dict[str, Expr] = Field(default_factory=dict)
     tags: tuple[Tag, ...]
+
+
+class Demo(Shape):
+    """A demonstration model: no published size."""
+
+    family: str
 
 
 class Source(Model):
     """specs/workloads.toml."""
 
     schema_: Literal[1] = Field(alias="schema")
-    sizes: dict[PassRole, Expr]
+    sizes: dict[str, Expr]
     passes: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], Pass]
-    demo: Shape
+    demos: dict[str, Demo]
+    """Their workloads are tagged demo, those of published models perf."""
+
+    def model_post_init(self, context: object) -> None:
+        for name, one in self.passes.items():
+            for size in one.sizes:
+                if size not in self.sizes:
+                    raise FieldError(f"passes.{name}.sizes.{size}", f"unknown size {size!r}{nearest(size, self.sizes)}")
 
 
 class Givens:
@@ -62,22 +66,27 @@ class Givens:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.models = {name: sheet.hparams() for name, sheet in load_models().items()} | {
-            DEMO: source.demo.hparams("gemma3")
+            name: demo.hparams(demo.family) for name, demo in source.demos.items()
         }
-        """The smallest first, the demonstration model last."""
+        """The smallest first, the demonstration models last."""
         self._numbers: dict[tuple[str, str], dict[str, int | float]] = {}
 
     def numbers(self, model: str, name: str) -> Mapping[str, int | float]:
         """Hyper-parameters of a model (_numbers); with the name of a pass, its sizes too."""
         if (model, name) not in self._numbers:
             found = _numbers(self.models[model])
-            for role, expr in self.source.sizes.items() if name else ():
+            for size, expr in self.source.sizes.items() if name else ():
                 try:
-                    found[role] = _eval(role, self.source.passes[name].sizes.get(role, expr), found)
+                    found[size] = _eval(size, self.source.passes[name].sizes.get(size, expr), found)
                 except FieldError as e:
                     raise SpecError(f"{shown_path(FILE)}: passes.{name}: {e.key}: {e.message}") from None
             self._numbers[model, name] = found
         return self._numbers[model, name]
+
+    def running(self, op: str) -> list[str]:
+        """Models whose family's schedule has the operation."""
+        having = {hp.family for hp in self.models.values() if any(s.op == op for s in find_schedule(hp.family).steps)}
+        return [name for name, hp in self.models.items() if hp.family in having]
 
 
 def _numbers(hp: HParams) -> dict[str, int | float]:
@@ -96,37 +105,57 @@ def givens() -> Givens:
     return Givens(load_toml(FILE, Source))
 
 
-def derive(
-    groups: tuple[Workloads, ...], axes: Mapping[str, Axis], attributes: Mapping[str, Attribute]
-) -> Iterator[Workload]:
-    """The workloads of an operation's [[workloads]]: by group, model (the smallest first, `demo` last), variant and
-    pass.
+def derive(spec: OpSpec) -> Iterator[Workload]:
+    """The workloads of an operation: by table, model (the smallest first, demonstrations last), variant and pass.
 
     Raises FieldError for a model, pass, axis or name that there is not.
     """
     known, count = givens(), 0
-    for i, group in enumerate(groups):
-        for model in _models(f"workloads[{i}]", group, known):
+    for i, group in enumerate(spec.workloads or (Workloads(passes=USUAL, dtypes=usual(spec)),)):
+        models = _models(f"workloads[{i}]", spec.name, group, known)
+        for model in models:
             for name, variant in (group.variants or {"": Variant()}).items():
                 entry = Entry(f"workloads[{i}]", name, group, variant)
                 for one in entry.passes(known.source.passes):
+                    numbers = known.numbers(model, one)
+                    bind = entry.bind(spec.axes, numbers)
+                    if group.models is None and 0 in bind.values():
+                        continue  # of this size the model has no such step
                     count += 1
                     if count > MOST:
                         raise FieldError(
                             entry.key, f"the operation has more than {MOST} workloads; name fewer variants or passes"
                         )
-                    numbers = known.numbers(model, one)
                     tags = known.source.passes[one].tags if one else ()
                     yield Workload(
                         id=".".join(part for part in (model, name, one) if part),
-                        bind=entry.bind(axes, numbers),
-                        attrs=entry.attrs(attributes, numbers),
+                        bind=bind,
+                        attrs=entry.attrs(spec.attributes, numbers),
                         dtypes={**group.dtypes, **variant.dtypes},
-                        tags=(*tags, *group.tags, "demo" if model == DEMO else "perf"),
+                        tags=(*tags, *group.tags, "demo" if model in known.source.demos else "perf"),
                     ).derived_from(entry.key)
 
 
-def _models(key: str, group: Workloads, known: Givens) -> list[str]:
+USUAL = ("decode", "prefill")
+
+
+def usual(spec: OpSpec) -> dict[str, str]:
+    """Types of the tensors in a model of q8_0 weights, where the operation takes them."""
+    chosen: dict[str, str] = {}
+    for name, tensor in spec.tensors.items():
+        dtype = {"weight": "q8_0", "cache": "f16", "activation": "q8_act"}.get(tensor.role, "")
+        if dtype in tensor.dtype and len(tensor.dtype) > 1:
+            wider = {**chosen, name: dtype}
+            if any(all(c[t] == d for t, d in wider.items()) for c in spec.dtype_choices()):
+                chosen = wider
+    return chosen
+
+
+def _models(key: str, op: str, group: Workloads, known: Givens) -> list[str]:
+    if group.models is None:
+        if not (found := known.running(op)):
+            raise FieldError(f"{key}.models", f"is missing: no model's schedule has {op}")
+        return found
     for k, pattern in enumerate(group.models):
         if not any(fnmatchcase(m, pattern) for m in known.models):
             raise FieldError(f"{key}.models[{k}]", f"no model is called {pattern!r}{nearest(pattern, known.models)}")
@@ -168,11 +197,11 @@ class Entry:
                 raise FieldError(f"{self.at('bind', name)}.{name}", f"no axis {name!r}{nearest(name, axes)}")
         bind = {}
         for name, axis in axes.items():
-            key, role = f"{self.at('bind', name)}.{name}", OF_MODEL.get(axis.role, axis.role)
+            key, usual_size = f"{self.at('bind', name)}.{name}", roles()[axis.role].size
             if name in written:
                 size = _eval(key, written[name], numbers)
-            elif role in numbers:
-                size = numbers[role]
+            elif usual_size is not None and usual_size.names <= numbers.keys():
+                size = _eval(key, usual_size, numbers)
             else:
                 raise FieldError(key, f"is missing: nothing here has the role {axis.role}; write an expression")
             if size != int(size):
