@@ -85,75 +85,10 @@ def dtype_cases(spec: OpSpec, dtypes: Mapping[str, str]) -> Iterator[Case]:
         )  # what is damaged is not what a threshold cuts off
 
 
-# Sizes, and attributes, at which a backend's bindings choose another kernel than for those of dtype_cases.
-VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
-    "geglu": tuple({"F": f, "T": 2, "sparsity": 0.95} for f in (96, 1056, 2080)),
-    # More rows and columns than the largest tile on matrix units, and a last stage of 16 or 32 columns; whole pairs of
-    # blocks.
-    "linear": ({"T": 197, "N": 213, "K": 96}, {"T": 66, "N": 65, "K": 208}, {"T": 61, "N": 271, "K": 320}),
-    "fused_qkv": ({"T": 131},),
-    "fused_ffn": (
-        {"T": 195, "H": 96, "F": 160},
-        {"T": 4, "H": 288, "F": 160, "sparsity": 0.8},
-        {"T": 61, "H": 320, "F": 160},
-    ),
-    "logits": ({"O": 70, "V": 203},),
-    "rmsnorm": ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}),
-    **{op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}) for op in ("altup_start", "altup_end")},
-    # The last: more than the registers of a workgroup hold.
-    **{
-        op: ({"H": 1056, "T": 2}, {"H": 2080, "T": 2}, {"H": 12320, "T": 2})
-        for op in ("add_rmsnorm", "add_norm", "altup_predict", "altup_correct", "altup_add", "laurel_add")
-    },
-    "altup_unembed": ({"T": 131, "H": 128},),
-    "per_layer_embed": ({"P": 1056, "T": 2},),
-    "sample": ({"V": 17000, "O": 2}, {"V": 17000, "O": 2, "S": 1, "T": 1}),
-    # Many tiles, and a history that every thread counts several tokens of; many parts.
-    "adjust_logits": ({"V": 5000, "C": 700, "N": 300}, {"V": 17000, "O": 2, "M": 1}),
-    "logprobs": ({"V": 17000, "O": 2}, {"V": 4097, "C": 200}),
-    # Head sizes and groups; more rows than a decode batch; contexts long enough to be cut into stretches.
-    "attention": tuple(
-        {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 20 if rows < 9 else 4}
-        for d in (16, 32, 64, 80, 128, 256, 512)
-        for group, heads in ((1, 2), (4, 1), (8, 1))
-        for rows in (2, 35)
-        if group == 1 or d < 512
-    )
-    + tuple(  # tiles of matrix units: several, the last not full, over steps of positions that are not full either
-        {"T": rows, "HQ": group * heads, "HK": heads, "D": d, "S": 3, "BS": 16, "MB": 12}
-        for d in (64, 128, 256)
-        for group, heads, rows in ((1, 2, 150), (4, 1, 70), (3, 1, 90))
-    ),
-    # Head sizes and groups on one word per lane and on several; contexts cut into many stretches and into one.
-    "decode_attention": tuple(
-        {"T": 3, "HQ": group * heads, "HK": heads, "D": d, "S": 3, "BS": 16, "MB": 20 if group < 8 else 4}
-        for d in (16, 32, 64, 80, 128, 256, 512)
-        for group, heads in ((1, 2), (2, 1), (4, 1), (8, 1), (16, 1))
-        if group < 8 or d in (64, 128)
-    ),
-    "qk_norm_rope_append": ({"D": 256, "T": 3}, {"D": 128, "HQ": 5, "HK": 1}),
-}
-
-
-# Of the NPU: each head size and group is a kernel of its own; products choose larger tiles from these sizes on.
-NPU_VARIANTS: dict[str, tuple[Mapping[str, int | float], ...]] = {
-    **{
-        op: tuple(
-            {"T": 35, "HQ": group * heads, "HK": heads, "D": d, "S": 2, "BS": 16, "MB": 4}
-            for d, group, heads in ((64, 2, 4), (128, 2, 2), (256, 8, 1), (512, 1, 2))
-        )
-        for op in ("attention", "attention_i8")
-    },
-    "rmsnorm": ({"T": 17, "H": 2080},),
-    "matmul_i8": ({"T": 65, "K": 256, "N": 256},),
-    "matmul_blocks": ({"T": 65, "K": 512, "N": 256},),
-}
-
-
 def variant_cases(spec: OpSpec, backend: str) -> Iterator[tuple[str, Case]]:
-    """(sizes as text, case) for each of VARIANTS, with every dtype of every tensor at least once."""
+    """(sizes as text, case) for each of the backend's variants, with every dtype of every tensor at least once."""
     choices = one_each(spec.dtype_choices(backend))
-    for i, sizes_ in enumerate((NPU_VARIANTS if backend == "npu" else VARIANTS).get(spec.name, ())):
+    for i, sizes_ in enumerate(spec.backend(backend).sizes()):
         for j, dtypes in enumerate(choices):
             bind = base_bind(spec) | {k: int(v) for k, v in sizes_.items() if k in spec.axes}
             case = variant(spec, bind, dtypes, 10 * i + j)

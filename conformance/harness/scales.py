@@ -35,6 +35,20 @@ class Call:
     """The device has matrix units."""
 
 
+Rule = Callable[[Call], dict[str, np.ndarray]]
+_RULES: dict[str, Rule] = {}
+
+
+def _of(*ops: str) -> Callable[[Rule], Rule]:
+    """The rule of operations that subtract, or whose products round apart."""
+
+    def named(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return named
+
+
 def scale(op: str, name: str, call: Call) -> np.ndarray:
     """Scale of one result. Raises KeyError for one without a rule."""
     return scales(op, call)[name]
@@ -42,10 +56,14 @@ def scale(op: str, name: str, call: Call) -> np.ndarray:
 
 def scales(op: str, call: Call) -> dict[str, np.ndarray]:
     """Of every result by its name; NAME.values: with the absolute values of what is averaged; NAME.steps: an error
-    beside the scale that is absolute. Raises KeyError for an operation without a rule."""
-    if op not in _SCALES:
-        raise KeyError(f"no scale rule for operation {op!r}: add it to conformance/harness/scales.py")
-    return _SCALES[op](call)
+    beside the scale that is absolute."""
+    return _RULES[op](call) if op in _RULES else _of_absolutes(op, call)
+
+
+def _of_absolutes(op: str, call: Call) -> dict[str, np.ndarray]:
+    """What the operation makes of absolute values: of one that only adds and multiplies."""
+    given = {n: np.abs(v) for n, v in call.values.items()}
+    return dict(zip(call.refs, ORACLE[op](**given, **call.attrs), strict=True))
 
 
 def product(x: np.ndarray, x_dtype: str, w: Tensor, w_values: np.ndarray) -> np.ndarray:
@@ -75,15 +93,13 @@ def steps(x: np.ndarray, x_dtype: str, w_values: np.ndarray) -> np.ndarray:
     )
 
 
+@_of("linear", "fused_qkv")
 def _linear(call: Call) -> dict[str, np.ndarray]:
     (name,) = call.refs
     return {name: product(call.values["x"], call.dtypes["x"], call.tensors["w"], call.values["w"])}
 
 
-def _matmul_blocks(call: Call) -> dict[str, np.ndarray]:
-    return {"y": np.abs(call.values["x"].astype(np.float64)) @ np.abs(call.values["w"]).T}
-
-
+@_of("logits")
 def _logits(call: Call) -> dict[str, np.ndarray]:
     # tanh never enlarges an error; its own is a few units of the cap.
     rows = call.values["x"][call.values["out_rows"]]
@@ -91,12 +107,14 @@ def _logits(call: Call) -> dict[str, np.ndarray]:
     return {"logits": terms + float(call.attrs.get("softcap", 0))}
 
 
+@_of("add_rmsnorm", "add_norm")
 def _add_rmsnorm(call: Call) -> dict[str, np.ndarray]:
     (post,) = ORACLE["rmsnorm"](x=call.values["a"], w=call.values["w_post"], eps=call.attrs["eps"])
     terms = (np.abs(call.values["residual"]) + np.abs(post)) * abs(float(call.attrs.get("scale", 1.0)))
     return {"sum": terms, "y": np.abs(call.refs["y"])}
 
 
+@_of("per_layer_embed")
 def _per_layer_embed(call: Call) -> dict[str, np.ndarray]:
     normed = call.refs["ple"] * np.sqrt(2) - (row := _table_rows(call))
     return {"ple": np.abs(row) + np.abs(normed)}
@@ -107,6 +125,7 @@ def _table_rows(call: Call) -> np.ndarray:
     return call.values["w"][np.where((known >= 0) & (known < len(call.values["w"])), known, 0)] * call.attrs["scale"]
 
 
+@_of("per_layer_input")
 def _per_layer_input(call: Call) -> dict[str, np.ndarray]:
     """h: how far gelu(gate)*ple moves with its sum; y: the second product, of h."""
     v, w = call.values, call.tensors["w_gate"]
@@ -116,12 +135,14 @@ def _per_layer_input(call: Call) -> dict[str, np.ndarray]:
     return {"h": 1.13 * terms * own, "y": y, "y.steps": steps(call.refs["h"], call.dtypes["h"], v["w_proj"])}
 
 
+@_of("attention")
 def _attention(call: Call) -> dict[str, np.ndarray]:
     q, k, v = (call.values[n] for n in ("q", "k_cache", "v_cache"))
     out, plain = _attended(call, q, np.abs(q), k, v)
     return {"o": out, "o.values": plain}
 
 
+@_of("attention_i8")
 def _attention_i8(call: Call) -> dict[str, np.ndarray]:
     """As attention, of the codes times their scales."""
     d = call.values["k_cache"].shape[3]
@@ -131,6 +152,7 @@ def _attention_i8(call: Call) -> dict[str, np.ndarray]:
     return {"o": out, "o.values": plain}
 
 
+@_of("decode_attention")
 def _decode_attention(call: Call) -> dict[str, np.ndarray]:
     """As attention, of a q whose rotation adds and subtracts."""
     v, (_, _, kv_heads, d) = call.values, call.values["k_cache"].shape
@@ -165,6 +187,7 @@ def _attended(call: Call, q: np.ndarray, q_terms: np.ndarray, k: np.ndarray, v: 
     return out, plain
 
 
+@_of("geglu")
 def _geglu(call: Call) -> dict[str, np.ndarray]:
     gate, up = np.split(call.values["gate_up"], 2, axis=-1)
     return {"h": _threshold_terms(np.abs(gate), gate, call.attrs["sparsity"]) * np.abs(up)}
@@ -180,6 +203,7 @@ def _threshold_terms(terms: np.ndarray, gate: np.ndarray, sparsity: float) -> np
     return terms + mean + every + NormalDist().inv_cdf(sparsity) * spread
 
 
+@_of("altup_predict")
 def _altup_predict(call: Call) -> dict[str, np.ndarray]:
     v = call.values
     s = np.abs(v["streams"].reshape(len(v["streams"]), -1, len(v["w_norm"])))
@@ -194,6 +218,7 @@ def _route_terms(x: np.ndarray, call: Call) -> np.ndarray:
     return np.abs(np.tanh(scaled @ call.values["w_router"].T)) + np.abs(scaled) @ np.abs(call.values["w_router"]).T
 
 
+@_of("altup_correct")
 def _altup_correct(call: Call) -> dict[str, np.ndarray]:
     v, eps = call.values, call.attrs["eps"]
     (post,) = ORACLE["rmsnorm"](x=v["a"], w=v["w_post"], eps=eps)
@@ -206,6 +231,7 @@ def _altup_correct(call: Call) -> dict[str, np.ndarray]:
     return {"corrected": terms.reshape(len(p), -1), "y": np.abs(call.refs["y"])}
 
 
+@_of("altup_add")
 def _altup_add(call: Call) -> dict[str, np.ndarray]:
     v = call.values
     added = np.abs(rms(v["a"], call.attrs["eps"]) * v["w_post"])
@@ -213,6 +239,7 @@ def _altup_add(call: Call) -> dict[str, np.ndarray]:
     return {"streams": (terms + added[:, None]).reshape(len(added), -1)}
 
 
+@_of("laurel_add")
 def _laurel_add(call: Call) -> dict[str, np.ndarray]:
     v, eps = call.values, call.attrs["eps"]
     x = v["predicted"][:, : len(v["w_next"])]
@@ -221,12 +248,7 @@ def _laurel_add(call: Call) -> dict[str, np.ndarray]:
     return {"sum": terms, "y": np.abs(call.refs["y"])}
 
 
-def _altup_unembed(call: Call) -> dict[str, np.ndarray]:
-    s, w = np.abs(call.values["streams"]), np.abs(call.values["w"])
-    h = w.shape[1]
-    return {"z": np.concatenate([s[:, i + h : i + 2 * h] @ w[i : i + h].T for i in range(0, len(w), h)], axis=1)}
-
-
+@_of("altup_end")
 def _altup_end(call: Call) -> dict[str, np.ndarray]:
     v, h = call.values, len(call.values["w_norm"])
     x, z = v["streams"][:, :h], v["z"].reshape(len(v["z"]), -1, h)
@@ -241,6 +263,7 @@ def _altup_end(call: Call) -> dict[str, np.ndarray]:
     return {"y": np.abs(v["w_norm"]) * (terms * scale + np.abs(mean) * spread)}
 
 
+@_of("fused_ffn")
 def _fused_ffn(call: Call) -> dict[str, np.ndarray]:
     """h: how far gelu(gate)*up moves with its sums (|gelu'| <= 1.13, |gelu(x)| <= |x|); y: the second product, of h."""
     x, w = call.values["x"], call.values["w_gate_up"]
@@ -254,6 +277,7 @@ def _fused_ffn(call: Call) -> dict[str, np.ndarray]:
     return {"h": 1.13 * gate_terms * up + gate * up_terms, "y": y, "y.steps": step}
 
 
+@_of("adjust_logits")
 def _adjust_logits(call: Call) -> dict[str, np.ndarray]:
     """What a repetition penalty may make of a logit, the other penalties and all the biases of the row's slot."""
     v = call.values
@@ -264,6 +288,7 @@ def _adjust_logits(call: Call) -> dict[str, np.ndarray]:
     return {"adjusted": np.abs(v["logits"]) * factor[slots] + rest[slots]}
 
 
+@_of("logprobs")
 def _logprobs(call: Call) -> dict[str, np.ndarray]:
     """Of each row the largest logit and the logarithm of the number of ids; 1 for the logarithm's own error."""
     v = call.values
@@ -273,28 +298,3 @@ def _logprobs(call: Call) -> dict[str, np.ndarray]:
         most = np.abs(finite).max() if finite.size else 0
         terms[v["slots"][source], (v["positions"][source] + 1) % terms.shape[1]] = most + np.log(len(row)) + 1
     return {"top_logprobs": terms}
-
-
-_SCALES: dict[str, Callable[[Call], dict[str, np.ndarray]]] = {
-    "linear": _linear,
-    "fused_qkv": _linear,
-    "logits": _logits,
-    "add_rmsnorm": _add_rmsnorm,
-    "add_norm": _add_rmsnorm,
-    "altup_predict": _altup_predict,
-    "altup_correct": _altup_correct,
-    "altup_add": _altup_add,
-    "altup_unembed": _altup_unembed,
-    "altup_end": _altup_end,
-    "laurel_add": _laurel_add,
-    "per_layer_embed": _per_layer_embed,
-    "per_layer_input": _per_layer_input,
-    "attention": _attention,
-    "attention_i8": _attention_i8,
-    "decode_attention": _decode_attention,
-    "matmul_blocks": _matmul_blocks,
-    "geglu": _geglu,
-    "fused_ffn": _fused_ffn,
-    "adjust_logits": _adjust_logits,
-    "logprobs": _logprobs,
-}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hybrid.core.dtypes import DTYPES
@@ -12,36 +12,20 @@ from hybrid.harness.cases import Case, context, one_row_per_slot, takes_runs
 from hybrid.spec import OpSpec, SpecError
 from hybrid.spec.axes import roles
 
-Choices = Callable[[Mapping[str, int]], list[Any]]
-ATTENTIONS = ("attention", "attention_i8", "decode_attention")
-APPENDS = ("qk_norm_rope_append", "decode_attention")
-ATTRIBUTES: dict[tuple[str, str], Choices] = {
-    ("embed", "scale"): lambda b: [float(b["H"]) ** 0.5, 1.0, 16.0],
-    **{(op, "scale"): lambda b: [float(b["D"]) ** -0.5, 0.077151675, 1.0] for op in ATTENTIONS},
-    **{(op, "window"): lambda b: [0, 1, 3, b["BS"], b["BS"] + 1, b["MB"] * b["BS"] - 1] for op in ATTENTIONS},
-    **{(op, "sparsity"): lambda b: [0.0, 0.95, 0.5] for op in ("geglu", "fused_ffn")},
-    ("add_rmsnorm", "scale"): lambda b: [1.0, 0.375],
-    ("per_layer_input", "layer"): lambda b: [b["E"] // b["P"] - 1, 0],
-    **{(op, "projections"): lambda b: [b["KV"]] for op in APPENDS},
-    ("logits", "softcap"): lambda b: [0.0, 30.0],
-    **{(op, "valid"): lambda b: [b["V"], max(1, b["V"] - 3), 1] for op in ("sample", "logprobs")},
-}
 EPS = [1e-6, 1e-5]
 
 
 def attribute_choices(spec: OpSpec, name: str, bind: Mapping[str, int]) -> list[Any]:
     """Values worth drawing for an attribute, the usual one first."""
-    if (spec.name, name) in ATTRIBUTES:
-        return ATTRIBUTES[spec.name, name](bind)
+    a = spec.attributes[name]
+    if a.draw:
+        kind = int if a.type == "int" else float
+        return [kind(value.eval(bind)) for value in a.draw]
     if name == "eps":
         return EPS
-    a = spec.attributes[name]
     choices = list(a.values or ()) or ([a.default] if a.default is not None else [])
     if not choices:
-        raise LookupError(
-            f"{spec.file}: attributes.{name} has neither values nor a default; add it to "
-            "conformance/ops/strategies.py ATTRIBUTES"
-        )
+        raise LookupError(f"{spec.file}: attributes.{name} has neither values nor a default; add draw = [...]")
     return choices
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from hybrid.core.plan import Plan
 from hybrid.harness import control_of, declared, plan_of, step_of
 from hybrid.harness.cases import Case
-from hybrid.harness.fixed import VARIANTS, covering, edge_cases, variant, variant_cases
+from hybrid.harness.fixed import covering, edge_cases, variant, variant_cases
 from hybrid.harness.sizes import base_bind
 from hybrid.kernels.vulkan.dry import asked
 from hybrid.kernels.vulkan.tuning import Family, Value, tables
@@ -32,10 +32,9 @@ def asking(family: Family, spec: OpSpec, device: Any) -> list[Case]:
     together."""
     cases = [c for found in (edge_cases(spec, "vulkan"), variant_cases(spec, "vulkan")) for _, c in found]
     if family.needs:
-        sizes = VARIANTS.get(spec.name, ())
         cases += [
             variant(spec, base_bind(spec) | {k: int(v) for k, v in s.items() if k in spec.axes}, dtypes, i)
-            for s in sizes
+            for s in spec.backend("vulkan").sizes()
             for i, dtypes in enumerate(covering(spec, "vulkan"))
         ]
     return [c for c in cases if facts_of(family.name, spec, device, c)]

@@ -9,7 +9,6 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from hybrid.harness.cases import Case
-from hybrid.harness.reference import EXACT
 from hybrid.harness.sizes import attribute_choices, complete, fits, sizes
 from hybrid.spec import OpSpec
 
@@ -37,7 +36,7 @@ def cases(
     drawn = {n: fixed[n] if n in fixed else draw(st.sampled_from(_sizes(spec, backend, n, dtypes))) for n in spec.axes}
     bind = complete(spec, drawn)
     attrs = {name: draw(st.sampled_from(attribute_choices(spec, name, bind))) for name in spec.attributes}
-    exact = spec.name in EXACT and draw(st.booleans())
+    exact = spec.numerics.exact and draw(st.booleans())
     if exact:
         attrs |= {k: v for k, v in (("scale", 16.0), ("softcap", 0.0)) if k in attrs}
     assume(fits(spec, backend, bind, attrs, dtypes) and spec.flops(bind, attrs) <= MAX_FLOPS)

@@ -80,7 +80,7 @@ def test_every_kernel_is_chosen(devices: Devices, monkeypatch: pytest.MonkeyPatc
     idle = ("*.tile.*.f16",) if device.has("f16_matrices") else ("*.gemm.*",)
     elsewhere |= {n for n in shipped if any(fnmatch.fnmatchcase(n, pattern) for pattern in idle)}
     missed = sorted(shipped - chosen - elsewhere)
-    assert not missed, f"no case chooses {missed}: add one to fixed.VARIANTS, or remove the kernel"
+    assert not missed, f"no case chooses {missed}: add one to the variants of its spec, or remove the kernel"
 
 
 @pytest.mark.parametrize("rows", [2, attention.DECODE_ROWS + 7])

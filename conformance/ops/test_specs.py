@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,13 @@ MISTAKES = {
     "rule tensor": ('when = { x = "q8_act" }', 'when = { z = "q8_act" }', "dtype_rules[0].when.z", "no tensor 'z'"),
     "rule dtype": ('when = { x = "q8_act" }', 'when = { x = "q8_0" }', "dtype_rules[0].when.x", "x is never q8_0"),
     "edge without a prime": ('"K=16"', '"K=prime"', "edge.cases[12]", "the role inner has no prime"),
+    "variant name": ("{ T = 66, N", "{ T = 66, M", "backends.vulkan.variants[1].M", "no axis or attribute 'M'"),
+    "variant numbers": (
+        "{ T = 66, N = 65,",
+        '{ "T,N" = [[66, 65], 3],',
+        "backends.vulkan.variants[1].T,N",
+        "3 is not of 2",
+    ),
     "edge form": ('"T=1"', '"T"', "edge.cases[0]", "NAME=VALUE"),
     "edge target": ('"T=1"', '"Q=1"', "edge.cases[0]", "no axis, attribute or tensor 'Q'"),
     "edge value": ('"x=outlier"', '"x=outliers"', "edge.cases[19]", "did you mean 'outlier'?"),
@@ -305,6 +314,19 @@ def _binds(op: OpSpec) -> st.SearchStrategy[dict[str, int]]:
     return st.fixed_dictionaries({name: axis(name) for name in op.axes})
 
 
+def _left_open(op: OpSpec, shapes: Mapping[str, tuple[int, ...]], bind: Mapping[str, int]) -> dict[str, int]:
+    """Axes that the shapes do not determine, with their sizes: the error names them, one after another."""
+    given_axes: dict[str, int] = {}
+    while True:
+        try:
+            op.solve(shapes, given_axes)
+        except SpecError as e:
+            (axis,) = re.findall(r"open; bind (\w+) or", str(e))
+            given_axes[axis] = bind[axis]
+        else:
+            return given_axes
+
+
 @pytest.mark.parametrize("name", OPS)
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -312,7 +334,7 @@ def test_shapes_determine_their_axes(name: str, data: st.DataObject) -> None:
     op = OPS[name]
     bind = data.draw(_binds(op))
     shapes = op.bind_shapes(bind)
-    given_axes = {"HQ": bind["HQ"], "D": bind["D"]} if name in ("fused_qkv", "attention") else {}
+    given_axes = _left_open(op, shapes, bind)
     assert op.solve(shapes, given_axes) == bind
     tensor = data.draw(st.sampled_from(sorted(shapes)))
     wrong = dict(shapes)
@@ -381,18 +403,20 @@ def test_costs_are_those_worked_out_by_hand() -> None:
 
 
 def test_live_counts_bound_rows_or_outputs() -> None:
-    others = {n: o.token_axis for n, o in OPS.items() if o.token_axis != "T"}
-    assert others == {
-        "adjust_logits": "O",
-        "logits": "O",
-        "logprobs": "O",
-        "sample": "O",
-        "verify": "O",
-        "dequantize": None,
-        "take_routes": "O",
-        "take_rows": "O",
-        "begin_pass": None,
+    """Output rows where there are any: their number is not that of the pass's rows."""
+    examples = {"linear": "T", "logits": "O", "verify": "O", "take_rows": "O", "dequantize": None, "begin_pass": None}
+    assert {n: OPS[n].token_axis for n in examples} == examples
+
+
+def test_matrices_are_weights_that_products_read_whole() -> None:
+    examples = {
+        "fused_ffn": ("w_gate_up", "w_down"),
+        "logits": ("w",),
+        "embed": (),
+        "dequantize": (),
+        "altup_predict": (),
     }
+    assert {n: OPS[n].matrices for n in examples} == examples
 
 
 def test_requirements_follow_the_dtypes() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Literal, get_args
 
@@ -244,6 +245,8 @@ class Attribute(Model):
     max: Expr | None = None
     default: Scalar | None = None
     """Absent: every step must give it."""
+    draw: tuple[Expr, ...] = ()
+    """What conformance tries, the usual one first: numbers, or expressions over the axes."""
 
 
 class Constraints(Model):
@@ -283,6 +286,8 @@ class Numerics(Model):
     """Type of the activations -> type that the numbers of weights beside them are rounded to (nearest even) before they
     are multiplied; beside other types they are taken as they are."""
     matrices: MatrixUnits | None = None
+    exact: bool = False
+    """Small integers give the same bits in every order of summation, and then equality is demanded."""
     determinism: Literal["bitwise", "run_to_run", "none"]
     """bitwise: the same bits on every device; run_to_run: the same bits each time on one device, whatever the other
     rows of the batch are."""
@@ -348,6 +353,10 @@ class Workloads(Variant):
     """Beside the pass's own, and perf or demo."""
 
 
+Number = int | float
+Values = Number | tuple[Number | tuple[Number, ...], ...]
+
+
 class Backend(Model):
     """Limits of an operation on one backend; the default is none."""
 
@@ -365,6 +374,9 @@ class Backend(Model):
     """Axes that must be known when the kernel is built."""
     tile: dict[str, int] = Field(default_factory=dict)
     """Axis sizes the kernel works in: edge shapes are taken around them."""
+    variants: tuple[dict[str, Values], ...] = ()
+    """Sizes and attributes at which it chooses another kernel, each combination of the lists: of NAME a number or
+    several; of "NAME,NAME" lists of numbers that belong together."""
     accumulate: Literal["bf16"] | None = None
     """The unit of its rounding where that is coarser than the operation's."""
     tolerance: dict[str, Tolerance] = Field(default_factory=dict)
@@ -372,6 +384,14 @@ class Backend(Model):
     other."""
     except_edges: dict[str, str] = Field(default_factory=dict)
     """Edge cases it is not held to, with the reason."""
+
+    def sizes(self) -> Iterator[dict[str, Number]]:
+        """`variants` one by one."""
+        for table in self.variants:
+            listed = [values if isinstance(values, tuple) else (values,) for values in table.values()]
+            for chosen in itertools.product(*listed):
+                each = [c if isinstance(c, tuple) else (c,) for c in chosen]
+                yield {n: v for key, c in zip(table, each, strict=True) for n, v in zip(key.split(","), c, strict=True)}
 
 
 NO_LIMITS = Backend()

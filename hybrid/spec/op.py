@@ -118,6 +118,19 @@ class OpSpec(Asked):
         """All tensors: inputs, outputs, state, scratch, each in the file's order."""
         return MappingProxyType({**self.inputs, **self.outputs, **self.state, **self.scratch})
 
+    @cached_property
+    def matrices(self) -> tuple[str, ...]:
+        """Weights of several types whose rows are summed over: what a product reads whole."""
+        return tuple(
+            n
+            for n, t in self.inputs.items()
+            if t.role == "weight" and len(t.shape) == 2 and len(t.dtype) > 1 and self._summed(t.shape[1])
+        )
+
+    def _summed(self, dim: Expr) -> bool:
+        axis = self.axes.get(str(dim))
+        return axis is not None and axis.reduction
+
     @property
     def token_axis(self) -> str | None:
         """The axis bounded by a live count when a plan runs: O for operations on output rows, else T; None: neither."""

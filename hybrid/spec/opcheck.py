@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hybrid.core.errors import FieldError, SpecError, nearest
@@ -12,7 +12,7 @@ from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import EDGE_VALUES
 
 if TYPE_CHECKING:
-    from hybrid.spec.fields import Workload
+    from hybrid.spec.fields import Values, Workload
     from hybrid.spec.op import OpSpec
 
 
@@ -109,6 +109,8 @@ def _expressions(spec: OpSpec) -> None:
                 if a.type == "str":
                     raise FieldError(f"attributes.{name}.{key}", "a text has no range; use values")
                 _number(f"attributes.{name}.{key}", bound, names, "axis or attribute")
+        for i, value in enumerate(a.draw):
+            _number(f"attributes.{name}.draw[{i}]", value, spec.axes, "axis")
 
 
 def _tolerances(spec: OpSpec) -> None:
@@ -162,10 +164,24 @@ def _backends(spec: OpSpec) -> None:
             raise FieldError(f"backends.{name}", f"not_on says that {name} does not run it; remove one of them")
         for i, limit in enumerate(b.limits):
             _condition(f"backends.{name}.limits[{i}]", limit, [*spec.axes, *spec.attributes])
+        for i, table in enumerate(b.variants):
+            _variant(f"backends.{name}.variants[{i}]", spec, table)
         for key in ("static", "tile"):
             for axis in getattr(b, key):
                 if axis not in spec.axes:
                     raise FieldError(f"backends.{name}.{key}", f"no axis {axis!r}{nearest(axis, spec.axes)}")
+
+
+def _variant(key: str, spec: OpSpec, table: Mapping[str, Values]) -> None:
+    known = [*spec.axes, *spec.attributes]
+    for names, values in table.items():
+        for name in names.split(","):
+            if name not in known:
+                raise FieldError(f"{key}.{names}", f"no axis or attribute {name!r}{nearest(name, known)}")
+        count = len(names.split(","))
+        for value in values if isinstance(values, tuple) else (values,):
+            if (len(value) if isinstance(value, tuple) else 1) != count:
+                raise FieldError(f"{key}.{names}", f"{value!r} is not of {count} numbers")
 
 
 def check_workloads(spec: OpSpec, workloads: Sequence[Workload]) -> None:

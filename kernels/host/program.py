@@ -18,16 +18,6 @@ from hybrid.quant.codec import argument, round_into
 if TYPE_CHECKING:  # the device makes its programs, which keep a reference to it
     from hybrid.kernels.host.device import HostDevice
 
-# Weights that BLAS reads whole, so that a float32 copy speeds them up. (Embedding reads a few rows of the same tensor.)
-_MATRICES = {
-    "linear": ("w",),
-    "fused_qkv": ("w",),
-    "fused_ffn": ("w_gate_up", "w_down"),
-    "logits": ("w",),
-    "altup_unembed": ("w",),
-    "per_layer_input": ("w_gate", "w_proj"),
-}
-
 
 class HostProgram:
     """A plan whose tensors have been looked up."""
@@ -101,7 +91,7 @@ class _Bound:
             )
         try:
             tensors: dict[str, Any] = {n: program.tensor(step.args[n]) for n in shapes}
-            self.matrices = {n: argument(self.device.weight(step.args[n])) for n in _MATRICES.get(step.op, ())}
+            self.matrices = {n: argument(self.device.weight(step.args[n])) for n in spec.matrices}
         except ValueError as error:
             raise ValueError(f"step {step.name}: {error}") from None
         self.inputs = {n: tensors[n] for n in (*spec.inputs, *spec.state) if n not in self.matrices}

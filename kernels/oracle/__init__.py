@@ -6,70 +6,34 @@ spec's order; state arrays are changed in place.
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from hybrid.core.places import SPECS
 from hybrid.core.tensor import Tensor
-from hybrid.kernels.oracle import (
-    attention,
-    distribution,
-    embedding,
-    ffn,
-    integer,
-    linear,
-    norm,
-    passes,
-    per_layer,
-    sampling,
-    streams,
-    verification,
-)
 from hybrid.quant.codec import Real, Value, argument, encode
 
 __all__ = ["ORACLE", "argument", "call", "encoded"]
 
-ORACLE: dict[str, Callable[..., tuple[np.ndarray, ...]]] = {
-    f.__name__: f
-    for f in (
-        embedding.embed,
-        norm.rmsnorm,
-        norm.add_rmsnorm,
-        norm.add_norm,
-        streams.altup_start,
-        streams.altup_predict,
-        streams.laurel_add,
-        streams.altup_correct,
-        streams.altup_add,
-        streams.altup_unembed,
-        streams.altup_end,
-        per_layer.per_layer_embed,
-        per_layer.per_layer_input,
-        per_layer.take_rows,
-        per_layer.take_routes,
-        linear.linear,
-        linear.fused_qkv,
-        attention.qk_norm_rope_append,
-        attention.attention,
-        attention.attention_i8,
-        attention.decode_attention,
-        ffn.geglu,
-        ffn.fused_ffn,
-        linear.dequantize,
-        linear.quantize_act,
-        linear.logits,
-        integer.linear_rows,
-        integer.matmul_i8,
-        integer.matmul_blocks,
-        distribution.adjust_logits,
-        sampling.sample,
-        distribution.logprobs,
-        passes.begin_pass,
-        verification.verify,
-    )
-}
+Definition = Callable[..., tuple[np.ndarray, ...]]
+
+
+def _definitions() -> Iterator[tuple[str, Definition]]:
+    """Functions of this package that are called as an operation of specs/ops is."""
+    operations = {path.stem for path in (SPECS / "ops").glob("*.toml")}
+    for found in pkgutil.iter_modules(__path__):
+        if found.name != "device":  # it takes them from here
+            module = importlib.import_module(f"{__name__}.{found.name}")
+            functions = inspect.getmembers(module, inspect.isfunction)
+            yield from ((n, f) for n, f in functions if n in operations and f.__module__ == module.__name__)
+
+
+ORACLE: dict[str, Definition] = dict(_definitions())
 
 
 def call(
