@@ -17,7 +17,7 @@ from hybrid import generate
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.files import OpenFile
 from hybrid.checkpoint.stored import Stored
-from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
+from hybrid.core.dtypes import DTYPES, FILE_TYPES, WEIGHT_TYPES
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Packed, Tensor
 from hybrid.engine.loading import resident
@@ -25,7 +25,6 @@ from hybrid.engine.weights import stored_types, upload
 from hybrid.kernels.vulkan.device import VulkanDevice
 from hybrid.kernels.vulkan.memory import Buffer, Memory
 from hybrid.kernels.vulkan.repack import REPACKED
-from hybrid.quant.blocks import ORDER
 from hybrid.quant.codec import from_ggml
 from tools import make_random_gguf
 from tools.make_random_gguf import random_file
@@ -37,7 +36,7 @@ def raw_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     raw = rng.integers(0, 256, kind.nbytes(shape), dtype=np.uint8)
     if kind.quantised:
         blocks, at = raw.reshape(-1, kind.nbytes((kind.block,))), 0
-        for name in ORDER[dtype]:
+        for name in FILE_TYPES[dtype].order:
             part = next(p for p in kind.parts if p.name == name)
             size = part.count * part.dtype.itemsize
             if part.dtype == np.float16:

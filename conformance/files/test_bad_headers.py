@@ -19,8 +19,8 @@ from conformance.files.targets import refused
 from conformance.support.synthetic import write_hf
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.files import read_json
-from hybrid.checkpoint.gguf_file import TYPE_IDS
-from hybrid.core.dtypes import DTYPES
+from hybrid.checkpoint.finite import FIELDS, check_scales
+from hybrid.core.dtypes import DTYPES, QUANTISED_TYPES
 
 ARCH = value("general.architecture", 8, string("gemma3"))
 BIG = 1 << 63
@@ -153,14 +153,12 @@ def test_unknown_types_are_named(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- NaN and infinity
-@pytest.mark.parametrize("kind", [k for k in TYPE_IDS if DTYPES[k].quantised])
+@pytest.mark.parametrize("kind", QUANTISED_TYPES)
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00])
 def test_scales_that_are_not_finite_are_named(tmp_path: Path, kind: str, bits: int) -> None:
-    from hybrid.checkpoint.finite import _FIELDS, check_scales
-
-    size, elements, fields = _FIELDS[kind]
-    assert size == DTYPES[kind].nbytes((elements,))
-    for offset in fields:
+    elements = DTYPES[kind].block
+    size = DTYPES[kind].nbytes((elements,))
+    for offset in FIELDS[kind]:
         raw = np.zeros(6 * size, np.uint8)
         check_scales(tmp_path, "t", kind, (2, 3 * elements), raw)
         raw[4 * size + offset : 4 * size + offset + 2] = np.frombuffer(struct.pack("<H", bits), np.uint8)
@@ -168,6 +166,11 @@ def test_scales_that_are_not_finite_are_named(tmp_path: Path, kind: str, bits: i
             CheckpointError, match=rf"tensor t of {kind} .* row 1, elements {elements} to {2 * elements - 1}"
         ):
             check_scales(tmp_path, "t", kind, (2, 3 * elements), raw)
+
+
+def test_places_of_scales_are_those_of_the_format() -> None:
+    assert FIELDS["q6_k"] == {208: "scale"} and FIELDS["q4_k"] == FIELDS["q5_1"] == {0: "scale", 2: "minimum"}
+    assert FIELDS["q5_0"] == FIELDS["q8_0"] == {0: "scale"} and set(FIELDS) == set(QUANTISED_TYPES)
 
 
 def test_a_file_with_a_bad_scale_or_norm_opens_but_its_tensor_does_not(tmp_path: Path) -> None:

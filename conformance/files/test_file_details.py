@@ -18,8 +18,6 @@ from hybrid import inspect
 from hybrid.checkpoint import CheckpointError, open_checkpoint
 from hybrid.checkpoint.assemble import _account_for_rest
 from hybrid.checkpoint.gemma3_config import hf_config
-from hybrid.checkpoint.gguf_file import TYPE_IDS
-from hybrid.checkpoint.gguf_metadata import FILE_TYPES
 from hybrid.checkpoint.gguf_split import part_paths
 from hybrid.checkpoint.hf_files import tokenizer_config
 from hybrid.checkpoint.sentencepiece_file import read_sentencepiece
@@ -28,18 +26,18 @@ from hybrid.convert import Report, convert
 from hybrid.convert.__main__ import main, parser
 from hybrid.convert.blocks import default_jobs
 from hybrid.convert.shards import divide
-from hybrid.core.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES, FILE_TYPES
 from hybrid.harness.compare import same_files
 from hybrid.text.tokenizer import SPACE
 
 
 def test_numbers_of_types_are_those_of_the_format() -> None:
-    for name, number in TYPE_IDS.items():
-        assert gguf.GGMLQuantizationType[name.upper()] == number
+    for name, files in FILE_TYPES.items():
+        assert gguf.GGMLQuantizationType[name.upper()] == files.number
     theirs = {t.name.lower(): t.value for t in gguf.LlamaFileType}
-    for name, number in FILE_TYPES.items():
+    for name, files in FILE_TYPES.items():
         (wanted,) = {theirs[t] for t in (f"all_{name}", f"mostly_{name}", f"mostly_{name}_m") if t in theirs}
-        assert number == wanted, name
+        assert files.file_type == wanted, name
 
 
 def test_bytes_of_a_tensor_without_axes_are_those_of_its_element() -> None:

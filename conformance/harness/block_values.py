@@ -11,20 +11,6 @@ from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
 from hybrid.harness.hashed import integers, uniform
 
-CODES = {
-    "q8_0": (-127, 127),
-    "q4_0": (-8, 7),
-    "q4_1": (0, 15),
-    "q5_0": (-16, 15),
-    "q5_1": (0, 31),
-    "q6_k": (-32, 31),
-    "q4_k": (0, 15),
-    "q5_k": (0, 31),
-    "q8_act": (-127, 127),
-}
-"""Smallest and largest integer of each type (q8_0 could hold -128; encoders never make it)."""
-_OFFSET = {"q4_0": 8, "q5_0": 16, "q6_k": 32}
-_MINIMA = ("q4_1", "q5_1", "q4_k", "q5_k")
 POOL_ROWS, POOLED = 8192, 1 << 27  # rows of a pool, and elements of a matrix from which on one is used
 
 
@@ -35,44 +21,44 @@ def pack(
     minima: np.ndarray | None = None,
     supers: np.ndarray | None = None,
 ) -> Tensor:
-    """codes i64 [..., K]; scales [..., K/32] (q6_k: integers [..., K/16]; q4_k, q5_k: 0..63), minima [..., K/32] of the
-    types that have them (q4_k, q5_k: 0..63), supers [..., K/256] (q4_k, q5_k: [..., K/256, 2])."""
-    lead, k = codes.shape[:-1], codes.shape[-1]
-    q = (codes + _OFFSET.get(dtype, 0)).astype(np.uint8)
+    """codes i64 [..., K]; scales [..., K/32] (of six bits: 0..63; int8: integers [..., K/16]), minima [..., K/32] of the
+    types that have them (of six bits: 0..63), supers [..., K/256] (with a minimum: [..., K/256, 2])."""
+    kind, lead, k = DTYPES[dtype], codes.shape[:-1], codes.shape[-1]
+    packing = {p.name: p.packing for p in kind.parts}
+    q = (codes + kind.offset).astype(np.uint8)
     b32, half = q.reshape(*lead, k // 32, 32), np.float16
     parts: dict[str, np.ndarray] = {}
-    if dtype in ("q8_0", "q8_act"):
-        parts["codes"] = codes.astype(np.int8)
-    elif dtype in ("q4_k", "q5_k"):
+    if packing["codes"] == "nibbles_of_32":
         pairs = q.reshape(*lead, k // 64, 2, 32) & 15
         parts["codes"] = pairs[..., 0, :] | pairs[..., 1, :] << 4
-    else:
+    elif packing["codes"]:
         parts["codes"] = (b32[..., :16] & 15) | (b32[..., 16:] & 15) << 4
-    if dtype in ("q5_0", "q5_1"):
+    else:
+        parts["codes"] = codes.astype(np.int8)
+    if packing.get("high") == "fifths":
         fifth = b32.reshape(*lead, k // 32, 8, 4) >> 4
         parts["high"] = sum((fifth[..., j, :] << j for j in range(8)), start=np.uint8(0))
-    elif dtype == "q5_k":
+    elif packing.get("high") == "fifths_of_32":
         fifth = q.reshape(*lead, k // 256, 8, 32) >> 4
         parts["high"] = sum((fifth[..., j, :] << j for j in range(8)), start=np.uint8(0))
-    elif dtype == "q6_k":
+    elif packing.get("high") == "sixths":
         upper = b32.reshape(*lead, k // 32, 4, 8) >> 4
         parts["high"] = sum((upper[..., j, :] << 2 * j for j in range(4)), start=np.uint8(0))
     if dtype == "q8_act":
         scale = scales.astype(np.float32)
         total = codes.reshape(*lead, k // 32, 32).sum(-1).astype(np.float32)
         parts["scales"] = np.stack([scale, scale * total], axis=-1)
-    elif dtype in ("q4_1", "q5_1"):
-        assert minima is not None
-        parts["scales"] = np.stack([scales, minima], axis=-1).astype(half)
-    elif dtype in ("q4_k", "q5_k"):
+    elif packing["scales"] == "six_bits":
         assert minima is not None and supers is not None
         parts["scales"], parts["super"] = _six_bits(scales, minima), supers.astype(half)
-    elif dtype == "q6_k":
+    elif "super" in packing:
         assert supers is not None
         parts["scales"], parts["super"] = scales.astype(np.int8), supers.astype(half)
+    elif kind.minimum:
+        assert minima is not None
+        parts["scales"] = np.stack([scales, minima], axis=-1).astype(half)
     else:
         parts["scales"] = scales.astype(half)
-    kind = DTYPES[dtype]
     return Tensor(dtype, codes.shape, tuple(parts[p.name].reshape(kind.part_shape(p, codes.shape)) for p in kind.parts))
 
 
@@ -85,48 +71,49 @@ def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 def unpack(t: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
     """(integers [..., groups, elements], scale, minimum [..., groups, 1]) in f64: value = scale * integer + minimum."""
-    kind, lead, k = t.dtype, t.shape[:-1], t.shape[-1]
-    part = {p.name: a for p, a in zip(t.type.parts, t.parts, strict=True)}
+    kind, lead, k = t.type, t.shape[:-1], t.shape[-1]
+    part = {p.name: a for p, a in zip(kind.parts, t.parts, strict=True)}
+    packing = {p.name: p.packing for p in kind.parts}
     codes = part["codes"]
-    if kind in ("q4_k", "q5_k"):
+    if packing["codes"] == "nibbles_of_32":
         packed = codes.reshape(*lead, k // 64, 1, 32)
         codes = np.concatenate([packed & 15, packed >> 4], axis=-2).reshape(*lead, k // 32, 32)
-    elif kind not in ("q8_0", "q8_act"):
+    elif packing["codes"]:
         packed = codes.reshape(*lead, k // 32, 16)
         codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
     q = codes.reshape(*lead, k // 32, 32).astype(np.int64)
     e = np.arange(32)
-    if kind in ("q5_0", "q5_1"):
+    if packing.get("high") == "fifths":
         q = q + (part["high"].reshape(*lead, k // 32, 4)[..., e % 4] >> (e // 4) & 1) * 16
-    elif kind == "q5_k":
+    elif packing.get("high") == "fifths_of_32":
         high = part["high"].reshape(*lead, k // 256, 1, 32) >> np.arange(8)[:, None] & 1
         q = q + high.reshape(q.shape) * 16
-    elif kind == "q6_k":
+    elif packing.get("high") == "sixths":
         q = q + (part["high"].reshape(*lead, k // 32, 8)[..., e % 8] >> (e // 8 * 2) & 3) * 16
-    real = (q - _OFFSET.get(kind, 0)).astype(np.float64)
+    real = (q - kind.offset).astype(np.float64)
     scales, minimum = part["scales"], np.float64(0)
-    if kind == "q6_k":
+    if packing["scales"] == "six_bits":
+        a, b, c = (scales.reshape(*lead, k // 256, 3, 4)[..., i, :].astype(np.int64) for i in range(3))
+        sc = np.concatenate([a & 63, c & 15 | a >> 6 << 4], axis=-1).reshape(*lead, k // 32)
+        mn = np.concatenate([b & 63, c >> 4 | b >> 6 << 4], axis=-1).reshape(*lead, k // 32)
+        d = np.repeat(part["super"].astype(np.float64).reshape(*lead, k // 256, 2), 8, axis=-2)
+        return real, (d[..., 0] * sc)[..., None], -(d[..., 1] * mn)[..., None]
+    if "super" in packing:
         d = part["super"].astype(np.float64)[..., None]
         return (
             real.reshape(*lead, k // 16, 16),
             (d * scales.reshape(*lead, k // 256, 16)).reshape(*lead, k // 16, 1),
             minimum,
         )
-    if kind in ("q4_k", "q5_k"):
-        a, b, c = (scales.reshape(*lead, k // 256, 3, 4)[..., i, :].astype(np.int64) for i in range(3))
-        sc = np.concatenate([a & 63, c & 15 | a >> 6 << 4], axis=-1).reshape(*lead, k // 32)
-        mn = np.concatenate([b & 63, c >> 4 | b >> 6 << 4], axis=-1).reshape(*lead, k // 32)
-        d = np.repeat(part["super"].astype(np.float64).reshape(*lead, k // 256, 2), 8, axis=-2)
-        return real, (d[..., 0] * sc)[..., None], -(d[..., 1] * mn)[..., None]
     pairs = scales.astype(np.float64).reshape(*lead, k // 32, -1)
-    return real, pairs[..., :1], pairs[..., 1:] if kind in ("q4_1", "q5_1") else minimum
+    return real, pairs[..., :1], pairs[..., 1:] if kind.minimum else minimum
 
 
 def quantised(seed: int, name: str, shape: Sequence[int], dtype: str, scale: float) -> Tensor:
     """Random integers over their whole range; random signed block scales (q8_act: positive); values deviate by `scale`
     around a mean that is not zero where the type has a minimum."""
-    low, high = CODES[dtype]
-    lead, k = tuple(shape[:-1]), shape[-1]
+    kind = DTYPES[dtype]
+    (low, high), lead, k = kind.integers, tuple(shape[:-1]), shape[-1]
     if len(lead) == 1 and lead[0] > POOL_ROWS and lead[0] * k > POOLED:
         return _pooled(seed, name, lead[0], quantised(seed, name, (POOL_ROWS, k), dtype, scale))
     codes = integers(seed, name, shape, low, high)
@@ -138,16 +125,16 @@ def quantised(seed: int, name: str, shape: Sequence[int], dtype: str, scale: flo
             values *= 1 - 2 * integers(seed, name + what + ".signs", (*lead, count), 0, 1)
         return values
 
-    if dtype in ("q4_k", "q5_k"):
+    if kind.part("scales").packing == "six_bits":
         d = some(".super", k // 256, scale / 32)
         supers = np.stack([d, d * middle], axis=-1)
         sc, mn = (integers(seed, name + part, (*lead, k // 32), 0, 63) for part in (".scales", ".minima"))
         return pack(dtype, codes, sc, mn, supers)
-    if dtype == "q6_k":
+    if kind.parts[-1].name == "super":
         sub = integers(seed, name + ".scales", (*lead, k // 16), -128, 127)
         return pack(dtype, codes, sub, supers=some(".super", k // 256, scale / 74))
     d = some(".scales", k // 32, scale)
-    minima = -d * middle * uniform(seed, name + ".minima", d.shape, 0.8, 1.2) if dtype in _MINIMA else None
+    minima = -d * middle * uniform(seed, name + ".minima", d.shape, 0.8, 1.2) if kind.minimum else None
     return pack(dtype, codes, d, minima)
 
 
@@ -163,16 +150,17 @@ def _pooled(seed: int, name: str, rows: int, pool: Tensor) -> Tensor:
 
 def exact(seed: int, name: str, shape: Sequence[int], dtype: str) -> Tensor:
     """The whole range of integers with scales of 1 (q8_act: 1/64) and minima that centre them: all sums are exact."""
-    low, high = CODES[dtype]
+    kind = DTYPES[dtype]
+    low, high = kind.integers
     codes, blocks = integers(seed, name, shape, low, high), (*shape[:-1], shape[-1] // 32)
     ones, middle = np.full(blocks, 1 / 64 if dtype == "q8_act" else 1.0), (low + high + 1) // 2
-    if dtype == "q6_k":
+    if kind.part("scales").packing == "six_bits":
+        return pack(dtype, codes, ones, ones * middle, np.ones((*shape[:-1], shape[-1] // 256, 2)))
+    if kind.parts[-1].name == "super":
         return pack(
             dtype, codes, np.ones((*shape[:-1], shape[-1] // 16)), supers=np.ones((*shape[:-1], shape[-1] // 256))
         )
-    if dtype in ("q4_k", "q5_k"):
-        return pack(dtype, codes, ones, ones * middle, np.ones((*shape[:-1], shape[-1] // 256, 2)))
-    return pack(dtype, codes, ones, -ones * middle if dtype in _MINIMA else None)
+    return pack(dtype, codes, ones, -ones * middle if kind.minimum else None)
 
 
 def largest(t: Tensor, block: int) -> Tensor:
@@ -182,7 +170,7 @@ def largest(t: Tensor, block: int) -> Tensor:
         array = array.copy()
         rows = array.reshape(-1, part.count)
         if part.name == "codes":
-            rows[block, :2] = (127, -128) if t.dtype == "q8_0" else (0xF0, 0x0F)
+            rows[block, :2] = (0xF0, 0x0F) if part.packing else (127, -128)
         elif part.dtype.kind == "f":
             rows[block] = 65504.0
         elif part.name == "scales":

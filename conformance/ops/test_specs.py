@@ -122,6 +122,12 @@ MISTAKES = {
     "unknown role": ('role = "inner"', 'role = "iner"', "axes.K.role", "did you mean 'inner'?"),
     "axis range": ("min = 16, max = 131072", "min = 16, max = 8", "axes.K.max", "below min"),
     "text for a number": ("max = 8192", 'max = "8192"', "axes.T.max", "integer"),
+    "unknown list of dtypes": (
+        'dtype = "$weights"',
+        'dtype = "$weigths"',
+        "inputs.w.dtype[0]",
+        "did you mean '$weights'?",
+    ),
     "unknown dtype": ('dtype = "f32"', 'dtype = "f23"', "outputs.y.dtype[0]", "did you mean 'f32'?"),
     "dtype of nothing": ('dtype = "f32"', 'dtype = "same:v"', "outputs.y.dtype", "known: x, w"),
     "unknown backend": ("[backends.vulkan]", "[backends.gpu]", "backends.gpu", "is not one of"),

@@ -13,20 +13,21 @@ from pathlib import Path
 import numpy as np
 
 from hybrid.checkpoint.base import Checkpoint, CheckpointError
-from hybrid.core.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES, FILE_TYPES, QUANTISED_TYPES
 from hybrid.quant.codec import dequantise, row_blocks
 
-_FIELDS: dict[str, tuple[int, int, dict[int, str]]] = {
-    # bytes of a ggml block, elements, byte offsets of its float16 scales
-    "q4_0": (18, 32, {0: "scale"}),
-    "q4_1": (20, 32, {0: "scale", 2: "minimum"}),
-    "q5_0": (22, 32, {0: "scale"}),
-    "q5_1": (24, 32, {0: "scale", 2: "minimum"}),
-    "q8_0": (34, 32, {0: "scale"}),
-    "q4_k": (144, 256, {0: "scale", 2: "minimum"}),
-    "q5_k": (176, 256, {0: "scale", 2: "minimum"}),
-    "q6_k": (210, 256, {208: "scale"}),
-}
+
+def _fields(dtype: str) -> dict[int, str]:
+    """Byte offsets of the float16 scales in a ggml block."""
+    found, at = dict[int, str](), 0
+    for part in map(DTYPES[dtype].part, FILE_TYPES[dtype].order):
+        if part.code == "f2":
+            found |= {at + 2 * i: ("scale", "minimum")[i] for i in range(part.count)}
+        at += part.itemsize * part.count
+    return found
+
+
+FIELDS = {dtype: _fields(dtype) for dtype in QUANTISED_TYPES}
 _EXPONENT = np.uint16(0x7C00)
 _CHUNK = 1 << 18  # blocks at once: the temporaries stay in the cache
 _ELEMENTS = 1 << 22  # of a plain matrix at once
@@ -35,9 +36,10 @@ _ELEMENTS = 1 << 22  # of a plain matrix at once
 def check_scales(path: Path, name: str, dtype: str, shape: tuple[int, ...], raw: np.ndarray, first: int = 0) -> None:
     """CheckpointError for the first float16 scale of ggml blocks `raw` (uint8) that is NaN or infinite; nothing is
     done for plain types. `shape` ends with the elements of a row; the tensor's row `first` is the first of `raw`."""
-    if dtype not in _FIELDS:
+    if dtype not in FIELDS:
         return
-    size, elements, fields = _FIELDS[dtype]
+    fields, elements = FIELDS[dtype], DTYPES[dtype].block
+    size = DTYPES[dtype].nbytes((elements,))
     words = raw.view("<u2").reshape(-1, size // 2)
     for begin in range(0, len(words), _CHUNK):
         for offset, field in fields.items():

@@ -20,22 +20,9 @@ from hybrid.checkpoint.gguf_split import check_parts, part_paths
 from hybrid.checkpoint.gguf_tokenizer import gguf_tokenizer
 from hybrid.checkpoint.look import Look
 from hybrid.checkpoint.stored import Stored
-from hybrid.core.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES, FILE_TYPES
 
-TYPE_IDS = {
-    "f32": 0,
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-    "q8_0": 8,
-    "q4_k": 12,
-    "q5_k": 13,
-    "q6_k": 14,
-    "bf16": 30,
-}
-_TYPES = {number: name for name, number in TYPE_IDS.items()}
+_TYPES = {files.number: name for name, files in FILE_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,26 +7,13 @@ from typing import TYPE_CHECKING, Any
 from hybrid.checkpoint.base import Checkpoint
 from hybrid.checkpoint.families import family_of
 from hybrid.checkpoint.gguf_tokenizer import padding_piece
+from hybrid.core.dtypes import FILE_TYPES
 from hybrid.text.merges import with_scores
 from hybrid.text.tokenizer import NORMAL, SPACE, TURN_ENDS, UNUSED, USER_DEFINED, Tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-# llama.cpp's numbers; its K types come in mixtures, of which medium is the usual one.
-FILE_TYPES = {
-    "f32": 0,
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q8_0": 7,
-    "q5_0": 8,
-    "q5_1": 9,
-    "q4_k": 15,
-    "q5_k": 17,
-    "q6_k": 18,
-    "bf16": 32,
-}
 _QUANTIZATION_VERSION = 2
 _PADDING_SCORE = -10000.0
 
@@ -35,7 +22,7 @@ def write_metadata(writer: GGUFWriter, source: Checkpoint, dtype: str) -> None:
     """All keys of `source`: general, hyper-parameters, tokenizer, chat template, recommended sampling."""
     writer.add_type("model")
     writer.add_name(source.name)
-    writer.add_file_type(FILE_TYPES[dtype])
+    writer.add_file_type(FILE_TYPES[dtype].file_type)
     writer.add_quantization_version(_QUANTIZATION_VERSION)
     family = family_of(source.hparams)
     for key, value in family.gguf_fields(source.hparams).items():

@@ -20,12 +20,11 @@ from hybrid.checkpoint.base import Checkpoint, Entry, Generation
 from hybrid.checkpoint.classes import class_of
 from hybrid.checkpoint.families import is_exact, tensors
 from hybrid.checkpoint.gguf_file import open_gguf
-from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES
+from hybrid.core.dtypes import DTYPES, FILE_TYPES, WEIGHT_TYPES
 from hybrid.core.errors import nearest
 from hybrid.core.hparams import HParams
 from hybrid.core.places import DEMO
 from hybrid.core.tensor import Packed, Tensor
-from hybrid.quant.blocks import ORDER
 from hybrid.quant.codec import from_ggml
 from hybrid.spec.model import find_model
 from hybrid.text.tokenizer import NORMAL, SPACE, Tokenizer
@@ -34,18 +33,6 @@ PIECES = 262144  # of Gemma 3's tokenizer; its embedding has a few rows more
 POOL_BYTES = 8 << 20
 _HEAD = ("embed", "head", "table")  # classes
 _STREAMS = "bf16"  # of what quantised files leave unquantised
-# Of random codes: standard deviation of a value in units of the (super) scale; the minimum that centres it, in the
-# same.
-_SCALES = {
-    "q8_0": (74.0, 0.0),
-    "q4_0": (4.6, 0.0),
-    "q4_1": (4.6, -7.5),
-    "q5_0": (9.2, 0.0),
-    "q5_1": (9.2, -15.5),
-    "q4_k": (250.0, 7.5),
-    "q5_k": (500.0, 15.5),
-    "q6_k": (1370.0, 0.0),
-}
 
 
 def random_checkpoint(
@@ -170,11 +157,10 @@ def random_rows(dtype: str, width: int, piece_bytes: int) -> np.ndarray:
             return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(np.uint8)
         return values.astype(kind.parts[0].dtype).view(np.uint8)
     blocks = rng.integers(0, 256, (count, size), np.uint8)
-    scale, minimum = _SCALES[dtype]
+    scale, minimum = kind.noise
     step = (1 + 0.25 * rng.random((count, 1), np.float32)) * np.float32(width**-0.5 / scale)
     at = 0
-    for name in ORDER[dtype]:
-        part = next(p for p in kind.parts if p.name == name)
+    for part in map(kind.part, FILE_TYPES[dtype].order):
         nbytes = part.count * part.dtype.itemsize
         if part.dtype == np.float16:
             both = np.concatenate([step, minimum * step], axis=1)[:, : part.count]

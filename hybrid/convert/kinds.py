@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hybrid.checkpoint import CheckpointError
 from hybrid.checkpoint.classes import CLASSES, class_of
 from hybrid.checkpoint.families import is_exact
-from hybrid.core.dtypes import DTYPES, WRITABLE_TYPES
+from hybrid.core.dtypes import DTYPES, FILE_TYPES, WRITABLE_TYPES
 from hybrid.core.names import part_of
 from hybrid.core.numeric import np
 
@@ -17,10 +17,6 @@ __all__ = ["CLASSES", "SAME", "Types", "Wanted", "class_of", "grouped", "main_ty
 
 SAME = "same"
 """Wanted type that keeps what the source has."""
-
-# For rows that are no whole number of blocks: the next better type, as llama.cpp's quantiser chooses.
-_NARROWER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-_UNQUANTISED = "f16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +73,10 @@ def grouped(fallbacks: Mapping[str, str]) -> list[str]:
 
 
 def _fitting(kind: str, width: int) -> str:
+    """The type, or for rows that are no whole number of its blocks the next better one, as llama.cpp's quantiser
+    chooses."""
     while width % DTYPES[kind].block:
-        kind = _NARROWER.get(kind, _UNQUANTISED)
+        kind = FILE_TYPES[kind].narrower
     return kind
 
 

@@ -9,17 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-# Order of the parts inside a ggml block.
-ORDER: dict[str, tuple[str, ...]] = {
-    "q8_0": ("scales", "codes"),
-    "q4_0": ("scales", "codes"),
-    "q4_1": ("scales", "codes"),
-    "q5_0": ("scales", "high", "codes"),
-    "q5_1": ("scales", "high", "codes"),
-    "q4_k": ("super", "scales", "codes"),
-    "q5_k": ("super", "scales", "high", "codes"),
-    "q6_k": ("codes", "high", "scales", "super"),
-}
+from hybrid.core.dtypes import DTYPES
+
 _LOW, _PAIR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0303030303030303)
 _SIXTEEN = np.dtype("V16")  # copied, never computed with
 _BYTES = np.arange(256, dtype=np.uint32)
@@ -85,7 +76,7 @@ def _fifth_to_ggml(high: np.ndarray) -> np.ndarray:
     return out.view(np.uint8).reshape(-1, 4)
 
 
-def fifth_of_q5_k(high: np.ndarray) -> np.ndarray:
+def fifths_from_32(high: np.ndarray) -> np.ndarray:
     """u8 [n, 32] of q5_k (bit j of byte e: element e of sub-block j) -> u8 [n, 8, 4] in q5_1's order."""
     words = np.ascontiguousarray(high).view(np.uint32).reshape(-1, 8).T.copy()
     out = np.zeros_like(words)
@@ -96,12 +87,11 @@ def fifth_of_q5_k(high: np.ndarray) -> np.ndarray:
 
 
 Relay = Callable[[np.ndarray], np.ndarray]
-# Parts that are laid out anew: (from ggml's bytes, back to them).
-RELAY: dict[tuple[str, str], tuple[Relay, Relay]] = {
-    ("q5_0", "high"): (_fifth_from_ggml, _fifth_to_ggml),
-    ("q5_1", "high"): (_fifth_from_ggml, _fifth_to_ggml),
-    ("q6_k", "codes"): (_codes_of_q6_k, _codes_to_q6_k),
-    ("q6_k", "high"): (_pairs_words, _pairs_words),
+# Orders of parts that are laid out anew: (from ggml's bytes, back to them).
+RELAY: dict[str, tuple[Relay, Relay]] = {
+    "fifths": (_fifth_from_ggml, _fifth_to_ggml),
+    "halves": (_codes_of_q6_k, _codes_to_q6_k),
+    "pairs": (_pairs_words, _pairs_words),
 }
 
 
@@ -114,51 +104,63 @@ def scales_and_minima(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale, minimum
 
 
+def _fifths(codes: np.ndarray, high: np.ndarray) -> None:
+    by = codes.reshape(-1, 8, 4)
+    for k in range(8):
+        by[:, k] |= ((high >> np.uint8(k)) & np.uint8(1)) << np.uint8(4)
+
+
+def _fifths_of_32(codes: np.ndarray, high: np.ndarray) -> None:
+    by = codes.reshape(-1, 8, 32)
+    for j in range(8):
+        by[:, j] |= ((high >> np.uint8(j)) & np.uint8(1)) << np.uint8(4)
+
+
+def _sixths(codes: np.ndarray, high: np.ndarray) -> None:
+    eights, pairs = codes.reshape(len(codes), 8, 4, 8), high.reshape(len(codes), 8, 8)
+    for k in range(4):
+        eights[:, :, k] |= ((pairs >> np.uint8(2 * k)) & np.uint8(3)) << np.uint8(4)
+
+
+# How nibbles lie (elements whose low nibbles stand together), and how the bits above them are added.
+_SPANS = {"nibbles": 16, "nibbles_of_32": 32}
+_ABOVE: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
+    "fifths": _fifths,
+    "fifths_of_32": _fifths_of_32,
+    "sixths": _sixths,
+}
+
+
 def integers(dtype: str, parts: list[np.ndarray]) -> np.ndarray:
-    """int8 [n, block]: the integers that scales multiply, in order of elements (q4_0, q5_0, q6_k: offset removed).
-    `parts`: arrays [n, ...] of n blocks."""
-    codes = parts[0]
-    if dtype in ("q8_0", "q8_act"):
+    """int8 [n, block]: the integers that scales multiply, in order of elements, offset removed. `parts`: arrays
+    [n, ...] of n blocks."""
+    kind, codes = DTYPES[dtype], parts[0]
+    if not kind.parts[0].packing:
         return codes.view(np.int8)
-    n = len(codes)
-    if dtype in ("q4_k", "q5_k"):
-        out = np.empty((n, 4, 2, 32), np.uint8)
-        pairs = codes.reshape(n, 4, 32)
-    else:
-        out = np.empty((n, codes.shape[1] // 16, 2, 16), np.uint8)
-        pairs = codes.reshape(n, -1, 16)
+    span = _SPANS[kind.parts[0].packing]
+    out = np.empty((len(codes), codes.shape[1] // span, 2, span), np.uint8)
+    pairs = codes.reshape(len(codes), -1, span)
     np.bitwise_and(pairs, np.uint8(15), out=out[:, :, 0])
     np.right_shift(pairs, np.uint8(4), out=out[:, :, 1])
-    q = out.reshape(n, -1)
-    if dtype == "q5_k":
-        by = q.reshape(n, 8, 32)
-        for j in range(8):
-            by[:, j] |= ((parts[1] >> np.uint8(j)) & np.uint8(1)) << np.uint8(4)
-    elif dtype in ("q5_0", "q5_1"):
-        by = q.reshape(n, 8, 4)
-        for k in range(8):
-            by[:, k] |= ((parts[1] >> np.uint8(k)) & np.uint8(1)) << np.uint8(4)
-    elif dtype == "q6_k":
-        eights, high = q.reshape(n, 8, 4, 8), parts[1].reshape(n, 8, 8)
-        for k in range(4):
-            eights[:, :, k] |= ((high >> np.uint8(2 * k)) & np.uint8(3)) << np.uint8(4)
-    offset = {"q4_0": 8, "q5_0": 16, "q6_k": 32}.get(dtype, 0)
-    return q.view(np.int8) - np.int8(offset) if offset else q.view(np.int8)
+    q = out.reshape(len(codes), -1)
+    if kind.parts[1].packing in _ABOVE:
+        _ABOVE[kind.parts[1].packing](q, parts[1])
+    return q.view(np.int8) - np.int8(kind.offset) if kind.offset else q.view(np.int8)
 
 
 def factors(
     dtype: str, parts: list[np.ndarray], real: type[np.float32] | type[np.float64]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """(scale, minimum or None) as `real` [n, groups]: value = scale * integer + minimum, a group being 16 elements of
-    q6_k and 32 of the others. `parts` as in `integers`."""
-    scales = parts[2 if len(parts) > 2 and dtype in ("q5_0", "q5_1", "q5_k", "q6_k") else 1]
-    if dtype in ("q4_k", "q5_k"):
-        both: np.ndarray = parts[-1].astype(real)
-        scale, minimum = scales_and_minima(scales)
-        return both[:, :1] * scale.astype(real), -(both[:, 1:] * minimum.astype(real))
-    if dtype == "q6_k":
-        return parts[-1].astype(real) * scales.astype(real), None
-    if dtype in ("q4_1", "q5_1"):
-        both = scales.astype(real)
+    """(scale, minimum or None) as `real` [n, groups]: value = scale * integer + minimum, a group being the elements
+    under one scale. `parts` as in `integers`."""
+    kind, last = DTYPES[dtype], parts[-1]
+    if kind.parts[-1].name == "super":
+        if kind.minimum:
+            both: np.ndarray = last.astype(real)
+            scale, minimum = scales_and_minima(parts[-2])
+            return both[:, :1] * scale.astype(real), -(both[:, 1:] * minimum.astype(real))
+        return last.astype(real) * parts[-2].astype(real), None
+    if kind.minimum:
+        both = last.astype(real)
         return both[:, :1], both[:, 1:]
-    return scales.astype(real)[:, :1], None
+    return last.astype(real)[:, :1], None

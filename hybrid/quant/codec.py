@@ -6,13 +6,14 @@ All functions are vectorised; those that make temporaries work in blocks of rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-from hybrid.core.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES, FILE_TYPES, WRITABLE_TYPES, DType
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Packed, Rows, Source, Tensor, unpacked
-from hybrid.quant.blocks import ORDER, RELAY, factors, integers
+from hybrid.quant.blocks import RELAY, factors, integers
 
 Real = type[np.float32] | type[np.float64]
 Value = Tensor | Rows | Packed | np.ndarray
@@ -102,7 +103,7 @@ def joined(what: str, value: Tensor | Rows | Packed) -> Tensor:
 
 def dequantise(value: Value, real: Real = np.float32, out: np.ndarray | None = None) -> np.ndarray:
     """The numbers of a tensor [..., K] as a `real` array of its shape. In float32 they are exact, but for q8_act
-    (24-bit scale times 8-bit code) and the sum with a minimum (q4_1, q5_1, q4_k, q5_k), which are rounded once.
+    (24-bit scale times 8-bit code) and the sum with a minimum, which are rounded once.
     `out`: contiguous array of that shape and type to fill.
     A plain array of the right type is returned as it is when no `out` is given."""
     if isinstance(value, np.ndarray):
@@ -138,9 +139,10 @@ def _decode(dtype: str, parts: list[np.ndarray], out: np.ndarray) -> None:
     if dtype == "bf16":
         out[...] = (parts[0].astype(np.uint32) << np.uint32(16)).view(np.float32)
         return
-    n = out.size // DTYPES[dtype].block
+    kind = DTYPES[dtype]
+    n = out.size // kind.block
     parts = [p.reshape(n, -1) for p in parts]
-    if dtype in ("q8_0", "q8_act"):  # activations pass here at every step
+    if not kind.parts[0].packing:  # activations pass here at every step
         np.multiply(parts[0], parts[1][:, :1].astype(out.dtype, copy=False), out=out.reshape(n, BLOCK))
         return
     if dtype == "q4_0":  # the commonest type: half a block at a time, without the integers in between
@@ -182,7 +184,7 @@ def quantise(array: np.ndarray, dtype: str) -> Tensor:
         with np.errstate(over="ignore"):  # IEEE: what is too large becomes infinite
             return Tensor.of(np.asarray(array, np.float16, order="C"))
     if dtype not in _ENCODERS:
-        why = ": that type is only read" if dtype in ORDER else ""
+        why = ": that type is only read" if dtype in FILE_TYPES else ""
         raise ValueError(f"cannot encode real numbers as {dtype!r}{why}; known: f32, f16, {', '.join(_ENCODERS)}")
     out = Tensor.empty(dtype, array.shape)
     if not array.size:
@@ -233,7 +235,7 @@ def from_ggml(raw: np.ndarray | bytes, dtype: str, shape: tuple[int, ...]) -> Te
     for a, b in row_blocks(len(blocks), kind.block):
         for columns, i in _columns(dtype):
             piece = np.ascontiguousarray(blocks[a:b, columns])
-            if relay := RELAY.get((dtype, kind.parts[i].name)):
+            if relay := RELAY.get(kind.parts[i].ggml):
                 piece = relay[0](piece)
             out.parts[i].reshape(len(blocks), -1)[a:b] = piece.view(kind.parts[i].dtype)
     return out
@@ -251,7 +253,7 @@ def to_ggml(tensor: Tensor) -> np.ndarray:
     parts = [np.ascontiguousarray(p).reshape(count, -1).view(np.uint8) for p in tensor.parts]
     for a, b in row_blocks(count, kind.block):
         for columns, i in _columns(tensor.dtype):
-            relay = RELAY.get((tensor.dtype, kind.parts[i].name))
+            relay = RELAY.get(kind.parts[i].ggml)
             blocks[a:b, columns] = relay[1](parts[i][a:b]) if relay else parts[i][a:b]
     return blocks.reshape(*lead, -1)
 
@@ -260,7 +262,7 @@ def _columns(dtype: str) -> Iterator[tuple[slice, int]]:
     """(bytes of a ggml block, index of the part that they are), in ggml's order."""
     kind, at = DTYPES[dtype], 0
     names = [p.name for p in kind.parts]
-    for name in ORDER[dtype]:
+    for name in FILE_TYPES[dtype].order:
         i = names.index(name)
         size = kind.parts[i].count * kind.parts[i].dtype.itemsize
         yield slice(at, at + size), i
@@ -299,20 +301,28 @@ def _q8_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.copysign(whole, x).astype(np.int8), scale
 
 
-def _q4_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)  # with its sign
-    d = largest / np.float32(-8)
-    scale = _f16_scale(d, "q4_0")
-    q = np.minimum(np.trunc(x * _reciprocal(d) + np.float32(8.5)), 15).astype(np.uint8)
-    return q[:, :_HALF] | (q[:, _HALF:] << np.uint8(4)), scale
+def _nibbled(kind: DType, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    q, scales = _with_minimum(kind, x) if kind.minimum else _with_offset(kind, x)
+    made = [_nibbles(q), scales] if len(kind.parts) == 2 else [_nibbles(q), _fifth(q), scales]
+    return tuple(made)
 
 
-def _with_minimum(x: np.ndarray, top: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes 0..top of each block and its (d, m): value = d * code + m."""
+def _with_offset(kind: DType, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of each block, as they are stored, and its d: the largest value, with its sign, has the lowest integer."""
+    low, high = kind.integers
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
+    d = largest / np.float32(low)
+    scale = _f16_scale(d, kind.name)
+    return np.minimum(np.trunc(x * _reciprocal(d) + np.float32(0.5 - low)), high - low).astype(np.uint8), scale
+
+
+def _with_minimum(kind: DType, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of each block and its (d, m): value = d * code + m."""
+    _, top = kind.integers
     low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
     with np.errstate(over="ignore", invalid="ignore"):
         d = (high - low) / np.float32(top)
-    scales = _f16_scale(np.concatenate([d, low], axis=1), dtype)
+    scales = _f16_scale(np.concatenate([d, low], axis=1), kind.name)
     q = np.trunc((x - low) * _reciprocal(d) + np.float32(0.5))
     return np.minimum(q, top).astype(np.uint8), scales
 
@@ -324,24 +334,6 @@ def _nibbles(q: np.ndarray) -> np.ndarray:
 def _fifth(q: np.ndarray) -> np.ndarray:
     """Bit k of byte i: the fifth bit of code 4k + i."""
     return np.packbits(q.reshape(-1, 8, 4) >> np.uint8(4), axis=1, bitorder="little").reshape(-1, 4)
-
-
-def _q4_1(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    q, scales = _with_minimum(x, 15, "q4_1")
-    return _nibbles(q), scales
-
-
-def _q5_1(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    q, scales = _with_minimum(x, 31, "q5_1")
-    return _nibbles(q), _fifth(q), scales
-
-
-def _q5_0(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
-    d = largest / np.float32(-16)
-    scale = _f16_scale(d, "q5_0")
-    q = np.minimum(np.trunc(x * _reciprocal(d) + np.float32(16.5)), 31).astype(np.uint8)
-    return _nibbles(q), _fifth(q), scale
 
 
 def _q8_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -363,9 +355,6 @@ def _q8_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 _ENCODERS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {
     "bf16": _bf16,
     "q8_0": _q8_0,
-    "q4_0": _q4_0,
-    "q4_1": _q4_1,
-    "q5_0": _q5_0,
-    "q5_1": _q5_1,
+    **{t: partial(_nibbled, DTYPES[t]) for t in WRITABLE_TYPES if DTYPES[t].parts[0].packing == "nibbles"},
     "q8_act": _q8_act,
 }

@@ -13,7 +13,7 @@ import numpy as np
 
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
-from hybrid.quant.blocks import fifth_of_q5_k, halves, scales_and_minima
+from hybrid.quant.blocks import fifths_from_32, halves, scales_and_minima
 from hybrid.quant.native import NATIVE
 
 
@@ -56,9 +56,10 @@ def reencode(tensor: Tensor) -> tuple[Tensor, float]:
 
     ValueError where float16 cannot hold one."""
     target, parts = NATIVE[tensor.dtype], _named(tensor)
-    if tensor.dtype == "q5_0":  # value = d * (code - 16)
+    if "super" not in parts:  # value = d * (code - offset)
         d = parts["scales"].astype(np.float32).reshape(-1, 1)
-        factors, codes, high = np.concatenate([d, -16 * d], axis=1), parts["codes"], parts["high"]
+        factors = np.concatenate([d, -tensor.type.offset * d], axis=1)
+        codes, high = parts["codes"], parts.get("high", np.empty(0, np.uint8))
     else:
         scale, minimum = scales_and_minima(parts["scales"].reshape(-1, 12))
         both = parts["super"].astype(np.float32).reshape(-1, 2)
@@ -67,7 +68,7 @@ def reencode(tensor: Tensor) -> tuple[Tensor, float]:
             c.view("V16")[..., 0] for c in halves(parts["codes"].reshape(-1, 4, 32))
         ]  # copied 16 bytes at a time
         codes = np.stack(both_halves, axis=2).view(np.uint8)
-        high = fifth_of_q5_k(parts["high"].reshape(-1, 32)) if tensor.dtype == "q5_k" else np.empty(0, np.uint8)
+        high = fifths_from_32(parts["high"].reshape(-1, 32)) if "high" in parts else np.empty(0, np.uint8)
     scales, rounding = _rounded(factors, tensor.dtype)
     made = {"codes": codes, "high": high, "scales": scales}
     kind = DTYPES[target]

@@ -20,7 +20,7 @@ def assignments(spec: OpSpec, backend: str | None) -> tuple[Mapping[str, str], .
 def possible(spec: OpSpec, backend: str | None) -> Iterator[Mapping[str, str]]:
     """`assignments`, one after another."""
     free = [n for n, t in spec.tensors.items() if t.same is None]
-    narrow = next((b.dtypes for name, b in spec.backends.items() if name == backend), {})
+    narrow = spec.taken(backend) if backend is not None else {}
     lists = [[d for d in spec.tensors[n].dtype if d in narrow.get(n, (d,))] for n in free]
     sources = {n: t.same or n for n, t in spec.tensors.items()}
     for values in itertools.product(*lists):

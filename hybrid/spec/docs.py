@@ -180,7 +180,7 @@ def support(ops: Mapping[str, OpSpec]) -> str:
                         o.name,
                         b,
                         ", ".join(spec.requires) or "-",
-                        _needs(spec),
+                        _needs(o, b),
                         ", ".join(spec.uses) or "-",
                         _limits(spec),
                     )
@@ -213,8 +213,10 @@ def _refusals(ops: Mapping[str, OpSpec]) -> str:
     return _table("operation, not on, because", rows) if rows else "Every backend runs every operation.\n"
 
 
-def _needs(b: Backend) -> str:
-    return "; ".join(f"{d}: {', '.join(f)}" for d, f in b.requires_for.items()) or "-"
+def _needs(o: OpSpec, backend: BackendName) -> str:
+    taken = {d for choice in o.dtype_choices(backend) for d in choice.values()}
+    asked = {d: f for d, f in o.backend(backend).requires_for.items() if d in taken}
+    return "; ".join(f"{d}: {', '.join(f)}" for d, f in asked.items()) or "-"
 
 
 def _limits(b: Backend) -> str:

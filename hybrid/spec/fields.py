@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
-from hybrid.core.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES, LISTS
 from hybrid.core.errors import FieldError, nearest
 from hybrid.spec.axes import roles
 from hybrid.spec.expr import RESERVED, Expr
@@ -111,7 +111,7 @@ def _known(table: dict[str, str] | dict[str, object], what: str) -> AfterValidat
 
 def _dtype(value: str) -> str:
     if value not in DTYPES and not value.startswith("same:"):
-        raise ValueError(f"unknown dtype {value!r}{nearest(value, [*DTYPES, 'same:NAME'])}")
+        raise ValueError(f"unknown dtype {value!r}{nearest(value, [*DTYPES, *LISTS, 'same:NAME'])}")
     return value
 
 
@@ -122,7 +122,17 @@ def _role(value: str) -> str:
 
 
 def _listed(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
+    """Names of lists of types written out."""
+    if not isinstance(value, (str, tuple)):
+        return value
+    names = (value,) if isinstance(value, str) else value
+    return tuple(dtype for name in names for dtype in (LISTS.get(name, (name,)) if isinstance(name, str) else (name,)))
+
+
+def _listed_keys(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    return {dtype: item for key, item in value.items() for dtype in LISTS.get(key, (key,))}
 
 
 def _name(value: str) -> str:
@@ -362,14 +372,16 @@ class Backend(Model):
 
     requires: tuple[Feature, ...] = ()
     """Device features without which no case runs."""
-    requires_for: dict[DTypeName, tuple[Feature, ...]] = Field(default_factory=dict)
+    requires_for: Annotated[dict[DTypeName, tuple[Feature, ...]], BeforeValidator(_listed_keys)] = Field(
+        default_factory=dict
+    )
     """Further features when any tensor has this dtype."""
     uses: tuple[Feature, ...] = ()
     """Features that some of its kernels use where a device has them; others run where it does not."""
     limits: tuple[Expr, ...] = ()
     """Conditions on axes and attributes beyond the operation's own constraints."""
     dtypes: dict[str, DTypeList] = Field(default_factory=dict)
-    """Narrower dtypes than the operation allows, by tensor."""
+    """Narrower dtypes than the operation allows, by tensor. Of weights it takes those that the backend computes with."""
     static: tuple[str, ...] = ()
     """Axes that must be known when the kernel is built."""
     tile: dict[str, int] = Field(default_factory=dict)

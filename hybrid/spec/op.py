@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 
-from hybrid.core.dtypes import DTYPES
+from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES, native_types
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS as SPECS_DIR
 from hybrid.spec.asked import Asked
@@ -47,6 +47,8 @@ from hybrid.spec.fields import (
 from hybrid.spec.load import load_toml
 from hybrid.spec.opcheck import check_declaration, check_workloads
 from hybrid.spec.solve import Size, solve
+
+_NO_WEIGHTS = DTYPES.keys() - set(WEIGHT_TYPES)
 
 
 class OpSpec(Asked):
@@ -152,6 +154,21 @@ class OpSpec(Asked):
     def backend(self, name: str) -> Backend:
         """The limits of a backend. SpecError for one that there is not."""
         return self.backends.get(self._backend_name(name), NO_LIMITS)
+
+    def taken(self, backend: str) -> Mapping[str, tuple[str, ...]]:
+        """Types that a backend takes, of tensors of which it does not take all: as declared, and of weights those that
+        it computes with."""
+        if backend not in self._taken:
+            declared, native = dict(self.backend(backend).dtypes), native_types(backend)
+            for name, t in self.inputs.items():
+                if t.role == "weight" and name not in declared and not set(t.dtype) <= {*native, *_NO_WEIGHTS}:
+                    declared[name] = tuple(d for d in t.dtype if d in native)
+            self._taken[backend] = declared
+        return self._taken[backend]
+
+    @cached_property
+    def _taken(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        return {}
 
     def bind_shapes(self, bind: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor for bound axes. Raises SpecError for an unknown or missing axis."""
@@ -270,7 +287,7 @@ class OpSpec(Asked):
                 spec = self._tensor(spec.same)
             if dtype not in spec.dtype:
                 raise self._error(key, f"{dtype} is not allowed; allowed: {', '.join(spec.dtype)}")
-            narrow = self.backend(backend).dtypes.get(name) if backend else None
+            narrow = self.taken(backend).get(name) if backend else None
             if narrow is not None and dtype not in narrow:
                 key = f"backends.{backend}.dtypes.{name}"
                 help_ = f"; choose one of them by kv, or place {self.name} elsewhere" if spec.role == "cache" else ""
@@ -285,7 +302,7 @@ class OpSpec(Asked):
 
     def dtype_choices(self, backend: str | None = None) -> tuple[Mapping[str, str], ...]:
         """Every valid assignment of dtypes to all tensors (of `backend`, where it supports fewer)."""
-        fewer = backend if backend is not None and self.backend(backend).dtypes else None
+        fewer = backend if backend is not None and self.taken(backend) else None
         if fewer not in self._choices_of:
             self._choices_of[fewer] = assignments(self, fewer)
         return self._choices_of[fewer]

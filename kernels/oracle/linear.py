@@ -60,14 +60,14 @@ def quantize_act(*, x: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]
 
 
 def integer_dots(x: Tensor, w: Tensor) -> np.ndarray:
-    """int32 [T, N, groups]: for each group of elements that share a scale (16 of q6_k, 32 of the other types) the dot
+    """int32 [T, N, groups]: for each group of elements that share a scale (DType.group) the dot
     of x's int8 codes (q8_act [T,K]) with w's integers [N,K] (hybrid.quant.blocks; of q4_0 the nibbles, unsigned).
     Uses float32 products: no sum exceeds 32 * 128 * 128 < 2**24, so they are exact."""
     if x.dtype != "q8_act" or w.dtype not in QUANTISED_TYPES or x.shape[-1] != w.shape[-1]:
         got = f"{x.dtype} {x.shape}, {w.dtype} {w.shape}"
         raise TypeError(f"integer dots need q8_act [T,K] and quantised [N,K], got {got}")
     (t, k), n = x.shape, w.shape[0]
-    group = 16 if w.dtype == "q6_k" else BLOCK
+    group = w.type.group
     codes = integers(w.dtype, _blocks(w)).reshape(n, k // group, group)
     if w.dtype == "q4_0":
         codes = codes + np.int8(8)

@@ -22,7 +22,7 @@ from typing import Any
 
 from hybrid.convert.kinds import Wanted
 from hybrid.core.device import Counters
-from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES, CacheChoice
+from hybrid.core.dtypes import DTYPES, CacheChoice, native_types
 from hybrid.core.hparams import HParams
 from hybrid.core.plan import Plan
 from hybrid.kernels.vulkan.api import VulkanError, check, ffi, lib, vk
@@ -36,10 +36,7 @@ from hybrid.spec.model import load_models
 
 CAPTURE = 0x40 | 0x80  # VK_PIPELINE_CREATE_CAPTURE_STATISTICS_BIT_KHR, ..._INTERNAL_REPRESENTATIONS_BIT_KHR
 # head_dim 128 with every type that devices hold, and 256 with one of each kind; other models differ in widths only.
-WIDE = {
-    "gemma3-27b": tuple(t for t in WEIGHT_TYPES if t not in ("q4_k", "q5_k", "q5_0")),
-    "gemma3-1b": ("q4_0", "q8_0", "bf16"),
-}
+WIDE = {"gemma3-27b": native_types("vulkan"), "gemma3-1b": ("q4_0", "q8_0", "bf16")}
 Q8_0_CACHE = ("gemma3-27b", "gemma3-1b", "gemma4-e4b")
 """Heads of 128, 256 and 512; layers that read another's cache."""
 BUCKETS, DECODE, LOGITS = (1, 8, 32, 128, 512, 2048), (1, 2, 3, 8, 32), (8, 64)
