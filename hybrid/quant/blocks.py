@@ -19,8 +19,8 @@ _GATHER = np.bitwise_or.reduce([((_BYTES >> k) & 1) << (4 * k) for k in range(8)
 
 
 def halves(low_high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """u8 [..., 32] whose low nibbles are 32 codes and whose high nibbles are 32 others -> each 32 as u8 [..., 16] in
-    q4_0's order. (q4_k, q5_k and q6_k are stored so.)"""
+    """u8 [..., 32] whose low nibbles are 32 codes and whose high nibbles are 32 others -> each 32 as u8 [..., 16]
+    packed as `nibbles`. (ggml's K types are stored so.)"""
     first, second = _sixteens(low_high)
     low = (first & _LOW) | ((second & _LOW) << np.uint64(4))
     high = ((first >> np.uint64(4)) & _LOW) | (second & ~_LOW)
@@ -77,7 +77,7 @@ def _fifth_to_ggml(high: np.ndarray) -> np.ndarray:
 
 
 def fifths_from_32(high: np.ndarray) -> np.ndarray:
-    """u8 [n, 32] of q5_k (bit j of byte e: element e of sub-block j) -> u8 [n, 8, 4] in q5_1's order."""
+    """u8 [n, 32], bit j of byte e element e's of sub-block j -> u8 [n, 8, 4], packed as `fifths`."""
     words = np.ascontiguousarray(high).view(np.uint32).reshape(-1, 8).T.copy()
     out = np.zeros_like(words)
     for j in range(8):
@@ -96,7 +96,7 @@ RELAY: dict[str, tuple[Relay, Relay]] = {
 
 
 def scales_and_minima(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """u8 [n, 12] of q4_k and q5_k -> 6-bit scales u8 [n, 8] and minima u8 [n, 8]."""
+    """u8 [n, 12] packed as `six_bits` -> 6-bit scales u8 [n, 8] and minima u8 [n, 8]."""
     a, b, c = scales[:, :4], scales[:, 4:8], scales[:, 8:]
     top = np.uint8(0x30)
     scale = np.concatenate([a & np.uint8(63), (c & np.uint8(15)) | ((a >> np.uint8(2)) & top)], axis=1)

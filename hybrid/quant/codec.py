@@ -173,10 +173,10 @@ def widened(x: np.ndarray, real: Real) -> np.ndarray:
 
 
 def quantise(array: np.ndarray, dtype: str) -> Tensor:
-    """Real array [..., K] -> tensor of `dtype` (f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q8_act).
+    """Real array [..., K] -> tensor of `dtype`: f32, f16 or a type of _ENCODERS.
 
     Rounding: f16 and bf16 to nearest even; block types as ggml does (and they raise ValueError for values whose
-    scale float16 cannot hold; q4_k, q5_k and q6_k are only read); q8_act after rounding to float32:
+    scale float16 cannot hold; types that are only read have no encoder); q8_act after rounding to float32:
     scale = amax/127, codes half to even."""
     if dtype == "f32":
         return Tensor.of(np.asarray(array, np.float32, order="C"))
