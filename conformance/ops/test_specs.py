@@ -376,6 +376,15 @@ def test_int8_activations_need_quantised_weights() -> None:
         OPS["attention"].check_dtypes({"k_cache": "f16", "v_cache": "f32"})
 
 
+def test_weights_of_a_backend_are_of_types_that_it_computes_with() -> None:
+    linear = OPS["linear"]
+    assert {c["w"] for c in linear.dtype_choices("vulkan")} == {*WEIGHT_TYPES} - {"q5_0", "q4_k", "q5_k"}
+    assert {c["w"] for c in linear.dtype_choices("cpu")} == {*WEIGHT_TYPES} and linear.taken("cpu") == {}
+    assert {c["w"] for c in OPS["dequantize"].dtype_choices("vulkan")} < {*WEIGHT_TYPES} - {"f32"}
+    with pytest.raises(SpecError, match=r"backends\.vulkan\.dtypes\.w: q5_0 is not allowed; allowed: f32, f16"):
+        linear.check_dtypes({"w": "q5_0"}, "vulkan")
+
+
 def test_check_refuses_what_does_not_fit() -> None:
     linear, attention = OPS["linear"], OPS["attention"]
     linear.check({"T": 1, "K": 48, "N": 7}, {}, {"x": "f32", "w": "bf16"})
