@@ -102,6 +102,25 @@ def test_every_result_has_a_tolerance_for_every_dtype(name: str) -> None:
             assert op.tolerance_of(tensor, choice[tensor]).metric
 
 
+def test_what_a_spec_does_not_say_is_that_of_its_kind() -> None:
+    """By hand: tolerances of other types than f32, sizes of axes."""
+    f32, q8 = (OPS["rmsnorm"].tolerance_of("y", d) for d in ("f32", "q8_act"))
+    assert (f32.metric, q8.metric, q8.scale, str(q8.reduction), q8.c, q8.tie) == (
+        "scaled_bound",
+        "codes",
+        "ref",
+        "H",
+        1,
+        1e-4,
+    )
+    assert str(OPS["fused_ffn"].tolerance_of("h", "f16").reduction) == "H"  # not that of y
+    assert OPS["decode_attention"].tolerance_of("k_cache", "f16").c_out == 2  # as written
+    assert OPS["decode_attention"].tolerance_of("k_cache", "q8_0").c_out == 1
+    assert OPS["verify"].tolerance == {} and OPS["take_routes"].tolerance_of("wanted_slots", "i32").metric == "exact"
+    axes = OPS["linear"].axes
+    assert (axes["K"].min, axes["K"].multiple_of, axes["K"].max, axes["N"].max) == (16, 16, 131072, 1048576)
+
+
 def test_every_edge_value_is_used_and_documented() -> None:
     used = {c.partition("=")[2] for o in OPS.values() for c in o.edge.cases}
     assert set(EDGE_VALUES) <= used
@@ -112,16 +131,16 @@ def test_every_edge_value_is_used_and_documented() -> None:
 MISTAKES = {
     "unknown key": ('shape = ["T", "N"]', 'shpae = ["T", "N"]', "outputs.y.shpae", "did you mean 'shape'?"),
     "unknown table": ("[numerics]", "[numeric]", "numeric", "did you mean 'numerics'?"),
-    "missing key": ('accumulate = "f32"\n', "", "numerics.accumulate", "is missing"),
+    "missing key": ('flops = "2*T*N*K"\n', "", "cost.flops", "is missing"),
     "undeclared axis": ('shape = ["T", "N"]', 'shape = ["T", "M"]', "outputs.y.shape[1]", "unknown axis 'M'"),
     "nearest axis": ('shape = ["T", "N"]', 'shape = ["T", "NN"]', "outputs.y.shape[1]", "did you mean 'N'?"),
     "bad expression": ('shape = ["T", "N"]', 'shape = ["T", "N+"]', "outputs.y.shape[1]", "not a complete expression"),
     "call in a shape": ('shape = ["T", "N"]', 'shape = ["T", "exec(N)"]', "outputs.y.shape[1]", "unknown function"),
     "condition as a size": ('shape = ["T", "N"]', 'shape = ["T", "N>1"]', "outputs.y.shape[1]", "is a condition"),
-    "unused axis": ("[inputs.x]", 'Z = { role = "ffn", max = 9 }\n[inputs.x]', "axes.Z", "used by no tensor"),
+    "unused axis": ("[inputs.x]", 'Z = { role = "ffn" }\n[inputs.x]', "axes.Z", "used by no tensor"),
     "unknown role": ('role = "inner"', 'role = "iner"', "axes.K.role", "did you mean 'inner'?"),
-    "axis range": ("min = 16, max = 131072", "min = 16, max = 8", "axes.K.max", "below min"),
-    "text for a number": ("max = 8192", 'max = "8192"', "axes.T.max", "integer"),
+    "axis range": ("min = 16,", "min = 16, max = 8,", "axes.K.max", "below min"),
+    "text for a number": ("min = 16,", 'min = "16",', "axes.K.min", "integer"),
     "unknown list of dtypes": (
         'dtype = "$weights"',
         'dtype = "$weigths"',
@@ -141,8 +160,8 @@ MISTAKES = {
         "did you mean",
     ),
     "unknown metric": (
-        'metric = "scaled_bound"',
-        'metric = "scaled"',
+        "[tolerance.f32]",
+        '[tolerance.f32]\nmetric = "scaled"',
         "tolerance.f32.metric",
         "did you mean 'scaled_bound'?",
     ),

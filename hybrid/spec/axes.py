@@ -16,6 +16,10 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class Role(Model):
+    max: Positive
+    min: int = Field(1, ge=0)
+    multiple_of: Positive = 1
+    """Of axes that say nothing else."""
     size: Expr | None = None
     """Of a workload: over the model's hyper-parameters and the pass's sizes. None: each workload says."""
     edge: Positive

@@ -68,7 +68,7 @@ def reference(ops: Mapping[str, OpSpec]) -> str:
         "u is 2^-24 for f32 and 2^-11 for f16; u_acc that of the accumulation type. `codes` judges int8 activations: "
         "the same bound before quantisation plus half a code step, one code off allowed within `tie` of a "
         "half-integer, the stored sum exact. `choice`: the oracle's index, or one whose score is within `tie` of the "
-        "best. NMSE is reported and is never the gate.\n",
+        "best. A dtype without a line is judged as f32 is, integers exactly.\n",
         *(
             _table(f"{what}, is", [(f"`{k}`", v) for k, v in known.items()])
             for what, known in (("scale", SCALES), ("edge value", EDGE_VALUES))
@@ -135,8 +135,8 @@ def _numerics(o: OpSpec) -> str:
         line += f"Where {types} and `{n.matrices.when}`, matrix units may round operands to f16.\n"
     tolerances = [(d, "results of this dtype", t) for d, t in o.tolerance.items()]
     tolerances += [(d, name, t) for name, spec in o.tensors.items() for d, t in spec.tolerance.items()]
-    rows = [(d, who, _tolerance(t), f"{t.nmse_max:g}" if t.nmse_max else "") for d, who, t in tolerances]
-    return line + "\n" + _table("tolerance, of, metric, largest usual NMSE", rows)
+    rows = [(d, who, _tolerance(t)) for d, who, t in tolerances]
+    return line + "\n" + (_table("tolerance, of, metric", rows) if rows else "Results are exact.\n")
 
 
 def _workload(o: OpSpec, w: Workload) -> tuple[str, ...]:

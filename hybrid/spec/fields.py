@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from hybrid.core.dtypes import DTYPES, LISTS
 from hybrid.core.errors import FieldError, nearest
@@ -162,11 +162,20 @@ class Head(Model):
 
 class Axis(Model):
     role: AxisRole
-    min: int = Field(1, ge=0)
+    min: int = Field(ge=0)
     max: int = Field(ge=1)
-    multiple_of: int = Field(1, ge=1)
+    multiple_of: int = Field(ge=1)
+    """Where nothing is written: those of the role."""
     reduction: bool = False
     """Sums run over it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_role(cls, data: object) -> object:
+        role = roles().get(data["role"]) if isinstance(data, dict) and isinstance(data.get("role"), str) else None
+        if role is None or not isinstance(data, dict):
+            return data
+        return {"min": role.min, "max": role.max, "multiple_of": role.multiple_of, **data}
 
     def model_post_init(self, context: object) -> None:
         if self.max < self.min:
@@ -212,21 +221,28 @@ class Tolerance(Model):
     exact         equal
     """
 
-    metric: Literal["scaled_bound", "codes", "choice", "exact"]
+    metric: Literal["scaled_bound", "codes", "choice", "exact"] = "scaled_bound"
     scale: Literal["abs", "ref", "values", "softmax", "head_max"] | None = None
     reduction: Expr = Expr(1)
     c: float = Field(0.0, ge=0)
     c_out: float = Field(1.0, ge=1)
     """2 where both sides are rounded to the storage type (state), or where the device may round towards zero."""
     tie: float | None = Field(None, ge=0)
-    nmse_max: float | None = Field(None, gt=0)
-    """A summary that is reported; never the gate."""
 
     def model_post_init(self, context: object) -> None:
         if self.metric in ("scaled_bound", "codes") and self.scale is None:
             raise FieldError("scale", f"is missing; metric = {self.metric!r} needs one of {', '.join(SCALES)}")
         if self.metric in ("codes", "choice") and self.tie is None:
             raise FieldError("tie", f"is missing; metric = {self.metric!r} needs it")
+
+    def rounded_to(self, dtype: str) -> Tolerance:
+        """Of the same numbers, as f32 judged by this one, in another type."""
+        codes = {"metric": "codes", "c_out": 1.0, "tie": TIE}
+        return self.model_copy(update=codes if DTYPES[dtype].quantised and self.metric == "scaled_bound" else {})
+
+
+TIE = 1e-4  # in codes: how near to a half-integer a value may be for its code to be one off
+EXACT = Tolerance.model_validate({"metric": "exact"})
 
 
 class TensorSpec(Model):
@@ -288,7 +304,7 @@ class MatrixUnits(Model):
 
 
 class Numerics(Model):
-    accumulate: Literal["f32", "none"]
+    accumulate: Literal["f32", "none"] = "f32"
     """Type of sums; none: nothing is added up."""
     integer_part: Literal["none", "bit_exact"] = "none"
     """bit_exact: integer dot products are compared for equality."""
@@ -298,10 +314,10 @@ class Numerics(Model):
     matrices: MatrixUnits | None = None
     exact: bool = False
     """Small integers give the same bits in every order of summation, and then equality is demanded."""
-    determinism: Literal["bitwise", "run_to_run", "none"]
+    determinism: Literal["bitwise", "run_to_run", "none"] = "run_to_run"
     """bitwise: the same bits on every device; run_to_run: the same bits each time on one device, whatever the other
     rows of the batch are."""
-    nonfinite: Literal["forbid", "propagate", "report"]
+    nonfinite: Literal["forbid", "propagate", "report"] = "forbid"
     """forbid: finite inputs are demanded and outputs are finite; propagate: an output is non-finite exactly where the
     oracle's is; report: they are valid inputs, and a result says where they were."""
 

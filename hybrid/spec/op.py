@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 
-from hybrid.core.dtypes import DTYPES, WEIGHT_TYPES, native_types
+from hybrid.core.dtypes import DTYPES, FILE_TYPES, native_types
 from hybrid.core.errors import FieldError, SpecError, nearest
 from hybrid.core.places import SPECS as SPECS_DIR
 from hybrid.spec.asked import Asked
@@ -25,6 +25,7 @@ from hybrid.spec.assignments import assignments
 from hybrid.spec.expr import Expr, ExprError
 from hybrid.spec.fields import (
     BACKENDS,
+    EXACT,
     NO_LIMITS,
     Attribute,
     Axis,
@@ -48,7 +49,7 @@ from hybrid.spec.load import load_toml
 from hybrid.spec.opcheck import check_declaration, check_workloads
 from hybrid.spec.solve import Size, solve
 
-_NO_WEIGHTS = DTYPES.keys() - set(WEIGHT_TYPES)
+_NO_WEIGHTS = DTYPES.keys() - FILE_TYPES.keys()
 
 
 class OpSpec(Asked):
@@ -66,8 +67,9 @@ class OpSpec(Asked):
     attributes: dict[Name, Attribute] = Field(default_factory=dict)
     constraints: Constraints = Constraints()
     dtype_rules: tuple[DTypeRule, ...] = ()
-    numerics: Numerics
-    tolerance: dict[str, Tolerance]
+    numerics: Numerics = Numerics()
+    tolerance: dict[str, Tolerance] = Field(default_factory=dict)
+    """By dtype of a result. Integers are exact; a type that is not written is judged as f32 is."""
     cost: Cost
     edge: Edge
     workloads: tuple[Workloads, ...] = Field((), exclude=True)
@@ -332,11 +334,15 @@ class OpSpec(Asked):
     def tolerance_of(self, tensor: str, dtype: str) -> Tolerance:
         """How an output, state or scratch tensor of `dtype` is judged. Raises SpecError where none is declared."""
         own = self._tensor(tensor).tolerance
-        if dtype in own:
-            return own[dtype]
-        if dtype not in self.tolerance:
-            raise self._error("tolerance", f"none for {dtype}{nearest(dtype, self.tolerance)}")
-        return self.tolerance[dtype]
+        for table in (own, self.tolerance):
+            if dtype in table:
+                return table[dtype]
+        if dtype not in FILE_TYPES and not DTYPES[dtype].quantised:
+            return EXACT
+        for table in (own, self.tolerance):
+            if "f32" in table:
+                return table["f32"].rounded_to(dtype)
+        raise self._error("tolerance", f"none for {dtype}, which {tensor} may have; add [tolerance.{dtype}]")
 
     def flops(self, bind: Mapping[str, int], attrs: Mapping[str, Scalar] | None = None) -> int:
         """Arithmetic operations of one call (a multiply-add counts as 2)."""

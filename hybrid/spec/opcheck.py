@@ -129,8 +129,10 @@ def _tolerances(spec: OpSpec) -> None:
                 )
     for name in results:
         for dtype in spec.tensors[spec.tensors[name].same or name].dtype:
-            if dtype not in spec.tolerance and dtype not in spec.tensors[name].tolerance:
-                raise FieldError("tolerance", f"none for {dtype}, which {name} may have; add [tolerance.{dtype}]")
+            try:
+                spec.tolerance_of(name, dtype)
+            except SpecError as e:
+                raise FieldError("tolerance", str(e).removeprefix(f"{spec.file}: tolerance: ")) from None
 
 
 def _edges(spec: OpSpec) -> None:
