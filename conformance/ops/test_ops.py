@@ -77,7 +77,7 @@ DTYPES = [pytest.param(op, b, d, id=_ids(op, b, d)) for op, b in SUPPORTED for d
 # A CPU driver compiles each kernel for half a second to two. In the short profile, of products, where each type of
 # weights and of rows is a kernel for each size, the sizes take turns over the types (`linear`, whose modules the others
 # take, has tiles always where a GPU runs it), and drawn cases keep axes that are a kernel's constants.
-IN_TURN = ("linear", "fused_qkv", "fused_ffn", "logits", "altup_unembed", "per_layer_input")
+IN_TURN = [n for n, spec in SPECS.items() if spec.matrices]
 CONSTANTS = {"decode_attention": ("HQ", "HK", "D", "BS", "R", "KV")}
 
 
