@@ -14,11 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.support.devices import spy_kernels
 from conformance.support.paths import ROOT
 from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
+from hybrid.harness.fixed import dtype_cases, one_each, variant_cases
+from hybrid.harness.tuned import plan_for
 from hybrid.kernels.npu.ops import OPS as ON_NPU
 from hybrid.kernels.oracle import ORACLE
 from hybrid.kernels.vulkan import modules
+from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.features import CAPABILITIES
 from hybrid.kernels.vulkan.ops import BINDINGS
 from hybrid.kernels.vulkan.spirv import inspect
@@ -461,28 +465,23 @@ def test_requirements_follow_the_dtypes() -> None:
     assert set(plain) < set(linear.requirements("vulkan"))
 
 
-# Operations that run other operations' kernels, beside their own.
-SHARED = {
-    "fused_qkv": ("linear",),
-    "logits": ("linear",),
-    "geglu": ("geglu", "sparse_geglu"),
-    "fused_ffn": ("linear", "ffn_up", "geglu", "sparse_geglu", "sparse_up", "sparse_down", "columns"),
-    "per_layer_input": ("per_layer_gate", "linear"),
-    "linear_rows": ("linear_rows", "quantize_rows"),
-    "attention": ("attention", "attention_combine", "flash_attention"),
-    "altup_unembed": ("altup_split", "linear"),
-    "decode_attention": ("decode_attention", "attention_combine"),
-}
+def _chosen(op: OpSpec, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Modules that its bindings choose, on a device with narrow subgroups and nothing optional and on a GPU."""
+    modules_of: set[str] = set()
+    for device in (DryDevice(8), DryDevice(32, features=lambda feature: True, tuning="nvidia", cores=132)):
+        chosen = spy_kernels(device, monkeypatch)
+        found = [c for dtypes in one_each(op.dtype_choices("vulkan")) for c in dtype_cases(op, dtypes)]
+        for case in found + [c for _, c in variant_cases(op, "vulkan")]:
+            record(plan_for(op, case), device)
+        modules_of |= chosen
+    return modules_of
 
 
 @pytest.mark.parametrize("name", [n for n, op in OPS.items() if op.runs_on("vulkan")])
-def test_declared_features_are_those_that_the_shaders_ask_for(name: str) -> None:
+def test_declared_features_are_those_that_the_shaders_ask_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every capability of a SPIR-V module is declared for the dtypes in its name, and nothing else is declared."""
     backend, asked = OPS[name].backend("vulkan"), set()
-    built = [m for k in SHARED.get(name, (name,)) for m in modules.names(SPIRV) if m.split(".")[0] == k]
-    assert built, f"no SPIR-V for {name}"
-    taken = {d for t in OPS[name].tensors.values() for d in t.dtype}
-    for module in (m for m in built if {d for d in m.split(".") if d in DTYPES} <= taken):
+    for module in _chosen(OPS[name], monkeypatch):
         needs = {CAPABILITIES[c] for c in inspect(modules.read(SPIRV, module)).capabilities if c in CAPABILITIES}
         needs.discard("subgroup basic")  # every Vulkan device has it in compute kernels
         declared = {*backend.requires, *backend.uses}
