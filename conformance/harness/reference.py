@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +14,7 @@ from hybrid.harness.cases import Case, live
 from hybrid.harness.compare import UNIT, Disagreement, Verdict
 from hybrid.harness.sampled import choose, take
 from hybrid.harness.scales import Call, scale, scales
-from hybrid.kernels.oracle import ORACLE, argument
-from hybrid.kernels.oracle.ffn import gelu_tanh
-from hybrid.kernels.oracle.per_layer import of_layer
+from hybrid.kernels.oracle import ORACLE, argument, step
 from hybrid.spec import OpSpec
 
 Tensors = Mapping[str, Tensor]
@@ -31,12 +31,7 @@ def expect(spec: OpSpec, case: Case, inputs: Tensors, matrices: bool = False) ->
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         results = ORACLE[case.op](**args, **case.attrs, **middle, real=np.float64)
         refs = dict(zip(spec.outputs, results, strict=True)) | state
-        if case.op == "fused_ffn":
-            (gate_up,) = ORACLE["linear"](x=args["x"], w=args["w_gate_up"])
-            refs["h"] = ORACLE["geglu"](gate_up=gate_up, **case.attrs)[0]
-        if case.op == "per_layer_input":
-            (gate,) = ORACLE["linear"](x=args["x"], w=args["w_gate"])
-            refs["h"] = gelu_tanh(gate) * of_layer(args["ple"], case.attrs["layer"], gate.shape[-1])
+        refs |= {n: _made(case, n, args, {})[0] for n in spec.scratch}
     return Call(cut, {name: values.real(t) for name, t in cut.items()}, case.attrs, refs, case.dtypes, matrices)
 
 
@@ -139,57 +134,19 @@ def _nothing(ref: np.ndarray) -> bool:
 def _reference(spec: OpSpec, case: Case, name: str, call: Call, results: Tensors) -> np.ndarray:
     """The oracle's result; where the spec says `given`, from the device's own value of those earlier results, so that
     what fell on the other side of a rounding there is not counted again."""
-    return _FROM[case.op, name](case, call, results) if spec.tensors[name].given else call.refs[name]
+    given = spec.tensors[name].given
+    if not given:
+        return call.refs[name]
+    own = {n: values.real(results[n]) if n in spec.state else argument(results[n]) for n in given}
+    return _made(case, name, {n: argument(call.tensors[n]) for n in spec.inputs}, own)[0]
 
 
-def _ffn_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
-    return ORACLE["linear"](x=argument(results["h"]), w=argument(call.tensors["w_down"]))[0]
-
-
-def _proj_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
-    return ORACLE["linear"](x=argument(results["h"]), w=argument(call.tensors["w_proj"]))[0]
-
-
-def _stream_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
-    """From stream 0 of what AltUp predicted or corrected."""
-    if case.op == "altup_correct":
-        scale = call.values["w_scale"]
-        return results["corrected"].array[:, : len(scale)].astype(np.float64) * scale
-    w = call.tensors["w_norm"].array
-    return ORACLE["rmsnorm"](x=results["predicted"].array[:, : len(w)], w=w, eps=case.attrs["eps"])[0]
-
-
-def _sum_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
-    return results["sum"].array.astype(np.float64)
-
-
-def _norm_y(case: Case, call: Call, results: Tensors) -> np.ndarray:
-    return ORACLE["rmsnorm"](x=results["sum"].array, w=call.tensors["w_next"].array, eps=case.attrs["eps"])[0]
-
-
-def _decode_o(case: Case, call: Call, results: Tensors) -> np.ndarray:
-    """Of the oracle's queries and the device's caches."""
-    names = ("qkv", "w_q_norm", "w_k_norm", "rope", "positions", "slots", "block_table")
-    given = {n: argument(call.tensors[n]) for n in names}
-    caches = {n: values.real(results[n]) for n in ("k_cache", "v_cache")}
-    appended = {n: c.copy() for n, c in caches.items()}
-    norms = {n: case.attrs[n] for n in ("eps", "projections", "value_norm") if n in case.attrs}
-    (q,) = ORACLE["qk_norm_rope_append"](**given, **appended, **norms)
-    routes = {n: given[n] for n in ("slots", "positions", "block_table")}
-    return ORACLE["attention"](q=q, **caches, **routes, scale=case.attrs["scale"], window=case.attrs["window"])[0]
-
-
-_FROM: dict[tuple[str, str], Callable[[Case, Call, Tensors], np.ndarray]] = {
-    ("fused_ffn", "y"): _ffn_y,
-    ("add_rmsnorm", "y"): _norm_y,
-    ("add_norm", "y"): _sum_y,
-    ("laurel_add", "y"): _norm_y,
-    ("altup_predict", "normed"): _stream_y,
-    ("altup_predict", "y"): _stream_y,
-    ("altup_correct", "y"): _stream_y,
-    ("per_layer_input", "y"): _proj_y,
-    ("decode_attention", "o"): _decode_o,
-}
+def _made(case: Case, name: str, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    """A result by its own definition, of what that takes."""
+    definition, every = step(case.op, name), {**inputs, **case.attrs, **given}
+    parameters = inspect.signature(definition).parameters
+    others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return definition(**{n: v for n, v in every.items() if others or n in parameters}, real=np.float64)
 
 
 def cut_live(spec: OpSpec, case: Case, name: str, tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from hybrid.core.dtypes import ACTIVATION_TYPES, DTYPES, QUANTISED_TYPES, WEIGHT
 from hybrid.harness.fixed import dtype_cases, one_each, variant_cases
 from hybrid.harness.tuned import plan_for
 from hybrid.kernels.npu.ops import OPS as ON_NPU
-from hybrid.kernels.oracle import ORACLE
+from hybrid.kernels.oracle import ORACLE, step
 from hybrid.kernels.vulkan import modules
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.features import CAPABILITIES
@@ -87,6 +88,15 @@ def test_workloads_of_an_operation_that_says_nothing_are_those_of_its_schedules(
         "decode",
         "perf",
     )
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_results_that_are_verified_apart_have_definitions_of_their_own(name: str) -> None:
+    op = OPS[name]
+    for result, t in op.tensors.items():
+        if t.given or result in op.scratch:
+            taken = signature(step(name, result)).parameters.keys() - {"real", "others"}
+            assert set(t.given) <= taken <= {*op.inputs, *op.attributes, *t.given}, result
 
 
 def test_a_backend_that_does_not_run_an_operation_says_why() -> None:

@@ -18,22 +18,29 @@ from hybrid.core.places import SPECS
 from hybrid.core.tensor import Tensor
 from hybrid.quant.codec import Real, Value, argument, encode
 
-__all__ = ["ORACLE", "argument", "call", "encoded"]
+__all__ = ["ORACLE", "argument", "call", "encoded", "step"]
 
 Definition = Callable[..., tuple[np.ndarray, ...]]
 
 
-def _definitions() -> Iterator[tuple[str, Definition]]:
-    """Functions of this package that are called as an operation of specs/ops is."""
-    operations = {path.stem for path in (SPECS / "ops").glob("*.toml")}
+def _functions() -> Iterator[tuple[str, Definition]]:
+    """Of the modules of this package."""
     for found in pkgutil.iter_modules(__path__):
         if found.name != "device":  # it takes them from here
             module = importlib.import_module(f"{__name__}.{found.name}")
             functions = inspect.getmembers(module, inspect.isfunction)
-            yield from ((n, f) for n, f in functions if n in operations and f.__module__ == module.__name__)
+            yield from ((n, f) for n, f in functions if f.__module__.startswith(__name__))
 
 
-ORACLE: dict[str, Definition] = dict(_definitions())
+_OPERATIONS = [path.stem for path in sorted((SPECS / "ops").glob("*.toml"))]
+_FUNCTIONS = dict(_functions())
+ORACLE: dict[str, Definition] = {op: _FUNCTIONS[op] for op in _OPERATIONS if op in _FUNCTIONS}
+"""By operation: the function of its name."""
+
+
+def step(op: str, result: str) -> Definition:
+    """What makes one result of an operation of inputs and earlier results: the function OPERATION_RESULT."""
+    return _FUNCTIONS[f"{op}_{result}"]
 
 
 def call(

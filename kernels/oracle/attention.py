@@ -170,6 +170,15 @@ def decode_attention(
     )
 
 
+def decode_attention_o(
+    *, k_cache: np.ndarray, v_cache: np.ndarray, scale: float, window: int, real: Real = np.float64, **others: Any
+) -> tuple[np.ndarray]:
+    """Of caches that have been extended already."""
+    (q,) = qk_norm_rope_append(k_cache=k_cache.copy(), v_cache=v_cache.copy(), real=real, **others)
+    routes = {n: others[n] for n in ("slots", "positions", "block_table")}
+    return attention(q=q, k_cache=k_cache, v_cache=v_cache, scale=scale, window=window, real=real, **routes)
+
+
 def _one_slot(
     q: np.ndarray,
     k_cache: Cache,

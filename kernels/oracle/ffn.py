@@ -48,8 +48,16 @@ def fused_ffn(
 ) -> tuple[np.ndarray]:
     """y[T,H] = geglu(x @ w_gate_up[2F,H].T, sparsity) @ w_down[H,F].T; the middle is rounded to `h_dtype` (and kept in
     `h`)."""
-    (mid,) = geglu(gate_up=linear(x=x, w=w_gate_up, real=real)[0], sparsity=sparsity, real=real)
+    (mid,) = fused_ffn_h(x=x, w_gate_up=w_gate_up, sparsity=sparsity, real=real)
     if h is None:
         h = Tensor.empty(h_dtype, mid.shape)
     round_into(h, mid)
-    return linear(x=argument(h), w=w_down, real=real)
+    return fused_ffn_y(h=argument(h), w_down=w_down, real=real)
+
+
+def fused_ffn_h(*, x: Value, w_gate_up: Value, sparsity: float = 0.0, real: Real = np.float64) -> tuple[np.ndarray]:
+    return geglu(gate_up=linear(x=x, w=w_gate_up, real=real)[0], sparsity=sparsity, real=real)
+
+
+def fused_ffn_y(*, h: Value, w_down: Value, real: Real = np.float64) -> tuple[np.ndarray]:
+    return linear(x=h, w=w_down, real=real)

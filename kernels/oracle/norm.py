@@ -34,6 +34,10 @@ def add_rmsnorm(
     return total, rmsnorm(x=total, w=w_next, eps=eps, real=real)[0]
 
 
+def add_rmsnorm_y(*, sum: np.ndarray, w_next: np.ndarray, eps: float, real: Real = np.float64) -> tuple[np.ndarray]:
+    return rmsnorm(x=sum, w=w_next, eps=eps, real=real)
+
+
 def add_norm(
     *, a: np.ndarray, residual: np.ndarray, w_post: np.ndarray, eps: float, real: Real = np.float64
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -41,3 +45,7 @@ def add_norm(
     (normed,) = rmsnorm(x=a, w=w_post, eps=eps, real=real)
     total = normed + residual.astype(real, copy=False)
     return total, total
+
+
+def add_norm_y(*, sum: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]:
+    return (sum.astype(real, copy=False),)

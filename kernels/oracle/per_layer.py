@@ -45,12 +45,22 @@ def per_layer_input(
 ) -> tuple[np.ndarray]:
     """y[T,H] = (gelu_tanh(x @ w_gate[P,H].T) * ple[T, the layer's columns]) @ w_proj[H,P].T; the middle is rounded to
     `h_dtype`."""
-    (gate,) = linear(x=x, w=w_gate, real=real)
-    mid = gelu_tanh(gate) * of_layer(ple, layer, gate.shape[-1]).astype(real, copy=False)
+    (mid,) = per_layer_input_h(x=x, w_gate=w_gate, ple=ple, layer=layer, real=real)
     if h is None:
         h = Tensor.empty(h_dtype, mid.shape)
     round_into(h, mid)
-    return linear(x=argument(h), w=w_proj, real=real)
+    return per_layer_input_y(h=argument(h), w_proj=w_proj, real=real)
+
+
+def per_layer_input_h(
+    *, x: Value, w_gate: Value, ple: np.ndarray, layer: int, real: Real = np.float64
+) -> tuple[np.ndarray]:
+    (gate,) = linear(x=x, w=w_gate, real=real)
+    return (gelu_tanh(gate) * of_layer(ple, layer, gate.shape[-1]).astype(real, copy=False),)
+
+
+def per_layer_input_y(*, h: Value, w_proj: Value, real: Real = np.float64) -> tuple[np.ndarray]:
+    return linear(x=h, w=w_proj, real=real)
 
 
 def of_layer(ple: np.ndarray, layer: int, width: int) -> np.ndarray:

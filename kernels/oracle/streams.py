@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from hybrid.kernels.oracle.linear import linear
-from hybrid.kernels.oracle.norm import rms, rmsnorm
+from hybrid.kernels.oracle.norm import add_rmsnorm_y, rms, rmsnorm
 from hybrid.quant.codec import Real, Value, rows
 
 
@@ -61,6 +61,15 @@ def altup_predict(
     return _joined(predicted), normed, normed
 
 
+def altup_predict_normed(
+    *, predicted: np.ndarray, w_norm: np.ndarray, eps: float, real: Real = np.float64
+) -> tuple[np.ndarray]:
+    return rmsnorm(x=predicted[:, : len(w_norm)], w=w_norm, eps=eps, real=real)
+
+
+altup_predict_y = altup_predict_normed
+
+
 def laurel_add(
     *,
     a: np.ndarray,
@@ -80,6 +89,9 @@ def laurel_add(
     beside = normed.astype(real, copy=False) + rmsnorm(x=laurel, w=w_laurel, eps=eps, real=real)[0]
     total = (attended + beside) * real(np.sqrt(0.5))
     return total, rmsnorm(x=total, w=w_next, eps=eps, real=real)[0]
+
+
+laurel_add_y = add_rmsnorm_y
 
 
 def altup_correct(
@@ -102,6 +114,10 @@ def altup_correct(
     d = 1 + _router(out, w_router_norm, w_router, eps, real) @ w_correct.astype(real, copy=False).T
     corrected = p + d[:, :, None] * (out - p[:, 0])[:, None]
     return _joined(corrected), corrected[:, 0] * w_scale.astype(real, copy=False)
+
+
+def altup_correct_y(*, corrected: np.ndarray, w_scale: np.ndarray, real: Real = np.float64) -> tuple[np.ndarray]:
+    return (corrected[:, : len(w_scale)].astype(real, copy=False) * w_scale.astype(real, copy=False),)
 
 
 def altup_add(
