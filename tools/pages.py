@@ -62,7 +62,7 @@ def long_runs() -> list[str]:
 
 PARTS: dict[str, Callable[[], list[str]]] = {
     "headline": lambda: measured("headline"),
-    "targets": lambda: measured("against_targets"),
+    "speeds": lambda: measured("speeds"),
     "steps": lambda: measured("steps"),
     "long-runs": long_runs,
 }

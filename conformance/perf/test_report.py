@@ -226,13 +226,8 @@ def test_a_page_quotes_the_records_and_names_what_is_there(page):
         ("README.md", "| 27B | ", "| 27B | 9", "a generated part is stale"),
         ("docs/verification.md", "5,580,676", "5,580,677", "a generated part is stale"),
         ("docs/support.md", "| `linear` |", "| `linears` |", "a generated part is stale"),
-        (
-            "docs/performance.md",
-            "## Not speed",
-            "27B decodes 180.7 tok/s. ## Not speed",
-            "'180.7 tok/s' is quoted by hand",
-        ),
-        ("docs/performance.md", "## Not speed", "It reaches 360 TFLOPS", "'360 TFLOPS' is quoted by hand"),
+        ("docs/performance.md", "## Gates", "27B decodes 180.7 tok/s. ## Gates", "'180.7 tok/s' is quoted by hand"),
+        ("docs/performance.md", "## Gates", "It reaches 360 TFLOPS", "'360 TFLOPS' is quoted by hand"),
         ("docs/performance.md", "<!-- figures of: an example", "<!-- figures of: -->", "no partner, or no name"),
         ("README.md", "<!-- end -->", "", "has no partner"),
         (
@@ -242,9 +237,11 @@ def test_a_page_quotes_the_records_and_names_what_is_there(page):
             "kernels/npu/designer.py does not exist",
         ),
         ("docs/architecture.md", "Engine.warm_up`", "Engine.warm_ups`", "engine.py does not define Engine.warm_ups"),
-        ("README.md", "python -m perf.profile", "python -m perf.profiles", "perf.profiles: there is no such module"),
+        ("README.md", "python -m hybrid.bench", "python -m hybrid.benches", "hybrid.benches: there is no such module"),
         ("README.md", "(docs/npu.md)", "(docs/gpu.md)", "the link docs/gpu.md leads nowhere"),
-        ("docs/performance.md", "(#gates)", "(#gate)", "performance.md has no such heading"),
+        ("docs/serving.md", "(#access)", "(#accesses)", "serving.md has no such heading"),
+        ("docs/decisions.md", "**2026-11-20: Rows are flat.**", "**Rows are flat.**", "an entry begins like"),
+        ("docs/decisions.md", "**2026-11-20: Rows are flat.**", "**2026-11-29: Rows are flat.**", "newest first"),
     ],
 )
 def test_a_stale_figure_or_a_name_that_is_not_there_is_refused(name, old, new, words):
