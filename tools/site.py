@@ -28,7 +28,19 @@ from tools import pages
 
 STYLE = Path(__file__).with_name("site.css")
 NAMES = {"README.md": "index", "models/README.md": "embedded-models", "conformance/sweep.md": "sweep"}
-ORDER = ("index", "architecture", "models", "adding-an-operation", "serving", "performance", "verification")
+GUIDES = (
+    "index",
+    "architecture",
+    "models",
+    "serving",
+    "performance",
+    "quantisation",
+    "adding-an-operation",
+    "verification",
+    "npu",
+    "decisions",
+)
+"""In the order of reading; every other page is a reference."""
 ROOFLINE = (
     ("hybrid.perf.targets", "--models", "*"),
     ("hybrid.perf.roofline", "gemma3-27b", "--batch", "1,8,32"),
@@ -78,20 +90,21 @@ def build(out: Path, texts: Mapping[str, str], root: Path = pages.ROOT) -> list[
     if len(set(targets.values())) != len(targets):
         raise ValueError(f"two pages have one name: {sorted(targets.values())}")
     titles = {path: re.sub(r"[*`]", "", pages.HEADING.search(text)[1]) for path, text in texts.items()}
-    first = {name: i for i, name in enumerate(ORDER)}
-    in_order = sorted(texts, key=lambda path: (first.get(targets[path], len(first)), targets[path]))
+    guides = sorted((p for p in texts if targets[p] in GUIDES), key=lambda p: GUIDES.index(targets[p]))
+    references = sorted((p for p in texts if p not in guides), key=lambda p: titles[p])
     written = []
     for path, text in texts.items():
-        links = [
-            f'<a href="{targets[p]}.html"{" class=here" if p == path else ""}>{html.escape(titles[p])}</a>'
-            for p in in_order
-        ]
+        links = {
+            p: f'<a href="{targets[p]}.html"{" class=here" if p == path else ""}>{html.escape(titles[p])}</a>'
+            for p in texts
+        }
+        menu = [*(links[p] for p in guides), "<b>Reference</b>", *(links[p] for p in references)]
         body = render(text, path, targets, out, root)
         written.append(out / f"{targets[path]}.html")
         written[-1].write_text(
             '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f'<title>{html.escape(titles[path])}</title><link rel="stylesheet" href="site.css">'
-            f"<nav>{''.join(links)}</nav><main>{body}</main></html>\n",
+            f"<nav>{''.join(menu)}</nav><main>{body}</main></html>\n",
             encoding="utf-8",
         )
     return written

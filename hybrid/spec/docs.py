@@ -146,7 +146,7 @@ def support(ops: Mapping[str, OpSpec]) -> str:
     whole = [b for b in _BACKENDS if all(_support(o, b) == "yes" for o in ops.values())]
     shown = [b for b in _BACKENDS if b not in whole]
     lines = [
-        "# What runs where\n",
+        "# Support matrix\n",
         "Made from `specs/ops` by `make docs`; `make check` compares it. *yes*: every case of the operation runs in "
         "`conformance/ops`. *planned*: declared, no kernel yet. *not ...*: the dtypes that this backend does not take. "
         "Vulkan re-encodes those when it loads a file ([storage types](quantisation.md)). `python -m hybrid.spec docs` "
