@@ -39,10 +39,8 @@ lint: $(VENV)/.ready-test ## ruff, mypy, the layers of pyproject.toml
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/lines.py
 
-check: $(VENV)/.ready-test ## specs valid; generated docs, quoted figures, paths in pages and SPIR-V up to date
+check: $(VENV)/.ready-test ## specs valid; support matrix, quoted figures, paths in pages and SPIR-V up to date
 	$(PY) -m hybrid.spec check
-	$(PY) -m hybrid.spec docs --check
-	$(PY) tools/help.py --check
 	$(PY) tools/pages.py --check
 	$(PY) -m kernels.vulkan.build --check --share $(SHARE)
 	$(PY) -m kernels.vulkan.build --check --source perf/reference/shaders --out perf/reference/spirv
@@ -69,10 +67,9 @@ processors: $(VENV)/.ready-test ## what rests on NumPy's products, under the ker
 floors: $(VENV)/.ready-test ## the server's tests with the lowest versions that pyproject.toml allows
 	@VENV=$(VENV) PYTHON=$(PYTHON) JOBS=$(JOBS) sh tools/floors.sh
 
-docs: $(VENV)/.ready ## renew the generated pages, and the generated parts of others
-	$(PY) -m hybrid.spec docs
-	$(PY) tools/help.py
+docs: $(VENV)/.ready-docs ## build/docs/index.html: pages, operations, commands, speeds; renews the generated parts of pages
 	$(PY) tools/pages.py
+	$(PY) -m tools.site
 
 spirv: $(VENV)/.ready-test ## rebuild kernels/vulkan/spirv from the shaders
 	$(PY) -m kernels.vulkan.build
@@ -85,6 +82,9 @@ $(VENV)/.ready: pyproject.toml tools/setup.sh
 
 $(VENV)/.ready-serve: pyproject.toml tools/setup.sh
 	@VENV=$(VENV) PYTHON=$(PYTHON) sh tools/setup.sh serve
+
+$(VENV)/.ready-docs: pyproject.toml tools/setup.sh
+	@VENV=$(VENV) PYTHON=$(PYTHON) sh tools/setup.sh docs
 
 $(VENV)/.ready-test: pyproject.toml tools/setup.sh
 	@VENV=$(VENV) PYTHON=$(PYTHON) sh tools/setup.sh test

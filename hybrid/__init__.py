@@ -18,7 +18,8 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
 
 if TYPE_CHECKING:
     from hybrid.core.errors import ContextExceeded, DeviceLost, NoFreeSlot, QueueFull
-    from hybrid.engine.handle import Completion, Event, Handle
+    from hybrid.engine.handle import Handle
+    from hybrid.engine.request import Completion, Event
     from hybrid.model import Model, load
 
 __version__ = "0.1.0"

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from hybrid.cli import CACHES, PRECISIONS, UsageError, positive
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hybrid.checkpoint import Checkpoint
     from hybrid.devices.opening import Opened
-    from hybrid.engine.engine import Engine
+    from hybrid.engine.loop import Engine
     from hybrid.spec.schedule import Schedule
 
 # Imports in the functions below: --help, --version and wrong usage need neither readers nor backends.
@@ -79,7 +81,6 @@ ENGINE = (
     "deterministic",
     "memory",
     "draft",
-    "draft_device",
     "speculate",
 )
 """Arguments of `add_engine` that are options of hybrid.load by the same names."""
@@ -171,16 +172,11 @@ def _speculate(text: str) -> str | int:
 
 
 def add_guesses(p: argparse.ArgumentParser) -> None:
-    """--draft, --draft-device and --speculate, as hybrid.load takes them (`check_guesses`)."""
+    """--draft and --speculate, as hybrid.load takes them (`check_guesses`)."""
     p.add_argument(
         "--draft",
         metavar="FILE",
         help="guess what comes next by a smaller model with the same tokenizer, or by `lookup`",
-    )
-    p.add_argument(
-        "--draft-device",
-        metavar="NAME",
-        help="what the draft model runs on (as --device); on another device it guesses on while its guesses are verified",
     )
     p.add_argument(
         "--speculate",
@@ -190,9 +186,56 @@ def add_guesses(p: argparse.ArgumentParser) -> None:
     )
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write ID=B, a token id and a number, such as 107=-100") from None
+
+
+SAMPLING: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
+    ("temperature", float, 0.0, "T", "0 takes the most likely token (0)"),
+    ("top_k", int, 0, "K", "choose among the K most likely; 0 is off (0)"),
+    ("top_p", float, 1.0, "P", "choose within this mass; 1 is off (1)"),
+    ("min_p", float, 0.0, "P", "drop tokens below this share of the most likely one's probability; 0 is off (0)"),
+    (
+        "repetition_penalty",
+        float,
+        1.0,
+        "R",
+        "divide logits of tokens that prompt or text have by R (multiply negative ones); 1 is off (1)",
+    ),
+    ("presence_penalty", float, 0.0, "P", "subtract P from logits of tokens the text has (0)"),
+    ("frequency_penalty", float, 0.0, "P", "subtract P as often as the text has the token (0)"),
+    ("seed", int, 0, "N", "the same seed gives the same text (0)"),
+    ("logprobs", int, 0, "N", "with --json or --output: of each token, and of the N best (0)"),
+)
+"""Options that hybrid.engine.sampling.Sampling has by the same names: type, default, placeholder, help."""
+
+
+def add_sampling(p: argparse.ArgumentParser) -> None:
+    """How tokens are chosen (`sampling_options`)."""
+    for name, kind, default, metavar, about in SAMPLING:
+        p.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar=metavar, help=about)
+    p.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=B",
+        help="add B, -100 to 100, to the logit of token ID; may be repeated",
+    )
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """As Model.generate takes them."""
+    return {name: getattr(args, name) for name, *_ in SAMPLING} | {"logit_bias": dict(args.logit_bias)}
+
+
 def check_guesses(args: argparse.Namespace) -> None:
     """ValueError for numbers that hybrid.load would refuse, before anything is loaded."""
-    from hybrid.engine.drafting import most_guesses
+    from hybrid.engine.speculation import most_guesses
 
     most_guesses(args.draft, args.speculate)
 

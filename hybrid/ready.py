@@ -8,16 +8,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from hybrid.checkpoint import Checkpoint, open_checkpoint
-from hybrid.core.plan import GUESSES_TENSOR, UNTIL_TENSOR
 from hybrid.devices.opening import NpuKind, Opened, open_again, opening_devices
-from hybrid.engine import warming
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.draft_model import WATCHED, DraftModel
-from hybrid.engine.drafting import check_drafting
-from hybrid.engine.drafts import Drafter, Lookup
-from hybrid.engine.engine import Engine
-from hybrid.engine.loading import LoadClock
-from hybrid.engine.room import with_room
+from hybrid.engine.loading import EngineConfig, LoadClock, with_budget
+from hybrid.engine.loop import QUEUE, Engine
+from hybrid.engine.runner import Runner
+from hybrid.engine.speculation import LENT, Drafter, DraftModel, Lookup
 from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
 
 
@@ -40,6 +35,7 @@ def ready(
     clock: LoadClock | None = None,
     npu: NpuKind = "npu",
     warm: bool = False,
+    queue: int = QUEUE,
 ) -> Ready:
     """As hybrid.load takes these. clock: notes what it takes."""
     clock, given = clock or LoadClock(), schedule is not None
@@ -54,12 +50,12 @@ def ready(
             opened = found()
     try:
         if not given:
-            opened, schedule = with_room(opened, schedule, config, checkpoint)
-        engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock)
+            opened, schedule = with_budget(opened, schedule, config, checkpoint)
+        engine = Engine(checkpoint, opened.device, config, schedule=schedule, clock=clock, queue=queue)
         with clock.phase("pipelines"):
-            engine.warm_up()
+            engine.runner.warm_up()
             if warm:
-                warming.warm(engine)
+                engine.runner.warm()
     except BaseException:
         opened.device.close()
         raise
@@ -67,20 +63,20 @@ def ready(
 
 
 def drafter_for(
-    model: Ready,
-    draft: str | os.PathLike[str] | Checkpoint | Drafter | None,
-    device: str | None,
-    slots: int | None,
-    warm: bool = False,
+    model: Ready, draft: str | os.PathLike[str] | Checkpoint | Drafter | None, slots: int | None, warm: bool = False
 ) -> Drafter:
-    """What hybrid.load was told to guess by; a model runs on `device`, or where those run that are open. warm: as of
-    hybrid.load. ValueError for one with another tokenizer, and where the engine cannot verify guesses."""
-    check_drafting(model.engine)
+    """What hybrid.load was told to guess by. warm: as of hybrid.load. ValueError for a draft model with another tokenizer
+    or a shorter context, and where the engine cannot verify guesses."""
+    if model.engine.sizes.wanted < 2:
+        raise ValueError(
+            "deterministic on cpu runs one row a pass, so it verifies no guesses: load without draft and speculate"
+        )
     if draft is None or draft == "lookup":
         return Lookup()
     if not isinstance(draft, str | os.PathLike | Checkpoint):
         return draft
     found = draft if isinstance(draft, Checkpoint) else open_checkpoint(draft)
+    opened: Opened | None = None
     try:
         ours, theirs = (c.tokenizer.vocabulary.pieces for c in (model.engine.checkpoint, found))
         if ours != theirs:
@@ -88,28 +84,28 @@ def drafter_for(
                 f"{found.path}: as a draft it needs the model's tokenizer, and has another "
                 f"({len(theirs)} tokens, the model {len(ours)}, or other pieces)"
             )
-        ctx = min(model.engine.cache.ctx, found.hparams.context_length)
-        where: str | Opened | None = device
-        if where is None:
-            lent = {"history": GUESSES_TENSOR, GUESSES_TENSOR: "history", UNTIL_TENSOR: "next_position"}
-            where = open_again(model.opened, find_schedule(found.hparams.family), lent)
-        config = EngineConfig(
-            ctx=ctx, slots=1 if slots is None else slots, shared=slots is None, guesses=min(WATCHED, ctx) - 1
-        )
-        smaller = ready(found, where, None, config)
-    except BaseException:
-        found.close()
-        raise
-
-    def close() -> None:
-        smaller.close()
-        found.close()
-
-    try:
+        ctx = model.engine.cache.ctx
+        if ctx > found.hparams.context_length:
+            raise ValueError(
+                f"{found.path}: as a draft it needs the model's context of {ctx} tokens, and was made for "
+                f"{found.hparams.context_length}: load with ctx={found.hparams.context_length}"
+            )
+        schedule = find_schedule(found.hparams.family)
+        opened = open_again(model.opened, schedule, LENT)
+        config = EngineConfig(ctx=ctx, slots=1 if slots is None else slots, shared=slots is None)
+        runner = Runner(found, opened.device, config, schedule)
         if warm:
-            warming.warm(smaller.engine, draft=True)
-        apart = model.engine.device.exclusive.isdisjoint(smaller.engine.device.exclusive)
-        return DraftModel(smaller.engine, f"draft {found.path} on {smaller.opened.device.name}", close, apart)
+            runner.warm(draft=True)
+        else:
+            runner.warm_up()
+
+        def close() -> None:
+            opened.device.close()
+            found.close()
+
+        return DraftModel(runner, f"draft {found.path} on {opened.device.name}", close)
     except BaseException:
-        close()
+        if opened is not None:
+            opened.device.close()
+        found.close()
         raise

@@ -84,10 +84,9 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
-    from hybrid.engine.weights import stored_types
+    from hybrid.engine.loading import stored_types
     from hybrid.planning.cache import DEFAULT_CTX, CacheShape
     from hybrid.planning.passes import capabilities_of, chunk_of
-    from hybrid.planning.pipeline import pipeline_depth
     from hybrid.planning.planner import Target
 
     hp = checkpoint.hparams
@@ -96,7 +95,7 @@ def _target(checkpoint: Any, schedule: Any, args: argparse.Namespace) -> Any:
         raise ValueError(f"--ctx {ctx} is outside 1..{hp.context_length}, the context that the model was made for")
     slots = args.rows if args.phase == "decode" else 1
     can = capabilities_of(_dry(args.device).has) if args.device != "cpu" else frozenset()
-    cache = CacheShape.of(hp, ctx, slots, chunk_of(can), pipeline_depth(schedule))
+    cache = CacheShape.of(hp, ctx, slots, chunk_of(can))
     return Target(
         schedule,
         hp,

@@ -27,9 +27,9 @@ from hybrid.arguments import add_model, open_model
 from hybrid.bench.probe import Variant, buffers, copies, products, record
 from hybrid.cli import Parser, UsageError, amount, positive, run
 from hybrid.devices.opening import open_device
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.sampling import Sampling
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
+from hybrid.engine.request import Options
 from hybrid.spec.schedule import find_schedule
 
 KINDS = ("copy", "matrix", "engine")
@@ -72,11 +72,9 @@ def tokens(engine: Engine, prompt: int) -> Iterator[int]:
     rng, ctx = np.random.default_rng(1), engine.cache.ctx
     while True:
         ids = rng.integers(0, engine.target.n_tokens, prompt).tolist()
-        slot = engine.admit(ctx, Sampling(temperature=1.0, seed=int(rng.integers(1 << 31))))
-        for _ in engine.stream(slot, ids, ctx):
-            yield 1
-        engine.wait()
-        engine.release(slot)
+        options = Options(max_tokens=ctx, ignore_eos=True, temperature=1.0, seed=int(rng.integers(1 << 31)))
+        for event in engine.generate(ids, options).events():
+            yield len(event.ids)
 
 
 def keep_busy(work: Iterator[int], stop: Callable[[], bool], out: Any = None) -> tuple[int, float]:

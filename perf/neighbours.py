@@ -33,9 +33,9 @@ from hybrid.arguments import add_model, open_model
 from hybrid.bench.probe import products
 from hybrid.cli import Parser, UsageError, amount, positive, run
 from hybrid.devices.about import driver_of, kernels_of
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.sampling import Sampling
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
+from hybrid.engine.request import Options
 from hybrid.perf.neighbour import BUSY, open_gpu
 
 BESIDE = ("copy", "matrix", "engines")
@@ -200,13 +200,14 @@ class Trials:
     def _generate(self, each: Callable[[int], None] | None, during: Killer | None) -> tuple[list[int], float]:
         """The text and its seconds. TimeoutError at the deadline."""
         engine, out = self.engine, list[int]()
-        slot = engine.admit(len(self._ids) + self.tokens, Sampling(temperature=1.0, seed=0))
+        engine.runner.warm_up(len(self._ids))
+        begin = time.monotonic()
+        options = Options(max_tokens=self.tokens, ignore_eos=True, temperature=1.0, seed=0)
+        handle = engine.generate(self._ids, options)
         try:
-            engine.warm_up(len(self._ids))
-            begin = time.monotonic()
             with ExitStack() as held:
-                for token in engine.stream(slot, self._ids, self.tokens):
-                    out.append(token)
+                for event in handle.events():
+                    out.extend(event.ids)
                     if len(out) == 1:
                         begin = time.monotonic()
                         if during is not None:
@@ -217,8 +218,7 @@ class Trials:
                         each(len(out))
                 seconds = time.monotonic() - begin
         finally:
-            engine.wait()
-            engine.release(slot)
+            engine.finish([handle.request])
         return out, seconds
 
 

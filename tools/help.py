@@ -1,18 +1,14 @@
-"""docs/commands.md from the commands' own --help: written, or with --check compared.
+"""The options of every command as Markdown, from the commands' own parsers.
 
-Taken from the parsers, not from printed help, whose layout differs between versions of Python.
+python -m tools.help          # print it; `make docs` makes a page of it
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import sys
-from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "commands.md"
 COMMANDS = (
     "hybrid.generate",
     "hybrid.serve",
@@ -56,10 +52,9 @@ COMMANDS = (
 )
 HEAD = """# Commands
 
-Every option of every command; each also takes `--help` and `--version`. In an installation, where all lies in one package,
-`perf` and `kernels` are `hybrid.perf` and `hybrid.kernels`. Made from the commands
-themselves: `make docs` renews this page, `make check` compares it.
-Errors are one line on standard error; `HYBRID_DEBUG=1` adds the traceback.
+Every option of every command. Each command also takes `--help` and `--version`.
+In an installation `perf` and `kernels` are `hybrid.perf` and `hybrid.kernels`.
+An error is one line on standard error; `HYBRID_DEBUG=1` adds the traceback.
 """
 
 
@@ -144,22 +139,5 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description="Write docs/commands.md, or compare it with the commands.")
-    p.add_argument("--check", action="store_true", help="write nothing; fail if the page is not what the commands say")
-    args = p.parse_args(argv)
-    wanted = page()
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted:
-        print("docs/commands.md matches the commands" if args.check else "docs/commands.md was up to date")
-        return 0
-    if args.check:
-        print("error: docs/commands.md is not what the commands say: run `make docs`", file=sys.stderr)
-        return 1
-    PAGE.write_text(wanted, encoding="utf-8")
-    print("wrote docs/commands.md")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    sys.exit(main())
+    print(page(), end="")

@@ -1,16 +1,14 @@
-"""Pages that cannot drift: makes docs/measured.md, fills the generated parts of README.md and docs/, and checks what
-pages name.
+"""Keeps the committed pages true: renews their generated parts and checks what they name.
 
     python tools/pages.py            # renew what is generated
-    python tools/pages.py --check    # write nothing; 1 for a stale part, a path or link that leads nowhere, a loose
-    speed
+    python tools/pages.py --check    # write nothing; 1 for a stale part, a dead path or link, a speed without a source
 
 A generated part stands between `<!-- made: NAME -->` and `<!-- end -->`. In the pages of SPEEDS a speed (a number with
 tok/s, GB/s, TFLOPS and the like) stands either in a generated part or between `<!-- figures of: SOURCE -->` and `<!--
-end -->`, where SOURCE says what was measured: it is told in one place, and that place says where it comes from.
+end -->`, where SOURCE says what was measured.
 
 In code spans, `path/to/file` must exist (capitals stand for any name), `path/file.py:Class.method` must be defined in
-it, and a module behind `python -m` must be there. Entries of docs/decisions have a date and a status, newest first.
+it, and a module behind `python -m` must be there. Entries of docs/decisions.md begin with a date, newest first.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG_RUNS = ROOT / "conformance" / "data" / "long_runs.toml"
-PAGES = ("README.md", "docs/*.md", "docs/decisions/*.md", "models/*.md", "conformance/*.md")
-SPEEDS = ("README.md", "docs/performance.md", "docs/roofline.md", "docs/architecture.md", "docs/verification.md")
-OF_THEIR_COMMIT = ("docs/measured.md",)  # paths in its commands are those of the commits that ran
+PAGES = ("README.md", "docs/*.md", "models/*.md", "conformance/*.md")
+SPEEDS = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/verification.md")
+DECISIONS = "docs/decisions.md"
 FOLDERS = "hybrid|kernels|perf|conformance|specs|tools|docs|models"
 
 PART = re.compile(r"<!-- made: ([\w-]+) -->\n(.*?)<!-- end -->", re.S)
@@ -42,7 +40,7 @@ PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])(?::([A-Za-z_][\
 MODULE = re.compile(rf"python -m ((?:{FOLDERS})(?:\.\w+)+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.M)
-STATUS = re.compile(r"\*(\d{4}-\d\d-\d\d) · (?:accepted|rejected|superseded by )\S?.*\*$")
+ENTRY = re.compile(r"\*\*(\d{4}-\d\d-\d\d): \S.*?\.\*\* \S")
 
 
 def measured(name: str) -> list[str]:
@@ -64,22 +62,20 @@ def long_runs() -> list[str]:
 
 PARTS: dict[str, Callable[[], list[str]]] = {
     "headline": lambda: measured("headline"),
-    "targets": lambda: measured("against_targets"),
+    "speeds": lambda: measured("speeds"),
     "steps": lambda: measured("steps"),
     "long-runs": long_runs,
 }
 
 
-def measured_page() -> str:
-    """docs/measured.md, as `python -m perf.report --markdown` makes it: here, because reading the records takes
-    seconds."""
-    from hybrid.perf.record.schema import load_records
-    from hybrid.perf.report.measured import markdown
+def support_matrix() -> str:
+    from hybrid.spec.docs import support
+    from hybrid.spec.op import load_ops
 
-    return markdown(load_records())
+    return support(load_ops())
 
 
-WHOLE: dict[str, Callable[[], str]] = {"docs/measured.md": measured_page}
+WHOLE: dict[str, Callable[[], str]] = {"docs/support.md": support_matrix}
 """Pages of which everything is generated."""
 
 
@@ -113,20 +109,20 @@ def loose(text: str, name: str) -> Iterator[str]:
 def astray(text: str, page: Path, root: Path = ROOT) -> Iterator[str]:
     """What a page names and is not there."""
     name, plain = page.relative_to(root).as_posix(), FENCE.sub("", text)
-    for span in SPAN.findall(plain) if name not in OF_THEIR_COMMIT else ():
+    for span in SPAN.findall(plain):
         for path, member in PATH.findall(span):
             yield from (f"{name}: {fault}" for fault in _missing(path, member, root))
     for module in MODULE.findall(text):
         if not _module(module, root):
             yield f"{name}: python -m {module}: there is no such module"
     for link in LINK.findall(SPAN.sub("", plain)):
-        target, _, anchor = link.partition("#")
+        target, _, heading = link.partition("#")
         if "://" in link:
             continue
         there = (page.parent / target).resolve() if target else page
         if not there.exists():
             yield f"{name}: the link {link} leads nowhere"
-        elif anchor and anchor not in _anchors(there):
+        elif heading and heading not in _anchors(there):
             yield f"{name}: the link {link}: {there.name} has no such heading"
 
 
@@ -160,24 +156,27 @@ def _anchors(path: Path) -> frozenset[str]:
     """Of a page's headings, as GitHub makes them."""
     if path.suffix != ".md":
         return frozenset()
-    heads = HEADING.findall(FENCE.sub("", path.read_text(encoding="utf-8")))
-    heads = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head) for head in heads]
-    return frozenset(re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in heads)
+    return frozenset(map(anchor, HEADING.findall(FENCE.sub("", path.read_text(encoding="utf-8")))))
+
+
+def anchor(heading: str) -> str:
+    """What a link to a heading says, as GitHub makes it."""
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
 
 
 def decisions(text: str, name: str) -> Iterator[str]:
-    """Entries without date and status, or out of order."""
-    if not name.startswith("docs/decisions/") or name.endswith("README.md"):
-        return
-    last = ""
-    for entry in text.split("\n## ")[1:]:
-        title, line, *_ = entry.split("\n")
-        found = STATUS.match(line)
-        if found is None:
-            yield f"{name}: {title}: no line such as *2026-11-22 · accepted* below the heading"
-        elif last and found[1] > last:
-            yield f"{name}: {title}: newest first, but it is younger than the entry above it"
-        last = found[1] if found else last
+    """Entries without a date, or out of order."""
+    for section in text.split("\n## ")[1:] if name == DECISIONS else ():
+        title, *entries = section.strip().split("\n\n")
+        last = ""
+        for entry in entries:
+            found = ENTRY.match(entry)
+            if found is None:
+                yield f"{name}, {title}: an entry begins like **2026-11-22: What was decided.** not {entry[:40]!r}"
+            elif last and found[1] > last:
+                yield f"{name}, {title}: newest first, but {entry[2:42]!r} is younger than the entry above it"
+            last = found[1] if found else last
 
 
 def faults(page: Path, text: str, root: Path = ROOT) -> list[str]:

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Set-up for `make generate` (setup.sh run), `make serve` (setup.sh serve) and `make test` (setup.sh test): a virtual environment with the
-# package, and a Vulkan driver. Where no driver answers, Debian's CPU driver is installed if that is allowed;
+# Set-up for `make generate` (setup.sh run), `make serve` (setup.sh serve), `make docs` (setup.sh docs) and `make test` (setup.sh test):
+# a virtual environment with the package, and a Vulkan driver. Where no driver answers, Debian's CPU driver is installed if that is allowed;
 # otherwise the one command to run is printed and the NumPy device `cpu` is used.
 set -eu
 want=${1:-run}
@@ -16,7 +16,8 @@ if [ ! -x "$py" ]; then
     }
 fi
 case $want in
-    test) extras="[test,serve,kernels,perf]" ;;
+    test) extras="[test,serve,kernels,perf,docs]" ;;
+    docs) extras="[docs]" ;;
     serve) extras="[serve]" ;;
     *) extras="" ;;
 esac
@@ -84,5 +85,5 @@ if [ -n "$fetching" ]; then
 fi
 if layer; then echo 1 >"$venv/.validation"; else echo "" >"$venv/.validation"; fi
 touch "$venv/.ready"
-if [ "$want" != run ]; then touch "$venv/.ready-serve"; fi
-if [ "$want" = test ]; then touch "$venv/.ready-test"; fi
+if [ "$want" != run ]; then touch "$venv/.ready-$want"; fi
+if [ "$want" = test ]; then touch "$venv/.ready-serve" "$venv/.ready-docs"; fi

@@ -18,8 +18,8 @@ from hybrid.bench.ceiling import ceiling, impossible
 from hybrid.bench.measure import Bench, Row
 from hybrid.bench.probe import Probes, probe
 from hybrid.bench.report import text
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.kernels.npu.xrt import NpuUnavailable, open_host
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.perf import profile

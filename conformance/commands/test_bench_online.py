@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hybrid.engine.GONE import Stream
 
 from hybrid.bench import __main__ as bench
 from hybrid.bench import requests, talk
@@ -18,8 +19,9 @@ from hybrid.bench.requests import Served, quantiles, summary
 from hybrid.core.errors import QueueFull
 from hybrid.devices import energy
 from hybrid.devices.energy import Energy, Meter, meter_for
-from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, Usage, Wakes
-from hybrid.engine.metrics import Metrics
+from hybrid.engine.handle import Handle
+from hybrid.engine.request import Completion, Event, Timings, Usage, Wakeups
+from hybrid.engine.stats import Metrics
 
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu"]
 
@@ -82,7 +84,7 @@ def test_a_full_queue_is_asked_again():
         stream = Stream()
 
         def answer():
-            wakes = Wakes()
+            wakes = Wakeups()
             for i in range(max_tokens):
                 stream.push(Event("", (i,)), wakes)
                 wakes.send()
@@ -172,7 +174,7 @@ def test_a_prompt_that_should_be_new_and_is_not_voids_a_conversation():
     def submit(ids, *, max_tokens, ignore_eos):
         stream = Stream()
         usage, times = Usage(len(ids), 32, max_tokens), Timings(0.0, 0.1, 0.2)
-        stream.end(Completion("", (1,) * max_tokens, "length", None, usage, times), None, Wakes())
+        stream.end(Completion("", (1,) * max_tokens, "length", None, usage, times), None, Wakeups())
         return Handle(stream)
 
     with pytest.raises(RuntimeError, match="32 tokens of a prompt that is new were found in the cache"):

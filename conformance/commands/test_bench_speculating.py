@@ -9,7 +9,7 @@ import pytest
 from conformance.support.paths import DEMO
 from hybrid.bench import __main__ as bench
 from hybrid.bench.speculating import Guesses, Replays, Runs
-from hybrid.engine.drafts import Lookup
+from hybrid.engine.speculation import Lookup
 
 SMALL = ["--random", "gemma3-270m", "--layers", "1", "--vocab", "512", "--device", "cpu"]
 ASKED = ["-b", "3", "--requests", "4", "--prompt-lengths", "33,40", "--output-lengths", "7,13"]

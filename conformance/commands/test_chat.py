@@ -22,8 +22,8 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid import generate
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.generate.chat_loop import Conversation, Options
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.text import chat

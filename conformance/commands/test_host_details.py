@@ -28,9 +28,9 @@ from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Tensor
 from hybrid.devices import opening as devices
 from hybrid.devices.transfers import TransferCounts
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.trace import Pass, Timing
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
+from hybrid.engine.trace import TimedPass, Timing
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.perplexity import Running
 from hybrid.planning.arena import Life, place
@@ -126,7 +126,7 @@ class Timed:
 def test_a_pass_that_runs_beside_others_ends_with_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 12.0, 13.0, 20.0, 30.0, 40.0, 50.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    found: list[Pass] = []
+    found: list[TimedPass] = []
     timing = Timing(found)
     steps = ((0.0, 1.0), (1.5, 0.5))
     for program in (Timed(0, 10.25, *steps), Timed(1, None, *steps), Timed(0, 11.0), Timed(None, 12.0, *steps)):

@@ -15,9 +15,8 @@ from hybrid.checkpoint.random import random_checkpoint
 from hybrid.convert import Wanted, convert
 from hybrid.core.errors import SpecError
 from hybrid.core.units import parse_bytes, shortest, show_bytes
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.weights import stored_types
+from hybrid.engine.loading import EngineConfig, stored_types
+from hybrid.engine.loop import Engine
 from hybrid.inspect import main
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.kernels.vulkan.dry import DryDevice, scratch_bytes

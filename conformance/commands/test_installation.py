@@ -205,7 +205,7 @@ def test_commands_of_the_pages_are_those_of_an_installation() -> None:
     }
     ours = {name for name in said if name.startswith("conformance.")}  # of the repository alone
     assert [name for name in ours if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()] == []
-    assert said - ELSEWHERE - ours == set(COMMANDS)
+    assert said - ELSEWHERE - ours <= set(COMMANDS)
 
 
 def test_commands_work_and_write_where_they_are_run(installed: Installation) -> None:
@@ -222,8 +222,7 @@ def test_commands_work_and_write_where_they_are_run(installed: Installation) -> 
         "hybrid.schedule check gemma3 m.gguf": (0, ""),
         f"hybrid.bench {' '.join(tiny)} -p 4 -n 2 -r 1": (0, "decode 2 @ 0"),
         "hybrid.spec check": (0, "are sound"),
-        "hybrid.spec docs --check": (0, "nothing was compared"),
-        "hybrid.spec docs": (0, "wrote docs/ops.md"),
+        "hybrid.spec docs": (0, "# Operations"),
         "hybrid.perf.op rmsnorm --workload demo.decode --device cpu --seconds 0.001": (0, "the host's clock"),
         "hybrid.perf.probe --device cpu": (0, "numpy copy"),
         f"hybrid.perf.profile {' '.join(tiny)} --context 4 -r 1": (0, "host, waiting"),
@@ -235,7 +234,7 @@ def test_commands_work_and_write_where_they_are_run(installed: Installation) -> 
         "hybrid.perf.gate --only spirv --update": (1, "only in a clone of the repository"),
         "hybrid.perf.record p.xml f.json": (1, "only in a clone of the repository"),
         "hybrid.perf.report": (0, "build/report/index.html"),
-        "hybrid.perf.report --markdown --check": (0, "nothing was compared"),
+        "hybrid.perf.report --markdown": (0, "Nothing is kept yet."),
         "hybrid.perf.campaign --list": (0, "python -m perf.ablate"),
         "hybrid.perf.campaign --only proof": (1, "only in a clone of the repository"),
         "hybrid.perf.npu": (0, "MAC/cycle"),
@@ -248,8 +247,7 @@ def test_commands_work_and_write_where_they_are_run(installed: Installation) -> 
     for command, (code, words) in wanted.items():
         got, out, err = results[command]
         assert got == code and words in out + err, f"{command}: {got}\n{out}\n{err}"
-    assert {p.name for p in installed.work.iterdir()} == {"t.txt", "m.gguf", "docs", "build"}
-    assert {p.name for p in (installed.work / "docs").iterdir()} == {"ops.md", "support.md"}
+    assert {p.name for p in installed.work.iterdir()} == {"t.txt", "m.gguf", "build"}
     assert any(installed.home.rglob("*.xclbin")) and installed.untouched()
 
 

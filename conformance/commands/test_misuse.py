@@ -16,7 +16,7 @@ from conformance.support.models import BOTH, GOLDEN, MODELS, demo
 from conformance.support.profile import LONG
 from hybrid import generate, inspect, perplexity
 from hybrid.cli import CACHES, PRECISIONS
-from hybrid.engine.engine import Engine
+from hybrid.engine.loop import Engine
 from hybrid.kernels.vulkan.kernel import warn_once, write_cache
 from hybrid.perf import ablate, op, tune
 from hybrid.perf.npu import __main__ as npu

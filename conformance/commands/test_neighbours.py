@@ -17,8 +17,8 @@ from conformance.support.devices import open_backend
 from conformance.support.models import BOTH, MODELS, cut
 from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.perf import neighbour, neighbours
 from hybrid.perf.neighbours import Neighbour, NeighbourFailed, Trials
 

@@ -12,27 +12,24 @@ from functools import cache
 from typing import Any
 
 import pytest
+from hybrid.engine.GONE import Ahead, Counts, Pace, Wanted, likely
 from threadpoolctl import threadpool_limits
 
 import hybrid
 from conformance.engine.test_drafting import Clock
 from conformance.engine.test_speculation import PROMPT, WAYS, run_as_it_is, run_plain
+from conformance.support.audit import audit
 from conformance.support.devices import BACKENDS, for_model
 from conformance.support.fake_runner import VOCAB, Oracle, Runner
 from conformance.support.models import BOTH, cut
 from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
-from hybrid.engine.ahead import Ahead, Wanted
-from hybrid.engine.audit import audit
 from hybrid.engine.blocks import Blocks, Group
-from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafting import Drafting
-from hybrid.engine.drafts import Replay
-from hybrid.engine.pace import Costs, Counts, Pace, likely, share
+from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
-from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.sequence import Limits, Stream
+from hybrid.engine.scheduler import Limits, Scheduler
+from hybrid.engine.speculation import Costs, DraftModel, Replay, Speculator, share
 
 PATIENCE = 60.0
 
@@ -295,10 +292,10 @@ def seconds(rate: float, each: float, apart: bool, slower: float = 1.0, tokens: 
     draft, limits = Timed(rate, each, apart), Limits(1, tokens + 4, rows=8, outs=8, ahead=1)
     blocks = Blocks([Group("local", tokens, 2)], 4)
     scheduler, runner = Scheduler(blocks, limits, lambda: 0.0), Runner(blocks.groups, 4, 1, -(-limits.ctx // 4))
-    drafting = Drafting(
+    drafting = Speculator(
         draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock
     )
-    scheduler.add(stream := Stream(0, [1], tokens))
+    scheduler.add(stream := Request(0, [1], tokens))
     while not scheduler.idle:
         before = draft.clock.now
         assert drafting.prepare(scheduler)

@@ -21,7 +21,7 @@ from conformance.support.profile import LONG
 from conformance.support.ties import EXACT_NEAR
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
-from hybrid.engine.handle import Completion
+from hybrid.engine.request import Completion
 from hybrid.harness.compare import Disagreement
 from hybrid.harness.sampling import Params, judge
 

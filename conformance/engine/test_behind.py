@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hybrid.engine.GONE import Counts, Wanted
 
 import hybrid
 from conformance.engine.test_ahead import Timed
 from conformance.engine.test_speculation import PROMPT
+from conformance.support.audit import audit
 from conformance.support.devices import for_model
 from conformance.support.fake_runner import Runner
 from conformance.support.models import BOTH, cut
@@ -21,15 +23,11 @@ from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
 from hybrid.core.plan import FAULTED
-from hybrid.engine.ahead import Wanted
-from hybrid.engine.audit import audit
 from hybrid.engine.blocks import Blocks, Group
-from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafting import Drafting
-from hybrid.engine.pace import Counts
+from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
-from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.sequence import Limits, Stream
+from hybrid.engine.scheduler import Limits, Scheduler
+from hybrid.engine.speculation import DraftModel, Speculator
 
 
 @pytest.mark.slow
@@ -159,16 +157,16 @@ class Queued(Timed):
 
 def seconds(
     rate: float, follows_on: bool, k: int | None = None, each: float = 0.1, host: float = 0.06, tokens: int = 240
-) -> tuple[float, Counts, Queued, Drafting]:
+) -> tuple[float, Counts, Queued, Speculator]:
     """Of a text, on a device whose passes take 1 and 0.02 for each row."""
     draft, limits = Queued(rate, each, host, follows_on), Limits(1, tokens + 4, rows=8, outs=8, ahead=1)
     blocks = Blocks([Group("local", tokens, 2)], 4)
     scheduler, runner = Scheduler(blocks, limits, lambda: 0.0), Runner(blocks.groups, 4, 1, -(-limits.ctx // 4))
-    drafting = Drafting(
+    drafting = Speculator(
         draft, 8, k, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock
     )
     clock, read = draft.clock, 0.0
-    scheduler.add(stream := Stream(0, [1], tokens))
+    scheduler.add(stream := Request(0, [1], tokens))
     while not scheduler.idle:
         assert drafting.prepare(scheduler)
         done, submitted = scheduler.schedule(), clock.now
@@ -208,10 +206,10 @@ def test_guesses_that_are_never_right_cost_no_more_than_their_budget() -> None:
 def test_only_what_the_verification_alone_has_led_to_is_taken() -> None:
     """After another pass, or where nothing is to be guessed, it is dropped, and its time is not taken for a pass's."""
     draft = Queued(1.0, 0.1, 0.0, True)
-    drafting = Drafting(
+    drafting = Speculator(
         draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock
     )
-    stream = Stream(0, [1, 2], 40)
+    stream = Request(0, [1, 2], 40)
     stream.last, stream.slot, stream.position = 42, 0, 1
     drafted = list[tuple[int, ...]]()
     scheduler: Any = SimpleNamespace(number=5, in_flight=0, _running=[stream], draft=lambda s, ids: drafted.append(ids))
@@ -227,12 +225,12 @@ def test_only_what_the_verification_alone_has_led_to_is_taken() -> None:
 
 def test_nothing_is_made_behind_what_the_budget_cannot_pay_or_what_ends() -> None:
     draft = Queued(0.8, 0.1, 0.0, True)
-    drafting = Drafting(
+    drafting = Speculator(
         draft, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, pytest.fail, draft.clock
     )
     drafting.costs.passes, drafting.costs.drafts = {1: 1.0, 8: 1.2}, {4: 0.4}
     for seconds, last, behind in ((9.0, 42, True), (-9.0, 42, False), (9.0, 7, False), (9.0, 8, True)):
-        stream = Stream(0, [1, 2], 40)
+        stream = Request(0, [1, 2], 40)
         stream.last, stream.slot, stream.position, stream.flying = last, 0, 5, 1
         scheduler: Any = SimpleNamespace(number=6, in_flight=1, _running=[stream])
         drafting._of.clear()

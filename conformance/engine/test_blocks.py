@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hybrid.core.errors import NoFreeSlot
 from hybrid.engine.blocks import Blocks, Group, groups_of
-from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.sequence import Limits, Stream
+from hybrid.engine.request import Request
+from hybrid.engine.scheduler import Limits, Scheduler
 from hybrid.planning.cache import CacheShape
 
 
@@ -212,7 +212,7 @@ def asked(blocks: Blocks, ids: list[int], generated: int, now: int) -> int:
     found."""
     scheduler = Scheduler(blocks, Limits(slots=1, ctx=400, rows=400), lambda: 0.0)
     scheduler.number = now
-    stream = Stream(0, ids, generated)
+    stream = Request(0, ids, generated)
     scheduler.add(stream)
     while not scheduler.idle:
         done = scheduler.schedule()

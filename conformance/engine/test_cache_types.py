@@ -18,9 +18,8 @@ from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.errors import SpecError
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.weights import stored_types
+from hybrid.engine.loading import EngineConfig, stored_types
+from hybrid.engine.loop import Engine
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.planning.footprint import footprint
 

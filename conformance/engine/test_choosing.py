@@ -17,9 +17,7 @@ from conformance.support.devices import BACKENDS, for_model
 from conformance.support.synthetic import tiny, write_hf
 from conformance.support.ties import EXACT_NEAR
 from hybrid.core.tensor import Tensor
-from hybrid.engine.choosing import GUESSED_ROWS, Choosing
-from hybrid.engine.constraint import Allowed, ids_of, mask_of
-from hybrid.engine.sampling import Sampling
+from hybrid.engine.sampling import GUESSED_ROWS, Allowed, Sampling, SamplingState, ids_of, mask_of
 from hybrid.model import Model
 
 PATIENCE = 60.0  # seconds; nothing here takes one
@@ -209,7 +207,7 @@ class OneAfterTheOther(Steps):
 
 def test_guessed_rows_have_the_masks_that_their_guesses_lead_to(model: Model) -> None:
     device, target = Written(), model.engine.target
-    choosing, vocab, slots = Choosing(device, target), target.hparams.vocab, target.cache.slots  # type: ignore[arg-type]
+    choosing, vocab, slots = SamplingState(device, target), target.hparams.vocab, target.cache.slots  # type: ignore[arg-type]
     steps: list[set[int] | None] = [{3, 5}, None, {8}, {8}, {9}]
     for slot in (0, 1):
         choosing.admit(slot, Sampling(), constraint=OneAfterTheOther(steps, vocab))
@@ -231,7 +229,7 @@ def test_guessed_rows_have_the_masks_that_their_guesses_lead_to(model: Model) ->
 
 def test_rows_for_guesses_come_back_and_run_out(model: Model) -> None:
     target = model.engine.target
-    choosing = Choosing(Written(), target)  # type: ignore[arg-type]
+    choosing = SamplingState(Written(), target)  # type: ignore[arg-type]
     for slot in range(2):
         choosing.admit(slot, Sampling(), constraint=Allowed([7], target.hparams.vocab))
     for _ in range(3):

@@ -8,7 +8,7 @@ import numpy as np
 
 import hybrid
 from conformance.support.paths import DEMO
-from hybrid.engine.constraint import Allowed, is_ready, mask_words
+from hybrid.engine.sampling import Allowed, is_ready, mask_words
 
 
 class Gated:

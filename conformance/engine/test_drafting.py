@@ -7,19 +7,16 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+from hybrid.engine.GONE import AHEAD, FIRST, SHARE, Ahead, Budget, Counts, Pace, Rightness, trial
 
+from conformance.support.audit import audit
 from conformance.support.fake_runner import VOCAB, Oracle, Runner
 from conformance.support.profile import LONG
-from hybrid.engine.ahead import Ahead
-from hybrid.engine.audit import audit
 from hybrid.engine.blocks import Blocks, Group
-from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafting import Drafting
-from hybrid.engine.drafts import Replay
-from hybrid.engine.pace import AHEAD, FIRST, MOST, SHARE, Budget, Costs, Counts, Pace, Rightness, expected, share, trial
+from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
-from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.sequence import Limits, Pass, Run, Stream
+from hybrid.engine.scheduler import Limits, Pass, Run, Scheduler
+from hybrid.engine.speculation import MOST, Costs, DraftModel, Replay, Speculator, expected, share
 
 BLOCK, WINDOW = 4, 2
 TOKENS = 400
@@ -98,7 +95,7 @@ def spent(
     slow: float = 0.0,
     kind: type[Rated] = Rated,
     seed: int = 5,
-) -> tuple[float, Counts, Drafting]:
+) -> tuple[float, Counts, Speculator]:
     """Seconds of a text of `tokens` tokens of each sequence, what was guessed, and by whom. wanted: guesses that
     requests ask for. slow: seconds that the first guesses take more."""
     room = max(sequences + MOST, min(32, sequences * (1 + MOST)))
@@ -112,8 +109,8 @@ def spent(
     runner = Runner(blocks.groups, BLOCK, sequences, -(-limits.ctx // BLOCK))
     drafter = kind(Oracle([WINDOW]), rate, clock, each, slow, seed)
     wish = lambda stream: (Sampling(), wanted, False)  # noqa: E731
-    drafting = Drafting(drafter, room, k, None, wish, lambda s, e: None, lambda why: None, clock)
-    streams = [Stream(i, [i % VOCAB], tokens) for i in range(sequences)]
+    drafting = Speculator(drafter, room, k, None, wish, lambda s, e: None, lambda why: None, clock)
+    streams = [Request(i, [i % VOCAB], tokens) for i in range(sequences)]
     for stream in streams:
         scheduler.add(stream)
     while not scheduler.idle:
@@ -174,11 +171,11 @@ def test_sequences_with_guesses_share_one_pass() -> None:
     blocks = Blocks([Group("local", 80, WINDOW)], BLOCK)
     scheduler, drafter = Scheduler(blocks, limits, lambda: 0.0), Rated(Oracle([WINDOW]), 1.0, Clock(), float)
     runner = Runner(blocks.groups, BLOCK, 2, 10)
-    drafting = Drafting(
+    drafting = Speculator(
         drafter, 16, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, lambda why: None
     )
     for i in range(2):
-        scheduler.add(Stream(i, [i + 1], 30))
+        scheduler.add(Request(i, [i + 1], 30))
     assert drafting.prepare(scheduler)
     flights = [scheduler.schedule()]
     drafting.costs.took(2, 1.0)
@@ -343,10 +340,10 @@ def test_drafting_on_the_same_queue_ends_before_its_verification(fails: bool) ->
     """Its time is measured there; where it fails, guessing ends, and is reported once."""
     said: list[str] = []
     clock, model = Clock(), ByHand(fails)
-    drafting = Drafting(
+    drafting = Speculator(
         model, 8, None, None, lambda s: (Sampling(), None, False), lambda s, e: None, said.append, clock
     )
-    stream = Stream(0, [1], 9)
+    stream = Request(0, [1], 9)
     plain, verified = (Pass(1, [Run(stream, 0, 0, (1,) * n, n)], rows=n, outs=n) for n in (1, 4))
     assert drafting.finish(verified) == 0.0 and not model.waited, "nothing was drafted"
     for done in (plain, verified):
@@ -371,7 +368,7 @@ def test_a_drafter_that_was_slow_once_is_found_again() -> None:
     _, counts, drafting = spent(0.9, reads, guess=0.05, slow=30.0)
     assert counts.drafted / counts.verified > 2 and counts.tokens / counts.passes > 2, counts
     before = dict(drafting.costs.passes), drafting.budget.seconds
-    stream = Stream(9, [1], 4)
+    stream = Request(9, [1], 4)
     drafting.committed(Pass(1, [Run(stream, 0, 0, None, 1)], rows=1, outs=1), [(stream, 1)], 0.0)
     assert before == (drafting.costs.passes, drafting.budget.seconds)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hybrid.engine.GONE import WATCHED
 
 import hybrid
 from conformance.engine.test_speculation import PROMPT, few
@@ -13,10 +14,9 @@ from conformance.support.devices import BACKENDS, for_model
 from conformance.support.profile import LONG
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.places import DEMO
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.draft_model import WATCHED, DraftModel
-from hybrid.engine.drafts import Lookup, Replay
+from hybrid.engine.loading import EngineConfig
 from hybrid.engine.sampling import Sampling
+from hybrid.engine.speculation import DraftModel, Lookup, Replay
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.ready import ready
 

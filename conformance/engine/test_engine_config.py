@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conformance.support.synthetic import tiny
-from hybrid.engine.config import EngineConfig, sizes_for
+from hybrid.engine.loading import EngineConfig, sizes_for
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.planning.cache import DEFAULT_CTX
 

@@ -13,8 +13,8 @@ from conformance.support.devices import BACKENDS, for_model
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 
 MOST_CALLS = 20  # of Python functions, per token
 

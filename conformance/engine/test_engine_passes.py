@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hybrid.engine.GONE import chunks
 
 import hybrid
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded
-from hybrid.engine.chunks import chunks
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.engine.sampling import Sampling
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.planning.passes import (

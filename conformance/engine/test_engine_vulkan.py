@@ -12,8 +12,8 @@ from conformance.support.plain_gemma3 import forward
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.engine.sampling import Sampling
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.kernels.vulkan.kernel import kernels_digest

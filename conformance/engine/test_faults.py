@@ -20,9 +20,9 @@ from hybrid.checkpoint import finite, open_checkpoint
 from hybrid.convert import SAME, Wanted, convert
 from hybrid.core.dtypes import DTYPES
 from hybrid.core.tensor import Tensor
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.faults import NotFinite, fault
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
+from hybrid.engine.runner import NotFinite, fault
 from hybrid.kernels.vulkan.kernel import kernels_digest
 
 NAN, INF, ONES = "nan", "infinity", "all ones"

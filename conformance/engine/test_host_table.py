@@ -16,7 +16,7 @@ from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny_gemma3n, tiny_gemma4, write_hf
 from hybrid.core.hparams import HParams
 from hybrid.core.units import parse_bytes
-from hybrid.engine.room import NoRoom
+from hybrid.engine.loading import OverBudget
 from hybrid.kernels.vulkan.kernel import kernels_digest
 from hybrid.spec.schedule import named_schedule
 
@@ -73,7 +73,7 @@ def test_the_text_is_the_same_and_the_table_is_not_on_the_device(tmp_path: Path,
 @pytest.mark.slow
 def test_it_is_chosen_where_memory_is_short_and_said(tmp_path: Path) -> None:
     folder = write_hf(tmp_path, tiny_gemma4())
-    with pytest.raises(NoRoom) as refused:
+    with pytest.raises(OverBudget) as refused:
         load(folder, "vulkan", memory="1MiB", schedule="gemma4")
     together = re.search(r"together ([\d.]+ \w+)", str(refused.value))
     assert together is not None
@@ -87,7 +87,7 @@ def test_it_is_chosen_where_memory_is_short_and_said(tmp_path: Path) -> None:
             "so gemma4-host-table"
         )
         assert model.engine.room is not None and model.engine.room.memory == short
-    with pytest.raises(NoRoom, match="too little"):  # not even so
+    with pytest.raises(OverBudget, match="too little"):  # not even so
         load(folder, "vulkan", memory="1MiB")
-    with pytest.raises(NoRoom, match="too little"):  # a schedule that was asked for is kept
+    with pytest.raises(OverBudget, match="too little"):  # a schedule that was asked for is kept
         load(folder, "vulkan", memory=short, schedule="gemma4")

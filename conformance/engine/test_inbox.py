@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hybrid.engine.GONE import Rows
 
 from hybrid.core.plan import INBOX_SETS
-from hybrid.engine.inbox import GOES_ON, Inbox, Rows
+from hybrid.engine.runner import CONTINUES, Inbox
 from hybrid.planning.cache import CacheShape
 
 SHAPE = CacheShape(ctx=64, window=10, chunk=8, slots=2)
@@ -28,7 +29,7 @@ class Device:
 
 
 def rows(count: int, **more: Any) -> Rows:
-    one = np.full(count, GOES_ON, np.int32)
+    one = np.full(count, CONTINUES, np.int32)
     return Rows(one, one, np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32), **more)
 
 

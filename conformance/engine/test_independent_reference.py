@@ -11,8 +11,8 @@ import pytest
 from conformance.support.devices import BACKENDS, open_backend
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 
 transformers = pytest.importorskip("transformers", reason="the extra `reference` is not installed")
 torch = pytest.importorskip("torch", reason="the extra `reference` is not installed")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hybrid.engine.GONE import BlockTables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.core.errors import ContextExceeded, NoFreeSlot
 from hybrid.engine.blocks import Blocks, groups_of
-from hybrid.engine.kv import BlockTables
 from hybrid.planning.cache import CacheShape
 
 

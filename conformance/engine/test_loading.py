@@ -20,8 +20,7 @@ from hybrid.checkpoint.stored import Stored
 from hybrid.core.dtypes import DTYPES, FILE_TYPES, WEIGHT_TYPES
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Packed, Tensor
-from hybrid.engine.loading import resident
-from hybrid.engine.weights import stored_types, upload
+from hybrid.engine.loading import resident, stored_types, upload
 from hybrid.kernels.vulkan.device import VulkanDevice
 from hybrid.kernels.vulkan.memory import Buffer, Memory
 from hybrid.kernels.vulkan.repack import REPACKED

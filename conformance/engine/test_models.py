@@ -18,8 +18,8 @@ from conformance.support.plain_gemma3 import forward
 from conformance.support.profile import LONG
 from conformance.support.ties import CLEAR, EXACT_NEAR, INT8_NEAR, INT8_RMS, agree, clear, generated, lead, leads
 from hybrid.checkpoint import open_checkpoint
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 
 LENGTHS = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3)
 ON_BOTH = [*product(BACKENDS, LENGTHS)] if LONG else [*product(["cpu"], LENGTHS), ("vulkan", WINDOW + 17)]

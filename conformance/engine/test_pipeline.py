@@ -27,9 +27,8 @@ from hybrid.core.hparams import HParams
 from hybrid.devices import transfers
 from hybrid.devices.inflight import InFlight
 from hybrid.devices.multi import MultiDevice
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.weights import stored_types
+from hybrid.engine.loading import EngineConfig, stored_types
+from hybrid.engine.loop import Engine
 from hybrid.generate import main
 from hybrid.kernels.npu import xrt_sim
 from hybrid.kernels.npu.device import NpuDevice

@@ -12,8 +12,7 @@ import pytest
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded
 from hybrid.core.places import DEMO
-from hybrid.engine.options import Options
-from hybrid.engine.request import Request
+from hybrid.engine.request import Options, Request
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.stats import EngineReport
 from hybrid.model import Model

@@ -19,7 +19,7 @@ from hybrid.checkpoint.random import random_checkpoint, random_types
 from hybrid.core.plan import Plan
 from hybrid.core.units import parse_bytes
 from hybrid.devices.opening import Opened
-from hybrid.engine.room import BESIDE, LEAST_KEPT, NoRoom, room_for
+from hybrid.engine.loading import HEADROOM, LEAST_KEPT, OverBudget, budget_for
 from hybrid.kernels.vulkan import dry
 from hybrid.kernels.vulkan.device import VulkanDevice
 from hybrid.planning.cache import DEFAULT_CTX, CacheShape
@@ -30,7 +30,7 @@ from hybrid.spec.model import find_model
 CACHE = CacheShape(ctx=320, window=33, chunk=64, slots=4)  # 10 blocks, rings of 4
 HELD = Footprint(weights=1000, tables=10, kv_global=40 * 100, kv_local=16 * 50, state=5, io=5, scratch=80)
 ONE = 10 * 100 + 4 * 50
-FIXED = 1000 + 100 + BESIDE
+FIXED = 1000 + 100 + HEADROOM
 
 
 def test_blocks_take_what_is_left() -> None:
@@ -41,22 +41,22 @@ def test_blocks_take_what_is_left() -> None:
         (4.0, (40, 16)),
         (1000.0, (10 * LEAST_KEPT, 4 * LEAST_KEPT)),
     ):
-        room = room_for(FIXED + int(times * ONE), HELD, CACHE)
+        room = budget_for(FIXED + int(times * ONE), HELD, CACHE)
         assert room.blocks == blocks and room.sequences == min(times, LEAST_KEPT)
         assert room.weights + room.rest + room.kv <= room.memory
-    assert "2.5 sequences of 320 tokens" in room_for(FIXED + int(2.5 * ONE), HELD, CACHE).line()
+    assert "2.5 sequences of 320 tokens" in budget_for(FIXED + int(2.5 * ONE), HELD, CACHE).line()
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
-    with pytest.raises(NoRoom, match=r"one sequence of 320 tokens 1.17 KiB.*ctx=288 would fit, or give it more"):
-        room_for(FIXED + ONE - 1, HELD, CACHE)
-    with pytest.raises(NoRoom, match="use a smaller weight type"):
-        room_for(1000, HELD, CACHE)
+    with pytest.raises(OverBudget, match=r"one sequence of 320 tokens 1.17 KiB.*ctx=288 would fit, or give it more"):
+        budget_for(FIXED + ONE - 1, HELD, CACHE)
+    with pytest.raises(OverBudget, match="use a smaller weight type"):
+        budget_for(1000, HELD, CACHE)
 
 
 def test_a_model_loads_into_its_memory(tmp_path: Path) -> None:
     folder = write_hf(tmp_path, tiny(), dtype="f32")
-    with pytest.raises(NoRoom) as refused:
+    with pytest.raises(OverBudget) as refused:
         hybrid.load(folder, "cpu", ctx=128, memory="1MiB")
     found = re.search(r"together ([\d.]+ \w+)", str(refused.value))
     assert found is not None

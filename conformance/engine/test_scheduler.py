@@ -7,8 +7,8 @@ import pytest
 from conformance.support.fake_runner import Loop
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.blocks import Group
-from hybrid.engine.queue import KEPT
-from hybrid.engine.sequence import Limits, Pass, Stream
+from hybrid.engine.request import Request
+from hybrid.engine.scheduler import KEPT, Limits, Pass
 
 
 def loop(slots=4, ctx=200, rows=32, blocks=400, window=0, local=400, block=4, clock=float, **limits) -> Loop:
@@ -20,7 +20,7 @@ def prompt(n: int, first: int = 0) -> list[int]:
     return [(first + 7 * i + i * i) % 23 for i in range(n)]
 
 
-def rows_of(passes: list[Pass], stream: Stream) -> list[int]:
+def rows_of(passes: list[Pass], stream: Request) -> list[int]:
     """Rows of a sequence in each pass."""
     return [sum(len(r.ids or (0,)) for r in p.runs if r.seq is stream) for p in passes]
 
@@ -98,7 +98,7 @@ def test_a_sequence_may_end_with_the_context():
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
-def entered(server: Loop, streams: list[Stream]) -> list[int]:
+def entered(server: Loop, streams: list[Request]) -> list[int]:
     """In which order sequences got their slots."""
     params = [s for p in server.passes for s in p.params]
     return [streams.index(s) for s in params]
@@ -288,7 +288,7 @@ def test_a_slot_whose_token_is_not_read_yet_is_not_given_again():
     """The last in order is preempted while a pass that chooses its token runs; a request of high priority comes just
     then."""
 
-    def server_at(passes: int) -> tuple[Loop, Stream, Stream]:
+    def server_at(passes: int) -> tuple[Loop, Request, Request]:
         server = loop(slots=2, blocks=13, ctx=60)
         first, second = server.add(prompt(20), 30), server.add(prompt(22, 5), 10)
         server.steps(passes)
@@ -395,9 +395,9 @@ def test_misuse_is_said():
     with pytest.raises(ValueError, match=r"pass 1: its runs take 1 to \[1\] tokens, not \[2\]"):
         server.scheduler.commit(one, [1, 2], [2])
     with pytest.raises(ValueError, match="the prompt is empty"):
-        Stream(1, [], 1)
+        Request(1, [], 1)
     with pytest.raises(ValueError, match="limit must be positive, not 0"):
-        Stream(1, [1], 0)
+        Request(1, [1], 0)
     for wrong, said in (
         ({"rows": 1}, "rows must be at least the number of slots, 2, not 1"),
         ({"ahead": 0}, "ahead must be pos"),

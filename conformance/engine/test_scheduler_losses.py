@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from conformance.engine.test_scheduler import loop, prompt
+from conformance.support.audit import audit
 from conformance.support.fake_runner import Loop
-from hybrid.engine.audit import audit
 from hybrid.engine.blocks import Group
-from hybrid.engine.sequence import Limits
+from hybrid.engine.scheduler import Limits
 
 
 def test_passes_that_did_nothing_leave_nothing_and_cost_no_more_than_themselves():

@@ -14,6 +14,7 @@ from collections.abc import Generator, Hashable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from hybrid.engine.GONE import Ahead, Wanted
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,17 +26,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from conformance.support.audit import audit
 from conformance.support.fake_runner import VOCAB, Oracle, Runner, Uneven
 from conformance.support.profile import LONG
 from hybrid.core.errors import ContextExceeded, QueueFull
-from hybrid.engine.ahead import Ahead, Wanted
-from hybrid.engine.audit import audit
 from hybrid.engine.blocks import Blocks, Group
-from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafting import Drafting
+from hybrid.engine.request import Request
 from hybrid.engine.sampling import Sampling
-from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.sequence import Limits, Pass, Stream
+from hybrid.engine.scheduler import Limits, Pass, Scheduler
+from hybrid.engine.speculation import DraftModel, Speculator
 
 TOKENS = st.integers(0, VOCAB - 1)
 TOTALS: Counter[str] = Counter()
@@ -159,19 +158,19 @@ class Serving(RuleBasedStateMachine):
         self.liar, room = Liar(self.oracle), self.limits.outs or slots
         self.hosts: set[int] = set()  # the host chooses for these, as under constraints
         drafter = Apart(self.liar) if apart else self.liar
-        self.drafting = Drafting(drafter, room, guesses, None, self.wish, lambda s, e: None, self.failures.append)
-        self.streams: list[Stream] = []
+        self.drafting = Speculator(drafter, room, guesses, None, self.wish, lambda s, e: None, self.failures.append)
+        self.streams: list[Request] = []
         self.flights: list[Pass] = []
         self.overtaken: Counter[int] = Counter()
         self.systems = data.draw(st.lists(st.lists(TOKENS, min_size=1, max_size=ctx - 4), min_size=1, max_size=3))
 
-    def wish(self, stream: Stream) -> tuple[Sampling, int | None, bool]:
+    def wish(self, stream: Request) -> tuple[Sampling, int | None, bool]:
         return Sampling(), stream.tag, stream.id in self.hosts
 
     # --- what may happen ---------------------------------------------------------------------------------------------
 
     def add(self, prompt: list[int], limit: int, **options: Any) -> None:
-        stream = Stream(len(self.streams), prompt, limit, **options)
+        stream = Request(len(self.streams), prompt, limit, **options)
         try:
             self.scheduler.add(stream)
         except (QueueFull, ContextExceeded) as refusal:

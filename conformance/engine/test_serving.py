@@ -17,7 +17,7 @@ from conformance.support.devices import BACKENDS, for_model
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.errors import ContextExceeded, DeviceLost, QueueFull
-from hybrid.engine.handle import Completion, Event
+from hybrid.engine.request import Completion, Event
 from hybrid.model import Model
 
 PROMPTS = ([2, 4, 5, 6], [2, 7, 8, 9, 10, 11, 12, 13, 14], [2] * 17, [2, *range(20, 60)], [2, 9])

@@ -31,9 +31,9 @@ from conformance.support.stepped import Stepped, alone, draft_of, same
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.errors import ContextExceeded
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.constraint import mask_words
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
+from hybrid.engine.sampling import mask_words
 from hybrid.kernels.oracle.device import CpuDevice
 
 PATIENCE = 120.0

@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 
 import hybrid
+from conformance.support.audit import audit
 from conformance.support.devices import BACKENDS, for_model
 from conformance.support.models import BOTH, cut
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.places import DEMO
-from hybrid.engine.audit import audit
-from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafting import most_guesses
-from hybrid.engine.drafts import Lookup, Replay
-from hybrid.engine.pace import MOST
 from hybrid.engine.sampling import Sampling
+from hybrid.engine.speculation import MOST, DraftModel, Lookup, Replay, most_guesses
 from hybrid.kernels.vulkan.kernel import kernels_digest
 
 CTX, TOKENS = 96, 24 if LONG else 16

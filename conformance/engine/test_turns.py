@@ -15,8 +15,7 @@ from conformance.support.models import BOTH, cut
 from conformance.support.paths import DEMO
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.blocks import Group
-from hybrid.engine.sequence import Limits
-from hybrid.engine.turns import OFTEN, RARELY, SOON, TRY, Turns
+from hybrid.engine.scheduler import OFTEN, RARELY, SOON, TRY, BatchCap, Limits
 from hybrid.planning.passes import buckets
 
 H100 = {
@@ -41,7 +40,7 @@ def by_plan(rows: int) -> float:
     return H100[next(size for size in SIZES if rows <= size)]
 
 
-def next_rows(turns: Turns, n: int) -> int:
+def next_rows(turns: BatchCap, n: int) -> int:
     fewer = turns.fewer(n)
     return fewer if fewer and turns.pays(n) else n
 
@@ -50,7 +49,7 @@ def rate(
     n: int, cost: Callable[[int], float] = by_plan, passes: int = 2000, slots: int = 128
 ) -> tuple[float, list[int]]:
     """Tokens a second of n sequences, and the rows of each pass."""
-    turns, seconds, rows = Turns(buckets(slots, SIZES), SIZES), 0.0, list[int]()
+    turns, seconds, rows = BatchCap(buckets(slots, SIZES), SIZES), 0.0, list[int]()
     for i in range(passes):
         rows.append(next_rows(turns, n))
         seconds += (took := cost(rows[-1]))
@@ -78,7 +77,7 @@ def test_all_run_in_every_pass_where_that_gives_most(n: int) -> None:
 
 def test_a_way_is_tried_again_as_times_change() -> None:
     """Attention of long sequences costs by their number, so that turns no longer pay."""
-    turns, rows = Turns(SIZES, SIZES), list[int]()
+    turns, rows = BatchCap(SIZES, SIZES), list[int]()
     for i in range(RARELY):
         rows.append(next_rows(turns, 33))
         turns.took(rows[-1], by_plan(rows[-1]) + (4e-3 * rows[-1] if OFTEN < i <= RARELY // 2 else 0.0))
@@ -95,14 +94,14 @@ def test_tries_that_change_nothing_become_rare() -> None:
 
 @pytest.mark.parametrize("n", [1, 8, 129])
 def test_there_is_no_other_way(n: int) -> None:
-    turns = Turns(SIZES, SIZES)
+    turns = BatchCap(SIZES, SIZES)
     assert {next_rows(turns, n) for _ in range(200)} == {n}
 
 
 # --- in a scheduler --------------------------------------------------------------------------------------------------
 
 
-class Three(Turns):
+class Three(BatchCap):
     def fewer(self, n: int) -> int:
         return 3 if n > 3 else 0
 
@@ -110,7 +109,7 @@ class Three(Turns):
         return True
 
 
-def loop(turns: Turns, slots: int = 5) -> Loop:
+def loop(turns: BatchCap, slots: int = 5) -> Loop:
     return Loop([Group("global", 80), Group("local", 80, 9)], 4, Limits(slots, 60, 40), turns=turns)
 
 
@@ -156,7 +155,7 @@ def test_nobody_rests_more_than_every_second_pass(low: int) -> None:
 
 
 def test_tries_are_for_passes_in_which_somebody_may_rest() -> None:
-    made = loop(turns := Turns((1, 4, 5), (1, 4)))
+    made = loop(turns := BatchCap((1, 4, 5), (1, 4)))
     for n in range(5):
         made.add([n], 40, ahead=n != 2)
     made.steps(30)

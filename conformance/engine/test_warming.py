@@ -12,9 +12,9 @@ import hybrid
 from conformance.support.devices import for_model
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.device import Counters, Program
-from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.engine import Engine
-from hybrid.engine.warming import VERIFY, programs
+from hybrid.engine.loop import Engine
+from hybrid.engine.runner import VERIFY, warm_programs
+from hybrid.engine.speculation import DraftModel
 from hybrid.planning.passes import PassSizes, bucket_of, pass_sizes
 from hybrid.spec.schedule import Phase
 
@@ -31,7 +31,7 @@ def test_after_warming_no_request_makes_anything_new(tmp_path: Path) -> None:
         write_hf(tmp_path, tiny(), dtype="f32"), for_model("vulkan"), ctx=96, slots=8, chunk=24, warm=True
     ) as model:
         assert {(p, r, o, options) for p, r, o, *_, options in model.engine.programs} >= set(
-            programs(model.engine.sizes)
+            warm_programs(model.engine.sizes)
         )
         before = model.engine.counters.copy()
         wanted = [[2, *range(30 + i, 31 + i * i)] for i in range(1, 9)]
@@ -100,7 +100,7 @@ def test_every_pass_has_its_plan(slots: int, guesses: int) -> None:
     """Whatever rows prompts, decoding sequences and their guesses have in a pass."""
     for fixed in (None, max(8, slots)):
         sizes = pass_sizes(tiny(), 96, slots, 64, fixed, guesses)
-        made = set(programs(sizes))
+        made = set(warm_programs(sizes))
         for rows in range(1, sizes.rows[-1] + 1):
             for outs in range(rows + 1):
                 assert made >= needed(sizes, rows, outs, slots)

@@ -10,19 +10,20 @@ from conformance.support.paths import DEMO
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import Plan
 from hybrid.devices.opening import open_device
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.sequence import Pass, Run, Stream
-from hybrid.engine.work import Work, phase_of
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
+from hybrid.engine.request import Request
+from hybrid.engine.scheduler import Pass, Run
+from hybrid.engine.stats import Work, phase_of
 from hybrid.planning.cost import plan_cost
 
 
 def decoding(starts: list[int]) -> list[Run]:
-    return [Run(Stream(i, [1], 5), i, start, None, 1) for i, start in enumerate(starts)]
+    return [Run(Request(i, [1], 5), i, start, None, 1) for i, start in enumerate(starts)]
 
 
 def prompt(start: int, rows: int, wants: int = 1) -> Run:
-    return Run(Stream("p", [1], 5), 7, start, tuple(range(rows)), wants)
+    return Run(Request("p", [1], 5), 7, start, tuple(range(rows)), wants)
 
 
 def made(number: int, runs: list[Run]) -> Pass:
@@ -44,7 +45,7 @@ def engine() -> Engine:
         ([prompt(0, 20)], "prefill"),
         ([prompt(0, 20, 0)], "prefill"),
         ([*decoding([5]), prompt(0, 20)], "mixed"),
-        ([Run(Stream(0, [1], 5), 0, 3, (4, 5, 6), 3)], "decode"),  # two guesses that are verified
+        ([Run(Request(0, [1], 5), 0, 3, (4, 5, 6), 3)], "decode"),  # two guesses that are verified
     ],
 )
 def test_phases(runs: list[Run], phase: str) -> None:

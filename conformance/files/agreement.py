@@ -1,5 +1,5 @@
 """python -m conformance.files.agreement: on how many texts every tokenizer gives the same ids. Its table is in
-docs/tokenizers.md.
+docs/models.md.
 
 Two vocabularies, written in each format and read back: the demonstration model's, and the same with Gemma's runs of
 2 to 31 spaces and newlines and HTML tags as user-defined pieces. Texts: the held-out documents, their lines, windows of
@@ -140,7 +140,7 @@ def texts(drawn: int, seed: int = 0) -> list[str]:
 
 
 def is_plain(text: str, pieces: Pieces) -> bool:
-    """Nothing on which engines are known to differ: docs/tokenizers.md says why."""
+    """Nothing on which engines are known to differ: docs/models.md says why."""
     longest = max(len(p) for p, _, _ in pieces if set(p) == {SPACE})
     return SPACE not in text and all(len(run) <= longest for run in re.findall(" +", text))
 

@@ -11,8 +11,8 @@ from conformance.support.devices import BACKENDS
 from conformance.support.profile import LONG
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.errors import SpecError
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.planning.cost import memory
 

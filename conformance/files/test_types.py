@@ -20,9 +20,8 @@ from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.dtypes import DTYPES, QUANTISED_TYPES, WEIGHT_TYPES
 from hybrid.core.plan import TensorDecl
 from hybrid.core.tensor import Rows, Tensor
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.weights import stored_types
+from hybrid.engine.loading import EngineConfig, stored_types
+from hybrid.engine.loop import Engine
 from hybrid.harness import block_values
 from hybrid.harness.compare import UNIT
 from hybrid.quant.codec import dequantise, rows, take

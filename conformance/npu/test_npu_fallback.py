@@ -22,7 +22,7 @@ from conformance.support.pyxrt_standin import NAME, folder_of, installed, standi
 from hybrid import doctor
 from hybrid.core.errors import DeviceLost, SpecError
 from hybrid.devices.multi import cause
-from hybrid.engine.plans import plans_of_model
+from hybrid.engine.loading import plans_of_model
 from hybrid.kernels.npu import xrt_sim
 from hybrid.kernels.npu.artefact import ArtefactError, find
 from hybrid.kernels.npu.build import build_sim, default_folder

@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hybrid.engine.constraint import Allowed, checked_mask, ids_of, mask_of
-from hybrid.engine.sampling import Sampling, reported
+from hybrid.engine.sampling import Allowed, Sampling, checked_mask, ids_of, mask_of, reported
 from hybrid.harness.sampling import Params, Penalties
 from hybrid.kernels.oracle.distribution import adjust_logits, logprobs
 

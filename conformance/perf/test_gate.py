@@ -11,7 +11,7 @@ import pytest
 from conformance.support.devices import without_vulkan
 from conformance.support.profile import LONG
 from hybrid.core.errors import SpecError
-from hybrid.engine.engine import Engine
+from hybrid.engine.loop import Engine
 from hybrid.perf import gate
 from hybrid.perf.ablate.switches import bindings_without, find_switch, load_switches, tuning_without
 from hybrid.perf.gate import gated, ratios

@@ -70,8 +70,8 @@ def test_every_step_is_in_the_table_and_the_sums_add_up(devices, tmp_path, capsy
 
 def test_bytes_and_operations_are_the_plans(devices):
     from hybrid.checkpoint.random import random_checkpoint
-    from hybrid.engine.config import EngineConfig
-    from hybrid.engine.engine import Engine
+    from hybrid.engine.loading import EngineConfig
+    from hybrid.engine.loop import Engine
     from hybrid.kernels.oracle.device import CpuDevice
 
     checkpoint = random_checkpoint("gemma3-270m", layers=1, vocab=64)
@@ -84,8 +84,8 @@ def test_bytes_and_operations_are_the_plans(devices):
 
 def test_a_pass_of_several_sequences_is_profiled_whole(devices):
     from hybrid.checkpoint.random import random_checkpoint
-    from hybrid.engine.config import EngineConfig
-    from hybrid.engine.engine import Engine
+    from hybrid.engine.loading import EngineConfig
+    from hybrid.engine.loop import Engine
     from hybrid.kernels.oracle.device import CpuDevice
 
     checkpoint = random_checkpoint("gemma3-270m", layers=1, vocab=64)

@@ -14,8 +14,8 @@ import pytest
 from conformance.support.models import demo
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.kernels.host import threads
 from hybrid.kernels.host.threads import SPLIT_FROM, BlasThreads, seconds_alone
 from hybrid.kernels.oracle import ORACLE

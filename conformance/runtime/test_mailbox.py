@@ -36,7 +36,7 @@ from hybrid.checkpoint import open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.plan import FAULTED
 from hybrid.devices.opening import open_device
-from hybrid.engine.engine import Engine
+from hybrid.engine.loop import Engine
 from hybrid.kernels.vulkan.device import VulkanDevice
 
 pytestmark = pytest.mark.slow

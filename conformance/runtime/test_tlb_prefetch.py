@@ -13,8 +13,8 @@ from conformance.support.devices import shared_device
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import Plan, Step
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.kernels.vulkan import tlb_prefetch
 from hybrid.kernels.vulkan.dry import DryDevice, record
 from hybrid.kernels.vulkan.program import Program

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hybrid.engine.GONE import voids
 
 import hybrid
 from conformance.engine.test_engine_cpu import IDS
@@ -21,7 +22,7 @@ from conformance.support.synthetic import write_hf
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.tensor import Tensor
 from hybrid.devices.multi import MultiDevice
-from hybrid.engine.engine import Engine, voids
+from hybrid.engine.loop import Engine
 from hybrid.engine.sampling import Sampling
 
 pytestmark = pytest.mark.slow

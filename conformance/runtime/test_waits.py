@@ -12,8 +12,8 @@ from conformance.support.devices import Driver, shared_device
 from conformance.support.models import MODELS
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import DeviceLost
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 from hybrid.kernels.vulkan import bounds, timeline
 from hybrid.kernels.vulkan.api import vk
 from hybrid.kernels.vulkan.bounds import CPU_FLOOR_S, FLOOR_S, Bounds, bounds_of

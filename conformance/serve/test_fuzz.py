@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import uvicorn
+from hybrid.engine.GONE import Stream
 
 from conformance.support.profile import LONG
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import running, until
-from hybrid.engine.handle import Handle, Stream, Wakes
+from hybrid.engine.handle import Handle
+from hybrid.engine.request import Wakeups
 from hybrid.perf.serving import fuzz
 from hybrid.serve.process import configured, listen
 from hybrid.serve.settings import LOOPBACK, Settings
@@ -42,7 +44,7 @@ class Model(ScriptedModel):
         try:
             super()._run(stream, prompt, options)
         except ValueError as error:
-            wakes = Wakes()
+            wakes = Wakeups()
             with self._lock:
                 self._open -= 1
             stream.end(None, error, wakes)

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hybrid.engine.GONE import Stream
 
 from hybrid.core.errors import DeviceLost
-from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, Usage, Wakes
+from hybrid.engine.handle import Handle
+from hybrid.engine.request import Completion, Event, Timings, Usage, Wakeups
 from hybrid.serve import running
 from hybrid.serve.connection import FULL, Gathered
 from hybrid.serve.errors import ApiError
@@ -37,7 +39,7 @@ class Asked:
         self.feed = Feed(backend, metrics, [Job([1], {})] * count, 0.0)
 
     def say(self, which: int, *ids: int, done: Completion | None = None, error: BaseException | None = None) -> None:
-        wakes = Wakes()
+        wakes = Wakeups()
         for i in ids:
             self.streams[which].push(Event(chr(96 + i), (i,)), wakes)
         if done is not None or error is not None:

@@ -20,7 +20,7 @@ from conformance.support.profile import LONG
 from conformance.support.scripted import Script, ScriptedModel, walk
 from conformance.support.server import running
 from hybrid.checkpoint import open_checkpoint
-from hybrid.engine.constraint import ids_of
+from hybrid.engine.sampling import ids_of
 from hybrid.serve import grammars as processes
 from hybrid.serve.errors import ApiError
 from hybrid.serve.grammars import Grammars

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from conformance.support.stepped import Stepped, alone, same
 from hybrid.core.errors import DeviceLost, QueueFull
-from hybrid.engine.constraint import mask_words
 from hybrid.engine.handle import Handle
+from hybrid.engine.sampling import mask_words
 
 LONG_PROMPT = [2, *range(20, 90)]  # more than two blocks
 TOTALS: Counter[str] = Counter()

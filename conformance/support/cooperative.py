@@ -12,8 +12,8 @@ from conformance.support.devices import main_device
 from conformance.support.synthetic import tiny
 from hybrid.core.plan import CONTROL_TENSOR, FAULT_WORD
 from hybrid.core.tensor import Tensor
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
 
 HPARAMS = tiny(
     n_layers=2, head_dim=32, ffn=576

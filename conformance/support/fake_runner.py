@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from hybrid.engine.audit import audit
+from conformance.support.audit import audit
 from hybrid.engine.blocks import Blocks, Group
-from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.sequence import Limits, Pass, Stream
-from hybrid.engine.turns import Turns
+from hybrid.engine.request import Request
+from hybrid.engine.scheduler import BatchCap, Limits, Pass, Scheduler
 
 VOCAB = 23
 Place = tuple[str, int, int]
@@ -149,7 +148,7 @@ class Runner:
         return hash((self._garbage, 7)) & 0xFFFFFFFF
 
 
-class Uneven(Turns):
+class Uneven(BatchCap):
     """Sequences take turns, now more, now fewer of them."""
 
     def __init__(self) -> None:
@@ -174,7 +173,7 @@ class Loop:
         block: int,
         limits: Limits,
         clock: Callable[[], float] = float,
-        turns: Turns | None = None,
+        turns: BatchCap | None = None,
     ) -> None:
         blocks = Blocks(groups, block)
         self.scheduler = Scheduler(blocks, limits, clock, turns=turns)
@@ -184,8 +183,8 @@ class Loop:
         """All that have been made."""
         self._flights: list[Pass] = []
 
-    def add(self, prompt: Sequence[int], limit: int, **options: Any) -> Stream:
-        stream = Stream(len(prompt), prompt, limit, **options)
+    def add(self, prompt: Sequence[int], limit: int, **options: Any) -> Request:
+        stream = Request(len(prompt), prompt, limit, **options)
         self.scheduler.add(stream)
         return stream
 
@@ -212,6 +211,6 @@ class Loop:
             self.step()
         raise AssertionError("something never ends")
 
-    def right(self, *streams: Stream) -> bool:
+    def right(self, *streams: Request) -> bool:
         """Whether texts are those of each sequence alone, and whole."""
         return all(s.generated == self.oracle.text(s.ids[: s.n_prompt], s.last - s.n_prompt, s.ends) for s in streams)

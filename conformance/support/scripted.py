@@ -13,14 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from hybrid.engine.GONE import Stream
 
 from conformance.support.paths import DEMO
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded, QueueFull
-from hybrid.engine.constraint import Constraint
-from hybrid.engine.handle import Completion, Event, Handle, Stream, Timings, TokenLogprob, Usage, Wakes
-from hybrid.engine.metrics import Metrics
-from hybrid.engine.work import Total
+from hybrid.engine.handle import Handle
+from hybrid.engine.request import Completion, Event, Timings, Usage, Wakeups
+from hybrid.engine.sampling import Constraint
+from hybrid.engine.stats import Metrics, TokenLogprob, Total
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -99,7 +100,7 @@ class ScriptedModel:
         else:
             ids = list(islice(walk(constraint, self.checkpoint.tokenizer, options["seed"]), options["max_tokens"]))
         said: list[int] = []
-        wakes = Wakes()
+        wakes = Wakeups()
         text = StreamDecoder(self.checkpoint.tokenizer)
         error: Exception | None = None
         until = time.monotonic() + 60

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from conformance.support.audit import audit
 from conformance.support.ties import EXACT_NEAR, lead
 from hybrid.core.tensor import Tensor
 from hybrid.devices.opening import Opened
-from hybrid.engine.audit import audit
-from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.engine import Engine
 from hybrid.engine.handle import Handle
-from hybrid.engine.options import Options
+from hybrid.engine.loop import Engine
+from hybrid.engine.request import Options
+from hybrid.engine.speculation import DraftModel
 from hybrid.model import Model
 
 

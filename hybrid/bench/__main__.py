@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from hybrid.bench.measure import Row
     from hybrid.core.device import Device
     from hybrid.devices.energy import Meter
-    from hybrid.engine.engine import Engine
+    from hybrid.engine.loop import Engine
 
-GUESSES = ("speculate", "draft", "draft_random", "draft_head", "draft_device")
+GUESSES = ("speculate", "draft", "draft_random", "draft_head")
 SERVED = ("batch_size", "deterministic", "energy", "prompt_lengths", "output_lengths", "seed")
 USES = {
     "acceptance": ("tokens", "batch_size", "ctx_depth", "repetitions", *GUESSES),
     "requests": ("rate", "shared_prefix", "acceptance", *GUESSES, *SERVED),
     "conversation": SERVED,
-    "": ("prompt", "tokens", "batch_size", "ctx_depth", "repetitions", "tokens_per_submit", "deterministic", "energy"),
+    "": ("prompt", "tokens", "batch_size", "ctx_depth", "repetitions", "deterministic", "energy"),
 }
 """What is measured ("": prefill and decode), and the options that it uses beside those of the model and its devices.
 What is among the options of another is one of them, where both are given."""
@@ -75,7 +75,7 @@ def rates(text: str) -> tuple[float, ...]:
 
 def guesses(text: str) -> tuple[int | None, ...]:
     """For numbers of guesses such as auto,0,7; None: auto."""
-    from hybrid.engine.config import MOST_GUESSES
+    from hybrid.engine.loading import MOST_GUESSES
 
     try:
         found = tuple(None if part == "auto" else int(part) for part in text.split(","))
@@ -123,9 +123,6 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--chunk", type=positive, metavar="N", help="rows of a prefill pass (the engine's)")
     p.add_argument(
-        "--tokens-per-submit", type=positive, default=1, metavar="N", help="decode so many in one submit (1)"
-    )
-    p.add_argument(
         "--deterministic", action="store_true", help="one size of pass: bits do not depend on how prompts are cut"
     )
     p.add_argument("--energy", action="store_true", help="joules per token and watts, where the machine counts them")
@@ -150,7 +147,6 @@ def parser() -> argparse.ArgumentParser:
         "--draft-random", metavar="NAME", help="instead: random weights in the shape of a sheet of specs/models"
     )
     g.add_argument("--draft-head", metavar="TYPE", help="with --draft-random: of its embedding and head (as --head)")
-    g.add_argument("--draft-device", metavar="NAME", help="what that runs on (as --device; in turns with it)")
     g = p.add_argument_group(
         "as a server gets them", "Random requests, up to -b at a time, in place of -p, -n and --ctx-depth."
     )
@@ -235,11 +231,10 @@ def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
             "kernels": kernels_of(opened.main),
             "model": checkpoint.name,
             "schedule": schedule.schedule.name,
-            "precision": {k: list(v) for k, v in engine.precision.items()},
+            "precision": {k: list(v) for k, v in engine.runner.precision.items()},
             "weights_bytes": device.memory()["weights"],
             "context": engine.cache.ctx,
             "chunk": engine.sizes.rows[-1],
-            "tokens_per_submit": args.tokens_per_submit,
             "deterministic": args.deterministic,
             "load_seconds": seconds,
             "passed_over": fallbacks(opened, engine),
@@ -264,12 +259,12 @@ def _main(args: argparse.Namespace, command: str, given: list[str]) -> int:
 
 def _engine(args: argparse.Namespace, checkpoint: Any, device: Device, schedule: Any) -> Engine:
     """An engine whose context holds the longest test."""
-    from hybrid.engine.config import EngineConfig
-    from hybrid.engine.engine import Engine
+    from hybrid.engine.loading import EngineConfig
+    from hybrid.engine.loop import Engine
 
     depth, longest = max(args.ctx_depth), max((*args.prompt, *args.tokens))
-    # Decoding begins with two tokens, and what it chose last is read from the position after the last.
-    ctx = max(depth + max(args.prompt), max((max(depth, 2) + n + 1 for n in args.tokens if n), default=0))
+    # Decoding begins with two tokens, and a token is chosen after the last.
+    ctx = max(depth + max(args.prompt) + 1, max((max(depth, 2) + n + 1 for n in args.tokens if n), default=0))
     if ctx > checkpoint.hparams.context_length:
         raise ValueError(
             f"a depth of {depth} and {longest} tokens more need {ctx} positions: the model was made for "
@@ -295,7 +290,7 @@ def _rows(args: argparse.Namespace, engine: Engine, meter: Meter | None) -> Iter
 
     tests = []
     for batch in args.batch_size:
-        bench = Bench(engine, args.repetitions, args.tokens_per_submit, batch=batch, meter=meter)
+        bench = Bench(engine, args.repetitions, batch=batch, meter=meter)
         tests += [(bench.prefill, n, d) for d in args.ctx_depth for n in args.prompt if n]
         tests += [(bench.decode, n, d) for d in args.ctx_depth for n in args.tokens if n]
     for test, n, depth in tracked(tests, "tests"):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
@@ -22,9 +22,7 @@ from hybrid.bench.report import SCHEMA, say
 from hybrid.checkpoint import Checkpoint
 from hybrid.cli import UsageError
 from hybrid.devices.about import driver_of, kernels_of, provenance
-from hybrid.engine.draft_model import DraftModel
-from hybrid.engine.drafts import Replay, Watcher
-from hybrid.engine.pace import MOST, expected
+from hybrid.engine.speculation import MOST, Replay, expected
 
 NOISE = 1e6  # the temperature
 
@@ -47,9 +45,6 @@ class Guessed:
     accepted: int
     verified: int
     passes: int
-    ready: int
-    """Of drafted, made while those before them were verified, by a draft on another device; dropped: so in vain."""
-    dropped: int
     pass_ms: Mapping[int, float]
     """Milliseconds of a pass by its rows, as the host waits for it."""
     guess_ms: float
@@ -65,53 +60,31 @@ class Guessed:
         return expected(self.rate, round(self.drafted / self.verified)) if self.verified else 1.0
 
 
-class Rehearsed(DraftModel):
-    """Guesses a known text in place of what a draft model chooses, whose passes are run for every guess, as if its
-    cache held what is guessed."""
-
-    def __init__(self, draft: DraftModel) -> None:
-        super().__init__(draft.engine, draft.name, draft.close, draft.apart)
-        self.replay: Watcher = Replay((), 0.0)
-
-    def _guessed(self, ids: Sequence[int], chosen: list[int]) -> list[int]:
-        return list(self.replay.propose(ids, len(chosen)))
-
-    def _right(self, ids: Sequence[int], since: int, chosen: Sequence[int]) -> tuple[int, int]:
-        return self.replay.agreed(ids[: since + len(chosen)], since)
-
-    def _words(self, key: Hashable, ids: Sequence[int], count: int) -> list[int]:
-        return list(self.replay.propose(ids, count))
-
-
 class Guessing:
     """Tests on a model that nothing else uses, loaded with a draft model or `lookup`, whose place it takes."""
 
     def __init__(self, model: hybrid.Model, repeats: int) -> None:
-        assert model.drafting is not None
-        self.model, self.drafting, self.repeats = model, model.drafting, repeats
-        drafter = model.drafting.drafter
-        self.rehearsed = Rehearsed(drafter) if isinstance(drafter, DraftModel) else None
-        self.name = "what was looked up" if self.rehearsed is None else self.rehearsed.name
+        assert model.speculator is not None
+        self.model, self.speculator, self.repeats = model, model.speculator, repeats
+        self.draft = model.speculator.draft
+        self.name = "what was looked up" if self.draft is None else self.draft.name
         self._texts: dict[tuple[int, int], tuple[float, list[int]]] = {}
 
     def run(self, n: int, depth: int, rate: float, k: int | None) -> Guessed:
         """RuntimeError where a text with guesses is not the plain one."""
-        prompt, drafting = [1 + i % 1000 for i in range(max(depth, 2))], self.drafting
+        prompt, spec = [1 + i % 1000 for i in range(max(depth, 2))], self.speculator
         if (n, depth) not in self._texts:
             self._texts[n, depth] = self._timed(prompt, n, None)
         plain, text = self._texts[n, depth]
-        replay = Replay([*prompt, *text], rate)
-        if self.rehearsed is not None:
-            self.rehearsed.replay = replay
-        drafting.drafter = self.rehearsed or replay
-        drafting.k = k
-        drafting.forget()
-        before = replace(drafting.counts)
+        spec.drafter, spec.k = Replay({tuple(prompt): text}, rate, self.draft), k
+        spec.forget()
+        before = self.model.metrics()
         speed, _ = self._timed(prompt, n, text)
-        runs, done, costs = self.repeats + 1, drafting.counts, drafting.costs
-        most = max(costs.drafts, default=1)
-        names = ("drafted", "accepted", "verified", "passes", "ready", "dropped")
-        counted = {name: (getattr(done, name) - getattr(before, name)) // runs for name in names}
+        after, runs = self.model.metrics(), self.repeats + 1
+        passes, drafts = spec.costs.known("pass"), spec.costs.known("draft")
+        most = max(drafts, default=1)
+        names = ("drafted", "accepted", "verified", "passes")
+        counted = {name: (getattr(after, name) - getattr(before, name)) // runs for name in names}
         return Guessed(
             n,
             depth,
@@ -121,8 +94,8 @@ class Guessing:
             plain,
             speed,
             **counted,
-            pass_ms={r: 1e3 * s for r, s in sorted(costs.passes.items())},
-            guess_ms=1e3 * costs.drafting(most) / most,
+            pass_ms={r: 1e3 * s for r, s in sorted(passes.items())},
+            guess_ms=1e3 * drafts.get(most, 0.0) / most,
         )
 
     def _timed(self, prompt: Sequence[int], n: int, wanted: list[int] | None) -> tuple[float, list[int]]:
@@ -130,7 +103,7 @@ class Guessing:
         speeds, text = [], wanted
         for _ in range(self.repeats + 1):
             for _ in self.model.generate(
-                prompt, n, NOISE, seed=1, ignore_eos=True, speculate=0 if wanted is None else None
+                prompt, n, temperature=NOISE, seed=1, ignore_eos=True, speculate=0 if wanted is None else None
             ):
                 pass
             stats = self.model.stats
@@ -159,8 +132,6 @@ def line(g: Mapping[str, Any]) -> str:
     """A test of `as_dict`, for people."""
     share = f"{100 * g['accepted'] / g['drafted']:.0f} %" if g["drafted"] else "-"
     passes = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in g["pass_ms"].items())
-    if g["ready"] or g["dropped"]:
-        passes += f"; drafted beside a pass: {100 * g['ready'] / max(1, g['drafted']):.0f} %, {g['dropped']} in vain"
     k = "auto" if g["k"] is None else g["k"]
     return (
         f"{g['n']:>6} @ {g['depth']:<9}{g['rate']:7.2f}{k:>6}{g['plain']:9.1f}{g['speed']:9.1f}"
@@ -191,7 +162,6 @@ def guessing(args: argparse.Namespace, command: str) -> int:
         chunk=args.chunk,
         slots=1,
         draft=draft_of(args),
-        draft_device=args.draft_device,
         speculate=most,
         **options,
     ) as model:
@@ -204,7 +174,7 @@ def guessing(args: argparse.Namespace, command: str) -> int:
             "driver": driver_of(main),
             "kernels": kernels_of(main),
             "model": model.checkpoint.name,
-            "precision": {k: list(v) for k, v in model.engine.precision.items()},
+            "precision": {k: list(v) for k, v in model.engine.runner.precision.items()},
             "draft": tests.name,
             "passed_over": [*model.passed_over, *model.engine.faults],
             "guessed": found,
@@ -233,8 +203,6 @@ def check_draft(args: argparse.Namespace) -> None:
         raise UsageError("--draft or --draft-random: one of the two")
     if args.draft_head and not args.draft_random:
         raise UsageError("--draft-head belongs to --draft-random: a file has the types that it has")
-    if args.draft_device and args.draft in (None, "lookup") and not args.draft_random:
-        raise UsageError("--draft-device belongs to --draft FILE or --draft-random: nothing else is run for guesses")
 
 
 def draft_of(args: argparse.Namespace) -> Checkpoint | str:

@@ -1,30 +1,31 @@
-"""Timed runs of one engine: prompts in passes, and tokens one after another, each repeated from the same state.
+"""Timed runs of one engine: prompts in passes, and tokens one after another, as requests like any other.
 
-The cache is filled by running random tokens through the model; every repetition starts from the same number of them
-(of a ring that later tokens have entered, those are seen instead: the same work on other numbers).
-How many tokens a run consumed is read from the device afterwards (`next_position`), and what it chose from `history`.
+Before the first repetition the cache is filled by running random tokens through the model. Later ones take as many
+positions for computed (`Request.start`): the same work, on what the cache holds.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from hybrid.core.device import Counters
 from hybrid.devices.energy import Energy, Meter
-from hybrid.engine.engine import Engine
-from hybrid.engine.streams import submit_ahead
+from hybrid.engine.handle import Handle
+from hybrid.engine.loop import Engine
+from hybrid.engine.request import Options, Request
 from hybrid.planning.cost import Cost, plan_cost
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One test: `tokens` of all sequences, counted by the device, in each of `seconds` (one per repetition)."""
+    """One test: `tokens` of all sequences, in each of `seconds` (one per repetition)."""
 
     phase: Literal["prefill", "decode"]
     n: int
@@ -71,138 +72,115 @@ class Bench:
     slots)."""
 
     def __init__(
-        self,
-        engine: Engine,
-        repeats: int,
-        at_once: int = 1,
-        seed: int = 0,
-        batch: int | None = None,
-        meter: Meter | None = None,
+        self, engine: Engine, repeats: int, seed: int = 0, batch: int | None = None, meter: Meter | None = None
     ) -> None:
-        self.engine, self.repeats, self.at_once, self.meter = engine, repeats, at_once, meter
-        self.slots = tuple(range(engine.cache.slots if batch is None else batch))
+        self.engine, self.repeats, self.meter = engine, repeats, meter
+        self.batch = engine.cache.slots if batch is None else batch
         self._random = np.random.default_rng(seed)
+        self._handles: list[Handle] = []
 
     def prefill(self, n: int, depth: int) -> Row:
         """`n` tokens of each sequence after `depth` others: time until the next token is chosen."""
-        engine, seconds, prompts = self.engine, [], {s: self.ids(n) for s in self.slots}
-        before, cost = engine.counters.copy(), self._prefill_cost(prompts, depth)
-        for run in range(-1, self.repeats):  # the first warms up
-            self.fill(depth)
-            before = engine.counters.copy()
+        engine, seconds = self.engine, []
+        for run in range(-1, self.repeats):  # the first warms up, and fills the cache
+            wanted = self.requests(depth + n, 1, 0 if run < 0 else depth)
+            counters, passes, cost = engine.counters.copy(), self._passes, self._cost()
             with self._metered(run):
                 begin = time.perf_counter()
-                engine.wait(engine.submit_prefill(prompts))
+                self.run(wanted)
                 spent = time.perf_counter() - begin
             if run >= 0:
                 seconds.append(spent)
-        counted = self._per(before, -(-n * len(self.slots) // engine.sizes.rows[-1]))
-        return self._row("prefill", n, depth, self._consumed(depth), seconds, cost, counted)
+        after = self._cost()
+        done = Cost(after.flops - cost.flops, after.nbytes - cost.nbytes)
+        return self._row("prefill", n, depth, seconds, done, self._per(counters, self._passes - passes))
 
     def decode(self, n: int, depth: int) -> Row:
         """`n` tokens of each sequence, one after another, from `depth` (at least 2) positions on."""
-        engine, seconds, hosts, before = self.engine, [], [], self.engine.counters.copy()
+        engine, seconds, hosts = self.engine, [], []
         start = max(depth, 2)
         for run in range(-1, self.repeats):
-            self.fill(start - 2)
-            engine.wait(engine.submit_prefill({s: self.ids(1) for s in self.slots}))
-            engine.wait(engine.submit_decode(self.slots))  # its rows are set up: what follows only submits
-            before = engine.counters.copy()
+            wanted = self.requests(start, n + 1, 0 if run < 0 else start - 1)
+            self.run(wanted, lambda request: len(request.ids) > request.n_prompt)  # a pass ahead of them runs by now
+            counters, passes, waited = engine.counters.copy(), self._passes, engine.waited
             with self._metered(run):
-                spent, host = self._tokens(n)
+                begin = time.perf_counter()
+                self.run(wanted)
+                spent = time.perf_counter() - begin
             if run >= 0:
                 seconds.append(spent)
-                hosts.append(host / (n * len(self.slots)) * 1e6)
-        counted = self._per(before, n)
-        plan = engine.plan("decode", len(self.slots), len(self.slots))
-        one = plan_cost(plan, start + n // 2)
-        host_us = None if engine.target.device == "cpu" else statistics.median(hosts)
-        cost = Cost(one.flops * n, one.nbytes * n)
-        return self._row("decode", n, depth, self._consumed(start), seconds, cost, counted, host_us)
+                hosts.append((spent - (engine.waited - waited)) / (n * self.batch) * 1e6)
+        counted = self._per(counters, self._passes - passes)
+        one = plan_cost(engine.runner.plan("decode", self.batch, self.batch), start + n // 2)
+        host_us = None if engine.scheduler.limits.ahead == 1 else statistics.median(hosts)
+        return self._row("decode", n, depth, seconds, Cost(one.flops * n, one.nbytes * n), counted, host_us)
 
-    def _tokens(self, n: int) -> tuple[float, float]:
-        """Seconds of n steps, and those that the host worked. The next submit is made before a token is read."""
-        engine, clock, slots = self.engine, time.perf_counter, self.slots
-        first, read, submits = engine.positions[0] + 1, 0, submit_ahead(engine, slots, n, self.at_once)
-        host, begin = 0.0, clock()
-        while read < n:
-            mark = clock()
-            ticket, count = next(submits)
-            host += clock() - mark
-            engine.wait(ticket)
-            mark = clock()
-            for position in range(first + read, first + read + count):
-                for slot in slots:
-                    engine.token(slot, position, ticket)
-            read += count
-            host += clock() - mark
-        return clock() - begin, host
+    def requests(self, length: int, most: int, start: int) -> list[Request]:
+        """One for each sequence: a prompt of random tokens, of which the first `start` count as computed."""
+        options = Options(max_tokens=most, ignore_eos=True)
+        made = [Request(0, self.ids(length), options, start=start) for _ in range(self.batch)]
+        for request in made:
+            request.private = True  # no run finds the tokens of another
+        self._handles = [self.engine.drive(request) for request in made]  # what nobody holds is cancelled
+        return made
 
-    def _metered(self, run: int) -> AbstractContextManager[object]:
-        """The energy of a repetition is counted, that of warming up is not."""
-        return self.meter.running() if self.meter and run >= 0 else nullcontext()
-
-    # --- state ---------------------------------------------------------------------------------------------------
-
-    def fill(self, depth: int) -> None:
-        """Every sequence holds `depth` tokens: by forgetting what came after them, else by running random ones."""
-        engine = self.engine
-        engine.wait()
-        for slot in self.slots:
-            if slot not in engine.positions:
-                engine.admit(slot=slot)
-            if engine.positions[slot] > depth:
-                engine.rewind(slot, depth, anyway=True)
-        prompts = {s: self.ids(depth - engine.positions[s]) for s in self.slots if engine.positions[s] < depth}
-        if prompts:
-            engine.wait(engine.submit_prefill(prompts))
+    def run(
+        self, wanted: Sequence[Request], until: Callable[[Request], bool] = lambda request: request.finish is not None
+    ) -> None:
+        """Run passes until every request is so far. RuntimeError for a token that is none."""
+        while not all(map(until, wanted)):
+            self.engine.drive_step()
+        for request in wanted:
+            if request.error is not None:
+                raise request.error
+            if request.finish is not None and len(request.generated) != request.limit:
+                raise RuntimeError(f"a sequence got {len(request.generated)} tokens, {request.limit} were asked for")
 
     def ids(self, n: int) -> list[int]:
         """Random tokens."""
         return self._random.integers(0, self.engine.target.n_tokens, n).tolist()
 
-    def _consumed(self, start: int) -> int:
-        """Tokens that the device has run since `start`, all sequences. RuntimeError where it chose an id that is
-        none."""
-        device, vocab = self.engine.device, self.engine.target.n_tokens
-        ends = device.read("next_position").array[: len(self.slots)].tolist()
-        for slot, end in zip(self.slots, ends, strict=True):
-            chosen = device.read("history", slot, slot + 1).array[0, start : end + 1]
-            if ((chosen < 0) | (chosen >= vocab)).any():
-                raise RuntimeError(
-                    f"the device chose {chosen.tolist()} for slot {slot}: not all are tokens below {vocab}"
-                )
-        return sum(ends) - start * len(self.slots)
-
     # --- sums ----------------------------------------------------------------------------------------------------
 
-    def _prefill_cost(self, prompts: Mapping[int, Sequence[int]], depth: int) -> Cost:
-        engine, total = self.engine, Cost()
-        for chunk in engine.passes(prompts, dict.fromkeys(prompts, depth)):
-            plan = engine.plan("prefill", len(chunk.tokens), len(chunk.out_rows))
-            total += plan_cost(plan, round(float(chunk.positions.mean())) + 1)
-        return total
+    @property
+    def _passes(self) -> int:
+        return self.engine.scheduler.counts.passes
 
-    def _per(self, before: object, passes: int) -> dict[str, float]:
-        done = self.engine.counters.minus(before)  # type: ignore[arg-type]
+    def _cost(self) -> Cost:
+        """Of all passes so far, by the operations' declared costs."""
+        totals = self.engine.runner.work.totals().values()
+        return Cost(round(sum(t.flops for t in totals)), round(sum(t.nbytes for t in totals)))
+
+    def _metered(self, run: int) -> AbstractContextManager[object]:
+        """The energy of a repetition is counted, that of warming up is not."""
+        return self.meter.running() if self.meter and run >= 0 else nullcontext()
+
+    def _per(self, before: Counters, passes: int) -> dict[str, float]:
+        done = self.engine.counters.minus(before)
         names = ("submits", "dispatches", "barriers", "allocations", "recordings", "transfers")
-        return {name: getattr(done, name) / passes for name in names}
+        return {name: getattr(done, name) / max(1, passes) for name in names}
 
     def _row(
         self,
         phase: Literal["prefill", "decode"],
         n: int,
         depth: int,
-        tokens: int,
         seconds: list[float],
         cost: Cost,
         counted: Mapping[str, float],
         host_us: float | None = None,
     ) -> Row:
-        wanted = n * len(self.slots)
-        if tokens != wanted:
-            raise RuntimeError(f"{phase} {n} @ {depth}: the device consumed {tokens} tokens, {wanted} were asked for")
         energy = self.meter.take() if self.meter else None
         return Row(
-            phase, n, depth, len(self.slots), tokens, tuple(seconds), cost.flops, cost.nbytes, counted, host_us, energy
+            phase,
+            n,
+            depth,
+            self.batch,
+            n * self.batch,
+            tuple(seconds),
+            cost.flops,
+            cost.nbytes,
+            counted,
+            host_us,
+            energy,
         )

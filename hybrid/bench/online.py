@@ -20,7 +20,7 @@ from hybrid.cli import UsageError
 from hybrid.core import garbage
 from hybrid.devices.about import driver_of, kernels_of, provenance
 from hybrid.devices.energy import meter_for
-from hybrid.engine.pace import MOST
+from hybrid.engine.speculation import MOST
 
 
 def online(args: argparse.Namespace, command: str) -> int:
@@ -57,7 +57,7 @@ def online(args: argparse.Namespace, command: str) -> int:
             "driver": driver_of(main),
             "kernels": kernels_of(main),
             "model": model.checkpoint.name,
-            "precision": {k: list(v) for k, v in model.engine.precision.items()},
+            "precision": {k: list(v) for k, v in model.engine.runner.precision.items()},
             "weights_bytes": device.memory()["weights"],
             "context": model.engine.cache.ctx,
             "slots": slots,
@@ -97,7 +97,7 @@ def _guesses(args: argparse.Namespace) -> dict[str, Any]:
     if not (args.acceptance or args.speculate or args.draft or args.draft_random):
         return {}
     most = max(MOST if k is None else k for k in _numbers(args))
-    return {"draft": draft_of(args), "draft_device": args.draft_device, "speculate": most}
+    return {"draft": draft_of(args), "speculate": most}
 
 
 def _numbers(args: argparse.Namespace) -> Sequence[int | None]:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from hybrid.core.errors import QueueFull
-from hybrid.engine.handle import Completion, Handle
-from hybrid.engine.metrics import Metrics
+from hybrid.engine.handle import Handle
+from hybrid.engine.request import Completion
+from hybrid.engine.stats import Metrics
 
 QUANTILES = (50, 95, 99)
 Submit = Callable[..., Handle]

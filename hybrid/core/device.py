@@ -64,12 +64,13 @@ class Program(Protocol):
         """Start the plan `times` times in a row, in one submit; returns a ticket that grows from call to call."""
         ...
 
-    def times(self) -> Sequence[StepTime]:
-        """Times of the last finished submit; empty unless compiled with profile=True."""
+    def times(self, ticket: int | None = None) -> Sequence[StepTime]:
+        """Times of the last finished submit, or, where passes overlap, of that with the ticket; empty unless compiled
+        with profile=True."""
         ...
 
-    def began(self) -> float | None:
-        """When the last finished submit began, on the clock of time.perf_counter; None where the device's clock cannot
+    def began(self, ticket: int | None = None) -> float | None:
+        """When that submit began, on the clock of time.perf_counter; None where the device's clock cannot
         be compared with it, or without profile=True."""
         ...
 
@@ -91,9 +92,14 @@ class Device(Protocol):
         ...
 
     @property
-    def pipeline_depth(self) -> int:
-        """How many prefill passes may overlap; each has a pipeline slot (hybrid/planning/pipeline.py). 1: one after
-        another."""
+    def passes_ahead(self) -> int:
+        """Passes that are worth having in flight: 2 where one runs while the host prepares the next, 1 where submitting
+        is running."""
+        ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a pass may begin before the one before it has ended."""
         ...
 
     def few_rows(self, hidden: int) -> int:
@@ -199,12 +205,6 @@ class Device(Protocol):
         """Whether a tensor is lent by the device that this is a sibling of."""
         ...
 
-    @property
-    def exclusive(self) -> AbstractSet[str]:
-        """What its passes need for themselves while they run. Devices that have nothing of it in common may run passes
-        at the same time, each driven by one thread."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -213,7 +213,8 @@ class SingleDevice:
 
     name: str
     backend: ClassVar[str]
-    pipeline_depth: ClassVar[int] = 1
+    passes_ahead: ClassVar[int] = 1
+    overlaps: ClassVar[bool] = False
     failures: ClassVar[Sequence[str]] = ()
     copies: ClassVar[str] = ""
     threads: str = ""
@@ -232,11 +233,6 @@ class SingleDevice:
     def shares(self, name: str) -> bool:
         """See Device."""
         return False
-
-    @property
-    def exclusive(self) -> AbstractSet[str]:
-        """See Device: here, what it is named after."""
-        return frozenset({self.name})
 
     def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
         """See Device."""

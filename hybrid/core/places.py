@@ -35,11 +35,6 @@ def clone(what: str) -> Path:
     return ROOT
 
 
-def pages_root() -> Path:
-    """The folder whose docs/ a command renews: the clone, else the working folder."""
-    return ROOT if in_clone() else Path.cwd()
-
-
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/hybrid-kernels, or the same in ~/.cache; it need not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-kernels"

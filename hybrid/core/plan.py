@@ -69,6 +69,9 @@ class TensorDecl:
     device: str = ""
     """Weights: the device beside the main one that alone has steps with it, where nothing takes these over; empty: the
     main one."""
+    per_pass: bool = False
+    """Whether it belongs to one pass (rows, control words, what steps hand on), not to sequences or the model: passes that
+    overlap have one each."""
     row_types: tuple[tuple[str, int], ...] = ()
     """Weights whose sources differ in storage type: (dtype, rows) of each run of rows, in order; `dtype` is the
     widest."""
@@ -128,9 +131,8 @@ class Plan:
     """The tensor with this pass's control words: passes that run at the same time have their own."""
     rooms: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the arena keeps for an activation of few rows where the same pass over all of them would need more."""
-    pipeline_slot: int | None = None
-    """Which set of rows and activations it uses, where passes overlap (hybrid/planning/pipeline.py). None: it runs
-    alone."""
+    phase: Literal["prefill", "decode"] = "decode"
+    """decode: one row of each sequence, which may be those of the pass before, continued."""
 
     def __post_init__(self) -> None:
         for step in self.steps:

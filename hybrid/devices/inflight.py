@@ -20,7 +20,7 @@ from hybrid.core.errors import DeviceLost
 from hybrid.planning.pipeline import needs, written
 
 if TYPE_CHECKING:  # multi.py makes InFlight, which keeps a reference to the program and device that made it
-    from hybrid.devices.multi import MultiProgram
+    from hybrid.devices.multi import PassProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class InFlight:
     """A pass of `program`. number: its ticket of the multi-device. earlier: the passes in flight before it, oldest
     first."""
 
-    def __init__(self, program: MultiProgram, number: int, earlier: Sequence[InFlight]) -> None:
+    def __init__(self, program: PassProgram, number: int, earlier: Sequence[InFlight]) -> None:
         self.program, self.device, self.number = program, program.device, number
         self.events: list[Event] = []
         """Of the segments complete so far, in order."""

@@ -1,18 +1,16 @@
 """One plan on several devices: segments run in order, and what one device writes reaches the other before it reads it.
 
 The main device holds every tensor; another one holds what its steps use, in the same memory or as a copy
-(transfers.py). Passes in different pipeline slots overlap (inflight.py, planning/pipeline.py): they advance whenever
-the host waits for one of them. A device that fails is replaced as the schedule says, for the rest of the run, and the
+(transfers.py). Prefill passes may overlap: each takes the next pipeline slot, a set of rows and activations of its own
+(planning/pipeline.py), and advances whenever the host waits for one of them (inflight.py). Nobody outside sees slots. A device that fails is replaced as the schedule says, for the rest of the run, and the
 reason is kept for reports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
-from itertools import chain
 from typing import Any
 
 from hybrid.core.device import Counters, Device, Program, StepTime
@@ -21,20 +19,19 @@ from hybrid.core.plan import Plan, TensorDecl
 from hybrid.core.tensor import Source, Tensor
 from hybrid.devices.inflight import InFlight
 from hybrid.devices.transfers import Transfers
+from hybrid.planning.pipeline import for_pipeline_slot, name_in_slot
 from hybrid.planning.segments import segments
 
 
 class MultiDevice:
     """hybrid.core.device.Device over a main device and others by their backends' names.
 
-    fallback: the device that takes over the steps of one that fails, by backend; so far always the main one.
-    pipeline_depth: how many prefill passes may overlap."""
+    fallback: the device that takes over the steps of one that fails, by backend; so far always the main one. depth: how
+    many prefill passes may overlap."""
 
-    def __init__(
-        self, main: Device, others: Mapping[str, Device], fallback: Mapping[Any, str], pipeline_depth: int = 1
-    ) -> None:
+    def __init__(self, main: Device, others: Mapping[str, Device], fallback: Mapping[Any, str], depth: int = 1) -> None:
         self.main, self.others = main, dict(others)
-        self.fallback, self.pipeline_depth = dict(fallback), pipeline_depth
+        self.fallback, self.depth = dict(fallback), depth
         self.name = " + ".join([main.name, *(d.name for d in others.values())])
         self.backend, self.drives = main.backend, frozenset({main.backend, *others, *fallback})
         self.transfers = Transfers(main, self.others)
@@ -42,6 +39,10 @@ class MultiDevice:
         self.in_flight: list[InFlight] = []
         """Passes of which some segment has not been submitted, oldest first."""
         self._tickets = 0
+        self._arena = 0  # bytes of a pipeline slot's activations
+        self._next = 0  # pipeline slot of the next prefill pass
+        self._slots: dict[int, int] = {}  # of the last passes, by ticket
+        self._own: set[str] = set()  # tensors that each pipeline slot has one of
         self._main_tickets: dict[int, int] = {}  # of a complete pass: this device's ticket -> the main device's
 
     @property
@@ -74,7 +75,10 @@ class MultiDevice:
     # --- tensors: the main device's
 
     def store(self, decl: TensorDecl, value: Tensor | None = None, parts: Sequence[Source] = ()) -> None:
-        self.transfers.store(decl, value, parts)
+        for slot in range(self.depth if decl.per_pass else 1):
+            self.transfers.store(replace(decl, name=name_in_slot(decl.name, slot)), value, parts)
+        if decl.per_pass:
+            self._own.add(decl.name)
 
     def adopt(self, decl: TensorDecl, value: Tensor, fds: Sequence[int] = ()) -> None:
         self.main.adopt(decl, value, fds)
@@ -87,6 +91,8 @@ class MultiDevice:
         self.transfers.mark_written(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None, ticket: int | None = None) -> Tensor:
+        if name in self._own:
+            name = name_in_slot(name, self._slots.get(self._tickets if ticket is None else ticket, 0))
         return self.main.read(name, start, stop, self._main_ticket(ticket))
 
     def peek(self, name: str, row: int, column: int, ticket: int | None = None) -> int:
@@ -95,8 +101,8 @@ class MultiDevice:
     def reserve(self, arena_bytes: int, plans: Iterable[Plan] = ()) -> None:
         """Of the main device. The others allocate their segments' activations when these are compiled, and every device
         then allocates its kernels' scratch memory; but what they lack for `plans` they say now."""
-        plans = tuple(plans)
-        self.main.reserve(arena_bytes)
+        plans, self._arena = tuple(plans), arena_bytes
+        self.main.reserve(self.depth * arena_bytes)
         for name, device in tuple(self.others.items()):
             try:
                 device.reserve(0, plans)
@@ -124,11 +130,6 @@ class MultiDevice:
     def shares(self, name: str) -> bool:
         return self.main.shares(name)
 
-    @property
-    def exclusive(self) -> AbstractSet[str]:
-        """See Device: what any of them needs."""
-        return frozenset(chain.from_iterable(device.exclusive for device in (self.main, *self.others.values())))
-
     def sibling(self, lent: Mapping[str, str] | None = None) -> Device:
         return self.main.sibling(lent)
 
@@ -140,15 +141,30 @@ class MultiDevice:
 
     # --- plans
 
+    @property
+    def passes_ahead(self) -> int:
+        return max(1, self.depth)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.depth > 1
+
     def compile(self, plan: Plan, profile: bool = False, cooperative: bool = True) -> Program:
         return MultiProgram(self, plan, profile, cooperative)
 
-    def launch(self, program: MultiProgram) -> int:
+    def next_slot(self) -> int:
+        """The pipeline slot whose last pass was the longest ago."""
+        self._next = (self._next + 1) % self.depth
+        return self._next
+
+    def launch(self, program: PassProgram) -> int:
         """Start a pass; returns its ticket. A pass in a pipeline slot overlaps with those in other slots and advances
         when the host waits; one without a slot runs alone and is complete when this returns."""
-        slot = program.plan.pipeline_slot
-        self._complete(lambda f: slot is None or f.program.plan.pipeline_slot == slot)
+        slot = program.slot
+        self._complete(lambda f: slot is None or f.program.slot == slot)
         self._tickets += 1
+        self._slots[self._tickets] = slot or 0
+        self._slots.pop(self._tickets - 8 * self.depth, None)
         started = program.last = InFlight(program, self._tickets, tuple(self.in_flight))
         self.in_flight.append(started)
         if slot is None:
@@ -209,12 +225,46 @@ def cause(error: Exception) -> str:
 
 
 class MultiProgram:
-    """A plan cut where the device changes; each segment compiled by its device, or by the fallback's when it is
-    needed."""
+    """A plan in every pipeline slot; one that overlaps with no other pass, decode's, has one form alone."""
 
     def __init__(self, device: MultiDevice, plan: Plan, profile: bool, cooperative: bool) -> None:
+        self.device, self.plan, self.profile = device, plan, profile
+        if device.depth == 1 or plan.phase == "decode":
+            self.passes = [PassProgram(device, plan, None, profile, cooperative)]
+        else:
+            plans = [for_pipeline_slot(plan, slot, device._arena) for slot in range(device.depth)]
+            self.passes = [PassProgram(device, p, slot, profile, cooperative) for slot, p in enumerate(plans)]
+        self._last: dict[int, InFlight] = {}  # by ticket
+
+    def submit(self, times: int = 1) -> int:
+        ticket = 0
+        for _ in range(times):
+            one = self.passes[0 if len(self.passes) == 1 else self.device.next_slot()]
+            ticket = self.device.launch(one)
+            if self.profile and one.last is not None:
+                self._last = {t: p for t, p in self._last.items() if t > ticket - 2 * self.device.depth}
+                self._last[ticket] = one.last
+        return ticket
+
+    def times(self, ticket: int | None = None) -> Sequence[StepTime]:
+        one = self._finished(ticket)
+        return () if one is None else one.times()
+
+    def began(self, ticket: int | None = None) -> float | None:
+        one = self._finished(ticket)
+        return None if one is None else one.begin
+
+    def _finished(self, ticket: int | None) -> InFlight | None:
+        return self._last.get(max(self._last, default=0) if ticket is None else ticket)
+
+
+class PassProgram:
+    """A plan cut where the device changes; each segment compiled by its device, or by the fallback's when it is
+    needed. slot: its pipeline slot; None: it runs alone."""
+
+    def __init__(self, device: MultiDevice, plan: Plan, slot: int | None, profile: bool, cooperative: bool) -> None:
         self.device, self.plan, self.profile, self.cooperative = device, plan, profile, cooperative
-        self.segments = segments(plan)
+        self.slot, self.segments = slot, segments(plan)
         self.last: InFlight | None = None
         """Its last pass."""
         self._programs: dict[tuple[int, str], Program] = {}
@@ -229,18 +279,6 @@ class MultiProgram:
                     raise
                 device.fail_over(where, error)  # before the first pass: files that are missing, memory that is short
                 self.segment_program(i)
-
-    def submit(self, times: int = 1) -> int:
-        ticket = 0
-        for _ in range(times):
-            ticket = self.device.launch(self)
-        return ticket
-
-    def times(self) -> Sequence[StepTime]:
-        return self.last.times() if self.profile and self.last is not None else ()
-
-    def began(self) -> float | None:
-        return self.last.begin if self.profile and self.last is not None else None
 
     def where(self, i: int) -> str:
         """The backend that runs a segment now: its own, or the fallback."""

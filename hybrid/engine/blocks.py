@@ -22,11 +22,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from hybrid.core.errors import NoFreeSlot
 from hybrid.planning.cache import CacheShape
 
 Write = tuple[str, int, int, int]
@@ -260,6 +259,20 @@ class Blocks:
                     writes.append((pool.group.name, slot, i, block))
         return True
 
+    def begin(self, held: Held, n: int, position: int, slot: int, writes: list[Write]) -> bool:
+        """Hold n blocks from nothing, of layers with a window those alone that a row at `position` sees; False, and nothing
+        done, where there are not enough."""
+        firsts = [p.group.first(position, self.block) for p in self.pools]
+        if any(p.available < n - first for p, first in zip(self.pools, firsts, strict=True)):
+            return False
+        for g, (pool, first) in enumerate(zip(self.pools, firsts, strict=True)):
+            held.tables[g], held.first[g] = [-1] * first, first
+            for i in range(first, n):
+                block = self._take(pool)
+                held.tables[g].append(block)
+                writes.append((pool.group.name, slot, i, block))
+        return True
+
     def slide(self, held: Held, position: int) -> None:
         """Give up what no row from `position` on sees."""
         for g, pool in enumerate(self.pools):
@@ -278,24 +291,6 @@ class Blocks:
             table.clear()
             held.first[g] = 0
         held.sealed = 0
-        self.given += 1
-
-    def reserve(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
-        """Blocks of groups by name, for one who keeps tables of its own and lets nobody find what is in them.
-        NoFreeSlot, and nothing done, where there are not enough."""
-        for pool in self.pools:
-            if pool.available < (n := wanted[pool.group.name]):
-                raise NoFreeSlot(
-                    f"the KV cache has {pool.available} free blocks for {pool.group.name} layers, the sequence needs {n}: wait "
-                    "until another has ended"
-                )
-        return {p.group.name: [self._take(p) for _ in range(wanted[p.group.name])] for p in self.pools}
-
-    def give_back(self, blocks: Mapping[str, Sequence[int]]) -> None:
-        """What was reserved."""
-        for pool in self.pools:
-            for block in reversed(blocks[pool.group.name]):
-                pool.drop(block, 0)
         self.given += 1
 
     def clear(self, since: int = 0) -> None:
@@ -333,9 +328,8 @@ class Blocks:
 
     # --- proof -------------------------------------------------------------------------------------------------------
 
-    def check(self, holders: Iterable[Held], reserved: Sequence[Mapping[str, Sequence[int]]] = ()) -> None:
-        """AssertionError unless every block is accounted for, given all sequences that hold any, and what is
-        reserved."""
+    def check(self, holders: Iterable[Held]) -> None:
+        """AssertionError unless every block is accounted for, given all sequences that hold any."""
         holders = list(holders)
         for g, pool in enumerate(self.pools):
             name, n = pool.group.name, pool.group.blocks
@@ -343,7 +337,6 @@ class Blocks:
                 assert len(held.tables[g]) == held.size, f"{name}: tables of one sequence differ in length"
                 assert all(b == -1 for b in held.tables[g][: held.first[g]]), f"{name}: a block given up is in a table"
             counted = Counter(b for h in holders for b in h.tables[g][h.first[g] :])
-            counted.update(b for r in reserved for b in r[name])
             assert all(0 <= b < n for b in counted), f"{name}: a table names a block that is none"
             assert pool.refs == [counted[b] for b in range(n)], f"{name}: references {pool.refs}, counted {counted}"
             places = Counter(pool.free)

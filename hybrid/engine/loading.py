@@ -1,26 +1,373 @@
-"""Loading a model: its tensors stored on the device, and what that took: seconds by phase, bytes uploaded, host
-memory."""
+"""Loading a model: the engine's configuration, its memory budget, weights on their way from a checkpoint to a device, and
+how long that took."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Integral
 from pathlib import Path
+from typing import get_args
 
-from hybrid.checkpoint import Checkpoint
+from hybrid.checkpoint import Checkpoint, open_checkpoint
+from hybrid.checkpoint.classes import AS_STORED, class_of
+from hybrid.checkpoint.families import is_exact
+from hybrid.checkpoint.random import random_checkpoint
+from hybrid.cli.progress import progress_bar
 from hybrid.core.device import Device
-from hybrid.core.plan import Plan
-from hybrid.core.tensor import Tensor
-from hybrid.engine.weights import upload
-from hybrid.planning.footprint import every_size
-from hybrid.planning.passes import PassSizes
+from hybrid.core.dtypes import CACHE_CHOICES, DTYPES, WEIGHT_TYPES, WRITABLE_TYPES, CacheChoice
+from hybrid.core.hparams import HParams
+from hybrid.core.numeric import np
+from hybrid.core.plan import Plan, TensorDecl
+from hybrid.core.tensor import Source, Tensor
+from hybrid.core.units import show_bytes
+from hybrid.devices.opening import Opened, beside
+from hybrid.planning.cache import DEFAULT_CTX, MAX_SLOTS, CacheShape
+from hybrid.planning.expand import WeightInfo
+from hybrid.planning.footprint import Footprint, every_size, footprint, thinned
+from hybrid.planning.passes import (
+    CHUNK,
+    PassSizes,
+    capabilities_of,
+    chunk_of,
+    decode_buckets_of,
+    fixed_rows,
+    pass_sizes,
+)
 from hybrid.planning.pipeline import outlasting
-from hybrid.planning.planner import Target
+from hybrid.planning.planner import PrecisionName, Target, plan
 from hybrid.planning.rope import rope_of
-from hybrid.quant.reencode import Reencoded
+from hybrid.quant.codec import dequantise, quantise, row_blocks
+from hybrid.quant.native import NATIVE, computed, native
+from hybrid.quant.reencode import Reencoded, reencode, summary
+from hybrid.spec.schedule import Schedule, find_schedule, named_schedule
+
+MOST_GUESSES = 16
+SHARING = 4
+
+
+def check_guesses(speculate: object) -> int:
+    """The most tokens to guess in a pass, by what a user asks for. ValueError."""
+    if speculate == "auto":
+        return MOST_GUESSES
+    if isinstance(speculate, bool) or not isinstance(speculate, int | np.integer) or not 0 <= speculate <= MOST_GUESSES:
+        raise ValueError(
+            f"speculate must be auto, or a number of tokens to guess, 0 to {MOST_GUESSES}, not {speculate!r}"
+        )
+    return int(speculate)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Checked when made: ValueError names the field and what it may be. None: decided by the model or the device."""
+
+    precision: PrecisionName = "auto"
+    """auto: quantised weights with int8 activations and an f16 KV cache, others in float32, or as quantised ones beside
+    them on matrix units; exact: float32; fast: unquantised weights with f16 activations."""
+    kv: CacheChoice = "auto"
+    """Storage type of the KV cache; auto: by `precision`."""
+    weights: str | None = None
+    """Storage type that matrices are converted to while loading (default: the file's)."""
+    ctx: int | None = None
+    """Positions per sequence (default: the model's context, at most DEFAULT_CTX)."""
+    slots: int = 1
+    """Sequences that the KV cache holds at a time."""
+    blocks: tuple[int, int] = (0, 0)
+    """Blocks of the KV cache in global and in local layers (0: what `slots` sequences need at their longest). With
+    fewer, requests wait for one another."""
+    shared: bool = False
+    """In place of `slots` and `blocks`: SHARING slots, with blocks for one sequence at its longest."""
+    memory: int | None = None
+    """Bytes on the device: the KV cache takes what weights and activations leave of them, in place of `blocks`."""
+    chunk: int | None = None
+    """Most rows of a prefill pass (default: what fills the device's matrix units)."""
+    n_tokens: int | None = None
+    """Ids below this may be chosen (default: the tokenizer's size)."""
+    deterministic: bool = False
+    """Passes of one size only, whatever runs in them, so that a row's bits depend neither on how its prompt was cut nor
+    on what runs beside it. Slower: prompts go through a few rows at a time; on cpu one row, and one sequence."""
+    guesses: int = 0
+    """Most guessed tokens that a pass verifies (hybrid/engine/speculation.py)."""
+    profile: bool = False
+    """Time every step (Runner.trace), at the cost of a wait after each pass."""
+    progress: bool = False
+    """A progress bar on standard error while weights load."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("kv", CACHE_CHOICES), ("precision", get_args(PrecisionName))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}")
+        if not isinstance(self.slots, Integral) or not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots must be 1..{MAX_SLOTS}, not {self.slots!r}")
+        if not isinstance(self.guesses, Integral) or not 0 <= self.guesses <= MOST_GUESSES:
+            raise ValueError(f"guesses must be 0..{MOST_GUESSES}, not {self.guesses!r}")
+        for name in ("ctx", "chunk", "n_tokens", "memory"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, Integral) or (value < 1 and name != "ctx")):
+                raise ValueError(f"{name} must be a positive integer, or None for the default, not {value!r}")
+
+    def context(self, hparams: HParams) -> int:
+        """Positions per sequence for a model. ValueError where it was made for fewer."""
+        ctx = min(hparams.context_length, DEFAULT_CTX) if self.ctx is None else self.ctx
+        if not 1 <= ctx <= hparams.context_length:
+            raise ValueError(
+                f"ctx {ctx} is outside 1..{hparams.context_length}, the context that the model was made for"
+            )
+        return ctx
+
+
+def sizes_for(config: EngineConfig, hparams: HParams, device: Device) -> PassSizes:
+    """Row counts that plans are made for. ValueError where the device cannot be deterministic for so many slots."""
+    can = capabilities_of(device.has)
+    chunk = chunk_of(can) if config.chunk is None else config.chunk
+    fixed = fixed_rows(device.backend, config.slots) if config.deterministic else None
+    return pass_sizes(
+        hparams, config.context(hparams), config.slots, chunk, fixed, config.guesses, decode_buckets_of(can)
+    )
+
+
+def target_for(
+    config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule, sizes: PassSizes
+) -> Target:
+    """What all plans of the engine share. ValueError for weights that the device cannot hold as the configuration
+    says."""
+    hp = checkpoint.hparams
+    n_tokens = checkpoint.tokenizer.n_tokens if config.n_tokens is None else config.n_tokens
+    return Target(
+        schedule,
+        hp,
+        stored_types(checkpoint, config.weights, device.backend),
+        CacheShape.of(hp, config.context(hp), config.slots, sizes.rows[-1], config.blocks),
+        min(hp.vocab, n_tokens),
+        config.precision,
+        config.kv,
+        device.backend,
+        capabilities_of(device.has),
+        device.few_rows(hp.hidden),
+    )
+
+
+# --- the memory budget ------------------------------------------------------------------------------------------------
+
+HEADROOM = 96 << 20
+"""Bytes that are left to what no plan declares: staging, kernels' own scratch, command buffers."""
+LEAST_KEPT = 16
+"""Whole sequences that the cache may keep for prefixes, however few slots there are."""
+
+
+class OverBudget(ValueError):
+    """The memory does not hold the model with one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What goes where. sequences: of `context` positions, that the blocks hold at their longest."""
+
+    memory: int
+    weights: int
+    rest: int
+    """Activations, tables, what is read back, and HEADROOM."""
+    blocks: tuple[int, int]
+    kv: int
+    sequences: float
+    context: int
+
+    def line(self) -> str:
+        parts = {"weights": self.weights, "KV cache": self.kv, "activations and the rest": self.rest}
+        shown = ", ".join(f"{what} {show_bytes(n)}" for what, n in parts.items())
+        return f"memory {show_bytes(self.memory)}: {shown}: {self.sequences:.1f} sequences of {self.context} tokens"
+
+
+def budget_for(memory: int, held: Footprint, cache: CacheShape) -> Budget:
+    """Blocks for `memory` bytes. held: what the engine takes with `cache`, whose blocks are those of all slots. OverBudget
+    says what is missing and what would fit."""
+    rest = held.total - held.weights - held.kv_global - held.kv_local + HEADROOM
+    left = memory - held.weights - rest
+    per_global, per_local = held.kv_global / cache.global_blocks, held.kv_local / cache.local_blocks
+    one = per_global * cache.table + per_local * cache.ring
+    if left < one:
+        fits = int((left - per_local * cache.ring) // per_global) * cache.block if per_global else 0
+        fix = f"ctx={fits} would fit" if fits >= cache.block else "use a smaller weight type"
+        raise OverBudget(
+            f"memory {show_bytes(memory)} is too little: weights take {show_bytes(held.weights)}, activations and the rest "
+            f"{show_bytes(rest)}, one sequence of {cache.ctx} tokens {show_bytes(int(one))}, together "
+            f"{show_bytes(int(held.weights + rest + one))}: {fix}, or give it more"
+        )
+    sequences = min(left / one, max(2 * cache.slots, LEAST_KEPT))
+    blocks = (int(sequences * cache.table), int(sequences * cache.ring))
+    kv = int(blocks[0] * per_global + blocks[1] * per_local)
+    return Budget(memory, held.weights, rest, blocks, kv, sequences, cache.ctx)
+
+
+def with_budget(
+    opened: Opened, schedule: Schedule, config: EngineConfig, checkpoint: Checkpoint
+) -> tuple[Opened, Schedule]:
+    """The family's schedule, or where memory has no room for its weights the one that it names for that; `passed_over`
+    says why."""
+    if not schedule.schedule.without_room or not (missing := lacking(config, checkpoint, opened.device, schedule)):
+        return opened, schedule
+    instead = find_schedule(schedule.schedule.without_room)
+    why = f"schedule {schedule.schedule.name}: {missing}; so {instead.schedule.name}"
+    return beside(replace(opened, passed_over=(*opened.passed_over, why)), instead), instead
+
+
+def lacking(config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule) -> str:
+    """What is missing for a model by this schedule in `config.memory`, or in what the device has left; empty where
+    nothing is, or the device does not know what it has."""
+    memory = device.available if config.memory is None else config.memory
+    if memory is None:
+        return ""
+    try:
+        fitted(replace(config, memory=memory), checkpoint, device, schedule)
+    except OverBudget as error:
+        return str(error)
+    return ""
+
+
+def fitted(
+    config: EngineConfig, checkpoint: Checkpoint, device: Device, schedule: Schedule
+) -> tuple[EngineConfig, Budget | None]:
+    """The configuration with as many blocks as `config.memory` has room for; with `shared`
+    slots that share those of one sequence; as it is where neither is asked for."""
+    hp = checkpoint.hparams
+    alone = config.deterministic and device.backend == "cpu"  # runs one sequence at a time
+    if config.shared and not alone:
+        config = replace(config, slots=SHARING)
+        rows = sizes_for(config, hp, device).rows[-1]
+        one = CacheShape.of(hp, config.context(hp), 1, rows)
+        config = replace(config, blocks=(one.table, one.ring))
+    if config.memory is None:
+        return config, None
+    capabilities = capabilities_of(device.has)
+    context, chunk = config.context(hp), chunk_of(capabilities) if config.chunk is None else config.chunk
+    weights = stored_types(checkpoint, config.weights, device.backend)
+    held = footprint(
+        hp,
+        weights,
+        batch=config.slots,
+        context=context,
+        chunk=chunk,
+        precision=config.precision,
+        kv=config.kv,
+        capabilities=capabilities,
+        again=device.second_layout,
+        schedule=schedule,
+        device=device.backend,
+    )
+    rows = pass_sizes(hp, context, config.slots, chunk).rows[-1]
+    budget = budget_for(config.memory, held, CacheShape.of(hp, context, config.slots, rows))
+    return replace(config, blocks=budget.blocks), budget
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+_ELEMENTS = 1 << 23  # made at once
+_AT_ONCE = 1 << 19  # converted at once by a thread: 2 MB in float32
+
+
+def stored_types(checkpoint: Checkpoint, weights: str | None, backend: str = "cpu") -> dict[str, WeightInfo]:
+    """Dtype and shape of every tensor as the device will hold it: matrices in type `weights`, else as in the file, else
+    (a type that the backend does not compute with) in the one near it.
+
+    Vectors and the smallest matrices stay float32, and `weights` does not mean the classes AS_STORED. Raises ValueError
+    for an unknown type or rows that are not whole blocks.
+    """
+    makes = [t for t in WRITABLE_TYPES if t in computed(backend)]
+    if weights is not None and weights not in WEIGHT_TYPES:
+        raise ValueError(f"unknown weight type {weights!r}: use one of {', '.join(makes)}")
+    if weights is not None and weights not in makes:
+        raise ValueError(f"weights cannot be made {weights!r} for {backend}: use one of {', '.join(makes)}")
+    found = {}
+    for name in checkpoint.names:
+        dtype, shape = checkpoint.dtype(name), tuple(checkpoint.shape(name))
+        if is_exact(name, shape):
+            found[name] = WeightInfo(dtype, shape)
+            continue
+        if weights is not None and class_of(name) not in AS_STORED:
+            if shape[1] % DTYPES[weights].block:
+                raise ValueError(f"{name} {list(shape)} cannot be {weights}: its rows are not multiples of 32")
+            dtype = weights
+        else:
+            dtype = native(dtype, backend)
+        found[name] = WeightInfo(dtype, shape)
+    return found
+
+
+def upload(
+    checkpoint: Checkpoint,
+    device: Device,
+    decls: Iterable[TensorDecl],
+    types: Mapping[str, WeightInfo],
+    progress: bool = True,
+    stored: Callable[[], object] = lambda: None,
+) -> tuple[Reencoded, ...]:
+    """Store every weight on the device, one after another; each source is read when it is stored, and converted to its
+    dtype in `types` a few rows at a time. Returns what was re-encoded because the device does not compute with a file's
+    type.
+
+    Above one second a progress bar in bytes appears on a terminal, elsewhere a line now and then. `stored` is called
+    after each tensor.
+    """
+    changed: dict[str, float] = {}
+    decls = list(decls)
+    total = sum(d.nbytes for d in decls)
+    with contextlib.ExitStack() as held:
+        advance = held.enter_context(progress_bar(total, "weights", False, "B", after=1.0)) if progress else None
+        with device.loading(sum(d.data_bytes for d in decls)):
+            for decl in decls:
+                sources = decl.sources or (decl.name,)
+                makers = [m for s in sources for m in _makers(checkpoint, s, types[s].dtype, changed)]
+                device.store(decl, parts=makers)
+                stored()
+                if advance is not None:
+                    advance(decl.nbytes)
+    return summary((checkpoint.dtype(n), types[n].dtype, types[n].shape, rounding) for n, rounding in changed.items())
+
+
+def _makers(checkpoint: Checkpoint, name: str, dtype: str, changed: dict[str, float]) -> Iterator[Source]:
+    """What makes the rows of a tensor as `dtype`, one after another. Re-encoding notes its rounding in `changed`."""
+    stored = checkpoint.dtype(name)
+    if stored == dtype:
+        yield lambda: checkpoint.packed(name) or checkpoint.tensor(name)
+        return
+    changes, (n, width) = NATIVE.get(stored) == dtype, checkpoint.shape(name)
+
+    def make(start: int, stop: int) -> Tensor:
+        out = Tensor.empty(dtype, (stop - start, width))
+        with ThreadPoolExecutor() as threads:  # NumPy lets go of the interpreter
+            roundings = list(
+                threads.map(lambda span: fill(out, start, *span), row_blocks(stop - start, width, _AT_ONCE))
+            )
+        if changes:
+            changed[name] = max(changed.get(name, 0.0), *roundings)
+        return out
+
+    def fill(out: Tensor, start: int, first: int, last: int) -> float:
+        rows = checkpoint.rows(name, start + first, start + last)
+        try:
+            made, rounding = reencode(rows) if changes else (convert(rows, dtype), 0.0)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.path}: tensor {name}: {error}") from None
+        for to, part in zip(out.parts, made.parts, strict=True):
+            to[first:last] = part
+        return rounding
+
+    for start, stop in row_blocks(n, width, _ELEMENTS):
+        yield partial(make, start, stop)
+
+
+def convert(tensor: Tensor, dtype: str) -> Tensor:
+    """The tensor in another storage type, through float32."""
+    return quantise(dequantise(tensor), dtype)
+
+
+# --- what loading took ------------------------------------------------------------------------------------------------
 
 _STATUS = Path("/proc/self/status")
 _GIB = 1 << 30
@@ -120,7 +467,7 @@ def load_tensors(
             elif decl.kind != "weight":
                 device.store(decl)
         # Where passes overlap the largest plans are enough: a second device says now what it lacks for them.
-        every = plans if device.pipeline_depth > 1 else every_size(target, sizes)
+        every = plans if device.overlaps else every_size(target, sizes)
         device.reserve(max(p.arena_bytes for p in plans), every)
     weights = [d for d in decls.values() if d.kind == "weight" and d.role != "rope"]
     before = device.counters.bytes_up
@@ -128,3 +475,34 @@ def load_tensors(
         reencoded = upload(checkpoint, device, weights, target.weights, progress, clock.sample)
     clock.bytes_up = device.counters.bytes_up - before
     return reencoded
+
+
+# --- plans without loading --------------------------------------------------------------------------------------------
+
+
+def plans_of_model(
+    model: str,
+    schedule: str | Schedule,
+    ctx: int | None = None,
+    slots: int = 1,
+    chunk: int | None = None,
+    backend: str = "vulkan",
+) -> Iterator[Plan]:
+    """Plans of two layers of each kind, of every number of rows: the others' steps have the same sizes.
+
+    model: a file, a directory, or the name of a sheet of specs/models. schedule: a shipped one's name, or a file.
+    chunk: rows of a prefill pass (default: 512, that of devices without matrix units). backend: of the main device."""
+    chosen = schedule if isinstance(schedule, Schedule) else named_schedule(schedule)
+    with open_checkpoint(model) if Path(model).exists() else random_checkpoint(model) as checkpoint:
+        hp = checkpoint.hparams
+        config = EngineConfig(ctx=ctx, slots=slots, chunk=chunk)
+        sizes = pass_sizes(hp, config.context(hp), slots, CHUNK if chunk is None else chunk)
+        cache = CacheShape.of(hp, config.context(hp), slots, sizes.rows[-1])
+        whole = Target(chosen, hp, stored_types(checkpoint, None, backend), cache, hp.vocab, device=backend)
+        target, _ = thinned(whole)
+        for count in sizes.decode:
+            yield plan(target, count, count, "decode")
+        for rows in sizes.rows:
+            yield plan(target, rows, max(o for o in (*sizes.outs, 1) if o <= rows), "prefill")
+        yield plan(target, sizes.logits, sizes.logits, "prefill", sample=False)
+        yield plan(target, sizes.hidden, 0, "prefill", capture=True)

@@ -1,33 +1,182 @@
-"""Scheduled passes on an engine: the scheduler says which rows, this says which program, which message, and reads the
-tokens."""
+"""The runner: a model on a device. It compiles plans, tells the device the rows of each pass that the scheduler makes, and
+reads what the pass chose.
+
+After warm-up a pass is one submit. What the host tells the device of a pass is one message in a buffer of several, which
+begin_pass takes when the pass begins (specs/ops/begin_pass.toml). So the host prepares passes while others run, and a
+pass without a message continues the rows of the pass before: sampled tokens and positions stay on the device.
+"""
 
 from __future__ import annotations
 
+import logging
+import shlex
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybrid.core.device import Program
-from hybrid.core.plan import FAULTED
-from hybrid.engine.engine import Engine
-from hybrid.engine.inbox import GOES_ON, Rows
-from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.sequence import Limits, Pass, Run, Stream
-from hybrid.engine.turns import Turns
-from hybrid.engine.work import Work
-from hybrid.planning.passes import MATRIX_BUCKETS, PassSizes, bucket_of
-from hybrid.spec.schedule import Phase
+from hybrid.checkpoint import Checkpoint
+from hybrid.cli.progress import tracked
+from hybrid.core.device import Counters, Device, Program
+from hybrid.core.errors import SpecError
+from hybrid.core.plan import (
+    CONTROL_TENSOR,
+    CONTROL_WORDS,
+    ENTRY_WORDS,
+    FAULTED,
+    INBOX_SETS,
+    INBOX_TENSOR,
+    MESSAGE_HEADER,
+    NOT_FINITE,
+    OUT_WORDS,
+    ROW_WORDS,
+    Plan,
+    TensorDecl,
+)
+from hybrid.core.tensor import Tensor
+from hybrid.engine.blocks import Blocks, groups_of
+from hybrid.engine.loading import EngineConfig, LoadClock, fitted, load_tensors, sizes_for, target_for
+from hybrid.engine.request import Request
+from hybrid.engine.sampling import SamplingState
+from hybrid.engine.scheduler import Limits, Pass, Run
+from hybrid.engine.stats import TokenLogprob, Work, mean_context
+from hybrid.engine.trace import TimedPass, Timing
+from hybrid.planning.cache import CacheShape
+from hybrid.planning.cost import precision_by_phase
+from hybrid.planning.passes import PassSizes, bucket_of
+from hybrid.planning.pipeline import caches_elsewhere, outlasting
+from hybrid.planning.planner import plan
+from hybrid.planning.segments import segments
+from hybrid.spec.schedule import Phase, Schedule, find_schedule
+from hybrid.spec.step import OPTIONS, Option
+
+log = logging.getLogger("hybrid")
 
 MIXED_ROWS = 512
 """Most rows of a pass in which a sequence decodes: its next token comes in the time of so many."""
-AHEAD = 2
-"""Passes in flight: the host prepares one while another runs."""
+CONTINUES = -1
+"""As a row's token: the one that was chosen for its slot last; as its position: that token's. -1 - n: n positions after
+it."""
+GUESSED = -2
+"""As a row's token: what `guesses` has of slot 0 for the row's position; GUESSED - n: of slot n."""
+FOLLOWS = -(1 << 30)
+"""As a row's token: as GUESSED where that token stands (`known_until`), else the one that was chosen for its slot last;
+FOLLOWS - n: of slot n. As such a row's position: the slot's next, or the last for which that holds, if it is before."""
+TABLES = {"global": 0, "local": 1}
+_SKIPPED = 1000  # passes by which the count goes on where it is not known how many have begun
+PLAIN, VERIFY = frozenset[Option](), frozenset[Option]({"verify"})
 
 
-class VoidPass(Exception):
-    """A pass chose no tokens (voids.py), and those behind it neither: the cache holds nothing of them."""
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+class AbortedStep(Exception):
+    """A wait between the workgroups of a fused kernel timed out, so a pass chose no tokens, and those behind it neither:
+    the cache holds nothing of them. Decoding continues unfused. (The driver, or another program on the GPU, had
+    preempted workgroups that others waited for.)"""
+
+
+class NotFinite(RuntimeError):
+    """The logits after some position are NaN or infinite: no token can be sampled from them."""
+
+    def __init__(self, path: Path, position: int, slot: int | None = None) -> None:
+        where = f"after position {position}" + ("" if slot is None else f" of slot {slot}")
+        super().__init__(
+            f"{path}: the logits {where} are NaN or infinite. A weight may be damaged: python -m hybrid.inspect "
+            f"{shlex.quote(str(path))} --check-finite names its tensor; where none is, the activations are beyond "
+            "float16: use precision exact"
+        )
+        self.position, self.slot = position, slot
+
+
+OF_ONE = (ValueError, NotFinite)
+"""Errors of one request, not of the device or the model."""
+
+
+def fault(word: int, path: Path, slot: int, position: int) -> RuntimeError:
+    """The error for a negative word of `history` at a position, whose token the pass before it should have sampled."""
+    if word == NOT_FINITE:
+        return NotFinite(path, position - 1, slot)
+    return RuntimeError(
+        f"{path}: the device left {word} as the token for position {position} of slot {slot}: no such word"
+    )
+
+
+def check_finite(path: Path, logits: np.ndarray, start: int) -> None:
+    """NotFinite for the first row of logits float32 [rows, vocab] that holds NaN or infinity; rows are of positions from
+    `start` on."""
+    # The extremes of a row with a NaN are NaN; nothing of the matrix's size is made.
+    wrong = ~(np.isfinite(logits.max(-1)) & np.isfinite(logits.min(-1)))
+    if wrong.any():
+        raise NotFinite(path, start + int(wrong.argmax()))
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def message(number: int, p: Pass, mask_rows: np.ndarray | None = None) -> np.ndarray:
+    """int32 [words]: the message for pass `number` on the device. mask_rows int32 [outs]: rows of `masks` for the rows
+    whose logits are wanted (None: no masks)."""
+    tokens, positions, slots, out_rows = p.arrays()
+    rows, outs, entries = len(tokens), len(out_rows), len(p.writes)
+    at = np.cumsum([MESSAGE_HEADER, ROW_WORDS * rows, OUT_WORDS * outs, ENTRY_WORDS * entries])
+    made = np.zeros(at[-1], np.int32)
+    made[:4] = number, rows, outs, entries
+    made[at[0] : at[1]].reshape(rows, ROW_WORDS).T[:] = tokens, positions, slots
+    wanted = made[at[1] : at[2]].reshape(outs, OUT_WORDS)
+    wanted[:, 0], wanted[:, 1] = out_rows, -1 if mask_rows is None else mask_rows
+    if entries:
+        made[at[2] :] = [word for table, *place in p.writes for word in (TABLES[table], *place)]
+    return made
+
+
+class Inbox:
+    """The device's inbox, and the count of passes by which it finds its messages."""
+
+    def __init__(self, device: Device, cache: CacheShape) -> None:
+        self._device, self._words = device, cache.message
+        self.begun = 0
+        """Passes submitted: the device's `turn` once they have begun."""
+        self.messages = 0
+        """How many were put."""
+        self._known = True
+        self._put = False  # whether the next pass takes one
+        self._taken: deque[int] = deque(maxlen=INBOX_SETS)  # tickets of the last messages' passes
+
+    def put(self, p: Pass, mask_rows: np.ndarray | None = None) -> None:
+        """The message of the next pass that is submitted; waits until the pass that had its place before has
+        finished."""
+        if not self._known:
+            self._device.wait()
+            self.begun += _SKIPPED
+            self._device.write("turn", Tensor.of(np.array([self.begun], np.uint32)))
+            self._known = True
+        if len(self._taken) == INBOX_SETS:
+            self._device.wait(self._taken[0])
+        words = message(self.begun + 1, p, mask_rows)
+        if len(words) > self._words:
+            what = f"{p.rows} rows with {len(p.writes)} entries of block tables"
+            raise ValueError(f"{what} take {len(words)} words of a pass's message, which has room for {self._words}")
+        self._device.write(INBOX_TENSOR, Tensor.of(words), self.messages % INBOX_SETS * self._words)
+        self.messages += 1
+        self._put = True
+
+    def submitted(self, ticket: int) -> None:
+        """A pass was submitted, which takes what was put since the one before."""
+        self.begun += 1
+        if self._put:
+            self._taken.append(ticket)
+            self._put = False
+
+    def lost_count(self) -> None:
+        """A submit failed: its pass may have begun."""
+        self._known, self._put = False, False
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------
 
 
 class Flight(NamedTuple):
@@ -35,7 +184,7 @@ class Flight(NamedTuple):
 
     scheduled: Pass
     ticket: int
-    began: float = 0.0
+    began: float
     """When submitting it began, on time.perf_counter()."""
 
 
@@ -44,142 +193,330 @@ def most_mixed(sizes: PassSizes) -> int:
     return max(sizes.outs[-1], min(sizes.rows[-1], MIXED_ROWS))
 
 
-def scheduler_of(engine: Engine, clock: Callable[[], float], queue: int) -> Scheduler:
-    """A scheduler of the engine's blocks and slots."""
-    sizes, slots = engine.sizes, engine.cache.slots
-    device = engine.device
-    alone = device.backend == "cpu" or device.drives != {device.backend}  # submitting is running, or overlaps of itself
-    limits = Limits(
-        slots,
-        engine.cache.ctx,
-        sizes.rows[-1],
-        most_mixed(sizes),
-        sizes.wants[-1],
-        ahead=1 if alone else AHEAD,
-        queue=queue,
-    )
-    steps = (
-        device.has("f16_matrices") and len(sizes.decode) > 1
-    )  # a pass costs by its plan's rows, not by those that live
-    turns = Turns(sizes.decode, MATRIX_BUCKETS) if steps and not alone else None
-    choosing = engine.choosing
-    return Scheduler(
-        engine.blocks, limits, clock, engine.tables.free, turns, lambda s: choosing.ready(s.tag.options.constraint)
-    )
+def warm_programs(sizes: PassSizes, draft: bool = False) -> list[tuple[Phase, int, int, frozenset[Option]]]:
+    """(phase, rows, rows whose logits are wanted, options) of every plan that a pass of plain requests may take. draft:
+    of a model that guesses for another and verifies nothing itself."""
+    found: list[tuple[Phase, int, int, frozenset[Option]]] = [("decode", n, n, PLAIN) for n in sizes.decode]
+    found += [("prefill", rows, outs, PLAIN) for rows in sizes.rows for outs in (0, *_outs(sizes.outs, rows))]
+    if sizes.guesses and not draft:
+        mixed = bucket_of(most_mixed(sizes), sizes.rows)  # who has guesses decodes
+        wants = [(rows, outs) for rows in sizes.rows for outs in _outs(sizes.wants, rows) if rows <= mixed and outs > 1]
+        found += [("prefill", rows, outs, VERIFY) for rows, outs in wants]
+    return found
+
+
+def _outs(buckets: Sequence[int], rows: int) -> list[int]:
+    """Those that some pass of so many rows takes: one has more rows than the bucket before it, if not as many as
+    itself."""
+    return [outs for before, outs in zip((0, *buckets), buckets, strict=False) if before < rows]
 
 
 class Runner:
-    """refused: called with a sequence whose constraint does not say what may come next, and why; its row is run for
-    nothing."""
+    """One checkpoint on one device. schedule: another than the shipped one of the checkpoint's family. clock: notes what
+    loading takes. refused: told of a request whose constraint does not say what may come next, and why; its row's result
+    is discarded. Closes neither the checkpoint nor the device."""
 
-    def __init__(self, engine: Engine, refused: Callable[[Stream, Exception], object]) -> None:
-        self.engine, self.refused = engine, refused
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        config: EngineConfig | None = None,
+        schedule: Schedule | None = None,
+        clock: LoadClock | None = None,
+        refused: Callable[[Request, Exception], object] = lambda request, error: None,
+    ) -> None:
+        self.checkpoint, self.device, self.refused = checkpoint, device, refused
+        self.clock = LoadClock() if clock is None else clock
+        schedule = schedule or find_schedule(checkpoint.hparams.family)
+        self.config, self.budget = fitted(config or EngineConfig(), checkpoint, device, schedule)
+        """budget: what the memory that was given is for."""
+        self.sizes = sizes_for(self.config, checkpoint.hparams, device)
+        """Row counts that plans are made for."""
+        self.target = target_for(self.config, checkpoint, device, schedule, self.sizes)
+        self.cache = self.target.cache
+        self.blocks = Blocks(groups_of(self.cache), self.cache.block, reuse=not caches_elsewhere(schedule))
+        """The KV cache's; a device with views of the cache of its own is told of what is appended, not of what is found
+        again."""
+        self.sampling = SamplingState(device, self.target)
+        self.inbox = Inbox(device, self.cache)
+        self.work = Work()
+        self.trace: list[TimedPass] = []
+        """With profile: every pass that has been waited for."""
+        self.cooperative = True
+        """Whether passes may use kernels whose workgroups wait for one another (AbortedStep)."""
+        self.faults: list[str] = []
+        """Why passes were run again, and how decoding continues since."""
+        self.prefilled = Counters()
+        """The device's counters after the last pass with rows of a prompt; `decoded` passes came since."""
+        self.decoded = 0
+        self._timing = Timing(self.trace, device.overlaps)
+        self._programs: dict[tuple[Phase, int, int, bool, bool, frozenset[Option]], Program] = {}
         self._last: Program | None = None  # of the pass before, where it had one row of each sequence
         self._sequences: list[tuple[Any, ...]] = []  # that the device's rows are set up for, with their slots
-        self._message = -1  # the number of messages when they were
-        self.work = Work()
-        self._programs: object = None  # those of the engine at that time
-        self.decoded = 0
-        """Passes since the last with rows of a prompt."""
+        self._messages = -1  # that had been put when they were
+        self._layouts: dict[str, Plan] = {}  # the largest plans: smaller ones take their offsets
+        with self.clock.phase("plan"):
+            most, outs = self.sizes.rows[-1], self.sizes.outs[-1]
+            self._layouts = {
+                "prefill": self.plan("prefill", most, self.sizes.wanted, options=OPTIONS),
+                "decode": self.plan("decode", outs, outs, options=OPTIONS),
+            }
+            plans = self._largest_plans()
+        self._stored = set(outlasting(plans))
+        self.reencoded = load_tensors(
+            checkpoint, device, self.target, self.sizes, plans, self.clock, self.config.progress
+        )
+        """Matrices that the device holds in another storage type than the file, because it does not compute with that
+        one."""
 
-    def start(self, p: Pass, times: int = 1) -> Flight:
-        """Submit a pass, which waits for none that runs, and with it those after it that continue it, `times` in
-        all."""
-        engine, same, began = self.engine, [run[:2] for run in p.runs], time.perf_counter()
-        if self._last is not None and same == self._sequences and not p.writes and self._continues_last(p):
-            self.decoded += times
-            self.work.begin(p, True, self._last.plan)
-            return Flight(p, self._submit(self._last, None, times), began)
-        wanting = p.wanting
-        slots = [run.slot for run in wanting]
-        options, wants = engine.choosing.options(slots), engine.sizes.outs
-        if p.outs > len(wanting):
-            options, wants = options | {"verify"}, engine.sizes.wants
-        onward = decodes_only(p) and not engine.config.deterministic
-        phase: Phase = "decode" if onward else "prefill"
-        outs = bucket_of(p.outs, engine.sizes.decode if onward else wants) if p.outs else 0
-        rows = outs if onward else bucket_of(p.rows, engine.sizes.rows)
-        slot = 0 if onward else engine.next_pipeline_slot()
-        program = engine.program(phase, rows, outs, pipeline_slot=slot, options=options)
-        self.work.begin(p, onward, program.plan)
-        tokens, positions, of, out_rows = p.arrays()
-        ticket = self._submit(program, Rows(tokens, positions, of, out_rows, self._masks(wanting), p.writes), times)
-        self._last, self._sequences = program if onward else None, same
-        self._message, self._programs = engine.inbox.messages, engine.programs
+    def limits(self, queue: int) -> Limits:
+        """What the scheduler may put into passes, with so many requests that wait."""
+        sizes, device = self.sizes, self.device
+        ahead = 1 if self.config.profile and not device.overlaps else device.passes_ahead
+        return Limits(
+            self.cache.slots,
+            self.cache.ctx,
+            sizes.rows[-1],
+            most_mixed(sizes),
+            sizes.wants[-1],
+            sizes.logits,
+            sizes.hidden,
+            ahead,
+            device.overlaps,
+            queue,
+        )
+
+    # --- plans -------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        phase: Phase,
+        rows: int,
+        outs: int,
+        capture: bool = False,
+        sample: bool = True,
+        options: Collection[Option] = (),
+    ) -> Plan:
+        """See planning.planner.plan."""
+        made = plan(self.target, rows, outs, phase, capture, sample, self._layouts.get(phase), options)
+        devices = {s.device for s in segments(made)}
+        if not devices <= self.device.drives:
+            raise SpecError(
+                f"schedule {self.target.schedule.schedule.name}: steps are placed on {sorted(devices)}, "
+                f'but this engine drives {", ".join(sorted(self.device.drives))}: use device = "main"'
+            )
+        return made
+
+    def program(
+        self,
+        phase: Phase,
+        rows: int,
+        outs: int,
+        capture: bool = False,
+        sample: bool = True,
+        options: Collection[Option] = (),
+    ) -> Program:
+        """The plan of a pass with these row counts, buckets of `sizes`; compiled at its first use."""
+        key = (phase, rows, outs, capture, sample, frozenset(options))
+        if key not in self._programs:
+            cooperative = self.cooperative and (phase == "decode" or "verify" in options)  # passes that are run again
+            made = self.plan(*key)
+            self._programs[key] = self.device.compile(made, profile=self.config.profile, cooperative=cooperative)
+        return self._programs[key]
+
+    def warm_up(self, rows: int = 1, options: Collection[Option] = ()) -> None:
+        """Compile what decoding and a prompt of `rows` tokens need, so that their passes only submit; with `options`,
+        what one sequence needs whose tokens are chosen so."""
+        sizes, largest = self.sizes, self.sizes.rows[-1]
+        if rows > largest:
+            self.program("prefill", largest, 0)  # only full chunks can lack a last row
+        self.program("prefill", bucket_of(rows % largest or largest, sizes.rows), sizes.outs[0], options=options)
+        for outs in sizes.decode[:1] if options else sizes.decode:
+            self.program("decode", outs, outs, options=options)
+        for n in range(2, min(sizes.guesses + 1, sizes.wanted) + 1 if sizes.guesses else 0):
+            rows, outs = bucket_of(n, sizes.rows), bucket_of(n, sizes.wants)
+            self.program("prefill", rows, outs, options={*options, "verify"})
+
+    def warm(self, draft: bool = False) -> None:
+        """Compile all that passes of many plain requests may take, so that none waits for it; with a bar where progress
+        is shown. On cpu nothing is compiled: plans are made as they come."""
+        if self.device.backend == "cpu":
+            return
+        wanted = warm_programs(self.sizes, draft)
+        for phase, rows, outs, options in tracked(wanted, "plans") if self.config.progress else wanted:
+            self.program(phase, rows, outs, options=options)
+
+    def _largest_plans(self) -> list[Plan]:
+        """Plans that between them declare every tensor at its largest, and use the most of the arena."""
+        sizes = self.sizes
+        return [
+            self._layouts["decode"],
+            self._layouts["prefill"],
+            self.plan("prefill", sizes.logits, sizes.logits, sample=False),
+            self.plan("prefill", sizes.hidden, 0, capture=True),
+        ]
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    def start(self, p: Pass) -> Flight:
+        """Submit a pass; waits for none that runs."""
+        began, same = time.perf_counter(), [run[:2] for run in p.runs]
+        last, inbox = self._last, self.inbox
+        unchanged = last is not None and same == self._sequences and inbox.messages == self._messages
+        if unchanged and not p.writes and p.capture is None and p.continues:
+            assert last is not None  # the device continues the rows of the pass before
+            self.decoded += 1
+            self.work.begin(p, True, last.plan)
+            return Flight(p, self._submit(last, began, p), began)
+        program, decode, masks = self._program_of(p)
+        self.work.begin(p, decode, program.plan)
+        inbox.put(p, masks)
+        self._last = None
+        ticket = self._submit(program, began, p)
+        self._last, self._sequences, self._messages = program if decode else None, same, inbox.messages
         if any(run.start < run.seq.n_prompt for run in p.runs):
-            self.decoded, engine.prefilled = 0, engine.counters.copy()
+            self.decoded, self.prefilled = 0, self.counters.copy()
         else:
-            self.decoded += times
+            self.decoded += 1
         return Flight(p, ticket, began)
 
-    def _submit(self, program: Program, rows: Rows | None, times: int) -> int:
+    def _program_of(self, p: Pass) -> tuple[Program, bool, np.ndarray | None]:
+        """The program of a pass, whether it is one of the phase decode, and mask rows."""
+        sizes = self.sizes
+        if p.capture is not None:
+            rows = bucket_of(p.rows, sizes.rows)
+            for decl in self._captured(p):
+                if decl.name not in self._stored:
+                    self.device.store(decl)
+                    self._stored.add(decl.name)
+            hidden = p.capture == "hidden"
+            return self.program("prefill", rows, 0 if hidden else rows, hidden, sample=False), False, None
+        wanting = p.wanting
+        options, wants = self.sampling.options([run.slot for run in wanting]), sizes.outs
+        if p.outs > len(wanting):
+            options, wants = options | VERIFY, sizes.wants
+        masks = self._masks(wanting)
+        if p.decodes and not self.config.deterministic:
+            rows = bucket_of(p.outs, sizes.decode)
+            return self.program("decode", rows, rows, options=options), True, masks
+        outs = bucket_of(p.outs, wants) if p.outs else 0
+        return self.program("prefill", bucket_of(p.rows, sizes.rows), outs, options=options), False, masks
+
+    def _submit(self, program: Program, began: float, p: Pass) -> int:
         try:
-            return self.engine.submit_scheduled(program, rows, times)
+            ticket = program.submit()
         except BaseException:
-            self.engine.inbox.lost_count()  # a later pass would take this message for its own
+            self.inbox.lost_count()  # a later pass would take its message for its own
+            self._last = None
             raise
-
-    def follow(self, flight: Flight, p: Pass) -> Flight:
-        """A pass that the submit of another runs too."""
-        assert self._last is not None
-        self.work.begin(p, True, self._last.plan)
-        return Flight(p, flight.ticket, flight.began)
-
-    def _continues_last(self, p: Pass) -> bool:
-        """Whether the device goes on with a pass as it is, with the rows of the pass before: nobody has used it
-        meanwhile."""
-        engine = self.engine
-        return self._message == engine.inbox.messages and self._programs is engine.programs and _go_on(p)
-
-    def continues(self, first: Pass, p: Pass) -> bool:
-        """Whether the submit of a pass may run this one too, after it: the same rows, each going on."""
-        if p.writes or p.params or self.engine.config.deterministic or not decodes_only(first):
-            return False
-        return _go_on(p) and [run[:2] for run in p.runs] == [run[:2] for run in first.runs]
-
-    def tokens(self, flight: Flight) -> tuple[list[int], list[int] | None]:
-        """The tokens that each run wanted, once the pass has finished: one, or, where it has drafts, those that are
-        right and the one after them; NOT_FINITE where there was none to choose. And how many of each run (None: one
-        each). VoidPass."""
-        peek, ticket, runs = self.engine.device.peek, flight.ticket, flight.scheduled.wanting
-        if flight.scheduled.outs == len(runs):
-            found = [peek("history", slot, start + (len(ids) if ids else 1), ticket) for _, slot, start, ids, _ in runs]
-            counts = None
-        else:
-            each = [self._verified(run, ticket) for run in runs]
-            found, counts = [token for tokens in each for token in tokens], [len(tokens) for tokens in each]
-        if runs:  # else nothing was waited for
-            self.work.end(flight.scheduled)
-        if FAULTED in found:
-            self.work.lost()
-            self.engine.settle()
-            raise VoidPass
-        return found, counts
-
-    def _verified(self, run: Run, ticket: int) -> list[int]:
-        """The guesses that are right, as the device has found, and the token after them."""
-        peek, at = self.engine.device.peek, run.start + len(run.ids or (GOES_ON,)) - run.wants + 1
-        right = peek("accepted", run.slot, 0, ticket) if run.wants > 1 else 0
-        return [peek("history", run.slot, at + i, ticket) for i in range(right + 1)]
+        self.inbox.submitted(ticket)
+        if self.config.profile:
+            self._timing.start(program, ticket, began, (p.rows, p.outs, mean_context(p)))
+            if not self.device.overlaps:  # the next run of the program would overwrite its times
+                self.device.wait(ticket)
+                self._timing.stop(ticket)
+        return ticket
 
     def _masks(self, wanting: list[Run]) -> np.ndarray | None:
-        choosing = self.engine.choosing
-        if not choosing.constrained(run.slot for run in wanting):
+        if not self.sampling.constrained(run.slot for run in wanting):
             return None
         rows = []
         for run in wanting:
             try:
-                rows += choosing.mask_rows([run.slot] * run.wants).tolist()
+                rows += self.sampling.mask_rows([run.slot] * run.wants).tolist()
             except Exception as error:  # whatever somebody's constraint raises
                 self.refused(run.seq, error)
                 rows += [-1] * run.wants
         return np.array(rows, np.int32)
 
+    def tokens(self, flight: Flight) -> tuple[list[int], list[int] | None]:
+        """The tokens that each run wanted, once the pass has finished: one, or, where it has drafts, the accepted ones and
+        the one after them; NOT_FINITE where there was none to choose. And how many of each run (None: one each).
+        AbortedStep."""
+        peek, ticket, runs = self.device.peek, flight.ticket, flight.scheduled.wanting
+        if flight.scheduled.outs == len(runs):
+            found = [
+                peek("history", slot, start + (len(ids) if ids else 1), ticket) for _, slot, start, ids, *_ in runs
+            ]
+            counts = None
+        else:
+            each = [self._verified(run, ticket) for run in runs]
+            found, counts = [token for tokens in each for token in tokens], [len(tokens) for tokens in each]
+        if runs:  # else nothing was waited for
+            self._ended(flight)
+        if FAULTED in found:
+            self.abort()
+            raise AbortedStep
+        return found, counts
 
-def decodes_only(p: Pass) -> bool:
-    """Whether it has one row of each sequence."""
-    return p.rows == p.outs == len(p.runs)
+    def _verified(self, run: Run, ticket: int) -> list[int]:
+        """The accepted guesses, as the device has found, and the token after them."""
+        peek, at = self.device.peek, run.start + len(run.ids or (CONTINUES,)) - run.wants + 1
+        right = peek("accepted", run.slot, 0, ticket) if run.wants > 1 else 0
+        return [peek("history", run.slot, at + i, ticket) for i in range(right + 1)]
 
+    def captured(self, flight: Flight) -> np.ndarray:
+        """What a pass read back of its rows: logits float32 [rows, vocab], or hidden states float32 [layers + 1, rows,
+        width]."""
+        p = flight.scheduled
+        found = [self.device.read(d.name, 0, p.rows, flight.ticket).array for d in self._captured(p)]
+        self._ended(flight)
+        return found[0] if p.capture == "logits" else np.stack(found)
 
-def _go_on(p: Pass) -> bool:
-    return [run[3] for run in p.runs].count(None) == len(p.runs)
+    def _captured(self, p: Pass) -> list[TensorDecl]:
+        hp, sizes = self.target.hparams, self.sizes
+        if p.capture == "logits":
+            return [TensorDecl("logits", "f32", (sizes.logits, hp.vocab), "io", per_pass=True)]
+        shape = sizes.hidden, hp.n_streams * hp.hidden
+        return [TensorDecl(f"hidden.{i}", "f32", shape, "io", per_pass=True) for i in range(hp.n_layers + 1)]
+
+    def _ended(self, flight: Flight) -> None:
+        self.work.end(flight.scheduled)
+        if self.config.profile:
+            self._timing.stop(flight.ticket)
+
+    def logprob(self, slot: int, position: int, ticket: int) -> TokenLogprob | None:
+        """Of the token chosen for a position; None where nobody asked."""
+        said = self.sampling.reported(slot, position, ticket)
+        return None if said is None else TokenLogprob(*said[0], said[1])
+
+    def assign(self, request: Request, flights: Collection[Flight] = ()) -> None:
+        """A request has got its slot: write how its tokens are chosen. flights: those that may still run."""
+        assert request.slot is not None
+        if (
+            request.options.counts
+        ):  # `history` is written here: no pass may note a token of the slot's last sequence there
+            of = [f.ticket for f in flights if any(run.slot == request.slot for run in f.scheduled.runs)]
+            if of:
+                self.device.wait(max(of))
+        self.sampling.assign(
+            request.slot, request.options, request.prompt, request.options.constraint, request.generated
+        )
+
+    def abort(self) -> None:
+        """Passes chose no tokens (AbortedStep): wait for those that run, continue without waits between workgroups, and
+        say so."""
+        self.device.wait()
+        self.work.lost()
+        # Their mailboxes hold messages that were never read.
+        self._programs = {k: p for k, p in self._programs.items() if k[0] != "decode" and "verify" not in k[-1]}
+        self._last, self.cooperative = None, False
+        text = (
+            f"{self.device.name}: a fused kernel timed out, because workgroups waited too long for one another (other work "
+            "on this device may have taken their place): the pass was run again unfused, and decoding stays so"
+        )
+        log.warning("%s", text)
+        self.faults.append(text)
+        self.device.write(CONTROL_TENSOR, Tensor.of(np.zeros(CONTROL_WORDS, np.uint32)))
+
+    # --- reports -----------------------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        return self.device.counters
+
+    @property
+    def precision(self) -> Mapping[str, tuple[str, ...]]:
+        return precision_by_phase(
+            self.plan("decode", *(self.sizes.outs[-1],) * 2), self.plan("prefill", self.sizes.rows[-1], 1)
+        )

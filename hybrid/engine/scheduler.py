@@ -1,64 +1,411 @@
-"""Which rows the next pass runs: of many sequences that come, go, wait and run out of room at any time.
+"""The continuous-batching scheduler: which rows the next pass runs, of requests that come, go, wait and run out of
+blocks at any time.
 
-    scheduler.add(stream)                 at any time, as `cancel`
+    scheduler.add(request)                at any time, as `cancel`
     p = scheduler.schedule()              None where nothing can run now; the next one may be made while this one runs
     ...                                   the device: p.writes, p.params, then p.runs
-    for stream, n in scheduler.commit(p, tokens): ...
+    for request, n in scheduler.commit(p, tokens): ...
 
-Sequences are served in the order of their arrival, higher priorities first; but no request is overtaken more than
-`Limits.overtakes` times. Every stream that decodes has its row in every pass, or takes turns where all get more so
-(turns.py); prompts share the rows that are left, in order, a part being kept for the next one. Where blocks run out,
-the last in order gives its own up, waits, and is run again from what the cache still holds: the first in order always
-goes on; others may not.
+Requests are served in the order of their arrival, higher priorities first; but none is overtaken more than
+`Limits.overtakes` times. Every request that decodes has its row in every pass, unless a smaller batch gives more tokens a
+second (`BatchCap`). Prompts share the rows that are left, in order; a part is kept for the next one. Where blocks run
+out, the last in order is preempted: it gives its blocks up, waits, and is run again from what the cache still holds. The
+first in order always goes on.
 
-Passes run in the order in which they were made, each after all that came before has been written: so blocks and slots
-are given again as soon as no later pass needs them. Plain host code for one thread.
+Passes run in the order in which they were made, each after all that came before has been written, so blocks are given
+again as soon as no later pass needs them. Rows of a pass are of one kind: they choose tokens, or read back logits, or
+hidden states (`Request.capture`); kinds take turns. Plain host code for one thread.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
+from statistics import median
+from typing import NamedTuple
 
+import numpy as np
+
+from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.blocks import Blocks, Write
-from hybrid.engine.queue import Queue, has_room, in_order, length_at_end, remove
-from hybrid.engine.sequence import Counts, Ending, Limits, Pass, Run, Stream
-from hybrid.engine.turns import Turns
+from hybrid.engine.request import Capture, Request
+from hybrid.engine.stats import Finish, TokenLogprob
 
 SHARE = 4  # of the rows for prompts, one of so many is kept for those behind the first
+CAPTURES: tuple[Capture | None, ...] = (None, "logits", "hidden")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """slots: sequences that run at a time. ctx: positions of a sequence. rows: most rows of a pass. mixed: most rows of a
+    pass in which a request decodes, so that its next token comes in time (None: rows). outs: most rows of a pass whose
+    logits are wanted (None: slots). logits, hidden: most rows of a pass that reads those back (0: rows). ahead: passes in
+    flight at most. overlap: whether they may overlap: a slot then changes hands only behind them. queue: requests that
+    wait at most. overtakes: later requests that may go before one that waits, whatever their priority."""
+
+    slots: int
+    ctx: int
+    rows: int
+    mixed: int | None = None
+    outs: int | None = None
+    logits: int = 0
+    hidden: int = 0
+    ahead: int = 2
+    overlap: bool = False
+    queue: int = 1024
+    overtakes: int = 64
+
+    def __post_init__(self) -> None:
+        for key in ("slots", "ctx", "ahead", "queue"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be positive, not {getattr(self, key)}")
+        for key in ("rows", "mixed", "outs"):  # one row of every request fits in every pass
+            found = getattr(self, key)
+            if found is not None and found < self.slots:
+                raise ValueError(f"{key} must be at least the number of slots, {self.slots}, not {found}")
+        if self.overtakes < 0:
+            raise ValueError(f"overtakes must be 0 or more, not {self.overtakes}")
+
+
+class Run(NamedTuple):
+    """Consecutive rows of one sequence in a pass: those of `ids` from position `start` on, or, where ids is None, one row
+    that continues on the device with the token sampled last. wants: how many of its last rows want logits: 0 where the
+    prompt goes on, 1, or k + 1 where k drafts are verified. at: the position of its one row as the device finds it
+    (runner.FOLLOWS), `start` being the most that it may be."""
+
+    seq: Request
+    slot: int
+    start: int
+    ids: tuple[int, ...] | None
+    wants: int
+    at: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One pass over the model. runs: those that decode first. writes: of block tables, before its rows. params: requests
+    that got their slot with this pass. released: slots that were given up since the pass before, some of them given
+    again. capture: what it reads back in place of choosing tokens."""
+
+    number: int
+    runs: list[Run]
+    writes: list[Write] = field(default_factory=list)
+    params: list[Request] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    rows: int = 0
+    outs: int = 0
+    capture: Capture | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has one row of each sequence, whose tokens are chosen."""
+        return self.rows == self.outs == len(self.runs)
+
+    @property
+    def continues(self) -> bool:
+        """Whether every row continues on the device."""
+        return all([run[3] is None for run in self.runs])
+
+    @property
+    def context(self) -> int:
+        """Of the longest sequence, in positions."""
+        return max(run.start + (1 if run.ids is None else len(run.ids)) for run in self.runs)
+
+    @property
+    def wanting(self) -> list[Run]:
+        """The runs of which a token is wanted."""
+        return self.runs if self.outs == len(self.runs) == self.rows else [run for run in self.runs if run.wants]
+
+    def check(self, tokens: int, counts: Sequence[int] | None) -> None:
+        """ValueError unless so many tokens, `counts` for each run that wants any (None: one each), are what the pass
+        can choose."""
+        wants = [run[4] for run in self.runs if run[4]]
+        if counts is not None and (
+            len(counts) != len(wants) or any(not 1 <= n <= w for n, w in zip(counts, wants, strict=True))
+        ):
+            raise ValueError(f"pass {self.number}: its runs take 1 to {wants} tokens, not {list(counts)}")
+        if tokens != (len(wants) if counts is None else sum(counts)):
+            raise ValueError(f"pass {self.number}: {tokens} tokens are not what its runs want")
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """int32: tokens [rows] (-1: the one sampled last on the device), positions [rows], slots [rows], and out_rows
+        [outs], the rows whose logits are wanted."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        outs: list[int] = []
+        for _, slot, start, ids, wants, at in self.runs:
+            if ids is None:
+                outs.append(len(tokens))
+                tokens.append(-1)
+                positions.append(start)
+                slots.append(slot)
+                continue
+            n = len(ids)
+            tokens.extend(ids)
+            positions.extend(range(start, start + n) if at is None else (at,))
+            slots.extend([slot] * n)
+            outs.extend(range(len(tokens) - wants, len(tokens)))
+        rows = np.array((tokens, positions, slots), np.int32)
+        return rows[0], rows[1], rows[2], np.array(outs, np.int32)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a scheduler has done."""
+
+    passes: int = 0
+    rows: int = 0
+    prompt: int = 0
+    """Tokens of the prompts that were admitted."""
+    cached: int = 0
+    """Of these, tokens that the cache held."""
+    generated: int = 0
+    drafted: int = 0
+    """Drafts that were verified; of these, `accepted`."""
+    accepted: int = 0
+    preemptions: int = 0
+    recomputed: int = 0
+    """Rows that were run again after a preemption or a lost device."""
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+in_order = attrgetter("order")
+KEPT = 64
+"""Requests that have ended whose deadlines are kept in any case."""
+
+
+def remove(requests: list[Request], request: Request) -> None:
+    """Take a request out of a list that is in order."""
+    index = bisect_left(requests, request.order, key=in_order)
+    assert requests[index] is request
+    del requests[index]
+
+
+def length_at_end(request: Request, ctx: int, blocks: Blocks) -> int:
+    """The tokens that a sequence has at most, its prompt's included. ContextExceeded where it can never run so far."""
+    if request.n_prompt + bool(request.limit) > ctx:
+        raise ContextExceeded(
+            f"a prompt of {request.n_prompt} tokens leaves no room in the context of {ctx}: "
+            "shorten it or load the model with a larger ctx"
+        )
+    last = min(request.n_prompt + request.limit, ctx)
+    for group in blocks.groups:
+        need = group.need(last - bool(request.limit), blocks.block)  # the last token that is generated is not run
+        if need > group.blocks:
+            raise ContextExceeded(
+                f"{request.n_prompt} tokens and {last - request.n_prompt} to generate need {need} blocks of {blocks.block} "
+                f"positions in {group.name} layers, and the cache has {group.blocks}: ask for fewer tokens or give the model "
+                "more memory"
+            )
+    return last
+
+
+def has_room(blocks: Blocks, running: Sequence[Request], prompts: Sequence[Request], request: Request) -> bool:
+    """Whether there are blocks for what is known of a sequence, beside what the others need: those whose prompts run,
+    all of theirs, and every other one a block. What is alone always fits (`length_at_end`)."""
+    if not running:
+        return True
+    for g, pool in enumerate(blocks.pools):
+        want = len(running)
+        for s in (*prompts, request):
+            assert s.held is not None
+            want += max(0, pool.group.need(len(s.ids) + 1, blocks.block) - (s.held.size - s.held.first[g]))
+        if want > pool.available:
+            return False
+    return True
+
+
+class Queue:
+    """limits: queue, how many wait at most (beside those that are put back); overtakes, see `Limits`. clock: of
+    deadlines, in seconds."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self.requests: list[Request] = []
+        """In order."""
+        self._limits, self._clock = limits, clock
+        self._arrivals = self._back = 0  # _back: those that have run and wait again
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; of some that have ended too
+        self._stale = 0  # requests with a deadline that have ended since it was made
+        self._ends: deque[float] = deque(maxlen=33)  # when requests ended
+
+    def put(self, request: Request) -> None:
+        """A request that has come just now. QueueFull."""
+        if (fresh := len(self.requests) - self._back) >= self._limits.queue:
+            raise QueueFull(fresh, self._until_one_ends())
+        self._arrivals += 1
+        request.number = self._arrivals
+        request.order = (
+            (1, -request.options.priority, request.number) if self._limits.overtakes else (0, 0, request.number)
+        )
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.number, request))
+        insort(self.requests, request, key=in_order)
+
+    def put_back(self, request: Request) -> None:
+        """One that has run and must wait again: where it was."""
+        insort(self.requests, request, key=in_order)
+        self._back += 1
+
+    def remove(self, request: Request) -> None:
+        remove(self.requests, request)
+        self._back -= request.entered
+
+    def take(self, request: Request) -> None:
+        """Remove one that begins; counts it for those who came earlier and still wait."""
+        remove(self.requests, request)
+        waiting, late = self.requests, False
+        self._back -= request.entered
+        if not waiting or request.entered or request.order[:2] == waiting[0].order[:2] == waiting[-1].order[:2]:
+            return  # all are alike: in the order of their arrival
+        for other in waiting:
+            if other.number < request.number:
+                other.overtaken += 1
+                if other.overtaken >= self._limits.overtakes and other.order[0]:
+                    other.order, late = (0, 0, other.number), True
+        if late:
+            waiting.sort(key=in_order)
+
+    def late(self) -> list[Request]:
+        """Those whose deadline has passed, each once, whether they wait or run; some that have ended may be among
+        them."""
+        found: list[Request] = []
+        now = self._clock() if self._deadlines else 0.0
+        while self._deadlines and self._deadlines[0][0] <= now:
+            found.append(heappop(self._deadlines)[2])
+        return found
+
+    def ended(self, request: Request) -> None:
+        """Note that a request has ended: how long others wait is guessed from that. Its deadline is forgotten when as
+        many have ended as have not, so that a server's memory does not hold the requests of its last minutes."""
+        self._ends.append(self._clock())
+        self._stale += request.deadline is not None
+        if self._stale > KEPT and 2 * self._stale > len(self._deadlines):
+            self._deadlines = [d for d in self._deadlines if d[2].finish is None]
+            heapify(self._deadlines)
+            self._stale = 0
+
+    def _until_one_ends(self) -> float:
+        """Seconds, by those that ended last."""
+        ends = self._ends
+        return min(60.0, max(0.1, (ends[-1] - ends[0]) / (len(ends) - 1))) if len(ends) > 1 else 1.0
+
+
+GAIN = 0.02  # of tokens a second, at least, that taking turns is for
+SOON, OFTEN, RARELY = 16, 256, 4096
+"""Passes until the other way is tried: the first time, and, with twice as many after each try that changed nothing, at
+most."""
+TRY = 5  # passes of such a try, and readings that are kept, so that it leaves none of those before it
+ENOUGH = 3  # readings that a time is believed from
+# of the time of a pass: where it has changed by more since the last try, the other way's is not believed for long
+MOVED = 0.1
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Two neighbouring numbers of rows that plans are made for."""
+
+    left: int = SOON
+    """Passes until the next try."""
+    period: int = OFTEN // 2
+    trying: int = 0
+    turns: bool = False
+    """Whether sequences took turns when the last try began."""
+    way: bool | None = None
+    """Whether they do now, and seconds of a pass when they began to, or at the last try."""
+    took: float = 0.0
+
+
+class BatchCap:
+    """For the thread that makes passes. sizes: rows that decode passes have plans for, ascending. full: those of which
+    no row is left over on the device; passes of others cost nearly what the next larger of these do."""
+
+    def __init__(self, sizes: Sequence[int], full: Sequence[int]) -> None:
+        self.sizes, self._full = tuple(sizes), frozenset(full)
+        self._readings = {size: deque[float](maxlen=TRY) for size in sizes}
+        self._pairs = [_Pair() for _ in sizes]
+        self._next = 0
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A pass that decoded one token of each of `rows` sequences took so long."""
+        self._readings[self.sizes[bisect_left(self.sizes, rows)]].append(seconds)
+
+    def fewer(self, n: int) -> int:
+        """Rows of a pass in which some of n sequences rest; 0: none may."""
+        i = bisect_left(self.sizes, n)
+        return 0 if n in self._full or not 0 < i < len(self.sizes) else self.sizes[i - 1]
+
+    def pays(self, n: int) -> bool:
+        """Whether in the next pass, of n sequences that decode, some rest. Asked once for each pass: it counts them."""
+        i = bisect_left(self.sizes, n)
+        pair, whole, part = self._pairs[i], self._readings[self.sizes[i]], self._readings[self.sizes[i - 1]]
+        known = min(len(whole), len(part)) >= ENOUGH
+        turns = known and self.sizes[i - 1] * median(whole) > (1 + GAIN) * n * median(part)
+        used = part if turns else whole
+        now, pair.left = median(used) if used else 0.0, pair.left - 1
+        if pair.way is not turns:
+            pair.way, pair.took = turns, now
+        elif abs(now - pair.took) > MOVED * pair.took > 0:
+            pair.left, pair.period, pair.took = min(pair.left, SOON), OFTEN // 2, now
+        if pair.left <= 0:
+            pair.period = OFTEN if turns != pair.turns else min(2 * pair.period, RARELY)
+            pair.left, pair.trying, pair.turns, pair.took = pair.period, TRY, turns, now
+        if pair.trying:
+            pair.trying -= 1
+            return not pair.turns
+        return turns
+
+    def resting(self, running: Sequence[Request]) -> frozenset[Request]:
+        """Of running sequences, none within its prompt, those that the next pass leaves out: in turn, of the lowest
+        priority, at most every second of them; never the first in order."""
+        none = frozenset[Request]()
+        if not (most := self.fewer(len(running))):
+            return none
+        able = [s for s in running if s.decodes]
+        rest = len(able) - most
+        some = [s for s in able[1:] if s.options.priority == able[-1].options.priority]
+        if not 0 < 2 * rest <= len(some) or not all(s.ahead for s in able) or not self.pays(len(running)):
+            return none
+        first, self._next = self._next % len(some), self._next + rest
+        return frozenset(some[(first + i) % len(some)] for i in range(rest))
 
 
 class Scheduler:
-    """clock: of deadlines, seconds. slots: those that are free, where others take some too. turns: where passes cost in
-    steps. ready: whether the next token of a sequence with ahead=False can be chosen."""
+    """clock: of deadlines, seconds. cap: where passes cost in steps. ready: whether a request may have its next rows now:
+    where the host takes part in choosing or reads rows back, it may not be so far."""
 
     def __init__(
         self,
         blocks: Blocks,
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
-        slots: list[int] | None = None,
-        turns: Turns | None = None,
-        ready: Callable[[Stream], bool] = lambda stream: True,
+        cap: BatchCap | None = None,
+        ready: Callable[[Request], bool] = lambda request: True,
     ) -> None:
         self.ready = ready
-        self.blocks, self.limits, self.counts, self.turns = blocks, limits, Counts(), turns
+        self.blocks, self.limits, self.counts, self.cap = blocks, limits, Counts(), cap
         self.max_writes = len(blocks.pools) * (
             limits.slots + limits.rows // blocks.block + 1 - (-limits.ctx // blocks.block)
         )
         """Of a pass."""
         self.number = 0  # of the last pass
+        self.running: list[Request] = []
+        """In order."""
         self._queue = Queue(limits, clock)
-        self._running: list[Stream] = []  # in order
-        self._prompts: list[Stream] = []  # those of the running whose prompts are not scheduled whole
+        self._prompts: list[Request] = []  # those of the running whose prompts are not scheduled whole
         self._flights: deque[Pass] = deque()
-        self._slots = list(range(limits.slots - 1, -1, -1)) if slots is None else slots  # free ones
+        self._slots = list(range(limits.slots - 1, -1, -1))  # free ones
         self._cooling: deque[tuple[int, int]] = deque()  # (pass, slot): free when that pass has been committed
-        self._stuck: tuple[Stream, int] | None = None  # a request that did not fit, and blocks.given at that time
+        self._stuck: tuple[Request, int] | None = None  # a request that did not fit, and blocks.given at that time
+        self._captures = 0  # requests that read rows back and have not ended
+        self._kind: Capture | None = None  # of the last pass
         self._writes: list[Write] = []  # of the next pass, so are these
-        self._params: list[Stream] = []
+        self._params: list[Request] = []
         self._released: list[int] = []
         self._adopted = 0  # blocks that it takes from the cache
 
@@ -66,11 +413,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._queue.streams)
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
+        return len(self._queue.requests)
 
     @property
     def in_flight(self) -> int:
@@ -80,357 +423,458 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do, and nothing to wait for."""
-        return not (self._queue.streams or self._running or self._flights)
+        return not (self._queue.requests or self.running or self._flights)
 
-    def add(self, stream: Stream) -> None:
-        """Let a new sequence wait for its turn. QueueFull; ContextExceeded for one that would never fit."""
-        if stream.held is not None:
-            raise ValueError(f"sequence {stream.id} has been added before")
-        last = length_at_end(stream, self.limits.ctx, self.blocks)
-        self._queue.put(stream)
-        stream.last, stream.held = last, self.blocks.held()
+    def add(self, request: Request) -> None:
+        """Let a new request wait for its turn. QueueFull; ContextExceeded for one that would never fit."""
+        if request.held is not None:
+            raise ValueError(f"request {request.id} has been added before")
+        last = length_at_end(request, self.limits.ctx, self.blocks)
+        self._queue.put(request)
+        request.last, request.held = last, self.blocks.held()
+        self._captures += request.capture is not None
 
-    def cancel(self, stream: Stream, reason: Ending = "cancelled") -> bool:
-        """End a sequence now, whatever of it is in flight. False where it has ended already."""
-        if stream.finish is not None:
+    def cancel(self, request: Request, reason: Finish = "cancelled", error: BaseException | None = None) -> bool:
+        """End a request now, whatever of it is in flight. False where it has ended already."""
+        if not request.end(reason, error):
             return False
-        self._end(stream, reason)
+        if request.held is not None:
+            self._ended(request)
         return True
 
-    def expire(self) -> list[Stream]:
-        """End the sequences whose deadline has passed."""
-        return [stream for stream in self._queue.late() if self.cancel(stream, "deadline")]
+    def expire(self) -> list[Request]:
+        """End the requests whose deadline has passed."""
+        return [request for request in self._queue.late() if self.cancel(request, "deadline")]
 
-    def draft(self, stream: Stream, ids: Sequence[int]) -> None:
-        """Verify these tokens, which may come next, in the sequence's next row; fewer of them, or none, where there is
-        no room."""
-        if stream.ahead or stream.flying:
-            raise ValueError("drafts are for a sequence with ahead=False, none of whose tokens is in flight")
-        stream.drafts = tuple(ids)
+    def draft(self, request: Request, ids: Sequence[int]) -> None:
+        """Verify these tokens, which may come next, in the request's next row; fewer of them, or none, where there is no
+        room."""
+        if request.ahead or request.pending:
+            raise ValueError("drafts are for a request with ahead=False, none of whose tokens is in flight")
+        request.drafts = tuple(ids)
+
+    def resume(self, request: Request, ids: Sequence[int], last: int, position: int, pending: int = 0) -> None:
+        """Continue a request from these tokens until `last` are known or pending. Its cache holds `position` positions
+        of them and of the `pending` ones, which are chosen on the device."""
+        request.ids, request.last = list(ids), last
+        if request.slot is None:
+            return
+        request.pending, request.position = pending, position if pending else min(position, len(request.ids) - 1)
+        request.steady, request.stop = bool(pending), min(request.until, last - 1)
+        prompt = request in self._prompts
+        if request.rest > 1 and not prompt:
+            insort(self._prompts, request, key=in_order)
+        elif request.rest == 1 and prompt:
+            self._prompts.remove(request)
 
     # --- a pass ------------------------------------------------------------------------------------------------------
 
-    def schedule(self, at_once: int = 1) -> Pass | None:
-        """The next pass; None where nothing can run before a pass has been committed, or before more requests come.
-        at_once: passes in flight that count as one, because one submit runs them."""
-        if len(self._flights) >= self.limits.ahead * at_once or not (self._running or self._queue.streams):
+    def schedule(self) -> Pass | None:
+        """The next pass; None where nothing can run before a pass has been committed, or before more requests come."""
+        if len(self._flights) >= self.limits.ahead or not (self.running or self._queue.requests):
             return None
-        runs, now, limit = list[Run](), self.number + 1, self.limits.rows
-        if self._prompts and self._prompts[0] is self._running[0]:
+        for kind in self._kinds() if self._captures else (None,):
+            if (made := self._make(kind)) is not None:
+                self._kind = kind
+                return made
+        return None
+
+    def schedule_rows(self, rows: Sequence[tuple[Request, int | None, int | None]]) -> Pass | None:
+        """A pass of one row of each running request, whose token and position the device finds: (request, token word,
+        position word), see runner.FOLLOWS; (request, None, None): it continues. None where blocks are missing."""
+        if not all(self._grow(request, request.position + 1) for request, _, _ in rows):
+            return None
+        runs = []
+        for request, token, at in rows:
+            assert request.slot is not None
+            runs.append(Run(request, request.slot, request.position, None if token is None else (token,), 1, at))
+            request.position, request.pending = request.position + 1, request.pending + 1
+            request.steady = True
+        return self._made(runs, len(runs), None)
+
+    def _kinds(self) -> list[Capture | None]:
+        """What the next pass may read back, first what the last one did not. One result is in flight at a time, unless
+        passes that overlap have tensors of their own for it."""
+        at = CAPTURES.index(self._kind) + 1
+        kinds = [*CAPTURES[at:], *CAPTURES[:at]]
+        busy = not self.limits.overlap and any(p.capture for p in self._flights)
+        return [None] if busy else kinds
+
+    def _make(self, kind: Capture | None) -> Pass | None:
+        runs, now, rows = list[Run](), self.number + 1, 0
+        limit = self.limits.rows if kind is None else getattr(self.limits, kind) or self.limits.rows
+        if self._prompts and self._prompts[0] is self.running[0] and self._prompts[0].capture == kind:
             self._first_goes_on(self._prompts[0], now)
-        rows = self._decode(runs)
-        if runs:
-            limit = self.limits.mixed or limit
-        if self._queue.streams:
+        if kind is None:
+            rows = self._decode(runs)
+            if runs:
+                limit = self.limits.mixed or limit
+        if self._queue.requests:
             self._admit(limit - rows, now)
         if self._prompts:
-            rows += self._prefill(runs, limit - rows, now)
-        if not runs:
-            return None
+            rows += self._prefill(runs, limit - rows, now, kind)
+        return self._made(runs, rows, kind) if runs else None
+
+    def _made(self, runs: list[Run], rows: int, kind: Capture | None) -> Pass:
         outs = sum([run[4] for run in runs])
-        done = Pass(now, runs, self._writes, self._params, self._released, rows, outs)
+        self.number += 1
+        made = Pass(self.number, runs, self._writes, self._params, self._released, rows, outs, kind)
         self._writes, self._params, self._released, self._adopted = [], [], [], 0
-        self.number = now
-        self._flights.append(done)
+        self._flights.append(made)
         self.counts.passes += 1
         self.counts.rows += rows
-        return done
+        return made
 
     def commit(
-        self, done: Pass, tokens: Sequence[int], counts: Sequence[int] | None = None
-    ) -> list[tuple[Stream, int]]:
+        self,
+        done: Pass,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        logprobs: Mapping[int, TokenLogprob] | None = None,
+    ) -> list[tuple[Request, int]]:
         """Take the tokens that the oldest pass in flight has chosen: for each run that wants any, `counts` of them (one
-        each; where drafts were verified, those accepted and the one after them). Returns (sequence, how many of its ids
-        are new) for each sequence that had not ended; one whose `finish` is set now has given its slot and blocks
-        back."""
+        each; where drafts were verified, those accepted and the one after them). logprobs: by index of `tokens`. Returns
+        (request, how many of its ids are new) for each request that had not ended; one whose `finish` is set now has
+        given its slot and blocks back. Of a pass that reads rows back: nothing, and no tokens."""
         if not self._flights or self._flights[0] is not done:
             raise ValueError(
                 f"pass {done.number} is not the oldest in flight: commit passes in order, and none that was lost"
             )
-        done.check(len(tokens), counts)
-        tokens = tokens if isinstance(tokens, list) else [int(t) for t in tokens]
+        if done.capture is None:
+            done.check(len(tokens), counts)
         self._flights.popleft()
         while self._cooling and self._cooling[0][0] <= done.number:
             self._slots.append(self._cooling.popleft()[1])
+        if done.capture is not None:
+            for request, _, start, fresh, _, _ in done.runs:
+                if request.finish is None and fresh is not None and start + len(fresh) == request.n_prompt:
+                    request.end("length")
+                    self._ended(request)
+            return []
+        tokens = tokens if isinstance(tokens, list) else [int(t) for t in tokens]
+        said = logprobs or {}
         block, at, news, total = self.blocks.block, 0, [], self.counts.generated
         given = iter(counts or ())
-        for stream, _, _, _, wants in done.runs:
+        for request, _, _, _, wants, _ in done.runs:
             if not wants:
                 continue
             n = 1 if counts is None else next(given)
             first, at = at, at + n
-            if stream.finish is not None:
+            if request.finish is not None:
                 continue
-            stream.flying -= 1
-            ids = stream.ids
-            ids.append(tokens[first])
+            request.pending -= 1
+            request.passes += 1
+            request.push(tokens[first], said.get(first))
+            ids = request.ids
             if wants > 1:
-                n = self._verified(stream, tokens[first + 1 : at], wants)
-            elif not (len(ids) - 1) % block and stream.slot is not None:  # else no block has been filled
-                self.blocks.seal(stream.held, ids, len(ids) - 1, done.number)  # type: ignore[arg-type]
-            if ids[-1] in stream.ends:
-                self._end(stream, "eos")
-            elif len(ids) >= stream.last:
-                self._end(stream, "length" if stream.last == stream.n_prompt + stream.limit else "context")
+                before = len(ids) - 1
+                for i in range(first + 1, at):
+                    if request.finish is not None:
+                        break
+                    request.push(tokens[i], said.get(i))
+                n = self._verified(request, len(ids) - before, wants)
+            elif not (len(ids) - 1) % block and request.slot is not None:  # else no block has been filled
+                self._seal(request, len(ids) - 1, done.number)
+            if request.finish is not None:
+                self._ended(request)
             total += n
-            news.append((stream, n))
+            news.append((request, n))
         self.counts.generated = total
         return news
 
-    def _verified(self, stream: Stream, tokens: Sequence[int], wants: int) -> int:
-        """Take what followed the first token of a sequence whose drafts have been verified; returns how many tokens it
-        got."""
-        ids, before = stream.ids, len(stream.ids) - 1
-        for token in tokens:
-            if ids[-1] in stream.ends:
-                break
-            ids.append(token)
+    def _verified(self, request: Request, n: int, wants: int) -> int:
+        """n tokens came of a pass that verified drafts; returns n."""
+        request.verified += 1
+        request.drafted += wants - 1
+        request.accepted += n - 1
         self.counts.drafted += wants - 1
-        self.counts.accepted += len(ids) - before - 1
-        if stream.slot is not None:
-            stream.position = len(ids) - 1  # rows of drafts that were refused are run again, with other tokens
-            self.blocks.seal(stream.held, ids, len(ids) - 1, self.number)  # type: ignore[arg-type]
-        return len(ids) - before
+        self.counts.accepted += n - 1
+        if request.slot is not None:
+            request.position = len(request.ids) - 1  # rows of refused drafts are run again, with other tokens
+            self._seal(request, len(request.ids) - 1, self.number)
+        return n
 
     def lose(self, cache: bool = True) -> None:
         """The passes in flight have done nothing: forget them, and what they were to leave in the cache, or (cache) all
-        that it holds; every sequence starts again from the tokens that are known."""
+        that it holds; every request starts again from the tokens that are known."""
         since = self._flights[0].number if self._flights else self.number + 1
         self._flights.clear()
-        for stream in reversed(list(self._running)):
-            self._park(stream)
-        for stream in self._queue.streams:
-            stream.flying = 0
+        for request in reversed(list(self.running)):
+            self._park(request)
+        for request in self._queue.requests:
+            request.pending = 0
         self._slots.extend(slot for _, slot in self._cooling)
         self._cooling.clear()
         self.blocks.clear(0 if cache else since)
 
-    def put_back_last(self) -> bool:
-        """Let the last in order wait, for somebody else who needs a slot or blocks; False where none runs. No pass may
-        be in flight."""
-        if not self._running:
-            return False
-        self._preempt(self._running[-1])
-        return True
+    def forget_tokens(self) -> None:
+        """Nobody reads the tokens of the passes in flight."""
+        self._flights.clear()
+        self._slots.extend(slot for _, slot in self._cooling)
+        self._cooling.clear()
+        for request in (*self.running, *self._queue.requests):
+            request.pending = 0
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def _decode(self, runs: list[Run]) -> int:
         """A row of every sequence that decodes, and its drafts; returns how many."""
         rows, limits, spare = 0, self.limits, -1
-        resting = self.turns.resting(self._running) if self.turns and not (self._prompts or self._queue.streams) else ()
-        for stream in self._running:  # it loses its last ones where some are preempted
-            if resting and stream in resting:
+        resting = self.cap.resting(self.running) if self.cap and not (self._prompts or self._queue.requests) else ()
+        for request in self.running:  # it loses its last ones where some are preempted
+            if resting and request in resting:
                 continue
-            position, flying = stream.position, stream.flying
-            if stream.steady and position < stream.stop:
+            position, pending = request.position, request.pending
+            if request.steady and position < request.stop:
                 runs.append(
-                    tuple.__new__(Run, (stream, stream.slot, position, None, 1))
+                    tuple.__new__(Run, (request, request.slot, position, None, 1, None))
                 )  # half of the time of Run(...)
-                stream.position, stream.flying = position + 1, flying + 1
+                request.position, request.pending = position + 1, pending + 1
                 rows += 1
                 continue
-            total = len(stream.ids) + flying
-            if position != total - 1 or total >= stream.last or not self._may_choose(stream):
+            total = len(request.ids) + pending
+            if position != total - 1 or total >= request.last or not self._may_choose(request):
                 continue
-            if spare < 0:  # rows for drafts: every stream may want one
+            if spare < 0:  # rows for drafts: every request may want one
                 most = min(limits.mixed or limits.rows, limits.outs or limits.slots)
-                spare = most - min(len(self._running) + self.waiting, limits.slots)
-            drafts, stream.drafts = (
-                stream.drafts[: max(0, min(spare, stream.last - total - 1))] if stream.drafts else (),
+                spare = most - min(len(self.running) + self.waiting, limits.slots)
+            drafts, request.drafts = (
+                request.drafts[: max(0, min(spare, request.last - total - 1))] if request.drafts else (),
                 (),
             )
-            if drafts and position + len(drafts) >= stream.until and not self._grow(stream, position + len(drafts) + 1):
+            if (
+                drafts
+                and position + len(drafts) >= request.until
+                and not self._grow(request, position + len(drafts) + 1)
+            ):
                 drafts = ()
-            if position >= stream.until and not self._extend(stream, position + 1):
+            if position >= request.until and not self._extend(request, position + 1):
                 continue
-            ids: tuple[int, ...] | None = None if flying else (stream.ids[-1], *drafts)
+            ids: tuple[int, ...] | None = None if pending else (request.ids[-1], *drafts)
             n = 1 + len(drafts)
-            assert stream.slot is not None
-            runs.append(Run(stream, stream.slot, position, ids, n))
-            stream.position, stream.flying, stream.steady = position + n, flying + 1, stream.ahead
+            assert request.slot is not None
+            runs.append(Run(request, request.slot, position, ids, n))
+            request.position, request.pending, request.steady = position + n, pending + 1, request.ahead
             spare -= n - 1
             rows += n
         if self._prompts:
             self._prompts = [s for s in self._prompts if s.position < len(s.ids)]
         return rows
 
-    def _prefill(self, runs: list[Run], room: int, now: int) -> int:
+    def _prefill(self, runs: list[Run], room: int, now: int, kind: Capture | None) -> int:
         """Rows of prompts, in order, as long as there are any left; returns how many."""
-        blocks, prompts, rows = self.blocks, self._prompts, 0
-        for i, stream in enumerate(prompts):
+        blocks, rows = self.blocks, 0
+        prompts = [s for s in self._prompts if s.capture == kind] if self._captures else self._prompts
+        for i, request in enumerate(prompts):
             if rows == room:
                 break
-            if not self._may_choose(stream) or self._follow(stream, now):
+            if not self._may_choose(request) or self._follow(request, now):
                 continue
-            position, rest, held = stream.position, stream.rest, stream.held
-            assert stream.slot is not None and held is not None
+            position, rest, held = request.position, request.rest, request.held
+            assert request.slot is not None and held is not None
             behind = prompts[i + 1].rest if i + 1 < len(prompts) else 0
-            n = min(rest, room - rows - min((room - rows) // SHARE, behind))
-            if n < rest and n > (cut := (position + n) % blocks.block):
+            n = min(rest, room - rows - min((room - rows) // SHARE, behind), request.rows or rest)
+            if n < rest and not request.private and n > (cut := (position + n) % blocks.block):
                 n -= cut  # whole blocks: others that follow may take them
-            if position + n > stream.until:
-                blocks.slide(held, position)
-                self._grow(stream, min(position + n, (held.size + blocks.room()) * blocks.block))
-                n = min(n, stream.until - position)
+            if position + n > request.until:
+                blocks.slide(held, position - request.rollback)
+                self._grow(request, min(position + n, (held.size + blocks.room()) * blocks.block))
+                n = min(n, request.until - position)
                 if n < 1:
                     continue
-            if stream.found == position:
+            if request.found == position:
                 blocks.anchor(held, position // blocks.block)
-            runs.append(Run(stream, stream.slot, position, tuple(stream.ids[position : position + n]), int(n == rest)))
+            wants = int(n == rest) if kind is None else n if kind == "logits" else 0
+            runs.append(Run(request, request.slot, position, tuple(request.ids[position : position + n]), wants))
             rows += n
-            stream.position = position + n
-            self.counts.recomputed += max(0, min(stream.reached, position + n) - position)
-            blocks.seal(held, stream.ids, position + n, now)
-            if n == rest:
-                stream.flying, stream.steady = 1, stream.ahead
-                for end in (
-                    len(stream.ids) - 1,
-                    len(stream.ids),
-                ):  # asked again, of which the last row is run; continued
+            request.position = position + n
+            self.counts.recomputed += max(0, min(request.reached, position + n) - position)
+            self._seal(request, position + n, now)
+            if n == rest and kind is None:
+                request.pending, request.steady = 1, request.ahead
+                for end in (len(request.ids) - 1, len(request.ids)):  # asked again, its last row is run; continued
                     blocks.anchor(held, end // blocks.block)
-        self._prompts = [s for s in prompts if s.position < len(s.ids)]
+        self._prompts = [s for s in self._prompts if s.position < len(s.ids)]
         return rows
 
-    def _may_choose(self, stream: Stream) -> bool:
+    def _may_choose(self, request: Request) -> bool:
         """Whether the host, where it takes part in choosing, has what it needs for the sequence's next token."""
-        return stream.ahead or (not stream.flying and self.ready(stream))
+        return request.ahead or (not request.pending and self.ready(request))
 
-    def _follow(self, stream: Stream, now: int) -> bool:
+    def _follow(self, request: Request, now: int) -> bool:
         """Let a prompt take the blocks that another sequence has computed meanwhile; whether that one computes the next
         too."""
-        held, block = stream.held, self.blocks.block
-        assert held is not None and stream.slot is not None
-        if held.size * block != stream.position:
+        held, block = request.held, self.blocks.block
+        assert held is not None and request.slot is not None
+        if request.private or held.size * block != request.position:
             return False
-        n, coming = self.blocks.match(held, stream.ids, (len(stream.ids) - 1) // block, now)
+        n, coming = self.blocks.match(held, request.ids, (len(request.ids) - 1) // block, now)
         if n > held.size:
-            before = stream.position
-            if not self._adopt(stream, n):
+            before = request.position
+            if not self._adopt(request, n):
                 return True
-            if not stream.reached:
-                stream.cached += stream.position - before
-                self.counts.cached += stream.position - before
+            if not request.reached:
+                request.cached += request.position - before
+                self.counts.cached += request.position - before
         return coming
 
-    def _adopt(self, stream: Stream, n: int) -> bool:
+    def _adopt(self, request: Request, n: int) -> bool:
         """Take n blocks from the cache; False where a pass would have to write too much of block tables."""
-        held = stream.held
-        assert held is not None and stream.slot is not None
+        held = request.held
+        assert held is not None and request.slot is not None
         new = n - held.size
         if self._adopted + new > -(-self.limits.ctx // self.blocks.block):
             return False
         self._adopted += new
-        self.blocks.adopt(held, n, stream.slot, self._writes)
-        stream.position = stream.until = stream.found = n * self.blocks.block
+        self.blocks.adopt(held, n, request.slot, self._writes)
+        request.position = request.until = request.found = n * self.blocks.block
         return True
 
     # --- coming and going --------------------------------------------------------------------------------------------
 
     def _admit(self, room: int, now: int) -> None:
         """Let those in that wait, in order, while there are slots, blocks and rows for them."""
-        room -= sum(s.rest for s in self._prompts)
-        waiting = self._queue.streams
-        while waiting and self._slots and (room > 0 or len(self._prompts) == 1):
-            stream = waiting[0]
-            if stream.flying or not self._enter(stream, now):
+        waiting = self._queue.requests
+        while waiting:
+            request = waiting[0] if not self._captures else next(filter(self._may_begin, waiting), None)
+            if request is None or not (self._slots or self._preempt_idle()):
                 return
-            room -= stream.rest
+            before = [s.rest for s in self._prompts if s.capture == request.capture]
+            if sum(before) >= room and len(before) != 1:
+                return
+            if request.pending or not self._enter(request, now):
+                return
 
-    def _enter(self, stream: Stream, now: int) -> bool:
+    def _may_begin(self, request: Request) -> bool:
+        return request.capture is None or self.ready(request)
+
+    def _preempt_idle(self) -> bool:
+        """Preempt a request whose reader does not take what was read back; False where there is none."""
+        for request in reversed(self.running) if self._captures else ():
+            if not self._may_begin(request) and not any(r.seq is request for p in self._flights for r in p.runs):
+                self._preempt(request)
+                return True
+        return False
+
+    def _enter(self, request: Request, now: int) -> bool:
         """Give a waiting sequence a slot and what the cache holds of it; False, and nothing done, where it would not
         fit."""
-        blocks, held = self.blocks, stream.held
+        blocks, held = self.blocks, request.held
         assert held is not None
-        if self._stuck == (stream, blocks.given):
+        if self._stuck == (request, blocks.given):
             return False
-        n, _ = blocks.match(held, stream.ids, (len(stream.ids) - 1) // blocks.block, now)
-        stream.slot, mark = self._slots[-1], len(self._writes)
-        fits = self._adopt(stream, n)
-        if not fits or not has_room(self.blocks, self._running, self._prompts, stream):
+        n = 0
+        if not request.private:
+            n, _ = blocks.match(held, request.ids, (len(request.ids) - 1) // blocks.block, now)
+        request.slot, mark = self._slots[-1], len(self._writes)
+        fits = self._begin(request) if request.start else self._adopt(request, n)
+        if not fits or not has_room(self.blocks, self.running, self._prompts, request):
             blocks.release(held)
             if fits:
                 self._adopted -= n
-                self._stuck = (stream, blocks.given)
+                self._stuck = (request, blocks.given)
             del self._writes[mark:]
-            stream.slot, stream.position, stream.until = None, 0, 0
+            request.slot, request.position, request.until = None, 0, 0
             return False
         self._slots.pop()
-        self._queue.pop()
-        insort(self._running, stream, key=in_order)
-        insort(self._prompts, stream, key=in_order)
-        self._params.append(stream)
-        if not stream.entered:
-            stream.entered, stream.cached = True, stream.position
-            self.counts.prompt += stream.n_prompt
-            self.counts.cached += stream.cached
+        self._queue.take(request)
+        insort(self.running, request, key=in_order)
+        insort(self._prompts, request, key=in_order)
+        self._params.append(request)
+        if not request.entered:
+            request.entered, request.cached = True, request.position
+            request.begun = time.perf_counter()
+            self.counts.prompt += request.n_prompt
+            self.counts.cached += request.cached
         return True
 
-    def _first_goes_on(self, stream: Stream, now: int) -> None:
+    def _begin(self, request: Request) -> bool:
+        """Blocks for what counts as computed (`Request.start`), of layers with a window for what the next row sees."""
+        held = request.held
+        assert held is not None and request.slot is not None
+        n = request.start // self.blocks.block + 1
+        if not self.blocks.begin(held, n, request.start, request.slot, self._writes):
+            return False
+        request.position, request.until = request.start, n * self.blocks.block
+        return True
+
+    def _seal(self, request: Request, positions: int, born: int) -> None:
+        if not request.private:
+            assert request.held is not None
+            self.blocks.seal(request.held, request.ids, positions, born)
+
+    def _first_goes_on(self, request: Request, now: int) -> None:
         """The first in order, a prompt, has room for a row before those that decode take theirs, whoever must go for
         it."""
-        if not self._follow(stream, now) and stream.position >= stream.until:
-            self._extend(stream, stream.position + 1)
+        if not self._follow(request, now) and request.position >= request.until:
+            self._extend(request, request.position + 1)
 
-    def _extend(self, stream: Stream, positions: int) -> bool:
+    def _extend(self, request: Request, positions: int) -> bool:
         """Blocks for so many positions, if need be of those behind it in order; False where it is the last itself."""
-        while not self._grow(stream, positions):
-            last = self._running[-1]
-            if last is stream:
+        while not self._grow(request, positions):
+            last = self.running[-1]
+            if last is request:
                 return False
             self._preempt(last)
         return True
 
-    def _grow(self, stream: Stream, positions: int) -> bool:
+    def _grow(self, request: Request, positions: int) -> bool:
         """Blocks for so many positions, if there are as many that nobody holds."""
-        held, block = stream.held, self.blocks.block
-        assert held is not None and stream.slot is not None
-        self.blocks.slide(held, stream.position)
-        if not self.blocks.grow(held, -(-positions // block), stream.slot, self._writes):
+        held, block = request.held, self.blocks.block
+        assert held is not None and request.slot is not None
+        self.blocks.slide(held, request.position - request.rollback)
+        if not self.blocks.grow(held, -(-positions // block), request.slot, self._writes):
             return False
-        stream.until = held.size * block
-        stream.stop = min(stream.until, stream.last - 1)
+        request.until = held.size * block
+        request.stop = min(request.until, request.last - 1)
         return True
 
-    def _preempt(self, stream: Stream) -> None:
+    def _preempt(self, request: Request) -> None:
         self.counts.preemptions += 1
-        stream.preemptions += 1
-        self._park(stream)
+        request.preemptions += 1
+        self._park(request)
 
-    def _park(self, stream: Stream) -> None:
+    def _park(self, request: Request) -> None:
         """Let a running sequence wait, with nothing of its own but its tokens."""
-        self._leave(stream, bool(stream.flying and self._flights))
+        self._leave(request, bool(request.pending and self._flights) or self._overlapped)
         if not self._flights:
-            stream.flying = 0
-        stream.position = stream.until = stream.stop = stream.found = 0
-        stream.steady, stream.drafts = False, ()
-        self._queue.put_back(stream)
+            request.pending = 0
+        request.position = request.until = request.stop = request.found = 0
+        request.steady, request.drafts = False, ()
+        self._queue.put_back(request)
 
-    def _leave(self, stream: Stream, cool: bool) -> None:
+    def _leave(self, request: Request, cool: bool) -> None:
         """Take slot and blocks from a running sequence. cool: a pass in flight chooses a token in its slot, which is to
         be read."""
-        assert stream.slot is not None and stream.held is not None
-        stream.reached = max(stream.reached, stream.position)
-        self.blocks.release(stream.held)
-        remove(self._running, stream)
-        if stream in self._prompts:
-            self._prompts.remove(stream)
+        assert request.slot is not None and request.held is not None
+        request.reached = max(request.reached, request.position)
+        self.blocks.release(request.held)
+        remove(self.running, request)
+        if request in self._prompts:
+            self._prompts.remove(request)
         if cool:
-            self._cooling.append((self._flights[-1].number, stream.slot))
+            self._cooling.append((self._flights[-1].number, request.slot))
         else:
-            self._slots.append(stream.slot)
-        self._released.append(stream.slot)
+            self._slots.append(request.slot)
+        self._released.append(request.slot)
         if self._writes:  # of a pass that is not made yet
-            self._writes = [w for w in self._writes if w[1] != stream.slot]
-        if stream in self._params:
-            self._params.remove(stream)
-        stream.slot = None
+            self._writes = [w for w in self._writes if w[1] != request.slot]
+        if request in self._params:
+            self._params.remove(request)
+        request.slot = None
 
-    def _end(self, stream: Stream, reason: Ending) -> None:
-        stream.finish = reason
+    @property
+    def _overlapped(self) -> bool:
+        """Whether a pass in flight may still read the tables of a slot that is given up now."""
+        return self.limits.overlap and bool(self._flights)
+
+    def _ended(self, request: Request) -> None:
+        """A request has its `finish`: give up what it has."""
+        reason = str(request.finish)
         self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
-        self._queue.ended(stream)
-        if stream.slot is None:
-            self._queue.remove(stream)
+        self._captures -= request.capture is not None
+        self._queue.ended(request)
+        if request.slot is None:
+            self._queue.remove(request)
         else:
-            self._leave(stream, False)
+            self._leave(request, self._overlapped)

@@ -1,19 +1,41 @@
-"""What a generation did, and how fast: speeds with the bytes behind them and, where known, the device's ceiling."""
+"""Figures: what a generation did and how fast, what the engine has done so far, and what passes have taken.
+
+Seconds of a pass are the host's clock, from its submission, or from the end of the pass before, until the host saw that
+it had ended. Bytes and operations are the declared costs of the plan that ran, for the rows, sequences and mean context
+of the pass. A pass costs the host a few additions; costs are computed when somebody asks. They are multilinear in rows,
+sequences and context, up to windows and the last block, as long as contexts are within two neighbouring powers of two: so
+sums of products are kept for each plan and power of two, and a plan's declared cost is evaluated at the corners.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
+import numpy as np
+
+from hybrid.core.plan import Plan
 from hybrid.core.units import show_bytes, show_rate
 from hybrid.engine.loading import Load
+from hybrid.planning.cost import plan_cost
 from hybrid.spec.devicesheet import sheet_for
 
-if TYPE_CHECKING:
-    from hybrid.engine.handle import TokenLogprob
+Finish = Literal["eos", "stop", "length", "context", "cancelled", "deadline", "error"]
+"""Why a request ended: an end-of-text token, a stop string, max_tokens, the context's end, its caller, its deadline, or
+what went wrong."""
 
-Finish = Literal["eos", "stop", "length", "context", "cancelled", "deadline"]
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A chosen token, its natural log probability, and those of the most likely tokens, the best first."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +181,182 @@ class Stats:
         if self.logprobs is None:
             del said["logprobs"]
         return said
+
+
+PassPhase = Literal["prefill", "decode", "mixed"]
+"""Rows of a pass: of prompts alone, of sequences that decode alone, or both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Of one phase."""
+
+    passes: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    nbytes: float = 0.0
+    flops: float = 0.0
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Passes of one plan, phase and range of contexts: `moments` are sums of products of (1, rows) x (1, sequences) x
+    (1, context)."""
+
+    plan: Plan
+    onward: bool
+    low: int
+    moments: np.ndarray = field(default_factory=lambda: np.zeros((2, 2, 2)))
+    passes: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+
+class Rows(Protocol):
+    """Rows of a pass, as the scheduler makes them (Pass)."""
+
+    rows: int
+
+    @property
+    def runs(self) -> Sequence[Any]: ...
+
+
+class Work:
+    """For the thread that owns the device, but `totals`, which any may call. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._sums: dict[tuple[PassPhase, int, int], _Sums] = {}
+        self._open: list[tuple[Rows, _Sums, float]] = []  # submitted, not known to have ended
+        self._last = 0.0  # when the last pass ended
+        self._corners: dict[tuple[int, int], np.ndarray] = {}
+        self._lock = threading.Lock()  # of the corners
+
+    def begin(self, p: Rows, onward: bool, plan: Plan) -> None:
+        """A pass is about to be submitted. onward: by a plan of the phase decode, a row of each sequence."""
+        context = mean_context(p)
+        bits = context.bit_length()
+        key = (phase_of(p), id(plan), bits)
+        sums = self._sums.get(key)
+        if sums is None:  # it keeps the plan, so that its id stays its own
+            sums = self._sums[key] = _Sums(plan, onward, 1 << (bits - 1))
+        self._open.append((p, sums, self._clock()))
+        t, s = p.rows, len(p.runs)
+        sums.moments += ((1, context), (s, s * context)), ((t, t * context), (t * s, t * s * context))
+
+    def end(self, p: Rows) -> None:
+        """The host has seen that a pass has ended, and so have those before it."""
+        now = self._clock()
+        ended = 1 + next((i for i, (known, _, _) in enumerate(self._open) if known is p), -1)
+        done, self._open = self._open[:ended], self._open[ended:]
+        if not done:
+            return
+        seconds, rows = now - max(self._last, done[0][2]), sum(known.rows for known, _, _ in done)
+        for known, sums, _ in done:
+            sums.passes += 1
+            sums.rows += known.rows
+            sums.seconds += seconds * known.rows / rows
+        self._last = now
+
+    def lost(self) -> None:
+        """Passes that had not ended never will."""
+        self._open.clear()
+
+    def totals(self) -> Mapping[PassPhase, Total]:
+        """Of passes since the beginning; bytes and operations of some that have not ended are in it."""
+        found: dict[PassPhase, Total] = {}
+        for (phase, _, _), sums in list(self._sums.items()):
+            nbytes, flops = np.tensordot(self._at_corners(sums), _weights(sums), 3).tolist()
+            t = found.get(phase, Total())
+            found[phase] = Total(
+                t.passes + sums.passes, t.rows + sums.rows, t.seconds + sums.seconds, t.nbytes + nbytes, t.flops + flops
+            )
+        return found
+
+    def _at_corners(self, sums: _Sums) -> np.ndarray:
+        """[2, rows, sequences, context]: bytes and operations of the plan at the corners; decode plans have a sequence
+        for each row, so theirs are a square."""
+        with self._lock:
+            found = self._corners.get(key := (id(sums.plan), sums.low))
+            if found is None:
+                found = np.zeros((2, 2, 2, 2))
+                for i, j, k in itertools.product(range(2), repeat=3):
+                    (t, s), c = _corner(sums, i, j), sums.low << k
+                    if sums.onward and i != j:
+                        continue
+                    cost = plan_cost(sums.plan, c, {"tokens": t, "slots": s, **({"outs": t} if sums.onward else {})})
+                    found[:, i, j, k] = cost.nbytes, cost.flops
+                self._corners[key] = found
+            return found
+
+
+def phase_of(p: Rows) -> PassPhase:
+    """By its runs: one that wants as many tokens as it has rows decodes, any other is of a prompt."""
+    prompts = sum(run.ids is not None and len(run.ids) > run.wants for run in p.runs)
+    return "decode" if not prompts else "prefill" if prompts == len(p.runs) else "mixed"
+
+
+def mean_context(p: Rows) -> int:
+    """Mean positions that a row looks at, at least 1."""
+    seen = rows = 0
+    for _, _, start, ids, *_ in p.runs:
+        n = 1 if ids is None else len(ids)
+        seen += n * start + n * (n + 1) // 2
+        rows += n
+    return max(1, seen // rows)
+
+
+def _sizes(sums: _Sums) -> tuple[int, int]:
+    """Rows and sequences at the far corner."""
+    return (2, 2) if sums.onward else (64, 16)
+
+
+def _corner(sums: _Sums, i: int, j: int) -> tuple[int, int]:
+    """Rows never fewer than sequences: costs have a bend there."""
+    rows, sequences = _sizes(sums)
+    return ((rows if i else 1) if sums.onward else rows << i), (sequences if j else 1)
+
+
+def _weights(sums: _Sums) -> np.ndarray:
+    """[rows, sequences, context]: how much of each corner's cost the passes make together."""
+    m, c = sums.moments, sums.low
+    m = np.stack((2 * m[..., 0] - m[..., 1] / c, m[..., 1] / c - m[..., 0]), -1)  # contexts c and 2 c
+    if sums.onward:  # linear in rows, which are the sequences
+        n, t = m[0, 0], m[1, 0]
+        return np.array([[2 * n - t, 0 * n], [0 * n, t - n]])
+    rows, sequences = _sizes(sums)
+    at = np.stack((2 * m[0] - m[1] / rows, m[1] / rows - m[0]))  # rows and 2 rows
+    return np.stack((at[:, 0] - (at[:, 1] - at[:, 0]) / (sequences - 1), (at[:, 1] - at[:, 0]) / (sequences - 1)), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """A snapshot; counts are since the model was loaded."""
+
+    waiting: int = 0
+    """Requests that no pass has run for."""
+    running: int = 0
+    prompt_tokens: int = 0
+    """Of requests that were begun, those found in the cache included."""
+    cached_tokens: int = 0
+    """Of prompt_tokens, those that were not computed."""
+    generated_tokens: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    """Requests by how they ended: eos, stop, length, context, cancelled, deadline, error."""
+    refused: int = 0
+    """Requests that found the queue full."""
+    passes: int = 0
+    drafted: int = 0
+    """Guessed tokens that passes verified; accepted: those of them that were right; verified: passes with guesses, of
+    each sequence."""
+    accepted: int = 0
+    verified: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    """Cached blocks that were given up for others."""
+    recomputed: int = 0
+    """Rows that were run again after a preemption or an aborted step."""
+    work: Callable[[], Mapping[PassPhase, Total]] = dict
+    """What passes took, by phase; asked for apart, since declared costs take a moment."""
+    blocks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By kind of layer: used, cached (of no running sequence, but found again) and free blocks of the KV cache."""

@@ -13,68 +13,73 @@ from hybrid.core.device import Program, StepTime
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """One timed submit: seconds on the host's clock, and the devices' times of its steps (of its last repetition)."""
+class TimedPass:
+    """One timed pass: seconds on the host's clock, and the devices' times of its steps. Passes may overlap where several
+    devices run them."""
 
     plan: str
     begin: float
     seconds: float
     steps: tuple[StepTime, ...]
-    pipeline_slot: int = 0
-    """Passes of different pipeline slots may overlap."""
+    rows: int = 0
+    outs: int = 0
+    context: int = 0
+    """Mean positions that a row sees."""
 
 
 class Timing:
     """Passes that were submitted and whose times have not been read, because reading waits; `trace` gets them
-    afterwards."""
+    afterwards. overlaps: whether passes may overlap, so that the host's clock does not tell when one ended."""
 
-    def __init__(self, trace: list[Pass]) -> None:
-        self.trace = trace
-        self._running: list[tuple[Program, float]] = []
+    def __init__(self, trace: list[TimedPass], overlaps: bool) -> None:
+        self.trace, self.overlaps = trace, overlaps
+        self._running: list[tuple[Program, int, float, tuple[int, int, int]]] = []
 
-    def start(self, program: Program) -> None:
-        self._running.append((program, time.perf_counter()))
+    def start(self, program: Program, ticket: int, begin: float, size: tuple[int, int, int] = (0, 0, 0)) -> None:
+        """size: rows, rows whose logits are wanted, mean context."""
+        self._running.append((program, ticket, begin, size))
 
-    def stop(self, pipeline_slot: int | None = None) -> None:
-        """The passes of a pipeline slot (None: all) are done: read their times."""
-        done = [r for r in self._running if pipeline_slot is None or r[0].plan.pipeline_slot == pipeline_slot]
-        self._running = [r for r in self._running if r not in done]
-        for program, begin in done:
-            steps, now, began = tuple(program.times()), time.perf_counter(), program.began()
+    def stop(self, ticket: int) -> None:
+        """The passes up to a ticket are done: read their times."""
+        done = [r for r in self._running if r[1] <= ticket]
+        self._running = [r for r in self._running if r[1] > ticket]
+        for program, number, begin, size in done:
+            steps, now, began = tuple(program.times(number)), time.perf_counter(), program.began(number)
             shift = 0.0 if began is None else max(0.0, began - begin)
             steps = tuple(replace(s, start=s.start + shift) for s in steps)
-            alone = program.plan.pipeline_slot is None or not steps
-            end = now if alone else begin + max(s.start + s.duration for s in steps)
-            self.trace.append(Pass(program.plan.name, begin, end - begin, steps, program.plan.pipeline_slot or 0))
+            end = begin + max(s.start + s.duration for s in steps) if self.overlaps and steps else now
+            self.trace.append(TimedPass(program.plan.name, begin, end - begin, steps, *size))
 
 
-def events(passes: Sequence[Pass], device: str) -> list[dict[str, Any]]:
-    """Chrome trace events: a row for the passes of each pipeline slot (host clock), a row for the steps of each device,
-    on the host's clock where the device's can be compared with it, else from their pass's begin. Microseconds from the
+def _lanes(passes: Sequence[TimedPass]) -> list[int]:
+    """For each pass the first row of the picture in which it overlaps with none before it."""
+    ends: list[float] = []
+    found = []
+    for p in passes:
+        lane = next((i for i, end in enumerate(ends) if end <= p.begin), len(ends))
+        ends[lane : lane + 1] = [p.begin + p.seconds]
+        found.append(lane)
+    return found
+
+
+def events(passes: Sequence[TimedPass], device: str) -> list[dict[str, Any]]:
+    """Chrome trace events: a row for passes (host clock), more where they overlap; a row for the steps of each device, on
+    the host's clock where the device's can be compared with it, else from their pass's begin. Microseconds from the
     first pass."""
     zero = min((p.begin for p in passes), default=0.0)
     others = sorted({s.device for p in passes for s in p.steps} - {""})
     step_row = {"": 1, **{name: 2 + i for i, name in enumerate(others)}}
-    pass_row = {slot: 100 + slot if slot else 0 for slot in sorted({0, *(p.pipeline_slot for p in passes)})}
-    rows = {
-        row: f"passes{f', pipeline slot {slot}' if len(pass_row) > 1 else ''} (host clock)"
-        for slot, row in pass_row.items()
-    }
+    lanes = _lanes(passes)
+    pass_row = {lane: 100 + lane if lane else 0 for lane in sorted({0, *lanes})}
+    rows = {row: f"passes{f', {lane + 1}' if len(pass_row) > 1 else ''} (host clock)" for lane, row in pass_row.items()}
     rows |= {row: f"steps ({name or 'device'})" for name, row in step_row.items()}
     found: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": device}}]
     for row, title in sorted(rows.items()):
         found.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": title}})
-    for number, p in enumerate(passes):
+    for number, (p, lane) in enumerate(zip(passes, lanes, strict=True)):
         start = 1e6 * (p.begin - zero)
-        args: dict[str, Any] = {"pass": number, "pipeline_slot": p.pipeline_slot}
-        whole = {
-            "ph": "X",
-            "pid": 0,
-            "tid": pass_row[p.pipeline_slot],
-            "name": p.plan,
-            "ts": start,
-            "dur": 1e6 * p.seconds,
-        }
+        args: dict[str, Any] = {"pass": number}
+        whole = {"ph": "X", "pid": 0, "tid": pass_row[lane], "name": p.plan, "ts": start, "dur": 1e6 * p.seconds}
         found.append({**whole, "args": args})
         for s in p.steps:
             found.append(
@@ -92,5 +97,5 @@ def events(passes: Sequence[Pass], device: str) -> list[dict[str, Any]]:
     return found
 
 
-def write_trace(path: Path, passes: Sequence[Pass], device: str) -> None:
+def write_trace(path: Path, passes: Sequence[TimedPass], device: str) -> None:
     path.write_text(json.dumps({"traceEvents": events(passes, device), "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -9,21 +9,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybrid.arguments import add_engine, add_ray, check_guesses, engine_options, replicas
+from hybrid.arguments import (
+    add_engine,
+    add_ray,
+    add_sampling,
+    check_guesses,
+    engine_options,
+    replicas,
+    sampling_options,
+)
 from hybrid.cli import Parser, UsageError, check_writable, positive, run, usage
 from hybrid.core.places import DEMO
 
 DEFAULT_TOKENS, CONVERSATION_TOKENS = 64, 1024
 BATCH_SLOTS = 8
 DEFAULT_PROMPT = "def read_file(path):\n    "
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write ID=B, a token id and a number, such as 107=-100") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,46 +44,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--max-tokens", "-n", type=positive, metavar="N", help="stop after N tokens (64; 1024 in a conversation)"
     )
-    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (0)")
-    p.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K most likely; 0 is off (0)")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose within this mass; 1 is off (1)")
-    p.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="drop tokens below this share of the most likely one's probability; 0 is off (0)",
-    )
-    p.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="divide logits of tokens that prompt or text have by R (multiply negative ones); 1 is off (1)",
-    )
-    p.add_argument(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="subtract P from logits of tokens the text has (0)",
-    )
-    p.add_argument(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="subtract P as often as the text has the token (0)",
-    )
-    p.add_argument(
-        "--logit-bias",
-        type=_bias,
-        action="append",
-        default=[],
-        metavar="ID=B",
-        help="add B, -100 to 100, to the logit of token ID; may be repeated",
-    )
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
+    add_sampling(p)
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     p.add_argument(
         "--chat",
@@ -100,13 +61,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add_engine(p)
     p.add_argument(
-        "--tokens-per-submit",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="text comes N tokens at a time, for less work (1)",
-    )
-    p.add_argument(
         "--batch",
         type=Path,
         metavar="FILE",
@@ -122,13 +76,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--slots", type=positive, metavar="N", help="with --batch: prompts that run at a time (8)")
     add_ray(p, "with --batch: shared out between engines, through Ray Data")
     p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
-    p.add_argument(
-        "--logprobs",
-        type=int,
-        default=0,
-        metavar="N",
-        help="with --json or --output: of each token, and of the N best (0)",
-    )
     p.add_argument("--json", action="store_true", help="print one JSON object with text, ids and statistics instead")
     p.add_argument("--stats", action="store_true", help="more statistics: loading, precision, counts per pass, memory")
     p.add_argument(
@@ -156,9 +103,7 @@ def _main(args: argparse.Namespace) -> int:
             raise ValueError(f"the embedded model {DEMO} is not there: name a .gguf file or a Hugging Face directory")
         path = DEMO
     with usage():  # refused before the model is loaded
-        Sampling(
-            args.temperature, args.top_k, args.top_p, args.min_p, args.seed, **_penalties(args), logprobs=args.logprobs
-        )
+        Sampling(**sampling_options(args))
         check_guesses(args)
         StopFilter(args.stop)
     if args.logprobs and not args.json and args.output is None:
@@ -184,8 +129,8 @@ def _main(args: argparse.Namespace) -> int:
             raise UsageError("--ray belongs to --batch FILE")
         return _ray(path, options, asked, args, devices)
     model = hybrid.load(path, args.device, **options, profile=args.trace is not None, progress=True)
-    if model.engine.room is not None:
-        print(model.engine.room.line(), file=sys.stderr)
+    if model.engine.runner.budget is not None:
+        print(model.engine.runner.budget.line(), file=sys.stderr)
     with model:
         if asked is not None:
             return _run_batch(model, asked, args)
@@ -198,8 +143,8 @@ def _batch(args: argparse.Namespace) -> Any:
         if args.output is not None or args.slots is not None:
             raise UsageError("--output and --slots belong to --batch FILE")
         return None
-    if args.prompt is not None or args.trace is not None or args.tokens_per_submit != 1:
-        raise UsageError("--batch has its own prompts: leave out --prompt, --trace and --tokens-per-submit")
+    if args.prompt is not None or args.trace is not None:
+        raise UsageError("--batch has its own prompts: leave out --prompt and --trace")
     from hybrid.generate.many import read, written
 
     if args.output is not None:
@@ -215,7 +160,7 @@ def _batch(args: argparse.Namespace) -> Any:
 def _run_batch(model: Any, asked: Any, args: argparse.Namespace) -> int:
     from hybrid.generate.many import run_batch
 
-    guesses = model.drafting.name if args.stats and model.drafting is not None else ""
+    guesses = model.speculator.name if args.stats and model.speculator is not None else ""
     return run_batch(
         model,
         lambda text: _encoded(model, text, args),
@@ -232,7 +177,7 @@ def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespa
         from hybrid.generate import scale
     except ImportError as error:
         raise ValueError(f"--ray needs {error.name}, which is not installed: pip install hybrid-kernels[ray]") from None
-    from hybrid.engine.drafting import most_guesses
+    from hybrid.engine.speculation import most_guesses
     from hybrid.generate.many import write_all
 
     guesses = (args.draft or "lookup") if args.stats and most_guesses(args.draft, args.speculate) else ""
@@ -247,10 +192,10 @@ def _ray(path: Path, loading: dict[str, Any], asked: Any, args: argparse.Namespa
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of Model.submit."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "logprobs")
-    options = {name: getattr(args, name) for name in names} | _penalties(args)
-    return {**options, "max_tokens": DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens}
+    """Of Model.generate and Model.submit."""
+    most = CONVERSATION_TOKENS if args.chat and args.prompt is None and args.batch is None else DEFAULT_TOKENS
+    most = most if args.max_tokens is None else args.max_tokens
+    return {**sampling_options(args), "stop": args.stop, "ignore_eos": args.ignore_eos, "max_tokens": most}
 
 
 def _encoded(model: Any, text: str, args: argparse.Namespace) -> list[int]:
@@ -260,49 +205,16 @@ def _encoded(model: Any, text: str, args: argparse.Namespace) -> list[int]:
     return encoded(model, text, args.chat, args.system, args.parse_special)
 
 
-def _penalties(args: argparse.Namespace) -> dict[str, Any]:
-    """The options by which tokens are chosen from other logits than the model's, as Sampling and Model.generate name
-    them."""
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    return {name: getattr(args, name) for name in names} | {"logit_bias": dict(args.logit_bias)}
-
-
 def _converse(model: Any, args: argparse.Namespace) -> int:
     from hybrid.generate.chat_loop import Options, run_loop
 
-    most = CONVERSATION_TOKENS if args.max_tokens is None else args.max_tokens
-    options = Options(
-        most,
-        args.temperature,
-        args.top_k,
-        args.top_p,
-        args.min_p,
-        args.seed,
-        tuple(args.stop),
-        args.ignore_eos,
-        args.parse_special,
-        args.system,
-        **_penalties(args),
-    )
+    options = Options(_options(args), args.parse_special, args.system)
     return run_loop(model, options, args.stats)
 
 
 def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
     prompt = _encoded(model, text, args)
-    pieces = model.generate(
-        prompt,
-        DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens,
-        args.temperature,
-        args.top_k,
-        args.top_p,
-        args.min_p,
-        args.seed,
-        args.stop,
-        args.ignore_eos,
-        tokens_per_submit=args.tokens_per_submit,
-        logprobs=args.logprobs,
-        **_penalties(args),
-    )
+    pieces = model.generate(prompt, **_options(args))
     if not args.json and not args.chat:
         print(text, end="", flush=True)
     out, interrupted = [], False
@@ -326,5 +238,5 @@ def _generate(model: Any, text: str, args: argparse.Namespace) -> int:
     if args.trace is not None:
         from hybrid.engine.trace import write_trace
 
-        write_trace(args.trace, model.engine.trace, model.device)
+        write_trace(args.trace, model.engine.runner.trace, model.device)
     return 130 if interrupted else 0

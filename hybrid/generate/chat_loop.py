@@ -1,7 +1,7 @@
 """A conversation at the terminal: `python -m hybrid.generate MODEL --chat`.
 
-The whole conversation is rendered anew for each turn by the checkpoint's template; the session keeps it in the KV
-cache, so that a turn runs only what is new. Ctrl-C stops an answer, which stays in the conversation as far as it came.
+The whole conversation is rendered anew for each turn by the checkpoint's template, and what the KV
+cache holds of it is not run again. Ctrl-C stops an answer, which stays in the conversation as far as it came.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -30,27 +30,16 @@ _ROOM = 4  # a part of the context that is free for an answer after the oldest t
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How answers are chosen, as `Model.generate` takes it; parse_special: control tokens in a turn count as such."""
+    """options: of each answer, as Model.generate takes them. parse_special: control tokens are recognised in what is
+    typed. system: how the model is to answer; templates put it before the first turn."""
 
-    max_tokens: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
     parse_special: bool = False
     system: str = ""
-    """How the model is to answer; templates put it before the first turn."""
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
 
 
 class Conversation:
-    """Turns of one conversation with a model; holds a slot of the cache until `close`."""
+    """Turns of one conversation with a model. What an earlier turn left in the cache is not run again."""
 
     def __init__(self, model: Model, options: Options) -> None:
         self.model, self.options = model, options
@@ -58,31 +47,14 @@ class Conversation:
         self.system = options.system
         self.refused = ""
         """The last turn for which the context had no room."""
-        self._session = model.session()
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """The answer to one user turn, piece by piece. The turn joins the conversation when the answer ends or is
         dropped after its first piece. ChatError or ContextExceeded where the turn is impossible: it is forgotten."""
-        o = self.options
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         self.refused = ""
         try:
-            pieces = self.model.generate(
-                self._ids(turn),
-                o.max_tokens,
-                o.temperature,
-                o.top_k,
-                o.top_p,
-                o.min_p,
-                o.seed,
-                o.stop,
-                o.ignore_eos,
-                self._session,
-                repetition_penalty=o.repetition_penalty,
-                presence_penalty=o.presence_penalty,
-                frequency_penalty=o.frequency_penalty,
-                logit_bias=o.logit_bias,
-            )
+            pieces = self.model.generate(self._ids(turn), **self.options.options)
         except ContextExceeded:
             self.refused = text
             raise
@@ -98,7 +70,7 @@ class Conversation:
         room for an answer: a quarter of the context, or max_tokens. Always one, if there is one. Returns how many were
         forgotten."""
         ctx, dropped = self.model.engine.cache.ctx, 0
-        most = ctx - min(self.options.max_tokens, ctx // _ROOM)
+        most = ctx - min(self.options.options.get("max_tokens", 64), ctx // _ROOM)
         asked: Message = {"role": "user", "content": self.refused or "?"}
         while self.messages and (not dropped or len(self._ids([*self.messages, asked])) > most):
             self.messages = self.messages[2:]
@@ -121,10 +93,6 @@ class Conversation:
     def reset(self) -> None:
         """Begin anew; the system prompt stays."""
         self.messages, self.refused = [], ""
-        self._session.close()
-
-    def close(self) -> None:
-        self._session.close()
 
 
 class _Interrupt:
@@ -151,20 +119,17 @@ def run_loop(model: Model, options: Options, details: bool = False) -> int:
     read = reader()
     _say(f"{model.checkpoint.name} on {model.device}. {HELP}")
     conversation = Conversation(model, options)
-    try:
-        while True:
-            try:
-                line = read()
-                if line.strip() == "/exit":
-                    return 0
-                _obey(conversation, line, details)
-            except EOFError:
-                print()
+    while True:
+        try:
+            line = read()
+            if line.strip() == "/exit":
                 return 0
-            except KeyboardInterrupt:  # outside an answer it drops the line
-                print()
-    finally:
-        conversation.close()
+            _obey(conversation, line, details)
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:  # outside an answer it drops the line
+            print()
 
 
 def _obey(conversation: Conversation, line: str, details: bool) -> None:

@@ -19,10 +19,8 @@ from typing import IO, Any
 from hybrid.cli.progress import progress_bar
 from hybrid.core.errors import nearest
 from hybrid.core.units import show_rate
-from hybrid.engine.batch import outcomes
-from hybrid.engine.handle import Completion, Handle
-from hybrid.engine.options import Options
-from hybrid.engine.pace import Counts
+from hybrid.engine.handle import Handle, outcomes
+from hybrid.engine.request import Completion, Options
 from hybrid.text.stops import StopFilter
 
 BREAK = "\n\f\n"
@@ -68,11 +66,9 @@ def _parsed(where: str, line: str) -> Asked:
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = {int(k) if k.lstrip("-").isdigit() else k: v for k, v in given["logit_bias"].items()}
     try:
-        stop, most = given.get("stop", ()), given.get("max_tokens", 1)
+        stop = given.get("stop", ())
         StopFilter([stop] if isinstance(stop, str) else stop)
-        if not isinstance(most, int) or most < 1:
-            raise ValueError(f"max_tokens must be a positive integer, not {most!r}")
-        Options(**given).sampling()
+        Options.of(given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
     return Asked(prompt, given, where)
@@ -170,7 +166,8 @@ def write_all(
             target.close()
         print(totals.line(device), file=sys.stderr)
         if guesses:
-            print(totals.guessed.line(guesses), file=sys.stderr)
+            share = f" ({100 * totals.accepted / totals.drafted:.0f} %)" if totals.drafted else ""
+            print(f"guesses ({guesses}): drafted {totals.drafted}, accepted {totals.accepted}{share}", file=sys.stderr)
     return 1 if totals.errors else 0
 
 
@@ -197,7 +194,7 @@ def result(index: int, asked: Asked, one: Completion | Exception) -> dict[str, A
 class _Totals:
     def __init__(self) -> None:
         self.results = self.errors = self.prompt = self.cached = self.generated = 0
-        self.guessed = Counts()
+        self.drafted = self.accepted = 0
         self._begin = time.perf_counter()
 
     def add(self, one: Mapping[str, Any]) -> None:
@@ -207,12 +204,9 @@ class _Totals:
         self.results += 1
         self.prompt += one["usage"]["prompt_tokens"]
         self.cached += one["usage"]["cached_tokens"]
-        self.generated += (tokens := one["usage"]["completion_tokens"])
-        accepted = one["usage"]["accepted_tokens"]
-        self.guessed.drafted += one["usage"]["drafted_tokens"]
-        self.guessed.accepted += accepted
-        self.guessed.tokens += tokens
-        self.guessed.passes += max(1, tokens - accepted)  # each chooses one more than it had right guesses
+        self.generated += one["usage"]["completion_tokens"]
+        self.drafted += one["usage"]["drafted_tokens"]
+        self.accepted += one["usage"]["accepted_tokens"]
 
     def line(self, device: str) -> str:
         seconds = time.perf_counter() - self._begin

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from hybrid.cli.cluster import cluster
-from hybrid.engine.batch import outcomes
-from hybrid.engine.handle import Handle
+from hybrid.engine.handle import Handle, outcomes
 from hybrid.generate.many import Asked, encoded, result
 
 PARTS = 4

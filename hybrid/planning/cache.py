@@ -19,8 +19,7 @@ DEFAULT_CTX = 4096  # positions per sequence, unless said, where the model has a
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """ctx: positions per sequence. window: of local layers, in positions, the row's own included; 0 = no local layers.
-    chunk: most rows of one sequence in flight, those of a prefill pass or of all that overlap. slots: sequences. Made
-    by `of`, except in tests. rows: most rows of any pass (0: chunk). held: blocks of a global and of a local layer (0:
+    chunk: most rows of one sequence in a pass. slots: sequences. Made by `of`, except in tests. rows: most rows of any pass (0: chunk). held: blocks of a global and of a local layer (0:
     what all slots need at their longest)."""
 
     ctx: int
@@ -41,12 +40,9 @@ class CacheShape:
             raise ValueError(f"held must be numbers of blocks, not {self.held}")
 
     @classmethod
-    def of(
-        cls, hp: HParams, ctx: int, slots: int, rows: int, in_flight: int = 1, held: tuple[int, int] = (0, 0)
-    ) -> CacheShape:
-        """For a model, with prefill passes of at most `rows` rows, of which `in_flight` overlap
-        (planning/pipeline.py)."""
-        return cls(ctx, hp.window, min(in_flight * rows, ctx), slots, rows=rows, held=held)
+    def of(cls, hp: HParams, ctx: int, slots: int, rows: int, held: tuple[int, int] = (0, 0)) -> CacheShape:
+        """For a model, with prefill passes of at most `rows` rows."""
+        return cls(ctx, hp.window, min(rows, ctx), slots, rows=rows, held=held)
 
     @property
     def table(self) -> int:
@@ -60,11 +56,6 @@ class CacheShape:
             return 1
         span = self.window - 1 + self.chunk
         return min(self.table, (span + self.block - 2) // self.block + 1)
-
-    def forgets(self, lost: int) -> bool:
-        """Whether a sequence cannot go back by so many positions: its local layers' ring holds later ones in place of
-        some that attention would read again."""
-        return bool(lost and self.window and self.ring < self.table and lost > self.ring * self.block - self.window)
 
     @property
     def entries(self) -> int:

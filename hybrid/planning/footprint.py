@@ -95,7 +95,7 @@ def footprint(
     rows, outs, logits, hidden = sizes.rows[-1], sizes.outs[-1], sizes.logits, sizes.hidden
     schedule = schedule or find_schedule(hparams.family)
     depth = pipeline_depth(schedule)
-    cache = CacheShape.of(hparams, context, batch, rows, depth)
+    cache = CacheShape.of(hparams, context, batch, rows)
     target = Target(schedule, hparams, weights, cache, hparams.vocab, precision, kv, device, capabilities)
     target, times = thinned(target) if depth == 1 else (target, (1,) * hparams.n_layers)
     prefill = plan(target, rows, outs, "prefill", options=OPTIONS)
@@ -105,7 +105,7 @@ def footprint(
         plan(target, hidden, 0, "prefill", capture=True, layout=prefill),
     ]
     plans = [plan(target, outs, outs, "decode", options=OPTIONS)]
-    plans += [for_pipeline_slot(p, i, schedule, prefill.arena_bytes) for p in passes for i in range(depth)]
+    plans += [for_pipeline_slot(p, i, prefill.arena_bytes) for p in passes for i in range(depth)]
     others = () if beside is nothing_beside else tuple(every_size(target, sizes))
     held = _sum(plans, target.hparams, times, max(map(beside, others or plans)))
     return replace(held, weights=held.weights + laid_out_again(hparams, weights, again))

@@ -1,27 +1,21 @@
-"""Prefill passes that overlap. Each uses a pipeline slot: rows, control words and activations of its own; weights,
-caches and the state of sequences are shared. Which segments of an earlier pass a later one waits for is read off the
-plans (`needs`).
-
-A pass appends its own positions to a cache and reads those up to them. So of two passes in flight the later one reads
-what the earlier appended, and overwrites nothing that it still reads: rings have room for the rows of every pipeline
-slot (CacheShape's chunk).
+"""Prefill passes that overlap on several devices. Each uses a pipeline slot: rows, control words and activations of its
+own (`TensorDecl.per_pass`); weights, caches and the state of sequences are shared. Which segments of an earlier pass a
+later one waits for is read off the plans (`needs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from re import sub
 
 from hybrid.core.plan import Plan, Step, TensorDecl
 from hybrid.planning.segments import Segment
 from hybrid.spec import load_op
 from hybrid.spec.schedule import Schedule
 
-BY_SLOT = ("next_token", "next_position", "global_table", "local_table", "history")
-"""Arguments of begin_pass by which overlapping passes do not wait for one another: their rows all come from the host,
-and what it enters of a slot is beyond the positions that a pass in flight has reached."""
+TABLES = ("global_table", "local_table")
+"""Arguments of begin_pass by which overlapping passes do not wait for one another: what it enters of a slot is beyond the
+positions that a pass in flight has reached, and no slot changes hands meanwhile (Limits.overlap)."""
 CACHES = ("k_cache", "v_cache")  # arguments that are read and appended to through block_table
 
 
@@ -56,62 +50,45 @@ def outlasting(plans: Iterable[Plan]) -> dict[str, TensorDecl]:
     return decls
 
 
-def for_pipeline_slot(plan: Plan, pipeline_slot: int, schedule: Schedule, arena_bytes: int) -> Plan:
+def for_pipeline_slot(plan: Plan, pipeline_slot: int, arena_bytes: int) -> Plan:
     """The same pass on the tensors of a pipeline slot and its range of the arena; slot 0 keeps the plan's names.
     arena_bytes: of each slot's range, at least the plan's."""
     if plan.arena_bytes > arena_bytes:
         raise ValueError(f"plan {plan.name} has {plan.arena_bytes} bytes of activations, a pipeline slot {arena_bytes}")
     if pipeline_slot == 0:
-        return replace(plan, arena_bytes=arena_bytes, pipeline_slot=0)
-    own = {n: name_in_slot(n, pipeline_slot) if belongs_to_pass(plan, n, schedule) else n for n in plan.tensors}
+        return replace(plan, arena_bytes=arena_bytes)
+    own = {n: name_in_slot(n, pipeline_slot) if d.per_pass else n for n, d in plan.tensors.items()}
 
     def moved(decl: TensorDecl) -> TensorDecl:
         shift = pipeline_slot * arena_bytes if decl.kind == "activation" else 0
         return replace(decl, name=own[decl.name], offset=decl.offset + shift)
 
-    steps = tuple(replace(s, args={k: own[n] for k, n in s.args.items()}) for s in plan.steps)
-    tensors = {own[n]: moved(d) for n, d in plan.tensors.items()}
     return replace(
         plan,
         name=name_in_slot(plan.name, pipeline_slot),
-        steps=steps,
-        tensors=tensors,
+        steps=tuple(replace(s, args={k: own[n] for k, n in s.args.items()}) for s in plan.steps),
+        tensors={own[n]: moved(d) for n, d in plan.tensors.items()},
         arena_bytes=(pipeline_slot + 1) * arena_bytes,
         control=own[plan.control],
-        pipeline_slot=pipeline_slot,
     )
-
-
-def belongs_to_pass(plan: Plan, name: str, schedule: Schedule) -> bool:
-    """Whether a tensor belongs to one pass: activations, control words, rows, outputs and what goes from one device to
-    another do; weights, state, and what the schedule declares for sequences (`params`, `history`) do not."""
-    if plan.tensors[name].kind in ("weight", "state"):
-        return False
-    for text, declared in schedule.tensors.items():
-        if name != plan.control and fnmatchcase(name, sub(r"\{[^}]*\}", "*", text)):
-            return bool({"T", "O"} & {n for e in declared.shape for n in e.names})
-    return True
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """Tensors that a segment's steps read and write. appended: caches among them, of which a pass writes only its own
-    positions."""
+    """Tensors that a segment's steps read and write."""
 
     reads: frozenset[str]
     writes: frozenset[str]
-    appended: frozenset[str]
 
 
 def uses(segment: Segment) -> Uses:
     def named(step: Step, args: Iterable[str]) -> set[str]:
-        return {step.args[n] for n in args if not (step.op == "begin_pass" and n in BY_SLOT)}
+        return {step.args[n] for n in args if not (step.op == "begin_pass" and n in TABLES)}
 
     ops = [(s, load_op(s.op)) for s in segment.steps]
     reads = {n for s, op in ops for n in named(s, (*op.inputs, *op.state))}
     writes = {n for s, op in ops for n in named(s, (*op.outputs, *op.scratch, *op.state))}
-    appended = {s.args[n] for s in segment.steps for n in CACHES if n in s.args and "block_table" in s.args}
-    return Uses(frozenset(reads), frozenset(writes), frozenset(appended))
+    return Uses(frozenset(reads), frozenset(writes))
 
 
 def written(steps: Sequence[Step]) -> list[str]:
@@ -129,8 +106,7 @@ def needs(earlier: Sequence[Segment], later: Sequence[Segment]) -> tuple[tuple[i
     for use in after:
         first = {i for n in use.reads for i in writers.get(n, ())}
         for name in use.writes:
-            apart = {i for i in range(len(before)) if name in use.appended and name in before[i].appended}
-            first |= {*readers.get(name, ()), *writers.get(name, ())} - apart
+            first |= {*readers.get(name, ()), *writers.get(name, ())}
         found.append(tuple(sorted(first)))
     return tuple(found)
 

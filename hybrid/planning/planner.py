@@ -124,7 +124,9 @@ class _Planner:
         self.choice = choices(self.names, target.weights)
         self.fused = fused(self.names, target.weights)
         self.declared = declared(self.names, self.drafts)
-        self.tensors: dict[str, TensorDecl] = {"control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io")}
+        self.tensors: dict[str, TensorDecl] = {
+            "control": TensorDecl("control", "u32", (CONTROL_WORDS,), "io", per_pass=True)
+        }
         self.lives: dict[str, tuple[int, int]] = {}
         self.rooms: dict[str, int] = {}
 
@@ -140,7 +142,7 @@ class _Planner:
         name = f"{t.schedule.schedule.name}.{self.phase}.r{self.rows}.o{self.outs}"
         name += ".hidden" * self.capture + ".logits" * (bool(self.outs) and not self.sample)
         name += "".join(f".{option}" for option in sorted(self.options))
-        return Plan(name, self.rows, self.outs, tuple(steps), self.tensors, size, rooms=self.rooms)
+        return Plan(name, self.rows, self.outs, tuple(steps), self.tensors, size, rooms=self.rooms, phase=self.phase)
 
     def _included(self, draft: Draft) -> bool:
         if self._extent(draft) == "outs" and self.outs == 0:
@@ -353,7 +355,10 @@ class _Planner:
                     raise self.names.error(f"tensors.{text}.dtype", f"no weight {weight}")
                 dtype = self.target.profile(info.dtype).kv
             shape, role = self.names.shape(decl, layer, text), decl.role or ""
-            self.tensors[name] = TensorDecl(name, dtype, shape, decl.kind, role=role, layer=layer if role else None)
+            rows = decl.kind != "state" and bool({"T", "O"} & {n for e in decl.shape for n in e.names})
+            self.tensors[name] = TensorDecl(
+                name, dtype, shape, decl.kind, role=role, layer=layer if role else None, per_pass=rows
+            )
         return self.tensors[name]
 
     def _write(
@@ -375,7 +380,7 @@ class _Planner:
             )
         host = name.startswith("hidden.") if self.capture else False
         host |= draft.extent == "outs" and not self.sample
-        self.tensors[name] = TensorDecl(name, dtype, shape, "io" if host else "activation")
+        self.tensors[name] = TensorDecl(name, dtype, shape, "io" if host else "activation", per_pass=True)
         if not host:
             self.lives[name] = (index, index)
         if draft.extent == "wanted" and self._extent(draft) == "outs":

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hybrid.engine.handle import Completion, Event, Timings, TokenLogprob, Usage
+from hybrid.engine.request import Completion, Event, Timings, Usage
+from hybrid.engine.stats import TokenLogprob
 from hybrid.serve.errors import ApiError
 from hybrid.serve.http import packed
 from hybrid.serve.running import Item

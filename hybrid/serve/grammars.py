@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hybrid.engine.constraint import Constraint, mask_of, mask_words
+from hybrid.engine.sampling import Constraint, mask_of, mask_words
 from hybrid.serve.errors import InvalidSchema, bad_request, busy
 from hybrid.text import grammar_worker as worker
 from hybrid.text.grammar_worker import HEAD

@@ -18,8 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from hybrid.engine.metrics import Metrics as EngineMetrics
-    from hybrid.engine.work import PassPhase, Total
+    from hybrid.engine.stats import Metrics as EngineMetrics
+    from hybrid.engine.stats import PassPhase, Total
     from hybrid.serve.backend import Backend
 
 disable_created_metrics()
@@ -88,10 +88,8 @@ def _snapshot(m: EngineMetrics) -> Iterable[Metric]:
         "drafted": "Tokens that were guessed and verified",
         "accepted": "Of these, tokens that were right",
         "verified": "Passes that verified guesses",
-        "drafted_beside": "Tokens that were guessed while others were verified, and verified then",
-        "dropped_beside": "Tokens that were guessed so in vain",
-        "preemptions": "Sequences that were put back into the queue to free blocks",
-        "recomputed": "Rows that were run again after a preemption or a void pass",
+        "preemptions": "Sequences that were preempted to free blocks",
+        "recomputed": "Rows that were run again after a preemption or an aborted step",
         "evictions": "Cached blocks that were given up for others",
     }
     for name, about in counts.items():

@@ -11,7 +11,7 @@ from hybrid.serve.settings import Settings
 from hybrid.serve.wire import Sampled
 
 if TYPE_CHECKING:
-    from hybrid.engine.constraint import Constraint
+    from hybrid.engine.sampling import Constraint
 
 
 class Seeds:

@@ -6,7 +6,7 @@ import secrets
 import time
 from typing import Any
 
-from hybrid.engine.handle import Completion
+from hybrid.engine.request import Completion
 from hybrid.serve.errors import ApiError
 from hybrid.serve.forms import FINISH, Head, Reader, read, usage
 from hybrid.serve.http import packed

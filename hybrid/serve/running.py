@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybrid.core.errors import DeviceLost
-from hybrid.engine.handle import Event, Handle
+from hybrid.engine.handle import Handle
+from hybrid.engine.request import Event
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, from_engine
 from hybrid.serve.metrics import Metrics

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from hybrid import __version__
 from hybrid.core.errors import DeviceLost
-from hybrid.engine.handle import TokenLogprob
+from hybrid.engine.stats import TokenLogprob
 from hybrid.serve.backend import Backend
 from hybrid.serve.errors import ApiError, bad_request, internal, printable
 from hybrid.serve.forms import Form, Tokens
@@ -76,7 +76,7 @@ class Service:
         Made once for a model: its precision is found by looking through its plans, which takes as long as several
         passes."""
         if self._fingerprint is None or self._fingerprint[0] is not model:
-            what = repr((__version__, model.device, sorted(model.engine.precision.items())))
+            what = repr((__version__, model.device, sorted(model.engine.runner.precision.items())))
             self._fingerprint = model, f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
         return self._fingerprint[1]
 
@@ -259,7 +259,7 @@ _ROWS = 16
 
 def _prompt_logprobs(model: Model, ids: Sequence[int], top: int) -> list[TokenLogprob | None]:
     out: list[TokenLogprob | None] = [None]
-    for logits in model.engine.logits_by_pass(ids):
+    for logits in model.engine.logits_of([ids]):
         for start in range(0, len(logits), _ROWS):
             rows = logits[start : start + _ROWS].astype(np.float64)
             rows -= rows.max(axis=1, keepdims=True)

@@ -10,14 +10,13 @@ from typing import Any
 
 from hybrid.cli import Parser
 from hybrid.core.errors import SpecError
-from hybrid.core.places import in_clone, pages_root
 from hybrid.spec import docs
 from hybrid.spec.fields import BACKENDS
 from hybrid.spec.load import read_toml, shown_path
 from hybrid.spec.op import SPECS_DIR, OpSpec, load_op, load_ops
 from hybrid.spec.schedule import SCHEDULES, extended, load_schedule
 
-EXIT = "exit status: 0 fine, 1 a spec is wrong or a generated file is stale, 2 wrong usage"
+EXIT = "exit status: 0 fine, 1 a spec is wrong, 2 wrong usage"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,8 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
     sub.add_parser("schema", help="the JSON schema of a spec file, for editors")
 
-    c = sub.add_parser("docs", help="write docs/ops.md and docs/support.md", epilog=EXIT)
-    c.add_argument("--check", action="store_true", help="write nothing; fail if they do not match the specs")
+    sub.add_parser("docs", help="every operation in full, as Markdown")
     return p
 
 
@@ -158,18 +156,7 @@ def _schema(args: argparse.Namespace) -> int:
 
 
 def _docs(args: argparse.Namespace) -> int:
-    root = pages_root()
-    if args.check and not in_clone() and not any((root / name).exists() for name in docs.PAGES):
-        print(
-            f"nothing was compared: {' and '.join(docs.PAGES)} are in a clone of the repository, not in an installation"
-        )
-        return 0
-    if args.check:
-        docs.check(load_ops(), root)
-        print("docs/ops.md and docs/support.md match the specs")
-        return 0
-    written = docs.write(load_ops(), root)
-    print(f"wrote {', '.join(written)}" if written else "docs/ops.md and docs/support.md were up to date")
+    print(docs.reference(load_ops()))
     return 0
 
 

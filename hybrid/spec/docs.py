@@ -1,12 +1,9 @@
-"""docs/ops.md and docs/support.md, generated from the operation specs."""
+"""The reference of operations and the support matrix, as Markdown made from the operation specs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from hybrid.core.errors import SpecError
-from hybrid.core.places import ROOT
 from hybrid.spec.fields import (
     BACKENDS,
     EDGE_VALUES,
@@ -21,44 +18,14 @@ from hybrid.spec.fields import (
 )
 from hybrid.spec.op import OpSpec
 
-PAGES = ("docs/ops.md", "docs/support.md")
-COMMAND = "python -m hybrid.spec docs"
-_HEADER = f"<!-- Generated from specs/ops by `{COMMAND}`; do not edit. -->\n"
-
-
-def generate(ops: Mapping[str, OpSpec]) -> dict[str, str]:
-    """Text of each generated file, by its path inside the project."""
-    return dict(zip(PAGES, (reference(ops), support(ops)), strict=True))
-
-
-def write(ops: Mapping[str, OpSpec], root: Path = ROOT) -> list[str]:
-    """Write the files that differ; returns their paths."""
-    stale = {name: text for name, text in generate(ops).items() if _read(root / name) != text}
-    for name, text in stale.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text, encoding="utf-8")
-    return list(stale)
-
-
-def check(ops: Mapping[str, OpSpec], root: Path = ROOT) -> None:
-    """Raises SpecError when a generated file is not what the specs say."""
-    stale = [name for name, text in generate(ops).items() if _read(root / name) != text]
-    if stale:
-        raise SpecError(f"{', '.join(stale)}: does not match specs/ops; renew with `{COMMAND}`")
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
-
 
 def reference(ops: Mapping[str, OpSpec]) -> str:
-    """docs/ops.md: every operation in full."""
+    """Every operation in full."""
     parts = [
-        _HEADER,
         "# Operations\n",
         "Rows are flat: row r of a batch has a sequence slot and a position. An operation's token axis (T, or O for "
         "output rows) is bounded by a live count that the device reads when it runs; rows beyond it may hold anything. "
-        "State is device memory that outlives a pass. Which backend runs what: [support.md](support.md).\n",
+        "State is device memory that outlives a pass. Which backend runs what: [support matrix](support.md).\n",
         _table("operation, what it computes", [(f"[{n}](#{n})", _cell(o.op.summary)) for n, o in ops.items()]),
     ]
     parts += [_operation(o) for o in ops.values()]
@@ -71,7 +38,7 @@ def reference(ops: Mapping[str, OpSpec]) -> str:
         "best. A dtype without a line is judged as f32 is, integers exactly.\n",
         *(
             _table(f"{what}, is", [(f"`{k}`", v) for k, v in known.items()])
-            for what, known in (("scale", SCALES), ("edge value", EDGE_VALUES))
+            for what, known in (("scale", SCALES), ("edge value", EDGE_VALUES), ("device feature", FEATURES))
         ),
     ]
     return "\n".join(parts)
@@ -100,6 +67,7 @@ def _operation(o: OpSpec) -> str:
         parts.append(_table("attribute, type, range, default, ", [_attribute(n, a) for n, a in o.attributes.items()]))
     parts += [_rules(o), _numerics(o)]
     parts.append(f"Cost: `{o.cost.flops}` operations, `{o.cost.bytes}` bytes.\n")
+    parts.append(_requirements(o))
     parts.append("Edge cases: " + ", ".join(f"`{c}`" for c in o.edge.cases) + ".\n")
     rows = [_workload(o, w) for w in o.workload]
     parts.append(_table("workload, axes, dtypes, operations, bytes, operations/byte", rows))
@@ -163,54 +131,51 @@ def _tolerance(t: Tolerance) -> str:
 
 
 def support(ops: Mapping[str, OpSpec]) -> str:
-    """docs/support.md: operation x dtype x backend, then what each backend asks of a device."""
-    rows: list[tuple[str, ...]] = []
-    for o in ops.values():
-        varied = [n for n, t in o.tensors.items() if t.same is None and len(t.dtype) > 1]
-        for name in varied or [next(iter(o.outputs or o.state))]:
-            for dtype in o.tensors[name].dtype:
-                cells = tuple(_support(o, b, name, dtype) for b in BACKENDS)
-                rows.append((f"[{o.name}](ops.md#{o.name})", name, dtype, *cells))
-    needs = []
-    for o in ops.values():
-        for b, spec in o.backends.items():
-            if spec.requires or spec.requires_for or spec.uses or spec.limits or spec.static:
-                needs.append(
-                    (
-                        o.name,
-                        b,
-                        ", ".join(spec.requires) or "-",
-                        _needs(o, b),
-                        ", ".join(spec.uses) or "-",
-                        _limits(spec),
-                    )
-                )
-    return "\n".join(
-        [
-            _HEADER,
-            "# What runs where\n",
-            "yes: every such case is in the conformance suite; no: the backend does not take it; of whole operations the "
-            "reasons are below. `oracle` is the NumPy float64 definition, `cpu` the same code in float32. For the "
-            "dtypes of several tensors together the rules of [ops.md](ops.md) apply (int8 activations need quantised "
-            "weights).\n",
-            _table(", ".join(("operation", "tensor", "dtype", *BACKENDS)), rows),
-            _refusals(ops),
-            "## What a device must have\n",
-            _table("operation, backend, always, by dtype, if present, limits", needs),
-            _table(
-                "feature, is", [(f, text) for f, text in FEATURES.items() if any(f in _all(o) for o in ops.values())]
-            ),
-        ]
-    )
+    """docs/support.md: one line for each operation, with the dtypes that a backend lacks."""
+    whole = [b for b in BACKENDS if all(_support(o, b) == "yes" for o in ops.values())]
+    shown = [b for b in BACKENDS if b not in whole]
+    lines = [
+        "# Support matrix\n",
+        "Made from `specs/ops` by `make docs`; `make check` compares it. *yes*: every case of the operation runs in "
+        "`conformance/ops`. *no*: not there, for the reason below. *not ...*: the dtypes that this backend does not take. "
+        "Vulkan re-encodes those when it loads a file ([storage types](quantisation.md)). `python -m hybrid.spec docs` "
+        "prints what each kernel asks of a device.\n",
+    ]
+    if whole:
+        lines.append(f"Every operation runs in every declared dtype on: {', '.join(f'`{b}`' for b in whole)}.\n")
+    rows = [(f"`{o.name}`", *(_support(o, b) for b in shown)) for o in ops.values()]
+    lines += [_table(", ".join(("operation", *shown)), rows), _refusals(ops)]
+    return "\n".join(line for line in lines if line)
 
 
-def _support(o: OpSpec, backend: BackendName, tensor: str, dtype: str) -> str:
-    return "yes" if o.runs_on(backend) and any(c[tensor] == dtype for c in o.dtype_choices(backend)) else "no"
+def _support(o: OpSpec, backend: BackendName) -> str:
+    if not o.runs_on(backend):
+        return "no"
+    choices = o.dtype_choices(backend)
+    missing = []
+    for name, t in o.tensors.items():
+        lost = [d for d in t.dtype if t.same is None and not any(c[name] == d for c in choices)]
+        if lost:
+            missing.append(f"{name} {'/'.join(lost)}")
+    return f"not {', '.join(missing)}" if missing else "yes"
 
 
 def _refusals(ops: Mapping[str, OpSpec]) -> str:
-    rows = [(o.name, n, _cell(reason)) for o in ops.values() for n, reason in o.not_on.items()]
-    return _table("operation, not on, because", rows) if rows else "Every backend runs every operation.\n"
+    told: dict[tuple[str, str], list[str]] = {}
+    for o in ops.values():
+        for backend, reason in o.not_on.items():
+            told.setdefault((backend, reason), []).append(f"`{o.name}`")
+    return "".join(f"- not on {n}: {', '.join(names)}: {_cell(reason)}.\n" for (n, reason), names in told.items())
+
+
+def _requirements(o: OpSpec) -> str:
+    """What the backends ask of a device."""
+    rows = [
+        (name, ", ".join(b.requires) or "-", _needs(o, name), ", ".join(b.uses) or "-", _limits(b))
+        for name, b in o.backends.items()
+        if b.requires or b.requires_for or b.uses or b.limits or b.static
+    ]
+    return _table("backend, needs, by dtype, uses if present, limits", rows) if rows else ""
 
 
 def _needs(o: OpSpec, backend: BackendName) -> str:
@@ -222,10 +187,6 @@ def _needs(o: OpSpec, backend: BackendName) -> str:
 def _limits(b: Backend) -> str:
     static = [f"known when built: {', '.join(b.static)}"] if b.static else []
     return "; ".join([*(f"`{e}`" for e in b.limits), *static]) or "-"
-
-
-def _all(o: OpSpec) -> set[str]:
-    return {f for name, b in o.backends.items() for f in (*o.requirements(name), *b.uses)}
 
 
 def quantity(n: float) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -68,13 +67,20 @@ class HostDevice(SingleDevice):
         self._float: dict[str, np.ndarray] = {}
         self._slabs = Slabs()
         self._arena = aligned(0)
+        self._lent: dict[str, Tensor] = {}  # of the device that this one is a sibling of
         self._programs: weakref.WeakSet[HostProgram] = weakref.WeakSet()
         self._open = True
 
-    @property
-    def exclusive(self) -> AbstractSet[str]:
-        """See Device: the number of BLAS's threads is the process's, and which it is decides how sums round."""
-        return frozenset({"BLAS threads"} if self.blas.many else ())
+    def shares(self, name: str) -> bool:
+        """See Device."""
+        return name in self._lent and self._tensors.get(name) is self._lent[name]
+
+    def sibling(self, lent: Mapping[str, str] | None = None) -> HostDevice:
+        """See Device."""
+        made: HostDevice = type(self)()  # type: ignore[call-arg]  # a backend's device needs no argument
+        tensors = {theirs: self._tensors[ours] for theirs, ours in (lent or {}).items()}
+        made._lent = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
+        return made
 
     def has(self, feature: str) -> bool:
         return False  # none of the units that change which precision pays
@@ -89,7 +95,10 @@ class HostDevice(SingleDevice):
         """See Device.store. A weight given whole is kept by reference; what a file has and memory has no room for stays
         there, and is read at every use."""
         self.check_open()
-        if decl.kind == "weight" and parts and not self.guard and decl.nbytes > self._room():
+        lent = None if value is not None or parts or self.guard else self._lent.get(decl.name)
+        if lent is not None and (lent.dtype, lent.shape) == (decl.dtype, decl.shape):
+            tensor: Tensor | Rows | Packed = lent
+        elif decl.kind == "weight" and parts and not self.guard and decl.nbytes > self._room():
             tensor = self._left_in_file(decl, parts)
         elif decl.row_types:
             tensor = runs(decl, parts)

@@ -63,10 +63,10 @@ class HostProgram:
             named = zip(self.plan.steps, marks, strict=True)
             self._began, self._times = begin, [StepTime(s.name, s.op, s.layer, a - begin, b - a) for s, (a, b) in named]
 
-    def times(self) -> Sequence[StepTime]:
+    def times(self, ticket: int | None = None) -> Sequence[StepTime]:
         return tuple(self._times)
 
-    def began(self) -> float | None:
+    def began(self, ticket: int | None = None) -> float | None:
         return self._began
 
 

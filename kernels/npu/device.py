@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as settle
 from functools import partial
@@ -79,11 +78,6 @@ class NpuDevice(HostDevice):
         self._prepared: set[Any] = set()
         self._planned: dict[Any, int] = {}
         """Bytes of the operands that stay, of every plan prepared so far, by what they are made of."""
-
-    @property
-    def exclusive(self) -> AbstractSet[str]:
-        """See Device: itself, and what the host's part of its steps needs."""
-        return super().exclusive | {self.name}
 
     # --- designs and operands, before the first pass
 
@@ -294,8 +288,8 @@ class NpuProgram:
     def submit(self, times: int = 1) -> int:
         return self.device.enqueue(partial(self.bound.submit, times))
 
-    def times(self) -> Sequence[StepTime]:
+    def times(self, ticket: int | None = None) -> Sequence[StepTime]:
         return self.bound.times()
 
-    def began(self) -> float | None:
+    def began(self, ticket: int | None = None) -> float | None:
         return self.bound.began()

@@ -69,6 +69,7 @@ class VulkanDevice(Storage, SingleDevice):
     """
 
     backend = "vulkan"
+    passes_ahead = 2
     queue_type: type[Queue] = Queue
     memory_type: type[Memory] = Memory
     kernels_type: type[KernelCache] = KernelCache

@@ -4,7 +4,7 @@ Row by row, but q4_0 of rows of whole tiles: tiles of 8 rows by 8 blocks, a row'
 what a workgroup reads at a time lies together (8 rows' codes in 1024 bytes, their scales in 128) and one that goes
 along a row finds lines of 128 bytes. H100, 27B, tok/s of 1, 4, 8, 32 sequences, row by row 146.8, 437, 864, 2735; in
 tiles of 4 rows 148.8, 448, 885, 2798, of 8 147.1, 455, 898, 2827, of 16 145.7, 459, 905, 2840
-(docs/decisions/kernels.md). Rows count from the first one of their chunk, and the last tiles are whole: what lies there
+(docs/decisions.md). Rows count from the first one of their chunk, and the last tiles are whole: what lies there
 beyond the last row is read, but not used.
 """
 

@@ -229,7 +229,7 @@ class Program:
             self._cost = declared(self.plan)
         return self._cost
 
-    def times(self) -> list[StepTime]:
+    def times(self, ticket: int | None = None) -> list[StepTime]:
         """Device time of each step of the last run, from timestamps; waits for it. Empty without profile=True."""
         if self.queries is None or not self.ticket:
             return []
@@ -245,7 +245,7 @@ class Program:
             found.append(StepTime(s.name, s.op, s.layer, float(ticks[i]), took, within=within))
         return found
 
-    def began(self) -> float | None:
+    def began(self, ticket: int | None = None) -> float | None:
         """See hybrid.core.device.Program."""
         if self.queries is None or not self.ticket:
             return None

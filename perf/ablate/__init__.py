@@ -29,13 +29,11 @@ from hybrid.checkpoint import Checkpoint
 from hybrid.cli import Parser, UsageError, positive, run
 from hybrid.cli.progress import progress_bar
 from hybrid.core.device import Program
-from hybrid.core.plan import TensorDecl
-from hybrid.core.tensor import Tensor
 from hybrid.devices.about import driver_of, kernels_of
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
+from hybrid.engine.request import Options, Request
 from hybrid.perf.ablate.switches import (
-    Drive,
     Switch,
     bindings_without,
     find_switch,
@@ -46,9 +44,6 @@ from hybrid.perf.ablate.switches import (
 from hybrid.spec.schedule import find_schedule
 
 SCHEMA = 1
-AT_ONCE = 8
-Step = Callable[[Engine, int], int]
-"""Decode some tokens of slot 0 and wait for them; the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,115 +66,51 @@ class SpeedUp:
         return asdict(self) | {"times": self.times}
 
 
-# ------------------------------------------------------------------------------------------------------- ways to decode
-def on_device(made: Engine, position: int) -> int:
-    """The way it is: one submit, the token is chosen on the device."""
-    made.token(0, position, made.submit_decode((0,)))
-    return 1
+KEY = ("decode", 1, 1, False, True, frozenset[str]())
+"""Of the decode plan of one sequence among an engine's programs."""
 
 
-def submitted(made: Engine, program: Program) -> int:
-    """The ticket of a pass that another program than the engine's makes: it counts in the inbox as the engine's own
-    do."""
-    made.inbox.begun += 1
-    return program.submit()
-
-
-def host_sampling(made: Engine, position: int) -> int:
-    """Logits to the host, the largest chosen there, its id written back."""
-    decl = TensorDecl("logits", "f32", (made.sizes.logits, made.target.hparams.vocab), "io")
-    made.result(decl)
-    program = made.program("decode", 1, 1, sample=False)
-    made.device.wait(submitted(made, program))
-    logits = made.device.read("logits", 0, 1).array
-    chosen = int(np.argmax(logits[0, : made.target.n_tokens]))
-    made.device.write("next_token", Tensor.of(np.array([chosen], np.int32)), 0)
-    made.device.write("next_position", Tensor.of(np.array([position], np.int32)), 0)
-    made.positions[0] += 1
-    return 1
-
-
-def record_every_token(made: Engine, position: int) -> int:
-    """The plan's command buffer, descriptors and grids made anew for every token; pipelines stay."""
-    program = made.device.compile(made.plan("decode", 1, 1))
-    try:
-        made.device.wait(submitted(made, program))
-        made.positions[0] += 1
-        made.token(0, position)
-    finally:
-        program.close()  # type: ignore[attr-defined]
-    return 1
-
-
-def several(made: Engine, position: int) -> int:
-    """AT_ONCE tokens in one submit."""
-    ticket = made.submit_decode((0,), AT_ONCE)
-    for n in range(AT_ONCE):
-        made.token(0, position + n, ticket)
-    return AT_ONCE
-
-
-DRIVES: dict[Drive, tuple[Step, Step]] = {  # with the optimisation, without it
-    "host_sampling": (on_device, host_sampling),
-    "record_every_token": (on_device, record_every_token),
-    "several_per_submit": (several, on_device),
-}
-
-
-# -------------------------------------------------------------------------------------------------------------
-# measuring
-def program_without(made: Engine, switches: Sequence[Switch]) -> Step:
-    """The engine's decode plan, compiled without some optimisations beside the one it uses: the weights are the
-    same."""
+def program_without(made: Engine, switches: Sequence[Switch]) -> Program:
+    """The engine's decode plan, compiled without some optimisations: the weights are the same."""
     device: Any = made.device
     with tuning_without(switches, device.tuning):
-        program = device.compile(made.plan("decode", 1, 1), bindings=bindings_without(switches))
-
-    def step(made: Engine, position: int) -> int:
-        ticket = submitted(made, program)
-        made.positions[0] += 1
-        made.token(0, position, ticket)
-        return 1
-
-    return step
-
-
-def context_for(depth: int, tokens: int) -> int:
-    """Positions of an engine: a repetition may end in the midst of a submit of AT_ONCE tokens."""
-    return depth + tokens + AT_ONCE + 2
+        program: Program = device.compile(made.runner.plan("decode", 1, 1), bindings=bindings_without(switches))
+    return program
 
 
 @contextmanager
 def opened(
     checkpoint: Checkpoint, device: str, switches: Sequence[Switch], depth: int, tokens: int
 ) -> Iterator[Engine]:
-    """An engine with the schedule that the switches leave, whose slot 0 holds `depth` tokens."""
+    """An engine with the schedule that the switches leave, whose cache has been filled."""
     from hybrid.kernels.vulkan.device import open_device
 
     with open_device(device) as found:
         schedule = schedule_without(find_schedule(checkpoint.hparams.family), switches)
-        config = EngineConfig(ctx=context_for(depth, tokens), n_tokens=checkpoint.hparams.vocab)
+        config = EngineConfig(ctx=depth + tokens + 2, n_tokens=checkpoint.hparams.vocab)
         made = Engine(checkpoint, found, config, schedule=schedule)
-        made.prefill({0: np.random.default_rng(0).integers(2, 1000, depth).tolist()})
+        decode(made, depth, 1, 0)
         yield made
 
 
-def restart(made: Engine, depth: int) -> None:
-    """Slot 0 holds `depth` tokens again and one more was chosen; its rows are set up: what follows only submits."""
-    made.wait()
-    made.rewind(0, depth - 1, anyway=True)
-    made.prefill({0: [2]})  # the device's own position goes back with it
-    on_device(made, depth + 1)
+def decode(made: Engine, depth: int, tokens: int, start: int) -> tuple[float, list[int]]:
+    """Seconds of one token, over `tokens` of them after `depth` positions and a first one, and all ids. start: positions
+    that count as computed."""
+    prompt = np.random.default_rng(0).integers(2, 1000, depth).tolist()
+    request = Request(0, prompt, Options(max_tokens=tokens + 1, ignore_eos=True), start=start)
+    request.private = True
+    handle = made.drive(request)
+    while not request.generated:
+        made.drive_step()
+    begin = time.perf_counter()
+    found = handle.result()
+    return (time.perf_counter() - begin) / tokens, list(found.ids)
 
 
-def seconds(made: Engine, step: Step, depth: int, tokens: int) -> float:
-    """Of one token, over at least `tokens` of them after `depth` positions."""
-    restart(made, depth)
-    done, begin = 0, time.perf_counter()
-    while done < tokens:
-        done += step(made, made.positions[0] + 1)
-    made.wait()
-    return (time.perf_counter() - begin) / done
+def seconds(made: Engine, program: Program, depth: int, tokens: int) -> float:
+    """Of one token that a program decodes."""
+    made.runner._programs[KEY] = program  # type: ignore[index]  # options are a set of names
+    return decode(made, depth, tokens, depth - 1)[0]
 
 
 class Ablation:
@@ -188,7 +119,7 @@ class Ablation:
     def __init__(self, checkpoint: Checkpoint, device: str, depth: int, tokens: int, repeats: int) -> None:
         self.checkpoint, self.device, self.depth, self.tokens, self.repeats = checkpoint, device, depth, tokens, repeats
         self._held = ExitStack()
-        self._engines: dict[tuple[str, ...], tuple[Engine, Step]] = {}
+        self._engines: dict[tuple[str, ...], tuple[Engine, Program]] = {}
 
     def __enter__(self) -> Ablation:
         return self
@@ -196,8 +127,8 @@ class Ablation:
     def __exit__(self, *exc: object) -> None:
         self._held.close()
 
-    def _engine(self, switches: Sequence[Switch]) -> tuple[Engine, Step]:
-        """The engine for the schedule without these switches, and its own way to decode."""
+    def _engine(self, switches: Sequence[Switch]) -> tuple[Engine, Program]:
+        """The engine for the schedule without these switches, and its own decode program."""
         profiled = [s for s in switches if s.profile]
         key = tuple(s.name for s in profiled)
         if key not in self._engines:
@@ -214,7 +145,7 @@ class Ablation:
             "driver": driver_of(made.device),
             "kernels": kernels_of(made.device),
             "model": self.checkpoint.name,
-            "precision": {k: list(v) for k, v in made.precision.items()},
+            "precision": {k: list(v) for k, v in made.runner.precision.items()},
             "depth": self.depth,
             "tokens": self.tokens,
             "pairs": self.repeats,
@@ -226,11 +157,8 @@ class Ablation:
         """The baseline beside the same without `switches`; `advance` is called with 1 after each pair."""
         baseline, ours = self._engine([])
         other, theirs = self._engine(switches)
-        drive = next((s.engine for s in switches if s.engine), None)
         removed = [find_switch(n) for s in switches for n in s.beside if n not in {s.name for s in switches}]
-        if drive:
-            ours, theirs = DRIVES[drive]
-        elif removed or any(s.apart or s.tuning for s in switches):
+        if removed or any(s.apart or s.tuning for s in switches):
             ours, theirs = program_without(baseline, removed), program_without(other, [*switches, *removed])
         pairs = []
         for i in range(self.repeats + 1):
@@ -285,14 +213,13 @@ def _main(args: argparse.Namespace, command: str) -> int:
     chosen = [find_switch(name) for name in args.only or load_switches()]
     measure: list[tuple[list[Switch], str]] = [([s], s.name) for s in chosen]
     if not args.only:
-        measure.append(([s for s in chosen if s.engine is None], "all in the plan"))
+        measure.append((chosen, "all in the plan"))
     with ExitStack() as held:
         checkpoint = held.enter_context(open_model(args))
-        needed, most = context_for(args.depth, args.tokens), checkpoint.hparams.context_length
+        needed, most = args.depth + args.tokens + 2, checkpoint.hparams.context_length
         if needed > most:
             raise ValueError(
-                f"--depth {args.depth} and --tokens {args.tokens} need {needed} positions, eight of them for several "
-                f"tokens in a submit: the model was made for {most}"
+                f"--depth {args.depth} and --tokens {args.tokens} need {needed} positions: the model was made for {most}"
             )
         ablation = held.enter_context(Ablation(checkpoint, args.device, args.depth, args.tokens, args.repetitions))
         advance = held.enter_context(progress_bar(len(measure) * (args.repetitions + 1), "ablate", False, "pair"))

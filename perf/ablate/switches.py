@@ -3,8 +3,7 @@ plan.
 
 A switch says what makes the difference and nothing else does: `apart` records an operation as if its joined weight were
 the matrices it was joined from, `profile` gives matrices other inputs, `tuning` overrides numbers of a family of the
-tuning tables, `engine` names a way to drive the engine (perf.ablate). A later optimisation joins by declaring its
-switch.
+tuning tables. A later optimisation joins by declaring its switch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from hybrid.spec.load import Model, load_toml
 from hybrid.spec.schedule import Profile, Schedule
 
 FILE = Path(__file__).with_name("switches.toml")
-Drive = Literal["host_sampling", "record_every_token", "several_per_submit"]
 
 
 class Apart(Model):
@@ -67,15 +65,14 @@ class Switch(Model):
     apart: Apart | None = None
     profile: Profile | None = None
     tuning: Override | None = None
-    engine: Drive | None = None
     beside: tuple[str, ...] = ()
     """Switches of what cannot stay without it: its speed-up is measured on plans without those too."""
 
     @model_validator(mode="after")
     def _validate_one(self) -> Switch:
-        means = [m for m in (self.apart, self.profile, self.tuning, self.engine) if m is not None]
+        means = [m for m in (self.apart, self.profile, self.tuning) if m is not None]
         if len(means) != 1:
-            raise FieldError("name", f"{self.name!r} must say exactly one of apart, profile, tuning, engine")
+            raise FieldError("name", f"{self.name!r} must say exactly one of apart, profile, tuning")
         return self
 
 

@@ -23,7 +23,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from hybrid.core.errors import SpecError
-from hybrid.engine.engine import Engine
+from hybrid.engine.loop import Engine
+from hybrid.engine.request import Options
 from hybrid.perf.ablate.switches import bindings_without, find_switch
 from hybrid.perf.gate.gated import cpu_driver, small_engine
 from hybrid.spec.load import Model
@@ -181,12 +182,9 @@ def learn(kind: str, ratios: Mapping[str, float]) -> None:
 # --------------------------------------------------------------------------------------------------------- the programs
 def decoding(made: Engine, tokens: int = 3) -> Callable[[], object]:
     """Decodes `tokens` tokens, each time after the same three."""
-    made.prefill({0: [2, 3, 4]})
 
     def work() -> None:
-        made.rewind(0, 2)
-        made.prefill({0: [4]})
-        made.decode(tokens)
+        made.generate([2, 3, 4], Options(max_tokens=1 + tokens, ignore_eos=True)).result()
 
     return work
 

@@ -87,26 +87,25 @@ def measure(engine: Any, phase: str, context: int, repeats: int) -> tuple[list[S
     the passes. The engine was made with profile=True. RuntimeError for a device without timestamps."""
     from hybrid.bench.measure import Bench
 
-    bench, runs, lives = Bench(engine, 1), [], []
-    prompts = {slot: bench.ids(context) for slot in bench.slots}
-    for _ in tracked(range(repeats + 1), "passes"):  # the first warms up
-        bench.fill(0 if phase == "prefill" else context)
-        if phase == "decode":
-            bench.engine.wait(engine.submit_prefill({slot: bench.ids(1) for slot in bench.slots}))
-        engine.trace.clear()
-        lives = [(len(c.tokens), len(c.out_rows), round(float(c.positions.mean())) + 1) for c in engine.passes(prompts)]
-        engine.wait(engine.submit_prefill(prompts) if phase == "prefill" else engine.submit_decode(bench.slots))
-        runs.append(list(engine.trace))
-    if phase == "decode":
-        lives = [(len(bench.slots), len(bench.slots), context + 2)]
+    bench, runs, trace = Bench(engine, 1), list[list[Any]](), engine.runner.trace
+    for i in tracked(range(repeats + 1), "passes"):  # the first warms up, and fills the cache
+        trace.clear()
+        if phase == "prefill":
+            bench.run(bench.requests(context, 1, 0))
+            runs.append(list(trace))
+        else:
+            wanted = bench.requests(context + 1, 2, 0 if i == 0 else context)
+            bench.run(wanted)
+            runs.append(trace[-1:])
     if not all(p.steps for p in runs[-1]):
         raise RuntimeError(f"{engine.device.name} has no timestamps")
     steps: list[StepRow] = []
     passes: list[dict[str, Any]] = []
-    for i, (rows, outs, length) in enumerate(lives):
+    for i, first in enumerate(runs[1]):
+        rows, outs, length = first.rows, first.outs, first.context
         same = [run_[i] for run_ in runs[1:]]
         found = _steps(
-            engine.plan(phase, rows, outs), length, [p.steps for p in same], sum(p["device_us"] for p in passes)
+            engine.runner.plan(phase, rows, outs), length, [p.steps for p in same], sum(p["device_us"] for p in passes)
         )
         device_us, host_us = sum(s.us for s in found), 1e6 * statistics.median(p.seconds for p in same)
         passes.append(
@@ -138,8 +137,8 @@ def _steps(plan: Any, context: int, runs: Sequence[Any], begin: float) -> list[S
 def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Everything as plain data."""
     from hybrid.bench.probe import probe
-    from hybrid.engine.config import EngineConfig
-    from hybrid.engine.engine import Engine
+    from hybrid.engine.loading import EngineConfig
+    from hybrid.engine.loop import Engine
 
     with ExitStack() as held:
         checkpoint = held.enter_context(open_model(args))
@@ -170,7 +169,7 @@ def profile(args: argparse.Namespace, command: str) -> dict[str, Any]:
             "driver": driver_of(opened.main),
             "kernels": kernels_of(opened.main),
             "model": checkpoint.name,
-            "precision": {k: list(v) for k, v in engine.precision.items()},
+            "precision": {k: list(v) for k, v in engine.runner.precision.items()},
             "phase": args.phase,
             "context": args.context,
             "batch": args.batch,

@@ -1,7 +1,7 @@
-"""One static page of everything that is known about speed, with its pictures; and docs/measured.md, its tables.
+"""One static page of everything that is known about speed, with its pictures; or its measured tables as Markdown.
 
     python -m perf.report                 # build/report/index.html and *.svg
-    python -m perf.report --markdown      # renew docs/measured.md from perf/records (--check: compare)
+    python -m perf.report --markdown      # the tables of perf/records, printed
 
 Measured: perf/records (device, driver, clock, commit and command under each). Modelled: perf.roofline on a device
 sheet. The peer's figures come from perf/report/peer.toml and are named. Nothing is measured here; --gates also runs the
@@ -19,10 +19,9 @@ from typing import Any
 from hybrid.cli import Parser, run
 from hybrid.cli.progress import tracked
 from hybrid.core.errors import SpecError
-from hybrid.core.places import in_clone, pages_root
 from hybrid.perf.isa import TABLES, check, committed
 from hybrid.perf.record.schema import Record, load_records, newest, slug
-from hybrid.perf.report.measured import PAGE, markdown
+from hybrid.perf.report.measured import markdown
 from hybrid.perf.report.pictures import by_commit, kernel_chart, shares, speedups, versus, where_time_goes
 from hybrid.perf.report.tables import (
     Table,
@@ -240,14 +239,14 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("build") / "report", metavar="DIR", help="where it goes (build/report)"
     )
     p.add_argument("--gates", action="store_true", help="run the gates and show their state")
-    p.add_argument("--markdown", action="store_true", help="instead: renew docs/measured.md from perf/records")
-    p.add_argument("--check", action="store_true", help="with --markdown: only compare; 1 where it is out of date")
+    p.add_argument("--markdown", action="store_true", help="instead: print the tables of perf/records as Markdown")
     return p
 
 
 def _main(args: argparse.Namespace) -> int:
     if args.markdown:
-        return _markdown(args.check)
+        print(markdown(load_records()))
+        return 0
     ran: list[tuple[str, list[Any]]] | None = None
     if args.gates:
         from hybrid.perf.gate import check as check_group
@@ -260,19 +259,6 @@ def _main(args: argparse.Namespace) -> int:
             except SpecError as error:
                 ran.append((group, [str(error)]))
     print(build(args.out, load_records(), ran))
-    return 0
-
-
-def _markdown(check_only: bool) -> int:
-    wanted, file = markdown(load_records()), pages_root() / PAGE
-    if check_only and not in_clone() and not file.exists():
-        print(f"nothing was compared: {PAGE} is in a clone of the repository, not in an installation")
-    elif check_only and file.read_text(encoding="utf-8") != wanted:
-        raise ValueError(f"{PAGE} is not what perf/records gives: python -m perf.report --markdown")
-    if not check_only:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(wanted, encoding="utf-8")
-        print(f"wrote {PAGE}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""docs/measured.md: the tables of perf/records in Markdown, so that they can be read where the code is."""
+"""The tables of perf/records as Markdown: what `python -m perf.report --markdown` prints and the site shows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from hybrid.perf.record.schema import Record
 from hybrid.perf.report.tables import ablation, ablations, load_peer, measured, profile, profiles, what
 
-PAGE = "docs/measured.md"
 HEAD = """# Measured
 
-Made from `perf/records` by `python -m perf.report --markdown`; `make check` compares it. How to add to it:
-[performance.md](performance.md#records).
-`python -m perf.report` shows the same with pictures, the targets and the gates.
+Every measured speed of `perf/records`, with its device, commit and command. How to add to it:
+[performance](performance.md#records).
 """
 COLUMNS = """\
 *tok/s*: the median, all sequences together; *spread*: standard deviation of the repetitions; *of ceiling*: of what

@@ -1,8 +1,7 @@
 """Tables of measured speeds that README.md and docs/performance.md quote, made from perf/records.
 
-perf/report/quoted.toml lists the rows, with targets and the figures of the first kernels; tools/pages.py puts the
-tables into the pages, and `make check` compares them. Functions return lines of Markdown. SpecError where a row has no
-record.
+perf/report/quoted.toml lists the rows; tools/pages.py puts the tables into the pages, and `make check` compares them.
+Functions return lines of Markdown. SpecError where a row has no record.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hybrid.core.errors import SpecError
-from hybrid.perf.record.schema import OpTime, Profile, Record, Run, newest
+from hybrid.perf.record.schema import OpTime, Profile, Record, Run, ceiling_of, newest
 from hybrid.perf.report.tables import load_peer, profiles, table
 from hybrid.spec.load import Model, load_toml
 
@@ -23,18 +22,13 @@ Phase = Literal["decode", "prefill"]
 
 
 class Row(Model):
-    """One run of perf/records, and what stands beside it."""
+    """One run of perf/records."""
 
     model: str
     dtype: str = "q4_0"
     phase: Phase
     batch: int = 1
     context: Annotated[int, Field(ge=0)]
-    target: str = "-"
-    before: Annotated[float, Field(gt=0)] | None = None
-    """Tokens per second of the first right kernels."""
-    share_of: int | None = None
-    """Shown as a share of the same model's decode after that many positions."""
     headline: bool = False
     """In README.md too."""
 
@@ -42,7 +36,7 @@ class Row(Model):
     def shown(self) -> str:
         if self.phase == "prefill":
             return f"prefill of {self.context}"
-        return f"decode after {self.context}" + (f", {self.batch} sequences together" if self.batch > 1 else "")
+        return f"decode after {self.context}" + (f", {self.batch} sequences" if self.batch > 1 else "")
 
 
 class Which(Model):
@@ -52,19 +46,15 @@ class Which(Model):
 
 
 class Step(Model):
-    """An operation of the profile. before: us of each call then."""
+    """An operation of the profile, and what the page calls it."""
 
     op: str
     shown: str
-    before: Annotated[float, Field(gt=0)]
-    what: str
 
 
 class Quoted(Model):
     schema_version: Literal[1] = Field(alias="schema")
     device: str
-    before: str
-    """The commit of the figures `before`."""
     row: tuple[Row, ...]
     profile: Which
     step: tuple[Step, ...]
@@ -97,32 +87,30 @@ def headline(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def against_targets(records: Sequence[Record]) -> list[str]:
-    """docs/performance.md: what was aimed at, the peer, the first kernels, and the newest record of each row."""
+def speeds(records: Sequence[Record]) -> list[str]:
+    """docs/performance.md: the newest record of each row, beside the modelled ceiling and the peer."""
     found, rows, peer = load_quoted(), [], load_peer()
     used: list[Record] = []
     for row in found.row:
         record, run = _run(records, found.device, row)
         used.append(record)
-        theirs, share = peer.of(run, found.device), ""
-        if row.share_of is not None:
-            _, whole = _run(records, found.device, row.model_copy(update={"context": row.share_of}))
-            share = f" ({100 * run.tokens_per_second / whole.tokens_per_second:.0f} %)"
-        host = f"{run.host_us:.0f}" if run.host_us is not None else "-"
-        speeds = _speed(theirs), _speed(row.before), f"**{_speed(run.tokens_per_second)}**{share}"
-        rows.append((f"{_short(row.model)} {row.dtype}", row.shown, row.target, *speeds, host, record.commit[:9]))
-    words = ("model", "what", "target", "commit")
-    heads = (*words[:3], "peer", "before", "now", "host us", "commit")
-    lines = table(heads, rows, words).markdown()
-    return [
-        *lines,
-        "",
-        f"{_source(found.device, used)} Tokens per second; *peer*: {peer.name}; *before*: commit {found.before}.",
-    ]
+        theirs, most = peer.of(run, found.device), ceiling_of(run, found.device)
+        rows.append(
+            (
+                f"{_short(row.model)} {row.dtype}",
+                row.shown,
+                f"**{_speed(run.tokens_per_second)}**",
+                f"{100 * run.tokens_per_second / most:.0f} %" if most else "-",
+                _speed(theirs),
+                f"{run.host_us:.0f}" if run.host_us is not None else "-",
+            )
+        )
+    lines = table(("model", "what", "tok/s", "of ceiling", "peer", "host us"), rows, ("model", "what")).markdown()
+    return [*lines, "", f"{_source(found.device, used)} *Peer*: {peer.name}."]
 
 
 def steps(records: Sequence[Record]) -> list[str]:
-    """docs/performance.md: the steps of a decode pass, before and now, and what the probes' rates would need."""
+    """docs/performance.md: the steps of a decode pass, and what the probes' rates would need."""
     found = load_quoted()
     record, one = _profile(records, found)
     by_op, rows = {o.op: o for o in one.ops}, []
@@ -132,19 +120,12 @@ def steps(records: Sequence[Record]) -> list[str]:
                 f"{FILE.name}: step {step.op!r} is not in the profile of {record.commit[:9]}: {', '.join(by_op)}"
             )
         o = by_op[step.op]
-        rows.append(
-            (step.shown, str(o.calls), f"{step.before:.0f}", _us(o.us / o.calls), _us(o.floor_us / o.calls), step.what)
-        )
+        rows.append((step.shown, str(o.calls), _us(o.us / o.calls), _us(o.floor_us / o.calls), _us(o.us)))
     rest = [o for o in one.ops if o.op not in {s.op for s in found.step}]
-    rows.append(
-        ("the rest", str(sum(o.calls for o in rest)), "", f"{_us(_all(rest))} in all", _us(_all(rest, True)), "")
-    )
-    words = ("step", "what changed")
-    lines = table((words[0], "calls", "before, us each", "now, us each", "floor", words[1]), rows, words).markdown()
-    total = f"{_all(one.ops) / 1e3:.2f} ms of the device in all; *floor*: at this run's copy probe, {one.copy_gb_s:,.0f} GB/s"
-    total += f", and matrix probe, {one.matrix_tflops:,.0f} TFLOPS" * (one.matrix_tflops is not None)
-    total += f", which would need {_all(one.ops, True) / 1e3:.2f} ms in all"
-    return [*lines, "", f"Commit {record.commit[:9]}: {total}. *Before*: commit {found.before}. `{one.command}`"]
+    rows.append(("the rest", str(sum(o.calls for o in rest)), "", "", _us(_all(rest))))
+    lines = table(("step", "calls", "us each", "floor", "us in all"), rows, ("step",)).markdown()
+    total = f"{_all(one.ops) / 1e3:.2f} ms of the device, of which the floor is {_all(one.ops, True) / 1e3:.2f} ms"
+    return [*lines, "", f"Commit {record.commit[:9]}: {total}. `{one.command}`"]
 
 
 def _all(ops: Sequence[OpTime], floor: bool = False) -> float:

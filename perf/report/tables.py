@@ -1,4 +1,4 @@
-"""The tables of what was measured, as text: perf.report makes HTML of them, and Markdown (docs/measured.md)."""
+"""The tables of what was measured, as text: perf.report makes HTML of them, or Markdown."""
 
 from __future__ import annotations
 

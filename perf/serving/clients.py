@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 from hybrid.bench.__main__ import span
 from hybrid.bench.requests import Request, Served, requests, summary, text
 from hybrid.cli import Parser, UsageError, amount, positive, run
-from hybrid.engine.handle import Completion, Timings, Usage
-from hybrid.engine.metrics import Metrics
+from hybrid.engine.request import Completion, Timings, Usage
+from hybrid.engine.stats import Metrics
 
 EARLY = 1.0
 """Seconds before a request's time at which its connection is made."""

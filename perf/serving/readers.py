@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid.checkpoint.random import random_checkpoint
-from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
-from hybrid.engine.options import Options
-from hybrid.engine.serving import Serving
+from hybrid.engine.loading import EngineConfig
+from hybrid.engine.loop import Engine
+from hybrid.engine.request import Options
 from hybrid.kernels.oracle.device import CpuDevice
 
 PASS = 0.004  # seconds that a pass takes
@@ -33,15 +32,15 @@ def measure(rows: int, passes: int) -> Spent:
     device: Any = CpuDevice()
     try:
         with random_checkpoint("gemma3-270m", "q8_0", None, 1, VOCAB) as checkpoint:
-            engine: Any = Engine(checkpoint, device, EngineConfig(ctx=CTX, slots=rows, n_tokens=VOCAB))
-            serving: Any = Serving(engine, checkpoint.tokenizer, lambda: None, rows)
-            serving.scheduler.limits = replace(serving.scheduler.limits, ahead=2)  # as on a device beside the host
+            config = EngineConfig(ctx=CTX, slots=rows, n_tokens=VOCAB)
+            engine: Any = Engine(checkpoint, device, config, queue=rows)
+            engine.scheduler.limits = replace(engine.scheduler.limits, ahead=2)  # as on a device beside the host
             device.peek = lambda *place: VOCAB // 2
-            tokens, turn, marks = serving.runner.tokens, serving._round, list[tuple[float, float, int]]()
+            runner = engine.runner
+            tokens, step, marks = runner.tokens, engine.step, list[tuple[float, float, int]]()
 
-            def submit(program: Any, times: int = 1) -> int:
-                engine.inbox.begun += times
-                engine._message = False
+            def submit(program: Any, began: float, p: Any) -> int:
+                runner.inbox.submitted(0)
                 return 0
 
             def answered(flight: Any) -> Any:
@@ -49,13 +48,13 @@ def measure(rows: int, passes: int) -> Spent:
                 return tokens(flight)
 
             def counted() -> bool:
-                done: bool = turn()
-                marks.append((time.thread_time(), time.process_time(), serving.scheduler.counts.passes))
+                done: bool = step()
+                marks.append((time.thread_time(), time.process_time(), engine.scheduler.counts.passes))
                 return done
 
-            engine._submit, serving.runner.tokens, serving._round = submit, answered, counted
-            asyncio.run(_read(serving, rows, passes + 2 * WARM))
-            serving.close(RuntimeError("measured"))
+            runner._submit, runner.tokens, engine.step = submit, answered, counted
+            asyncio.run(_read(engine, rows, passes + 2 * WARM))
+            engine.close(RuntimeError("measured"))
     finally:
         device.close()
     inside = [m for m in marks if WARM <= m[2] < marks[-1][2] - WARM]
@@ -64,11 +63,9 @@ def measure(rows: int, passes: int) -> Spent:
     return Spent(1e6 * (last[0] - first[0]) / n, 1e6 * (last[1] - first[1]) / n, n)
 
 
-async def _read(serving: Serving, rows: int, count: int) -> None:
+async def _read(engine: Engine, rows: int, count: int) -> None:
     async def one(i: int) -> int:
-        handle = serving.submit(
-            [(7 * i + j) % VOCAB for j in range(PROMPT)], Options(max_tokens=count, ignore_eos=True)
-        )
+        handle = engine.submit([(7 * i + j) % VOCAB for j in range(PROMPT)], Options(max_tokens=count, ignore_eos=True))
         return sum([len(event.ids) async for event in handle.aevents()])
 
     found = await asyncio.gather(*(one(i) for i in range(rows)))

@@ -14,8 +14,8 @@ import time
 
 from hybrid.cli import Parser, positive, run
 from hybrid.engine.blocks import Blocks, Group
-from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.sequence import Limits, Pass, Stream
+from hybrid.engine.request import Options, Request
+from hybrid.engine.scheduler import Limits, Pass, Scheduler
 
 WARM, WINDOW, BLOCK, PROMPT, CTX = 40, 1024, 32, 200, 8192
 
@@ -26,7 +26,12 @@ def measure(rows: int, passes: int) -> dict[str, list[float]]:
     scheduler = Scheduler(blocks, Limits(rows, CTX, rows + 2048))
     for i in range(rows):
         scheduler.add(
-            Stream(i, [(7 * i + j) % 1000 for j in range(PROMPT + i % BLOCK)], passes + 2 * WARM, ends=[5000])
+            Request(
+                i,
+                [(7 * i + j) % 1000 for j in range(PROMPT + i % BLOCK)],
+                Options(max_tokens=passes + 2 * WARM),
+                ends=[5000],
+            )
         )
     spent: dict[str, list[float]] = {"schedule": [], "arrays": [], "commit": []}
     clock, flights = time.process_time_ns, list[Pass]()

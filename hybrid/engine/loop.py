@@ -1,0 +1,563 @@
+"""The engine: requests, the step loop that runs them, its thread and its lock.
+
+    submit -> arrived -> the scheduler: waits, runs in passes together with others, is preempted, ends -> events throughout
+
+A step takes in what has arrived, submits the passes that the scheduler makes, waits for the oldest one, takes its tokens,
+submits the next pass, and wakes the readers. Requests of `submit` are run by one thread, those of `generate` by whoever
+reads them; a pass has rows of all, whoever runs it. Who runs a step holds the engine's lock, which is given in the order
+in which threads asked; Ctrl-C waits for it except where the device is at work. What goes wrong with one request ends that
+one; what goes wrong with the device ends all of them. The thread ends after a while without work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+import numpy as np
+
+from hybrid.checkpoint import Checkpoint
+from hybrid.core import interrupts
+from hybrid.core.device import Counters, Device
+from hybrid.core.errors import QueueFull
+from hybrid.engine.handle import Handle
+from hybrid.engine.loading import EngineConfig, LoadClock
+from hybrid.engine.lock import EngineLock
+from hybrid.engine.request import Capture, Options, Request, Wakeups, check_prompt
+from hybrid.engine.runner import AbortedStep, Flight, Runner, check_finite, fault
+from hybrid.engine.scheduler import BatchCap, Pass, Scheduler, length_at_end
+from hybrid.engine.speculation import Drafter, Speculator
+from hybrid.engine.stats import Metrics, TokenLogprob
+from hybrid.planning.passes import MATRIX_BUCKETS
+from hybrid.spec.schedule import Schedule
+
+QUEUE = 1024
+"""Requests that may wait, unless told otherwise."""
+IDLE = 5.0  # seconds without work after which the thread ends; the next request begins another
+RECHECK = 0.005  # seconds until requests that wait for their constraint are looked at again
+JOIN = 600.0  # seconds that closing waits for the thread's last pass
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Engine:
+    """One checkpoint on one device, for up to `config.slots` sequences at a time.
+
+    schedule: another than the shipped one of the checkpoint's family. clock: notes what loading takes. queue: requests
+    that may wait. check: raises where the model cannot be used (closed, device lost). Closes neither the checkpoint nor
+    the device. Callable from every thread.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        config: EngineConfig | None = None,
+        *,
+        schedule: Schedule | None = None,
+        clock: LoadClock | None = None,
+        queue: int = QUEUE,
+    ) -> None:
+        self.check: Callable[[], object] = device.check_open
+        self.runner = runner = Runner(checkpoint, device, config, schedule, clock, self._refused)
+        self.checkpoint, self.device, self.tokenizer = checkpoint, device, checkpoint.tokenizer
+        self.config, self.target, self.cache, self.sizes = runner.config, runner.target, runner.cache, runner.sizes
+        self.lock = EngineLock()
+        cap = BatchCap(self.sizes.decode, MATRIX_BUCKETS)
+        steps = device.has("f16_matrices") and len(self.sizes.decode) > 1  # a pass costs by its plan's rows
+        self.queue(queue)
+        self.scheduler = Scheduler(
+            runner.blocks,
+            runner.limits(self._queue),
+            time.perf_counter,
+            cap if steps and device.passes_ahead > 1 and not device.overlaps else None,
+            self._ready,
+        )
+        self.speculator: Speculator | None = None
+        self.waited = 0.0
+        """Seconds that steps have waited for passes and read their tokens."""
+        # Guarded by this; who holds it takes no other lock. The rest is of who holds the engine's lock.
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._requests: dict[int, Request] = {}  # by number, all that have not ended
+        self._arrived: list[Request] = []
+        self._in_background = 0  # requests that the thread runs
+        self._driven: set[int] = set()  # numbers of the others
+        self._timed = False  # whether one ever had a deadline
+        self._number = self._refusals = 0
+        self._closed: BaseException | None = None
+        self._woken = False
+        self._finished: dict[str, int] = {}
+        self._ends: deque[float] = deque(maxlen=33)  # when the last requests ended
+
+        self._flights: deque[Flight] = deque()
+        self._news: list[Request] = []  # whose readers are still to be woken
+        self._wakeups = Wakeups()
+        self._read = 0.0  # when the last pass had been waited for
+        self._recorded = self.counters.recordings  # programs at that time
+        _open.add(self)
+
+    def queue(self, most: int) -> None:
+        """Let so many requests wait. ValueError."""
+        if not isinstance(most, int) or most < 1:
+            raise ValueError(f"queue must be a positive integer, the requests that may wait, not {most!r}")
+        self._queue = most
+
+    def speculate(self, drafter: Drafter, k: int | None) -> None:
+        """Guess the next tokens: k of a pass, or (None) as many as pay."""
+        most = self.sizes.wants[-1]
+        self.speculator = Speculator(drafter, most, k, self.runner.sampling, self._refused, self.faults.append)
+
+    # --- from any thread ---------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: Sequence[int], options: Options | None = None) -> Handle:
+        """Put a request into the queue; a thread runs it. ValueError, ContextExceeded (the prompt), QueueFull."""
+        request = self.request(prompt, options)
+        with self._changed:
+            self._check_open()
+            waiting = len(self._arrived) + self.scheduler.waiting
+            if waiting >= self._queue:
+                self._refusals += 1
+                raise QueueFull(waiting, self._retry_after())
+            self._put(request)
+            self._in_background += 1
+            self._start()
+            self._changed.notify_all()
+        return Handle(request)
+
+    def generate(self, prompt: Sequence[int], options: Options | None = None) -> Handle:
+        """As `submit`, for a caller that runs the passes itself while it reads. Waits for a place in the queue."""
+        return self.drive(self.request(prompt, options))
+
+    def drive(self, request: Request) -> Handle:
+        """A handle whose reader runs the passes of a request."""
+        with self._changed:
+            self._check_open()
+            self._put(request)
+            self._driven.add(request.id)
+        return Handle(request, self.drive_step)
+
+    def request(self, prompt: Sequence[int], options: Options | None = None) -> Request:
+        """ValueError for what cannot be, ContextExceeded for a prompt that leaves no room for a token."""
+        options = options or Options()
+        options.check(self.target.n_tokens)
+        if options.speculate and self.speculator is None:
+            raise ValueError("speculate: the model was loaded without guesses: load it with draft= or speculate=")
+        check_prompt(prompt, self.target.hparams.vocab, self.cache.ctx)
+        return Request(0, prompt, options, tokenizer=self.tokenizer)
+
+    def _put(self, request: Request) -> None:
+        length_at_end(request, self.cache.ctx, self.runner.blocks)  # ContextExceeded where it would never fit
+        self._number += 1
+        request.id, request.wake = self._number, self.wake
+        if request.options.deadline is not None:
+            request.deadline, self._timed = request.arrived + request.options.deadline, True
+        self._requests[request.id] = request
+        self._arrived.append(request)
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+
+    def wake(self) -> None:
+        """Something has changed that the loop should see before its next pass."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def cached(self, prompt: Sequence[int]) -> int:
+        """How many of a prompt's tokens the cache holds now."""
+        blocks = self.runner.blocks
+        most = (len(prompt) - 1) // blocks.block
+        return blocks.block * blocks.match(blocks.held(), prompt, most, self.scheduler.number + 1)[0]
+
+    def logits(self, ids: Sequence[int], rows: int = 0) -> np.ndarray:
+        """Teacher forcing: logits float32 [len(ids), vocab], by passes of at most `rows` rows (0: what suits)."""
+        return np.concatenate(list(self.logits_of([ids], rows)))
+
+    def logits_of(self, sequences: Sequence[Sequence[int]], rows: int = 0) -> Iterator[np.ndarray]:
+        """The rows of `logits` of several sequences one after another, pass by pass: takes the memory of a pass, whatever
+        the length. Sequences share passes, because a pass reads every weight however few rows it has."""
+        return self._capture(sequences, "logits", rows)
+
+    def hidden_states(self, ids: Sequence[int], rows: int = 0, streams: bool = False) -> np.ndarray:
+        """Residual stream, float32 [layers + 1, len(ids), hidden]: after the scaled embedding and after each layer. Of
+        several streams (Gemma 3n) the one that layers compute on; `streams`: all, [layers + 1, len(ids), streams,
+        hidden]."""
+        hp = self.target.hparams
+        states = np.concatenate(list(self._capture([ids], "hidden", rows)), axis=1)
+        states = states.reshape(*states.shape[:2], hp.n_streams, hp.hidden)
+        return states if streams else np.ascontiguousarray(states[:, :, hp.altup_active])
+
+    def _capture(self, sequences: Sequence[Sequence[int]], what: Capture, rows: int) -> Iterator[np.ndarray]:
+        """What is read back of sequences, in their order, the next few being run beside the first."""
+        waiting, running = deque(sequences), deque[Handle]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.cache.slots:
+                    ids = waiting.popleft()
+                    check_prompt(ids, self.target.hparams.vocab, self.cache.ctx, 0)
+                    running.append(self.drive(Request(0, ids, capture=what, rows=rows)))
+                request = running[0].request
+                while not request.captured and request.finish is None:
+                    self.drive_step()
+                if request.captured:
+                    yield request.captured.pop(0)
+                    continue
+                if request.error is not None:
+                    raise request.error
+                running.popleft()
+        finally:
+            self.finish([handle.request for handle in running])
+
+    def metrics(self) -> Metrics:
+        """Numbers of now; those of a pass that begins meanwhile may be in some and not in others."""
+        s, spec = self.scheduler, self.speculator
+        blocks, counts = s.blocks, s.counts
+        held = {g.name: (blocks.used[g.name], blocks.cached[g.name], blocks.free[g.name]) for g in blocks.groups}
+        with self._changed:
+            return Metrics(
+                waiting=len(self._arrived) + s.waiting,
+                running=len(s.running),
+                prompt_tokens=counts.prompt,
+                cached_tokens=counts.cached,
+                generated_tokens=counts.generated,
+                finished=dict(self._finished),
+                refused=self._refusals,
+                passes=counts.passes,
+                drafted=counts.drafted,
+                accepted=counts.accepted,
+                verified=0 if spec is None else spec.verified,
+                preemptions=counts.preemptions,
+                evictions=blocks.evictions,
+                recomputed=counts.recomputed,
+                work=self.runner.work.totals,
+                blocks={name: dict(zip(("used", "cached", "free"), n, strict=True)) for name, n in held.items()},
+            )
+
+    @property
+    def counters(self) -> Counters:
+        return self.device.counters
+
+    @property
+    def faults(self) -> list[str]:
+        """Why passes were run again, and how decoding continues since."""
+        return self.runner.faults
+
+    def close(self, error: BaseException) -> None:
+        """End every request with `error`, and the thread; refuse what comes later with it."""
+        with self._changed:
+            if self._closed is None:
+                self._closed = error
+            thread, self._woken = self._thread, True
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread() and self._process == os.getpid():
+            thread.join(JOIN)  # it waits for nothing but the device, which bounds its waits itself
+        self._fail_all(error)
+        if self.speculator is not None:
+            self.speculator.close()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "this model's requests run in the process that it was loaded in: load it anew in this one"
+            )
+        if self._thread is None:
+            _close_at_exit()
+            self._thread = threading.Thread(target=self._run, name="hybrid engine", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                with self.lock:
+                    self.check()
+                    worked = self.step() if self._in_background or not self._requests else True
+            except Exception as error:  # of the device, or of what was not foreseen: nobody is left waiting
+                self._fail_all(error)
+                continue
+            if not worked:  # a constraint computes its mask
+                with self._changed:
+                    if not (self._woken or self._arrived):
+                        self._changed.wait(RECHECK)
+
+    def _wait_for_work(self) -> bool:
+        """False: the thread ends."""
+        until = time.monotonic() + IDLE
+        with self._changed:
+            while True:
+                if self._closed is not None:
+                    self._thread = None
+                    return False
+                if self._in_background or (self._flights and not self._requests):
+                    return True
+                if (left := until - time.monotonic()) <= 0:
+                    self._thread = None
+                    return False
+                self._changed.wait(left)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def drive_step(self) -> None:
+        """A step in the thread of a reader, who may be interrupted, and whom an error reaches at once."""
+        with self.lock:
+            self.check()
+            try:
+                self.step()
+            except Exception as error:
+                self._fail_all(error)
+                raise
+            except BaseException:
+                if self.scheduler.in_flight != len(self._flights):  # one was made and not submitted
+                    self._flights.clear()
+                    self.scheduler.lose(cache=False)
+                raise
+
+    def step(self) -> bool:
+        """Submit passes, take the tokens of the oldest, submit the next, wake the readers. Whether there was anything to
+        do. The caller holds the lock."""
+        self._take_in()
+        self._submit()
+        if self._flights:
+            self._take()
+            if self.scheduler.limits.ahead > 1:  # else submitting is running: readers would wait for it
+                self._take_in()
+                self._submit()
+            worked = True
+        else:
+            worked = bool(self._news)
+        self._deliver()
+        return worked
+
+    def _take_in(self) -> None:
+        """Add what has arrived, end what was cancelled or is late."""
+        if not (self._arrived or self._woken or self._timed):
+            return
+        with self._changed:
+            arrived, self._arrived = self._arrived, []
+            woken, self._woken = self._woken, False
+            cancelled = [r for r in self._requests.values() if r.cancelled] if woken else []
+        for i, request in enumerate(arrived):
+            if request.id in self._driven and self.scheduler.waiting >= self._queue:
+                with self._changed:  # its reader waits, whom nobody refuses
+                    self._arrived[:0] = arrived[i:]
+                break
+            try:
+                self.scheduler.add(request)
+            except Exception as error:  # it would never fit
+                self._end(request, "error", error)
+        for request in cancelled:
+            self._end(request, "cancelled")
+        for request in self.scheduler.expire():
+            self._ended(request)
+
+    def _submit(self) -> None:
+        """Passes as long as the scheduler makes any."""
+        self.runner.sampling.begin_pass()
+        while True:
+            may = self.speculator is None or self.speculator.prepare(self.scheduler)
+            made = self.scheduler.schedule() if may else None
+            if made is None:
+                return
+            for request in made.params:
+                self.runner.assign(request, self._flights)
+            with interrupts.allowed():
+                self._flights.append(self.runner.start(made))
+            if self.scheduler.limits.ahead == 1:  # submitting is running: the tokens of what ran would come late
+                return
+
+    def _take(self) -> None:
+        """Wait for the oldest pass and take its tokens, or what it read back."""
+        flight = self._flights[0]
+        done = flight.scheduled
+        began = time.perf_counter()
+        try:
+            with interrupts.allowed():
+                if done.capture is not None:
+                    rows = self.runner.captured(flight)
+                    tokens, counts = list[int](), None
+                else:
+                    drafted = 0.0 if self.speculator is None else self.speculator.drafted(done)
+                    tokens, counts = self.runner.tokens(flight)
+        except AbortedStep:  # every sequence starts again from the tokens that it has
+            self._flights.clear()
+            self.scheduler.lose(cache=False)
+            return
+        now = time.perf_counter()
+        self.waited += now - began
+        if done.capture is not None:
+            self._deliver_rows(done, rows)
+        else:
+            seconds = now - max(self._read, flight.began, drafted)
+            if self._recorded != (recorded := self.counters.recordings):  # a program was made meanwhile
+                seconds, self._recorded = 0.0, recorded
+        self._read = now
+        logprobs = self._logprobs(flight, tokens, counts) if done.capture is None else {}
+        self._flights.popleft()
+        news = self.scheduler.commit(done, tokens, counts, logprobs)
+        if done.capture is not None:
+            for run in done.runs:
+                if run.seq.finish is not None:
+                    self._ended(run.seq)
+            return
+        if self.scheduler.cap is not None and seconds and done.decodes:
+            self.scheduler.cap.took(done.rows, seconds)
+        if self.speculator is not None:
+            self.speculator.committed(done, news, seconds)
+        for request, n in news:
+            self._news.append(request)
+            if request.finish is not None:
+                self._ended(request)
+            elif request.options.constraint is not None:
+                self._accept(request, request.ids[-n:])
+
+    def _logprobs(self, flight: Flight, tokens: Sequence[int], counts: Sequence[int] | None) -> dict[int, TokenLogprob]:
+        """Log-probabilities by index of `tokens`. A request whose token is an error ends here."""
+        found, end = {}, 0
+        for i, run in enumerate(flight.scheduled.wanting):
+            begin, end = end, end + (1 if counts is None else counts[i])
+            request = run.seq
+            if request.finish is not None or (min(tokens[begin:end]) >= 0 and not request.options.logprobs):
+                continue
+            first = run.start + (len(run.ids) if run.ids else 1) - run.wants + 1
+            for n in range(begin, end):
+                at = first + n - begin
+                if tokens[n] < 0:
+                    self._end(request, "error", fault(tokens[n], self.checkpoint.path, run.slot, at))
+                    break
+                if (said := self.runner.logprob(run.slot, at, flight.ticket)) is not None:
+                    found[n] = said
+        return found
+
+    def _deliver_rows(self, done: Pass, rows: np.ndarray) -> None:
+        """Give requests what a pass read back of their rows; rows that run again after a preemption were given before."""
+        at = 0
+        for run in done.runs:
+            assert run.ids is not None
+            n, request = len(run.ids), run.seq
+            skip = max(0, request.delivered - run.start)
+            own = rows[at + skip : at + n] if done.capture == "logits" else rows[:, at + skip : at + n]
+            at += n
+            if request.finish is not None or skip >= n:
+                continue
+            try:
+                if done.capture == "logits":
+                    check_finite(self.checkpoint.path, own, run.start + skip)
+            except Exception as error:  # of one request
+                self._end(request, "error", error)
+                continue
+            request.delivered = run.start + n
+            request.captured.append(own)
+            self._news.append(request)
+
+    def _ready(self, request: Request) -> bool:
+        """Whether the host has what the next rows of a request need: a constraint's mask, or room for what is read back."""
+        if request.capture is not None:
+            return not request.captured
+        return self.runner.sampling.ready(request.options.constraint)
+
+    def _accept(self, request: Request, tokens: Sequence[int]) -> None:
+        """Tell a request's constraint what was chosen."""
+        constraint = request.options.constraint
+        assert constraint is not None
+        try:
+            for token in tokens:
+                if request.slot is None:  # preempted
+                    constraint.accept(token)
+                else:
+                    self.runner.sampling.accept(request.slot, token)
+        except BaseException as error:  # whatever somebody's constraint raises; Ctrl-C is none of it, which waits
+            self._end(request, "error", error)
+
+    def _deliver(self) -> None:
+        """Wake the readers of requests with news."""
+        news, self._news = self._news, []
+        for request in news:
+            request.notify(self._wakeups)
+        self._wakeups.send()
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def _refused(self, request: Request, error: BaseException) -> None:
+        self._end(request, "error", error)
+
+    def _end(self, request: Request, reason: str, error: BaseException | None = None) -> None:
+        if self.scheduler.cancel(request, reason, error):  # type: ignore[arg-type]  # of Finish
+            self._ended(request)
+
+    def _ended(self, request: Request) -> None:
+        """A request has its `finish`, and nothing on the device any more."""
+        with self._changed:
+            if self._requests.pop(request.id, None) is None:
+                return
+            if request.id in self._driven:
+                self._driven.remove(request.id)
+            else:
+                self._in_background -= 1
+            reason = str(request.finish)
+            self._finished[reason] = self._finished.get(reason, 0) + 1
+            self._ends.append(time.perf_counter())
+        if self.speculator is not None:
+            self.speculator.end(request)
+        if request.options.constraint is not None:
+            self.runner.sampling.forget(request.options.constraint)
+        self._news.append(request)
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """End requests whose reader has gone, and wait for what still runs where they were the last. Never waits for the
+        lock, because garbage is collected, and with it an iterator closed, in the midst of anything."""
+
+        def end() -> None:
+            with self._changed:
+                self._arrived = [r for r in self._arrived if r not in requests]
+            for request in requests:
+                self._end(request, "cancelled")
+            try:
+                while self._flights and not self._requests:
+                    self._take()
+                self._deliver()
+            except BaseException as error:
+                self._fail_all(error)
+                raise
+
+        if any(request.id in self._requests for request in requests):
+            self.lock.call_soon(end)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End every request, whatever state it is in."""
+        with self._changed:
+            requests, self._arrived = list(self._requests.values()), []
+        if not (requests or self._flights or self.scheduler.in_flight):
+            return
+        with self.lock:
+            self._flights.clear()
+            self.runner.work.lost()
+            for request in requests:
+                self._end(request, "error", error)
+            self._deliver()
+            self.scheduler.lose()
+
+    def _retry_after(self) -> float:
+        """Seconds until a place in the queue is likely to be free, by how the last requests ended."""
+        ends = self._ends
+        return max(1.0, (ends[-1] - ends[0]) / (len(ends) - 1)) if len(ends) > 1 else 1.0
+
+
+@cache
+def _close_at_exit() -> None:
+    """End the threads before the devices are closed: what was registered last runs first, and the devices are open by
+    now."""
+
+    def close_all() -> None:
+        for engine in list(_open):
+            engine.close(RuntimeError("the interpreter ends"))
+
+    atexit.register(close_all)
