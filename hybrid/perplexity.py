@@ -264,7 +264,7 @@ def _report(args: argparse.Namespace, model: Any, text: Text, found: Measured, s
         "text": str(args.text),
         "device": model.device,
         "passed_over": [*model.passed_over, *model.engine.device.failures, *model.engine.faults],
-        "precision": {k: list(v) for k, v in model.engine.precision.items()},
+        "precision": {k: list(v) for k, v in model.engine.runner.precision.items()},
         "documents": len(text.documents),
         "predictions": nats.n,
         "tokens_left_out": text.left_out,

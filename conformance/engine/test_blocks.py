@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid.core.errors import NoFreeSlot
+from conformance.support.fake_runner import request
 from hybrid.engine.blocks import Blocks, Group, groups_of
-from hybrid.engine.request import Request
 from hybrid.engine.scheduler import Limits, Scheduler
 from hybrid.planning.cache import CacheShape
 
@@ -212,7 +211,7 @@ def asked(blocks: Blocks, ids: list[int], generated: int, now: int) -> int:
     found."""
     scheduler = Scheduler(blocks, Limits(slots=1, ctx=400, rows=400), lambda: 0.0)
     scheduler.number = now
-    stream = Request(0, ids, generated)
+    stream = request(0, ids, generated)
     scheduler.add(stream)
     while not scheduler.idle:
         done = scheduler.schedule()
@@ -250,23 +249,6 @@ def test_growing_is_whole_or_not_at_all():
     assert not blocks.grow(held, 5, 0, writes) and not writes and held.size == 0
     assert blocks.grow(held, 4, 0, writes) and blocks.room() == 0
     blocks.check([held])
-
-
-def test_what_is_reserved_is_nobodys_until_it_comes_back():
-    blocks, ids = store(blocks=8, window=6, local=8), [1] * 20
-    blocks.release(computed(blocks, ids))
-    with pytest.raises(NoFreeSlot, match="8 free blocks for local layers, the sequence needs 9"):
-        blocks.reserve({"global": 2, "local": 9})
-    assert found(blocks, ids) == 5, "a refusal takes nothing"
-    taken = blocks.reserve({"global": 3, "local": 3})
-    blocks.check([], [taken])
-    assert blocks.free == {"global": 5, "local": 5} and found(blocks, ids) == 5
-    other = blocks.held()
-    assert blocks.grow(other, 5, 0, []) and blocks.room() == 0 and found(blocks, ids) == 0
-    blocks.check([other], [taken])
-    blocks.give_back(taken)
-    assert blocks.room() == 3
-    blocks.check([other])
 
 
 def test_without_reuse_nothing_is_found():

@@ -15,6 +15,7 @@ from conformance.support.golden import nats, shifted
 from conformance.support.models import BOTH, WINDOW, Models, documents
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
+from conformance.support.texts import greedy, together
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.checkpoint.random import random_checkpoint
 from hybrid.core.errors import SpecError
@@ -79,16 +80,12 @@ def test_every_position_counts(tmp_path: Path, device: Any) -> None:
 
 @pytest.mark.slow
 def test_a_batch_decodes_as_each_sequence_alone(tmp_path: Path, vulkan: Any) -> None:
-    checkpoint, prompts, alone = model(tmp_path), {0: IDS[:30], 1: IDS[:1], 3: IDS[5:18]}, {}
+    checkpoint, prompts = model(tmp_path), [IDS[:30], IDS[:1], IDS[5:18]]
     single = Engine(checkpoint, vulkan, EngineConfig(chunk=16, kv="q8_0"))
-    for slot, ids in prompts.items():
-        first = single.prefill({0: ids})[0]
-        alone[slot] = [first, *single.decode(MANY)[0]]
-        single.release(0)
+    alone = [greedy(single, ids, MANY + 1) for ids in prompts]
     vulkan.reset()
     made = Engine(checkpoint, vulkan, EngineConfig(chunk=16, slots=4, kv="q8_0"))
-    firsts, later = made.prefill(prompts), made.decode(MANY)
-    assert {s: [firsts[s], *later[s]] for s in prompts} == alone
+    assert together(made, prompts, MANY + 1) == alone
 
 
 def test_heads_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:

@@ -72,15 +72,14 @@ def test_choices_are_the_best_of_the_adjusted_logits(model: Model, options: dict
 def test_a_generation_and_a_conversation_count_the_same_tokens(model: Model) -> None:
     """The second turn's prompt holds the first turn's tokens, most of which the cache holds too; they are no generated
     ones."""
-    "".join(model.generate(PROMPT, 12, ignore_eos=True, **STRONG))
+    "".join(model.generate(PROMPT, max_tokens=12, ignore_eos=True, **STRONG))
     assert model.stats is not None and list(model.stats.ids) == run(model, PROMPT, 12, **STRONG)
     first, s = list(model.stats.ids), Sampling(**STRONG)
-    with model.session() as session:
-        "".join(model.generate(PROMPT, 30, ignore_eos=True, session=session))  # without penalties: nothing is noted
-        second = [*PROMPT, *model.stats.ids, 30]
-        "".join(model.generate(second, 12, ignore_eos=True, session=session, **STRONG))
-        assert model.stats.cached_tokens > len(PROMPT)
-        judge(model, second, list(model.stats.ids), s)
+    "".join(model.generate(PROMPT, max_tokens=40, ignore_eos=True))  # without penalties: nothing is noted
+    second = [*PROMPT, *model.stats.ids, 30]
+    "".join(model.generate(second, max_tokens=12, ignore_eos=True, **STRONG))
+    assert model.stats.cached_tokens > len(PROMPT)
+    judge(model, second, list(model.stats.ids), s)
     assert first
 
 
@@ -102,11 +101,11 @@ def test_requests_that_ask_for_nothing_are_what_they_were(model: Model) -> None:
 
 
 def test_neutral_options_choose_the_same_plan(model: Model) -> None:
-    before = dict(model.engine.programs)
+    before = dict(model.engine.runner._programs)
     model.submit(PROMPT, max_tokens=3, repetition_penalty=1, presence_penalty=0.0, logit_bias={}, logprobs=0).result(
         PATIENCE
     )
-    assert not [key for key in model.engine.programs.keys() - before.keys() if key[-1]]
+    assert not [key for key in model.engine.runner._programs.keys() - before.keys() if key[-1]]
 
 
 def test_log_probabilities_are_those_of_the_models_own_logits(model: Model) -> None:
@@ -182,7 +181,7 @@ def test_a_constraint_that_fails_ends_its_own_request_alone(model: Model) -> Non
         failing.result(PATIENCE)
     with pytest.raises(ValueError, match=r"a constraint's mask must be uint32"):
         wrong.result(PATIENCE)
-    assert list(beside.result(PATIENCE).ids) == wanted and not model.engine.positions
+    assert list(beside.result(PATIENCE).ids) == wanted and model.engine.scheduler.idle
 
 
 class Written:
@@ -207,39 +206,36 @@ class OneAfterTheOther(Steps):
 
 def test_guessed_rows_have_the_masks_that_their_guesses_lead_to(model: Model) -> None:
     device, target = Written(), model.engine.target
-    choosing, vocab, slots = SamplingState(device, target), target.hparams.vocab, target.cache.slots  # type: ignore[arg-type]
+    state, vocab, slots = SamplingState(device, target), target.hparams.vocab, target.cache.slots  # type: ignore[arg-type]
     steps: list[set[int] | None] = [{3, 5}, None, {8}, {8}, {9}]
     for slot in (0, 1):
-        choosing.admit(slot, Sampling(), constraint=OneAfterTheOther(steps, vocab))
-    choosing.admit(2, Sampling())
-    assert choosing.guessed(2, [1, 2, 3]) == (1, 2, 3)
-    assert choosing.guessed(1, [4, 7]) == ()  # forbidden at once
-    assert choosing.guessed(0, [5, 70, 9, 8]) == (5, 70)  # 9 is forbidden after them
-    rows = choosing.mask_rows([0, 0, 0, 1, 2, 2]).tolist()
+        state.assign(slot, Sampling(), constraint=OneAfterTheOther(steps, vocab))
+    state.assign(2, Sampling())
+    assert state.allowed(2, [1, 2, 3]) == (1, 2, 3)
+    assert state.allowed(1, [4, 7]) == ()  # forbidden at once
+    assert state.allowed(0, [5, 70, 9, 8]) == (5, 70)  # 9 is forbidden after them
+    rows = state.mask_rows([0, 0, 0, 1, 2, 2]).tolist()
     assert rows[0] == 0 and rows[1] == -1 and rows[2] >= slots and rows[3:] == [1, -1, -1]
     assert [ids_of(device.masks[rows[i]]).tolist() for i in (0, 2, 3)] == [[3, 5], [8], [3, 5]]
-    choosing.accept(0, 5)
-    choosing.accept(0, 70)  # both guesses came
-    assert choosing.guessed(0, [8, 8, 9, 9]) == (
-        8,
-        8,
-    )  # after the last step there is nothing: that row could not choose
-    assert ids_of(device.masks[choosing.mask_rows([0, 0, 0]).tolist()[0]]).tolist() == [8]
+    state.accept(0, 5)
+    state.accept(0, 70)  # both guesses came
+    assert state.allowed(0, [8, 8, 9, 9]) == (8, 8)  # after the last step there is nothing: that row could not choose
+    assert ids_of(device.masks[state.mask_rows([0, 0, 0]).tolist()[0]]).tolist() == [8]
 
 
 def test_rows_for_guesses_come_back_and_run_out(model: Model) -> None:
     target = model.engine.target
-    choosing = SamplingState(Written(), target)  # type: ignore[arg-type]
+    state = SamplingState(Written(), target)  # type: ignore[arg-type]
     for slot in range(2):
-        choosing.admit(slot, Sampling(), constraint=Allowed([7], target.hparams.vocab))
+        state.assign(slot, Sampling(), constraint=Allowed([7], target.hparams.vocab))
     for _ in range(3):
-        assert len(choosing.guessed(0, [7] * 10)) == 10 and len(choosing.guessed(1, [7] * 10)) == GUESSED_ROWS - 10
-        assert len(set(choosing.mask_rows([0] * 11 + [1] * (GUESSED_ROWS - 9)).tolist())) == GUESSED_ROWS + 2
-        choosing.accept(0, 7)
-    choosing.release(1)
-    choosing.release(0)
-    choosing.admit(1, Sampling(), constraint=Allowed([7], target.hparams.vocab))
-    assert len(choosing.guessed(1, [7] * 99)) == GUESSED_ROWS
+        assert len(state.allowed(0, [7] * 10)) == 10 and len(state.allowed(1, [7] * 10)) == GUESSED_ROWS - 10
+        assert len(set(state.mask_rows([0] * 11 + [1] * (GUESSED_ROWS - 9)).tolist())) == GUESSED_ROWS + 2
+        state.accept(0, 7)
+    state.release(1)
+    state.release(0)
+    state.assign(1, Sampling(), constraint=Allowed([7], target.hparams.vocab))
+    assert len(state.allowed(1, [7] * 99)) == GUESSED_ROWS
 
 
 @pytest.mark.parametrize(

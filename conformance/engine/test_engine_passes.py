@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrid.engine.GONE import chunks
 
 import hybrid
+from conformance.support.audit import audit
 from conformance.support.synthetic import tiny, write_hf
+from conformance.support.texts import together
 from hybrid.checkpoint import open_checkpoint
-from hybrid.core.errors import ContextExceeded
 from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
-from hybrid.engine.sampling import Sampling
+from hybrid.engine.request import Options, Request
+from hybrid.engine.scheduler import Pass
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.planning.passes import (
     HIDDEN_BYTES,
@@ -43,17 +44,30 @@ def engine(folder: Path) -> Engine:
     return Engine(open_checkpoint(folder), CpuDevice(), EngineConfig(ctx=64))
 
 
-def test_prompts_are_cut_into_passes() -> None:
-    """Rows of all prompts one after another; a pass has an output row for each prompt that ends in it."""
-    prompts, starts = {4: [10, 11, 12], 1: [20], 0: [30, 31, 32, 33]}, {4: 5, 1: 0, 0: 2}
-    made = list(chunks(prompts, starts, 3))
-    assert [c.tokens.tolist() for c in made] == [[10, 11, 12], [20, 30, 31], [32, 33]]
-    assert [c.positions.tolist() for c in made] == [[5, 6, 7], [0, 2, 3], [4, 5]]
-    assert [c.slots.tolist() for c in made] == [[4, 4, 4], [1, 0, 0], [0, 0]]
-    assert [c.out_rows.tolist() for c in made] == [[2], [0], [1]] and [c.context for c in made] == [8, 4, 6]
-    (whole,) = chunks(prompts, starts, 8)
-    assert whole.out_rows.tolist() == [2, 3, 7]
-    assert all(a.dtype == np.int32 for a in (whole.tokens, whole.positions, whole.slots, whole.out_rows))
+def test_prompts_are_cut_into_passes(folder: Path) -> None:
+    """Rows of prompts one after another; a pass has an output row for each prompt that ends in it."""
+    engine = Engine(open_checkpoint(folder), CpuDevice(), EngineConfig(ctx=64, chunk=16, slots=2))
+    made: list[Pass] = []
+    start = engine.runner.start
+    engine.runner.start = lambda p: (made.append(p), start(p))[1]  # type: ignore[method-assign]
+    wanted = [Request(0, ids, Options(max_tokens=1), start=at) for ids, at in ((IDS[:30], 5), (IDS[:3], 0))]
+    handles = [engine.drive(request) for request in wanted]
+    assert all(len(handle.result().ids) == 1 for handle in handles)
+    arrays = [p.arrays() for p in made]
+    for request in wanted:
+        at = [
+            (t, n)
+            for tokens, positions, slots, _ in arrays
+            for t, n, s in zip(tokens, positions, slots, strict=True)
+            if s == slot_of(made, request)
+        ]
+        assert at == [(request.ids[n], n) for n in range(request.start, request.n_prompt)]
+    assert all(len(tokens) <= 16 for tokens, *_ in arrays) and len(made) == 2
+    assert sum(len(outs) for *_, outs in arrays) == 2 and all(a.dtype == np.int32 for four in arrays for a in four)
+
+
+def slot_of(made: list[Pass], request: Request) -> int:
+    return next(run.slot for p in made for run in p.runs if run.seq is request)
 
 
 def test_buckets_hold_what_they_must() -> None:
@@ -89,51 +103,18 @@ def test_passes_are_wider_where_matrix_units_multiply() -> None:
     )
 
 
-def test_a_token_has_to_fit_in_the_context(engine: Engine) -> None:
-    engine.prefill({0: IDS[:30]})
-    engine.submit_decode((0,), 34)  # to the last position
-    with pytest.raises(ContextExceeded, match="slot 0 has 64 tokens of 64: no room for 1 more"):
-        engine.submit_decode((0,))
-    engine.release(0)
-    engine.admit(slot=0)
-    with pytest.raises(ContextExceeded, match="slot 0 has 0 tokens of 64: no room for 65 more"):
-        engine.submit_decode((0,), 65)
-
-
 def test_no_more_passes_are_run_than_tokens_need(engine: Engine) -> None:
     """The last token is chosen and never run."""
     for most, ran in ((1, 10), (5, 14), (100, 63)):
-        slot = engine.admit()
-        tokens = list(engine.stream(slot, IDS[:10], most))
-        assert len(tokens) == min(most, 54) and engine.positions[slot] == ran
-        engine.release(slot)
-
-
-def test_submits_are_read_in_their_order(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the next submit is made before a token is read, as on every device but cpu."""
-    alone = list(engine.stream(engine.admit(), IDS[:10], 20))
-    engine.release(0)
-    read: list[tuple[int, int | None]] = []
-    token = engine.token
-    monkeypatch.setattr(engine, "token", lambda s, at, ticket: (read.append((at, ticket)), token(s, at, ticket))[1])
-    monkeypatch.setattr(engine, "target", engine.target.__class__(**{**_fields(engine.target), "device": "another"}))
-    for at_once in (1, 3):
-        read.clear()
-        slot = engine.admit()
-        assert list(engine.stream(slot, IDS[:10], 20, at_once)) == alone
-        assert [at for at, _ in read] == list(range(10, 30))
-        tickets = [ticket for _, ticket in read if ticket is not None]
-        assert tickets == sorted(tickets) and len(tickets) == 20
-        assert engine.positions[slot] == 29
-        engine.release(slot)
-
-
-def _fields(target: object) -> dict[str, object]:
-    return {name: getattr(target, name) for name in target.__dataclass_fields__}  # type: ignore[attr-defined]
+        before = engine.scheduler.counts.rows
+        request = Request(0, IDS[:10], Options(max_tokens=most, ignore_eos=True))
+        request.private = True  # the cache has it from the second time on
+        assert len(engine.drive(request).result().ids) == min(most, 54)
+        assert engine.scheduler.counts.rows - before == ran
 
 
 def test_nothing_is_written_while_a_pass_may_read_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables and parameters are the host's only when every pass is done; messages have places of their own."""
+    """Parameters are written for a slot that no pass in flight chooses in; messages have places of their own."""
     engine = Engine(open_checkpoint(folder), CpuDevice(), EngineConfig(ctx=64, chunk=8, slots=2))
     seen: list[str] = []
 
@@ -146,44 +127,26 @@ def test_nothing_is_written_while_a_pass_may_read_it(folder: Path, monkeypatch: 
 
         monkeypatch.setattr(owner, name, call)
 
-    for owner, name in ((engine.device, "write"), (engine.device, "wait"), (engine, "_submit")):
+    for owner, name in ((engine.device, "write"), (engine.runner, "_submit"), (engine.runner, "tokens")):
         noted(owner, name)
-    engine.admit(slot=0)
-    engine.submit_prefill({0: IDS[:20]})
-    engine.submit_decode((0,), 2)
-    engine.admit(slot=1)
-    engine.submit_prefill({1: IDS[:9]})
-    engine.submit_decode((0, 1))
-    engine.set_sampling(1, Sampling())
-    busy, writes = False, 0
+    assert [len(text) for text in together(engine, [IDS[:20], IDS[9:18], IDS[:5]], 4)] == [4, 4, 4]
+    flying = 0
     for event in seen:
-        busy = event == "_submit" or (busy and event != "wait")
-        writes += event == "write"
-        assert not (busy and event == "write"), seen
-    assert writes > 4 and seen.count("_submit") == 3 + 1 + 2 + 1 and seen.count("message") == 3 + 1 + 2 + 1
-
-
-def test_a_rewound_sequence_goes_on_from_its_new_end(engine: Engine) -> None:
-    engine.prefill({0: IDS[:12]})
-    first = engine.decode(6)[0]
-    for back in (11, 5, 0):
-        assert engine.rewind(0, back) and engine.positions == {0: back}
-        engine.prefill({0: IDS[back:12]})
-        assert engine.positions == {0: 12} and engine.decode(6)[0] == first
-    for position in (-1, 19):
-        with pytest.raises(ValueError, match=f"slot 0 holds 18 tokens: {position} is not before their end"):
-            engine.rewind(0, position)
+        flying += (event == "_submit") - (event == "tokens")
+        assert not (flying and event == "write"), seen
+    assert seen.count("write") > 4 and seen.count("_submit") > seen.count("message") > 3
 
 
 def test_reading_logits_gives_its_slots_back(engine: Engine) -> None:
     for _ in range(2):
         assert engine.logits(IDS).shape == (len(IDS), 320)
         assert engine.hidden_states(IDS[:5]).shape == (4, 5, 64)
-        assert engine.positions == {}
-    parts = engine.logits_by_pass(IDS, chunk=8)
+        assert engine.scheduler.idle
+    parts = engine.logits_of([IDS], 8)
     next(parts)
     parts.close()  # dropped in the middle
-    assert engine.positions == {}
+    audit(engine.scheduler)
+    assert engine.scheduler.idle
 
 
 def test_what_was_held_back_comes_at_the_end(folder: Path) -> None:

@@ -11,10 +11,10 @@ from conformance.support.devices import shared_device
 from conformance.support.plain_gemma3 import forward
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, write_hf
+from conformance.support.texts import ask, greedy, together, until
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
-from hybrid.engine.sampling import Sampling
 from hybrid.kernels.oracle.device import CpuDevice
 from hybrid.kernels.vulkan.kernel import kernels_digest
 
@@ -98,8 +98,7 @@ def test_sampled_text_is_the_same_on_both_devices(tmp_path, device):
     checkpoint, texts = model(tmp_path), []
     for d in (device, CpuDevice()):
         made = Engine(checkpoint, d)
-        slot = made.admit(sampling=Sampling(temperature=1.2, top_k=50, top_p=0.95, min_p=0.02, seed=11))
-        texts.append(list(made.stream(slot, IDS[:9], 40)))
+        texts.append(greedy(made, IDS[:9], 40, temperature=1.2, top_k=50, top_p=0.95, min_p=0.02, seed=11))
     assert texts[0] == texts[1]
 
 
@@ -110,9 +109,10 @@ def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, devic
     for layer in (False, True):  # kernels of test_mailbox.py: they take the driver's compiler seconds
         with tuned(device, 1, layer):
             made = engine(device, checkpoint)
-            first = made.prefill({0: IDS[:9]})[0]
+            handle = ask(made, IDS[:9], MANY + 3)
+            until(handle, 1)  # two passes ahead of it were submitted by now
             before = made.counters.copy()
-            texts.append([first, *made.decode(MANY)[0]])
+            texts.append(list(handle.result().ids))
             dispatches.append(made.counters.minus(before).dispatches)
         device.reset()
     assert texts[0] == texts[1]
@@ -120,28 +120,22 @@ def test_text_is_the_same_whether_a_layer_is_one_dispatch_or_six(tmp_path, devic
 
 
 def test_sequences_of_a_ragged_batch_do_not_touch_each_other(tmp_path, device):
-    checkpoint, prompts, alone = model(tmp_path), {0: IDS[:30], 1: IDS[:1], 3: IDS[5:18]}, {}
+    checkpoint, prompts = model(tmp_path), [IDS[:30], IDS[:1], IDS[5:18]]
     single = Engine(checkpoint, device, EngineConfig(chunk=16))
-    for slot, ids in prompts.items():
-        first = single.prefill({0: ids})[0]
-        alone[slot] = [first, *single.decode(20)[0]]
-        single.release(0)
+    alone = [greedy(single, ids, 21) for ids in prompts]
     device.reset()
-    made = Engine(checkpoint, device, EngineConfig(chunk=16, slots=4))
-    firsts, later = made.prefill(prompts), made.decode(20)
-    assert {s: [firsts[s], *later[s]] for s in prompts} == alone
+    assert together(Engine(checkpoint, device, EngineConfig(chunk=16, slots=4)), prompts, 21) == alone
 
 
 def test_a_token_is_one_submit_and_nothing_else(tmp_path, device):
     made = Engine(model(tmp_path), device)
-    made.warm_up()
-    made.prefill({0: IDS[:1]})
-    made.decode(1)
+    made.runner.warm_up()
+    handle = ask(made, IDS[:1], 26)
+    until(handle, 3)
     before = made.counters.copy()
-    for _ in range(20):
-        made.decode(1)
+    handle.result()
     done = made.counters.minus(before)
-    assert done.submits == 20
+    assert done.submits == 21  # the others were submitted ahead
     assert (
         done.allocations,
         done.recordings,

@@ -85,7 +85,7 @@ def test_prefixes_are_found_again(folder: tuple[str, Path], backend: str, kv: An
     ) as model:
 
         def texts(asked: list[list[int]]) -> list[tuple[int, ...]]:
-            model.engine.blocks.clear()  # what was asked before is forgotten
+            model.engine.runner.blocks.clear()  # what was asked before is forgotten
             results = [model.submit(prompt, max_tokens=4, ignore_eos=True).result() for prompt in asked]
             assert [r.usage.cached_tokens > 0 for r in results] == [False] + [True] * (len(asked) - 1)
             return [r.ids for r in results]

@@ -168,7 +168,7 @@ def test_shared_layers_take_the_wanted_rows_of_a_prompt(models: Models, name: st
     model = several(models, "cpu", name)
     engine, first = model.engine, model.hparams.n_kv_layers
     for phase, rows in (("prefill", 32), ("decode", 1)):
-        steps = [(s, s.layer) for s in engine.program(phase, rows, 1).plan.steps if s.layer is not None]  # type: ignore[arg-type]
+        steps = [(s, s.layer) for s in engine.runner.program(phase, rows, 1).plan.steps if s.layer is not None]  # type: ignore[arg-type]
         assert {s.bind["T"] for s, layer in steps if layer < first} == {rows}
         assert {s.bind["T"] for s, layer in steps if layer >= first and "T" in s.bind} == {1}
         assert any(s.op == "take_rows" for s, _ in steps) == (phase == "prefill")

@@ -7,6 +7,7 @@ import json
 import struct
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import hybrid
 from conformance.support.devices import BACKENDS, for_model, shared_device
 from conformance.support.profile import LONG
 from conformance.support.synthetic import tiny, tiny_gemma3n, write_hf
+from conformance.support.texts import ask
 from hybrid import generate, inspect, perplexity
 from hybrid.checkpoint import finite, open_checkpoint
 from hybrid.convert import SAME, Wanted, convert
@@ -92,9 +94,8 @@ def test_a_spoilt_matrix_is_noticed_at_the_first_token(tmp_path, device, path):
         with pytest.raises(
             NotFinite, match=r"after position 3 of slot 0 are NaN or infinite.*--check-finite"
         ) as raised:
-            next(engine.stream(engine.admit(), PROMPT, 5))
+            ask(engine, PROMPT, 5).result()
         assert (raised.value.position, raised.value.slot) == (3, 0)
-        engine.release(0)
         with pytest.raises(NotFinite, match=r"after position \d are"):
             engine.logits(PROMPT)
 
@@ -111,8 +112,7 @@ def test_a_sparse_feed_forward_cuts_no_damage_off(tmp_path, device, dtype, what)
     with open_checkpoint(folder) as checkpoint:
         engine = Engine(checkpoint, device, EngineConfig(ctx=64, precision="exact"))
         with pytest.raises(NotFinite, match="after position 3 of slot 0 are NaN or infinite"):
-            next(engine.stream(engine.admit(), PROMPT, 5))
-        engine.release(0)
+            ask(engine, PROMPT, 5).result()
         with pytest.raises(NotFinite):
             engine.logits(PROMPT[:2])
 
@@ -135,7 +135,7 @@ def test_it_passes_through_int8_activations(tmp_path, device, weights):
     with open_checkpoint(mixed) as checkpoint:
         engine = Engine(checkpoint, device, EngineConfig(ctx=64))
         with pytest.raises(NotFinite):
-            next(engine.stream(engine.admit(), PROMPT, 5))
+            ask(engine, PROMPT, 5).result()
 
 
 @pytest.mark.slow
@@ -151,15 +151,21 @@ def test_other_sequences_and_what_comes_after_are_untouched(tmp_path, device_nam
         for prompt in ([*PROMPT, 9], [9, 4], [2, 9, *PROMPT]):
             "".join(model.generate(prompt[:-1] if prompt[-1] == 9 else PROMPT, 1, ignore_eos=True))
             with pytest.raises(NotFinite, match=f"after position {len(prompt) - 1} of slot 1"):
-                list(model.generate(prompt, 8, ignore_eos=True, tokens_per_submit=2))
+                list(model.generate(prompt, 8, ignore_eos=True))
             pieces.append(next(beside))
         assert [*pieces, *beside] == alone == list(model.generate(PROMPT, 12, ignore_eos=True))
         engine = model.engine  # a fault in the midst of decoding: what was fed back is not what the model chose
-        slot = engine.admit()
-        engine.prefill({slot: PROMPT})
-        engine.device.write("next_token", Tensor.of(np.array([9], np.int32)), slot)
-        with pytest.raises(NotFinite, match="after position 4"):
-            engine.decode(4, [slot])
+        handle = ask(engine, PROMPT, 9)
+
+        def spoilt(p: Any, start: Any = engine.runner.start) -> Any:
+            if len(handle.request.ids) > len(PROMPT):
+                engine.device.wait()
+                engine.device.write("next_token", Tensor.of(np.array([9], np.int32)), p.runs[0].slot)
+            return start(p)
+
+        engine.runner.start = spoilt
+        with pytest.raises(NotFinite, match=r"after position [45]"):
+            handle.result()
 
 
 def test_a_word_that_no_device_writes_is_no_token():

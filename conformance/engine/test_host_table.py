@@ -47,7 +47,7 @@ def test_the_text_is_the_same_and_the_table_is_not_on_the_device(tmp_path: Path,
     with load(folder, backend) as model:
         wanted, table, before = (
             texts(model),
-            model.engine.plan("decode", 1, 1).tensors[TABLE],
+            model.engine.runner.plan("decode", 1, 1).tensors[TABLE],
             model.engine.device.memory(),
         )
         lone = model.engine.counters.submits
@@ -86,7 +86,7 @@ def test_it_is_chosen_where_memory_is_short_and_said(tmp_path: Path) -> None:
         assert "schedule gemma4: memory" in model.passed_over[0] and model.passed_over[0].endswith(
             "so gemma4-host-table"
         )
-        assert model.engine.room is not None and model.engine.room.memory == short
+        assert model.engine.runner.budget is not None and model.engine.runner.budget.memory == short
     with pytest.raises(OverBudget, match="too little"):  # not even so
         load(folder, "vulkan", memory="1MiB")
     with pytest.raises(OverBudget, match="too little"):  # a schedule that was asked for is kept

@@ -16,6 +16,7 @@ from conformance.support.devices import BACKENDS, for_model, open_backend, own_m
 from conformance.support.models import BOTH, MODELS, cut
 from conformance.support.paths import ATTENTION, PROJECTIONS
 from conformance.support.profile import LONG
+from conformance.support.texts import ask, until
 from conformance.support.ties import CLEAR, INT8_NEAR, agree, generated, leads
 from hybrid.checkpoint import Checkpoint, open_checkpoint
 from hybrid.core.dtypes import DTYPES
@@ -121,11 +122,11 @@ def test_the_text_is_that_of_one_device(backend: str, plain: Plain) -> None:
             assert (device.transfers.counts.copies, device.transfers.counts.why_not) == (0, "")
             assert "npu.state" not in device.memory(), "held once"
         count = model.hparams.n_layers
-        assert len(segments(model.engine.program("decode", 1, 1).plan)) == 2 * count + 1
+        assert len(segments(model.engine.runner.program("decode", 1, 1).plan)) == 2 * count + 1
         logits = model.logits(model.encode(PROMPT))
         assert divergence(plain.logits, logits).max() < 0.01
         if backend == "vulkan":
-            names = [e["name"] for e in events(model.engine.trace, model.device)]
+            names = [e["name"] for e in events(model.engine.runner.trace, model.device)]
             assert sum(n.endswith("on sim-npu1") for n in names) > count and any(
                 n.endswith("attn_output") for n in names
             )
@@ -159,9 +160,9 @@ def test_what_cannot_be_shared_is_copied_and_of_caches_what_a_pass_reads(
         why = OWN if own_memory(device) else "not anonymous"
         assert device.transfers.counts.shared == 0 and why in device.transfers.counts.why_not
         assert model.stats is not None and f"not shared: {device.transfers.counts.why_not}" in model.stats.carried
-        slot = model.engine.admit()
-        model.engine.prefill({slot: model.encode(PROMPT)})
-        model.engine.decode(1)
+        handle = ask(model.engine, model.encode(PROMPT), 8)
+        until(handle, 2)
+        passes = 8 - 2 - len(model.engine._flights)
         copied: list[tuple[str, int]] = []
         write = device.others["npu"].write
 
@@ -170,11 +171,11 @@ def test_what_cannot_be_shared_is_copied_and_of_caches_what_a_pass_reads(
             write(name, value, row)
 
         device.others["npu"].write = noted  # type: ignore[method-assign]
-        model.engine.decode(1)
+        handle.result()
         names = [n for n, _ in copied]
         assert "control" in names and {"params", "history"}.isdisjoint(names)
         caches = [(n, rows) for n, rows in copied if n.startswith("kv.")]
-        assert len(caches) == 2 * model.hparams.n_layers
+        assert len(caches) == passes * 2 * model.hparams.n_layers
         assert {rows for _, rows in caches} == {1}, "of the blocks, the one in which all positions so far are"
         assert max(model.engine.cache.global_blocks, model.engine.cache.local_blocks) > 1
 
@@ -236,7 +237,7 @@ def test_without_an_npu_the_fallback_is_reported(plain: Plain) -> None:
 
 def test_what_a_segment_writes() -> None:
     with load("cpu") as model:
-        plan = model.engine.program("decode", 1, 1).plan
+        plan = model.engine.runner.program("decode", 1, 1).plan
         first = segments(plan)[0]
         assert {"x.0", "q.0", "kv.0.k", "control", "positions"} <= set(written(first.steps))
         assert plan.tensors["q.0"].kind == plan.tensors["o.0"].kind == "io" and plan.tensors["y.0"].kind == "activation"
@@ -254,7 +255,7 @@ def test_prefill_projections_in_int8_and_their_fallback(backend: str) -> None:
     with hybrid.load(layers(), opened, PROJECTIONS, ctx=64) as model:
         device, ids = model.engine.device, model.encode(PROMPT)
         assert isinstance(device, MultiDevice)
-        plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
+        plans = [model.engine.runner.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
         assert {s.device for s in plans[1].steps} == {backend}
         assert sum(s.device == "npu" for s in plans[0].steps) == 4 * model.hparams.n_layers
         logits = model.logits(ids)
@@ -282,7 +283,7 @@ def test_the_shipped_schedule_places_the_down_projection_of_prefill(plain: Plain
     assert [s for s in ours.layer if "ffn" not in s.name] == [s for s in theirs.layer if "ffn" not in s.name]
     assert (ours.before, ours.after) == (theirs.before, theirs.after)
     with hybrid.load(layers(), "cpu", ours, ctx=64, npu="sim") as model:
-        plans = [model.engine.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
+        plans = [model.engine.runner.program(phase, 1, 1).plan for phase in ("prefill", "decode")]
         assert [sum(s.device == "npu" for s in p.steps) for p in plans] == [model.hparams.n_layers, 0]
         kl = divergence(plain.logits, model.logits(model.encode(PROMPT)))
         assert kl.mean() < 0.01 and not model.engine.device.failures

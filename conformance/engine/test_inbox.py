@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrid.engine.GONE import Rows
 
+from conformance.support.fake_runner import request
 from hybrid.core.plan import INBOX_SETS
-from hybrid.engine.runner import CONTINUES, Inbox
+from hybrid.engine.runner import CONTINUES, Inbox, message
+from hybrid.engine.scheduler import Pass, Run
 from hybrid.planning.cache import CacheShape
 
 SHAPE = CacheShape(ctx=64, window=10, chunk=8, slots=2)
@@ -28,16 +29,17 @@ class Device:
         self.said.append(("wait", ticket))
 
 
-def rows(count: int, **more: Any) -> Rows:
-    one = np.full(count, CONTINUES, np.int32)
-    return Rows(one, one, np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32), **more)
+def rows(count: int, **more: Any) -> Pass:
+    """A pass in which so many sequences continue."""
+    one = request(0, [1], 9)
+    return Pass(1, [Run(one, slot, CONTINUES, None, 1) for slot in range(count)], rows=count, outs=count, **more)
 
 
 def test_a_message_is_header_rows_wanted_rows_and_entries() -> None:
-    made = rows(2, entries=[("local", 1, 3, 7), ("global", 0, 2, 5)]).message(9)
+    made = message(9, rows(2, writes=[("local", 1, 3, 7), ("global", 0, 2, 5)]))
     assert made.dtype == np.int32
     assert made.tolist() == [9, 2, 2, 2, 0, 0, 0, 0, -1, -1, 0, -1, -1, 1, 0, -1, 1, -1, 1, 1, 3, 7, 0, 0, 2, 5]
-    assert rows(1, mask_rows=np.array([4], np.int32)).message(1).tolist()[-2:] == [0, 4]
+    assert message(1, rows(1), np.array([4], np.int32)).tolist()[-2:] == [0, 4]
 
 
 def test_a_place_is_written_again_when_its_pass_is_done() -> None:
@@ -45,12 +47,12 @@ def test_a_place_is_written_again_when_its_pass_is_done() -> None:
     inbox = Inbox(device, SHAPE)
     for i in range(INBOX_SETS + 2):
         inbox.put(rows(1))
-        inbox.begun += 3  # the pass, submitted three times
-        inbox.taken(100 + i)
+        for ticket in range(100 + 3 * i, 103 + 3 * i):  # the pass, and two that continue it
+            inbox.submitted(ticket)
     places = [(said[1][0], said[2]) for said in device.said if said[0] == "inbox"]
     assert places == [(1 + 3 * i, i % INBOX_SETS * SHAPE.message) for i in range(INBOX_SETS + 2)]
     waits = [i for i, said in enumerate(device.said) if said[0] == "wait"]
-    assert [device.said[i] for i in waits] == [("wait", 100), ("wait", 101)]
+    assert [device.said[i] for i in waits] == [("wait", 100), ("wait", 103)]
     assert all(device.said[i + 1][0] == "inbox" for i in waits)
 
 
@@ -68,6 +70,6 @@ def test_after_a_submit_that_failed_the_count_begins_anew() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     inbox = Inbox(Device(), SHAPE)  # type: ignore[arg-type]
-    inbox.put(rows(8, entries=[("global", 0, 0, 0)] * SHAPE.entries))
+    inbox.put(rows(8, writes=[("global", 0, 0, 0)] * SHAPE.entries))
     with pytest.raises(ValueError, match=r"9 rows with .* entries of block tables take .* words"):
-        inbox.put(rows(9, entries=[("global", 0, 0, 0)] * SHAPE.entries))
+        inbox.put(rows(9, writes=[("global", 0, 0, 0)] * SHAPE.entries))

@@ -62,7 +62,7 @@ def test_an_interrupt_at_any_line_ends_one_text_and_nothing_else(tmp_path: Path,
     with hybrid.load(write_hf(tmp_path, tiny(), dtype="f32"), "cpu", ctx=96, slots=2, **load) as model:
 
         def read() -> None:
-            pieces = model.generate([2, 4, 5, 4, 5, 6], 8, ignore_eos=True, **options)
+            pieces = model.generate([2, 4, 5, 4, 5, 6], max_tokens=8, ignore_eos=True, **options)
             try:
                 for _ in pieces:
                     pass
@@ -70,7 +70,7 @@ def test_an_interrupt_at_any_line_ends_one_text_and_nothing_else(tmp_path: Path,
                 pieces.close()
 
         def text(**more: Any) -> str:
-            return "".join(model.generate([2, 4, 5, 4, 5, 6], 12, ignore_eos=True, **more))
+            return "".join(model.generate([2, 4, 5, 4, 5, 6], max_tokens=12, ignore_eos=True, **more))
 
         alone, other = text(**options), model.submit([2, 7, 8, 9], **OTHER).result(PATIENCE).text
         lines, draw, ended = at_line(read), random.Random(5), 0
@@ -82,8 +82,8 @@ def test_an_interrupt_at_any_line_ends_one_text_and_nothing_else(tmp_path: Path,
                 ended += 1
             assert beside.result(PATIENCE).text == other, at
             assert text(**options) == alone, at
-            assert not model._serving._jobs and not model._serving.scheduler.in_flight, at
-            assert set(model.engine.blocks.used.values()) == {0}, at
+            assert not model.engine._requests and not model.engine.scheduler.in_flight, at
+            assert set(model.engine.runner.blocks.used.values()) == {0}, at
         assert ended
 
 
@@ -94,25 +94,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 
 def test_an_interrupt_within_a_decision_waits_for_its_end(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    serving, sent = model._serving, []
-    whole = serving._hand_out
+    engine, sent = model.engine, []
+    whole = engine.scheduler.commit
     other = model.submit([2, 7, 8, 9], **OTHER).result(PATIENCE).text
 
-    def hand_out(job: Any, *token: Any) -> None:
-        if (
-            not sent and job.pieces is None and threading.current_thread() is threading.main_thread()
-        ):  # a token of the other's
+    def commit(done: Any, *tokens: Any) -> Any:
+        if not sent and len(done.runs) > 1 and threading.current_thread() is threading.main_thread():
             sent.append(True)
             signal.raise_signal(signal.SIGINT)
-        whole(job, *token)
+        return whole(done, *tokens)
 
-    monkeypatch.setattr(serving, "_hand_out", hand_out)
+    monkeypatch.setattr(engine.scheduler, "commit", commit)
     beside = model.submit([2, 7, 8, 9], **OTHER)
     with pytest.raises(KeyboardInterrupt):
-        for _ in model.generate([2, 4, 5, 4, 5, 6], 64, ignore_eos=True):
+        for _ in model.generate([2, 4, 5, 4, 5, 6], max_tokens=64, ignore_eos=True):
             pass
     assert sent and beside.result(10.0).text == other
-    assert not serving._jobs and not serving.scheduler.in_flight and set(model.engine.blocks.used.values()) == {0}
+    assert (
+        not engine._requests and not engine.scheduler.in_flight and set(model.engine.runner.blocks.used.values()) == {0}
+    )
 
 
 def test_an_interrupt_while_the_lock_is_somebody_elses_ends_the_waiting(model: Model) -> None:

@@ -16,6 +16,7 @@ from conformance.support.golden import nats, shifted
 from conformance.support.models import BOTH, WINDOW, Models, cut, demo, documents, golden, golden_nats, prompt
 from conformance.support.plain_gemma3 import forward
 from conformance.support.profile import LONG
+from conformance.support.texts import ask, greedy, together, until
 from conformance.support.ties import CLEAR, EXACT_NEAR, INT8_NEAR, INT8_RMS, agree, clear, generated, lead, leads
 from hybrid.checkpoint import open_checkpoint
 from hybrid.engine.loading import EngineConfig
@@ -217,7 +218,7 @@ def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
     only."""
     engine = models.get(backend, "f32", layers=few_layers()).engine
     ids = prompt(LENGTHS[-1] if LONG else WINDOW + 9)
-    assert np.abs(engine.logits(ids) - engine.logits(ids, chunk=1)).max() < 2e-4
+    assert np.abs(engine.logits(ids) - engine.logits(ids, 1)).max() < 2e-4
 
 
 @pytest.mark.blas
@@ -227,14 +228,9 @@ def test_prefill_is_one_token_at_a_time(models: Models, backend: str) -> None:
 )
 @pytest.mark.slow
 def test_decoding_follows_the_logits(models: Models, backend: str, length: int) -> None:
-    """The decode plan, which feeds itself on the device, over the window's edge and beyond; the prompt in two parts."""
+    """The decode plan, which feeds itself on the device, over the window's edge and beyond."""
     engine, ids = models.get(backend, "f32", layers=few_layers()).engine, prompt(length)
-    engine.admit(slot=0)
-    try:
-        engine.prefill({0: ids[:-1]})
-        then = [engine.prefill({0: ids[-1:]})[0], *engine.decode(11)[0]]
-    finally:
-        engine.release(0)
+    then = greedy(engine, ids, 12)
     logits = engine.logits([*ids, *then])[length - 1 : -1]
     agree(logits.argmax(-1).tolist(), then, lead(logits), EXACT_NEAR)
 
@@ -249,7 +245,7 @@ def test_decoding_follows_the_logits(models: Models, backend: str, length: int) 
 def test_rows_of_a_batch_are_independent(
     models: Models, backend: str, file: str, options: dict, golden_leads: list[np.ndarray]
 ) -> None:
-    """Ragged prompts in one batch, in slots of another order and in chunks that cut them, give what each gives alone
+    """Ragged prompts in one batch, in chunks that cut them, give what each gives alone
     (in float32: by the equations, or on cpu). On Vulkan, but for the long profile, three of them, the long one cut
     short, and so are texts."""
     exact, layers, many = (
@@ -257,10 +253,9 @@ def test_rows_of_a_batch_are_independent(
         few_layers() if backend == "vulkan" else None,
         16 if LONG or backend == "cpu" else 8,
     )
-    cases, slots = golden(), (3, 0, 4, 1, 2)
-    chunk = 200
+    cases, chunk = golden(), 200
     if layers is not None:
-        cases, slots, chunk = (*cases[:2], replace(cases[-1], ids=cases[-1].ids[: WINDOW + 12])), (3, 0, 4), 64
+        cases, chunk = (*cases[:2], replace(cases[-1], ids=cases[-1].ids[: WINDOW + 12])), 64
     alone = models.get("cpu" if exact else backend, file, layers=layers, **options)
     if exact and layers is None:
         wanted, gaps = [list(c.greedy[:many]) for c in cases], [g[:many] for g in golden_leads]
@@ -270,10 +265,9 @@ def test_rows_of_a_batch_are_independent(
     device = shared_device(backend)
     try:
         engine = Engine(alone.checkpoint, device, EngineConfig(slots=5, ctx=1024, chunk=chunk, **options))
-        first = engine.prefill({slot: c.ids for slot, c in zip(slots, cases, strict=True)})
-        rest = engine.decode(many - 1)
-        for slot, text, gap in zip(slots, wanted, gaps, strict=True):
-            agree([first[slot], *rest[slot]], text, gap, EXACT_NEAR)
+        found = together(engine, [c.ids for c in cases], many)
+        for got, text, gap in zip(found, wanted, gaps, strict=True):
+            agree(got, text, gap, EXACT_NEAR)
     finally:
         device.close()
 
@@ -286,9 +280,9 @@ def test_hundredth_submit_gives_the_bits_of_the_first(models: Models, backend: s
     in all."""
     engine = models.get(backend, file, layers=few_layers()).engine
     ids = prompt(100 if LONG else 50)
-    first = engine.logits(ids, chunk=1)
+    first = engine.logits(ids, 1)
     before = engine.counters.copy()
-    again = engine.logits(ids, chunk=1)
+    again = engine.logits(ids, 1)
     done = engine.counters.minus(before)
     assert first.tobytes() == again.tobytes()
     assert done.submits >= len(ids) and done.pipelines == done.descriptor_writes == done.allocations == 0
@@ -302,16 +296,13 @@ def test_a_token_costs_one_submit_and_nothing_else(models: Models, backend: str,
     model = models.get(backend, file, layers=few_layers())
     generated(model, golden()[0].ids, 4)
     engine = model.engine
-    engine.admit(slot=0)
-    try:
-        engine.prefill({0: golden()[0].ids})
-        before = engine.counters.copy()
-        for _ in range(20):
-            engine.decode(1)
-        done = engine.counters.minus(before)
-    finally:
-        engine.release(0)
-    assert done.submits == 20
+    handle = ask(engine, golden()[0].ids, 25)
+    until(handle, 2)
+    ahead, before = len(engine._flights), engine.counters.copy()
+    handle.result()
+    done = engine.counters.minus(before)
+    assert done.submits == 25 - 2 - ahead
     assert done.allocations == done.recordings == done.transfers == done.descriptor_writes == done.pipelines == 0
-    program = engine.program("decode", 1, 1)
-    assert done.dispatches == 20 * (program.dispatches if backend == "vulkan" else len(program.plan.steps))
+    program = engine.runner.program("decode", 1, 1)
+    each = program.dispatches if backend == "vulkan" else len(program.plan.steps)
+    assert done.dispatches == done.submits * each

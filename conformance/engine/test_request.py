@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded
 from hybrid.core.places import DEMO
-from hybrid.engine.request import Options, Request
+from hybrid.engine.request import Options, Request, check_prompt
 from hybrid.engine.sampling import Sampling
 from hybrid.engine.stats import EngineReport
-from hybrid.model import Model
 from hybrid.text.tokenizer import Tokenizer
 
 REPORT = EngineReport("none", (), {"weights": ("f32",)}, 4)
@@ -27,34 +25,29 @@ def tokenizer() -> Tokenizer:
         return checkpoint.tokenizer
 
 
-def request(tokenizer: Tokenizer, **options: Any) -> Request:
-    return Request(**{"prompt": [2, 5, 6], "tokenizer": tokenizer, "vocab": tokenizer.n_tokens, "ctx": 64, **options})
+def request(tokenizer: Tokenizer, ctx: int = 64, prompt: Sequence[int] = (2, 5, 6), **options: Any) -> Request:
+    check_prompt(prompt, tokenizer.n_tokens, ctx)
+    made = Request(1, prompt, Options(**options), tokenizer=tokenizer)
+    made.last = min(made.n_prompt + made.limit, ctx)  # as the scheduler has it
+    return made
 
 
-@pytest.mark.parametrize(
-    ("method", "others", "without"),
-    [
-        (Model.submit, {"prompt"}, set()),
-        (Model.generate, {"prompt", "session", "tokens_per_submit"}, {"priority", "deadline", "constraint"}),
-    ],
-)
-def test_options_are_what_a_model_takes(method: Callable[..., Any], others: set[str], without: set[str]) -> None:
-    """By the same names, types and defaults, so that none is lost on the way or means something else here and there."""
-    taken = {p.name: (p.annotation, p.default) for p in list(inspect.signature(method).parameters.values())[1:]}
+def test_options_are_those_of_the_sampler_and_its_own() -> None:
+    """A sampling parameter is declared once."""
     declared = {f.name: (f.type, f.default) for f in fields(Options)}
-    assert {name: taken[name] for name in taken.keys() - others} == {
-        name: declared[name] for name in declared.keys() - without
-    }
     assert {f.name: (f.type, f.default) for f in fields(Sampling)}.items() <= declared.items()
-    found = Options.among(
-        {"top_k": 3, "constraint": None, "prompt": "text", "logprobs": 2, "seed": 5, "temperature": 0.5}
-    )
-    assert found == Options(top_k=3, logprobs=2, seed=5, temperature=0.5)
-    assert found.sampling() == Sampling(top_k=3, logprobs=2, seed=5, temperature=0.5)
+    assert Options.of({"top_k": 3, "logprobs": 2}) == Options(top_k=3, logprobs=2)
+    with pytest.raises(TypeError, match="unknown option 'top_kk'; did you mean 'top_k'"):
+        Options.of({"top_kk": 3})
 
 
-def run(one: Request, ids: list[int]) -> str:
-    return "".join(one.push(token) for token in ids)
+def run(one: Request, ids: Sequence[int]) -> str:
+    """The text of these tokens."""
+    before = len(one.events)
+    for token in ids:
+        if one.finish is None:
+            one.push(token)
+    return "".join(e.text for e in one.events[before:])
 
 
 def test_requests_share_nothing(tokenizer: Tokenizer) -> None:
@@ -66,7 +59,7 @@ def test_requests_share_nothing(tokenizer: Tokenizer) -> None:
     for at in range(max(map(len, ids))):
         for n, one in enumerate((a, b)):
             if at < len(ids[n]) and one.finish is None:
-                out[n] += one.push(ids[n][at])
+                out[n] += run(one, ids[n][at : at + 1])
     assert out[0] == tokenizer.decode(ids[0]) and a.finish == "length"
     assert out[1] == tokenizer.decode(ids[1]).partition("STOP")[0] and b.finish == "stop"
 
@@ -83,39 +76,39 @@ def test_why_it_ends_and_what_comes_afterwards(tokenizer: Tokenizer) -> None:
     eos, ids = min(tokenizer.eos_ids), tokenizer.encode("one two three four", bos=False)
     ended = request(tokenizer)
     assert run(ended, [*ids[:2], eos, *ids]) == tokenizer.decode(ids[:2]), "of passes ahead nothing is taken"
-    assert (ended.finish, ended.out, ended.ids) == ("eos", [*ids[:2], eos], [2, 5, 6, *ids[:2], eos])
+    assert (ended.finish, ended.ids) == ("eos", [2, 5, 6, *ids[:2], eos])
     ignored = request(tokenizer, ignore_eos=True, max_tokens=3)
     run(ignored, [ids[0], eos, ids[1]])
     assert ignored.finish == "length"
     full = request(tokenizer, ctx=5)
-    assert full.limit == 2 and run(full, ids[:2]) == tokenizer.decode(ids[:2]) and full.finish == "context"
+    assert run(full, ids[:2]) == tokenizer.decode(ids[:2]) and full.finish == "context"
     dropped = request(tokenizer)
     run(dropped, ids[:1])
-    dropped.cancel()
-    assert dropped.push(ids[1]) == "" and dropped.finish == "cancelled" and dropped.out == ids[:1]
-    ended.cancel()
-    assert ended.finish == "eos", "what has ended cannot be cancelled"
+    assert dropped.end("cancelled") and not dropped.end("deadline"), "it ends once"
+    assert dropped.finish == "cancelled" and dropped.generated == ids[:1]
+    assert not ended.end("cancelled") and ended.finish == "eos", "what has ended cannot be cancelled"
 
 
-def test_a_prompt_begins_after_what_the_cache_holds(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_statistics_count_what_the_cache_did_not_hold(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter([10.0, 12.0, 15.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     one = request(tokenizer, max_tokens=2)
-    assert one.begin(2) == [6]
+    one.begun, one.cached = 11.0, 2
     run(one, [7, 8])
     found = one.stats(REPORT)
     assert (found.prompt_tokens, found.cached_tokens, found.tokens, found.ids) == (1, 2, 2, (7, 8))
-    assert (found.first_token_seconds, found.total_seconds, found.device) == (2.0, 5.0, "none")
-    for cached in (-1, 3):
-        with pytest.raises(ValueError, match=r"cached must be 0\.\.2, fewer than the prompt's tokens"):
-            request(tokenizer).begin(cached)
+    assert (found.first_token_seconds, found.total_seconds, found.device) == (1.0, 4.0, "none")
+    assert one.completion.timings.total == 5.0 and one.completion.usage.cached_tokens == 2
 
 
-def test_a_request_that_never_began_took_no_time(tokenizer: Tokenizer) -> None:
+def test_a_request_that_never_began_has_no_first_token(tokenizer: Tokenizer) -> None:
     one = request(tokenizer)
-    one.cancel()
+    one.end("cancelled")
     found = one.stats(REPORT)
-    assert (found.finish, found.tokens, found.first_token_seconds, found.total_seconds) == ("cancelled", 0, 0.0, 0.0)
+    assert (found.finish, found.tokens, found.first_token_seconds) == ("cancelled", 0, 0.0)
+    assert one.completion.timings.queued is None and one.completion.timings.first_token is None
 
 
 @pytest.mark.parametrize(
@@ -134,6 +127,6 @@ def test_what_cannot_be_is_refused_when_it_is_made(options: dict[str, Any], said
 
 
 def test_a_prompt_must_leave_room_for_a_token(tokenizer: Tokenizer) -> None:
-    assert request(tokenizer, ctx=4, sampling=Sampling(temperature=1.0)).limit == 1
+    assert run(request(tokenizer, ctx=4), [7, 8]) == tokenizer.decode([7])
     with pytest.raises(ContextExceeded, match="a prompt of 3 tokens leaves no room in the context of 3"):
         request(tokenizer, ctx=3)

@@ -62,7 +62,7 @@ def test_a_model_loads_into_its_memory(tmp_path: Path) -> None:
     assert found is not None
     enough = parse_bytes(found[1]) + (1 << 20)
     with hybrid.load(folder, "cpu", ctx=128, slots=4, memory=enough) as model:
-        room, cache = model.engine.room, model.engine.cache
+        room, cache = model.engine.runner.budget, model.engine.cache
         assert room is not None and (cache.global_blocks, cache.local_blocks) == room.blocks
         assert cache.table <= cache.global_blocks and room.sequences < 2 * LEAST_KEPT
         prompts = [[2, *range(20 + i, 60 + i)] for i in range(5)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.support.fake_runner import Loop
+from conformance.support.fake_runner import Loop, request
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.blocks import Group
 from hybrid.engine.request import Request
@@ -142,7 +142,7 @@ def test_requests_that_have_ended_are_not_kept_until_their_deadlines():
     waiting = server.add(prompt(9, 1), 150, deadline=100.0)
     for i in range(6 * KEPT):
         server.add(prompt(4, i), 1, deadline=600.0 + i)
-        while server.scheduler.running > 1 or server.scheduler.waiting:
+        while len(server.scheduler.running) > 1 or server.scheduler.waiting:
             assert server.step() is not None
             if waiting.finish is None and len(waiting.generated) > 100:
                 server.scheduler.cancel(waiting)
@@ -296,7 +296,7 @@ def test_a_slot_whose_token_is_not_read_yet_is_not_given_again():
 
     at = next(n for n in range(1, 20) if server_at(n)[2].preemptions) - 1
     server, first, second = server_at(at)
-    slot, flying = second.slot, second.flying
+    slot, flying = second.slot, second.pending
     urgent = server.add(prompt(1, 9), 2, priority=1)
     made = server.step()
     assert second.preemptions and flying and slot in made.released and all(run.slot != slot for run in made.runs)
@@ -325,7 +325,7 @@ def test_drafts_that_are_right_save_passes():
     stream = server.add(prompt(9), 24, ahead=False)
     other = server.add(prompt(4, 3), 24)
     for _ in range(40):
-        if stream.generated and not stream.flying and stream.finish is None:
+        if stream.generated and not stream.pending and stream.finish is None:
             right = server.oracle.text(stream.ids, 3, frozenset())
             server.scheduler.draft(stream, [*right, (right[-1] + 1) % 23])
         server.step()
@@ -354,7 +354,7 @@ def test_drafts_never_cost_another_stream_its_row():
     others = [server.add(prompt(2, i), 20) for i in (1, 2)]
     server.steps(6)
     for _ in range(6):
-        if not stream.flying:
+        if not stream.pending:
             server.scheduler.draft(stream, [1, 2, 3, 4])
         done = server.step()
         assert done is not None and done.rows <= 4 and {r.seq for r in done.runs} >= set(others)
@@ -395,9 +395,9 @@ def test_misuse_is_said():
     with pytest.raises(ValueError, match=r"pass 1: its runs take 1 to \[1\] tokens, not \[2\]"):
         server.scheduler.commit(one, [1, 2], [2])
     with pytest.raises(ValueError, match="the prompt is empty"):
-        Request(1, [], 1)
-    with pytest.raises(ValueError, match="limit must be positive, not 0"):
-        Request(1, [1], 0)
+        request(1, [], 1)
+    with pytest.raises(ValueError, match="max_tokens must be a positive integer, not 0"):
+        request(1, [1], 0)
     for wrong, said in (
         ({"rows": 1}, "rows must be at least the number of slots, 2, not 1"),
         ({"ahead": 0}, "ahead must be pos"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from conformance.engine.test_scheduler import loop, prompt
-from conformance.support.audit import audit
 from conformance.support.fake_runner import Loop
 from hybrid.engine.blocks import Group
 from hybrid.engine.scheduler import Limits
@@ -23,13 +22,14 @@ def test_passes_that_did_nothing_leave_nothing_and_cost_no_more_than_themselves(
 
 def test_a_row_without_a_block_waits_though_its_window_has_gone_on():
     """Asked in vain: what the rows in flight see may be somebody else's then, in passes behind them."""
-    server = Loop([Group("global", 8), Group("local", 9, 1)], 1, Limits(1, 8, 4, ahead=3))
-    others = [server.scheduler.blocks.reserve({"global": 2, "local": 0})]
+    server = Loop([Group("global", 8), Group("local", 11, 1)], 1, Limits(1, 8, 4, ahead=3))
+    blocks = server.scheduler.blocks
+    others = blocks.held()
+    assert blocks.grow(others, 2, 0, [])
     stream = server.add(prompt(6), 2)
     made = [server.scheduler.schedule() for _ in range(4)]
-    audit(server.scheduler, others)
     assert [done.rows for done in made if done is not None] == [4, 2], "no block for a third"
-    server.scheduler.blocks.give_back(others[0])
+    blocks.release(others)
     server._flights.extend(done for done in made if done is not None)
     server.drain()
     assert server.right(stream)

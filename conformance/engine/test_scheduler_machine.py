@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-from collections import Counter
-from collections.abc import Generator, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hybrid.engine.GONE import Ahead, Wanted
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,14 +25,13 @@ from hypothesis.stateful import (
 )
 
 from conformance.support.audit import audit
-from conformance.support.fake_runner import VOCAB, Oracle, Runner, Uneven
+from conformance.support.fake_runner import VOCAB, Oracle, Runner, Uneven, request
 from conformance.support.profile import LONG
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.blocks import Blocks, Group
 from hybrid.engine.request import Request
-from hybrid.engine.sampling import Sampling
 from hybrid.engine.scheduler import Limits, Pass, Scheduler
-from hybrid.engine.speculation import DraftModel, Speculator
+from hybrid.engine.speculation import Speculator
 
 TOKENS = st.integers(0, VOCAB - 1)
 TOTALS: Counter[str] = Counter()
@@ -52,10 +49,10 @@ class Liar:
     def __init__(self, oracle: Oracle) -> None:
         self.oracle, self.way, self.closed = oracle, WAYS[0], False
 
-    def fork(self) -> Liar:
-        return self
+    def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
+        return {request: self.guesses(request.ids, most) for request, most in wanted.items()}
 
-    def propose(self, ids: Sequence[int], most: int) -> list[int]:
+    def guesses(self, ids: Sequence[int], most: int) -> list[int]:
         match self.way:
             case "fails":
                 raise RuntimeError("no more")
@@ -65,52 +62,17 @@ class Liar:
         wrong = {"wrong": 0, "mixed": (len(ids) * 7) % 5}.get(self.way, len(text))
         return [token if i < wrong else (token + 1) % VOCAB for i, token in enumerate(text)]
 
+    def verified(self, request: Request, accepted: int) -> None:
+        pass
+
+    def end(self, request: Request) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 
 
-class Apart(DraftModel):
-    """The same as a model on a device of its own, which goes on while its guesses are verified."""
-
-    def __init__(self, liar: Liar) -> None:
-        self.liar, self.name, self.chains, self.apart, self.watches = liar, liar.name, False, True, 0
-        self.beside, self.ready, self.steady, self.compiled = Ahead(self._guess_on), {}, True, False
-        self.way, self.known = liar.way, set[Hashable]()
-
-    def follows(self, key: Hashable) -> bool:
-        return key in self.known
-
-    def begin(self, sampling: Sampling, key: Hashable = None) -> bool:
-        self.end(key)
-        self.known.add(key)
-        return True
-
-    def end(self, key: Hashable = None) -> None:
-        self.beside.forget(key)
-        self.known.discard(key)
-
-    def go_on(self, verified: Wanted) -> None:
-        self.way = self.liar.way  # as long as it goes on
-        super().go_on(verified)
-
-    def _submit_all(self, wanted: Wanted) -> None:
-        self.found = {key: list(self.liar.propose(ids, most)) for key, (ids, most) in wanted.items()}
-
-    def _read_all(self) -> dict[Hashable, list[int]]:
-        return self.found
-
-    def _guess_on(self, wanted: Wanted) -> Generator[dict[Hashable, int], None, None]:
-        liar = Liar(self.liar.oracle)
-        liar.way = self.way
-        for i in range(max(most for _, most in wanted.values())):
-            found = {key: liar.propose(ids, most)[i : i + 1] for key, (ids, most) in wanted.items()}
-            yield {key: guess[0] for key, guess in found.items() if guess}
-
-    def close(self) -> None:
-        self.beside.close()
-
-
-class Serving(RuleBasedStateMachine):
+class Machine(RuleBasedStateMachine):
     """One engine without a device."""
 
     @initialize(
@@ -126,12 +88,12 @@ class Serving(RuleBasedStateMachine):
         queue=st.sampled_from([3, 30]),
         overtakes=st.sampled_from([0, 1, 5]),
         guesses=st.sampled_from([0, 1, 3, None, None]),
-        apart=st.booleans(),
-        turns=st.booleans(),
+        overlap=st.booleans(),
+        cap=st.booleans(),
         data=st.data(),
     )
     def start(
-        self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, apart, turns, data
+        self, block, ctx, slots, window, spare, rows, mixed, outs, ahead, queue, overtakes, guesses, overlap, cap, data
     ):
         table = -(-ctx // block)
         groups = [Group("global", table + spare[0])]
@@ -146,31 +108,28 @@ class Serving(RuleBasedStateMachine):
             ahead=ahead,
             queue=queue,
             overtakes=overtakes,
+            overlap=overlap,
         )
         self.now = 0.0
         blocks = Blocks(groups, block, b"a model")
-        self.free = list(range(slots))
-        self.scheduler = Scheduler(blocks, self.limits, lambda: self.now, self.free, Uneven() if turns else None)
-        self.others: list[tuple[int, dict[str, list[int]]]] = []
+        self.scheduler = Scheduler(
+            blocks, self.limits, lambda: self.now, Uneven() if cap else None, lambda r: not r.captured
+        )
         self.runner = Runner(blocks.groups, block, slots, table)
         self.oracle = Oracle([g.window for g in blocks.groups])
         self.failures: list[str] = []
         self.liar, room = Liar(self.oracle), self.limits.outs or slots
-        self.hosts: set[int] = set()  # the host chooses for these, as under constraints
-        drafter = Apart(self.liar) if apart else self.liar
-        self.drafting = Speculator(drafter, room, guesses, None, self.wish, lambda s, e: None, self.failures.append)
+        self.speculator = Speculator(self.liar, room, guesses, None, lambda s, e: None, self.failures.append)
         self.streams: list[Request] = []
         self.flights: list[Pass] = []
         self.overtaken: Counter[int] = Counter()
+        self.read: defaultdict[int, set[int]] = defaultdict(set)
         self.systems = data.draw(st.lists(st.lists(TOKENS, min_size=1, max_size=ctx - 4), min_size=1, max_size=3))
-
-    def wish(self, stream: Request) -> tuple[Sampling, int | None, bool]:
-        return Sampling(), stream.tag, stream.id in self.hosts
 
     # --- what may happen ---------------------------------------------------------------------------------------------
 
     def add(self, prompt: list[int], limit: int, **options: Any) -> None:
-        stream = Request(len(self.streams), prompt, limit, **options)
+        stream = request(len(self.streams), prompt, limit, **options)
         try:
             self.scheduler.add(stream)
         except (QueueFull, ContextExceeded) as refusal:
@@ -179,7 +138,6 @@ class Serving(RuleBasedStateMachine):
                 assert self.scheduler.waiting >= self.limits.queue and refusal.retry_after > 0
         else:
             self.streams.append(stream)
-            self.hosts |= set() if stream.ahead else {stream.id}
 
     @rule(
         system=st.integers(0, 2),
@@ -195,7 +153,7 @@ class Serving(RuleBasedStateMachine):
     def arrive(self, system, keep, own, limit, ends, priority, patience, ahead, speculate):
         prompt = self.systems[system % len(self.systems)][:keep] + own
         deadline = None if patience is None else self.now + patience
-        self.add(prompt, limit, ends=ends, priority=priority, deadline=deadline, ahead=ahead, tag=speculate)
+        self.add(prompt, limit, ends=ends, priority=priority, deadline=deadline, ahead=ahead, speculate=speculate)
 
     @precondition(lambda self: self.streams)
     @rule(
@@ -215,20 +173,43 @@ class Serving(RuleBasedStateMachine):
         live = stream.finish is None
         assert self.scheduler.cancel(stream) == live
         assert stream.finish == "cancelled" or not live
-        self.drafting.end(stream)
+        self.speculator.end(stream)
 
     @rule(seconds=st.integers(1, 10))
     def time_passes(self, seconds):
         self.now += seconds
         for stream in self.scheduler.expire():
             assert stream.finish == "deadline" and stream.deadline is not None and stream.deadline <= self.now
-            self.drafting.end(stream)
+            self.speculator.end(stream)
+
+    @rule(
+        prompt=st.lists(TOKENS, min_size=1, max_size=40),
+        what=st.sampled_from(["logits", "hidden"]),
+        rows=st.integers(0, 3),
+    )
+    def read_back(self, prompt, what, rows):
+        """A request that reads rows back: its reader takes them at some time."""
+        self.add(prompt, 1, capture=what, rows=rows)
+
+    @precondition(lambda self: any(s.captured for s in self.streams))
+    @rule(of=st.integers(0, 99))
+    def take(self, of):
+        some = [s for s in self.streams if s.captured]
+        stream = some[of % len(some)]
+        while stream.captured:
+            self.taken(stream)
+
+    def taken(self, stream: Request) -> None:
+        start, values = stream.captured.pop(0)
+        wanted = self.oracle.values(tuple(stream.ids))
+        assert values == wanted[start : start + len(values)], f"{stream.id}: wrong rows"
+        self.read[stream.id] |= set(range(start, start + len(values)))
 
     @precondition(lambda self: any(not s.ahead for s in self.streams))
     @rule(of=st.integers(0, 99), right=st.integers(0, 3), wrong=st.lists(TOKENS, max_size=2))
     def guess(self, of, right, wrong):
         """Drafts, some of which are what comes next."""
-        some = [s for s in self.streams if not s.ahead and not s.flying and s.finish is None]
+        some = [s for s in self.streams if not s.ahead and not s.pending and s.finish is None and not s.capture]
         if some:
             stream = some[of % len(some)]
             self.scheduler.draft(stream, self.oracle.text(stream.ids, right, frozenset()) + wrong)
@@ -258,30 +239,13 @@ class Serving(RuleBasedStateMachine):
             done = self.flights.pop(0)
             tokens, counts = self.runner.run(done)
             known = {run.seq: len(run.seq.ids) for run in done.runs}
-            live = {run.seq for run in done.runs if run.wants and run.seq.finish is None}
+            live = {run.seq for run in done.runs if run.wants and run.seq.finish is None and not done.capture}
             news = self.scheduler.commit(done, tokens, counts if sum(counts) != len(counts) else None)
-            self.drafting.committed(done, news, 1 + 0.02 * done.rows)
+            self.speculator.committed(done, news, 1 + 0.02 * done.rows)
             for stream, _ in news:
                 if stream.finish is not None:
-                    self.drafting.end(stream)
+                    self.speculator.end(stream)
             assert {s for s, _ in news} == live and all(len(s.ids) == known[s] + n for s, n in news)
-
-    @precondition(lambda self: self.free)
-    @rule(share=st.integers(0, 4), of=st.integers(0, 99))
-    def reserve(self, share, of):
-        """Somebody takes a slot and blocks for a sequence that the scheduler knows nothing of."""
-        blocks = self.scheduler.blocks
-        wanted = {g.name: min(blocks.free[g.name], g.blocks * share // 4) for g in blocks.groups}
-        slot = self.free.pop(of % len(self.free))
-        self.others.append((slot, blocks.reserve(wanted)))
-        TOTALS["reserved"] += 1
-
-    @precondition(lambda self: self.others)
-    @rule(of=st.integers(0, 99))
-    def give_back(self, of):
-        slot, blocks = self.others.pop(of % len(self.others))
-        self.free.append(slot)
-        self.scheduler.blocks.give_back(blocks)
 
     @precondition(lambda self: self.flights)
     @rule(first=st.integers(0, 1))
@@ -299,8 +263,8 @@ class Serving(RuleBasedStateMachine):
     def schedule(self) -> Pass | None:
         scheduler, limits = self.scheduler, self.limits
         waiting = [s for s in self.streams if s.slot is None and s.finish is None and not s.entered]
-        flying = {s: s.flying for s in self.streams}
-        if not self.drafting.prepare(scheduler):
+        pending = {s: s.pending for s in self.streams}
+        if not self.speculator.prepare(scheduler):
             assert self.flights, "nothing is in flight, and no pass may be made"
             TOTALS["waits for guesses"] += 1
             return None
@@ -310,14 +274,19 @@ class Serving(RuleBasedStateMachine):
                 self.overtaken[stream.id] += sum(s.entered and s.number > stream.number for s in waiting)
                 assert self.overtaken[stream.id] <= limits.overtakes
         if done is None:
-            assert self.flights or scheduler.idle or self.others
+            assert self.flights or scheduler.idle or any(s.captured for s in self.streams)
             return None
         first = min((s for s in self.streams if s.slot is not None), key=lambda s: s.order)
-        assert self.others or flying[first] or any(run.seq is first for run in done.runs), (
-            f"{first.id} is first in order, and does not go on"
-        )
-        assert 0 < done.rows <= limits.rows and done.outs <= (limits.outs or limits.slots)
+        assert (
+            first.capture is not None
+            or done.capture is not None
+            or first.captured
+            or pending[first]
+            or any(run.seq is first for run in done.runs)
+        ), f"{first.id} is first in order, and does not go on"
+        assert 0 < done.rows <= limits.rows and (done.capture or done.outs <= (limits.outs or limits.slots))
         assert len(done.writes) <= scheduler.max_writes
+        assert all(run.seq.capture == done.capture for run in done.runs)
         if any(run.ids is None for run in done.runs):
             assert done.rows <= (limits.mixed or limits.rows)
         tokens, positions, slots, outs = done.arrays()
@@ -332,23 +301,30 @@ class Serving(RuleBasedStateMachine):
     def accounted(self):
         if hasattr(self, "scheduler"):
             TOTALS["steps"] += 1
-            audit(self.scheduler, [blocks for _, blocks in self.others], [slot for slot, _ in self.others])
+            audit(self.scheduler)
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
         scheduler = self.scheduler
-        while self.others:
-            self.give_back(0)
         for _ in range(10000):
             if scheduler.idle:
                 break
+            for stream in self.streams:
+                while stream.captured:
+                    self.taken(stream)
             self.schedule()
             self.finish()
         assert scheduler.idle, "something never ends"
         audit(scheduler)
         for stream in self.streams:
+            while stream.captured:
+                self.taken(stream)
             text = stream.generated
+            if stream.capture is not None:
+                whole = self.read[stream.id] == set(range(stream.n_prompt))
+                assert not text and (whole or stream.finish != "length"), f"{stream.id}: rows are missing"
+                continue
             assert text == self.oracle.text(stream.ids[: stream.n_prompt], len(text), frozenset()), (
                 f"{stream.id}: a wrong token"
             )
@@ -363,15 +339,10 @@ class Serving(RuleBasedStateMachine):
                 case _:
                     assert stream.finish in ("cancelled", "deadline")
         self.prefixes_are_right()
-        assert len(self.failures) <= 1 and bool(self.failures) == (self.drafting.drafter is None)
-        assert self.drafting.counts.drafted <= scheduler.counts.drafted
-        drafted = self.drafting.counts
-        assert drafted.ready <= drafted.drafted
-        TOTALS.update({"drafted for streams": drafted.drafted, "drafters that failed": len(self.failures)})
-        TOTALS.update({"drafted beforehand": drafted.ready, "beforehand in vain": drafted.dropped})
-        assert not self.drafting._of
-        self.drafting.close()
-        assert all(thread.name != "hybrid draft" for thread in threading.enumerate()), "it drafts on for nobody"
+        assert len(self.failures) <= 1 and bool(self.failures) == (self.speculator.drafter is None)
+        TOTALS.update({"drafters that failed": len(self.failures)})
+        assert not self.speculator._of
+        self.speculator.close()
         counts = asdict(scheduler.counts)
         for reason, n in counts.pop("finished").items():
             TOTALS[f"finished: {reason}"] += n
@@ -395,7 +366,7 @@ class Serving(RuleBasedStateMachine):
 
 def drive(examples: int, steps: int, derandomize: bool) -> None:
     run_state_machine_as_test(
-        Serving,
+        Machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

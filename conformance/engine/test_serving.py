@@ -40,7 +40,7 @@ def model(folder: Path) -> Iterator[Model]:
 
 
 def alone(model: Model, prompt: list[int], count: int = 24, **options: Any) -> str:
-    return "".join(model.generate(prompt, count, ignore_eos=True, **options))
+    return "".join(model.generate(prompt, max_tokens=count, ignore_eos=True, **options))
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_requests_together_get_the_texts_that_they_get_alone(folder: Path, devic
             assert one.finish == "length" and len(one.ids) == n
             assert (one.usage.prompt_tokens, one.usage.completion_tokens) == (len(prompt), n)
             assert 0 <= one.timings.queued <= one.timings.first_token <= one.timings.total
-        assert not model.engine.positions, "a slot was kept"
+        assert model.engine.scheduler.idle, "a slot was kept"
         counted = model.metrics()
         assert (counted.waiting, counted.running, counted.finished) == (0, 0, {"length": 2 * len(wanted)})
         assert counted.generated_tokens == 2 * sum(n for _, n, _ in wanted)
@@ -140,7 +140,7 @@ def test_ends_by_stop_string_and_end_of_text(model: Model) -> None:
     stop = text[4:7]
     one = model.submit(PROMPTS[1], max_tokens=24, ignore_eos=True, stop=stop).result(PATIENCE)
     assert (one.finish, one.text) == ("stop", text[: text.index(stop)])
-    with_end = list(model.generate(PROMPTS[1], 24))
+    with_end = list(model.generate(PROMPTS[1], max_tokens=24))
     assert model.stats is not None
     other = model.submit(PROMPTS[1], max_tokens=24).result(PATIENCE)
     assert (other.finish, other.text) == (model.stats.finish, "".join(with_end))
@@ -164,9 +164,9 @@ def test_cancelled_late_and_dropped_requests_end_and_free_their_place(model: Mod
     del handle
     gc.collect()
     deadline = time.monotonic() + PATIENCE
-    while model.engine.positions and time.monotonic() < deadline:
+    while not model.engine.scheduler.idle and time.monotonic() < deadline:
         time.sleep(0.002)
-    assert not model.engine.positions, "a handle that nobody holds keeps its place"
+    assert model.engine.scheduler.idle, "a handle that nobody holds keeps its place"
 
 
 def test_refusals(folder: Path) -> None:
@@ -197,13 +197,13 @@ def test_refusals(folder: Path) -> None:
 def test_greater_priority_is_begun_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(folder, "cpu", 1) as model:
         begun: list[int] = []
-        start = model._serving.runner.start
+        start = model.engine.runner.start
 
-        def noted(scheduled: Any, times: int) -> Any:
-            begun.extend(stream.n_prompt for stream in scheduled.params)
-            return start(scheduled, times)
+        def noted(scheduled: Any) -> Any:
+            begun.extend(request.n_prompt for request in scheduled.params)
+            return start(scheduled)
 
-        monkeypatch.setattr(model._serving.runner, "start", noted)
+        monkeypatch.setattr(model.engine.runner, "start", noted)
         with model.engine.lock:  # nothing is begun
             handles = [
                 model.submit(PROMPTS[i], max_tokens=2, ignore_eos=True, priority=p) for i, p in enumerate((0, 1, 5, 1))
@@ -215,7 +215,7 @@ def test_greater_priority_is_begun_first(folder: Path, monkeypatch: pytest.Monke
 
 def test_a_lost_device_ends_every_request_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(folder, "cpu", 2) as model:
-        submit = model.engine.submit_scheduled
+        submit = model.engine.runner._submit
         left = [5]
 
         def lost(*args: Any) -> int:
@@ -224,7 +224,7 @@ def test_a_lost_device_ends_every_request_and_says_so(folder: Path, monkeypatch:
                 raise DeviceLost("cpu: gone")
             return submit(*args)
 
-        monkeypatch.setattr(model.engine, "submit_scheduled", lost)
+        monkeypatch.setattr(model.engine.runner, "_submit", lost)
         handles = [model.submit(p, max_tokens=60, ignore_eos=True) for p in PROMPTS]
         for handle in handles:
             with pytest.raises(DeviceLost, match="gone"):
@@ -248,11 +248,11 @@ def test_closing_ends_requests_that_run_and_wait(folder: Path) -> None:
 
 
 def test_the_thread_ends_without_work_and_begins_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid.engine.serving.IDLE", 0.01)
+    monkeypatch.setattr("hybrid.engine.loop.IDLE", 0.01)
     with load(folder, "cpu", 1) as model:
         for _ in range(2):
             assert model.submit(PROMPTS[0], max_tokens=3, ignore_eos=True).result(PATIENCE).finish == "length"
             deadline = time.monotonic() + PATIENCE
-            while model._serving._thread is not None and time.monotonic() < deadline:
+            while model.engine._thread is not None and time.monotonic() < deadline:
                 time.sleep(0.002)
-            assert model._serving._thread is None
+            assert model.engine._thread is None

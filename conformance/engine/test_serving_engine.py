@@ -20,7 +20,6 @@ from hypothesis.stateful import run_state_machine_as_test
 from threadpoolctl import threadpool_limits
 
 import hybrid
-from conformance.engine.test_ahead import Always
 from conformance.support.arrivals import LONG_PROMPT, TOTALS, Arrivals, ConsumerError, Faulty
 from conformance.support.cooperative import give_up
 from conformance.support.devices import BACKENDS, for_model, shared_device
@@ -74,7 +73,7 @@ def test_what_the_cache_holds_is_not_computed_again(on: Callable[..., Stepped], 
         one = handle.result(0)
         assert one.usage.cached_tokens == cached and one.usage.prompt_tokens == len(ids)
         same(made.engine, ids, list(one.ids), alone(made.engine, ids, 6))
-    counted = made.serving.metrics()
+    counted = made.engine.metrics()
     assert counted.cached_tokens == sum(c for _, c in asked) and counted.blocks["global"]["used"] == 0
 
 
@@ -87,14 +86,14 @@ def test_sequences_take_turns_where_blocks_are_few(on: Callable[..., Stepped]) -
     made.finish()
     for ids, handle in zip(asked, handles, strict=True):
         same(made.engine, ids, list(handle.result(0).ids), alone(made.engine, ids, 60))
-    assert made.serving.metrics().preemptions > 0
+    assert made.engine.metrics().preemptions > 0
     with pytest.raises(ContextExceeded, match="more memory"):
         on(blocks=(2, 5)).submit([2] * 40, max_tokens=60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_others_may_use_the_device_between_two_passes(on: Callable[..., Stepped], backend: str) -> None:
+def test_others_run_between_two_passes(on: Callable[..., Stepped], backend: str) -> None:
     made = on(backend)
     wanted = alone(made.engine, LONG_PROMPT, 20)
     handle = made.submit(LONG_PROMPT, max_tokens=20)
@@ -114,10 +113,10 @@ def test_the_device_has_the_tables_that_the_scheduler_has(on: Callable[..., Step
     for _ in range(40):
         made.step()
         tables = {g: made.engine.device.read(f"block_table.{g}").array for g in ("global", "local")}
-        for stream in made.serving.scheduler._running:
+        for stream in made.engine.scheduler.running:
             held = stream.held
             assert held is not None
-            for g, pool in enumerate(made.engine.blocks.pools):
+            for g, pool in enumerate(made.engine.runner.blocks.pools):
                 there = tables[pool.group.name][stream.slot, held.first[g] : held.size].tolist()
                 assert there == held.tables[g][held.first[g] :]
     made.finish()
@@ -125,7 +124,7 @@ def test_the_device_has_the_tables_that_the_scheduler_has(on: Callable[..., Step
 
 
 @pytest.mark.slow
-def test_void_passes_cost_no_token(on: Callable[..., Stepped]) -> None:
+def test_aborted_steps_cost_no_token(on: Callable[..., Stepped]) -> None:
     """Every sequence starts again from the tokens that it has."""
     made = on("vulkan")
     asked = [LONG_PROMPT, [2, 5, 6], [2, 7]]
@@ -137,9 +136,9 @@ def test_void_passes_cost_no_token(on: Callable[..., Stepped]) -> None:
         made.finish()
         for ids, handle, text in zip(asked, handles, wanted, strict=True):
             same(made.engine, ids, list(handle.result(0).ids), text)
-        assert len(made.engine.faults) == 1 and not made.engine.cooperative
-        made.engine.cooperative, made.engine.faults = True, []
-        made.engine.forget_programs("decode")
+        assert len(made.engine.faults) == 1 and not made.engine.runner.cooperative
+        made.engine.runner.cooperative, made.engine.runner.faults[:] = True, []
+        made.engine.runner._programs.clear()
 
 
 def test_a_pass_that_was_never_submitted_leaves_no_message(
@@ -154,9 +153,9 @@ def test_a_pass_that_was_never_submitted_leaves_no_message(
     for n in (1, 2, 3):
         handle = made.submit(LONG_PROMPT[n:], max_tokens=5)
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(made.engine, "_submit", broken)
+            patch.setattr(made.engine.runner, "_submit", broken)
             made.step()
-        made.serving._fail_all(MemoryError("injected"))
+        made.engine._fail_all(MemoryError("injected"))
         assert handle.done
     last = made.submit([2, 5, 6], max_tokens=8)
     made.finish()
@@ -175,9 +174,9 @@ def test_a_pass_that_was_never_submitted_may_have_no_request(
 
     refused = made.submit([2, 7], max_tokens=5, constraint=Faulty(mask_words(320), "mask", 0))
     with monkeypatch.context() as patch, pytest.raises(MemoryError) as failed:
-        patch.setattr(made.engine, "_submit", broken)
+        patch.setattr(made.engine.runner, "_submit", broken)
         made.step()
-    made.serving._fail_all(failed.value)
+    made.engine._fail_all(failed.value)
     with pytest.raises(ConsumerError):
         refused.result(0)
     last = made.submit([2, 5, 6], max_tokens=8)
@@ -200,8 +199,8 @@ def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[.
         assert [len(h.result(0).ids) for h in handles] == [4 + i for i in range(6)]
 
     run()
-    before, passes = made.engine.counters.copy(), made.serving.metrics().passes
-    made.serving.scheduler.blocks.clear()  # or prompts would be shorter, and passes others
+    before, passes = made.engine.counters.copy(), made.engine.metrics().passes
+    made.engine.scheduler.blocks.clear()  # or prompts would be shorter, and passes others
     run()
     done = made.engine.counters.minus(before)
     assert (done.allocations, done.recordings, done.pipelines, done.descriptor_writes, done.transfers) == (
@@ -211,7 +210,7 @@ def test_after_warm_up_requests_that_come_and_go_make_nothing_new(on: Callable[.
         0,
         0,
     )
-    assert done.submits == made.serving.metrics().passes - passes
+    assert done.submits == made.engine.metrics().passes - passes
 
 
 @pytest.mark.slow
@@ -232,11 +231,11 @@ def test_32_prompts_at_once_get_the_texts_of_single_runs(backend: str) -> None:
         found = [h.result(PATIENCE) for h in handles]
         assert model.metrics().passes < 32 * count / 2, "they did not run together"
         for i in range(32) if LONG else range(1, 32, 9):
-            for _ in model.generate(asked[i], count, ignore_eos=True):
+            for _ in model.generate(asked[i], max_tokens=count, ignore_eos=True):
                 pass
             assert model.stats is not None
             same(model.engine, asked[i], list(found[i].ids), list(model.stats.ids))
-        assert not model.engine.positions and set(model.engine.blocks.used.values()) == {0}
+        assert model.engine.scheduler.idle
 
 
 @pytest.mark.slow
@@ -247,13 +246,11 @@ def test_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> Non
 
 @pytest.mark.slow
 def test_a_draft_beside_the_engine_under_arrivals_and_faults(on: Callable[..., Stepped]) -> None:
-    """A model as its own draft, some of whose guesses are changed; one thread for products, or the two would take
-    turns."""
-    with threadpool_limits(1, "blas"):
-        made = on(blocks=(7, 7), slots=3, chunk=16, guesses=7)
-        made.draft = draft_of(made.engine, on(slots=2, chunk=16, guesses=15).engine)
-        drive(made, 100 if LONG else 8)
-        assert TOTALS["drafted beforehand"] and TOTALS["drafts that failed"]
+    """A model as its own draft, some of whose guesses are changed."""
+    made = on(blocks=(7, 7), slots=3, chunk=16, guesses=7)
+    made.draft = draft_of(made.engine)
+    drive(made, 100 if LONG else 8)
+    assert TOTALS["drafted"] and TOTALS["drafts that failed"]
 
 
 def drive(made: Stepped, examples: int, number: int | None = None) -> None:
@@ -263,8 +260,6 @@ def drive(made: Stepped, examples: int, number: int | None = None) -> None:
         pass
 
     Machine.made, Machine.wanted = Stepped(made.engine, queue=6, draft=made.draft), {}
-    if (drafting := Machine.made.serving.drafting) is not None:
-        drafting.costs = Always()  # what passes of so small a model take says nothing
     wanted = settings(
         max_examples=examples,
         stateful_step_count=30,
@@ -274,12 +269,10 @@ def drive(made: Stepped, examples: int, number: int | None = None) -> None:
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(Machine if number is None else seed(number)(Machine), settings=wanted)
-    seen = Machine.made.serving.metrics()
+    seen = Machine.made.engine.metrics()
     counts = ("passes", "preemptions", "evictions", "prompt_tokens", "cached_tokens", "generated_tokens")
     TOTALS.update({name: getattr(seen, name) for name in counts})
-    if drafting is not None:
-        done = drafting.counts
-        TOTALS.update({"drafted": done.drafted, "drafted beforehand": done.ready, "beforehand in vain": done.dropped})
+    TOTALS.update({"drafted": seen.drafted, "accepted": seen.accepted})
 
 
 @pytest.mark.slow
@@ -289,7 +282,7 @@ def test_deterministic_requests_have_the_same_bits_in_any_company(on: Callable[.
     asked = [[2, *range(20, 24 + 9 * i)] for i in range(4)]
     single = []
     for ids in asked:
-        made.serving.scheduler.blocks.clear()
+        made.engine.scheduler.blocks.clear()
         handle = made.submit(ids, max_tokens=12, temperature=0.9, seed=4)
         made.finish()
         single.append(handle.result(0).ids)
@@ -304,12 +297,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, threadpool_limits(1, "blas"):
         read = open_checkpoint(write_hf(Path(folder), tiny(), dtype="f32"))
         engine = Engine(read, CpuDevice(), EngineConfig(ctx=128, slots=3, chunk=16, blocks=(7, 7), guesses=7))
-        small = (
-            Engine(read, CpuDevice(), EngineConfig(ctx=128, slots=2, chunk=16, guesses=15))
-            if "draft" in sys.argv
-            else None
-        )
-        draft = None if small is None else draft_of(engine, small)
+        draft = draft_of(engine) if "draft" in sys.argv else None
         while TOTALS["steps"] < steps:
             drive(Stepped(engine, draft=draft), 100, begin + TOTALS["machines"])
             print(json.dumps(TOTALS), flush=True)

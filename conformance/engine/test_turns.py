@@ -110,7 +110,7 @@ class Three(BatchCap):
 
 
 def loop(turns: BatchCap, slots: int = 5) -> Loop:
-    return Loop([Group("global", 80), Group("local", 80, 9)], 4, Limits(slots, 60, 40), turns=turns)
+    return Loop([Group("global", 80), Group("local", 80, 9)], 4, Limits(slots, 60, 40), cap=turns)
 
 
 def test_everyone_has_its_turn_and_its_own_text() -> None:
@@ -190,6 +190,6 @@ def test_a_device_goes_on_with_those_that_have_rested(backend: str) -> None:
     prompts = ["def read_file(path):", "class Stack:", "import os", "return", "def __init__(self"]
     with hybrid.load(cut(open_checkpoint(DEMO), BOTH), for_model(backend), ctx=64, slots=5, precision="exact") as model:
         alone = ["".join(model.generate(prompt, max_tokens=16)) for prompt in prompts]
-        model._serving.scheduler.turns = turns = Uneven()
+        model.engine.scheduler.cap = turns = Uneven()
         assert model.generate_batch(prompts, max_tokens=16) == alone
         assert turns.rested > 2, "passes in which somebody has rested"

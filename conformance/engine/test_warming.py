@@ -12,8 +12,7 @@ import hybrid
 from conformance.support.devices import for_model
 from conformance.support.synthetic import tiny, write_hf
 from hybrid.core.device import Counters, Program
-from hybrid.engine.loop import Engine
-from hybrid.engine.runner import VERIFY, warm_programs
+from hybrid.engine.runner import VERIFY, Runner, warm_programs
 from hybrid.engine.speculation import DraftModel
 from hybrid.planning.passes import PassSizes, bucket_of, pass_sizes
 from hybrid.spec.schedule import Phase
@@ -30,7 +29,7 @@ def test_after_warming_no_request_makes_anything_new(tmp_path: Path) -> None:
     with hybrid.load(
         write_hf(tmp_path, tiny(), dtype="f32"), for_model("vulkan"), ctx=96, slots=8, chunk=24, warm=True
     ) as model:
-        assert {(p, r, o, options) for p, r, o, *_, options in model.engine.programs} >= set(
+        assert {(p, r, o, options) for p, r, o, *_, options in model.engine.runner._programs} >= set(
             warm_programs(model.engine.sizes)
         )
         before = model.engine.counters.copy()
@@ -53,15 +52,15 @@ def test_nor_do_guesses_of_several_beside_prompts(tmp_path: Path, monkeypatch: p
     with hybrid.load(
         files[0], for_model("vulkan"), ctx=96, slots=4, chunk=16, draft=files[1], speculate=2, warm=True
     ) as model:
-        drafter = None if model.drafting is None else model.drafting.drafter
+        drafter = None if model.speculator is None else model.speculator.drafter
         assert isinstance(drafter, DraftModel)
-        engines, asked, program = [model.engine, drafter.engine], list[tuple[int, int]](), model.engine.program
+        engines, asked, program = [model.engine, drafter.runner], list[tuple[int, int]](), model.engine.runner.program
 
         def noted(phase: Phase, rows: int, outs: int, **more: Any) -> Program:
-            asked.append((rows, outs) if "verify" in more["options"] else (0, 0))
+            asked.append((rows, outs) if "verify" in more.get("options", ()) else (0, 0))
             return program(phase, rows, outs, **more)
 
-        monkeypatch.setattr(model.engine, "program", noted)
+        monkeypatch.setattr(model.engine.runner, "program", noted)
         before = [engine.device.counters.copy() for engine in engines]
         with model.engine.lock:  # as many as there are slots, then one after each that ends
             handles = [
@@ -84,8 +83,8 @@ def test_the_garbage_of_loading_is_collected_before_the_first_request(
         if phase == "stop" and info["generation"] == 2:
             happened.append("collected")
 
-    program = Engine.program
-    monkeypatch.setattr(Engine, "program", lambda *args, **more: (happened.append("made"), program(*args, **more))[1])
+    program = Runner.program
+    monkeypatch.setattr(Runner, "program", lambda *args, **more: (happened.append("made"), program(*args, **more))[1])
     gc.callbacks.append(collected)
     try:
         with hybrid.load(write_hf(tmp_path, tiny(), dtype="f32"), for_model("vulkan"), ctx=96, slots=8, warm=True):

@@ -17,7 +17,7 @@ from hybrid.checkpoint.decoder import hf_name
 from hybrid.checkpoint.finite import check_finite, check_scales
 from hybrid.convert import convert
 from hybrid.core.tensor import Source, Tensor
-from hybrid.engine import loading, weights
+from hybrid.engine import loading
 from hybrid.engine.loading import Load, LoadClock
 from hybrid.quant.codec import quantise, row_blocks, to_ggml
 
@@ -33,12 +33,12 @@ def test_a_matrix_that_is_made_in_parts_is_the_one_that_is_made_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """By rows that are made at once, and by rows that a thread converts at once."""
-    monkeypatch.setattr(weights, "_ELEMENTS", 64 * 7)
-    monkeypatch.setattr(weights, "_AT_ONCE", 64 * 3)
+    monkeypatch.setattr(loading, "_ELEMENTS", 64 * 7)
+    monkeypatch.setattr(loading, "_AT_ONCE", 64 * 3)
     name = "blk.1.ffn_up.weight"
     with open_checkpoint(write_hf(tmp_path, tiny(), dtype="f32")) as checkpoint:
-        whole = weights.convert(checkpoint.tensor(name), dtype)
-        made = [_take(source) for source in weights._makers(checkpoint, name, dtype, {})]
+        whole = loading.convert(checkpoint.tensor(name), dtype)
+        made = [_take(source) for source in loading._makers(checkpoint, name, dtype, {})]
     assert [m.shape[0] for m in made] == [7] * 13 + [5]
     for i, part in enumerate(whole.parts):
         assert np.array_equal(np.concatenate([m.parts[i] for m in made]), part)
@@ -52,22 +52,22 @@ def _take(source: Source) -> Tensor:
 
 def test_types_are_those_of_the_file_or_those_asked_for(tmp_path: Path) -> None:
     with open_checkpoint(write_hf(tmp_path, tiny(), dtype="f32")) as checkpoint:
-        kept, asked = (weights.stored_types(checkpoint, given) for given in (None, "q4_0"))
+        kept, asked = (loading.stored_types(checkpoint, given) for given in (None, "q4_0"))
         for name in checkpoint.names:
             matrix = len(checkpoint.shape(name)) == 2
             assert kept[name].dtype == "f32" and asked[name].dtype == ("q4_0" if matrix else "f32")
             assert kept[name].shape == asked[name].shape == tuple(checkpoint.shape(name))
         with pytest.raises(ValueError, match="unknown weight type 'q9'"):
-            weights.stored_types(checkpoint, "q9")
+            loading.stored_types(checkpoint, "q9")
         with pytest.raises(ValueError, match="weights cannot be made 'q4_k' for cpu"):
-            weights.stored_types(checkpoint, "q4_k")
+            loading.stored_types(checkpoint, "q4_k")
     with (
         open_checkpoint(write_hf(tmp_path / "odd", tiny(n_heads=3, n_kv_heads=1))) as checkpoint,
         pytest.raises(
             ValueError, match=r"attn_output.weight \[64, 48\] cannot be q8_0: its rows are not multiples of 32"
         ),
     ):
-        weights.stored_types(checkpoint, "q8_0")
+        loading.stored_types(checkpoint, "q8_0")
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

@@ -6,24 +6,24 @@ import itertools
 
 import pytest
 
+from conformance.support.fake_runner import request
 from conformance.support.paths import DEMO
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.plan import Plan
 from hybrid.devices.opening import open_device
 from hybrid.engine.loading import EngineConfig
 from hybrid.engine.loop import Engine
-from hybrid.engine.request import Request
 from hybrid.engine.scheduler import Pass, Run
 from hybrid.engine.stats import Work, phase_of
 from hybrid.planning.cost import plan_cost
 
 
 def decoding(starts: list[int]) -> list[Run]:
-    return [Run(Request(i, [1], 5), i, start, None, 1) for i, start in enumerate(starts)]
+    return [Run(request(i, [1], 5), i, start, None, 1) for i, start in enumerate(starts)]
 
 
 def prompt(start: int, rows: int, wants: int = 1) -> Run:
-    return Run(Request("p", [1], 5), 7, start, tuple(range(rows)), wants)
+    return Run(request("p", [1], 5), 7, start, tuple(range(rows)), wants)
 
 
 def made(number: int, runs: list[Run]) -> Pass:
@@ -45,7 +45,7 @@ def engine() -> Engine:
         ([prompt(0, 20)], "prefill"),
         ([prompt(0, 20, 0)], "prefill"),
         ([*decoding([5]), prompt(0, 20)], "mixed"),
-        ([Run(Request(0, [1], 5), 0, 3, (4, 5, 6), 3)], "decode"),  # two guesses that are verified
+        ([Run(request(0, [1], 5), 0, 3, (4, 5, 6), 3)], "decode"),  # two guesses that are verified
     ],
 )
 def test_phases(runs: list[Run], phase: str) -> None:
@@ -54,7 +54,7 @@ def test_phases(runs: list[Run], phase: str) -> None:
 
 def test_seconds_are_from_the_submission_or_the_pass_before_until_the_end(engine: Engine) -> None:
     clock = iter([10.0, 11.0, 14.0, 20.0, 21.0, 22.0, 26.0, 30.0])
-    work, plan = Work(lambda: next(clock)), engine.plan("prefill", 32, 1)
+    work, plan = Work(lambda: next(clock)), engine.runner.plan("prefill", 32, 1)
     first, second, chunk, last = (made(i, [prompt(0, n)]) for i, n in enumerate([8, 8, 30, 10]))
     work.begin(first, False, plan)  # at 10
     work.begin(second, False, plan)  # at 11, behind the first
@@ -72,7 +72,7 @@ def test_seconds_are_from_the_submission_or_the_pass_before_until_the_end(engine
 def test_passes_that_were_lost_take_nothing(engine: Engine) -> None:
     clock = iter([1.0, 5.0])
     work = Work(lambda: next(clock))
-    work.begin(lost := made(1, decoding([3])), True, engine.plan("decode", 1, 1))
+    work.begin(lost := made(1, decoding([3])), True, engine.runner.plan("decode", 1, 1))
     work.lost()
     work.end(lost)
     assert work.totals()["decode"].passes == 0 and work.totals()["decode"].seconds == 0
@@ -86,7 +86,7 @@ def declared(plan: Plan, rows: int, sequences: int, context: int, onward: bool) 
 @pytest.mark.parametrize("onward", [True, False])
 def test_declared_costs_are_those_of_the_passes_that_ran(engine: Engine, onward: bool) -> None:
     """Contexts are whole blocks, where costs are linear between powers of two; sums of different passes are exact."""
-    plan = engine.plan("decode", 8, 8) if onward else engine.plan("prefill", 512, 1)
+    plan = engine.runner.plan("decode", 8, 8) if onward else engine.runner.plan("prefill", 512, 1)
     work, want, number = Work(), [0, 0], itertools.count()
     block = engine.cache.block
     for blocks, sequences in [(1, 1), (2, 8), (3, 5), (5, 2), (8, 7)]:

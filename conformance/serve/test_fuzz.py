@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import uvicorn
-from hybrid.engine.GONE import Stream
 
 from conformance.support.profile import LONG
 from conformance.support.scripted import Script, ScriptedModel
 from conformance.support.server import running, until
 from hybrid.engine.handle import Handle
-from hybrid.engine.request import Wakeups
+from hybrid.engine.request import Request, Wakeups
 from hybrid.perf.serving import fuzz
 from hybrid.serve.process import configured, listen
 from hybrid.serve.settings import LOOPBACK, Settings
@@ -34,21 +33,22 @@ class Model(ScriptedModel):
 
     def __init__(self) -> None:
         super().__init__(Script("ok"))
-        self.engine.logits_by_pass = lambda ids: iter([np.zeros((len(ids), self.hparams.vocab), np.float32)])
+        self.engine.logits_of = lambda texts: iter([np.zeros((len(texts[0]), self.hparams.vocab), np.float32)])
 
     def submit(self, prompt: Sequence[int], **options: Any) -> Handle:
         self.script.submitted.clear()  # which would keep every grammar
         return super().submit(prompt, **options)
 
-    def _run(self, stream: Stream, prompt: list[int], options: dict[str, Any]) -> None:
+    def _run(self, request: Request, prompt: list[int], options: dict[str, Any]) -> None:
         try:
-            super()._run(stream, prompt, options)
+            super()._run(request, prompt, options)
         except ValueError as error:
-            wakes = Wakeups()
+            wakeups = Wakeups()
             with self._lock:
                 self._open -= 1
-            stream.end(None, error, wakes)
-            wakes.send()
+            request.end(error=error)
+            request.notify(wakeups)
+            wakeups.send()
 
 
 @pytest.fixture(autouse=True)

@@ -263,7 +263,7 @@ def test_a_device_that_is_lost_while_a_prompt_is_scored_is_loaded_again() -> Non
     def lost(ids: Any) -> Any:
         raise DeviceLost("gone")
 
-    models[0].engine.logits_by_pass = lost
+    models[0].engine.logits_of = lost
     with running(lambda: next(made)) as server:
         answer = server.post("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0})
         assert (answer.status_code, error_of(answer)["code"]) == (503, "device_lost")

@@ -117,5 +117,5 @@ def test_plans_are_looked_through_once_for_all_requests(
     def asked(self: Any) -> None:
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(type(model.engine), "precision", property(asked))
+    monkeypatch.setattr(type(model.engine.runner), "precision", property(asked))
     assert small.post("/v1/completions", body).json()["system_fingerprint"] == first

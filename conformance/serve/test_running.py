@@ -9,27 +9,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hybrid.engine.GONE import Stream
 
 from hybrid.core.errors import DeviceLost
 from hybrid.engine.handle import Handle
-from hybrid.engine.request import Completion, Event, Timings, Usage, Wakeups
+from hybrid.engine.request import Event, Request, Wakeups
 from hybrid.serve import running
 from hybrid.serve.connection import FULL, Gathered
 from hybrid.serve.errors import ApiError
 from hybrid.serve.running import Feed, Item, Job
-
-DONE = Completion("ab", (1, 2), "length", None, Usage(1, 0, 2), Timings(0.0, 0.0, 0.0))
 
 
 class Asked:
     """A feed of some jobs, its streams, and what the server noted of it."""
 
     def __init__(self, count: int) -> None:
-        self.streams = [Stream() for _ in range(count)]
+        self.requests = [Request(i, [1]) for i in range(count)]
         self.lost: list[BaseException] = []
         self.noted: list[str] = []
-        handles = iter(Handle(s) for s in self.streams)
+        handles = iter(Handle(r) for r in self.requests)
         model = SimpleNamespace(submit=lambda prompt, **options: next(handles))
         backend: Any = SimpleNamespace(model=model, lost=lambda model, error: self.lost.append(error))
         metrics: Any = SimpleNamespace(
@@ -38,13 +35,15 @@ class Asked:
         )
         self.feed = Feed(backend, metrics, [Job([1], {})] * count, 0.0)
 
-    def say(self, which: int, *ids: int, done: Completion | None = None, error: BaseException | None = None) -> None:
-        wakes = Wakeups()
+    def say(self, which: int, *ids: int, done: bool = False, error: BaseException | None = None) -> None:
+        request, wakeups = self.requests[which], Wakeups()
         for i in ids:
-            self.streams[which].push(Event(chr(96 + i), (i,)), wakes)
-        if done is not None or error is not None:
-            self.streams[which].end(done, error, wakes)
-        wakes.send()
+            request.ids.append(i)
+            request.events.append(Event(chr(96 + i), (i,)))
+        if done or error is not None:
+            request.end("length", error)
+        request.notify(wakeups)
+        wakeups.send()
 
 
 def in_loop(test: Callable[[], Awaitable[None]]) -> None:
@@ -62,16 +61,16 @@ def test_a_batch_is_all_that_has_come_since_the_last() -> None:
         a.say(0, 1)
         assert told(await anext(batches)) == [(0, [1], False)]
         a.say(0, 2, 3)
-        a.say(1, 4, 5, done=DONE)
+        a.say(1, 4, 5, done=True)
         assert told(await anext(batches)) == [(0, [2, 3], False), (1, [4, 5], True)]
         waiting = asyncio.ensure_future(anext(batches))
         await asyncio.sleep(0.01)
         assert not waiting.done(), "a batch of nothing"
-        a.say(0, done=DONE)
+        a.say(0, done=True)
         assert told(await waiting) == [(0, [], True)]
         with pytest.raises(StopAsyncIteration):
             await anext(batches)
-        assert a.noted == ["first", "2 later", "first"] and not any(s.cancelled for s in a.streams)
+        assert a.noted == ["first", "2 later", "first"] and not any(s.cancelled for s in a.requests)
 
     in_loop(run)
 
@@ -85,7 +84,7 @@ def test_what_came_before_an_error_is_given_first_and_a_loss_is_told() -> None:
         with pytest.raises(ApiError) as raised:
             await anext(batches)
         assert raised.value.status == 503 and [str(e) for e in a.lost] == ["gone"]
-        assert a.streams[0].cancelled, "the other choice goes on for nobody"
+        assert a.requests[0].cancelled, "the other choice goes on for nobody"
 
     in_loop(run)
 
@@ -97,7 +96,7 @@ def test_silence_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> Non
         a = Asked(1)
         batches = a.feed.batches()
         assert [await anext(batches) for _ in range(3)] == [[], [], []]
-        a.say(0, 1, done=DONE)
+        a.say(0, 1, done=True)
         found = await anext(batches)
         while not found:  # silence may have been noticed just before
             found = await anext(batches)

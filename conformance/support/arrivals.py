@@ -4,7 +4,6 @@ readers."""
 from __future__ import annotations
 
 import gc
-import threading
 from collections import Counter
 from collections.abc import Generator
 from contextlib import suppress
@@ -72,12 +71,13 @@ class Arrivals(RuleBasedStateMachine):
         """Texts that nobody reads on, what was read of each, its prompt."""
         self.read: list[tuple[list[str], list[int], list[int]]] = []
         """Of texts whose reader is gone: what was read, the prompt, the tokens."""
-        self.made.serving.scheduler.blocks.clear()
+        self.made.engine.scheduler.blocks.clear()
         TOTALS["machines"] += 1
-        if (drafting := self.made.serving.drafting) is not None and (draft := self.made.draft) is not None:
-            drafting.drafter = draft  # one that has failed before is whole again
-            for key in list(draft._followed):
-                draft.end(key)
+        if (speculator := self.made.engine.speculator) is not None and (draft := self.made.draft) is not None:
+            speculator.drafter = draft  # one that has failed before is whole again
+            draft.scheduler.lose()
+            for request in list(draft._copies):
+                draft.end(request)
 
     @rule(**PROMPTS, priority=st.integers(0, 2))
     def arrive(self, prefix: int, own: int, count: int, priority: int) -> None:
@@ -106,7 +106,7 @@ class Arrivals(RuleBasedStateMachine):
         TOTALS["steps"] += 1
         TOTALS[f"a reader {way}"] += 1
         ids = prompt_of(prefix, own)
-        text = self.made.model.generate(ids, count, ignore_eos=True)
+        text = self.made.model.generate(ids, max_tokens=count, ignore_eos=True)
         found = list(islice(text, pieces))
         if way == "stops" and len(found) == pieces:  # it may have ended before
             self.left.append((text, found, ids))
@@ -124,7 +124,7 @@ class Arrivals(RuleBasedStateMachine):
         """The reader of the text that ended last is gone, and with it its request."""
         assert self.made.model.stats is not None
         self.read.append((found, ids, list(self.made.model.stats.ids)))
-        assert sum(job.pieces is not None for job in self.made.serving._jobs.values()) <= len(self.left)
+        assert len(self.made.engine._driven) <= len(self.left)
 
     @rule(count=st.integers(1, 9))
     def go_on(self, count: int) -> None:
@@ -137,8 +137,8 @@ class Arrivals(RuleBasedStateMachine):
         if self.handles:
             handle = self.handles[which % len(self.handles)][0]
             if drop:
-                some = list(islice(handle.events(), len(handle._stream.events) // 2))  # read in part, then left
-                assert [e.ids for e in some] == [e.ids for e in handle._stream.events[: len(some)]]
+                some = list(islice(handle.events(), len(handle.request.events) // 2))  # read in part, then left
+                assert [e.ids for e in some] == [e.ids for e in handle.request.events[: len(some)]]
                 del self.handles[which % len(self.handles)], handle
                 gc.collect(0)
             else:
@@ -148,47 +148,45 @@ class Arrivals(RuleBasedStateMachine):
     def fail(self, error: Exception) -> None:
         """In the midst of a submit: as the serving thread takes it."""
         TOTALS["steps"] += 1
-        serving, engine = self.made.serving, self.made.engine
-        kept = engine._submit
+        engine, runner = self.made.engine, self.made.engine.runner
+        kept = runner._submit
 
         def failing(*args: Any, **options: Any) -> int:
             raise error
 
-        if not serving._jobs:
+        if not engine._requests:
             return
-        engine._submit = failing  # type: ignore[method-assign]
+        runner._submit = failing  # type: ignore[method-assign]
         try:
             with engine.lock:
-                serving._round()
+                engine.step()
         except Exception as raised:
             assert raised is error
-            serving._fail_all(raised)
+            engine._fail_all(raised)
             TOTALS[f"{type(error).__name__} injected"] += 1
         finally:
-            engine._submit = kept  # type: ignore[method-assign]
+            runner._submit = kept  # type: ignore[method-assign]
 
-    @rule(after=st.integers(0, 5), beside=st.booleans())
-    def fail_to_draft(self, after: int, beside: bool) -> None:
-        """The draft's device goes away in the midst of its passes, perhaps of those beside a verification: no text has
-        to do with that."""
+    @rule(after=st.integers(0, 5))
+    def fail_to_draft(self, after: int) -> None:
+        """The draft's device goes away in the midst of its passes: no text has to do with that."""
         TOTALS["steps"] += 1
         draft, left = self.made.draft, [after]
-        if draft is None or draft is not self.made.serving.drafting.drafter:  # type: ignore[union-attr]
+        if draft is None or draft is not self.made.engine.speculator.drafter:  # type: ignore[union-attr]
             return
-        kept = draft.engine._submit
+        kept = draft.runner._submit
 
         def failing(*args: Any, **options: Any) -> int:
-            left[0] -= not beside or threading.current_thread().name == "hybrid draft"
+            left[0] -= 1
             if left[0] < 0:
                 raise DeviceLost("injected")
             return kept(*args, **options)
 
-        draft.engine._submit = failing  # type: ignore[method-assign]
+        draft.runner._submit = failing  # type: ignore[method-assign]
         try:
             self.made.step(4)
-            draft.beside.close()
         finally:
-            draft.engine._submit = kept  # type: ignore[method-assign]
+            draft.runner._submit = kept  # type: ignore[method-assign]
             TOTALS["drafts that failed"] += left[0] < 0
 
     def teardown(self) -> None:

@@ -3,31 +3,25 @@ leak."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from hybrid.engine.scheduler import Scheduler
 
 
-def audit(
-    scheduler: Scheduler, reserved: Sequence[Mapping[str, Sequence[int]]] = (), taken: Sequence[int] = ()
-) -> None:
-    """AssertionError that names what does not add up. reserved, taken: blocks and slots that others have. Takes a look
-    at every block."""
+def audit(scheduler: Scheduler) -> None:
+    """AssertionError that names what does not add up. Takes a look at every block."""
     blocks, limits = scheduler.blocks, scheduler.limits
     running, waiting, prompts, flights = (
-        scheduler._running,
-        scheduler._queue.streams,
+        scheduler.running,
+        scheduler._queue.requests,
         scheduler._prompts,
         scheduler._flights,
     )
     held = [s.held for s in running if s.held is not None]
     assert len(held) == len(running)
-    blocks.check(held, reserved)
+    blocks.check(held)
     assert all(s.held is not None and not s.held.size and s.slot is None for s in waiting), (
         "one that waits holds blocks"
     )
     slots = [
-        *taken,
         *scheduler._slots,
         *(slot for _, slot in scheduler._cooling),
         *(-1 if s.slot is None else s.slot for s in running),
@@ -36,10 +30,12 @@ def audit(
     for streams in (running, waiting, prompts):
         assert [s.order for s in streams] == sorted({s.order for s in streams}), "out of order, or twice"
         assert all(s.finish is None for s in streams), "one that has ended is still here"
-    assert all(s in running for s in prompts) and all(s in prompts for s in running if s.rest > 1), "prompts that run"
-    flying = [run.seq for p in flights for run in p.runs if run.wants]
+    assert all(s in running for s in prompts) and all(s in prompts for s in running if s.rest > (s.capture is None)), (
+        "prompts that run"
+    )
+    flying = [run.seq for p in flights for run in p.runs if run.wants and not p.capture]
     for s in (*running, *waiting):
-        assert s.flying == sum(f is s for f in flying), f"{s.id}: {s.flying} tokens in flight"
+        assert s.pending == sum(f is s for f in flying), f"{s.id}: {s.pending} tokens in flight"
         assert s.overtaken <= limits.overtakes, f"{s.id} was overtaken {s.overtaken} times"
     for s, h in zip(running, held, strict=True):
         assert s.until == h.size * blocks.block and s.position <= s.until, f"{s.id}: rows without blocks"
@@ -47,7 +43,7 @@ def audit(
             assert h.first[g] <= group.first(s.position, blocks.block), (
                 f"{s.id}: blocks that its next row sees are gone"
             )
-    for s, slot, start, ids, _ in flights[-1].runs if flights else ():
+    for s, slot, start, ids, *_ in flights[-1].runs if flights else ():
         if (
             s.slot == slot and s.held is not None and s.position == start + len(ids or (0,))
         ):  # not ended or preempted since
@@ -57,5 +53,5 @@ def audit(
                 next_row = s.position == s.until and s.held.first[g] == group.first(s.position, blocks.block)
                 kept = s.held.first[g] <= group.first(start, blocks.block)
                 assert kept or next_row, f"{s.id}: blocks that rows in flight see are gone"
-    if scheduler.idle and not reserved:
+    if scheduler.idle:
         assert not any(blocks.used.values()), f"idle, and blocks are held: {blocks.used}"

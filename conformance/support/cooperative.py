@@ -50,7 +50,7 @@ def set_control(made: Engine, words: dict[int, int]) -> None:
 
 
 def give_up(made: Engine) -> None:
-    """As a kernel does that gives up a wait: every pass from now on is void."""
+    """As a kernel does whose wait times out: every pass from now on is aborted."""
     set_control(made, {FAULT_WORD: 1})
 
 

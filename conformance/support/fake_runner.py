@@ -15,7 +15,7 @@ from typing import Any
 
 from conformance.support.audit import audit
 from hybrid.engine.blocks import Blocks, Group
-from hybrid.engine.request import Request
+from hybrid.engine.request import Options, Request
 from hybrid.engine.scheduler import BatchCap, Limits, Pass, Scheduler
 
 VOCAB = 23
@@ -91,7 +91,7 @@ class Runner:
             self.tables[group][slot][index] = block
         assert len({run.slot for run in done.runs}) == len(done.runs), "two runs of one slot"
         whose: dict[Place, int] = {}  # who writes a place in this pass
-        for _, slot, start, ids, _ in done.runs:
+        for _, slot, start, ids, *_ in done.runs:
             for position in range(start, start + len(ids or (0,))):
                 for g in self.groups:
                     place = self._place(g, slot, position)
@@ -99,7 +99,7 @@ class Runner:
         written: dict[Place, int] = {}
         tokens: list[int] = []
         counts: list[int] = []
-        for seq, slot, start, ids, wants in done.runs:
+        for seq, slot, start, ids, wants, _ in done.runs:
             if ids is None:
                 token, position = self.next[slot]
                 assert position == start, f"{seq.id}: the device goes on at {position}, the host at {start}"
@@ -110,7 +110,10 @@ class Runner:
                 values.append(row_value(token, position, seen))
                 for g in self.groups:
                     written[self._place(g, slot, position)] = values[-1]
-            if wants:
+            if done.capture is not None:
+                if seq.finish is None:
+                    seq.captured.append((start, tuple(values)))
+            elif wants:
                 picked = [chosen(value) for value in values[-wants:]]
                 n = 1
                 while n < wants and picked[n - 1] == ids[n]:  # drafts that were right
@@ -164,6 +167,28 @@ class Uneven(BatchCap):
         return True
 
 
+class Host:
+    """A constraint, for requests whose tokens the host takes part in choosing."""
+
+    def mask(self) -> None:
+        return None
+
+    def accept(self, token: int) -> None:
+        pass
+
+    def copy(self) -> Host:
+        return self
+
+
+def request(
+    id: Any, prompt: Sequence[int], limit: int, *, priority: int = 0, ahead: bool = True, **options: Any
+) -> Request:
+    """A request without a tokenizer. ahead: whether the host takes no part in choosing."""
+    wanted = {name: options.pop(name) for name in ("speculate",) if name in options}
+    given = Options(max_tokens=limit, priority=priority, constraint=None if ahead else Host(), **wanted)
+    return Request(id, prompt, given, **options)
+
+
 class Loop:
     """A scheduler with its runner, one pass after another."""
 
@@ -173,10 +198,10 @@ class Loop:
         block: int,
         limits: Limits,
         clock: Callable[[], float] = float,
-        turns: BatchCap | None = None,
+        cap: BatchCap | None = None,
     ) -> None:
         blocks = Blocks(groups, block)
-        self.scheduler = Scheduler(blocks, limits, clock, turns=turns)
+        self.scheduler = Scheduler(blocks, limits, clock, cap)
         self.runner = Runner(blocks.groups, block, limits.slots, -(-limits.ctx // block))
         self.oracle = Oracle([g.window for g in blocks.groups])
         self.passes: list[Pass] = []
@@ -184,9 +209,9 @@ class Loop:
         self._flights: list[Pass] = []
 
     def add(self, prompt: Sequence[int], limit: int, **options: Any) -> Request:
-        stream = Request(len(prompt), prompt, limit, **options)
-        self.scheduler.add(stream)
-        return stream
+        made = request(len(prompt), prompt, limit, **options)
+        self.scheduler.add(made)
+        return made
 
     def step(self) -> Pass | None:
         """The next pass, then the tokens of the oldest in flight."""

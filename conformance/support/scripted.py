@@ -7,19 +7,18 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from hybrid.engine.GONE import Stream
 
 from conformance.support.paths import DEMO
 from hybrid.checkpoint import open_checkpoint
 from hybrid.core.errors import ContextExceeded, QueueFull
 from hybrid.engine.handle import Handle
-from hybrid.engine.request import Completion, Event, Timings, Usage, Wakeups
+from hybrid.engine.request import Event, Options, Request, Wakeups
 from hybrid.engine.sampling import Constraint
 from hybrid.engine.stats import Metrics, TokenLogprob, Total
 from hybrid.text.tokenizer import StreamDecoder, Tokenizer
@@ -48,7 +47,7 @@ class ScriptedModel:
         self.script, self.checkpoint = script, open_checkpoint(DEMO)
         self.device, self.closed, self._open = "scripted", False, 0
         self.engine = SimpleNamespace(
-            cache=SimpleNamespace(ctx=ctx), precision={}, device=SimpleNamespace(backend="cpu")
+            cache=SimpleNamespace(ctx=ctx), runner=SimpleNamespace(precision={}), device=SimpleNamespace(backend="cpu")
         )
         self.hparams = self.checkpoint.hparams
         self.eos_ids = self.checkpoint.tokenizer.eos_ids
@@ -84,12 +83,13 @@ class ScriptedModel:
                 raise QueueFull(self._open, 7.2)
             self._open += 1
         self.script.submitted.append({"prompt": list(prompt), **options})
-        stream = Stream()
-        threading.Thread(target=self._run, args=(stream, list(prompt), options), daemon=True).start()
-        return Handle(stream)
+        known = {name: value for name, value in options.items() if name in {f.name for f in fields(Options)}}
+        request = Request(0, prompt, Options.of(known))
+        threading.Thread(target=self._run, args=(request, list(prompt), options), daemon=True).start()
+        return Handle(request)
 
-    def _run(self, stream: Stream, prompt: list[int], options: dict[str, Any]) -> None:
-        script, began = self.script, time.perf_counter()
+    def _run(self, request: Request, prompt: list[int], options: dict[str, Any]) -> None:
+        script = self.script
         constraint = options.get("constraint")
         if script.ids is not None:
             ids = list(script.ids)
@@ -99,38 +99,45 @@ class ScriptedModel:
             ids = self.encode(script.text, bos=False)[: options["max_tokens"]]
         else:
             ids = list(islice(walk(constraint, self.checkpoint.tokenizer, options["seed"]), options["max_tokens"]))
-        said: list[int] = []
-        wakes = Wakeups()
+        wakeups = Wakeups()
         text = StreamDecoder(self.checkpoint.tokenizer)
         error: Exception | None = None
         until = time.monotonic() + 60
         while (
-            script.gate is not None and not script.gate.wait(0.01) and not stream.cancelled and time.monotonic() < until
+            script.gate is not None
+            and not script.gate.wait(0.01)
+            and not request.cancelled
+            and time.monotonic() < until
         ):
             pass
+
+        def tell(event: Event) -> None:
+            request.events.append(event)
+            request.notify(wakeups)
+            wakeups.send()
+
+        request.begun, request.cached = request.arrived, 3
         for n, token in enumerate(ids):
             if script.error is not None and n == script.after:
                 error = script.error()
                 break
-            if stream.cancelled:
+            if request.cancelled:
                 break
             if script.pause:
                 time.sleep(script.pause)
-            said.append(token)
+            request.ids.append(token)
+            request.first = request.first or time.perf_counter()
             logprobs = (TokenLogprob(token, -0.5, ((token, -0.5), (5, -1.0))),) if options.get("logprobs") else None
-            stream.push(Event(text.push(token), (token,), logprobs), wakes)
-            wakes.send()
-        stream.push(Event(text.flush()), wakes)
+            tell(Event(text.push(token), (token,), logprobs))
+        tell(Event(text.flush()))
         with self._lock:
             self._open -= 1
-        finish: Any = "cancelled" if stream.cancelled else script.finish
+        finish: Any = "cancelled" if request.cancelled else script.finish
         if constraint is not None and script.ids is None and len(ids) == options["max_tokens"]:
             finish = "length"
-        usage = Usage(len(prompt), 3, len(said))
-        took = Timings(0.0, 0.0, time.perf_counter() - began)
-        done = Completion(self.decode(said), tuple(said), finish, None, usage, took) if error is None else None
-        stream.end(done, error, wakes)
-        wakes.send()
+        request.end(finish, error)
+        request.notify(wakeups)
+        wakeups.send()
 
 
 CLOSING = ('"', "]", "}", "0", "<tool_call|>", '<|"|>')

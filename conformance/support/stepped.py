@@ -1,74 +1,66 @@
-"""Serving without its thread, for tests: rounds when the test says so, and the texts of sequences alone to hold its own
+"""An engine without its thread, for tests: steps when the test says so, and the texts of sequences alone to hold its own
 against."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from conformance.support.audit import audit
 from conformance.support.ties import EXACT_NEAR, lead
-from hybrid.core.tensor import Tensor
 from hybrid.devices.opening import Opened
 from hybrid.engine.handle import Handle
 from hybrid.engine.loop import Engine
-from hybrid.engine.request import Options
-from hybrid.engine.speculation import DraftModel
+from hybrid.engine.request import Options, Request
+from hybrid.engine.runner import Runner
+from hybrid.engine.speculation import LENT, DraftModel
 from hybrid.model import Model
 
 
 class Stepped:
-    """Serving without its thread: a round when the test says so. draft: guesses for it, on a device of its own."""
+    """A step when the test says so. draft: guesses for it."""
 
     def __init__(self, engine: Engine, queue: int = 64, draft: DraftModel | None = None) -> None:
         self.engine, self.draft = engine, draft
-        k = None if draft is None else 2
-        self.model = Model(engine.checkpoint, Opened(engine.device, engine.device), engine, queue, draft, k)
-        self.serving = self.model._serving
-        self.serving._start = lambda: None  # type: ignore[method-assign]
+        self.model = Model(engine.checkpoint, Opened(engine.device, engine.device), engine)
+        engine.queue(queue)
+        if draft is not None:
+            engine.speculate(draft, 2)
+        engine._start = lambda: None  # type: ignore[method-assign]
 
     def submit(self, ids: list[int], **options: Any) -> Handle:
-        return self.serving.submit(ids, Options(ignore_eos=True, **options))
+        return self.engine.submit(ids, Options(ignore_eos=True, **options))
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            if self.serving._jobs or self.serving._flights:
+            if self.engine._requests or self.engine._flights:
                 with self.engine.lock:
-                    self.serving._round()
+                    self.engine.step()
                 self.check()
 
     def check(self) -> None:
-        scheduler = self.serving.scheduler
+        scheduler = self.engine.scheduler
         audit(scheduler)
-        held = {stream.id for stream in (*scheduler._running, *scheduler._queue.streams)}
-        assert held <= set(self.serving._jobs), "a sequence without a request goes on"
+        held = {request.id for request in (*scheduler.running, *scheduler._queue.requests)}
+        assert held <= set(self.engine._requests), "a request that has ended runs"
 
     def finish(self) -> None:
         for _ in range(5000):
-            if not (self.serving._jobs or self.serving._flights):
+            if not (self.engine._requests or self.engine._flights):
                 break
             self.step()
-        assert not self.serving._jobs, "a request does not end"
-        blocks = self.serving.scheduler.blocks
-        assert set(blocks.used.values()) == {0}, "blocks are held by nobody's sequence"
-        assert sorted(self.engine.tables.free) == list(range(self.engine.cache.slots)), "a slot was kept"
-        if (drafting := self.serving.drafting) is not None and drafting.drafter is not None:
-            small = drafting.drafter.engine
-            assert not small.positions and not any(small.blocks.used.values()), (
-                "the draft follows a sequence that has ended"
-            )
+        assert not self.engine._requests, "a request does not end"
+        assert self.engine.scheduler.idle, "blocks are held by nobody's sequence"
+        if (speculator := self.engine.speculator) is not None and speculator.drafter is not None:
+            small = speculator.draft
+            assert small is None or not small._copies, "the draft follows a sequence that has ended"
 
 
 def alone(engine: Engine, ids: list[int], count: int) -> list[int]:
-    slot = engine.admit()
-    found = list(engine.stream(slot, ids, count))
-    engine.wait()
-    engine.release(slot)
-    engine.device.write(
-        "history", Tensor.of(np.full((1, engine.cache.ctx), 5, np.int32)), slot
-    )  # nobody finds these tokens there
-    return found
+    """The text of a sequence that finds nothing in the cache, and leaves nothing there."""
+    request = Request(0, ids, Options(max_tokens=count, ignore_eos=True, speculate=0 if engine.speculator else None))
+    request.private = True
+    return list(engine.drive(request).result().ids)
 
 
 def same(engine: Engine, ids: list[int], found: list[int], wanted: list[int]) -> None:
@@ -79,9 +71,16 @@ def same(engine: Engine, ids: list[int], found: list[int], wanted: list[int]) ->
         assert lead(logits)[0] < EXACT_NEAR, f"token {at} of {found}, alone {wanted}"
 
 
-def draft_of(engine: Engine, small: Engine) -> DraftModel:
-    """Guesses by another engine of the same model."""
-    assert engine.device.exclusive.isdisjoint(small.device.exclusive)
-    draft = DraftModel(small, "small", lambda: None, apart=True)
-    draft._guessed = lambda ids, chosen: [t ^ ((len(ids) + i) % 6 == 0) for i, t in enumerate(chosen)]  # type: ignore[method-assign]
-    return draft
+class Doubtful(DraftModel):
+    """One that changes some of its guesses."""
+
+    def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
+        found = super().propose(wanted)
+        return {r: [5 if (len(r.ids) + i) % 6 == 0 else w for i, w in enumerate(words)] for r, words in found.items()}
+
+
+def draft_of(engine: Engine) -> DraftModel:
+    """The same model as its own draft."""
+    config = engine.config
+    runner = Runner(engine.checkpoint, engine.device.sibling(LENT), config)
+    return Doubtful(runner, "small", lambda: None)

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -507,8 +508,9 @@ class Engine:
             self._ends.append(time.perf_counter())
         if self.speculator is not None:
             self.speculator.end(request)
-        if request.options.constraint is not None:
+        if request.options.constraint is not None:  # it may be large, and a request is known for a while after its end
             self.runner.sampling.forget(request.options.constraint)
+            request.options = replace(request.options, constraint=None)
         self._news.append(request)
 
     def finish(self, requests: Sequence[Request]) -> None:

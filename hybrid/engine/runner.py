@@ -367,12 +367,12 @@ class Runner:
             assert last is not None  # the device continues the rows of the pass before
             self.decoded += 1
             self.work.begin(p, True, last.plan)
-            return Flight(p, self._submit(last, began, p), began)
+            return Flight(p, self._counted(last, began, p), began)
         program, decode, masks = self._program_of(p)
         self.work.begin(p, decode, program.plan)
         inbox.put(p, masks)
         self._last = None
-        ticket = self._submit(program, began, p)
+        ticket = self._counted(program, began, p)
         self._last, self._sequences, self._messages = program if decode else None, same, inbox.messages
         if any(run.start < run.seq.n_prompt for run in p.runs):
             self.decoded, self.prefilled = 0, self.counters.copy()
@@ -402,14 +402,18 @@ class Runner:
         outs = bucket_of(p.outs, wants) if p.outs else 0
         return self.program("prefill", bucket_of(p.rows, sizes.rows), outs, options=options), False, masks
 
-    def _submit(self, program: Program, began: float, p: Pass) -> int:
+    def _counted(self, program: Program, began: float, p: Pass) -> int:
         try:
-            ticket = program.submit()
+            ticket = self._submit(program, began, p)
         except BaseException:
             self.inbox.lost_count()  # a later pass would take its message for its own
             self._last = None
             raise
         self.inbox.submitted(ticket)
+        return ticket
+
+    def _submit(self, program: Program, began: float, p: Pass) -> int:
+        ticket = program.submit()
         if self.config.profile:
             self._timing.start(program, ticket, began, (p.rows, p.outs, mean_context(p)))
             if not self.device.overlaps:  # the next run of the program would overwrite its times
@@ -442,7 +446,9 @@ class Runner:
         else:
             each = [self._verified(run, ticket) for run in runs]
             found, counts = [token for tokens in each for token in tokens], [len(tokens) for tokens in each]
-        if runs:  # else nothing was waited for
+        if self.config.profile and not runs:
+            self.device.wait(ticket)  # its times are kept until the next pass
+        if runs or self.config.profile:  # else nothing was waited for
             self._ended(flight)
         if FAULTED in found:
             self.abort()

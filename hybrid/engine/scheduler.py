@@ -264,7 +264,7 @@ class Queue:
         if not waiting or request.entered or request.order[:2] == waiting[0].order[:2] == waiting[-1].order[:2]:
             return  # all are alike: in the order of their arrival
         for other in waiting:
-            if other.number < request.number:
+            if other.number < request.number and not other.captured:  # else its reader keeps it waiting
                 other.overtaken += 1
                 if other.overtaken >= self._limits.overtakes and other.order[0]:
                     other.order, late = (0, 0, other.number), True

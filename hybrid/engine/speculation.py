@@ -33,8 +33,7 @@ MOST = 7
 """Guesses of a pass for one sequence at most, unless asked for: with the token before them they fill the smallest batch
 of rows."""
 PROBES = (8, 128)  # tokens between two tries where guesses do not pay: doubled after each try in vain
-PROBE = 2  # guesses of such a try
-TRUST = 0.85  # acceptance that a try is made for
+PROBE, TRIES = 2, 2  # guesses of such a try; sequences in a pass that try
 NGRAMS = (4, 2)  # tokens that must have stood there before, the most first
 LENT = {"history": GUESSES_TENSOR, GUESSES_TENSOR: "history", UNTIL_TENSOR: "next_position"}
 """Tensors of a draft model that are the larger model's (Device.sibling)."""
@@ -489,6 +488,7 @@ class Speculator:
         self._drafting: tuple[float, int] | None = None  # of a draft model on the queue: since when, the most guesses
         self._verifying: tuple[int, dict[Request, int]] = 0, {}  # the last pass with guesses, and how many of whom
         self._followed = 0  # the pass behind which the next guesses are made
+        self._rest, self._wait = 0, PROBES[0]  # passes until a try where nobody's guesses pay; after the next one
         self._seen = 0.0  # when the last pass had been read
 
     @property
@@ -535,6 +535,7 @@ class Speculator:
     def committed(self, done: Pass, news: Sequence[tuple[Request, int]], seconds: float) -> None:
         """A pass has chosen so many tokens of each request, and took so long (0: it has taken what others will not)."""
         self._seen = self._clock()
+        self._rest -= done.outs == len(done.wanting)
         wants = {run.seq: run.wants for run in done.runs}
         if seconds and all(run.wants == (len(run.ids) if run.ids else 1) for run in done.runs):  # no rows of prompts
             self.costs.took(done.rows, seconds)
@@ -580,17 +581,24 @@ class Speculator:
         """Those that get guesses in a pass of so many rows without any."""
         costs, model = self.costs.table(rows), self.draft
         shares = share([(f.rate, f.most, f.fixed) for f in due], self.room, costs)
-        probe = share([(TRUST, MOST, False)], self.room, costs)[0]
         behind = self._followed == scheduler.number and model is not None
+        quiet = not any(shares)  # nobody's guesses pay, so a try costs a pass of its own
+        tries = TRIES if rows < GUESSED_ROWS and not (quiet and self._rest > 0) else 0
         for f, k in zip(due, shares, strict=True):
             if not costs.plain and not f.fixed:  # what a pass without guesses takes must be known
                 f.asked = 0
                 continue
-            f.asked = f.offer(k, min(probe, PROBE))
-            if behind and f.asked and model is not None and not f.fixed:
+            f.asked = f.offer(k, PROBE if tries else 0)
+            tries -= f.asked > k
+            if behind and k and model is not None and not f.fixed:
                 f.asked = max(f.asked, model.expects(f.request))
             f.asked = min(f.asked, f.request.last - len(f.request.ids) - f.request.pending - 1)
-        return [f for f in due if f.asked > 0]
+        asked = [f for f in due if f.asked > 0]
+        if not quiet:
+            self._wait = PROBES[0]
+        elif asked:
+            self._rest, self._wait = self._wait, min(2 * self._wait, PROBES[1])
+        return asked
 
     def _propose(self, scheduler: Scheduler, asked: list[Followed]) -> bool:
         """Whether there were any guesses."""

@@ -40,7 +40,6 @@ def measure(rows: int, passes: int) -> Spent:
             tokens, step, marks = runner.tokens, engine.step, list[tuple[float, float, int]]()
 
             def submit(program: Any, began: float, p: Any) -> int:
-                runner.inbox.submitted(0)
                 return 0
 
             def answered(flight: Any) -> Any:
